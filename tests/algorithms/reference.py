@@ -1,0 +1,395 @@
+"""Independent references: plain loops over rows and tokens in Python floats (float64), written from the papers' formulas.
+
+Nothing here shares code with verlite. Random cases cover what goes wrong in practice: ragged lengths, tool spans in the
+middle of responses, empty rows, failed rows, groups of one, equal rewards, rows in random order, NaN under the mask.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LIMIT = 20.0
+
+
+@dataclass
+class Case:
+    """One random batch; tensors [B, R], NaN wherever mask is 0 so that a leak shows."""
+
+    rewards: Tensor
+    mask: Tensor
+    uid: np.ndarray
+    valid: Tensor
+    values: Tensor
+    old: Tensor
+    log_prob: Tensor
+    ref: Tensor
+    advantages: Tensor
+    baselines: Tensor
+    scores: Tensor
+    pi_squared: Tensor
+    is_weights: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.mask.shape)  # type: ignore[return-value]
+
+    @cached_property
+    def columns(self) -> list[list[int]]:
+        """Trainable columns of each row; none for rows that are not valid."""
+        return [[t for t, m in enumerate(row) if m and ok] for row, ok in zip(self.mask.tolist(), self.valid.tolist(), strict=True)]
+
+    @cached_property
+    def row_scores(self) -> list[float]:
+        return [sum(float(self.rewards[i, t]) for t in row) for i, row in enumerate(self.columns)]
+
+    def kept(self, row: int) -> list[int]:
+        return self.columns[row]
+
+    def voters(self) -> list[int]:
+        return [i for i, row in enumerate(self.columns) if row]
+
+    def group(self, row: int) -> list[int]:
+        return [i for i in self.voters() if self.uid[i] == self.uid[row]]
+
+    def score(self, row: int) -> float:
+        return self.row_scores[row]
+
+    def pure_score(self, row: int) -> float:
+        """Without the KL penalty."""
+        return sum(float(self.scores[row, t]) for t in self.kept(row))
+
+
+def random_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    groups, width = rng.randint(1, 4), rng.randint(1, 12)
+    uid = [f"prompt-{g}" for g in range(groups) for _ in range(rng.choice([1, 1, 2, 3, 4]))]
+    rng.shuffle(uid)
+    rows = len(uid)
+    mask = torch.zeros(rows, width, dtype=torch.int64)
+    for i in range(rows):
+        length = rng.choice([0, 1, width, rng.randint(0, width)])
+        mask[i, :length] = 1
+        if length > 2 and rng.random() < 0.5:  # tool text between two turns
+            start = rng.randint(0, length - 1)
+            mask[i, start : rng.randint(start, length)] = 0
+    valid = torch.tensor([rng.random() > 0.15 for _ in range(rows)])
+
+    def field(scale: float = 1.0) -> Tensor:
+        return (torch.randn(rows, width, generator=generator) * scale).masked_fill(mask == 0, math.nan)
+
+    rewards = field(0.1)
+    equal = rng.random() < 0.2
+    for i in range(rows):
+        columns = mask[i].nonzero().flatten().tolist()
+        if equal:
+            rewards[i] = torch.where(mask[i] == 1, 0.0, math.nan)
+        if columns:
+            rewards[i, columns[-1]] = 1.0 if equal else float(rng.choice([0, 1, rng.random(), -3]))
+    if rng.random() < 0.3:
+        rewards = rewards.masked_fill(~valid.unsqueeze(1), math.nan)  # a failed reward has any value
+    old = -field().abs()
+    log_prob = (old + field(rng.choice([0.01, 0.3, 3.0]))).clamp(max=-1e-3)
+    for i, t in mask.nonzero().tolist():
+        if rng.random() < 0.03:
+            old[i, t], log_prob[i, t] = rng.choice([(-65.0, -5.0), (-5.0, -65.0), (-5.0, -math.inf)])
+    advantages = field()
+    advantages[torch.rand(rows, width, generator=generator) < 0.1] = 0
+    advantages = advantages.masked_fill(mask == 0, math.nan)
+    scores = rewards - field(0.2)
+    pi_squared = torch.rand(rows, width, generator=generator).masked_fill(mask == 0, math.nan)
+    return Case(rewards, mask, np.array(uid, dtype=object), valid, field(), old, log_prob, old + field(0.5), advantages,
+                torch.randn(rows, generator=generator), scores, pi_squared, field().abs())  # fmt: skip
+
+
+def zeros(case: Case) -> np.ndarray:
+    return np.zeros(case.shape)
+
+
+def whiten(x: np.ndarray, case: Case) -> np.ndarray:
+    kept = [(i, t) for i in case.voters() for t in case.kept(i)]
+    out = zeros(case)
+    if not kept:
+        return out
+    mean = sum(x[i, t] for i, t in kept) / len(kept)
+    variance = sum((x[i, t] - mean) ** 2 for i, t in kept) / (len(kept) - 1) if len(kept) > 1 else 0.0
+    for i, t in kept:
+        out[i, t] = (x[i, t] - mean) / math.sqrt(variance + 1e-8)
+    return out
+
+
+def to_go(case: Case, gamma: float) -> np.ndarray:
+    out = zeros(case)
+    for i in case.voters():
+        running = 0.0
+        for t in reversed(case.kept(i)):
+            running = float(case.rewards[i, t]) + gamma * running
+            out[i, t] = running
+    return out
+
+
+def spread_rows(case: Case, row_value) -> np.ndarray:
+    out = zeros(case)
+    for i in case.voters():
+        if len(case.group(i)) > 1:
+            for t in case.kept(i):
+                out[i, t] = row_value(i)
+    return out
+
+
+def group_mean(case: Case, row: int) -> float:
+    return sum(case.score(j) for j in case.group(row)) / len(case.group(row))
+
+
+def group_std(case: Case, row: int) -> float:
+    mean, members = group_mean(case, row), case.group(row)
+    return math.sqrt(sum((case.score(j) - mean) ** 2 for j in members) / (len(members) - 1))
+
+
+def gae(case: Case, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    raw, returns = zeros(case), zeros(case)
+    for i in case.voters():
+        columns = case.kept(i)
+        for n, t in enumerate(columns):
+            total = 0.0
+            for m in range(n, len(columns)):  # the sum of the definition, no recursion
+                upcoming = float(case.values[i, columns[m + 1]]) if m + 1 < len(columns) else 0.0
+                delta = float(case.rewards[i, columns[m]]) + gamma * upcoming - float(case.values[i, columns[m]])
+                total += (gamma * lam) ** (m - n) * delta
+            raw[i, t] = total
+            returns[i, t] = total + float(case.values[i, t])
+    return whiten(raw, case), returns
+
+
+def grpo(case: Case, by_std: bool) -> np.ndarray:
+    return spread_rows(case, lambda i: (case.score(i) - group_mean(case, i)) / (group_std(case, i) + 1e-6 if by_std else 1.0))
+
+
+def rloo(case: Case) -> np.ndarray:
+    def one(i: int) -> float:
+        others = [case.score(j) for j in case.group(i) if j != i]
+        return case.score(i) - sum(others) / len(others)
+
+    return spread_rows(case, one)
+
+
+def reinforce_plus_plus(case: Case, gamma: float) -> tuple[np.ndarray, np.ndarray]:
+    returns = to_go(case, gamma)
+    return whiten(returns, case), returns
+
+
+def reinforce_plus_plus_baseline(case: Case) -> np.ndarray:
+    return whiten(spread_rows(case, lambda i: case.score(i) - group_mean(case, i)), case)
+
+
+def remax(case: Case, gamma: float) -> tuple[np.ndarray, np.ndarray]:
+    returns, out = to_go(case, gamma), zeros(case)
+    for i in case.voters():
+        for t in case.kept(i):
+            out[i, t] = returns[i, t] - float(case.baselines[i])
+    return out, returns
+
+
+def grpo_passk(case: Case, by_std: bool) -> np.ndarray:
+    def one(i: int) -> float:
+        ranked = sorted(case.group(i), key=lambda j: (-case.score(j), j))
+        if i != ranked[0]:
+            return 0.0
+        gap = case.score(ranked[0]) - case.score(ranked[1])
+        return gap / (group_std(case, i) + 1e-6) if by_std else gap
+
+    return spread_rows(case, one)
+
+
+def opo(case: Case) -> np.ndarray:
+    def one(i: int) -> float:
+        lengths = {j: len(case.kept(j)) for j in case.group(i)}
+        return case.score(i) - sum(n * case.score(j) for j, n in lengths.items()) / sum(lengths.values())
+
+    return spread_rows(case, one)
+
+
+def gpg(case: Case) -> np.ndarray:
+    rewarded = sum(float(np.float32(case.score(i))) != 0 for i in case.voters())
+    alpha = len(case.voters()) / max(rewarded, 1)
+    return spread_rows(case, lambda i: alpha * (case.score(i) - group_mean(case, i)))
+
+
+def rloo_token_kl(case: Case, low: float, high: float) -> np.ndarray:
+    out = zeros(case)
+    for i in case.voters():
+        others = [case.pure_score(j) for j in case.group(i) if j != i]
+        score = min(max(case.pure_score(i) - sum(others) / len(others), low), high) if others else 0.0
+        columns = case.kept(i)
+        for n, t in enumerate(columns):
+            out[i, t] = score + sum(float(case.rewards[i, u]) - float(case.scores[i, u]) for u in columns[n:])
+    return out
+
+
+def optimal_token_baseline(case: Case, gamma: float, weighted: bool) -> tuple[np.ndarray, np.ndarray]:
+    returns, out = to_go(case, gamma), zeros(case)
+
+    def energy(i: int, rank: int) -> float:
+        total = 0.0
+        for t in case.kept(i)[: rank + 1]:
+            w = 1 - 2 * math.exp(float(case.old[i, t])) + float(case.pi_squared[i, t])
+            total += w * float(case.is_weights[i, t]) ** 2 if weighted else w
+        return total
+
+    for i in case.voters():
+        if len(case.group(i)) < 2:
+            continue
+        for rank, t in enumerate(case.kept(i)):
+            there = [j for j in case.group(i) if len(case.kept(j)) > rank]
+            baseline = 0.0
+            if len(there) > 1:
+                below = sum(energy(j, rank) for j in there)
+                baseline = sum(returns[j, case.kept(j)[rank]] * energy(j, rank) for j in there) / max(below, 1e-8)
+            out[i, t] = returns[i, t] - baseline
+    return out, returns
+
+
+def row_weights(mask: Tensor, mode: str, scale: float) -> list[float]:
+    """Weight of a trainable token of each row when the case is the whole optimizer step."""
+    lengths = [sum(row) for row in mask.tolist()]
+    tokens, sequences = max(sum(lengths), 1), max(sum(n > 0 for n in lengths), 1)
+    return [
+        {
+            "token-mean": 1 / tokens,
+            "token-sum": 1.0,
+            "seq-mean-token-sum": 1 / sequences,
+            "seq-mean-token-mean": 1 / (sequences * max(length, 1)),
+            "seq-mean-token-sum-norm": 1 / (sequences * scale),
+        }[mode]
+        for length in lengths
+    ]
+
+
+def log_ratio(new: float, old: float) -> float:
+    return min(max(max(new, -1e4) - old, -LIMIT), LIMIT)
+
+
+def ratio_gradient(new: float, old: float) -> float:
+    """d ratio / d log_prob: the ratio itself, 0 where the log-ratio is clamped."""
+    inside = math.isfinite(new) and abs(new - old) <= LIMIT
+    return math.exp(log_ratio(new, old)) if inside else 0.0
+
+
+def ppo_token(new: float, old: float, advantage: float, s: dict, worst: float = math.inf) -> tuple[float, float]:
+    """Clipped PPO of one token, as the papers write it: loss and its derivative in log_prob."""
+    ratio = math.exp(log_ratio(new, old))
+    clipped = min(max(ratio, 1 - s["clip_low"]), 1 + s["clip_high"])
+    first, second = -advantage * ratio, -advantage * clipped
+    loss, slope = first, -advantage * ratio_gradient(new, old)
+    if second > first:
+        loss, slope = second, 0.0
+    if advantage < 0 and loss > -advantage * worst:
+        loss, slope = -advantage * worst, 0.0
+    return loss, slope
+
+
+def sapo_token(new: float, old: float, advantage: float, s: dict) -> tuple[float, float]:
+    tau = 1.0 if advantage > 0 else 1.05
+    x = tau * (math.exp(log_ratio(new, old)) - 1)
+    sigmoid = 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+    return -advantage * sigmoid * 4 / tau, -advantage * 4 * sigmoid * (1 - sigmoid) * ratio_gradient(new, old)
+
+
+def weighted_gradient_token(factor: float, new: float, advantage: float) -> tuple[float, float]:
+    """-A * factor * log_prob with a factor that has no gradient."""
+    return -advantage * factor * max(new, -1e4), -advantage * factor if math.isfinite(new) else 0.0
+
+
+def cispo_token(new: float, old: float, advantage: float, s: dict) -> tuple[float, float]:
+    factor = min(max(math.exp(log_ratio(new, old)), 1 - s["clip_low"]), 1 + s["clip_high"])
+    return weighted_gradient_token(factor, new, advantage)
+
+
+def dppo_token(new: float, old: float, advantage: float, s: dict, distance: str) -> tuple[float, float]:
+    p, p_old = math.exp(max(new, -1e4)), math.exp(max(old, -1e4))
+    if distance == "tv":
+        inside = p - p_old <= s["clip_high"] if advantage > 0 else p_old - p <= s["clip_low"]
+    else:
+        kl = p_old * (max(old, -1e4) - max(new, -1e4)) + (1 - p_old) * math.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
+        outside = kl > (s["clip_high"] if advantage > 0 else s["clip_low"])
+        inside = not (outside and (p > p_old if advantage > 0 else p < p_old))
+    factor = min(math.exp(log_ratio(new, old)), s["clip_c"]) if inside else 0.0
+    return weighted_gradient_token(factor, new, advantage)
+
+
+def kl_cov_token(new: float, old: float, advantage: float, s: dict, selected: bool) -> tuple[float, float]:
+    d = log_ratio(new, old)
+    loss, slope = -advantage * math.exp(d), -advantage * ratio_gradient(new, old)
+    if selected:
+        loss += s["ppo_kl_coef"] * abs(d)
+        slope += s["ppo_kl_coef"] * math.copysign(1, d) if ratio_gradient(new, old) and d else 0.0
+    return loss, slope
+
+
+def gspo_row(case: Case, i: int, weights: dict[int, float], s: dict) -> tuple[float, dict[int, float]]:
+    mean = sum(max(float(case.log_prob[i, t]), -1e4) - float(case.old[i, t]) for t in weights) / len(weights)
+    ratio = math.exp(min(mean, 10))
+    loss, slopes = 0.0, {}
+    for t, w in weights.items():
+        advantage = float(case.advantages[i, t])
+        clipped = min(max(ratio, 1 - s["clip_low"]), 1 + s["clip_high"])
+        moving = mean <= 10 and -advantage * ratio >= -advantage * clipped and math.isfinite(float(case.log_prob[i, t]))
+        loss += w * max(-advantage * ratio, -advantage * clipped)
+        slopes[t] = -w * advantage * ratio if moving else 0.0
+    return loss, slopes
+
+
+def geo_mean_row(case: Case, i: int, weights: dict[int, float], s: dict) -> tuple[float, dict[int, float]]:
+    bounded, moving = {}, {}
+    for t in weights:
+        new, old, advantage = (float(x[i, t]) for x in (case.log_prob, case.old, case.advantages))
+        d = log_ratio(new, old)
+        if advantage > 0:
+            bounded[t], moving[t] = min(d, s["clip_high"]), d <= s["clip_high"]
+        elif advantage < 0:
+            bounded[t], moving[t] = max(d, -s["clip_low"]), d >= -s["clip_low"]
+        else:
+            bounded[t], moving[t] = 0.0, False
+        moving[t] = moving[t] and bool(ratio_gradient(new, old))
+    n = len(weights)
+    row = -sum(float(case.advantages[i, t]) for t in weights) / n * math.exp(sum(bounded.values()) / n)
+    total = sum(weights.values())
+    return total * row, {t: total * row / n if moving[t] else 0.0 for t in weights}
+
+
+def rejected(case: Case, i: int, name: str, low: float, high: float, a: Tensor, b: Tensor) -> dict[int, bool]:
+    """Which tokens of a row a rejection rule takes out; bounds of k1 are ratios. a: trainer's log-probs, b: rollout's."""
+    columns = case.mask[i].nonzero().flatten().tolist()
+    d = {t: max(float(a[i, t]), -1e4) - max(float(b[i, t]), -1e4) for t in columns}
+
+    def k3(x: float) -> float:
+        x = min(max(x, -LIMIT), LIMIT)
+        return math.exp(x) - 1 - x
+
+    level, kind = name.rsplit("_", 1)
+    one = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": k3}[kind]
+    values = {t: one(x) for t, x in d.items()}
+    if level == "seq_sum":
+        values = dict.fromkeys(columns, sum(values.values()))
+    elif level == "seq_mean" and columns:
+        values = dict.fromkeys(columns, sum(values.values()) / len(columns))
+    elif level == "seq_max" and columns:
+        values = dict.fromkeys(columns, max(values.values()))
+    if kind == "k1":
+        low, high = math.log(low), math.log(high)
+    else:
+        low = -math.inf
+    return {t: not low <= x <= high for t, x in values.items()}
+
+
+def importance(case: Case, i: int, level: str, a: Tensor, b: Tensor) -> dict[int, float]:
+    columns = case.mask[i].nonzero().flatten().tolist()
+    d = {t: max(float(a[i, t]), -1e4) - max(float(b[i, t]), -1e4) for t in columns}
+    if level == "sequence":
+        d = dict.fromkeys(columns, sum(d.values()))
+    return {t: math.exp(min(max(x, -LIMIT), LIMIT)) for t, x in d.items()}

@@ -1,0 +1,230 @@
+"""Every estimator against hand values, a naive reference, and what must not matter: order, padding, failed rows."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.algorithms import reference
+from tests.algorithms.reference import Case, random_case
+from verlite.algorithms.advantages import (
+    ESTIMATORS,
+    GROUP_ESTIMATORS,
+    AdvantageInputs,
+    compute_advantages,
+    discounted_to_go,
+    place_scores,
+)
+
+NAN = math.nan
+SEEDS = range(200)
+
+
+def inputs_of(case: Case, **settings) -> AdvantageInputs:
+    return AdvantageInputs(
+        token_level_rewards=case.rewards, response_mask=case.mask, uid=case.uid, valid=case.valid, values=case.values,
+        reward_baselines=case.baselines, old_log_probs=case.old, token_level_scores=case.scores, sum_pi_squared=case.pi_squared,
+        rollout_is_weights=case.is_weights if settings.pop("weighted", False) else None, **settings,
+    )  # fmt: skip
+
+
+def fields_of(case: Case) -> dict:
+    return {f.name: getattr(case, f.name) for f in dataclasses.fields(case)}
+
+
+def expected(name: str, case: Case, gamma: float, lam: float, by_std: bool) -> tuple[np.ndarray, np.ndarray]:
+    match name:
+        case "gae":
+            return reference.gae(case, gamma, lam)
+        case "reinforce_plus_plus":
+            return reference.reinforce_plus_plus(case, gamma)
+        case "remax":
+            return reference.remax(case, gamma)
+        case "grpo":
+            advantages = reference.grpo(case, by_std)
+        case "rloo":
+            advantages = reference.rloo(case)
+        case "rloo_token_kl":
+            advantages = reference.rloo_token_kl(case, -0.5, 0.8)
+        case "grpo_passk":
+            advantages = reference.grpo_passk(case, by_std)
+        case "opo":
+            advantages = reference.opo(case)
+        case "gpg":
+            advantages = reference.gpg(case)
+        case "optimal_token_baseline":
+            return reference.optimal_token_baseline(case, gamma, weighted=by_std)
+        case "reinforce_plus_plus_baseline":
+            advantages = reference.reinforce_plus_plus_baseline(case)
+        case _:
+            raise AssertionError(f"no reference for {name}")
+    return advantages, advantages
+
+
+def group_inputs(rewards: list[float], uid: list[str], **settings) -> AdvantageInputs:
+    """One-token responses."""
+    return AdvantageInputs(
+        token_level_rewards=torch.tensor(rewards).unsqueeze(1), response_mask=torch.ones(len(rewards), 1, dtype=torch.int64),
+        uid=np.array(uid, dtype=object), **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_agrees_with_the_naive_reference(name: str) -> None:
+    for seed in SEEDS:
+        case = random_case(seed)
+        gamma, lam, by_std = [(1.0, 1.0, True), (0.9, 0.8, False), (1.0, 0.95, True)][seed % 3]
+        inputs = inputs_of(case, gamma=gamma, lam=lam, norm_adv_by_std_in_grpo=by_std, weighted=by_std, reward_clip_range=(-0.5, 0.8))
+        advantages, returns = compute_advantages(name, inputs)
+        want_advantages, want_returns = expected(name, case, gamma, lam, by_std)
+        assert advantages.dtype == returns.dtype == torch.float32
+        np.testing.assert_allclose(advantages, want_advantages, rtol=2e-4, atol=2e-5, err_msg=f"advantages, seed {seed}")
+        np.testing.assert_allclose(returns, want_returns, rtol=2e-4, atol=2e-5, err_msg=f"returns, seed {seed}")
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_order_of_rows_does_not_matter(name: str) -> None:
+    for seed in range(20):
+        case = random_case(seed)
+        order = torch.randperm(len(case.uid), generator=torch.Generator().manual_seed(seed))
+        moved = Case(**{key: x[order.numpy()] if isinstance(x, np.ndarray) else x[order] for key, x in fields_of(case).items()})
+        for before, after in zip(compute_advantages(name, inputs_of(case)), compute_advantages(name, inputs_of(moved)), strict=True):
+            torch.testing.assert_close(before[order], after)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_padding_columns_do_not_matter(name: str) -> None:
+    case = random_case(3)
+    rows, width = case.shape
+    wider = Case(**{k: torch.cat([x, x.new_full((rows, 5), 0 if k == "mask" else NAN)], 1) if torch.is_tensor(x) and x.dim() == 2 else x
+                    for k, x in fields_of(case).items()})  # fmt: skip
+    for before, after in zip(compute_advantages(name, inputs_of(case)), compute_advantages(name, inputs_of(wider)), strict=True):
+        torch.testing.assert_close(torch.cat([before, torch.zeros(rows, 5)], 1), after)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_failed_rows_have_no_vote(name: str) -> None:
+    """The other rows' numbers are those of a batch in which the failed row never was."""
+    case = random_case(11)
+    case.valid[:] = True
+    case.mask[:, 0] = 1
+    for x in (case.rewards, case.values, case.scores, case.old, case.pi_squared):
+        x[:, 0] = torch.linspace(-1, 0.5, len(x))
+    case.valid[1] = False
+    others = [i for i in range(len(case.uid)) if i != 1]
+    without = Case(**{key: x[others] for key, x in fields_of(case).items()})
+    case.rewards[1] = case.values[1] = NAN
+    for full, small in zip(compute_advantages(name, inputs_of(case)), compute_advantages(name, inputs_of(without)), strict=True):
+        torch.testing.assert_close(full[others], small)
+        assert (full[1] == 0).all()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_batch_without_any_trainable_token(name: str) -> None:
+    case = random_case(0)
+    case.mask[:] = 0
+    for result in compute_advantages(name, inputs_of(case)):
+        assert (result == 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(GROUP_ESTIMATORS))
+def test_group_of_one_and_equal_rewards_give_exactly_zero(name: str) -> None:
+    for rewards, uid in (([5.0, 0.1, 0.1, 0.1], ["a", "b", "b", "b"]), ([0.7] * 3, ["a", "b", "c"])):
+        ones = torch.ones(len(rewards), 1)
+        advantages, _ = compute_advantages(name, group_inputs(rewards, uid, old_log_probs=-ones, sum_pi_squared=ones / 2))
+        # The token baseline is a weighted mean, which rounds; the others' means of equal numbers are exact.
+        assert advantages.abs().max() <= (1e-6 if name == "optimal_token_baseline" else 0), advantages
+
+
+def test_gae_hand_example() -> None:
+    """Three tokens, gamma 0.5, lambda 0.5, a tool token between the second and the third; whitening undone."""
+    inputs = AdvantageInputs(
+        token_level_rewards=torch.tensor([[0.0, 0.0, NAN, 1.0, NAN]]), values=torch.tensor([[0.2, 0.4, NAN, 0.6, NAN]]),
+        response_mask=torch.tensor([[1, 1, 0, 1, 0]]), uid=np.array(["a"], dtype=object), gamma=0.5, lam=0.5,
+    )  # fmt: skip
+    advantages, returns = compute_advantages("gae", inputs)
+    # Last: 1 - 0.6 = 0.4. Second: 0.5 * 0.6 - 0.4 + 0.25 * 0.4 = 0. First: 0.5 * 0.4 - 0.2 + 0.25 * 0 = 0.
+    torch.testing.assert_close(returns, torch.tensor([[0.2, 0.4, 0.0, 1.0, 0.0]]))
+    raw = torch.tensor([0.0, 0.0, 0.4])
+    torch.testing.assert_close(advantages[0, [0, 1, 3]], (raw - raw.mean()) / raw.std())
+
+
+def test_grpo_and_rloo_hand_example() -> None:
+    inputs = group_inputs([1.0, 0.0, 0.0, 3.0, 5.0], ["a", "a", "a", "b", "b"])
+    scores = torch.tensor([1.0, 0.0, 0.0])
+    grpo = torch.cat([(scores - 1 / 3) / (scores.std() + 1e-6), torch.tensor([-1.0, 1.0]) / (2**0.5 + 1e-6)])
+    torch.testing.assert_close(compute_advantages("grpo", inputs)[0].squeeze(1), grpo)
+    torch.testing.assert_close(compute_advantages("rloo", inputs)[0].squeeze(1), torch.tensor([1.0, -0.5, -0.5, -2.0, 2.0]))
+    inputs = group_inputs([1.0, 0.0, 0.0, 3.0, 5.0], ["a", "a", "a", "b", "b"], norm_adv_by_std_in_grpo=False)
+    torch.testing.assert_close(compute_advantages("grpo", inputs)[0].squeeze(1), torch.tensor([2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]))
+
+
+def test_rloo_token_kl_hand_example() -> None:
+    """Two rows of two tokens, scores 1 and 0 on the last, KL penalties 0.1 to 0.4: KL stays out of the baselines and of the past."""
+    scores = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    rewards = scores - torch.tensor([[0.1, 0.2], [0.3, 0.4]])
+    inputs = AdvantageInputs(
+        token_level_rewards=rewards, token_level_scores=scores, response_mask=torch.ones(2, 2), uid=np.array(["a", "a"], dtype=object)
+    )
+    torch.testing.assert_close(compute_advantages("rloo_token_kl", inputs)[0], torch.tensor([[0.7, 0.8], [-1.7, -1.4]]))
+    torch.testing.assert_close(compute_advantages("rloo", inputs)[0], torch.tensor([[1.4, 1.4], [-1.4, -1.4]]))
+
+
+def test_opo_gpg_and_passk_hand_examples() -> None:
+    inputs = AdvantageInputs(
+        token_level_rewards=torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 4.0], [0.0, 0.0, 0.0]]),
+        response_mask=torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]]), uid=np.array(["a"] * 3, dtype=object),
+        norm_adv_by_std_in_grpo=False,
+    )  # fmt: skip
+    baseline = (1 * 1 + 3 * 4 + 2 * 0) / 6
+    torch.testing.assert_close(compute_advantages("opo", inputs)[0][:, 0], torch.tensor([1 - baseline, 4 - baseline, -baseline]))
+    torch.testing.assert_close(compute_advantages("gpg", inputs)[0][:, 0], 3 / 2 * (torch.tensor([1.0, 4.0, 0.0]) - 5 / 3))
+    assert compute_advantages("grpo_passk", inputs)[0].tolist() == [[0, 0, 0], [3, 3, 3], [0, 0, 0]]
+
+
+def test_a_broken_reward_of_a_valid_row_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"row 1 \(uid b\) has reward nan.*valid=False"):
+        compute_advantages("gae", AdvantageInputs(
+            token_level_rewards=torch.tensor([[1.0], [NAN]]), response_mask=torch.ones(2, 1), values=torch.zeros(2, 1),
+            uid=np.array(["a", "b"], dtype=object),
+        ))  # fmt: skip
+
+
+def test_missing_inputs_unknown_names_and_wrong_shapes_are_errors() -> None:
+    inputs = group_inputs([1.0, 2.0], ["a", "a"])
+    with pytest.raises(ValueError, match="adv_estimator=gae needs values"):
+        compute_advantages("gae", inputs)
+    with pytest.raises(ValueError, match="adv_estimator=optimal_token_baseline needs old_log_probs"):
+        compute_advantages("optimal_token_baseline", inputs)
+    with pytest.raises(ValueError, match="adv_estimator=remax needs reward_baselines"):
+        compute_advantages("remax", inputs)
+    with pytest.raises(ValueError, match="unknown advantage estimator 'gropo': did you mean grpo"):
+        compute_advantages("gropo", inputs)
+    with pytest.raises(ValueError, match=r"no_such_package.*cannot import"):
+        compute_advantages("no_such_package.mine:advantage", inputs)
+    with pytest.raises(ValueError, match="has no function nothing"):
+        compute_advantages("tests.algorithms.test_advantages:nothing", inputs)
+    with pytest.raises(ValueError, match=r"returned shapes \(2,\) and \(2,\), expected \(2, 1\)"):
+        compute_advantages("tests.algorithms.test_advantages:flat", inputs)
+
+
+def flat(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """A user's estimator with a mistake."""
+    return inputs.rewards[:, 0], inputs.rewards[:, 0]
+
+
+def test_scores_lie_on_the_last_trainable_token() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]])
+    placed = place_scores(torch.tensor([1.0, 2.0, NAN, 4.0]), mask)
+    assert placed.tolist() == [[0, 1, 0, 0], [0, 0, 0, 2], [0, 0, 0, 0], [0, 0, 4, 0]]
+    assert place_scores(torch.ones(3), torch.zeros(3, 5)).sum() == 0
+
+
+def test_discounted_to_go() -> None:
+    x, mask = torch.tensor([[1.0, 0.0, 2.0, 4.0]]), torch.tensor([[True, False, True, True]])
+    assert discounted_to_go(x, mask, 0.5).tolist() == [[1 + 0.5 * 4, 4, 2 + 0.5 * 4, 4]]
+    assert discounted_to_go(x, mask, 1.0).tolist() == [[7, 6, 6, 4]]
+    assert x.tolist() == [[1, 0, 2, 4]]
+    assert discounted_to_go(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool), 0.5).shape == (2, 0)

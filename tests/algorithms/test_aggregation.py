@@ -1,0 +1,42 @@
+"""What each aggregation mode means, and that the split into micro-batches and ranks means nothing."""
+
+import pytest
+import torch
+
+from tests.algorithms import reference
+from tests.algorithms.reference import random_case
+from verlite.algorithms.aggregation import AGGREGATION_MODES, token_weights
+
+
+def test_hand_values() -> None:
+    """Two sequences of length 1 and 9 with losses 1 and 2 per token."""
+    mask = torch.zeros(2, 12)
+    mask[0, 0], mask[1, :9] = 1, 1
+    losses = torch.tensor([[1.0], [2.0]]).expand(2, 12)
+    got = {m: float((losses * token_weights(mask, m, tokens=10, sequences=2, scale=20)).sum()) for m in AGGREGATION_MODES}
+    want = {"token-mean": 1.9, "token-sum": 19, "seq-mean-token-sum": 9.5, "seq-mean-token-mean": 1.5, "seq-mean-token-sum-norm": 0.475}
+    assert got == pytest.approx(want)
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_agrees_with_the_naive_reference_and_any_split(mode: str) -> None:
+    for seed in range(200):
+        mask = random_case(seed).mask
+        counts = {"tokens": int(mask.sum()), "sequences": int(mask.any(-1).sum()), "scale": 7.0}
+        weights = reference.row_weights(mask, mode, 7.0)
+        want = torch.tensor([[w * m for m in row] for w, row in zip(weights, mask.tolist(), strict=True)])
+        torch.testing.assert_close(token_weights(mask, mode, **counts), want)
+        for micro in (1, 2, 3):
+            torch.testing.assert_close(torch.cat([token_weights(part, mode, **counts) for part in mask.split(micro)]), want)
+
+
+def test_nothing_to_train_is_no_error() -> None:
+    for mode in AGGREGATION_MODES:
+        assert (token_weights(torch.zeros(2, 3), mode, tokens=0, sequences=0, scale=1) == 0).all()
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'.*token-mean"):
+        token_weights(torch.ones(1, 1), "mean", tokens=1, sequences=1)
+    with pytest.raises(ValueError, match="loss_scale_factor, which must be above 0, not None"):
+        token_weights(torch.ones(1, 1), "seq-mean-token-sum-norm", tokens=1, sequences=1)

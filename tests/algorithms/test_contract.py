@@ -1,0 +1,164 @@
+"""The contract tests pass for what verlite ships and name what is wrong with typical first attempts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from verlite.algorithms.advantages import ESTIMATORS, AdvantageInputs
+from verlite.algorithms.contract import check_estimator, check_policy_loss
+from verlite.algorithms.losses import POLICY_LOSSES, PolicyLossInputs
+from verlite.algorithms.rollout_correction import RolloutCorrection
+
+WHITENING = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+POPULATION = {"gpg", *WHITENING}  # estimators that look at the whole batch on purpose
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_built_in_estimators_pass(name: str) -> None:
+    assert check_estimator(ESTIMATORS[name], whitens=name in POPULATION) == []
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"clip_cov", "kl_cov"}))
+def test_built_in_losses_pass(name: str) -> None:
+    assert check_policy_loss(POLICY_LOSSES[name], rollout_correction=RolloutCorrection(bypass_mode=True)) == []
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_losses_that_look_at_the_whole_micro_batch_are_told_so(name: str) -> None:
+    assert any("sum over micro-batches" in problem for problem in check_policy_loss(POLICY_LOSSES[name], clip_cov_lb=0, clip_cov_ub=99))
+
+
+def per_row(inputs: AdvantageInputs, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.where(inputs.mask, row.float().unsqueeze(-1), 0)
+    return out, out
+
+
+def by_position(inputs: AdvantageInputs):
+    pairs = inputs.scores.view(-1, 2)
+    return per_row(inputs, (pairs - pairs.mean(1, keepdim=True)).flatten())
+
+
+def over_batch(inputs: AdvantageInputs):
+    return per_row(inputs, inputs.scores - inputs.scores.mean())
+
+
+def on_padding(inputs: AdvantageInputs):
+    out = inputs.groups.centred(inputs.scores).float().unsqueeze(-1).expand(inputs.mask.shape)
+    return out, out
+
+
+def leaking(inputs: AdvantageInputs):
+    out = inputs.token_level_rewards.sum(-1, keepdim=True) * inputs.mask
+    return out, out
+
+
+def one_number(inputs: AdvantageInputs):
+    return inputs.scores, inputs.scores
+
+
+def lonely(inputs: AdvantageInputs):
+    return per_row(inputs, inputs.scores)[0]
+
+
+def in_place(inputs: AdvantageInputs):
+    inputs.token_level_rewards.nan_to_num_(0.0)
+    return per_row(inputs, inputs.groups.centred(inputs.scores))
+
+
+def counts_failed_rows(inputs: AdvantageInputs):
+    total = torch.zeros_like(inputs.groups.sizes).index_add_(0, inputs.groups.group, inputs.scores)
+    size = torch.zeros_like(total).index_add_(0, inputs.groups.group, torch.ones_like(inputs.scores))
+    return per_row(inputs, inputs.scores - (total / size)[inputs.groups.group])
+
+
+def raising(inputs: AdvantageInputs):
+    raise RuntimeError("no luck")
+
+
+@pytest.mark.parametrize(
+    "estimator,message",
+    [
+        (by_position, "order of rows matters"),
+        (over_batch, "rewards of other prompts"),
+        (on_padding, "advantages: not 0 outside the mask"),
+        (leaking, "NaN under mask 0 leaked"),
+        (one_number, r"advantages: shape \(6,\), expected \(6, 5\)"),
+        (lonely, "returned Tensor, expected a pair"),
+        (in_place, "token_level_rewards was edited in place"),
+        (counts_failed_rows, "valid=False influences other rows"),
+        (raising, "raised RuntimeError: no luck"),
+    ],
+)
+def test_wrong_estimators_are_told_what_is_wrong(estimator, message: str) -> None:
+    problems = check_estimator(estimator)
+    assert len(problems) >= 1
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError("\n".join(problems))
+
+
+def per_token(inputs: PolicyLossInputs) -> torch.Tensor:
+    return -inputs.advantages * inputs.log_ratio.exp()
+
+
+def wrong_sign(inputs: PolicyLossInputs):
+    return -inputs.total(per_token(inputs)), {}
+
+
+def micro_batch_mean(inputs: PolicyLossInputs):
+    return per_token(inputs)[inputs.mask].sum() / inputs.mask.sum().clamp(min=1), {}
+
+
+def unmasked(inputs: PolicyLossInputs):
+    return (inputs.log_prob - inputs.advantages * inputs.log_prob).mean(), {}
+
+
+def overflowing(inputs: PolicyLossInputs):
+    return inputs.total(-inputs.advantages * (3 * (inputs.log_prob - inputs.old_log_prob)).exp()), {}
+
+
+def no_gradient(inputs: PolicyLossInputs):
+    return inputs.total(per_token(inputs)).detach(), {}
+
+
+def vector(inputs: PolicyLossInputs):
+    return per_token(inputs), {}
+
+
+def float_metric(inputs: PolicyLossInputs):
+    return inputs.total(per_token(inputs)), {"mine/kl": 1.0}
+
+
+def mean_metric(inputs: PolicyLossInputs):
+    return inputs.total(per_token(inputs)), {"mine/kl": inputs.log_ratio.detach().mean()}
+
+
+def never_zero(inputs: PolicyLossInputs):
+    return inputs.total(per_token(inputs)) + 1, {}
+
+
+@pytest.mark.parametrize(
+    "loss,message",
+    [
+        (wrong_sign, "the sign is wrong"),
+        (micro_batch_mean, "sum over micro-batches is not the whole"),
+        (unmasked, "sum over micro-batches is not the whole"),
+        (overflowing, r"differences of \+-60"),
+        (no_gradient, "loss has no gradient"),
+        (vector, r"loss is Tensor of shape \(6, 5\)"),
+        (float_metric, "metric 'mine/kl': float"),
+        (mean_metric, "metric 'mine/kl' does not add up"),
+        (never_zero, "without trainable tokens has loss 1.0"),
+    ],
+)
+def test_wrong_losses_are_told_what_is_wrong(loss, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError("\n".join(check_policy_loss(loss)))
+
+
+def test_a_correct_loss_of_a_user_passes() -> None:
+    def mine(inputs: PolicyLossInputs):
+        return inputs.total(per_token(inputs)), {"mine/kl": inputs.token_mean(-inputs.log_ratio)}
+
+    assert check_policy_loss(mine) == []
+    assert check_policy_loss(lambda inputs: mine(replace(inputs, clip_low=0.1))) == []

@@ -1,0 +1,54 @@
+"""Score shaping, overlong penalty, truncated rows, groups without signal: hand values and edge cases."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from verlite.algorithms.advantages import AdvantageInputs, compute_advantages
+from verlite.algorithms.aggregation import token_weights
+from verlite.algorithms.shaping import mask_truncated, overlong_penalty, rows_with_signal, shape_scores
+
+
+def test_shape_scores() -> None:
+    scores = torch.tensor([3.0, 5.0, 20.0, -20.0])
+    assert shape_scores(scores, mean=3, std=2).tolist() == [0, 1, 8.5, -11.5]
+    assert shape_scores(scores, mean=3, std=2, clip=(-10, 5)).tolist() == [0, 1, 5, -10]
+    with pytest.raises(ValueError, match="must be above 0, not 0"):
+        shape_scores(scores, std=0)
+    with pytest.raises(ValueError, match=r"clip range \[1, 1\] is empty"):
+        shape_scores(scores, clip=(1, 1))
+
+
+def test_overlong_penalty() -> None:
+    lengths = torch.tensor([0, 80, 81, 90, 100, 130])
+    got = overlong_penalty(lengths, max_length=100, buffer=20, factor=2.0)
+    torch.testing.assert_close(got, torch.tensor([0.0, 0.0, -0.1, -1.0, -2.0, -2.0]))
+    for buffer in (0, 101):
+        with pytest.raises(ValueError, match=f"within 1..100.*not {buffer}"):
+            overlong_penalty(lengths, 100, buffer)
+
+
+def test_truncated_rows_leave_loss_and_denominators_but_not_the_baseline() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    left = mask_truncated(mask, torch.tensor([True, False]))
+    assert left.tolist() == [[0, 0, 0], [1, 1, 0]] and mask[0].all()
+    weights = token_weights(left, "seq-mean-token-sum", tokens=int(left.sum()), sequences=int(left.any(-1).sum()))
+    assert weights.tolist() == [[0, 0, 0], [1, 1, 0]]
+    inputs = AdvantageInputs(
+        token_level_rewards=torch.tensor([[0.0, 0, 0], [0, 1, 0]]), response_mask=mask, uid=np.array(["a", "a"], dtype=object),
+        norm_adv_by_std_in_grpo=False,
+    )  # fmt: skip
+    assert compute_advantages("grpo", inputs)[0][1].tolist() == [0.5, 0.5, 0]
+    nothing = mask_truncated(mask, torch.tensor([True, True]))
+    assert (token_weights(nothing, "token-mean", tokens=0, sequences=0) == 0).all()
+
+
+def test_rows_with_signal() -> None:
+    uid = np.array(["a", "b", "a", "b", "c", "d", "d", "e", "e"], dtype=object)
+    metric = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, math.nan, 1.0])
+    valid = torch.tensor([True] * 6 + [False, False, True])
+    # a differs; b is equal; c is alone; d has one valid row; e too, beside a failed one whose metric is NaN.
+    assert rows_with_signal(metric, uid, valid).tolist() == [True, False, True, False, False, False, False, False, False]
+    assert rows_with_signal(metric[:7], uid[:7]).tolist() == [True, False, True, False, False, True, True]

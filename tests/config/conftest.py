@@ -1,0 +1,68 @@
+"""What a command line needs around it: small parquet files, a model's folder, and a machine that shows no GPU."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verlite.config import Loaded, compose
+
+
+@dataclass(frozen=True)
+class Material:
+    """Files on disk, and a command line that is right."""
+
+    folder: Path
+
+    @property
+    def good(self) -> list[str]:
+        """The smallest command line that passes every rule."""
+        return [
+            f"data.train_files={self.folder}/train.parquet",
+            f"actor_rollout_ref.model.path={self.folder}/model",
+            f"trainer.default_local_dir={self.folder}/run",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            "actor_rollout_ref.rollout.name=hf",
+            "trainer.n_gpus_per_node=8",
+        ]
+
+    def load(self, *overrides: str, **options) -> Loaded:
+        return compose(options.pop("config_name", None), [*self.good, *overrides], **options)
+
+
+def write_prompts(path: Path, rows: int, **change) -> Path:
+    """A parquet file of the columns that data_preprocess writes; `change` sets a column's value, None leaves it out."""
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+    }
+    row = {name: value for name, value in {**row, **change}.items() if value is not None}
+    table = pa.table({name: pa.array([value] * max(rows, 1)) for name, value in row.items()})
+    pq.write_table(table.slice(0, rows), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory) -> Material:
+    folder = tmp_path_factory.mktemp("material")
+    write_prompts(folder / "train.parquet", 2048)
+    write_prompts(folder / "test.parquet", 300)
+    (folder / "model").mkdir()
+    (folder / "model" / "model.safetensors").touch()
+    described = {"model_type": "qwen2", "num_attention_heads": 4, "max_position_embeddings": 8192}
+    (folder / "model" / "config.json").write_text(json.dumps(described))
+    write_prompts(folder / "empty.parquet", 0)
+    write_prompts(folder / "unlabelled.parquet", 9, data_source=None)
+    (folder / "reward.py").write_text("def score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")
+    return Material(folder)
+
+
+@pytest.fixture(autouse=True)
+def a_machine_without_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)

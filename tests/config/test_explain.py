@@ -1,0 +1,50 @@
+import pytest
+
+from verlite.config import keys
+from verlite.config.explain import explain
+
+
+def test_a_key():
+    text = explain("actor_rollout_ref.actor.loss_agg_mode")
+    assert "text; default token-mean" in text
+    assert "How token losses become one number" in text
+    assert "Legal: token-mean, token-sum" in text
+    assert "must be given" in explain("data.train_files")
+    assert "Legal: >= 1 or -1" in explain("data.train_max_samples")
+    assert "Older names: data.train_data_num" in explain("data.train_max_samples")
+
+
+def test_the_end_of_a_key_is_enough():
+    text = explain("optim.lr")
+    assert "actor_rollout_ref.actor.optim.lr" in text and "critic.optim.lr" in text
+    assert explain("adv_estimator") == explain("algorithm.adv_estimator")
+
+
+def test_sections():
+    assert "actor_rollout_ref.actor.optim.lr " in explain("actor_rollout_ref.actor.optim")
+    assert "trainer" in explain() and "The loop" in explain()
+
+
+def test_old_names():
+    assert "is now called data.shuffle" in explain("data.shuffle_train_dataloader")
+    assert "is now called actor_rollout_ref.rollout.n" in explain("n_agent")
+    assert "counts all devices" in explain("actor_rollout_ref.actor.ppo_micro_batch_size")
+    assert "only fsdp or fsdp2 is accepted" in explain("actor_rollout_ref.actor.strategy")
+    assert "without effect" in explain("trainer.rollout_data_dir")
+    assert "refused" in explain("actor_rollout_ref.actor.megatron.x")
+    assert "an entry of actor_rollout_ref.rollout.engine_kwargs" in explain("actor_rollout_ref.rollout.engine_kwargs.vllm.x")
+
+
+def test_an_unknown_key():
+    with pytest.raises(KeyError, match=r"Did you mean data\.train_batch_size"):
+        explain("data.train_batchsize")
+
+
+def test_every_key_has_a_meaning_and_every_default_is_legal():
+    from verlite.config import Config, rules
+
+    for key in keys.keys().values():
+        assert key.doc, f"{key.name} has no docstring"
+        assert explain(key.name)
+    config = Config()
+    assert [p.key for p in [*rules._choices(config), *rules._bounds(config)]] == []

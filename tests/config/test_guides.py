@@ -1,0 +1,137 @@
+"""The command lines that users run today pass, and each renamed or ineffective key is said exactly once."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from verlite.config import compose, make_plan
+from verlite.config.plan import installed
+
+COMMANDS = Path(__file__).parent / "commands"
+needs_vllm = pytest.mark.skipif(not installed("vllm"), reason="the command names rollout.name=vllm")
+
+
+def arguments(name: str, material, nodes: int = 1, devices: int = 2) -> list[str]:
+    """The overrides of a command file, as a shell passes them on."""
+    values = {
+        "DATA_DIR": material.folder,
+        "BASE_MODEL": material.folder / "model",
+        "RUN_DIR": material.folder / "run",
+        "N_NODES": nodes,
+        "N_DEVICES": devices,
+        "WAND_PROJECT": "Search-R1-release",
+        "EXPERIMENT_NAME": "--search-r1-ppo-qwen2.5-7b-em-multinode-2",  # what the shell makes of its unset variables
+    }
+    text = re.sub(r"\$(\w+)", lambda match: str(values[match[1]]), (COMMANDS / name).read_text())
+    return shlex.split(text.replace("\\\n", " "))[3:]
+
+
+NO_KL = (
+    "algorithm.kl_ctrl.kl_coef has no effect: neither algorithm.use_kl_in_reward nor actor_rollout_ref.actor.use_kl_loss is on: "
+    "this run has no KL term. algorithm.use_kl_in_reward=true turns this penalty on (older verl and Search-R1 always had it)"
+)
+ON_CPU = (
+    "actor_rollout_ref.rollout.gpu_memory_utilization has no effect: this run is on CPUs; the cache's size there is "
+    "actor_rollout_ref.rollout.kv_cache_gb"
+)
+
+
+@needs_vllm
+def test_search_r1(material):
+    loaded = compose(None, arguments("search_r1.sh", material))
+    actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+    assert loaded.notes == [
+        "data.train_data_num is now called data.train_max_samples",
+        "data.val_data_num is now called data.val_max_samples",
+        "data.shuffle_train_dataloader is now called data.shuffle",
+        f"{rollout}n_agent is now called {rollout}n",
+        f"{actor}ppo_micro_batch_size counts all devices; 64 / 2 devices gives {actor}ppo_micro_batch_size_per_gpu=32",
+        f"{rollout}log_prob_micro_batch_size counts all devices; 128 / 2 devices gives {rollout}log_prob_micro_batch_size_per_gpu=64",
+        "critic.ppo_micro_batch_size counts all devices; 16 / 2 devices gives critic.ppo_micro_batch_size_per_gpu=8",
+        f"{actor}fsdp_config.grad_offload, critic.model.fsdp_config.grad_offload have no effect: "
+        "FSDP2 frees gradients after each update, so there is nothing to offload",
+        NO_KL,
+        "actor_rollout_ref.ref.fsdp_config.param_offload, actor_rollout_ref.ref.log_prob_micro_batch_size have no effect: "
+        "no KL term is on, so there is no reference",
+        ON_CPU,
+        "trainer.total_epochs has no effect: trainer.total_training_steps says how long the run is",
+        "max_turns, retriever.topk, retriever.url, data.max_start_length, data.max_obs_length have no effect: "
+        "the search loop is not part of this version: every sample is a single turn",
+    ]
+    assert loaded.config.trainer.experiment_name == "--search-r1-ppo-qwen2.5-7b-em-multinode-2"
+    assert (loaded.config.data.train_max_samples, loaded.config.data.shuffle, loaded.config.trainer.val_before_train) == (-1, True, False)
+    assert make_plan(loaded.config).total_steps == 1005
+
+
+@needs_vllm
+def test_search_r1_on_its_own_sixteen_devices(material):
+    loaded = compose(None, arguments("search_r1.sh", material, nodes=2, devices=8))
+    plan = make_plan(loaded.config)
+    assert (plan.actor.micro.size, plan.log_prob_micro.size, plan.critic.micro.size) == (4, 8, 1)
+
+
+def test_dstack(material):
+    loaded = compose(None, arguments("dstack.sh", material))
+    unused = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu has no effect: no KL term is on, so there is no reference"
+    if installed("vllm"):
+        assert loaded.notes == [NO_KL, unused, ON_CPU, "actor_rollout_ref.rollout.name=auto chose vllm"]
+    else:
+        names = "actor_rollout_ref.rollout.tensor_model_parallel_size, actor_rollout_ref.rollout.gpu_memory_utilization"
+        assert loaded.notes == [
+            NO_KL,
+            unused,
+            f"{names} have no effect: the rollout engine is hf; only vllm uses it",
+            "actor_rollout_ref.rollout.name=auto chose hf: vLLM is not installed here",
+        ]
+
+
+@needs_vllm
+def test_slurm(material):
+    loaded = compose(None, arguments("slurm.sh", material))
+    assert loaded.notes == [
+        "actor_rollout_ref.model.enable_gradient_checkpointing is given 2 times (command line): false, true; the last one counts",
+        NO_KL,
+        "actor_rollout_ref.ref.fsdp_config.param_offload, actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu have no effect: "
+        "no KL term is on, so there is no reference",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size has no effect: on CPUs each slot has an engine of its own",
+        ON_CPU,
+    ]
+    assert loaded.config.actor_rollout_ref.model.enable_gradient_checkpointing is True
+
+
+@pytest.mark.parametrize("name", ["search_r1.sh", "dstack.sh", "slurm.sh"])
+@needs_vllm
+def test_each_key_is_said_once(name, material):
+    notes = compose(None, arguments(name, material)).notes
+    said = [key for note in notes for key in re.match(r"(?:[\w.]+, )*[\w.]+", note)[0].split(", ")]
+    assert len(said) == len(set(said))
+
+
+def test_a_grpo_line_as_verl_users_write_it(material):
+    """Quoted list of loggers, KL in the loss, `+` before a key that exists: nothing to say but what is true."""
+    line = [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={material.folder}/train.parquet",
+        f"data.val_files={material.folder}/test.parquet",
+        "data.train_batch_size=1024",
+        "data.filter_overlong_prompts=True",
+        "data.truncation='error'",
+        f"actor_rollout_ref.model.path={material.folder}/model",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=80",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_coef=0.001",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=5",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+        "algorithm.use_kl_in_reward=False",
+        "trainer.critic_warmup=0",
+        'trainer.logger=["console","wandb"]',
+        "+trainer.val_before_train=True",
+        f"trainer.default_local_dir={material.folder}/run",
+    ]
+    loaded = compose(None, line)
+    assert loaded.notes == ["data.truncation has no effect: data.filter_overlong_prompts drops what would be truncated"]
+    assert loaded.config.trainer.logger == ["console", "wandb"]
+    assert make_plan(loaded.config).roles == ("actor", "rollout", "ref")

@@ -1,0 +1,109 @@
+"""A key that the user set and that changes nothing in this configuration is said; one that changes something is not."""
+
+import pytest
+
+from verlite.config.plan import installed
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
+GRPO = f"algorithm.adv_estimator=grpo {ROLLOUT}n=4"
+VLLM = (f"~{ROLLOUT}name", f"{ROLLOUT}name=vllm")
+KL = f"{ACTOR}use_kl_loss=true"
+REWARD_KL = "algorithm.use_kl_in_reward=true"
+DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
+VAL = "data.val_files={folder}/test.parquet"
+
+# (the key that is set, what takes its effect away, what gives it back)
+CASES = [
+    ("algorithm.kl_ctrl.kl_coef=0.1", "", REWARD_KL),
+    ("algorithm.kl_ctrl.kl_coef=0.1", KL, f"{KL} {REWARD_KL}"),
+    ("algorithm.kl_penalty=k2", "", REWARD_KL),
+    ("algorithm.kl_ctrl.horizon=5", REWARD_KL, f"{REWARD_KL} algorithm.kl_ctrl.type=adaptive"),
+    ("algorithm.kl_ctrl.target_kl=5", REWARD_KL, f"{REWARD_KL} algorithm.kl_ctrl.type=adaptive"),
+    (f"{ACTOR}kl_loss_coef=0.1", "", KL),
+    (f"{ACTOR}kl_loss_type=k1", REWARD_KL, KL),
+    (f"{REF}fsdp_config.param_offload=true", "", KL),
+    (f"{REF}log_prob_micro_batch_size_per_gpu=3", "", REWARD_KL),
+    ("critic.optim.lr=1e-4", GRPO, ""),
+    ("critic.cliprange_value=0.1", GRPO, f"{GRPO} critic.enable=true"),
+    ("algorithm.lam=0.9", GRPO, ""),
+    ("algorithm.gamma=0.9", GRPO, "algorithm.adv_estimator=remax"),
+    ("algorithm.gamma=0.9", f"algorithm.adv_estimator=rloo {ROLLOUT}n=4", "algorithm.adv_estimator=mine:f"),
+    ("algorithm.norm_adv_by_std_in_grpo=false", "", GRPO),
+    (f"{ACTOR}clip_ratio=0.1", f"{ACTOR}clip_ratio_low=0.2 {ACTOR}clip_ratio_high=0.3", f"{ACTOR}clip_ratio_high=0.3"),
+    (f"{ACTOR}loss_scale_factor=100", "", f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm"),
+    (f"{ACTOR}ppo_micro_batch_size_per_gpu=2", DYNAMIC, f"{DYNAMIC} critic.use_dynamic_bsz=false"),
+    (f"{ACTOR}ppo_max_token_len_per_gpu=9999", "", f"{ROLLOUT}log_prob_use_dynamic_bsz=true"),
+    (f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=2", f"{ROLLOUT}log_prob_use_dynamic_bsz=true", ""),
+    (f"{ROLLOUT}log_prob_max_token_len_per_gpu=9999", "", f"{ROLLOUT}log_prob_use_dynamic_bsz=true"),
+    (f"{REF}log_prob_max_token_len_per_gpu=9999", KL, f"{KL} {REF}log_prob_use_dynamic_bsz=true"),
+    ("critic.ppo_max_token_len_per_gpu=9999", "", "critic.use_dynamic_bsz=true"),
+    ("critic.forward_micro_batch_size_per_gpu=2", "critic.use_dynamic_bsz=true", ""),
+    (f"{ACTOR}data_loader_seed=1", "", f"{ACTOR}shuffle=true"),
+    (f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", f"{ACTOR}optim.lr_warmup_steps=5", ""),
+    ("critic.optim.lr_warmup_steps_ratio=0.1", "critic.optim.lr_warmup_steps=5", ""),
+    (f"{ACTOR}optim.min_lr_ratio=0.1", "", f"{ACTOR}optim.lr_scheduler_type=cosine"),
+    ("critic.optim.num_cycles=1", "", "critic.optim.lr_scheduler_type=cosine"),
+    (f"{ROLLOUT}tensor_model_parallel_size=1", "", None),
+    (f"{ROLLOUT}enforce_eager=true", "", None),
+    (f"{ROLLOUT}engine_kwargs.vllm.x=1", "", None),
+    ("data.seed=1", "data.shuffle=false", ""),
+    ("data.truncation=left", "data.filter_overlong_prompts=true", ""),
+    ("data.val_batch_size=8", "", VAL),
+    (f"{ROLLOUT}val_kwargs.n=1", "", VAL),
+    (f"{ROLLOUT}val_kwargs.temperature=1", VAL, f"{VAL} {ROLLOUT}val_kwargs.do_sample=true"),
+    ("trainer.val_before_train=false", f"{VAL} trainer.val_only=true", VAL),
+    ("trainer.total_epochs=3", "trainer.total_training_steps=5", ""),
+    ("trainer.critic_warmup=3", GRPO, ""),
+    ("trainer.resume_from_path=/x/global_step_3", "", None),
+    ("trainer.max_actor_ckpt_to_keep=3", "", "trainer.save_freq=5"),
+    ("custom_reward_function.reward_kwargs.a=3", "", None),
+    ("ray_kwargs.ray_init.num_cpus=8", "ray_kwargs.ray_init.address=auto", ""),
+    ("max_turns=4", "", None),
+    ("retriever.topk=4", "", None),
+    ("data.max_obs_length=4", "max_turns=4", None),
+]
+
+
+@pytest.mark.parametrize(("key", "off", "on"), CASES, ids=[f"{key} {off}" for key, off, _ in CASES])
+def test_no_effect_is_said(material, key, off, on):
+    def said(rest: str) -> bool:
+        line = [text.replace("{folder}", str(material.folder)) for text in (rest + " " + key).split()]
+        notes = [note for note in material.load(*line).notes if " no effect: " in note]
+        return sum(key.split("=")[0] in note.split(" ha")[0].split(", ") for note in notes) == 1
+
+    assert said(off)
+    if on is not None:
+        assert not said(on)
+
+
+def test_a_zero_warmup_is_not_worth_a_word(material):
+    assert material.load(*GRPO.split(), "trainer.critic_warmup=0").notes == []
+
+
+def test_keys_nobody_set_are_not_mentioned(material):
+    assert material.load(*GRPO.split()).notes == []
+
+
+@pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
+def test_vllm_on_cpus_and_on_gpus(material):
+    on_cpu = material.load(*VLLM, f"{ROLLOUT}gpu_memory_utilization=0.4", f"{ROLLOUT}kv_cache_gb=2").notes
+    assert on_cpu == [f"{ROLLOUT}gpu_memory_utilization has no effect: this run is on CPUs; the cache's size there is {ROLLOUT}kv_cache_gb"]
+    on_gpu = material.load(
+        *VLLM, f"{ROLLOUT}gpu_memory_utilization=0.4", f"{ROLLOUT}kv_cache_gb=2", "trainer.device=cuda", "trainer.nnodes=2"
+    ).notes
+    assert on_gpu == [
+        f"{ROLLOUT}kv_cache_gb has no effect: this run is on GPUs; the cache's size there follows from {ROLLOUT}gpu_memory_utilization"
+    ]
+
+
+def test_remarks(material):
+    (note,) = material.load(f"{ROLLOUT}top_p=0.9", f"{ROLLOUT}top_k=50").notes
+    assert f"{ROLLOUT}top_p=0.9 and {ROLLOUT}top_k=50" in note and "log-probs will differ" in note
+    val = f"data.val_files={material.folder}/test.parquet"
+    assert "all the same" in material.load(val, f"{ROLLOUT}val_kwargs.n=4").notes[0]
+    assert "is greedy although" in material.load(val, f"{ROLLOUT}val_kwargs.do_sample=true").notes[0]
+    assert "auto chose" in material.load(f"~{ROLLOUT}name").notes[0]
+
+
+def test_a_budget_of_exactly_the_longest_sequence_is_enough(material):
+    material.load(DYNAMIC, f"{ACTOR}ppo_max_token_len_per_gpu=1024")  # 512 prompt + 512 response tokens

@@ -1,0 +1,319 @@
+"""Names, types, origins: everything between a command line and the typed configuration."""
+
+import pytest
+import yaml
+
+from verlite.config import ConfigError, compose, dump, main_argv
+from verlite.config.load import parse_argv
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+
+
+def problems(material, *overrides, **options) -> list:
+    with pytest.raises(ConfigError) as error:
+        material.load(*overrides, **options)
+    return error.value.problems
+
+
+# --- names and types ---
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_plus_before_a_known_key_changes_nothing(material, prefix):
+    loaded = material.load(f"{prefix}trainer.total_epochs=7")
+    assert loaded.config.trainer.total_epochs == 7
+    assert loaded.notes == []
+
+
+def test_tilde_is_the_default_again(material):
+    loaded = material.load("trainer.total_epochs=7", "~trainer.total_epochs", f"{ROLLOUT}engine_kwargs={{hf:{{a:1,b:2}}}}",
+                           f"~{ROLLOUT}engine_kwargs.hf.a")  # fmt: skip
+    assert loaded.config.trainer.total_epochs == 30
+    assert loaded.provenance["trainer.total_epochs"] == "default"
+    assert loaded.config.actor_rollout_ref.rollout.engine_kwargs == {"hf": {"b": 2}}
+    kl = material.load(f"~{ACTOR}use_kl_loss", config_name="grpo").config.actor_rollout_ref.actor
+    assert kl.use_kl_loss is False
+    assert material.load("max_turns=3", "~max_turns").config.max_turns == 0
+    assert material.load("data.shuffle=false", "data.seed=1", "~data.shuffle").notes == []
+
+
+def test_tilde_of_what_is_not_there(material):
+    found = problems(material, "~data.shufle", f"~{ROLLOUT}engine_kwargs.hf.a")
+    assert [(p.key, p.rule) for p in found] == [
+        ("data.shufle", "there is no such key"),
+        (f"{ROLLOUT}engine_kwargs.hf.a", "there is no such entry to remove"),
+    ]
+    assert "data.shuffle" in found[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("data.trian_batch_size=1", "data.train_batch_size"),
+        ("actor.ppo_mini_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        ("rollout.n=1", "actor_rollout_ref.rollout.n"),
+        ("actor_rollout_ref.actor.lr=1", "actor_rollout_ref.actor.optim.lr"),
+        ("trainer.kl_coef=1", "algorithm.kl_ctrl.kl_coef"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_device=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+        ("trainer.n_gpu_per_node=1", "trainer.n_gpus_per_node"),
+        ("adv_estimator=gae", "algorithm.adv_estimator"),
+    ],
+)
+def test_an_unknown_key_names_the_one_that_was_meant(material, typed, meant):
+    (problem,) = problems(material, typed)
+    assert (problem.key, problem.value, problem.rule) == (*typed.split("="), "there is no such key")
+    assert problem.remedy.startswith(f"Did you mean {meant}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "rule"),
+    [
+        ("data.train_batch_size=abc", "expected whole number, got text"),
+        ("data.train_batch_size=1.5", "expected whole number, got a number"),
+        ("data.train_batch_size=null", "expected whole number, got null"),
+        ("data.train_batch_size=[1]", "expected whole number, got a list"),
+        ("data.train_batch_size={a:1}", "expected whole number, got a mapping"),
+        ("data.shuffle=maybe", "expected true/false, got text"),
+        (ACTOR + "optim.lr=fast", "expected number, got text"),
+        (ACTOR + "optim.betas=[a,b]", "expected list of numbers, got a list"),
+        (ACTOR + "ppo_micro_batch_size_per_gpu=None", "expected whole number or null, got text"),
+        (ACTOR + "optim=3", "is a section; it holds keys, not a value"),
+        ("cluster.component_placement=0-3", "expected mapping or null, got text"),
+        (ROLLOUT + "engine_kwargs=fast", "expected mapping, got text"),
+        ("trainer.experiment_name=[a,b]", "expected text, got a list"),
+    ],
+)
+def test_a_wrong_type_names_the_expected_one(material, typed, rule):
+    (problem,) = problems(material, typed)
+    assert (problem.key, problem.rule) == (typed.split("=")[0], rule)
+
+
+@pytest.mark.parametrize(
+    ("typed", "key", "rule"),
+    [
+        ("data.shuffle", "data.shuffle", "is no override"),
+        ("--epochs=3", "--epochs=3", "there is no such option"),
+        ("data.seed=1,2", "data.seed", "a comma outside brackets asks for several runs"),
+        ("trainer.logger=console,wandb", "trainer.logger", "a comma outside brackets asks for several runs"),
+        ("trainer.logger=[console", "trainer.logger", "cannot be read: "),
+        ("trainer.experiment_name=${trainer.nothing}", "trainer.experiment_name", "Interpolation key 'trainer.nothing' not found"),
+        ("trainer.experiment_name=${oc.env:NO_SUCH_VARIABLE}", "trainer.experiment_name", "KeyError raised while resolving interpolation"),
+    ],
+)
+def test_what_cannot_be_read_says_so(material, typed, key, rule):
+    (problem,) = problems(material, typed)
+    assert problem.key == key
+    assert problem.rule.startswith(rule)
+
+
+def test_text_is_taken_as_it_stands(material):
+    """Hydra's grammar has no reading for these; a shell user means them literally."""
+    loaded = material.load("trainer.experiment_name=lr=1e-6,n=5", "trainer.project_name=~x(y)", "trainer.resume_from_path=~/a")
+    assert loaded.config.trainer.experiment_name == "lr=1e-6,n=5"
+    assert loaded.config.trainer.project_name == "~x(y)"
+    assert not loaded.config.trainer.resume_from_path.startswith("~")
+
+
+def test_values_of_every_kind(material):
+    loaded = material.load(
+        "trainer.logger=console", f"{ACTOR}optim={{lr:2e-5,betas:[0.8,0.9]}}", f"{ROLLOUT}engine_kwargs.hf.x.y=3",
+        "trainer.experiment_name='a b'", "cluster.component_placement.actor=0-3,6",
+        "cluster.component_placement.rollout=7",
+    )  # fmt: skip
+    config = loaded.config
+    assert config.trainer.logger == ["console"]
+    assert (config.actor_rollout_ref.actor.optim.lr, config.actor_rollout_ref.actor.optim.betas) == (2e-5, [0.8, 0.9])
+    assert config.actor_rollout_ref.rollout.engine_kwargs == {"hf": {"x": {"y": 3}}}
+    assert config.trainer.experiment_name == "a b"
+    assert config.cluster.component_placement == {"actor": "0-3,6", "rollout": "7"}
+    assert config.trainer.default_local_dir == f"{material.folder}/run"
+
+
+def test_a_mapping_may_have_quoted_keys(material):
+    loaded = material.load('+cluster.component_placement={"actor,critic": "0-3", rollout: "4-7"}')
+    assert loaded.config.cluster.component_placement == {"actor,critic": "0-3", "rollout": "4-7"}
+    (problem,) = problems(material, 'cluster.component_placement={"actor": 0-3')
+    assert problem.rule.startswith("cannot be read")
+
+
+def test_everything_wrong_is_found_in_one_pass(material):
+    found = problems(
+        material, "data.shufle=false", "data.train_batch_size=x", f"{ROLLOUT}top_p=2", "algorithm.adv_estimator=groo",
+        "data.val_files=/nowhere.parquet", f"{ACTOR}megatron.tp=2", f"{ACTOR}strategy=megatron",
+    )  # fmt: skip
+    assert [p.key for p in found] == [
+        "data.shufle", "data.train_batch_size", f"{ACTOR}megatron.tp", f"{ACTOR}strategy",
+        "algorithm.adv_estimator", f"{ROLLOUT}top_p", "data.val_files",
+    ]  # fmt: skip
+
+
+def test_what_must_be_given():
+    with pytest.raises(ConfigError) as error:
+        compose()
+    assert [p.key for p in error.value.problems] == [
+        "actor_rollout_ref.model.path",
+        "data.train_files",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    ]
+
+
+def test_a_mistyped_required_key_is_reported_once(material):
+    (problem,) = [p for p in problems(material, "~data.train_files", "data.train_file=x") if "train_file" in p.key]
+    assert problem.key == "data.train_file"
+
+
+# --- YAML files ---
+
+
+def test_our_own_files(material):
+    assert material.load().config.algorithm.adv_estimator == "gae"
+    grpo = material.load(config_name="grpo").config
+    assert (grpo.algorithm.adv_estimator, grpo.actor_rollout_ref.rollout.n, grpo.actor_rollout_ref.actor.use_kl_loss) == ("grpo", 5, True)
+
+
+def test_a_users_file_on_top_of_ours(material, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - grpo\n  - _self_\n"
+        "actor_rollout_ref:\n  rollout:\n    n_agent: 3\n    engine_kwargs:\n      hf: {a: 1}\n"
+        'cluster:\n  component_placement:\n    "actor, rollout": 0-3\n    ref: 4\n'
+        "data:\n  seed: 5\n"
+    )
+    loaded = material.load("data.seed=6", config_name="mine", config_dir=tmp_path)
+    config = loaded.config
+    assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n, config.data.seed) == ("grpo", 3, 6)
+    assert config.cluster.component_placement == {"actor, rollout": "0-3", "ref": "4"}
+    names = "algorithm.adv_estimator", f"{ROLLOUT}n", "data.seed", "data.shuffle", f"{ROLLOUT}engine_kwargs", "trainer.n_gpus_per_node"
+    origins = {key: loaded.provenance[key] for key in names}
+    assert origins == {
+        "algorithm.adv_estimator": "grpo.yaml", f"{ROLLOUT}n": "mine.yaml", "data.seed": "command line", "data.shuffle": "default",
+        f"{ROLLOUT}engine_kwargs": "mine.yaml", "trainer.n_gpus_per_node": "command line",
+    }  # fmt: skip
+    assert {f"{ROLLOUT}n", "data.seed"} <= loaded.user_keys
+    assert "algorithm.adv_estimator" not in loaded.user_keys  # our own files' choices are not the user's
+    assert f"{ROLLOUT}n_agent is now called {ROLLOUT}n" in loaded.notes
+
+
+def test_our_files_choices_are_not_held_against_the_user(material):
+    notes = material.load(f"{ACTOR}use_kl_loss=false", config_name="grpo").notes
+    assert notes == []  # grpo.yaml's kl_loss_coef has no effect now, but nobody typed it
+
+
+def test_groups_of_a_users_folder(material, tmp_path):
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size" / "small.yaml").write_text("# @package _global_\ndata:\n  train_batch_size: 256\n")
+    (tmp_path / "size" / "large.yaml").write_text("# @package _global_\ndata:\n  train_batch_size: 512\n")
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - ppo_trainer\n  - size: small\n  - _self_\n")
+    assert material.load(config_name="mine", config_dir=tmp_path).config.data.train_batch_size == 256
+    chosen = material.load("size=large", config_name="mine", config_dir=tmp_path)
+    assert (chosen.config.data.train_batch_size, chosen.provenance["data.train_batch_size"]) == (512, "size/large.yaml")
+
+
+def test_a_folder_of_ones_own_without_a_name_means_ppo_trainer(material, tmp_path):
+    assert material.load(config_dir=tmp_path).config.algorithm.adv_estimator == "gae"
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "words"),
+    [
+        ("data:\n  sede: 1\n", "data.sede (mine.yaml)", "no such key"),
+        ("data:\n  seed: x\n", "data.seed (mine.yaml)", "expected whole number"),
+        ("megatron:\n  a: 1\n  b: {c: 2}\n", "megatron (mine.yaml)", "no such key"),
+        ("data: [\n", "mine.yaml", "is no YAML"),
+        ("- 1\n", "mine.yaml", ""),
+        ("defaults:\n  - nothing_here\n", "--config-name", "nothing_here"),
+    ],
+)
+def test_a_users_file_with_a_mistake(material, tmp_path, content, key, words):
+    (tmp_path / "mine.yaml").write_text(content)
+    (problem,) = problems(material, config_name="mine", config_dir=tmp_path)
+    assert problem.key.endswith(key) or key == "mine.yaml" and "mine" in str(problem)
+    assert words in str(problem)
+
+
+def test_a_config_name_that_is_not_there(material, tmp_path):
+    (problem,) = problems(material, config_name="grop")
+    assert (problem.key, problem.value) == ("--config-name", "grop")
+    assert "grpo" in problem.remedy
+    (problem,) = problems(material, config_name="grpo", config_dir=tmp_path / "none")
+    assert problem.key == "--config-path"
+
+
+# --- origins and config.yaml ---
+
+
+def test_dump_says_where_values_come_from_and_loads_again(material, tmp_path):
+    loaded = material.load("data.seed=7", f"{ROLLOUT}engine_kwargs.hf.a=1", config_name="grpo")
+    text = dump(loaded)
+    lines = [line.strip() for line in text.splitlines()]
+    assert "seed: 7  # command line" in lines
+    assert "adv_estimator: grpo  # grpo.yaml" in lines
+    assert "shuffle: true" in lines
+    assert "a: 1  # command line" in lines
+    assert f"default_local_dir: {material.folder}/run  # command line" in lines
+    (tmp_path / "config.yaml").write_text(text)
+    again = compose("config", config_dir=tmp_path)
+    assert again.config == loaded.config
+    assert yaml.safe_load(text)["trainer"]["logger"] == ["console"]
+
+
+def test_interpolations_are_resolved(material):
+    loaded = material.load("~trainer.default_local_dir", "trainer.project_name=p", "trainer.experiment_name=e")
+    assert loaded.config.trainer.default_local_dir == "checkpoints/p/e"
+    assert "default_local_dir: checkpoints/p/e" in dump(loaded)
+
+
+def test_secrets_are_never_printed(material):
+    reward = material.folder / "reward.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs): return 0\n")
+    kwargs = "custom_reward_function.reward_kwargs"
+    given = [
+        f"custom_reward_function.path={reward}", f"{kwargs}.api_key=hunter2", f"{kwargs}.judge={{auth_token:hunter2,max_tokens:16}}",
+        "retriever.url=http://me:hunter2@localhost:8000/retrieve", "max_turns=1",
+    ]  # fmt: skip
+    loaded = material.load(*given)
+    assert loaded.config.custom_reward_function.reward_kwargs["api_key"] == "hunter2"
+    text = dump(loaded)
+    assert "hunter2" not in text + "".join(loaded.notes)
+    dumped = yaml.safe_load(text)
+    assert dumped["custom_reward_function"]["reward_kwargs"] == {"api_key": "***", "judge": {"auth_token": "***", "max_tokens": 16}}
+    assert dumped["data"]["prompt_key"] == "prompt"
+    assert dumped["retriever"]["url"] == "http://me:***@localhost:8000/retrieve"
+    with pytest.raises(ConfigError) as error:
+        material.load(
+            *given, "trainer.wandb_api_key=hunter2", "+wandb.password=a(hunter2)", f"{kwargs}.secret=[hunter2",
+            f"{kwargs}.api_key=hunter2,x",
+            f"{kwargs}.api_key=other", "retriever.url=ftp://me:hunter2@x", "wandb={api_key:hunter2}",
+        )  # fmt: skip
+    from rich.console import Console
+
+    console = Console(width=200, record=True, quiet=True)
+    console.print(error.value.text())
+    assert len(error.value.problems) == 6
+    assert "hunter2" not in str(error.value) + console.export_text() + "".join(error.value.notes)
+
+
+# --- argv ---
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["a=1", "--config-name", "grpo", "b=2", "--config-path", "mine"],
+        ["--config-name=grpo", "--config-path=mine", "a=1", "b=2"],
+        ["-cn", "grpo", "a=1", "b=2", "-cd", "mine"],
+    ],
+)
+def test_options_may_stand_anywhere(argv):
+    assert parse_argv(argv) == ("grpo", "mine", ["a=1", "b=2"], False)
+
+
+def test_main_argv(material, capsys):
+    assert main_argv(["--config-name", "grpo", *material.good]).config.algorithm.adv_estimator == "grpo"
+    with pytest.raises(SystemExit) as stop:
+        main_argv(["--help"])
+    assert stop.value.code == 0
+    assert "--config-name" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main_argv([*material.good, "data.sede=1"])
+    assert stop.value.code == 2
+    assert "Did you mean data.seed" in capsys.readouterr().err

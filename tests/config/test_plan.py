@@ -1,0 +1,122 @@
+"""Derived numbers, each worked out by hand."""
+
+import pytest
+
+from verlite.config import make_plan
+from verlite.config.plan import Micro, installed
+
+
+def test_the_arithmetic_of_a_large_run(material):
+    # 512 prompts x 5 = 2560 samples, 320 on each of 8 devices; minis of 256 x 5 = 1280, so 2 updates; 160 rows a device in each.
+    plan = make_plan(material.load("data.train_batch_size=512", "actor_rollout_ref.rollout.n=5").config)
+    assert (plan.n_devices, plan.rows, plan.rows_per_rank) == (8, 2560, (320, 320))
+    assert (plan.actor.mini_prompts, plan.actor.mini_rows, plan.actor.per_epoch, plan.actor.per_step) == (256, 1280, 2, 2)
+    assert plan.actor.mini_rows / plan.n_devices / plan.actor.micro.size == 40
+    assert (plan.steps_per_epoch, plan.total_steps) == (4, 120)  # 2048 rows, 30 epochs
+    assert plan.sentence() == "512 prompts x 5 = 2560 samples / 8 devices = 320 each; 2 updates of 1280; micro-batches of 4"
+
+
+def test_uneven_rows_are_told_not_refused(material):
+    plan = make_plan(
+        material.load(
+            "data.train_batch_size=10",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=5",
+            "trainer.n_gpus_per_node=4",
+            "actor_rollout_ref.actor.ppo_epochs=3",
+            "data.train_max_samples=25",
+        ).config
+    )
+    assert plan.rows_per_rank == (2, 3)
+    assert plan.sentence() == "10 prompts x 1 = 10 samples / 4 devices = 2 or 3 each; 2 updates of 5, 3 passes; micro-batches of 4"
+    assert (plan.actor.per_step, plan.train_rows, plan.steps_per_epoch, plan.total_steps) == (6, 25, 2, 60)
+    assert plan.steps(19) == (1, 30)
+
+
+def test_null_is_the_actors(material):
+    plan = make_plan(
+        material.load(
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            "actor_rollout_ref.actor.shuffle=true",
+            "algorithm.use_kl_in_reward=true",
+            "actor_rollout_ref.actor.loss_agg_mode=token-sum",
+            "critic.forward_micro_batch_size_per_gpu=9",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7",
+            "actor_rollout_ref.actor.clip_ratio_high=0.28",
+        ).config
+    )
+    assert plan.roles == ("actor", "rollout", "ref", "critic")
+    assert (plan.critic.epochs, plan.critic.shuffle, plan.critic.loss_agg_mode, plan.critic.mini_prompts) == (2, True, "token-sum", 256)
+    assert (plan.log_prob_micro, plan.ref_micro) == (Micro(4, None), Micro(7, None))
+    assert (plan.critic.micro, plan.value_micro) == (Micro(4, None), Micro(9, None))
+    assert (plan.clip_low, plan.clip_high, plan.loss_scale) == (0.2, 0.28, 512.0)
+    assert plan.critic_model_path == str(material.folder / "model")
+
+
+def test_the_critics_own_values(material):
+    plan = make_plan(
+        material.load(
+            "critic.ppo_mini_batch_size=128",
+            "critic.ppo_epochs=2",
+            "critic.use_dynamic_bsz=true",
+            "critic.ppo_max_token_len_per_gpu=4096",
+            "trainer.critic_warmup=3",
+        ).config
+    )
+    assert (plan.critic.per_epoch, plan.critic.per_step, plan.critic.mini_rows) == (8, 16, 128)
+    assert plan.critic.micro == plan.value_micro == Micro(None, 4096)
+    assert plan.critic_warmup == 3
+
+
+def test_grpo_needs_no_critic(material):
+    plan = make_plan(material.load(config_name="grpo").config)
+    assert plan.roles == ("actor", "rollout", "ref")
+    assert (plan.critic, plan.value_micro, plan.critic_model_path, plan.needs_greedy_baseline) == (None, None, None, False)
+    assert make_plan(material.load("trainer.critic_warmup=3", config_name="grpo").config).critic_warmup == 0
+
+
+def test_dynamic_micro_batches(material):
+    plan = make_plan(
+        material.load("actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=false").config
+    )
+    assert plan.actor.micro == Micro(None, 16384)
+    assert plan.log_prob_micro == Micro(4, None)
+
+
+def test_placement_decides_the_ranks(material):
+    plan = make_plan(
+        material.load("cluster.component_placement={actor:0-2,rollout:3-7}", "trainer.nnodes=1", "data.train_batch_size=256").config
+    )
+    assert plan.placement == {"actor": [0, 1, 2], "rollout": [3, 4, 5, 6, 7], "critic": [0, 1, 2]}
+    assert plan.rows_per_rank == (85, 86)
+    assert plan.engines == 5
+    assert ("devices", "1 x 8: actor, critic on 0-2; rollout on 3-7") in plan.lines()
+
+
+def test_devices_and_dtypes(material):
+    config = material.load().config
+    assert (make_plan(config).device, make_plan(config).train_dtype, make_plan(config).rollout_dtype) == ("cpu", "float32", "float32")
+    on_gpu = make_plan(config, device="cuda")
+    assert (on_gpu.device, on_gpu.train_dtype, on_gpu.rollout_dtype) == ("cuda", "bfloat16", "bfloat16")
+
+
+@pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
+def test_tensor_parallel_engines(material):
+    config = material.load("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2").config
+    assert (make_plan(config, device="cuda").tensor_parallel, make_plan(config, device="cuda").engines) == (2, 4)
+    assert (make_plan(config, device="cpu").tensor_parallel, make_plan(config, device="cpu").engines) == (1, 8)
+
+
+def test_validation(material):
+    val = f"data.val_files={material.folder}/test.parquet"
+    plain, with_files = make_plan(material.load().config), make_plan(material.load(val).config)
+    assert (plain.validates, plain.validates_first, plain.val_rows) == (False, False, None)
+    assert (with_files.validates, with_files.validates_first, with_files.val_rows) == (True, True, 300)
+    only = make_plan(material.load(val, "trainer.val_only=true", "trainer.val_before_train=false").config)
+    assert only.validates_first
+    assert make_plan(material.load(val, "data.val_max_samples=7").config).val_rows == 7
+
+
+def test_rows_may_stay_uncounted(material):
+    plan = make_plan(material.load().config, count_rows=False)
+    assert (plan.train_rows, plan.steps_per_epoch, plan.total_steps) == (None, None, None)
+    assert make_plan(material.load("trainer.total_training_steps=9").config, count_rows=False).total_steps == 9

@@ -1,0 +1,293 @@
+"""Wrong command lines: each is refused under the key that is wrong, with the rule and the remedy."""
+
+import json
+import os
+
+import pytest
+
+from tests.config.conftest import write_prompts
+from verlite.algorithms import advantages, aggregation, kl, losses
+from verlite.config import ConfigError, rules
+from verlite.config.plan import installed
+from verlite.config.problems import nearest
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
+DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
+KL = f"{ACTOR}use_kl_loss=true"
+
+WRONG = [
+    # numbers and names that are illegal by themselves
+    ("data.train_batch_size=0", "data.train_batch_size", "must be >= 1"),
+    ("data.max_response_length=0", "data.max_response_length", "must be >= 1"),
+    ("data.train_max_samples=0", "data.train_max_samples", "must be >= 1 or -1; -1 uses all rows"),
+    ("data.truncation=middel", "data.truncation", "no such name; Did you mean middle; error, left, right, middle"),
+    (f"{ACTOR}ppo_mini_batch_size=0", f"{ACTOR}ppo_mini_batch_size", "must be >= 1"),
+    (f"{ACTOR}ppo_micro_batch_size_per_gpu=0", f"{ACTOR}ppo_micro_batch_size_per_gpu", "must be >= 1"),
+    (f"{ACTOR}ppo_epochs=0", f"{ACTOR}ppo_epochs", "must be >= 1"),
+    (f"{ACTOR}clip_ratio=0", f"{ACTOR}clip_ratio", "must be > 0"),
+    (f"{ACTOR}clip_ratio_low=-0.1", f"{ACTOR}clip_ratio_low", "must be > 0"),
+    (f"{ACTOR}clip_ratio_low=1.5", f"{ACTOR}clip_ratio_low", "at most 1"),
+    (f"{ACTOR}clip_ratio_high=0", f"{ACTOR}clip_ratio_high", "must be > 0"),
+    (f"{ACTOR}clip_ratio_c=1", f"{ACTOR}clip_ratio_c", "must be > 1"),
+    (f"{ACTOR}clip_ratio_c=1.1", f"{ACTOR}clip_ratio_c", "more than 1 + the upper clip range = 1.2"),
+    (f"{ACTOR}optim.lr=-1", f"{ACTOR}optim.lr", "must be >= 0"),
+    (f"{ACTOR}optim.lr=nan", f"{ACTOR}optim.lr", "must be >= 0"),
+    ("critic.optim.lr=inf", "critic.optim.lr", "must be >= 0"),
+    (f"{ACTOR}optim.betas=[0.9]", f"{ACTOR}optim.betas", "two numbers"),
+    (f"{ACTOR}optim.betas=[0.9,1.0]", f"{ACTOR}optim.betas", "must be >= 0 and < 1"),
+    (f"{ACTOR}optim.lr_scheduler_type=linear", f"{ACTOR}optim.lr_scheduler_type", "no such name; constant, cosine"),
+    (f"{ACTOR}fsdp_config.dtype=fp16", f"{ACTOR}fsdp_config.dtype", "no such name; float16"),
+    (f"{ACTOR}loss_agg_mode=token_mean", f"{ACTOR}loss_agg_mode", "no such name; Did you mean token-mean"),
+    (f"{ACTOR}policy_loss.loss_mode=vanila", f"{ACTOR}policy_loss.loss_mode", "no such name; Did you mean vanilla"),
+    (f"{ACTOR}kl_loss_type=k4", f"{ACTOR}kl_loss_type", "no such name; k3"),
+    (f"{ACTOR}state_masking=false", f"{ACTOR}state_masking", "always kept out of the loss"),
+    ("algorithm.adv_estimator=grppo", "algorithm.adv_estimator", "no such name; Did you mean grpo; package.module:function of your own"),
+    ("algorithm.adv_estimator=mine.py", "algorithm.adv_estimator", "no such name"),
+    ("algorithm.kl_penalty=full", "algorithm.kl_penalty", "no such name"),
+    ("algorithm.kl_ctrl.type=adaptiv", "algorithm.kl_ctrl.type", "Did you mean adaptive"),
+    ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=0", "algorithm.kl_ctrl.horizon", "must be > 0"),
+    ("algorithm.kl_ctrl.target_kl=0", "algorithm.kl_ctrl.target_kl", "must be > 0"),
+    ("algorithm.gamma=1.1", "algorithm.gamma", "must be >= 0 and <= 1"),
+    ("algorithm.no_think_rl=true", "algorithm.no_think_rl", "only false"),
+    (f"{ROLLOUT}temperature=0", f"{ROLLOUT}temperature", "must be > 0; Training samples; val_kwargs"),
+    (f"{ROLLOUT}top_p=0", f"{ROLLOUT}top_p", "must be > 0 and <= 1"),
+    (f"{ROLLOUT}top_p=1.2", f"{ROLLOUT}top_p", "must be > 0 and <= 1"),
+    (f"{ROLLOUT}top_k=0", f"{ROLLOUT}top_k", "must be >= 1 or -1"),
+    (f"{ROLLOUT}n=0", f"{ROLLOUT}n", "must be >= 1"),
+    (f"{ROLLOUT}name=sglang", f"{ROLLOUT}name", "no such name; auto, vllm, hf; SGLang is not part of verlite"),
+    (f"{ROLLOUT}gpu_memory_utilization=1", f"{ROLLOUT}gpu_memory_utilization", "must be > 0 and < 1"),
+    ("trainer.logger=[console,mlflow]", "trainer.logger", "no such name; console, wandb, tensorboard"),
+    ("trainer.logger=file", "trainer.logger", "metrics.jsonl is always written"),
+    ("trainer.resume_mode=never", "trainer.resume_mode", "no such name; auto, disable, resume_path"),
+    ("trainer.device=gpu", "trainer.device", "no such name; auto, cuda, cpu"),
+    ("trainer.nnodes=0", "trainer.nnodes", "must be >= 1"),
+    ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node", "must be >= 1"),
+    ("trainer.test_freq=0", "trainer.test_freq", "-1 for never"),
+    ("trainer.save_freq=0", "trainer.save_freq", "-1 for never"),
+    ("trainer.total_training_steps=0", "trainer.total_training_steps", "must be >= 1"),
+    ("reward.max_error_rate=2", "reward.max_error_rate", "must be >= 0 and <= 1"),
+    # batch arithmetic
+    ("data.train_batch_size=128", f"{ACTOR}ppo_mini_batch_size", "more than data.train_batch_size=128; Use 128"),
+    (f"{ACTOR}ppo_mini_batch_size=300", f"{ACTOR}ppo_mini_batch_size", "does not divide data.train_batch_size=1024; 256 or 512"),
+    ("critic.ppo_mini_batch_size=2048", "critic.ppo_mini_batch_size", "more than data.train_batch_size=1024"),
+    ("critic.ppo_mini_batch_size=3", "critic.ppo_mini_batch_size", "does not divide; 2 or 4"),
+    (f"~{ACTOR}ppo_micro_batch_size_per_gpu", f"{ACTOR}ppo_micro_batch_size_per_gpu", "must be given; use_dynamic_bsz=true"),
+    (f"~{ACTOR}ppo_micro_batch_size_per_gpu {DYNAMIC} {ROLLOUT}log_prob_use_dynamic_bsz=false",
+     f"{ROLLOUT}log_prob_micro_batch_size_per_gpu", "must be given"),
+    (f"~{ACTOR}ppo_micro_batch_size_per_gpu {DYNAMIC} {KL} {REF}log_prob_use_dynamic_bsz=false",
+     f"{REF}log_prob_micro_batch_size_per_gpu", "must be given; log_prob_use_dynamic_bsz=true"),
+    (f"~{ACTOR}ppo_micro_batch_size_per_gpu {DYNAMIC} critic.use_dynamic_bsz=false",
+     "critic.ppo_micro_batch_size_per_gpu", "must be given"),
+    (f"{ACTOR}ppo_micro_batch_size=64", f"{ACTOR}ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu=4 is set too; Keep only"),
+    (f"{DYNAMIC} {ACTOR}ppo_max_token_len_per_gpu=1000", f"{ACTOR}ppo_max_token_len_per_gpu", "= 1024; at least 1024"),
+    (f"{DYNAMIC} critic.ppo_max_token_len_per_gpu=1023", "critic.ppo_max_token_len_per_gpu", "= 1024"),
+    (f"{ROLLOUT}log_prob_use_dynamic_bsz=true {ACTOR}ppo_max_token_len_per_gpu=9",
+     f"{ROLLOUT}log_prob_max_token_len_per_gpu", "is less than; at least 1024"),
+    (f"{ROLLOUT}max_model_len=1000", f"{ROLLOUT}max_model_len", "is less than; = 1024"),
+    # algorithm
+    ("algorithm.adv_estimator=grpo", f"{ROLLOUT}n", "at least 2; grpo; Use 4 to 16"),
+    ("algorithm.adv_estimator=rloo", f"{ROLLOUT}n", "at least 2"),
+    ("algorithm.adv_estimator=reinforce_plus_plus_baseline", f"{ROLLOUT}n", "at least 2"),
+    ("critic.enable=false", "critic.enable", "gae needs a critic"),
+    # devices
+    ("cluster.component_placement={actor:0-9}", "cluster.component_placement", "names device 9; 0-7"),
+    ("cluster.component_placement={rollout:0-3}", "cluster.component_placement", "'actor' is not placed"),
+    ("cluster.component_placement={actor:all,judge:0}", "cluster.component_placement", "'judge' is no role"),
+    (f"{ACTOR}fsdp_config.fsdp_size=3", f"{ACTOR}fsdp_config.fsdp_size", "must divide the 8 devices"),
+    ("trainer.device=cuda", "trainer.n_gpus_per_node", "this machine shows 0 GPUs; trainer.device=cpu"),
+    # trainer
+    ("trainer.default_hdfs_dir=hdfs://x", "trainer.default_hdfs_dir", "not supported; Use null"),
+    ("trainer.test_freq=5", "trainer.test_freq", "nothing to validate on; data.val_files"),
+    ("trainer.val_only=true", "trainer.val_only", "nothing to validate on"),
+    ("trainer.val_before_train=true", "trainer.val_before_train", "nothing to validate on"),
+    ("trainer.resume_mode=resume_path", "trainer.resume_from_path", "needs it; global_step_N"),
+    ("ray_kwargs.ray_init.address=head:0", "ray_kwargs.ray_init.address", "0 is no port; 1-65535"),
+    ("ray_kwargs.ray_init.address=ray://head:123456", "ray_kwargs.ray_init.address", "123456 is no port"),
+    ("ray_kwargs.ray_init.address=http://head:8265", "ray_kwargs.ray_init.address", "inside the cluster; ray job submit --address=http"),
+    ("trainer.device=cpu ray_kwargs.ray_init.num_cpus=2", "ray_kwargs.ray_init.num_cpus", "less than the 8 devices; at least 8"),
+    ("retriever.url=127.0.0.1:8000", "retriever.url", "is no http address"),
+    ("retriever.url=http://127.0.0.1:80000/retrieve", "retriever.url", "80000 is no port"),
+    # files
+    ("data.train_files=/nowhere/train.parquet", "data.train_files", "no such file; / exists"),
+    ("data.train_files={folder}/tain.parquet", "data.train_files", "no such file; test.parquet, train.parquet"),
+    ("data.val_files=[{folder}/test.parquet,{folder}/no.parquet]", "data.val_files", "no such file"),
+    ("data.val_files={folder}/model/config.json", "data.val_files", "cannot be read as parquet"),
+    ("data.val_files={folder}/model", "data.val_files", "no such file"),
+    ("data.prompt_key=question", "data.train_files", "no column 'question'; it has data_source, prompt, ability; data.prompt_key"),
+    ("data.train_batch_size=4096", "data.train_batch_size", "only 2048 rows; at most 2048"),
+    ("data.train_max_samples=100", "data.train_batch_size", "only 100 rows (data.train_max_samples=100)"),
+    ("actor_rollout_ref.model.path=/nowhere", "actor_rollout_ref.model.path", "no such folder; on the hub"),
+    ("actor_rollout_ref.model.path={folder}", "actor_rollout_ref.model.path", "has no config.json"),
+    ("critic.model.path={folder}/nowhere", "critic.model.path", "no such folder"),
+    ("data.max_prompt_length=8000", "data.max_response_length", "8512 tokens; knows 8192 positions"),
+    ("custom_reward_function.path={folder}/none.py", "custom_reward_function.path", "no such file"),
+    ("trainer.default_local_dir={folder}/train.parquet/run", "trainer.default_local_dir", "is a file"),
+    ("trainer.resume_mode=resume_path trainer.resume_from_path={folder}", "trainer.resume_from_path", "is no global_step_N folder"),
+    ("trainer.resume_mode=resume_path trainer.resume_from_path={folder}/global_step_7", "trainer.resume_from_path", "no such folder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("typed", "key", "words"), WRONG, ids=[typed for typed, _, _ in WRONG])
+def test_wrong_lines(material, typed, key, words):
+    with pytest.raises(ConfigError) as error:
+        material.load(*typed.replace("{folder}", str(material.folder)).split(" "))
+    (problem,) = error.value.problems
+    assert problem.key == key
+    for part in words.split("; "):
+        assert part in str(problem)
+
+
+def test_the_good_line_is_good(material):
+    assert material.load().notes == []
+
+
+@pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("tensor_model_parallel_size=3", "must divide the 8 rollout devices; Legal: 1, 2, 4, 8"),
+        ("tensor_model_parallel_size=8 trainer.n_gpus_per_node=4 trainer.nnodes=2", "would reach over two machines of 4; Legal: 1, 2, 4"),
+        ("tensor_model_parallel_size=2 cluster.component_placement={actor:0-3,rollout:4-6}",
+         "must divide the 3 rollout devices; Legal: 1, 3"),
+        ("tensor_model_parallel_size=2 trainer.n_gpus_per_node=3 trainer.nnodes=2 cluster.component_placement={actor:all,rollout:0-3}",
+         "devices 2-3 would reach over two machines of 3; Legal: 1"),
+        ("tensor_model_parallel_size=8", "must divide the model's 4 attention heads; Nearest legal: 4"),
+    ],
+)  # fmt: skip
+def test_engines_must_fit_the_devices(material, typed, words):
+    first, *rest = typed.split(" ")
+    with pytest.raises(ConfigError) as error:
+        material.load(f"{ROLLOUT}name=vllm", ROLLOUT + first, *rest)
+    (problem,) = error.value.problems
+    assert problem.key == f"{ROLLOUT}tensor_model_parallel_size"
+    for part in words.split("; "):
+        assert part in str(problem)
+
+
+@pytest.mark.skipif(installed("vllm"), reason="vllm is installed")
+def test_vllm_must_be_installed(material):
+    with pytest.raises(ConfigError) as error:
+        material.load(f"{ROLLOUT}name=vllm")
+    (problem,) = error.value.problems
+    assert (problem.key, problem.rule) == (f"{ROLLOUT}name", "vLLM is not installed here")
+
+
+@pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
+def test_a_prompt_must_fit_an_engine_step_without_chunks(material):
+    lines = (f"{ROLLOUT}name=vllm", f"{ROLLOUT}enable_chunked_prefill=false", f"{ROLLOUT}max_num_batched_tokens=1000")
+    with pytest.raises(ConfigError) as error:
+        material.load(*lines)
+    assert [p.key for p in error.value.problems] == [f"{ROLLOUT}max_num_batched_tokens"]
+    material.load(*lines[:1], lines[2])
+
+
+def test_files_with_nothing_usable_in_them(material, tmp_path):
+    empty = write_prompts(tmp_path / "empty.parquet", 0)
+    unlabelled = write_prompts(tmp_path / "unlabelled.parquet", 2, data_source=None, reward_model=None)
+    with pytest.raises(ConfigError) as error:
+        material.load(f"data.train_files=[{material.folder}/train.parquet,{empty}]", f"data.val_files={unlabelled}")
+    assert [(p.key, p.value, p.rule) for p in error.value.problems] == [
+        ("data.train_files", str(empty), "holds no rows"),
+        ("data.val_files", str(unlabelled), "has no column 'data_source'; it has prompt, ability"),
+        ("data.val_files", str(unlabelled), "has no column 'reward_model'; it has prompt, ability"),
+    ]
+
+
+def test_a_model_whose_config_is_broken(material, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json cannot be read"):
+        material.load(f"actor_rollout_ref.model.path={tmp_path}")
+
+
+def test_rope_scaling_lengthens_the_context(material, tmp_path):
+    described = json.loads((material.folder / "model" / "config.json").read_text())
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text(json.dumps(described | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
+    material.load(f"actor_rollout_ref.model.path={tmp_path}", "data.max_prompt_length=8000")
+    material.load("data.max_prompt_length=8000", "actor_rollout_ref.model.override_config.max_position_embeddings=16384")
+
+
+def test_names_on_the_hub_need_no_folder(material):
+    material.load("actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct", "critic.model.path=gpt2")
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "words"),
+    [
+        ("def other(): pass\n", "name", "has no such function. Its functions: other"),
+        ("x = 1\n", "name", "It defines no function"),
+        ("def compute_score(:\n", "path", "is no Python"),
+    ],
+)
+def test_a_reward_file_is_read_without_being_run(material, tmp_path, source, key, words):
+    file = tmp_path / "reward.py"
+    file.write_text(source + "raise SystemExit('this file was run')\n")
+    with pytest.raises(ConfigError) as error:
+        material.load(f"custom_reward_function.path={file}")
+    (problem,) = error.value.problems
+    assert problem.key == f"custom_reward_function.{key}"
+    assert words in str(problem)
+
+
+@pytest.mark.parametrize(
+    "source", ["async def compute_score(**k): pass", "from x import compute_score", "compute_score = print", "from x import *"]
+)
+def test_reward_functions_may_come_from_anywhere(material, tmp_path, source):
+    file = tmp_path / "reward.py"
+    file.write_text(source)
+    material.load(f"custom_reward_function.path={file}")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_run_directory_that_cannot_be_written(material, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="is not writable"):
+        material.load(f"trainer.default_local_dir={tmp_path}/run")
+
+
+def test_own_functions_are_legal_names(material):
+    material.load("algorithm.adv_estimator=my.module:estimator", f"{ACTOR}policy_loss.loss_mode=my_loss:f")
+
+
+def test_names_are_those_of_the_algorithms():
+    """The lists that rules.py keeps, because rooms import downward only."""
+    offered = set(rules.ESTIMATORS)
+    assert offered <= set(advantages.ESTIMATORS)
+    assert set(rules.GROUP_ESTIMATORS) == offered & set(advantages.GROUP_ESTIMATORS)
+    assert offered & set(advantages.NEEDS_VALUES) == {"gae"}
+    assert offered & set(advantages.NEEDS_GREEDY_BASELINE) == {"remax"}
+    assert set(rules.DUAL_CLIP_LOSSES) <= set(rules.POLICY_LOSSES) <= set(losses.POLICY_LOSSES)
+    assert set(rules.AGGREGATION_MODES) == set(aggregation.AGGREGATION_MODES)
+    assert set(rules.KL_KINDS) == set(kl.KL_KINDS)
+
+
+def test_every_rule_is_about_keys_that_exist():
+    from fnmatch import fnmatchcase
+
+    from verlite.config import ineffective, keys
+
+    patterns = [*rules.CHOICES, *rules.BOUNDS, *rules.OWN_FUNCTION, *rules._REMEDIES, *(row[0] for row in ineffective.TABLE)]
+    for pattern in patterns:
+        if "engine_kwargs." not in pattern:
+            assert any(fnmatchcase(key, pattern) for key in keys.leaves()), pattern
+
+
+@pytest.mark.parametrize(
+    ("value", "words", "legal"),
+    [(1, ">= 1 or -1", True), (-1, ">= 1 or -1", True), (0, ">= 1 or -1", False), (1, "> 0 and <= 1", True), (0, "> 0 and <= 1", False),
+     (1.5, "> 0 and <= 1", False), (float("nan"), ">= 0", False), (float("inf"), ">= 0", False)],
+)  # fmt: skip
+def test_bounds_mean_what_they_say(value, words, legal):
+    assert rules.within(value, words) is legal
+
+
+def test_nearest_divisors():
+    assert rules.nearest_divisors(1024, 300) == [256, 512]
+    assert rules.nearest_divisors(7, 3) == [1, 7]
+    assert rules.nearest_divisors(8, 1) == [2]
+
+
+def test_nearest_names_prefer_the_last_part():
+    known = ["a.optim.lr", "b.optim.lr", "a.lr_warmup", "c.unrelated"]
+    assert nearest("a.lr", known)[0] == "a.optim.lr"
+    assert nearest("zzz", known) == []

@@ -1,0 +1,17 @@
+"""Fixtures that several rooms share."""
+
+import pytest
+
+from tests.models import tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random 2-layer Qwen2 with untied embeddings."""
+    return tiny_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random 2-layer Llama with tied embeddings."""
+    return tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama", tie_word_embeddings=True)

@@ -1,0 +1,84 @@
+"""A cluster of two nodes that is not ours: found devices, stable ranks, bounded waiting, a node that is lost."""
+
+import time
+
+import pytest
+
+from tests.controller.conftest import alive, processes_of, within
+from tests.controller.workers import Light
+from verlite.controller.cluster import _lean_head, connect
+from verlite.controller.placement import ResourcesMissing, reserve
+from verlite.controller.supervise import WorkerError
+from verlite.controller.worker_group import group, ready, spawn, submit
+
+
+@pytest.fixture(scope="module")
+def nodes(monkeypatch_module):
+    """Two Ray nodes on this machine, on loopback, and not announced to other programs."""
+    monkeypatch_module.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    monkeypatch_module.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
+    monkeypatch_module.setattr("ray._private.utils.write_ray_address", lambda *args, **kwargs: None)
+    from ray.cluster_utils import Cluster as Nodes
+
+    with _lean_head():
+        nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        nodes.add_node(num_cpus=2)
+    yield nodes
+    nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def joined(nodes, tmp_path_factory):
+    with connect(tmp_path_factory.mktemp("run"), address=nodes.address, call_timeout_s=120) as cluster:
+        yield cluster
+
+
+def test_too_few_nodes_are_a_table_after_a_bounded_wait(joined, capsys):
+    start = time.monotonic()
+    with pytest.raises(ResourcesMissing) as caught:
+        reserve(joined, {"a": [0]}, nodes=3, devices_per_node=2, wait_s=1.5)
+    assert 1.5 <= time.monotonic() - start < 10
+    caught.match(r"needs 3 node\(s\) with 2 CPU each")
+    lines = [line.split() for line in str(caught.value).splitlines()]
+    assert lines[1] == ["node", "CPU", "needed", "CPU", "total", "CPU", "free"]
+    assert lines[2] == lines[3] == ["127.0.0.1", "2", "2", "2"] and lines[4][:4] == ["(node", "3:", "has", "not"]
+    assert "waiting for devices: 2 of 3 nodes" in capsys.readouterr().err
+
+
+def test_devices_of_another_run_are_not_free(joined):
+    import ray
+
+    first = reserve(joined, {"a": [0]}, nodes=1, devices_per_node=1, wait_s=10)
+    with pytest.raises(ResourcesMissing, match="127.0.0.1 +2 +2 +1"):
+        reserve(joined, {"a": [0]}, nodes=2, devices_per_node=2, wait_s=1)
+    ray.util.remove_placement_group(first.group)
+
+
+def test_ranks_are_spread_in_a_stable_order_and_a_lost_node_ends_the_run(joined, nodes):
+    placement = reserve(joined, {"a": [0, 1, 2, 3], "b": [3]}, nodes=2, devices_per_node=2, wait_s=30)
+    assert [slot.node_id for slot in placement.slots] == [node for node in sorted({s.node_id for s in placement.slots}) for _ in range(2)]
+    a, b = spawn(Light, placement, "a"), spawn(Light, placement, "b")
+    ready(a, b)
+    seats = a.seat()
+    assert [seat[:3] for seat in seats] == [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)]
+    assert [seat[3] for seat in seats] == [slot.node_id for slot in placement.slots] == group(a).node_ids
+    assert a.environment("VERLITE_RUN_ID") == [[joined.run_id]] * 4
+    pids, children = [*group(a).pids, *group(b).pids], a.child()
+    other = next(node for node in nodes.list_all_nodes() if node is not nodes.head_node)
+    future = submit(a.sleep, 1000)
+    start = time.monotonic()
+    nodes.remove_node(other, allow_graceful=False)
+    with pytest.raises(WorkerError) as caught:
+        future.result()
+    assert time.monotonic() - start < 60
+    assert caught.value.kind in ("node lost", "killed by SIGTERM")
+    assert within(15, lambda: not any(alive(pid) for pid in pids))
+    joined.shutdown()
+    assert within(15, lambda: not any(alive(pid) for pid in children))
+    assert within(15, lambda: not processes_of(joined.run_id))

@@ -1,0 +1,129 @@
+"""Worker classes for the tests. Light ones do not import torch, so that their processes start quickly."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from verlite.controller.dispatch import register
+from verlite.controller.worker import Worker
+
+if TYPE_CHECKING:
+    from verlite.protocol.data import DataProto
+
+
+class Unpicklable(Exception):
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.socket = socket.socket()
+
+
+class Light(Worker):
+    def __init__(self, fail_on_rank: int | None = None) -> None:
+        if self.rank == fail_on_rank:
+            raise FileNotFoundError("no such model")
+        print(f"{self.role} {self.rank} is here")
+
+    @register("all")
+    def seat(self) -> tuple[int, int, int, str]:
+        return self.rank, self.world_size, self.local_rank, self.node_id
+
+    @register("all")
+    def environment(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    @register("rank_zero")
+    def add(self, a: int, b: int = 0) -> int:
+        return a + b
+
+    @register("all")
+    def sleep(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.rank
+
+    @register("all")
+    def child(self) -> int:
+        """A process that leaves the worker's process group, as servers do."""
+        return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+
+    @register("all")
+    def fail(self, rank: int, how: str) -> None:
+        """One rank fails; the others wait, as in a collective."""
+        if self.rank != rank:
+            time.sleep(1000)
+        if how == "exception":
+            raise ValueError("bad batch")
+        if how == "unpicklable":
+            raise Unpicklable("cannot travel")
+        if how == "memory":
+            raise MemoryError("cannot allocate")
+        if how == "segfault":
+            ctypes.string_at(0)
+        if how == "exit":
+            sys.exit(3)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "abort": signal.SIGABRT}[how])
+        time.sleep(1000)
+
+    @register("all")
+    def lose(self, rank: int) -> None:
+        """One rank dies, but the others notice before the driver does."""
+        if self.rank != rank:
+            raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2345")
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def not_registered(self) -> None: ...
+
+
+class Echo(Worker):
+    @register("split")
+    def double(self, data: "DataProto", *, plus: int = 0) -> "DataProto":
+        """Marks each row with the rank that had it."""
+        import torch
+
+        tags = torch.full((len(data),), self.rank)
+        return data.with_batch(y=data.batch["x"] * 2 + plus, rank=tags)
+
+    @register("split")
+    def samples(self, data: "DataProto", n: int) -> "DataProto":
+        """n rows for each row."""
+        import torch
+
+        copies = data.repeat(n)
+        return copies.with_batch(sample=torch.arange(n).repeat(len(data)))
+
+    @register("split")
+    def lose_a_row(self, data: "DataProto") -> "DataProto":
+        return data[1:]
+
+    @register("split")
+    def rows(self, data: "DataProto", extra: int) -> tuple[int, int, dict[str, object]]:
+        return len(data), extra, data.meta_info
+
+    @register("all")
+    def total(self, data: "DataProto") -> float:
+        return float(data.batch["x"].sum())
+
+    @register("all")
+    def threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+    @register("all")
+    def all_reduce(self, die_on: int | None = None) -> float:
+        """A sum over ranks; a rank may die before it."""
+        import torch
+        import torch.distributed as dist
+
+        self.init_distributed()
+        if self.rank == die_on:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        value = torch.tensor([self.rank + 1.0])
+        dist.all_reduce(value)
+        return value.item()

@@ -1,0 +1,60 @@
+"""Ragged batches, and the slowest possible way to compute what the engine computes."""
+
+import torch
+from torch import Tensor
+
+from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
+from verlite.engine.fsdp import TrainEngine
+from verlite.protocol.data import DataProto
+
+P, R = 7, 9
+PROMPTS = (7, 1, 4, 2, 5, 3, 6, 1)
+RESPONSES = (1, 9, 3, 6, 2, 5, 9, 4)
+
+
+def ragged_batch(rows: int = len(PROMPTS), seed: int = 0, padding_id: int = 0) -> DataProto:
+    """Rows of every kind: shortest and longest prompts and responses, tool text inside (row 1), and a row without a vote (row 4)."""
+    generator = torch.Generator().manual_seed(seed)
+    real = torch.zeros(rows, P + R, dtype=torch.int64)
+    for row in range(rows):
+        real[row, P - PROMPTS[row] : P + RESPONSES[row]] = 1
+    ids = torch.randint(3, 128, (rows, P + R), generator=generator).masked_fill(real == 0, padding_id)
+    mask = real[:, P:].clone()
+    if rows > 4:
+        mask[1, 2:5] = 0
+        mask[4] = 0
+    tensors = {
+        "input_ids": ids,
+        "prompts": ids[:, :P],
+        "responses": ids[:, P:],
+        "attention_mask": real,
+        "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+        "response_mask": mask,
+        "advantages": torch.randn(rows, R, generator=generator),
+    }
+    return DataProto.from_dict(tensors)
+
+
+def engine(path: str, *, train: bool = False, head: str = "lm", **settings: object) -> TrainEngine:
+    """A CPU engine; settings go to whichever of ModelConfig, FSDPConfig, OptimConfig or TrainEngine knows them."""
+    configs = []
+    for kind in (ModelConfig, FSDPConfig, OptimConfig):
+        mine = {name: settings.pop(name) for name in list(settings) if name in kind.__dataclass_fields__}
+        configs.append(kind(**({"path": path} if kind is ModelConfig else {}) | mine))
+    model, fsdp, optim = configs
+    return TrainEngine(model, fsdp, optim if train else None, head=head, device="cpu", **settings)
+
+
+def naive_log_probs(model: torch.nn.Module, batch: DataProto, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of each trainable token, [B, R]: the model runs on nothing but the tokens before it."""
+    log_probs, entropies = torch.zeros(len(batch), R, dtype=torch.float64), torch.zeros(len(batch), R, dtype=torch.float64)
+    for row in range(len(batch)):
+        item = batch.batch[row]
+        ids = item["input_ids"][item["attention_mask"].bool()]
+        prompt = int(item["attention_mask"][:P].sum())
+        for j in item["response_mask"].nonzero().flatten().tolist():
+            logits = model(ids[None, : prompt + j]).logits[0, -1].double() / temperature
+            p = torch.softmax(logits, -1)
+            log_probs[row, j] = torch.log(p[ids[prompt + j]])
+            entropies[row, j] = -(p * torch.log(p)).sum()
+    return log_probs, entropies

@@ -1,0 +1,178 @@
+"""What ranks run. Each function is called on every rank (or in the test process as a world of one) and returns plain data."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from tests.engine.batches import engine, ragged_batch
+from verlite.algorithms.aggregation import token_weights
+from verlite.engine.fsdp import Counts, NonFiniteError, TrainEngine
+from verlite.engine.micro import MicroBatching
+
+SCALE = 9.0
+
+
+def weighted_loss(mode: str) -> Any:
+    """-(advantage * log-prob), aggregated; and the metrics that come with it."""
+
+    def loss_fn(rows: TensorDict, outputs: dict[str, Tensor], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+        mask = rows["response_mask"]
+        weights = token_weights(mask, mode, tokens=counts.tokens, sequences=counts.sequences, scale=SCALE)
+        loss = -(outputs["log_probs"] * rows["advantages"] * weights).sum()
+        return loss, {"tokens": mask.sum(), "share": mask.sum() / counts.tokens}
+
+    return loss_fn
+
+
+def my_rows(rows: list[int]) -> list[int]:
+    """This rank's share of a row order: all of it, or of two ranks an uneven part."""
+    if dist.get_world_size() == 1:
+        return rows
+    cut = len(rows) * 2 // 3
+    return rows[:cut] if dist.get_rank() == 0 else rows[cut:]
+
+
+def catch_gradients(subject: TrainEngine) -> dict[str, Tensor]:
+    """A dict that each optimizer step fills with the whole gradients it was given."""
+    caught: dict[str, Tensor] = {}
+
+    def hook(*_: Any) -> None:
+        caught.update({name: p.grad.full_tensor().clone() for name, p in subject.model.model.named_parameters()})
+
+    subject.optimizer.register_step_pre_hook(hook)
+    return caught
+
+
+def gradients(path: str, cases: list[dict[str, Any]], **settings: Any) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """(metrics, gradients) of one update per case: mode, rows (in order), and size or max_tokens of micro-batches."""
+    defaults = {"grad_clip": math.inf, "enable_gradient_checkpointing": False}
+    subject = engine(path, train=True, lr=0.0, **(defaults | settings))
+    caught = catch_gradients(subject)
+    results = []
+    for case in cases:
+        batch = ragged_batch()[my_rows(case["rows"])]
+        micro = MicroBatching(size=case.get("size"), max_tokens=case.get("max_tokens"))
+        metrics = subject.update(batch, micro, 0.8, weighted_loss(case["mode"]))
+        results.append((metrics, dict(caught)))
+    return results
+
+
+def _gradients_again(path: str, case: dict[str, Any], settings: dict[str, Any]) -> Any:
+    return gradients(path, [case, case], **settings)
+
+
+def _clipped(path: str, case: dict[str, Any]) -> Any:
+    return gradients(path, [case], grad_clip=0.5)
+
+
+def weights_and_moments(subject: TrainEngine) -> dict[str, Tensor]:
+    """All whole tensors of the training state, by name."""
+    state = {}
+    for name, parameter in subject.model.model.named_parameters():
+        state[name] = parameter.detach().full_tensor().clone()
+        for key, value in subject.optimizer.state[parameter].items():
+            state[f"{name}.{key}"] = value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+    return state
+
+
+def squared_error(rows: TensorDict, outputs: dict[str, Tensor], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss for values."""
+    return ((outputs["values"] - rows["advantages"]) * rows["response_mask"]).square().sum() / counts.tokens, {}
+
+
+def train(path: str, steps: int, *, save: str | None = None, load: str | None = None, head: str = "lm") -> dict[str, Any]:
+    """Some training steps of two updates each; rows drawn with torch's generator, so that its state matters."""
+    subject = engine(path, train=True, head=head, lr=1e-2, lr_warmup_steps=3, seed=5)
+    loss_fn = weighted_loss("token-mean") if head == "lm" else squared_error
+    if load is not None:
+        subject.load(load)
+    history = []
+    for _ in range(steps):
+        for _ in range(2):
+            rows = [row for row in torch.randperm(8).tolist() if row % dist.get_world_size() == dist.get_rank()]
+            history.append(subject.update(ragged_batch()[rows], MicroBatching(size=2), 1.0, loss_fn))
+        subject.step_schedule()
+    if save is not None:
+        subject.save(save)
+    return {"history": history, "state": weights_and_moments(subject), "fingerprint": subject.fingerprint(), "step": subject.schedule_step}
+
+
+def train_and_save(path: str, steps: int, folder: str) -> dict[str, Any]:
+    return train(path, steps, save=folder)
+
+
+def load_and_train(path: str, steps: int, folder: str) -> dict[str, Any]:
+    return train(path, steps, load=folder)
+
+
+def load_state(path: str, folder: str, head: str = "lm") -> dict[str, Any]:
+    """The state after loading, without training."""
+    subject = engine(path, train=True, head=head)
+    subject.load(folder)
+    return {"state": weights_and_moments(subject), "fingerprint": subject.fingerprint(), "step": subject.schedule_step}
+
+
+def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
+    """A good update, three whose loss is NaN on the last rank only, and what they left."""
+    subject = engine(path, train=True, lr=1e-2, lr_warmup_steps=5, max_nonfinite_updates=3)
+    batch = ragged_batch()[my_rows(list(range(8)))]
+    good = weighted_loss("token-mean")
+
+    def bad(rows: TensorDict, outputs: dict[str, Tensor], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = good(rows, outputs, counts)
+        return loss * (float("nan") if dist.get_rank() == dist.get_world_size() - 1 else 1.0), metrics
+
+    subject.update(batch, MicroBatching(size=2), 1.0, good)
+    subject.step_schedule()
+    before, metrics, error = weights_and_moments(subject), [], ""
+    try:
+        for i in range(4):
+            metrics.append(subject.update(batch, MicroBatching(size=2), 1.0, bad, dump_dir=Path(dump_dir) / str(i)))
+    except NonFiniteError as caught:
+        error = str(caught)
+    lr_before, lr_after = subject.optimizer.param_groups[0]["lr"], subject.step_schedule()
+    after = weights_and_moments(subject)
+    recovered = subject.update(batch, MicroBatching(size=2), 1.0, good)
+    return {"before": before, "after": after, "metrics": metrics, "error": error, "lr": (lr_before, lr_after), "recovered": recovered}
+
+
+def uneven_ranks(path: str) -> list[Any]:
+    """An update and a forward pass in which all rows are rank 0's, then a step without any trainable token."""
+    subject = engine(path, train=True, lr=0.0, grad_clip=math.inf)
+    caught = catch_gradients(subject)
+    batch = ragged_batch()
+    mine = batch if dist.get_rank() == 0 else batch[[]]
+    metrics = subject.update(mine, MicroBatching(size=3), 0.8, weighted_loss("token-mean"))
+    out = subject.forward(mine, MicroBatching(size=3))
+    voteless = subject.update(mine.select_idxs([4] if len(mine) else []), MicroBatching(size=3), 0.8, weighted_loss("token-mean"))
+    return [metrics, caught, out["log_probs"], voteless]
+
+
+def build(paths: list[str], head: str) -> int | str:
+    """Each rank's own path; the fingerprint of the engine, or the message of the error."""
+    try:
+        return engine(paths[dist.get_rank()], head=head).fingerprint()
+    except ValueError as error:
+        return str(error)
+
+
+def export(path: str, folder: str, **settings: Any) -> dict[str, Any]:
+    """Everything that leaves the engine."""
+    subject = engine(path, **settings)
+    subject.save_pretrained(folder)
+    return {
+        "weights": dict(subject.export()),
+        "fingerprint": subject.fingerprint(),
+        "bf16": subject.fingerprint(torch.bfloat16),
+    }
+
+
+def export_replicas(path: str, folder: str) -> dict[str, Any]:
+    subject = engine(path, fsdp_size=1)
+    subject.save(f"{folder}/checkpoint")
+    return {"weights": dict(subject.export()), "fingerprint": subject.fingerprint()}

@@ -1,0 +1,67 @@
+"""Two gloo ranks that outlive a test: starting them costs more than most tests take."""
+
+import multiprocessing
+import pickle
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+WORLD = 2
+TIMEOUT_S = 120
+
+
+class Ranks:
+    """`call(function, *args)` runs a module-level function on each rank and returns their results, rank 0's first."""
+
+    def __init__(self, folder: Path):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.engine.programs"])  # so that torch and transformers are imported once for all ranks
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, str(folder / "rendezvous"), theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((function, args)))
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(TIMEOUT_S):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not finish {function.__name__} in {TIMEOUT_S} s")
+            ok, value = pickle.loads(pipe.recv_bytes())
+            if not ok:
+                self.close()  # the other rank may wait for this one in a collective
+                raise RuntimeError(f"rank {rank} failed in {function.__name__}:\n{value}")
+            results.append(value)
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, rendezvous: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=TIMEOUT_S))
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:  # the test session is over
+            return
+        try:
+            answer = (True, function(*args))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))

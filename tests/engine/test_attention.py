@@ -1,0 +1,71 @@
+"""Packed attention against a written-out softmax."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from verlite.engine.attention import Sequences, packed_attention
+
+LENGTHS = (5, 1, 8, 3)
+
+
+def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+    """[1, T, H, D]: each token of each sequence looks back at its own sequence, `window` tokens at most."""
+    groups, start = query.shape[1] // key.shape[1], 0
+    out = torch.zeros(1, query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype)
+    for length in LENGTHS:
+        for t in range(start, start + length):
+            first = start if window is None else max(start, t - window + 1)
+            for head in range(query.shape[1]):
+                scores = query[0, head, t] @ key[0, head // groups, first : t + 1].T * scaling
+                out[0, t, head] = torch.softmax(scores, 0) @ value[0, head // groups, first : t + 1]
+        start += length
+    return out
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_equals_a_written_out_softmax(kv_heads: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    total = sum(LENGTHS)
+    query, key, value = (torch.randn(1, heads, total, 6, dtype=torch.float64, requires_grad=True) for heads in (4, kv_heads, kv_heads))
+    sequences = Sequences(LENGTHS, torch.tensor([0, *LENGTHS]).cumsum(0).int())
+    out, weights = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, sequences=sequences)
+    expected = naive(query, key, value, 0.3, window)
+    assert weights is None
+    torch.testing.assert_close(out, expected)
+    direction = torch.randn_like(expected)
+    for actual, correct in zip(
+        torch.autograd.grad((out * direction).sum(), (query, key, value)),
+        torch.autograd.grad((expected * direction).sum(), (query, key, value)),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, correct)
+
+
+def test_what_it_does_not_compute_is_refused() -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    sequences = Sequences((3,), torch.tensor([0, 3], dtype=torch.int32))
+    bidirectional = nn.Module()
+    bidirectional.is_causal = False
+    for module, mask, more, message in (
+        (nn.Module(), None, {"softcap": 30.0}, "softcap"),
+        (nn.Module(), None, {"s_aux": x}, "s_aux"),
+        (nn.Module(), None, {"dropout": 0.1}, "dropout"),
+        (nn.Module(), x, {}, "an attention mask"),
+        (bidirectional, None, {}, "bidirectional"),
+        (nn.Module(), None, {"sequences": None}, "did not receive the packing layout"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{message}.*use_remove_padding=False"):
+            packed_attention(module, x, x, x, mask, **({"sequences": sequences} | more))
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_gpu_path_calls_torchs_varlen_attention_as_it_wants_to_be_called(kv_heads: int) -> None:
+    """Shapes and arguments on a pretended GPU; the numbers need a real one."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(1, heads, 17, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, kv_heads, kv_heads))
+        sequences = Sequences(LENGTHS, torch.zeros(5, dtype=torch.int32, device="cuda"))
+        out, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.1, sliding_window=3, sequences=sequences)
+        assert out.shape == (1, 17, 4, 64) and out.dtype == torch.bfloat16

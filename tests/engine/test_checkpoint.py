@@ -1,0 +1,142 @@
+"""State on disk: exact at the same world size, the same state at another, and never silently wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.engine import programs
+from tests.engine.batches import engine, ragged_batch
+from tests.engine.ranks import Ranks
+from tests.models import tiny_model
+from verlite.engine.fsdp import NonFiniteError
+from verlite.engine.micro import MicroBatching
+
+
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_resume_is_exact_on_one_rank(tiny_llama: str, tmp_path: Path, head: str) -> None:
+    unbroken = programs.train(tiny_llama, 4, head=head)
+    programs.train(tiny_llama, 2, head=head, save=str(tmp_path))
+    resumed = programs.train(tiny_llama, 2, head=head, load=str(tmp_path))
+    assert resumed["history"] == unbroken["history"][4:]
+    assert_equal(resumed["state"], unbroken["state"])
+
+
+def test_resume_is_exact_on_two_ranks_and_one_rank_reads_their_files(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    unbroken = two_ranks.call(programs.train, tiny_qwen2, 4)
+    saved = two_ranks.call(programs.train_and_save, tiny_qwen2, 2, str(tmp_path))
+    resumed = two_ranks.call(programs.load_and_train, tiny_qwen2, 2, str(tmp_path))
+    for straight, again in zip(unbroken, resumed, strict=True):
+        assert again["history"] == straight["history"][4:]
+        assert_equal(again["state"], straight["state"])
+    alone = programs.load_state(tiny_qwen2, str(tmp_path))
+    assert_equal(alone["state"], saved[0]["state"])
+    assert alone["fingerprint"] == saved[0]["fingerprint"] == saved[1]["fingerprint"]
+    assert alone["step"] == 2
+
+
+def test_two_ranks_read_the_files_of_one(tmp_path: Path, two_ranks: Ranks) -> None:
+    """Also where sizes do not divide: 7 and 129 rows over two ranks, and value heads of one row."""
+    path = tiny_model(tmp_path / "odd", "qwen2", hidden_size=24, num_key_value_heads=1, intermediate_size=7, vocab_size=129)
+    for head in ("lm", "value"):
+        saved = programs.train(path, 1, head=head, save=str(tmp_path / head))
+        for loaded in two_ranks.call(programs.load_state, path, str(tmp_path / head), head):
+            assert_equal(loaded["state"], saved["state"])
+            assert loaded["fingerprint"] == saved["fingerprint"]
+
+
+def test_nothing_is_pickled(tiny_qwen2: str, tmp_path: Path) -> None:
+    programs.train(tiny_qwen2, 1, save=str(tmp_path))
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} == {".json", ".safetensors"}
+
+
+def test_forward_after_load_uses_the_loaded_weights(tiny_qwen2: str, tmp_path: Path) -> None:
+    """Parameters that an earlier pass left gathered must not survive the load."""
+    trained = engine(tiny_qwen2, train=True, lr=1e-2)
+    trained.update(ragged_batch(), MicroBatching(size=8), 1.0, programs.weighted_loss("token-mean"))
+    trained.save(tmp_path)
+    expected = trained.forward(ragged_batch(), MicroBatching(size=8))["log_probs"]
+    for settings in ({}, {"reshard_after_forward": False}):
+        other = engine(tiny_qwen2, train=True, **settings)
+        other.forward(ragged_batch(), MicroBatching(size=8))
+        other.load(tmp_path)
+        assert torch.equal(other.forward(ragged_batch(), MicroBatching(size=8))["log_probs"], expected)
+
+
+def test_a_frozen_engine_reads_only_the_weights(tiny_qwen2: str, tmp_path: Path) -> None:
+    saved = programs.train(tiny_qwen2, 1, save=str(tmp_path))
+    frozen = engine(tiny_qwen2)
+    frozen.load(tmp_path)
+    assert frozen.fingerprint() == saved["fingerprint"]
+
+
+def damage(folder: Path, change: Any) -> None:
+    (file,) = (folder / "shards").glob("*.safetensors")
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    change(tensors)
+    save_file(tensors, file, metadata)
+
+
+def test_weights_that_are_not_finite_are_refused(tiny_qwen2: str, tmp_path: Path) -> None:
+    programs.train(tiny_qwen2, 1, save=str(tmp_path))
+
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.model.norm.weight"][3] = float("nan")
+
+    damage(tmp_path, poison)
+    subject = engine(tiny_qwen2, train=True)
+    with pytest.raises(NonFiniteError, match="1 weights are NaN or infinite, the first is model.norm.weight"):
+        subject.load(tmp_path)
+    with pytest.raises(NonFiniteError, match="refusing to save"):
+        subject.save(tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tiny_qwen2: str, tmp_path: Path) -> None:
+    programs.train(tiny_qwen2, 1, save=str(tmp_path))
+    with pytest.raises(ValueError, match="cannot load the checkpoint"):
+        engine(tiny_model(tmp_path / "other", "qwen2", intermediate_size=48), train=True).load(tmp_path)
+    with pytest.raises(ValueError, match="cannot load the checkpoint"):
+        engine(tiny_qwen2, train=True).load(tmp_path / "nowhere")
+    damage(tmp_path, lambda tensors: tensors.pop("model.model.norm.weight"))
+    with pytest.raises(ValueError, match="model.norm.weight"):
+        engine(tiny_qwen2, train=True).load(tmp_path)
+
+
+def test_generators_come_back_at_the_same_world_size_only(tiny_qwen2: str, tmp_path: Path) -> None:
+    subject = engine(tiny_qwen2)
+    subject.save(tmp_path)
+    expected = torch.rand(3)
+    subject.load(tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+    state = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps(state | {"world_size": 2}))
+    subject.load(tmp_path)
+    assert not torch.equal(torch.rand(3), expected)
+
+
+def test_offload_and_onload_change_nothing(tiny_qwen2: str) -> None:
+    """On a CPU both are the same memory; what counts here is that the calls may come at any time. The GPU tests move data."""
+    histories = []
+    for offload in (False, True):
+        subject = engine(tiny_qwen2, train=True, lr=1e-2, param_offload=True, optimizer_offload=True)
+        for _ in range(2):
+            if offload:
+                subject.onload(parameters=True, optimizer=True)
+            metrics = subject.update(ragged_batch(), MicroBatching(size=8), 1.0, programs.weighted_loss("token-mean"))
+            if offload:
+                subject.offload()
+        histories.append((metrics, subject.fingerprint()))
+    assert histories[0] == histories[1]

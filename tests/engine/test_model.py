@@ -1,0 +1,110 @@
+"""Loading: what is refused, and with which words."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine import programs
+from tests.engine.batches import engine
+from tests.engine.ranks import Ranks
+from tests.models import tiny_model
+from verlite.config.schema import ModelConfig
+from verlite.engine import model
+from verlite.engine.fsdp import NonFiniteError
+from verlite.engine.model import load_config, load_tokenizer
+
+
+def test_a_path_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "nowhere", tmp_path / "empty"):
+        with pytest.raises(ValueError, match="model.path=.*is not a model"):
+            engine(str(path))
+        with pytest.raises(ValueError, match="model.path=.*gives no tokenizer"):
+            load_tokenizer(ModelConfig(path=str(path)))
+
+
+def test_override_config(tiny_qwen2: str) -> None:
+    assert load_config(ModelConfig(path=tiny_qwen2, override_config={"rms_norm_eps": 1e-3})).rms_norm_eps == 1e-3
+    with pytest.raises(ValueError, match="override_config.rms_norm: Qwen2Config has no such value"):
+        load_config(ModelConfig(path=tiny_qwen2, override_config={"rms_norm": 1e-3}))
+
+
+def test_tokenizer(tiny_qwen2: str) -> None:
+    assert load_tokenizer(ModelConfig(path=tiny_qwen2)).pad_token_id == 0
+    tokenizer = load_tokenizer(ModelConfig(path=tiny_qwen2, custom_chat_template="{{ messages[0]['content'] }}!"))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi!"
+
+
+def test_missing_and_poisoned_weights(tiny_qwen2: str, tmp_path: Path) -> None:
+    """transformers would fill what is missing with random numbers and only warn."""
+    path = tiny_model(tmp_path, "qwen2")
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    lost = weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 weights of its model, such as model.layers.1.mlp.up_proj.weight"):
+        engine(path)
+    with pytest.raises(ValueError, match="lacks 1 weights"):
+        engine(path, head="value")
+    lost[0, 0] = float("inf")
+    save_file(weights | {"model.layers.1.mlp.up_proj.weight": lost}, file, {"format": "pt"})
+    with pytest.raises(NonFiniteError, match="refusing model.path=.*up_proj"):
+        engine(path)
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_only_rank_0_reads_weights(tiny_llama: str, tmp_path: Path, two_ranks: Ranks, head: str) -> None:
+    """Rank 1 needs the config and no memory for the whole model; when rank 0 cannot load, all ranks say so."""
+    shutil.copy(f"{tiny_llama}/config.json", tmp_path)
+    expected = engine(tiny_llama, head=head).fingerprint()
+    assert two_ranks.call(programs.build, [tiny_llama, str(tmp_path)], head) == [expected, expected]
+    broken = two_ranks.call(programs.build, [str(tmp_path), tiny_llama], head)
+    assert broken[0] == broken[1] and "cannot be loaded" in broken[0]
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "message"),
+    [
+        ("gemma2", {"head_dim": 8}, "caps its logits"),
+        ("phi", {}, "bias on its output embedding"),
+        ("falcon", {}, "attention of its own.*use_remove_padding=False"),
+        ("bloom", {}, "attention of its own.*use_remove_padding=False"),
+        ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 2}, "layers of type linear_attention.*use_remove_padding=False"),
+        ("nemotron", {}, "did not receive the packing layout.*use_remove_padding=False"),
+    ],
+)
+def test_an_architecture_that_would_train_on_wrong_numbers(arch: str, settings: dict, message: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, arch, **settings)
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        engine(path)
+    if "use_remove_padding" in message:
+        engine(path, use_remove_padding=False)
+
+
+@pytest.mark.parametrize("arch", ["granite", "cohere", "mistral", "qwen3", "phi3", "gpt_neox"])
+def test_other_architectures_agree_with_their_own_forward_pass(arch: str, tmp_path: Path) -> None:
+    """Scaled logits, sliding windows, norms on heads, fused projections: the self-check inside the constructor is the proof."""
+    settings = {
+        "granite": {"logits_scaling": 7.0},
+        "cohere": {"logit_scale": 0.3},
+        "mistral": {"sliding_window": 3},
+        "qwen3": {"head_dim": 8},
+    }
+    engine(tiny_model(tmp_path, arch, **settings.get(arch, {})))
+
+
+def test_the_self_check_sees_an_unknown_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that scales its logits by a name nobody told us about."""
+    monkeypatch.setattr(model, "logit_scale", lambda config: 1.0)
+    with pytest.raises(ValueError, match="differ from those of the model's own forward pass"):
+        engine(tiny_model(tmp_path, "cohere", logit_scale=0.3))
+
+
+def test_model_dtype_and_compute_dtype(tiny_qwen2: str) -> None:
+    subject = engine(tiny_qwen2, dtype="bfloat16")
+    assert {p.dtype for p in subject.parameters} == {torch.float32}
+    halved = engine(tiny_qwen2, model_dtype="bfloat16")
+    assert {p.dtype for p in halved.parameters} == {torch.bfloat16}

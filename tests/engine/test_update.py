@@ -1,0 +1,194 @@
+"""One optimizer step: its gradient is that of the closed formula, however rows, micro-batches and ranks are arranged."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.engine import programs
+from tests.engine.batches import P, engine, ragged_batch
+from tests.engine.ranks import Ranks
+from verlite.algorithms.aggregation import AGGREGATION_MODES
+from verlite.engine.micro import MicroBatching
+from verlite.protocol.data import DataProto
+
+ROWS = list(range(8))
+SHUFFLED = [5, 2, 7, 0, 4, 6, 1, 3]
+EVERY_SPLIT = ("token-mean", "seq-mean-token-mean")
+CASES: list[dict[str, Any]] = [
+    *({"mode": mode, "rows": ROWS, "size": size} for mode in EVERY_SPLIT for size in (1, 2, 3, 5, 100)),
+    *({"mode": mode, "rows": SHUFFLED, "size": 3} for mode in AGGREGATION_MODES),
+    *({"mode": mode, "rows": ROWS, "max_tokens": 24} for mode in AGGREGATION_MODES),
+]
+
+
+def closed_form(path: str, mode: str) -> tuple[float, dict[str, Tensor]]:
+    """Loss and float64 gradient from the written-out definition, over all rows at once, with transformers' own forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    batch = ragged_batch()
+    rows = []
+    for row in ROWS:
+        item = batch.batch[row]
+        ids = item["input_ids"][item["attention_mask"].bool()]
+        prompt, mask = int(item["attention_mask"][:P].sum()), item["response_mask"].bool()
+        log_p = torch.log_softmax(model(ids[None]).logits[0] / 0.8, -1)
+        terms = [-log_p[prompt + j - 1, ids[prompt + j]] * item["advantages"][j].double() for j in mask.nonzero().flatten().tolist()]
+        if terms:
+            rows.append(torch.stack(terms))
+    loss = {
+        "token-mean": lambda: torch.cat(rows).mean(),
+        "token-sum": lambda: torch.cat(rows).sum(),
+        "seq-mean-token-sum": lambda: torch.stack([row.sum() for row in rows]).mean(),
+        "seq-mean-token-mean": lambda: torch.stack([row.mean() for row in rows]).mean(),
+        "seq-mean-token-sum-norm": lambda: torch.stack([row.sum() / programs.SCALE for row in rows]).mean(),
+    }[mode]()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = float(tensor.abs().max())
+        torch.testing.assert_close(
+            actual[name].double(), tensor.double(), atol=1e-5 * scale + 1e-9, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def check_all_cases(path: str, cases: list[dict[str, Any]], results: list[Any]) -> None:
+    for mode in AGGREGATION_MODES:
+        loss, expected = closed_form(path, mode)
+        for case, (metrics, actual) in zip(cases, results, strict=True):
+            if case["mode"] == mode:
+                assert_same(actual, expected)
+                assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+                assert metrics["grad_norm"] == pytest.approx(float(torch.stack([g.norm() for g in expected.values()]).norm()), rel=1e-5)
+                assert metrics["tokens"] == 34 and metrics["share"] == pytest.approx(1)
+
+
+def test_gradient_is_the_closed_form_for_every_mode_split_and_order(tiny_qwen2: str) -> None:
+    check_all_cases(tiny_qwen2, CASES, programs.gradients(tiny_qwen2, CASES))
+
+
+def test_gradient_is_the_same_on_two_ranks(tiny_qwen2: str, tiny_llama: str, two_ranks: Ranks) -> None:
+    for path, cases in ((tiny_qwen2, CASES), (tiny_llama, CASES[10:15])):
+        first, second = two_ranks.call(programs.gradients, path, cases)
+        check_all_cases(path, cases, first)
+        for (metrics, mine), (their_metrics, theirs) in zip(first, second, strict=True):
+            assert metrics == their_metrics
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+OTHER_PATHS: list[dict[str, Any]] = [
+    {"use_remove_padding": False},
+    {"enable_gradient_checkpointing": True},
+    {"reshard_after_forward": False},  # gradients stay whole until the last micro-batch
+    {"fsdp_size": 1},  # replicas
+]
+
+
+@pytest.mark.parametrize("settings", OTHER_PATHS, ids=lambda s: next(iter(s)))
+def test_gradient_is_the_same_on_every_code_path(tiny_llama: str, two_ranks: Ranks, settings: dict[str, Any]) -> None:
+    case = {"mode": "seq-mean-token-mean", "rows": SHUFFLED, "size": 2}
+    _, expected = closed_form(tiny_llama, case["mode"])
+    for results in (
+        [programs.gradients(tiny_llama, [case, case], **settings)],
+        two_ranks.call(programs._gradients_again, tiny_llama, case, settings),
+    ):
+        for result in results:
+            for _, actual in result:
+                assert_same(actual, expected)
+
+
+def test_clipping_is_global_and_happens_once(tiny_qwen2: str, two_ranks: Ranks) -> None:
+    case = {"mode": "token-sum", "rows": ROWS, "size": 2}
+    _, expected = closed_form(tiny_qwen2, "token-sum")
+    norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
+    assert norm > 1
+    clipped = {name: g / norm * 0.5 for name, g in expected.items()}
+    (one,) = programs.gradients(tiny_qwen2, [case], grad_clip=0.5)
+    for metrics, actual in (one, *(result[0] for result in two_ranks.call(programs._clipped, tiny_qwen2, case))):
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert_same(actual, clipped)
+
+
+def test_one_optimizer_step_per_update_whatever_the_micro_batches(tiny_qwen2: str) -> None:
+    subject = engine(tiny_qwen2, train=True, lr=1e-3)
+    for size in (1, 3, 100):
+        subject.update(ragged_batch(), MicroBatching(size=size), 1.0, programs.weighted_loss("token-mean"))
+    assert {int(state["step"]) for state in subject.optimizer.state.values()} == {3}
+
+
+def test_update_is_adamws(tiny_qwen2: str) -> None:
+    """Two updates equal two steps of a plain AdamW on the closed-form gradients."""
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6}
+    subject = engine(tiny_qwen2, train=True, grad_clip=1e9, **settings)
+    caught = programs.catch_gradients(subject)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
+    for _ in range(2):
+        subject.update(ragged_batch(), MicroBatching(size=3), 1.0, programs.weighted_loss("token-mean"))
+        for name, parameter in plain.named_parameters():
+            parameter.grad = caught[name]
+        adamw.step()
+    after = dict(subject.export())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(after[name], parameter.detach(), atol=1e-6, rtol=1e-6)
+
+
+def test_a_nonfinite_loss_on_one_rank_changes_nothing_on_any(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    for results in (
+        [programs.nonfinite_updates(tiny_qwen2, str(tmp_path / "one"))],
+        two_ranks.call(programs.nonfinite_updates, tiny_qwen2, str(tmp_path / "two")),
+    ):
+        for result in results:
+            assert len(result["metrics"]) == 2 and all(m["nonfinite"] == 1 for m in result["metrics"])
+            assert result["after"].keys() == result["before"].keys()
+            assert all(torch.equal(result["after"][name], tensor) for name, tensor in result["before"].items())
+            assert "3 updates in a row" in result["error"] and str(tmp_path) in result["error"]
+            assert result["lr"][0] == result["lr"][1], "a step without an applied update must not advance the schedule"
+            assert result["recovered"]["nonfinite"] == 0
+    rows = [len(DataProto.load_from_disk(tmp_path / "two" / "2" / f"rank_{rank}")) for rank in (0, 1)]
+    assert rows == [5, 3]
+
+
+def test_a_rank_without_rows_takes_part(tiny_qwen2: str, two_ranks: Ranks) -> None:
+    _, expected = closed_form(tiny_qwen2, "token-mean")
+    first, second = two_ranks.call(programs.uneven_ranks, tiny_qwen2)
+    alone = programs.uneven_ranks(tiny_qwen2)
+    for metrics, caught, _, voteless in (first, second):
+        assert_same(caught, expected)
+        assert metrics == first[0] and metrics["tokens"] == 34
+        assert voteless == {"grad_norm": 0.0, "lr": 0.0, "nonfinite": 0.0}
+    torch.testing.assert_close(first[2], alone[2], atol=2e-6, rtol=1e-5)
+    assert second[2].shape == (0, 9)
+
+
+def test_a_frozen_engine_cannot_be_updated(tiny_qwen2: str) -> None:
+    reference = engine(tiny_qwen2)
+    before = reference.fingerprint()
+    with pytest.raises(RuntimeError, match="without an optimizer"):
+        reference.update(ragged_batch(), MicroBatching(size=3), 1.0, programs.weighted_loss("token-mean"))
+    actor = engine(tiny_qwen2, train=True, lr=1e-2)
+    actor.update(ragged_batch(), MicroBatching(size=3), 1.0, programs.weighted_loss("token-mean"))
+    assert reference.fingerprint() == before != actor.fingerprint()
+
+
+def test_value_model_trains(tiny_qwen2: str) -> None:
+    subject = engine(tiny_qwen2, train=True, head="value", lr=3e-2, enable_gradient_checkpointing=False)
+    batch = ragged_batch()
+
+    losses = [subject.update(batch, MicroBatching(size=3), 1.0, programs.squared_error)["loss"] for _ in range(12)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_half_precision_needs_what_is_not_there(tiny_qwen2: str) -> None:
+    with pytest.raises(ValueError, match="float16 needs loss scaling"):
+        engine(tiny_qwen2, train=True, dtype="float16")
+    with pytest.raises(ValueError, match="fsdp_size=3 must divide"):
+        engine(tiny_qwen2, fsdp_size=3)
+    with pytest.raises(ValueError, match="model_dtype='fp32': choose one of"):
+        engine(tiny_qwen2, model_dtype="fp32")

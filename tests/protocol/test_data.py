@@ -1,0 +1,214 @@
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from verlite.protocol.data import DataProto, near_equal_bounds, pad_dataproto_to_divisor, unpad_dataproto
+
+
+def batch(rows: int = 5, **meta: object) -> DataProto:
+    return DataProto.from_dict(
+        {"ids": torch.arange(rows * 3).reshape(rows, 3), "score": torch.arange(rows, dtype=torch.float32)},
+        {"uid": [f"u{i}" for i in range(rows)], "turns": [["a", "b"]] * rows},
+        meta,
+    )
+
+
+def rows_of(data: DataProto) -> list[int]:
+    """Which original rows these are, checked to be the same in tensors and objects."""
+    numbers = [int(first) // 3 for first in data.batch["ids"][:, 0]]
+    assert [f"u{n}" for n in numbers] == data.non_tensor_batch["uid"].tolist()
+    assert [float(n) for n in numbers] == data.batch["score"].tolist()
+    return numbers
+
+
+def test_equally_long_lists_stay_objects():
+    assert batch().non_tensor_batch["turns"].shape == (5,)
+    assert type(DataProto.from_dict(None, {"n": np.arange(3)}).non_tensor_batch["n"][0]) is int
+
+
+@pytest.mark.parametrize(
+    "rows, expected",
+    [
+        (slice(1, 4), [1, 2, 3]),
+        (slice(None, None, -2), [4, 2, 0]),
+        (slice(3, 3), []),
+        ([4, 0, 0, -2], [4, 0, 0, 3]),
+        ([], []),
+        (np.array([2, 1]), [2, 1]),
+        (torch.tensor([2, 1]), [2, 1]),
+        ([True, False, False, True, False], [0, 3]),
+        (np.array([False] * 5), []),
+    ],
+)
+def test_rows_are_chosen_alike_in_tensors_and_objects(rows, expected):
+    assert rows_of(batch()[rows]) == expected
+
+
+def test_one_row():
+    item = batch(step=3)[np.int64(2)]
+    assert item.batch["ids"].tolist() == [6, 7, 8] and item.non_tensor_batch["uid"] == "u2" and item.meta_info == {"step": 3}
+
+
+@pytest.mark.parametrize("rows", [[5], [-6], [0.0, 1.0], [True, False], [[0, 1]]])
+def test_impossible_rows_are_refused(rows):
+    with pytest.raises((IndexError, ValueError)):
+        batch()[rows]
+
+
+def test_nothing_is_edited_in_place():
+    data = batch(step=1)
+    before = pickle.dumps(data)
+    data.with_batch(new=torch.zeros(5)), data.with_non_tensor(x=range(5)), data.with_meta(step=2)
+    data.rename("ids", "tokens"), data.pop(["ids"], ["uid"], ["step"]), data.union(batch(5, other=2))
+    data.repeat(2), data.reorder([4, 3, 2, 1, 0]), data.select(["ids"])
+    assert pickle.dumps(data) == before
+
+
+def test_repeats():
+    assert rows_of(batch(3).repeat(2)) == [0, 0, 1, 1, 2, 2]
+    assert rows_of(batch(3).repeat(2, interleave=False)) == [0, 1, 2, 0, 1, 2]
+    assert rows_of(batch(3).sample_level_repeat([0, 2, 1])) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("rows, n", [(5, 2), (7, 3), (6, 3), (3, 3)])
+def test_chunks_cover_all_rows_in_near_equal_sizes(rows, n):
+    parts = batch(rows).chunk(n)
+    sizes = [len(part) for part in parts]
+    assert len(parts) == n and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    assert rows_of(DataProto.concat(parts)) == list(range(rows))
+
+
+def test_more_pieces_than_rows():
+    assert near_equal_bounds(2, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
+    with pytest.raises(ValueError, match="2 rows into 3"):
+        batch(2).chunk(3)
+
+
+def test_split_keeps_the_short_tail():
+    assert [rows_of(part) for part in batch(5).split(2)] == [[0, 1], [2, 3], [4]]
+
+
+def test_concat_passes_over_empty_parts_and_joins_meta():
+    joined = DataProto.concat([batch(2, step=1), DataProto(meta_info={"other": 2}), batch(5)[5:], batch(1, step=1)])
+    assert rows_of(joined) == [0, 1, 0] and joined.meta_info == {"step": 1, "other": 2}
+
+
+@pytest.mark.parametrize(
+    "other, names",
+    [
+        (lambda d: d.select(["ids"]), "score"),
+        (lambda d: d.select(None, ["uid"]), "turns"),
+        (lambda d: d.with_batch(ids=torch.zeros(5, 4, dtype=torch.int64)), "ids.*shapes"),
+        (lambda d: d.with_batch(score=torch.zeros(5, dtype=torch.float64)), "score.*dtypes"),
+        (lambda d: d.with_meta(step=2), "step"),
+    ],
+)
+def test_concat_names_what_differs(other, names):
+    with pytest.raises(ValueError, match=names):
+        DataProto.concat([batch(5, step=1), other(batch(5, step=1))])
+
+
+def test_union_wants_overlaps_equal_and_nan_equals_nan():
+    scores = torch.tensor([0.0, float("nan"), 2, 3, 4])
+    nan = batch().with_batch(score=scores).with_non_tensor(x=[float("nan"), {"a": np.arange(2)}, None, 1, "s"])
+    again = pickle.loads(pickle.dumps(nan))
+    assert nan.union(again.with_batch(more=torch.ones(5))).batch["more"].sum() == 5
+    for different, name in [
+        (again.with_batch(score=torch.zeros(5)), "score"),
+        (again.with_non_tensor(x=[0.0, {"a": np.arange(2)}, None, 1, "s"]), "x"),
+        (again.with_non_tensor(x=[float("nan"), {"a": np.arange(3)}, None, 1, "s"]), "x"),
+        (again.with_batch(score=nan.batch["score"].double()), "score"),
+    ]:
+        with pytest.raises(ValueError, match=f"'{name}'"):
+            nan.union(different)
+    with pytest.raises(ValueError, match="step"):
+        batch(5, step=1).union(batch(5, step=2))
+    with pytest.raises(ValueError, match="5 and 4 rows"):
+        batch(5).union(batch(4).rename("ids", "other"))
+
+
+def test_iterator_covers_every_row_once_per_epoch_and_repeats_with_its_seed():
+    data = batch(7)
+    epochs = [rows_of(mini) for mini in data.make_iterator(3, epochs=2, seed=1)]
+    assert [len(mini) for mini in epochs] == [3, 3, 1, 3, 3, 1]
+    first, second = sum(epochs[:3], []), sum(epochs[3:], [])
+    assert sorted(first) == sorted(second) == list(range(7)) and first != second
+    assert epochs == [rows_of(mini) for mini in data.make_iterator(3, epochs=2, seed=1)]
+    assert [rows_of(mini) for mini in data.make_iterator(4)] == [[0, 1, 2, 3], [4, 5, 6]]
+
+
+def test_pop_select_rename_name_missing_columns():
+    popped, rest = batch(5, step=1).pop(["ids"], ["uid"], ["step"])
+    assert set(popped.batch.keys()) == {"ids"} and set(rest.batch.keys()) == {"score"} and len(rest) == 5
+    assert set(popped.non_tensor_batch) == {"uid"} and popped.meta_info == {"step": 1} and rest.meta_info == {}
+    data = batch()
+    for call in (data.pop, data.select, lambda names: data.rename(names, ["x"]), lambda names: data.select(None, names)):
+        with pytest.raises(KeyError, match="nope"):
+            call(["nope"])
+    with pytest.raises(ValueError, match="same name"):
+        batch().rename("ids", "score")
+
+
+def test_columns_must_agree_about_the_rows():
+    with pytest.raises(ValueError, match="'b'.*2 rows.*3"):
+        DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)})
+    with pytest.raises(ValueError, match="uid"):
+        DataProto.from_dict({"a": torch.zeros(3)}, {"uid": ["x"]})
+    with pytest.raises(ValueError, match="'a'"):
+        DataProto.from_dict({"a": torch.tensor(1.0)})
+    with pytest.raises(ValueError, match="'a' is both"):
+        DataProto.from_dict({"a": torch.zeros(1)}, {"a": ["x"]})
+
+
+@pytest.mark.parametrize("rows, divisor", [(5, 4), (2, 8), (8, 4)])
+def test_padding_repeats_rows_from_the_start(rows, divisor):
+    padded, extra = pad_dataproto_to_divisor(batch(rows), divisor)
+    assert len(padded) % divisor == 0 and rows_of(padded) == [i % rows for i in range(rows + extra)]
+    assert rows_of(unpad_dataproto(padded, extra)) == list(range(rows))
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.float8_e4m3fn]
+
+
+def every_dtype() -> DataProto:
+    data = batch(4, step=1, name="x")
+    values = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    return data.with_batch(**{str(dtype): values.to(dtype) for dtype in DTYPES}, empty=torch.zeros(4, 0), view=values.t()[:4])
+
+
+def test_pickle_moves_tensors_out_of_band_and_bit_for_bit():
+    data, buffers = every_dtype(), []
+    payload = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    assert len(payload) < 3000 and sum(len(buffer.raw()) for buffer in buffers) == data.nbytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of read-only memory, which is what an object store gives
+        again = pickle.loads(payload, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    assert all(again.batch[str(dtype)].dtype == dtype for dtype in DTYPES)
+    as_bits = {"torch.float8_e4m3fn"}
+    for name in data.batch.keys():
+        mine, theirs = data.batch[name], again.batch[name]
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)) if name in as_bits else torch.equal(mine, theirs)
+    assert again.meta_info == data.meta_info and again.non_tensor_batch["uid"].tolist() == data.non_tensor_batch["uid"].tolist()
+
+
+def test_pickle_sends_only_the_rows_of_a_view():
+    big = DataProto.from_dict({"x": torch.zeros(1000, 100)})
+    assert len(pickle.dumps(big[10:12], protocol=5)) < 2000
+
+
+def test_disk_round_trip_without_pickle(tmp_path):
+    data = every_dtype().with_non_tensor(info=[{"n": np.int64(3), "a": np.arange(2), "t": "é"}, None, 1.5, ["x"]])
+    data.save_to_disk(tmp_path / "dump")
+    again = DataProto.load_from_disk(tmp_path / "dump")
+    assert again.select([n for n in again.batch.keys() if "float8" not in n]).union(data.select([], ["uid", "turns"])) is not None
+    assert torch.equal(again.batch["torch.bfloat16"], data.batch["torch.bfloat16"])
+    assert again.non_tensor_batch["info"].tolist() == [{"n": 3, "a": [0, 1], "t": "é"}, None, 1.5, ["x"]]
+    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == ["rest.json", "tensors.safetensors"]
+
+
+def test_what_json_cannot_hold_is_named(tmp_path):
+    with pytest.raises(TypeError, match="set.*cannot be saved"):
+        DataProto.from_dict(None, {"x": [{1, 2}]}).save_to_disk(tmp_path)

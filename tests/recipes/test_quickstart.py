@@ -1,0 +1,87 @@
+"""The quickstart's parts: right work is right, careless work is wrong in its one way, held-out sums stay out, files fit their readers."""
+
+import random
+import re
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipes.quickstart import make, run
+from verlite.config import sft
+from verlite.config.load import compose
+from verlite.config.schema import DataConfig, ModelConfig
+from verlite.data.dataset import PromptDataset, overlap_note
+from verlite.data.supervised import read_examples
+from verlite.engine.model import load_tokenizer
+from verlite.rewards.exact import compute_score
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("build")
+    make.make_data(folder, seed=0)
+    make.make_model(folder / "model", seed=0)
+    return folder
+
+
+def test_the_work_reads_back_as_the_sum():
+    for a in range(10, 100):
+        for b in range(10, 100):
+            ones, _, tens, hundreds = map(int, make.work(a, b))
+            assert 100 * hundreds + 10 * tens + ones == a + b
+
+
+def test_a_pupil_who_forgets_every_carry_is_right_only_where_none_is_due():
+    rng = random.Random(0)
+    for a, b in [(12, 34), (47, 48), (55, 61), (99, 99)]:
+        due = a % 10 + b % 10 > 9 or a + b > 99
+        assert (make.work(a, b, 1.0, rng) != make.work(a, b)) == due
+    assert make.work(99, 99, 1.0, rng) == "8080"
+
+
+def test_files_fit_their_readers_and_held_out_sums_stay_out(built):
+    tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
+    config = compose("quickstart", check=False).config.data
+    data = DataConfig(max_prompt_length=config.max_prompt_length)
+    train, test = (PromptDataset(str(built / f"{split}.parquet"), tokenizer, data, "train") for split in ("train", "test"))
+    assert len(train) + len(test) == 90 * 90 and overlap_note(train, test) is None
+    for dataset in (train, test):
+        for i in range(0, len(dataset), 100):
+            row = dataset.row(i)
+            a, b = map(int, re.findall(r"\d+", row.messages[0]["content"]))
+            assert row.extra_info["sum"] == a + b
+            assert compute_score(row.data_source, make.work(a, b), row.ground_truth) == 1.0
+            assert len(tokenizer.encode(row.ground_truth)) < config.max_response_length
+    held_out = {test.row(i).messages[0]["content"] for i in range(len(test))}
+    demonstrations = pq.read_table(built / "warm_up.parquet").to_pylist()
+    assert len(demonstrations) == len(train) and not held_out & {row["prompt"] for row in demonstrations}
+    assert len(read_examples(str(built / "warm_up.parquet"), tokenizer, sft.SFTDataConfig(max_length=12))) == len(demonstrations)
+
+
+def test_the_model_is_what_vllm_runs_on_a_cpu_and_the_seed_decides_it(built, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(built / "model")
+    assert model.config.hidden_size // model.config.num_attention_heads == 32
+    tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
+    text = "".join(map(chr, range(32, 127))) + "\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text and len(tokenizer.encode(text)) == len(text)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    make.make_model(tmp_path / "again", seed=0)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_commands_fit_each_other():
+    warm_up = sft.compose(overrides=run.WARM_UP[2:])
+    config = compose("quickstart", check=False).config
+    assert warm_up.model.path == f"{make.FOLDER}/model"
+    assert config.actor_rollout_ref.model.path == f"{warm_up.trainer.default_local_dir}/huggingface"
+    assert config.data.train_files == f"{make.FOLDER}/train.parquet" and config.data.val_files == f"{make.FOLDER}/test.parquet"
+
+
+def test_samples_are_shown_once_a_problem(tmp_path):
+    lines = ['{"prompt": "1+1=", "response": "2", "score": 1.0}', '{"prompt": "1+1=", "response": "3", "score": 0.0}',
+             '{"prompt": "2+2=", "response": "5", "score": 0.0}']  # fmt: skip
+    (tmp_path / "step_1.jsonl").write_text("\n".join(lines) + "\n")
+    assert run.samples(tmp_path / "step_1.jsonl") == ["1+1=2 ✓", "2+2=5 ✗"]

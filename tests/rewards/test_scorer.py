@@ -1,0 +1,281 @@
+"""Scoring as a whole: user functions good and bad in their own processes, routing, checks at the start."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verlite.config.schema import CustomRewardConfig, RewardConfig
+from verlite.rewards.child import FunctionError
+from verlite.rewards.result import RewardItem, RewardResult
+from verlite.rewards.routing import UnknownDataSource
+from verlite.rewards.scorer import Scorer
+
+MakeScorer = Callable[..., Scorer]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeScorer]:
+    """Builds scorers around a function's source, and ends them."""
+    scorers = []
+
+    def build(source: str = "", *, name: str = "compute_score", kwargs: dict | None = None, **reward: float) -> Scorer:
+        path = tmp_path / f"reward_{len(scorers)}.py"
+        path.write_text(source)
+        custom = CustomRewardConfig(path=str(path) if source else None, name=name, reward_kwargs=kwargs or {})
+        scorers.append(Scorer(custom, RewardConfig(**reward)))
+        return scorers[-1]
+
+    yield build
+    for scorer in scorers:
+        scorer.close()
+
+
+def items(*solutions: str, source: str = "mine", truth: object = "1") -> list[RewardItem]:
+    return [RewardItem(source, solution, truth, {"index": i}) for i, solution in enumerate(solutions)]
+
+
+MIXED = """
+import asyncio, os, sys, time
+{asynchronous}def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "raise": raise KeyError("lost")
+    if solution_str == "none": return None
+    if solution_str == "nan": return float("nan")
+    if solution_str == "inf": return {{"score": float("inf")}}
+    if solution_str == "text": return "1.0"
+    if solution_str == "list": return [1.0]
+    if solution_str == "no score": return {{"acc": 1.0}}
+    if solution_str == "exit": sys.exit(3)
+    if solution_str == "die": os._exit(3)
+    if solution_str == "segfault": os.kill(os.getpid(), 11)
+    if solution_str == "loop":
+        while True: pass
+    if solution_str == "dict": return {{"score": 0.5, "acc": True, "n": 3, "pred": "x", "none": None}}
+    print("noise on stdout")
+    return len(solution_str)
+"""
+BAD = {
+    "raise": "KeyError",
+    "none": "BadReturn",
+    "nan": "BadReturn",
+    "inf": "BadReturn",
+    "text": "BadReturn",
+    "list": "BadReturn",
+    "no score": "BadReturn",
+    "exit": "SystemExit",
+    "die": "Died",
+    "segfault": "Died",
+    "loop": "Timeout",
+}
+
+
+@pytest.mark.parametrize("asynchronous", ["", "async "])
+def test_every_failure_is_a_value_and_the_others_are_scored(make: MakeScorer, asynchronous: str) -> None:
+    scorer = make(MIXED.format(asynchronous=asynchronous), item_timeout_s=2.0)
+    solutions = ["x" * n for n in range(20)]
+    for place, bad in enumerate(BAD):
+        solutions.insert(2 * place, bad)
+    results = scorer.score(items(*solutions, "dict"))
+    for solution, result in zip(solutions, results, strict=False):
+        if solution in BAD:
+            assert (result.score, result.error) == (None, BAD[solution]), solution
+            assert result.traceback
+        else:
+            assert result == RewardResult(float(len(solution))), solution
+    assert results[-1] == RewardResult(0.5, {"acc": 1.0, "n": 3.0, "pred": "x", "none": "None"})
+    told = dict(zip(solutions, results, strict=False))
+    assert "lost" in told["raise"].traceback and "in compute_score" in told["raise"].traceback
+    assert told["die"].traceback == "the reward process ended itself with exit code 3"
+    assert told["segfault"].traceback == "the reward process was killed by SIGSEGV"
+    assert "returned 'text'" not in told["text"].traceback and "returned '1.0'" in told["text"].traceback
+
+
+def test_the_step_limit_holds_and_the_next_step_is_as_fast_as_ever(make: MakeScorer) -> None:
+    source = """
+import time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(float(solution_str))
+    return 1
+"""
+    scorer = make(source, timeout_s=2.0, item_timeout_s=30.0)
+    scorer.check_signature()
+    start = time.monotonic()
+    results = scorer.score(items("60", "60", "0", "0", "0"))
+    assert 1.9 < time.monotonic() - start < 20.0
+    assert {result.error for result in results if result.score is None} == {"Timeout"}
+    assert scorer.score(items("0", "0")) == [RewardResult(1.0)] * 2
+
+
+def test_async_calls_run_together_and_time_out_alone(make: MakeScorer) -> None:
+    source = """
+import asyncio
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(float(solution_str))
+    return {"score": 1, "pid": __import__("os").getpid()}
+"""
+    scorer = make(source, item_timeout_s=3.0)
+    scorer.check_signature()
+    start = time.monotonic()
+    results = scorer.score(items("60", *["0.5"] * 99))
+    assert time.monotonic() - start < 20.0
+    assert results[0].error == "Timeout"
+    assert {result.score for result in results[1:]} == {1.0}
+    again = scorer.score(items(*["0"] * 99))  # nobody was killed for a call that ended itself
+    assert {result.parts["pid"] for result in again} <= {result.parts["pid"] for result in results[1:]}
+
+
+def test_processes_that_die_between_steps_are_replaced(make: MakeScorer) -> None:
+    scorer = make("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1")
+    long = items(*["x" * 10_000] * 100)
+    assert scorer.score(long) == [RewardResult(1.0)] * 100
+    children = [child for child in psutil.Process().children() if any("verlite.rewards.child" in word for word in child.cmdline())]
+    for child in children:
+        child.kill()
+    assert children and scorer.score(long) == [RewardResult(1.0)] * 100
+
+
+def test_when_a_process_dies_under_several_calls_only_the_guilty_one_fails(make: MakeScorer) -> None:
+    source = """
+import asyncio, os
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0.2)
+    if solution_str == "die": os._exit(3)
+    await asyncio.sleep(0.2)
+    return 1
+"""
+    results = make(source, timeout_s=20.0).score(items("a", "die", "b", "c", "d", "e"))
+    assert [result.error for result in results] == [None, "Died", None, None, None, None]
+
+
+def test_arguments_are_verls(make: MakeScorer) -> None:
+    source = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return {"score": 1, "seen": repr((data_source, solution_str, ground_truth, extra_info, kwargs))}
+"""
+    item = RewardItem("src", "né \\ud800", {"target": ["a", "b"]}, {"index": 7})
+    [result] = make(source, kwargs={"scale": 2}).score([item])
+    assert result.parts["seen"] == repr(("src", "né \\ud800", {"target": ["a", "b"]}, {"index": 7}, {"scale": 2}))
+
+
+def test_a_function_may_run_its_own_event_loop_and_import_its_neighbours(make: MakeScorer, tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("async def one(): return 1.0")
+    source = """
+import asyncio, neighbour
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return asyncio.run(neighbour.one())
+"""
+    assert make(source).score(items("a")) == [RewardResult(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "said"),
+    [
+        ("def compute_score(solution, truth): return 1", "compute_score", "compute_score(solution, truth) cannot be called with data_s"),
+        ("def other(): pass", "compute_score", "has no function 'compute_score'; its functions are other"),
+        ("import nowhere_to_be_found", "compute_score", "ModuleNotFoundError: No module named 'nowhere_to_be_found' (/"),
+        ("def f(:", "compute_score", "SyntaxError"),
+        ("import os; os._exit(9)", "compute_score", "ended itself with exit code 9 while loading it"),
+    ],
+)
+def test_a_function_that_cannot_work_is_one_line_before_the_start(make: MakeScorer, source: str, name: str, said: str) -> None:
+    with pytest.raises(FunctionError) as caught:
+        make(source, name=name).check_signature()
+    message = str(caught.value)
+    assert said in message and "reward_0.py" in message and message.startswith("custom_reward_function")
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    scorer = Scorer(CustomRewardConfig(path=str(tmp_path / "none.py")), RewardConfig())
+    with pytest.raises(FunctionError, match="custom_reward_function.path=.*none.py is not a Python file that exists"):
+        scorer.check_signature()
+
+
+def test_wrong_reward_kwargs_are_found_for_built_in_scorers_too(make: MakeScorer) -> None:
+    make(kwargs={"method": "flexible"}).check_signature(["openai/gsm8k"])
+    with pytest.raises(FunctionError, match="unexpected keyword argument 'methd'"):
+        make(kwargs={"methd": "flexible"}).check_signature(["openai/gsm8k"])
+
+
+def test_sources_are_routed_and_unknown_ones_named(make: MakeScorer) -> None:
+    scorer = make()
+    mixed = [
+        *items(" 12 ", source="verlite/arithmetic", truth="12"),
+        *items("#### 72", source="openai/gsm8k", truth="72"),
+        *items("\\boxed{0.5}", source="aime2024", truth="\\frac12"),
+        *items("13", source="verlite/arithmetic", truth="12"),
+    ]
+    assert [result.score for result in scorer.score(mixed)] == [1.0, 1.0, 1.0, 0.0]
+    with pytest.raises(UnknownDataSource, match="'pub-quiz', 'trivia'; built-in scorers know openai/gsm8k.*custom_reward_function.path"):
+        scorer.check_signature(["openai/gsm8k", "pub-quiz", "trivia", "pub-quiz"])
+
+
+def test_flexible_gsm8k_through_reward_kwargs(make: MakeScorer) -> None:
+    assert make(kwargs={"method": "flexible"}).score(items("it is 72", source="openai/gsm8k", truth="72")) == [RewardResult(1.0)]
+
+
+def test_a_broken_ground_truth_is_an_error_not_a_zero(make: MakeScorer) -> None:
+    [result] = make().score(items("#### 72", source="openai/gsm8k", truth="seventy"))
+    assert (result.score, result.error) == (None, "InvalidOperation")
+
+
+def test_self_check_tells_a_wrong_function_from_a_right_one(make: MakeScorer) -> None:
+    rows = [
+        *items("", "", source="openai/gsm8k", truth="72"),
+        *items("", source="lighteval/MATH", truth="\\frac{1}{2}"),
+        *items("", source="verlite/arithmetic", truth="5"),
+        *items("", source="openai/gsm8k", truth=None),
+    ]
+    check = make().self_check(rows)
+    assert (check.checked, check.warning()) == (4, None)
+    wrong = make("def compute_score(data_source, solution_str, ground_truth, extra_info): return 0.0").self_check(rows)
+    assert wrong.warning().startswith("the reward function gives 4 of 4 ground-truth answers no score above 0")
+    assert wrong.warning().count("score 0") == 3  # examples
+
+
+def test_endless_mathematics_is_killed(make: MakeScorer) -> None:
+    scorer = make(item_timeout_s=3.0)
+    towers = items("\\boxed{9^{9^{9^{9}}}+1}", "\\boxed{\\frac{2}{4}}", source="lighteval/MATH", truth="\\frac12")
+    tower, half = scorer.score(towers)
+    assert half == RewardResult(1.0)
+    assert tower.error == "Timeout" or tower.score == 0.0
+
+
+def test_reward_processes_do_not_import_torch_and_end_with_a_killed_trainer(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("""
+import os, sys
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    heavy = [name for name in ("torch", "numpy", "omegaconf", "ray") if name in sys.modules]
+    if solution_str == "hang":
+        open(ground_truth, "w").write(f"{os.getpid()}")
+        while True: pass
+    return {"score": 1, "heavy": ",".join(heavy)}
+""")
+    driver = f"""
+from verlite.config.schema import CustomRewardConfig, RewardConfig
+from verlite.rewards.scorer import Scorer
+from verlite.rewards.result import RewardItem
+scorer = Scorer(CustomRewardConfig(path={str(reward)!r}), RewardConfig())
+print(scorer.score([RewardItem("s", "ok", None)])[0].parts, flush=True)
+scorer.score([RewardItem("s", "hang", {str(tmp_path / "pid")!r})])
+"""
+    process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline().strip() == "{'heavy': ''}"
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+    child = int((tmp_path / "pid").read_text())
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,97 @@
+"""What generation must equal, computed the slow and obvious way: whole sequences in float64, one at a time."""
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from verlite.protocol.weights import fingerprint
+from verlite.rollout.types import Completion, Engine, Sampling
+
+
+def float64_model(path: str) -> PreTrainedModel:
+    """The model in double precision, with transformers' plainest attention."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    model.config._experts_implementation = "eager"  # the fused kernels know no float64
+    return model.eval()
+
+
+def naive_log_probs(model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> list[float]:
+    """Log-prob of each response token under the sampling distribution, filters written as loops over the sorted vocabulary."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0]
+    found = []
+    for position, token in enumerate(response, len(prompt) - 1):
+        row = logits[position] / (sampling.temperature or 1.0)
+        if not sampling.greedy:
+            row = naive_filter(row, sampling.top_k, sampling.top_p)
+        found.append(row.log_softmax(-1)[token].item())
+    return found
+
+
+def naive_filter(row: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Logits [V] with -inf outside the kept set; no ties expected."""
+    order = row.argsort(descending=True).tolist()
+    order = order[:top_k] if top_k > 0 else order
+    probs = row[order].softmax(-1).tolist()
+    kept, total = [], 0.0
+    for token, prob in zip(order, probs, strict=True):
+        if total >= top_p:
+            break
+        kept.append(token)
+        total += prob
+    out = torch.full_like(row, -torch.inf)
+    out[kept] = row[kept]
+    return out
+
+
+def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> list[int]:
+    """The most likely token, `steps` times."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(steps):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def largest_gap(model: PreTrainedModel, prompts: Sequence[Sequence[int]], answers: Sequence[Completion], sampling: Sampling) -> float:
+    """Largest |log p_engine - log p_naive| over all tokens of the answers."""
+    gaps = [
+        abs(a - b)
+        for prompt, answer in zip(prompts, answers, strict=True)
+        for a, b in zip(answer.log_probs, naive_log_probs(model, prompt, answer.ids, sampling), strict=True)
+    ]
+    return max(gaps)
+
+
+def ask(engine: Engine, prompts: Sequence[Sequence[int]], *samplings: Sampling) -> list[Completion]:
+    """All prompts at the same time, each with its own or the one sampling."""
+    chosen = samplings if len(samplings) == len(prompts) else samplings * len(prompts)
+
+    async def all_at_once() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, chosen, strict=True)))
+
+    return asyncio.run(all_at_once())
+
+
+def weights_of(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """A trainer's export: float32, tied weights once."""
+    return [(name, parameter.detach().float()) for name, parameter in model.named_parameters()]
+
+
+def load(engine: Engine, model: PreTrainedModel, version: int) -> None:
+    """A good sync."""
+    engine.load_weights(iter(weights_of(model)), version, fingerprint(weights_of(model)))
+
+
+def moved(model: PreTrainedModel, size: float, seed: int = 0) -> PreTrainedModel:
+    """A copy whose weights moved by `size`, relative to each weight."""
+    import copy
+
+    generator = torch.Generator().manual_seed(seed)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return other

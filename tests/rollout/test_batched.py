@@ -1,0 +1,169 @@
+"""Proofs for the thread around a generator: what happens when requests, weights, sleep and death meet."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.rollout.oracle import ask, load
+from verlite.config.schema import ModelConfig
+from verlite.rollout.batched import BatchedEngine
+from verlite.rollout.hf import HFCore
+from verlite.rollout.trajectory import Request, run_all
+from verlite.rollout.types import EngineError, Sampling, WeightSyncError
+
+SAMPLING = Sampling(max_tokens=30, seed=1, ignore_eos=True)
+
+
+class FaultyCore(HFCore):
+    """The embedded engine, with a fault that a test switches on."""
+
+    def __init__(self, path: str):
+        self.fault = lambda: None
+        self.aborted: list[int] = []
+        options = dict(dtype=torch.float32, device=torch.device("cpu"), max_num_seqs=8, max_model_len=64, seed=0, pretrained=True)
+        super().__init__(ModelConfig(path=path), **options)
+
+    def step(self):
+        self.fault()
+        return super().step()
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+        super().abort(request_id)
+
+
+class SleepyCore(FaultyCore):
+    """Frees both kinds of memory, as vLLM does on a GPU."""
+
+    def sleep(self):
+        super().sleep()
+        return {"weights", "kv_cache"}
+
+
+def start(path: str, kind=FaultyCore, **options) -> tuple[BatchedEngine, FaultyCore]:
+    cores = []
+    engine = BatchedEngine(lambda: cores.append(kind(path)) or cores[0], has_weights=True, **options)
+    return engine, cores[0]
+
+
+def raises(error):
+    def fault():
+        raise error
+
+    return fault
+
+
+def test_death_in_a_step_reaches_everyone_and_stays(tiny_qwen2):
+    engine, core = start(tiny_qwen2)
+    core.fault = raises(MemoryError("no room for the cache"))
+    requests = [Request([5, i], SAMPLING) for i in range(20)]
+    with pytest.raises(EngineError, match="died in a generation step: MemoryError: no room for the cache") as caught:
+        asyncio.run(run_all(engine, requests))
+    assert isinstance(caught.value.__cause__, MemoryError)
+    for attempt in (lambda: ask(engine, [[5]], SAMPLING), engine.fingerprint, engine.sleep):
+        with pytest.raises(EngineError, match="died"):
+            attempt()
+    engine.close()
+
+
+def test_a_failing_start_is_raised_where_the_engine_is_made(tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        start(str(tmp_path / "nowhere"))
+
+
+def test_a_hanging_engine_is_reported_with_the_key(tiny_qwen2):
+    engine, core = start(tiny_qwen2, request_timeout_s=0.3)
+    release = threading.Event()
+    core.fault = lambda: release.wait(20)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"hangs: .*\(rollout.request_timeout_s=0.3\) while 2 requests waited"):
+        ask(engine, [[5], [6]], SAMPLING)
+    assert time.monotonic() - began < 10
+    core.fault = lambda: None
+    release.set()
+    assert len(ask(engine, [[5]], SAMPLING)[0].ids) == 30
+    assert sorted(core.aborted) == [0, 1]
+    engine.close()
+
+
+def test_a_long_queue_is_not_a_hang(tiny_qwen2):
+    engine, core = start(tiny_qwen2, request_timeout_s=3.0)
+    core.fault = lambda: time.sleep(0.03)
+    began = time.monotonic()
+    answers = ask(engine, [[5]] * 32, SAMPLING)
+    assert len(answers) == 32 and time.monotonic() - began > 3.0
+    engine.close()
+
+
+def test_a_cancelled_request_leaves_the_batch_and_the_others_finish(tiny_qwen2):
+    engine, core = start(tiny_qwen2)
+    core.fault = lambda: time.sleep(0.01)
+    (expected,) = ask(engine, [[5, 6]], SAMPLING)
+
+    async def cancel_one():
+        kept, dropped = (asyncio.create_task(engine.generate([5, i], SAMPLING)) for i in (6, 7))
+        await asyncio.sleep(0.1)
+        dropped.cancel()
+        return await kept
+
+    assert asyncio.run(cancel_one()).ids == expected.ids
+    assert len(core.aborted) == 1 and engine._call(lambda core: core.pending()) == 0
+    engine.close()
+
+
+def test_closing_ends_running_requests_and_later_ones(tiny_qwen2):
+    engine, core = start(tiny_qwen2)
+    core.fault = lambda: time.sleep(0.02)
+
+    async def close_in_the_middle():
+        running = asyncio.create_task(engine.generate([5], SAMPLING))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(engine.close)
+        return await asyncio.gather(running, engine.generate([5], SAMPLING), return_exceptions=True)
+
+    errors = asyncio.run(close_in_the_middle())
+    assert [str(error) for error in errors] == ["the engine was closed"] * 2 and all(isinstance(error, EngineError) for error in errors)
+    engine.close()
+    assert not engine._thread.is_alive()
+
+
+def test_weights_do_not_change_under_running_requests(tiny_qwen2):
+    engine, core = start(tiny_qwen2)
+    core.fault = lambda: time.sleep(0.02)
+
+    async def sync_in_the_middle():
+        running = asyncio.create_task(engine.generate([5], SAMPLING))
+        await asyncio.sleep(0.1)
+        with pytest.raises(WeightSyncError, match="1 requests are still running"):
+            await asyncio.to_thread(load, engine, core.model, 1)
+        with pytest.raises(RuntimeError, match="cannot sleep"):
+            await asyncio.to_thread(engine.sleep)
+        return await running
+
+    assert asyncio.run(sync_in_the_middle()).weight_version == 0
+    load(engine, core.model, 1)
+    assert ask(engine, [[5]], SAMPLING)[0].weight_version == 1
+    engine.close()
+
+
+def test_after_sleep_weights_come_before_the_cache_and_both_before_generating(tiny_qwen2):
+    engine, core = start(tiny_qwen2, SleepyCore)
+    (before,) = ask(engine, [[5]], SAMPLING)
+    engine.sleep()
+    with pytest.raises(EngineError, match=r"sleep\(\) freed its weights"):
+        ask(engine, [[5]], SAMPLING)
+    with pytest.raises(WeightSyncError, match=r'wake\("weights"\)'):
+        load(engine, core.model, 7)
+    engine.wake("weights")
+    with pytest.raises(EngineError, match="freed its weights"):
+        ask(engine, [[5]], SAMPLING)
+    load(engine, core.model, 7)
+    with pytest.raises(EngineError, match=r'wake\("kv_cache"\) comes first'):
+        ask(engine, [[5]], SAMPLING)
+    engine.wake("kv_cache")
+    (after,) = ask(engine, [[5]], SAMPLING)
+    assert after.ids == before.ids and after.weight_version == 7
+    engine.close()

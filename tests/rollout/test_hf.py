@@ -1,0 +1,355 @@
+"""Proofs for the embedded engine: its log-probs, its tokens, its ends, its weights."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.models import tiny_model
+from tests.rollout.oracle import ask, float64_model, largest_gap, load, moved, naive_greedy, weights_of
+from verlite.config.schema import ModelConfig, RolloutConfig
+from verlite.protocol.weights import fingerprint
+from verlite.rollout.batched import BatchedEngine
+from verlite.rollout.build import build_engine
+from verlite.rollout.hf import HFCore
+from verlite.rollout.types import EngineError, Sampling, WeightSyncError
+
+LONG = Sampling(max_tokens=24, ignore_eos=True)
+
+
+def start(path: str, max_model_len: int = 128, pretrained: bool = True, **rollout) -> BatchedEngine:
+    return build_engine(
+        "hf", ModelConfig(path=path), RolloutConfig(**rollout), max_model_len, torch.device("cpu"), seed=1, pretrained=pretrained
+    )
+
+
+def some_prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(4, 128) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("hf") / "qwen2", "qwen2", initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def model(path: str) -> PreTrainedModel:
+    return float64_model(path)
+
+
+@pytest.fixture(scope="module")
+def engine(path: str):
+    engine = start(path, max_num_seqs=64)
+    yield engine
+    engine.close()
+
+
+ARCHITECTURES = {
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "one key-value head": ("qwen2", {"num_key_value_heads": 1}),
+    "sliding window": ("mistral", {"sliding_window": 7}),
+    "query norm": ("qwen3", {"head_dim": 8}),
+    "fused experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}),
+    "no key-value groups, learned positions": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+    "soft caps and mixed windows, not cacheable here": ("gemma2", {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8}),
+    "state space, not cacheable here": ("mamba", {"state_size": 4, "num_hidden_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("sampling", [
+    Sampling(0.7), Sampling(1.0), Sampling(1.3), Sampling(0.0), Sampling(0.8, top_p=0.7), Sampling(1.2, top_k=5), Sampling(1.0, 0.8, 9),
+], ids=str)  # fmt: skip
+def test_log_probs_equal_the_naive_ones(engine, model, sampling):
+    prompts = some_prompts(24)
+    sampling = dataclasses.replace(sampling, max_tokens=20, ignore_eos=True, seed=5)
+    answers = ask(engine, prompts, *(dataclasses.replace(sampling, seed=i) for i in range(24)))
+    assert largest_gap(model, prompts, answers, sampling) < 1e-5
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_other_architectures(tmp_path, name, caplog):
+    arch, overrides = ARCHITECTURES[name]
+    path = tiny_model(tmp_path / arch, arch, **overrides)
+    engine = start(path)
+    cached = engine._call(lambda core: core._caching)
+    try:
+        prompts = some_prompts(8)
+        answers = ask(engine, prompts, *(dataclasses.replace(LONG, seed=i) for i in range(8)))
+        assert largest_gap(float64_model(path), prompts, answers, LONG) < 1e-4
+        load(engine, moved(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), 0.01), version=1)
+    finally:
+        engine.close()
+    assert cached == ("not cacheable" not in name) == ("cannot cache" not in caplog.text)
+
+
+def test_checkpoint_names_of_fused_weights_load(tmp_path):
+    """Trainers export experts one by one, as checkpoints have them; transformers holds them fused."""
+    from safetensors.torch import load_file
+
+    arch, overrides = ARCHITECTURES["fused experts"]
+    checkpoint = load_file(Path(tiny_model(tmp_path / "moe", arch, **overrides)) / "model.safetensors")
+    assert any(".experts.3." in name for name in checkpoint)
+    engine = start(str(tmp_path / "moe"), pretrained=False)
+    try:
+        engine.load_weights(checkpoint.items(), 1, fingerprint(checkpoint.items()))
+        answers = ask(engine, [[5, 6, 7]], LONG)
+        assert largest_gap(float64_model(str(tmp_path / "moe")), [[5, 6, 7]], answers, LONG) < 1e-4
+        checkpoint["nobody.weight"] = torch.zeros(16, 32)
+        with pytest.raises(WeightSyncError, match="nobody"):
+            engine.load_weights(checkpoint.items(), 2, 0)
+    finally:
+        engine.close()
+
+
+def test_greedy_equals_transformers_generate(engine, path):
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompts = some_prompts(12, seed=3)
+    answers = ask(engine, prompts, Sampling(0.0, max_tokens=20))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, pad_token_id=0)
+        assert answer.ids == expected[0, len(prompt) :].tolist()
+
+
+def test_sampled_frequencies_are_the_models(engine, model):
+    """Seeds 0, 1, 2, ... give independent draws from the model's distribution."""
+    prompt = [40, 50, 60]
+    answers = ask(engine, [prompt] * 4000, *(Sampling(1.0, max_tokens=1, seed=i) for i in range(4000)))
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    counts = torch.bincount(torch.tensor([a.ids[0] for a in answers]), minlength=128)
+    deviation = (counts - 4000 * expected) / (4000 * expected * (1 - expected)).sqrt()
+    assert deviation.abs().max() < 5 and abs(deviation.square().mean() - 1) < 0.5
+
+
+def test_positions_draw_unrelated_numbers(path, model):
+    """Without output weights all tokens are equally likely at every position."""
+    blank = moved(model, 0.0)
+    torch.nn.init.zeros_(blank.lm_head.weight)
+    engine = start(path, pretrained=False)
+    try:
+        load(engine, blank, 1)
+        answers = ask(engine, [[5]] * 40, *(Sampling(max_tokens=100, seed=i, ignore_eos=True) for i in range(40)))
+    finally:
+        engine.close()
+    ids = torch.tensor([answer.ids for answer in answers])
+    assert min(len(set(row)) for row in ids.tolist()) > 50
+    assert ((torch.bincount(ids.flatten(), minlength=128) - 4000 / 128) / (4000 / 128) ** 0.5).abs().max() < 5
+    assert (ids[:, 1:] == ids[:, :-1]).float().mean() < 0.03
+
+
+def test_tokens_do_not_depend_on_company_or_order(engine, path):
+    """The same request alone, in a crowd, reversed, behind two slots, and beside requests that end early."""
+    prompts = some_prompts(30, seed=4)
+    samplings = [Sampling(1.0, max_tokens=5 + 7 * (i % 4), seed=i, ignore_eos=i % 2 == 0) for i in range(30)]
+    together = ask(engine, prompts, *samplings)
+    assert [a.ids for a in together[::-1]] == [a.ids for a in ask(engine, prompts[::-1], *samplings[::-1])]
+    assert [a.ids for a in together[:6]] == [ask(engine, [p], s)[0].ids for p, s in zip(prompts[:6], samplings[:6], strict=True)]
+    narrow = start(path, max_num_seqs=2)
+    try:
+        assert [a.ids for a in ask(narrow, prompts, *samplings)] == [a.ids for a in together]
+    finally:
+        narrow.close()
+
+
+def test_equal_prompts_with_different_seeds_differ_and_equal_seeds_agree(engine):
+    answers = ask(engine, [[9, 8, 7]] * 4, *(dataclasses.replace(LONG, seed=s) for s in (1, 2, 1, None)))
+    ids = [a.ids for a in answers]
+    assert ids[0] == ids[2] and ids[0] != ids[1] and ids[3] not in ids[:3]
+
+
+def test_finish_reasons_and_lengths(engine, path):
+    greedy = Sampling(0.0, max_tokens=30, ignore_eos=True)
+    (free,) = ask(engine, [[20, 21]], greedy)
+    assert len(free.ids) == 30 and free.finish_reason == "length" and free.weight_version == engine.version
+    (short,) = ask(engine, [[20, 21]], dataclasses.replace(greedy, max_tokens=1))
+    assert short.ids == free.ids[:1] and short.finish_reason == "length"
+    small = start(path, max_model_len=12)
+    try:
+        (bounded,) = ask(small, [[20, 21]], greedy)
+        assert bounded.ids == free.ids[:10] and bounded.finish_reason == "length"
+    finally:
+        small.close()
+
+
+def test_stops_at_any_of_several_eos_ids_and_keeps_the_token(tmp_path):
+    """An id of generation_config.json that the tokenizer does not call EOS ends a sequence too, and so does the tokenizer's."""
+    path = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1)
+    ids = naive_greedy(float64_model(path), [30, 31], 12)
+    third = next(i for i in range(2, 12) if ids[i] not in ids[:i])
+    generation = Path(path) / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": [1, 3]}))
+    engine = start(path)
+    assert ask(engine, [[30, 31]], Sampling(0.0, max_tokens=12))[0].ids == ids
+    engine.close()
+    generation.write_text(json.dumps({"eos_token_id": [3, ids[third]]}))
+    engine = start(path)
+    try:
+        (answer,) = ask(engine, [[30, 31]], Sampling(0.0, max_tokens=12))
+        assert answer.ids == ids[: third + 1] and answer.finish_reason == "stop"
+        (answer,) = ask(engine, [[30, 31]], Sampling(0.0, max_tokens=12, ignore_eos=True))
+        assert answer.ids == ids and answer.finish_reason == "length"
+        assert engine._call(lambda core: core._eos.tolist()) == sorted({1, 3, ids[third]})
+    finally:
+        engine.close()
+
+
+def test_stop_strings_end_a_turn_with_their_tokens(engine):
+    prompt = [33, 44, 55]
+    (free,) = ask(engine, [prompt], Sampling(0.0, max_tokens=24, ignore_eos=True))
+    text = engine.tokenizer.decode(free.ids)
+    stop = text[6:9]
+    end = text.index(stop) + 3
+    (answer,) = ask(engine, [prompt], Sampling(0.0, max_tokens=24, ignore_eos=True, stop=("never seen", stop)))
+    assert answer.finish_reason == "stop" and engine.tokenizer.decode(answer.ids) == text[:end]
+    (other,) = ask(engine, [prompt], Sampling(0.0, max_tokens=24, ignore_eos=True, stop=("never seen",)))
+    assert other.ids == free.ids
+
+
+def test_a_stop_string_in_the_prompt_does_not_count(engine):
+    prompt = engine.tokenizer.encode("Zq")
+    answers = ask(engine, [prompt] * 128, *(Sampling(max_tokens=14, seed=i, ignore_eos=True, stop=("Zq",)) for i in range(128)))
+    texts = [engine.tokenizer.decode(answer.ids) for answer in answers]
+    assert any("q" in text for text in texts)
+    assert [answer.finish_reason == "stop" for answer in answers] == ["Zq" in text for text in texts]
+
+
+@pytest.mark.parametrize("prompt, message", [([], "empty"), ([5] * 128, "128 tokens"), ([5, 128], "token 128"), ([-1], "token -1")])
+def test_a_prompt_that_cannot_run_is_that_requests_error(engine, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        ask(engine, [prompt], LONG)
+    assert len(ask(engine, [[5]], LONG)[0].ids) == 24
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": 0}, {"max_tokens": 0}, {"stop": ("",)}])
+def test_impossible_sampling_is_refused_when_made(wrong):
+    with pytest.raises(ValueError, match="sampling needs"):
+        Sampling(**wrong)
+
+
+# Weights
+
+
+@pytest.fixture(scope="module")
+def untrained(path: str):
+    """An engine that starts without weights."""
+    engine = start(path, pretrained=False)
+    yield engine
+    engine.close()
+
+
+def test_refuses_before_the_first_sync_then_generates_with_the_trainers_weights(path, model):
+    engine = start(path, pretrained=False)
+    try:
+        assert engine.version == -1
+        with pytest.raises(EngineError, match="no weights yet"):
+            ask(engine, [[5]], LONG)
+        load(engine, model, version=3)
+        answers = ask(engine, [[5, 6]], LONG)
+        assert engine.version == 3 and answers[0].weight_version == 3
+        assert largest_gap(model, [[5, 6]], answers, LONG) < 1e-5
+        assert engine.fingerprint() == fingerprint(weights_of(model))
+    finally:
+        engine.close()
+
+
+def test_generation_after_a_sync_equals_a_cold_engine(engine, path, model, tmp_path):
+    """No key or value of the old weights survives."""
+    other = moved(model, 0.3)
+    prompts = some_prompts(10, seed=6)
+    samplings = [dataclasses.replace(LONG, seed=i) for i in range(10)]
+    before = ask(engine, prompts, *samplings)
+    other.float().save_pretrained(tmp_path / "other")
+    engine.tokenizer.save_pretrained(tmp_path / "other")
+    cold = start(str(tmp_path / "other"))
+    load(engine, other, engine.version + 1)
+    try:
+        after, expected = ask(engine, prompts, *samplings), ask(cold, prompts, *samplings)
+        assert [a.ids for a in after] == [a.ids for a in expected] != [a.ids for a in before]
+        assert [a.log_probs for a in after] == [a.log_probs for a in expected]
+    finally:
+        cold.close()
+        load(engine, model, engine.version + 1)
+
+
+class DeafCore(HFCore):
+    """Bug: takes weights and does nothing with them."""
+
+    def load(self, named):
+        list(named)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0])
+def test_a_sync_without_effect_is_caught(path, model, size):
+    options = dict(dtype=torch.float32, device=torch.device("cpu"), max_num_seqs=4, max_model_len=64, seed=0, pretrained=True)
+    engine = BatchedEngine(lambda: DeafCore(ModelConfig(path=path), **options), has_weights=True)
+    try:
+        load(engine, model, 1)  # the same weights: nothing to notice
+        with pytest.raises(WeightSyncError, match="from before the sync"):
+            load(engine, moved(model, size), 2)
+        assert engine.version == 1
+        with pytest.raises(EngineError, match="not the trainer's"):
+            ask(engine, [[5]], LONG)
+    finally:
+        engine.close()
+
+
+def truncated(pairs):
+    yield from pairs[:5]
+    raise OSError("connection lost")
+
+
+BROKEN_SYNCS = {
+    "breaks half-way": (truncated, "connection lost"),
+    "misses a weight": (lambda pairs: pairs[:-1], "did not come"),
+    "has an unknown weight": (lambda pairs: [("nobody.weight", pairs[0][1]), *pairs], "nobody.weight"),
+    "has a wrong shape": (lambda pairs: [(pairs[0][0], pairs[0][1][:-1]), *pairs[1:]], "shape"),
+    "has a wrong value": (lambda pairs: [(pairs[0][0], pairs[0][1] + 1e-3), *pairs[1:]], "fingerprint"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN_SYNCS)
+def test_a_failed_sync_leaves_the_version_and_refuses_until_a_good_one(engine, model, fault):
+    damage, message = BROKEN_SYNCS[fault]
+    version, other = engine.version, moved(model, 0.1)
+    with pytest.raises(WeightSyncError, match=message):
+        engine.load_weights(damage(weights_of(other)), version + 1, fingerprint(weights_of(other)))
+    assert engine.version == version
+    with pytest.raises(EngineError, match=f"weight version {version}.*refuses.*sync again"):
+        ask(engine, [[5]], LONG)
+    load(engine, model, version + 1)
+    answers = ask(engine, [[5, 6]], LONG)
+    assert largest_gap(model, [[5, 6]], answers, LONG) < 1e-5
+
+
+def test_bfloat16_engine_holds_the_float32_trainers_weights_rounded(path, model):
+    engine = start(path, pretrained=False, dtype="bfloat16")
+    try:
+        engine.load_weights(weights_of(model), 1, fingerprint(weights_of(model), torch.bfloat16))
+        answers = ask(engine, [[5, 6]], LONG)
+        assert largest_gap(model, [[5, 6]], answers, LONG) < 0.2
+    finally:
+        engine.close()
+
+
+def test_sleep_gives_the_cache_back_and_generation_goes_on(engine):
+    (before,) = ask(engine, [[5, 6]], dataclasses.replace(LONG, seed=1))
+    engine.sleep()
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    assert ask(engine, [[5, 6]], dataclasses.replace(LONG, seed=1))[0] == before
+    with pytest.raises(ValueError, match="wake"):
+        engine.wake("lunch")
+
+
+def test_unknown_engine_and_dtype_are_named(path):
+    with pytest.raises(ValueError, match="rollout.name='sglang'"):
+        build_engine("sglang", ModelConfig(path=path), RolloutConfig(), 64, torch.device("cpu"), 0)
+    with pytest.raises(ValueError, match="rollout.dtype='int3'"):
+        start(path, dtype="int3")
+    with pytest.raises(ValueError, match="rollout.engine_kwargs.hf.fast"):
+        start(path, engine_kwargs={"hf": {"fast": True}})

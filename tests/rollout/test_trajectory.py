@@ -1,0 +1,254 @@
+"""Proofs for the trajectory loop, with a real engine and a small real environment."""
+
+import asyncio
+import dataclasses
+import random
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from tests.models import tiny_model
+from tests.rollout.oracle import float64_model, naive_log_probs
+from verlite.config.schema import ModelConfig, RolloutConfig
+from verlite.rollout.build import build_engine
+from verlite.rollout.trajectory import Request, encode_observation, run_all, run_trajectory
+from verlite.rollout.types import Completion, EngineError, Sampling, Status, Step, Trajectory, with_seed
+
+PIECES = ["h", "e", "l", "o", "!", " "]
+MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("l", "o"), ("e", "l")]
+
+
+def ambiguous_tokenizer() -> PreTrainedTokenizerFast:
+    """Many id lists give the same text: "he"+"llo", "hell"+"o", "h"+"e"+"l"+"l"+"o", ... Only one of them is what encoding gives."""
+    vocab = {"<pad>": 0, "<eos>": 1}
+    for piece in [*PIECES, *("".join(merge) for merge in MERGES), "llo"]:
+        vocab.setdefault("\u0120" if piece == " " else piece, len(vocab))
+    tokenizer = Tokenizer(BPE(vocab, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+class Recorder:
+    """An engine that remembers what went in and out."""
+
+    def __init__(self, engine):
+        self.engine, self.tokenizer, self.calls = engine, engine.tokenizer, []
+
+    async def generate(self, prompt_ids, sampling):
+        completion = await self.engine.generate(prompt_ids, sampling)
+        self.calls.append((list(prompt_ids), sampling, completion))
+        return completion
+
+
+class Counter:
+    """Tells the model how many letters it wrote; ends when it writes more than `enough`."""
+
+    def __init__(self, stop=("o",), enough=10**6, fault=None):
+        self.stop, self.enough, self.fault, self.seen = stop, enough, fault, []
+
+    async def step(self, text: str, last: bool) -> Step:
+        await asyncio.sleep(0)
+        self.seen.append((text, last))
+        if self.fault:
+            raise self.fault
+        return Step(" " + "he" * len(text), "!", "!", done=len(text) > self.enough, valid="h" in text, info={"letters": len(text)})
+
+
+@pytest.fixture(scope="module")
+def ambiguous(tmp_path_factory):
+    """Engine and float64 model whose vocabulary is exactly the ambiguous pieces."""
+    tokenizer = ambiguous_tokenizer()
+    path = tiny_model(tmp_path_factory.mktemp("ambiguous"), "qwen2", vocab_size=len(tokenizer), initializer_range=0.05)
+    tokenizer.save_pretrained(path)
+    engine = build_engine(
+        "hf", ModelConfig(path=path, tokenizer_path=str(save_generic(tokenizer, tmp_path_factory))), RolloutConfig(), 400,
+        torch.device("cpu"), 0, pretrained=True,
+    )  # fmt: skip
+    yield engine, float64_model(path)
+    engine.close()
+
+
+def save_generic(tokenizer, tmp_path_factory):
+    """Beside no model config, AutoTokenizer takes tokenizer.json as it is."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(engine, request) -> Trajectory:
+    return asyncio.run(run_trajectory(engine, request))
+
+
+def test_sampled_ids_are_the_trained_ids_over_many_turns(ambiguous):
+    """Nothing is decoded and encoded again, although almost every turn would come back as other ids."""
+    engine, _ = ambiguous
+    changed = 0
+    for seed in range(12):
+        recorder, rng = Recorder(engine), random.Random(seed)
+        prompt = [rng.randrange(2, engine._call(lambda core: core.vocab_size)) for _ in range(rng.randrange(1, 20))]
+        env = Counter(stop=("o", "! "))
+        trajectory = run(recorder, Request(prompt, Sampling(1.2, max_tokens=40, seed=seed), env, max_turns=3, max_response_tokens=300))
+        context = list(prompt)
+        rest = list(zip(trajectory.response_ids, trajectory.response_mask, trajectory.log_probs, strict=True))
+        for sent, _, completion in recorder.calls:
+            observation = len(sent) - len(context)
+            assert sent[: len(context)] == context
+            assert [(i, 0, 0.0) for i in sent[len(context) :]] == rest[:observation]
+            rest = rest[observation:]
+            assert list(zip(completion.ids, [1] * len(completion.ids), completion.log_probs, strict=True)) == rest[: len(completion.ids)]
+            rest = rest[len(completion.ids) :]
+            context = sent + completion.ids
+            text = engine.tokenizer.decode(completion.ids, skip_special_tokens=True)
+            changed += engine.tokenizer.encode(text, add_special_tokens=False) != [i for i in completion.ids if i != 1]
+        assert not rest and len(recorder.calls) == trajectory.turns == len(trajectory.weight_versions)
+    assert changed > 12, "the test has no power unless encoding the text again gives other ids"
+
+
+def test_log_probs_of_every_turn_are_those_of_the_whole_context(ambiguous):
+    engine, model = ambiguous
+    sampling = Sampling(1.2, max_tokens=30, seed=3)
+    trajectory = run(engine, Request([2, 3, 4], sampling, Counter(), max_turns=4, max_response_tokens=300))
+    assert trajectory.turns >= 3
+    expected = naive_log_probs(model, trajectory.prompt_ids, trajectory.response_ids, sampling)
+    for mask, got, want in zip(trajectory.response_mask, trajectory.log_probs, expected, strict=True):
+        assert abs(got - want * mask) < 1e-5
+
+
+def test_turns_draw_different_random_numbers(ambiguous):
+    engine, _ = ambiguous
+    recorder = Recorder(engine)
+    run(recorder, Request([2], Sampling(1.2, max_tokens=30, seed=3), Counter(), max_turns=4, max_response_tokens=300))
+    seeds = [sampling.seed for _, sampling, _ in recorder.calls]
+    assert len(set(seeds)) == len(seeds) >= 3 and seeds[0] == 3
+    assert with_seed(Sampling(seed=None), 2).seed is None
+
+
+def test_the_environment_sees_text_up_to_its_stop_string(ambiguous):
+    """A token can hold more than the stop string; it is kept and trained, but the environment does not see its rest."""
+    engine, _ = ambiguous
+    env = Counter(stop=("l",))
+    trajectory = run(engine, Request([3], Sampling(1.5, max_tokens=60, seed=1), env, max_turns=5, max_response_tokens=300))
+    text = engine.tokenizer.decode([i for i, m in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if m])
+    assert all("l" not in seen[:-1] for seen, _ in env.seen)
+    assert text.count("l") > sum("l" in seen for seen, _ in env.seen) > 1, "some token overshot"
+
+
+def test_last_turn_and_statuses(ambiguous):
+    engine, _ = ambiguous
+    long = Sampling(1.2, max_tokens=60, seed=5)
+    env = Counter()
+    trajectory = run(engine, Request([3], long, env, max_turns=2, max_response_tokens=300))
+    assert trajectory.status == Status.MAX_TURNS and [last for _, last in env.seen] == [False, False, True]
+    assert trajectory.response_mask[-1] == 1, "no observation after the last turn"
+    assert [info["letters"] for info in trajectory.infos] == [len(text) for text, _ in env.seen]
+    assert trajectory.invalid_turns == sum("h" not in text for text, _ in env.seen)
+
+    trajectory = run(engine, Request([3], long, Counter(enough=0), max_turns=2, max_response_tokens=300))
+    assert trajectory.status == Status.DONE and trajectory.turns == 1 and set(trajectory.response_mask) == {1}
+    trajectory = run(engine, Request([3], long, Counter(enough=0), max_turns=0))
+    assert trajectory.status == Status.DONE, "the last turn may be the answer"
+
+    trajectory = run(engine, Request([3], dataclasses.replace(long, max_tokens=2), Counter(stop=("never",)), max_turns=2))
+    assert trajectory.status == Status.LENGTH and len(trajectory.response_ids) == 2
+
+
+def test_single_turn_has_no_environment(ambiguous):
+    engine, _ = ambiguous
+    recorder = Recorder(engine)
+    trajectory = run(recorder, Request([3], Sampling(max_tokens=200, seed=1)))
+    assert trajectory.status == Status.DONE and trajectory.response_ids[-1] == 1 and trajectory.turns == 1
+    assert set(trajectory.response_mask) == {1} and trajectory.weight_versions == [0] and trajectory.gen_seconds > 0
+    trajectory = run(recorder, Request([3], Sampling(max_tokens=2, seed=1, ignore_eos=True)))
+    assert trajectory.status == Status.LENGTH
+    assert all(call[1].stop == () for call in recorder.calls)
+
+
+@pytest.mark.parametrize("budget", range(8, 60, 3))
+def test_no_budget_is_exceeded_and_no_observation_dangles(ambiguous, budget):
+    engine, _ = ambiguous
+    env = Counter()
+    request = Request([3], Sampling(1.2, max_tokens=9, seed=7), env, max_turns=9, max_response_tokens=budget)
+    recorder = Recorder(engine)
+    trajectory = run(recorder, request)
+    assert len(trajectory.response_ids) <= budget
+    assert trajectory.response_mask[-1] == 1
+    assert all(1 <= sampling.max_tokens <= 9 for _, sampling, _ in recorder.calls)
+    if trajectory.status == Status.LENGTH and recorder.calls[-1][2].finish_reason == "stop":
+        observation = engine.tokenizer.encode("! " + "he" * len(env.seen[-1][0]) + "!")
+        assert len(trajectory.response_ids) + len(observation) >= budget
+
+
+def test_a_long_observation_is_cut_inside_its_tags(ambiguous):
+    engine, _ = ambiguous
+    tokenizer = engine.tokenizer
+    step = Step("he" * 40, "! ", " !")
+    ids, cut = encode_observation(step, tokenizer, 12)
+    assert cut and len(ids) == 12 and tokenizer.decode(ids) == "! " + "he" * 8 + " !"
+    ids, cut = encode_observation(step, tokenizer, 44)
+    assert not cut and tokenizer.decode(ids) == "! " + "he" * 40 + " !"
+    request = Request([3], Sampling(1.2, max_tokens=30, seed=5), Counter(), max_turns=2, max_response_tokens=300)
+    trajectory = run(engine, dataclasses.replace(request, max_observation_tokens=4))
+    assert trajectory.truncated_observations == 2 and trajectory.response_mask.count(0) == 8
+
+
+def test_a_chat_format_can_replace_how_observations_become_tokens(ambiguous):
+    engine, _ = ambiguous
+    request = Request(
+        [3], Sampling(1.2, max_tokens=30, seed=5), Counter(), 1, 300, encode_observation=lambda step, tokenizer, limit: ([7, 7, 7], False)
+    )
+    trajectory = run(engine, request)
+    assert [i for i, m in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if not m] == [7, 7, 7]
+
+
+def test_a_tool_failure_is_an_error_value_without_a_vote(ambiguous):
+    engine, _ = ambiguous
+    sampling = Sampling(1.2, max_tokens=30, seed=5)
+    requests = [
+        Request([3], sampling, Counter(), 2, 300),
+        Request([3], sampling, Counter(fault=ConnectionError("retriever down")), 2, 300),
+        Request([], sampling),
+        Request([3], sampling),
+    ]
+    whole, broken, empty, single = asyncio.run(run_all(engine, requests))
+    assert broken.status == Status.ERROR and broken.error == "ConnectionError: retriever down"
+    assert broken.response_ids and not any(broken.response_mask)
+    assert len(broken.response_ids) == len(broken.response_mask) == len(broken.log_probs)
+    assert empty.status == Status.ERROR and empty.error.startswith("ValueError: the prompt is empty")
+    assert whole.error is None and single.error is None and Status.ERROR not in (whole.status, single.status)
+
+
+def test_hundreds_at_once_come_back_in_order(ambiguous):
+    engine, _ = ambiguous
+    requests = [Request([2 + i % 9], Sampling(1.2, max_tokens=12, seed=i), Counter(), 2, 60) for i in range(300)]
+    trajectories = asyncio.run(run_all(engine, requests))
+    assert [t.prompt_ids for t in trajectories] == [r.prompt_ids for r in requests]
+    assert trajectories[17].response_ids == run(engine, dataclasses.replace(requests[17], env=Counter())).response_ids
+    assert all(t.status != Status.ERROR for t in trajectories)
+
+
+class Broken:
+    """Bugs of an engine: answers that do not fit together, an aborted request, death in the middle."""
+
+    def __init__(self, tokenizer, *answers):
+        self.tokenizer, self.answers = tokenizer, list(answers)
+
+    async def generate(self, prompt_ids, sampling):
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_engine_faults(ambiguous):
+    tokenizer = ambiguous[0].tokenizer
+    aborted = run(Broken(tokenizer, Completion([3, 4], [-1.0, -1.0], "abort", 1)), Request([2], Sampling()))
+    assert aborted.status == Status.ERROR and aborted.response_mask == [0, 0]
+    with pytest.raises(EngineError, match="2 tokens but 1 log-probs"):
+        run(Broken(tokenizer, Completion([3, 4], [-1.0], "stop", 1)), Request([2], Sampling()))
+    fine = Completion([3], [-1.0], "stop", 1)
+    with pytest.raises(EngineError, match="died"):
+        asyncio.run(run_all(Broken(tokenizer, fine, EngineError("died"), fine), [Request([2], Sampling())] * 3))

@@ -1,0 +1,222 @@
+"""Proofs for the vLLM engine. One engine for the module: importing and starting vLLM takes 20 seconds."""
+
+import asyncio
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.models import tiny_model
+from tests.rollout.oracle import ask, float64_model, largest_gap, load, moved, naive_greedy, weights_of
+from verlite.config.schema import ModelConfig, RolloutConfig
+from verlite.protocol.weights import fingerprint
+from verlite.rollout.build import build_engine
+from verlite.rollout.trajectory import Request, run_all
+from verlite.rollout.types import EngineError, Sampling, WeightSyncError
+from verlite.rollout.vllm import WorkerExtension, combine_shards
+
+pytest.importorskip("vllm", reason="vLLM is an extra")
+
+LONG = Sampling(max_tokens=20, ignore_eos=True)
+PROMPT = [33, 44, 55]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    """Tied embeddings, shared key-value heads, biases, and a vocabulary that vLLM pads (130 to 192)."""
+    sizes = dict(hidden_size=128, vocab_size=130, initializer_range=0.05, tie_word_embeddings=True)
+    path = tiny_model(tmp_path_factory.mktemp("vllm") / "qwen2", "qwen2", **sizes)
+    greedy = naive_greedy(float64_model(path), PROMPT, 20)
+    extra = next(i for i in greedy[3:] if i not in greedy[:3])
+    (Path(path) / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, extra], "temperature": 0.3, "top_k": 2}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(path: str) -> PreTrainedModel:
+    return float64_model(path)
+
+
+@pytest.fixture(scope="module")
+def engine(path: str):
+    rollout = RolloutConfig(enforce_eager=True, kv_cache_gb=0.25, max_num_seqs=32, engine_kwargs={"vllm": {"block_size": 32}})
+    engine = build_engine("vllm", ModelConfig(path=path), rollout, 160, torch.device("cpu"), seed=1)
+    assert engine.version == -1
+    with pytest.raises(EngineError, match="no weights yet"):
+        ask(engine, [[5]], LONG)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def synced(engine, model):
+    """The engine with the model's weights, whatever the last test left in it."""
+    load(engine, model, engine.version + 1)
+    return engine
+
+
+def some_prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(4, 128) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("sampling", [
+    Sampling(0.7), Sampling(1.0), Sampling(1.3), Sampling(0.0), Sampling(0.8, top_p=0.7), Sampling(1.2, top_k=5),
+], ids=str)  # fmt: skip
+def test_log_probs_equal_the_naive_ones(synced, model, sampling):
+    prompts = some_prompts(12)
+    sampling = dataclasses.replace(sampling, max_tokens=20, ignore_eos=True)
+    answers = ask(synced, prompts, *(dataclasses.replace(sampling, seed=i) for i in range(12)))
+    assert largest_gap(model, prompts, answers, sampling) < 1e-5
+
+
+def test_greedy_equals_the_naive_choice_beside_sampled_requests(synced, model):
+    prompts = some_prompts(8, seed=1)
+    samplings = [dataclasses.replace(LONG, temperature=i % 2 * 1.0, seed=i) for i in range(8)]
+    for i, answer in enumerate(ask(synced, prompts, *samplings)):
+        if i % 2 == 0:
+            assert answer.ids == naive_greedy(model, prompts[i], 20)
+
+
+def test_equal_seeds_give_equal_tokens(synced):
+    prompts = some_prompts(16, seed=2)
+    samplings = [dataclasses.replace(LONG, seed=i) for i in range(16)]
+    first = ask(synced, prompts, *samplings)
+    again = ask(synced, prompts[::-1], *samplings[::-1])[::-1]
+    assert [a.ids for a in first] == [a.ids for a in again]
+    other = ask(synced, prompts, *(dataclasses.replace(LONG, seed=100 + i) for i in range(16)))
+    assert [a.ids for a in first] != [a.ids for a in other]
+
+
+def test_ends(synced, model):
+    """Every EOS id ends, is kept and is trained; other reasons; nothing of generation_config.json but its EOS ids is used."""
+    expected = naive_greedy(model, PROMPT, 20)
+    eos = model.generation_config.eos_token_id[1]
+    (answer,) = ask(synced, [PROMPT], Sampling(0.0, max_tokens=20))
+    assert answer.ids == expected[: expected.index(eos) + 1] and answer.finish_reason == "stop"
+    (answer,) = ask(synced, [PROMPT], Sampling(0.0, max_tokens=20, ignore_eos=True))
+    assert answer.ids == expected and answer.finish_reason == "length"
+    (answer,) = ask(synced, [[7] * 155], Sampling(max_tokens=20, ignore_eos=True))
+    assert len(answer.ids) == 5 and answer.finish_reason == "length"
+    with pytest.raises(ValueError, match="160 tokens"):
+        ask(synced, [[7] * 160], LONG)
+    with pytest.raises(ValueError, match="token 130"):
+        ask(synced, [[7, 130]], LONG)
+
+
+def test_ids_beyond_the_tokenizer_are_ordinary_tokens(synced, model):
+    """The model has two ids more than its tokenizer. They have probability in training, so they must be sampled with it."""
+    assert len(synced.tokenizer) == 128
+    prompts = [[128, 5, 129]] * 200
+    answers = ask(synced, prompts, *(Sampling(1.5, max_tokens=4, seed=i, ignore_eos=True, stop=("never",)) for i in range(200)))
+    assert {128, 129} & {i for answer in answers for i in answer.ids}
+    assert largest_gap(model, prompts[:40], answers[:40], Sampling(1.5)) < 1e-5
+
+
+def test_stop_strings_end_a_turn_with_their_tokens(synced, model):
+    text = synced.tokenizer.decode(naive_greedy(model, PROMPT, 20))
+    stop = text[6:9]
+    (answer,) = ask(synced, [PROMPT], Sampling(0.0, max_tokens=20, ignore_eos=True, stop=("never", stop)))
+    assert answer.finish_reason == "stop" and synced.tokenizer.decode(answer.ids) == text[: text.index(stop) + 3]
+    assert len(answer.log_probs) == len(answer.ids)
+
+
+def test_a_crowd_through_the_trajectory_loop(synced):
+    requests = [Request(p, dataclasses.replace(LONG, seed=i, max_tokens=1 + i % 20)) for i, p in enumerate(some_prompts(100, seed=5))]
+    trajectories = asyncio.run(run_all(synced, requests))
+    assert [len(t.response_ids) for t in trajectories] == [1 + i % 20 for i in range(100)]
+    assert {v for t in trajectories for v in t.weight_versions} == {synced.version}
+
+
+# Weights
+
+
+def test_fingerprint_is_the_trainers(synced, model):
+    assert synced.fingerprint() == fingerprint(weights_of(model))
+
+
+def test_generation_after_a_sync_uses_the_new_weights_and_no_old_cache(synced, model):
+    """Long equal prompts, so that cached prefixes would be used; a tied output layer, which vLLM alone would leave behind."""
+    prompts = [list(range(4, 110))] * 4
+    samplings = [dataclasses.replace(LONG, seed=i) for i in range(4)]
+    before = ask(synced, prompts, *samplings)
+    other = moved(model, 0.3)
+    load(synced, other, synced.version + 1)
+    after = ask(synced, prompts, *samplings)
+    assert largest_gap(other, prompts, after, LONG) < 1e-5
+    assert [a.ids for a in before] != [a.ids for a in after]
+    load(synced, model, synced.version + 1)
+    assert [a.ids for a in ask(synced, prompts, *samplings)] == [a.ids for a in before]
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0])
+def test_a_sync_without_effect_is_caught(synced, model, size, monkeypatch):
+    monkeypatch.setattr(WorkerExtension, "verlite_load", lambda self, named: list(named) and None)
+    version = synced.version
+    with pytest.raises(WeightSyncError, match="from before the sync"):
+        load(synced, moved(model, size), version + 1)
+    assert synced.version == version
+    with pytest.raises(EngineError, match="not the trainer's"):
+        ask(synced, [[5]], LONG)
+
+
+def test_one_stale_layer_is_caught(synced, model):
+    """Everything arrives but one packed matrix, which moved by a millionth."""
+    other = moved(model, 1e-6)
+    name = "model.layers.1.mlp.down_proj.weight"
+    old = dict(weights_of(model))[name]
+    arrived = [(n, old if n == name else tensor) for n, tensor in weights_of(other)]
+    with pytest.raises(WeightSyncError, match="fingerprint"):
+        synced.load_weights(arrived, synced.version + 1, fingerprint(weights_of(other)))
+
+
+def test_a_stale_output_layer_is_caught(synced, model, monkeypatch):
+    monkeypatch.setattr("verlite.rollout.vllm._repack_tied_heads", lambda model: None)
+    with pytest.raises(WeightSyncError, match="computes lm_head with weights that are not those it holds"):
+        load(synced, moved(model, 1e-6), synced.version + 1)
+
+
+def broken_off(pairs):
+    yield from pairs[:5]
+    raise OSError("connection lost")
+
+
+BROKEN_SYNCS = {
+    "breaks half-way": (broken_off, "connection lost"),
+    "misses a weight": (lambda pairs: pairs[:-1], "fingerprint"),
+    "has an unknown weight": (lambda pairs: [*pairs, ("nobody.weight", pairs[0][1])], "nobody"),
+    "has a wrong shape": (lambda pairs: [(n, t[:-1] if "q_proj.weight" in n else t) for n, t in pairs], "exceeds|shape|size"),
+    "has a wrong value": (lambda pairs: [(n, t + 1e-3 if "norm" in n else t) for n, t in pairs], "fingerprint"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN_SYNCS)
+def test_a_failed_sync_leaves_the_version_and_refuses_until_a_good_one(synced, model, fault):
+    damage, message = BROKEN_SYNCS[fault]
+    version, other = synced.version, moved(model, 0.1)
+    with pytest.raises(WeightSyncError, match=message):
+        synced.load_weights(damage(weights_of(other)), version + 1, fingerprint(weights_of(other)))
+    assert synced.version == version
+    with pytest.raises(EngineError, match=f"weight version {version}.*refuses.*sync again"):
+        ask(synced, [[5]], LONG)
+    load(synced, other, version + 1)
+    answers = ask(synced, [[5, 6]], LONG)
+    assert largest_gap(other, [[5, 6]], answers, LONG) < 1e-5
+
+
+def test_shards_add_up_and_copies_count_once():
+    q, kv, norm = 11, 22, 33
+    one = combine_shards([{"qkv": q + kv, "norm": norm}])
+    two = combine_shards([{"qkv[q]": 5, "qkv[kv 0]": kv, "norm": norm}, {"qkv[q]": 6, "qkv[kv 0]": kv, "norm": norm}])
+    four = combine_shards([{"qkv[q]": q, "qkv[kv 0]": 10, "norm": norm}, {"qkv[q]": 0, "qkv[kv 1]": 12, "norm": norm}])
+    assert one == two == four == q + kv + norm
+
+
+def test_an_argument_that_vllm_does_not_know_is_named(path):
+    with pytest.raises(ValueError, match="rollout.engine_kwargs.vllm.swap_spice"):
+        rollout = RolloutConfig(engine_kwargs={"vllm": {"swap_spice": 8}})
+        build_engine("vllm", ModelConfig(path=path), rollout, 64, torch.device("cpu"), 0)

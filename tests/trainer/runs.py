@@ -1,0 +1,93 @@
+"""Whole runs as a user makes them: the command line in a process of its own, on a tiny model and made-up sums."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+# Differ between equal runs: clocks and memory.
+NOISY = ("timing_", "perf/time", "perf/throughput", "perf/driver", "actor/perf", "critic/perf")
+
+
+def write_sums(path: Path, rows: int, start: int = 0) -> str:
+    """A parquet file of sums of two digits in verl's row format."""
+    table = pa.Table.from_pylist(
+        [
+            {
+                "data_source": "verlite/arithmetic",
+                "prompt": [{"role": "user", "content": f"{i % 10}+{i // 10 % 10}="}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(i % 10 + i // 10 % 10)},
+                "extra_info": {"split": "train", "index": i},
+            }
+            for i in range(start, start + rows)
+        ]
+    )
+    pq.write_table(table, path)
+    return str(path)
+
+
+def write_reward(path: Path, body: str) -> str:
+    """A reward function in a file of its own."""
+    path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+    return str(path)
+
+
+class Launch:
+    """A running `python -m verlite.main_ppo`."""
+
+    def __init__(self, run_dir: Path, overrides: list[str], log: Path):
+        self.run_dir, self.log = run_dir, log
+        command = [sys.executable, "-m", "verlite.main_ppo", f"trainer.default_local_dir={run_dir}", *overrides]
+        environment = {**os.environ, "VERLITE_TEST_RUN": str(run_dir), "PYTHONUNBUFFERED": "1"}
+        with log.open("w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+
+    def wait(self, seconds: float = 240) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"still running after {seconds} s:\n{self.text()}") from None
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def metrics(self) -> list[dict]:
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until_step(self, step: int, seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while not any(line["step"] >= step for line in self.metrics()):
+            assert self.process.poll() is None, f"ended before step {step}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no step {step} within {seconds} s:\n{self.text()}"
+            time.sleep(0.05)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything alive that descends from this launch, told by an environment variable."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("VERLITE_TEST_RUN") == str(self.run_dir) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def assert_nothing_left(self, seconds: float = 15) -> None:
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not [(p.pid, p.name()) for p in self.processes()]
+
+
+def quiet(line: dict) -> dict:
+    """A step's metrics without those that differ between equal runs."""
+    return {key: value for key, value in line.items() if not key.startswith(NOISY)}

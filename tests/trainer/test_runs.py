@@ -1,0 +1,142 @@
+"""Whole runs through Ray, FSDP2 and the embedded engine: they learn the same numbers however they are cut, stop and resume cleanly,
+and fail with their first cause."""
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.trainer.runs import Launch, quiet, write_reward, write_sums
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tiny_qwen2):
+    folder = tmp_path_factory.mktemp("sums")
+    # A score that any text earns some of, so that advantages are not all 0.
+    reward = write_reward(folder / "reward.py", "return sum(c.isdigit() for c in solution_str) / 4")
+    return [
+        f"data.train_files={write_sums(folder / 'train.parquet', 64)}",
+        f"data.val_files={write_sums(folder / 'val.parquet', 8, 64)}",
+        f"custom_reward_function.path={reward}",
+        f"actor_rollout_ref.model.path={tiny_qwen2}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=8",
+        "data.max_response_length=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=1",
+        "trainer.test_freq=2",
+        "trainer.rollouts_per_step=-1",
+    ]
+
+
+def launch(tmp_path, name, base, *overrides):
+    return Launch(tmp_path / name, [*base, *overrides], tmp_path / f"{name}.log")
+
+
+def test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not(tmp_path, base):
+    options = ["trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=1"]
+    whole = launch(tmp_path, "whole", base, *options)
+    assert whole.wait() == 0, whole.text()
+    assert [line["step"] for line in whole.metrics()] == [0, 1, 2, 3, 4]
+
+    killed = launch(tmp_path, "killed", base, *options)
+    killed.until_step(3)
+    killed.process.kill()
+    killed.process.wait()
+    killed.assert_nothing_left()
+    resumed = launch(tmp_path, "killed", base, *options)
+    assert resumed.wait() == 0, resumed.text()
+    assert "resumed from" in resumed.text() and "step 2 of 4" in resumed.text()
+
+    assert [quiet(line) for line in resumed.metrics()] == [quiet(line) for line in whole.metrics()]
+    for step in (3, 4):
+        samples = [(run.run_dir / "rollouts" / f"step_{step}.jsonl").read_text() for run in (whole, resumed)]
+        assert samples[0] == samples[1]
+    weights = [(run.run_dir / "huggingface" / "model.safetensors").read_bytes() for run in (whole, resumed)]
+    assert weights[0] == weights[1]
+    assert sorted(p.name for p in resumed.run_dir.glob("global_step_*")) == ["global_step_4"]
+    resumed.assert_nothing_left()
+
+    again = launch(tmp_path, "killed", base, *options)
+    assert again.wait() == 0 and "already complete" in again.text()
+
+    changed = launch(tmp_path, "killed", base, *options[1:], "trainer.total_training_steps=6", "data.seed=7")
+    assert changed.wait() == 2
+    assert "data.seed: 42 in the checkpoint, 7 now" in changed.text()
+
+
+def test_two_devices_learn_what_one_does(tmp_path, base):
+    options = [
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=3",
+    ]
+    one = launch(tmp_path, "one", base, *options)
+    assert one.wait() == 0, one.text()
+    two = launch(tmp_path, "two", base, *options, "trainer.n_gpus_per_node=2")
+    assert two.wait(400) == 0, two.text()
+    keys = ["actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "critic/score/mean"]
+    for a, b in zip(one.metrics()[1:], two.metrics()[1:], strict=True):
+        # float32 sums in another order; three steps of Adam amplify that a little
+        assert {k: a[k] for k in keys} == pytest.approx({k: b[k] for k in keys}, rel=2e-3, abs=1e-5)
+
+
+def test_sigterm_saves_at_the_step_boundary_and_says_resumable(tmp_path, base):
+    run = launch(tmp_path, "term", base, "trainer.total_training_steps=500")
+    run.until_step(2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75, run.text()
+    last = run.metrics()[-1]["step"]
+    assert (run.run_dir / "latest_checkpointed_iteration.txt").read_text() == str(last)
+    assert json.loads((run.run_dir / f"global_step_{last}" / "state.json").read_text())["step"] == last
+    run.assert_nothing_left()
+
+
+def test_a_killed_worker_ends_the_run_with_its_name(tmp_path, base):
+    run = launch(tmp_path, "crash", base, "trainer.total_training_steps=500")
+    run.until_step(1)
+    victims = [p for p in run.processes() if p.pid != run.process.pid and any("actor_0.log" in f for f in open_files(p))]
+    assert victims
+    victims[0].kill()
+    assert run.wait(60) == 1, run.text()
+    assert "actor rank 0" in run.text()
+    run.assert_nothing_left()
+
+
+def open_files(process: psutil.Process) -> list[str]:
+    try:
+        return [os.readlink(f"/proc/{process.pid}/fd/{name}") for name in os.listdir(f"/proc/{process.pid}/fd")]
+    except OSError:
+        return []
+
+
+def test_too_many_failed_rewards_stop_the_run_with_the_first_traceback(tmp_path, base):
+    reward = write_reward(tmp_path / "bad.py", "raise ZeroDivisionError('the scorer broke')")
+    options = ["reward.check_ground_truth=false", "trainer.val_before_train=false"]
+    run = launch(tmp_path, "reward", base, f"custom_reward_function.path={reward}", *options)
+    assert run.wait() == 1, run.text()
+    assert "reward.max_error_rate" in run.text() and "ZeroDivisionError" in run.text() and "the scorer broke" in run.text()
+    run.assert_nothing_left()
+
+
+def test_a_run_directory_belongs_to_one_run(tmp_path, base):
+    first = launch(tmp_path, "shared", base, "trainer.total_training_steps=500")
+    first.until_step(0)
+    second = Launch(tmp_path / "shared", base, tmp_path / "second.log")
+    assert second.wait() == 2
+    assert f"in use by process {first.process.pid}" in second.text()
+    first.process.send_signal(signal.SIGINT)
+    assert first.wait() == 130
+    first.assert_nothing_left()

@@ -1,0 +1,129 @@
+"""Supervised training: its loss is transformers' own, it learns, and two ranks learn what one does."""
+
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verlite.config.problems import ConfigError
+from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
+from verlite.config.sft import SFTDataConfig, compose
+from verlite.data.supervised import read_examples
+from verlite.engine.fsdp import TrainEngine
+from verlite.engine.micro import MicroBatching
+from verlite.main_sft import main
+from verlite.trainer.export import world_of_one
+from verlite.trainer.sft import batch_of, sft_loss, validation_loss
+
+SUMS = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(0, 24, 3) for b in range(2, 10)]
+"""64 examples; prompts of 4 and 5 tokens, responses of 2 and 3."""
+
+
+@pytest.fixture
+def sums(tmp_path):
+    pq.write_table(pa.Table.from_pylist(SUMS), tmp_path / "sums.parquet")
+    return tmp_path / "sums.parquet"
+
+
+def transformers_loss(path, examples):
+    """Mean over response tokens of transformers' label loss, prompts labelled -100, one example at a time in float64."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    total, tokens = 0.0, 0
+    for prompt, response in examples:
+        labels = torch.tensor([[-100] * len(prompt) + response])
+        with torch.no_grad():
+            loss = model(input_ids=torch.tensor([prompt + response]), labels=labels).loss
+        total, tokens = total + float(loss) * len(response), tokens + len(response)
+    return total / tokens
+
+
+@pytest.mark.parametrize("micro", [MicroBatching(max_tokens=4096), MicroBatching(max_tokens=17)])
+def test_the_loss_is_transformers_label_loss_with_prompts_left_out(tiny_qwen2, sums, micro):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+    by_hand = [(tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["response"]), tokenizer.eos_token_id]) for row in SUMS[::5]]
+    assert len({len(prompt) for prompt, _ in by_hand}) == len({len(response) for _, response in by_hand}) == 2
+    expected = transformers_loss(tiny_qwen2, by_hand)
+    examples = read_examples(str(sums), tokenizer, SFTDataConfig())[::5]
+    with world_of_one():
+        engine = TrainEngine(ModelConfig(path=tiny_qwen2), FSDPConfig(), OptimConfig(lr=1e-3), device="cpu")
+        assert validation_loss(engine, examples, micro) == pytest.approx(expected, abs=1e-5)
+        found = engine.update(batch_of(examples), micro, 1.0, sft_loss)
+        assert found["loss"] == pytest.approx(expected, abs=1e-5)
+        assert found["train/tokens"] == sum(len(response) for _, response in by_hand)
+        assert validation_loss(engine, examples, micro) < expected
+
+
+def run_options(sums, model, run_dir, *more):
+    return [
+        f"data.train_files={sums}", f"data.val_files={sums}", f"model.path={model}", f"trainer.default_local_dir={run_dir}",
+        "data.train_batch_size=16", "optim.lr=3e-3", "optim.lr_scheduler_type=constant", "trainer.device=cpu", *more,
+    ]  # fmt: skip
+
+
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_command_learns_and_leaves_a_model_that_transformers_loads(tiny_qwen2, sums, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    options = run_options(sums, tiny_qwen2, run_dir, "trainer.total_epochs=10", "trainer.test_freq=20")
+    assert main(options) == 0
+    steps = lines(run_dir)
+    assert [line["step"] for line in steps] == list(range(1, 41)) and steps[-1]["train/epoch"] == 9
+    assert [line["step"] for line in steps if "val/loss" in line] == [20, 40]
+    assert steps[-1]["val/loss"] < 0.7 * steps[0]["train/loss"]
+    assert "step 40/40" in capsys.readouterr().out
+    exported = run_dir / "huggingface"
+    examples = read_examples(str(sums), AutoTokenizer.from_pretrained(exported), SFTDataConfig())
+    assert transformers_loss(exported, examples) == pytest.approx(steps[-1]["val/loss"], abs=1e-4)
+
+
+def test_two_ranks_learn_what_one_does(tiny_qwen2, sums, tmp_path):
+    options = ["trainer.total_training_steps=4", "trainer.test_freq=2", "data.train_batch_size=15"]  # 8 rows for one rank, 7 for the other
+    assert main(run_options(sums, tiny_qwen2, tmp_path / "one", *options)) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "verlite.main_sft"]
+    done = subprocess.run(
+        [*command, *run_options(sums, tiny_qwen2, tmp_path / "two", *options)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 4/4") == 1
+    for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
+    assert (tmp_path / "two" / "huggingface" / "model.safetensors").exists()
+
+
+def test_every_wrong_key_is_told_at_once(capsys):
+    with pytest.raises(ConfigError) as caught:
+        compose(
+            overrides=[
+                "data.train_file=x", "optim.lr=fast", "trainer.device=tpu", "data.truncation=left", "model=x",
+                "model.override_config.rope_theta=1e6",
+            ]
+        )  # fmt: skip
+    told = {problem.key: problem for problem in caught.value.problems}
+    assert set(told) == {"data.train_file", "optim.lr", "model", "model.path"}
+    assert "data.train_files" in told["data.train_file"].remedy
+    assert told["optim.lr"].rule == "expected number, got 'fast'"
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides=["data.train_files=x", "model.path=y", "trainer.device=tpu", "data.truncation=left", "trainer.test_freq=2"])
+    assert {problem.key for problem in caught.value.problems} == {"trainer.device", "data.truncation", "trainer.test_freq"}
+    assert main(["data.train_files=x"]) == 2
+    assert "model.path" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_used_ends_with_code_2(tiny_qwen2, tmp_path, capsys):
+    assert main(run_options(tmp_path / "gone.parquet", tiny_qwen2, tmp_path / "run")) == 2
+    assert "gone.parquet does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_lists_every_key(capsys):
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert "data.response_key: text (default response)\n    Column of the response" in told
+    assert "model.use_remove_padding: true/false" in told

@@ -1,0 +1,117 @@
+"""The actor's and the critic's whole losses against loops over tokens in float64, whole and in parts."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from verlite.config.plan import Micro, Updates
+from verlite.config.schema import ActorConfig, Config
+from verlite.engine.fsdp import Counts
+from verlite.workers.actor import policy_objective
+from verlite.workers.critic import value_objective
+
+B, R = 6, 7
+
+
+class Numbers:
+    """What the objectives read of a plan."""
+
+    clip_low, clip_high, loss_scale = 0.2, 0.3, 8.0
+    critic = Updates(2, 2, 1, 3, Micro(2, None), False, "token-mean")
+
+
+@pytest.fixture
+def rows():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(scale=1.0):
+        return (torch.randn(B, R, generator=generator) * scale).double()
+
+    mask = torch.ones(B, R, dtype=torch.int64)
+    mask[0, 3:] = 0
+    mask[1, 2:4] = 0  # tool text in the middle
+    mask[2] = 0  # no vote
+    old = -draw().abs()
+    columns = {
+        "response_mask": mask, "advantages": draw(), "old_log_probs": old, "rollout_log_probs": old + draw(0.01),
+        "ref_log_prob": old + draw(0.1), "values": draw(), "returns": draw(),
+    }  # fmt: skip
+    outputs = {"log_probs": old + draw(0.4), "entropy": draw().abs(), "values": columns["values"] + draw()}
+    return TensorDict(columns, batch_size=[B]), outputs
+
+
+def config(**actor) -> Config:
+    made = Config()
+    made.actor_rollout_ref.actor = ActorConfig(**actor)
+    return made
+
+
+def tokens_of(rows):
+    return [(i, j) for i in range(B) for j in range(R) if rows["response_mask"][i, j]]
+
+
+def in_parts(objective, rows, outputs, counts, parts):
+    total, sums = 0.0, {}
+    for part in parts:
+        loss, metrics = objective(rows[part], {k: v[part] for k, v in outputs.items()}, counts)
+        total += loss.item()
+        for key, value in metrics.items():
+            sums[key] = sums.get(key, 0.0) + float(value)
+    return total, sums
+
+
+PARTS = [[list(range(B))], [[0, 1], [2, 3], [4, 5]], [[5], [2], [0, 3, 4], [1]]]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_policys_loss_by_loops(rows, parts):
+    rows, outputs = rows
+    tokens = tokens_of(rows)
+    counts = Counts(tokens=len(tokens), sequences=5)
+    objective = policy_objective(config(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"), Numbers())
+    pg = kl = entropy = clipped = 0.0
+    for i, j in tokens:
+        lp, old, ref, a = (float(t[i, j]) for t in (outputs["log_probs"], rows["old_log_probs"], rows["ref_log_prob"], rows["advantages"]))
+        ratio = math.exp(lp - old)
+        loss = max(-a * ratio, -a * min(max(ratio, 0.8), 1.3))
+        pg += min(loss, -a * 3.0) if a < 0 else loss
+        clipped += max(-a * ratio, -a * min(max(ratio, 0.8), 1.3)) > -a * ratio
+        kl += math.exp(ref - lp) - (ref - lp) - 1
+        entropy += float(outputs["entropy"][i, j])
+    n = len(tokens)
+    total, metrics = in_parts(objective, rows, outputs, counts, parts)
+    assert total == pytest.approx((pg - 0.01 * entropy + 0.1 * kl) / n, rel=1e-6)
+    assert metrics["actor/pg_loss"] == pytest.approx(pg / n, rel=1e-6)
+    assert metrics["actor/kl_loss"] == pytest.approx(kl / n, rel=1e-6)
+    assert metrics["actor/entropy"] == pytest.approx(entropy / n, rel=1e-6)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(clipped / n, rel=1e-6)
+    assert "training/log_prob_gap" not in metrics  # measured by the stage that computed old_log_probs
+
+
+def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
+    rows, outputs = rows
+    tokens = tokens_of(rows)
+    outputs["log_probs"].requires_grad_(True)
+    loss, metrics = policy_objective(config(), Numbers())(rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5))
+    assert float(loss.detach()) == pytest.approx(-sum(float(rows["advantages"][t]) for t in tokens) / len(tokens), rel=1e-6)
+    gap = sum(abs(float(outputs["log_probs"][t] - rows["rollout_log_probs"][t])) for t in tokens) / len(tokens)
+    assert float(metrics["training/log_prob_gap"]) == pytest.approx(gap, rel=1e-6)
+    loss.backward()
+    expected = -rows["advantages"] * rows["response_mask"] / len(tokens)
+    torch.testing.assert_close(outputs["log_probs"].grad, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_critics_loss_by_loops(rows, parts):
+    rows, outputs = rows
+    tokens = tokens_of(rows)
+    total, metrics = in_parts(value_objective(config(), Numbers()), rows, outputs, Counts(len(tokens), 5), parts)
+    expected = 0.0
+    for i, j in tokens:
+        v, old, g = float(outputs["values"][i, j]), float(rows["values"][i, j]), float(rows["returns"][i, j])
+        expected += 0.5 * max((v - g) ** 2, (min(max(v, old - 0.5), old + 0.5) - g) ** 2)
+    assert total == pytest.approx(expected / len(tokens), rel=1e-6)
+    assert metrics["critic/vf_loss"] == pytest.approx(expected / len(tokens), rel=1e-6)
+    assert metrics["critic/vpred_mean"] == pytest.approx(sum(float(outputs["values"][t]) for t in tokens) / len(tokens), rel=1e-6)

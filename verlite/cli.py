@@ -1,0 +1,119 @@
+"""The `verlite` command. Every command imports what it needs when it runs, so that `verlite --help` is immediate."""
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Reinforcement learning for language models. Training itself is `python -m verlite.main_ppo key=value ...`.",
+)
+
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="The training command's arguments, as they are.")]
+PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": ["--help"]}
+
+
+@app.command(context_settings=PASS_THROUGH)
+def check(arguments: Arguments = None) -> None:
+    """Find everything wrong with a training command, in seconds, without starting anything. Exit code 2 if anything is.
+
+    Takes what main_ppo takes: overrides, --config-name NAME, --config-path FOLDER.
+    """
+    from verlite.config.plan import make_plan
+    from verlite.config.show import console, notes_text
+
+    loaded = _load(arguments)
+    out = console()
+    if loaded.notes:
+        out.print(notes_text(loaded.notes), soft_wrap=True)
+    out.print(make_plan(loaded.config).table())
+    out.print("The configuration is fine.")
+
+
+@app.command(context_settings=PASS_THROUGH)
+def plan(
+    arguments: Arguments = None,
+    config: Annotated[bool, typer.Option("--config", help="Print every value and where it comes from, as YAML.")] = False,
+) -> None:
+    """Print what a training command amounts to: batch sizes, updates, engines, devices."""
+    from verlite.config.load import dump
+    from verlite.config.plan import make_plan
+    from verlite.config.show import console
+
+    loaded = _load(arguments)
+    if config:
+        print(dump(loaded), end="")
+    else:
+        console().print(make_plan(loaded.config).table())
+
+
+@app.command()
+def explain(key: Annotated[str, typer.Argument(help="A key, a section, an old name, or the end of one: actor.optim.lr")] = "") -> None:
+    """Say what a configuration key means, its type, its default and its legal values."""
+    from verlite.config.explain import explain as text_of
+
+    try:
+        print(text_of(key))
+    except KeyError as error:
+        typer.echo(error.args[0], err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A global_step_N folder.")],
+    target: Annotated[str, typer.Argument(help="The Hugging Face folder to write; must not have anything in it.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+) -> None:
+    """Turn a checkpoint into a Hugging Face model folder, reload it, and compare the two. Needs no Ray and no GPU."""
+    from pathlib import Path
+
+    from verlite.trainer.checkpoints import CheckpointError
+    from verlite.trainer.export import export_checkpoint
+
+    try:
+        difference = export_checkpoint(Path(checkpoint), Path(target), dtype)
+    except CheckpointError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    print(f"wrote {target} in {dtype}; reloaded, its log-probs differ from the checkpoint's by at most {difference:.1e}")
+
+
+@app.command()
+def curve(
+    run_dir: Annotated[str, typer.Argument(help="A run directory: the folder that has metrics.jsonl.")],
+    picture: Annotated[str, typer.Option(help="Where the picture goes; its ending says its format.")] = "RUN_DIR/reward_curve.png",
+) -> None:
+    """Show a run's reward over its steps, in the terminal and as a picture. Works while the run is going on."""
+    from pathlib import Path
+
+    from verlite.trainer.curve import draw, plot, read_curve
+
+    target = Path(picture.replace("RUN_DIR", run_dir))
+    try:
+        found = read_curve(Path(run_dir) / "metrics.jsonl")
+        draw(found, target, run_dir)
+    except (ValueError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    curves = {"of each step's samples": found.training} | {
+        f"on held-out prompts of {name}": points for name, points in found.validation.items()
+    }
+    for name, points in curves.items():
+        if points:
+            (first, begin), (last, end) = points[0], points[-1]
+            print(f"mean reward {name}: {begin:.3f} at step {first}, {end:.3f} at step {last}\n{plot(points)}\n")
+    print(f"wrote {target}")
+
+
+def _load(arguments: list[str] | None):
+    from verlite.config.load import main_argv
+
+    return main_argv(arguments or [], program="verlite check")
+
+
+if __name__ == "__main__":
+    app()

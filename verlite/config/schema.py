@@ -1,0 +1,507 @@
+"""The configuration schema: the one home of every key's name, type, default and meaning.
+
+Key names and units are verl's, because users know them. The docstring under a field is what `verlite explain` prints.
+Sizes keep verl's meaning: `data.train_batch_size` and `ppo_mini_batch_size` count prompts (times `rollout.n` samples),
+`*_micro_batch_size_per_gpu` counts samples on one device. Nothing ever rescales a value in place; `config.plan` derives.
+Rules that span several keys live in `config.rules`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from omegaconf import MISSING
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from and how long they may be."""
+
+    train_files: Any = MISSING
+    """Parquet file, or list of files, of training prompts."""
+    val_files: Any = None
+    """Parquet file, or list of files, of validation prompts. null: no validation."""
+    prompt_key: str = "prompt"
+    """Column that holds the chat messages (a list of role and content)."""
+    reward_fn_key: str = "data_source"
+    """Column that names the data source, which chooses the scorer."""
+    train_batch_size: int = 1024
+    """Prompts per training step, over all devices. Each is sampled rollout.n times."""
+    val_batch_size: Optional[int] = None
+    """Validation prompts per generation call. null: the whole validation set at once."""
+    max_prompt_length: int = 512
+    """Longest prompt in tokens, after the chat template."""
+    max_response_length: int = 512
+    """Longest response in tokens."""
+    train_max_samples: int = -1
+    """Use at most this many training rows (a random choice with data.seed if data.shuffle, else the first). -1: all."""
+    val_max_samples: int = -1
+    """Use at most this many validation rows, the first ones. -1: all."""
+    shuffle: bool = True
+    """Shuffle the training prompts anew in each epoch."""
+    seed: int = 42
+    """Seed of the data order and of train_max_samples."""
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than max_prompt_length when loading. False: data.truncation decides."""
+    truncation: str = "error"
+    """What happens to a prompt over max_prompt_length: error, left (keep the end), right (keep the start), middle (keep both ends)."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments for the tokenizer's chat template, such as enable_thinking."""
+    max_start_length: Optional[int] = None
+    """Search agent: tokens of the first prompt. null: max_prompt_length."""
+    max_obs_length: int = 512
+    """Search agent: tokens of one observation."""
+
+
+@dataclass
+class ModelConfig:
+    """Which pretrained model, and how its forward pass runs."""
+
+    path: str = MISSING
+    """Folder with a Hugging Face model, or its name on the hub."""
+    tokenizer_path: Optional[str] = None
+    """Tokenizer folder or name. null: the model's."""
+    trust_remote_code: bool = False
+    """Let the model's own Python code run. Only for models whose code you have read."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    use_remove_padding: bool = True
+    """Packed forward pass without padding tokens. False: padded micro-batches, for comparison."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Values that replace those of the model's config.json."""
+    custom_chat_template: Optional[str] = None
+    """Jinja chat template that replaces the tokenizer's."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    lr_warmup_steps: int = -1
+    """Linear warm-up from 0 over this many training steps. -1: lr_warmup_steps_ratio decides."""
+    lr_warmup_steps_ratio: float = 0.0
+    """Warm-up as a share of all training steps, used while lr_warmup_steps is -1."""
+    lr_scheduler_type: str = "constant"
+    """After the warm-up: constant or cosine."""
+    min_lr_ratio: float = 0.0
+    """Cosine: the lowest learning rate as a share of lr."""
+    num_cycles: float = 0.5
+    """Cosine: number of waves; 0.5 goes down once."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, applied to every parameter as in torch.optim.AdamW."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Adam's averaging coefficients."""
+    eps: float = 1e-8
+    """Adam's denominator offset."""
+
+
+@dataclass
+class FSDPConfig:
+    """Sharding, precision and offload of one training engine."""
+
+    param_offload: bool = False
+    """Keep parameters in host memory outside the phases that need them."""
+    optimizer_offload: bool = False
+    """Keep optimizer state in host memory outside updates."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass (ZeRO-3). False: keep them until the backward pass (ZeRO-2), and reduce gradients
+    once per update instead of once per micro-batch: less communication, more memory."""
+    model_dtype: str = "float32"
+    """Dtype of the parameters that the optimizer updates."""
+    dtype: str = "auto"
+    """Compute dtype of both passes: auto (bfloat16 on GPU, float32 on CPU), bfloat16, float16 or float32. Reductions stay float32."""
+    fsdp_size: int = -1
+    """Devices of one sharding group. -1: all."""
+
+
+@dataclass
+class PolicyLossConfig:
+    """Which policy loss."""
+
+    loss_mode: str = "vanilla"
+    """Name in algorithms.losses.POLICY_LOSSES, or package.module:function of your own."""
+
+
+@dataclass
+class ActorConfig:
+    """The policy's updates."""
+
+    ppo_mini_batch_size: int = 256
+    """Prompts per optimizer step (times rollout.n samples), over all devices."""
+    ppo_micro_batch_size_per_gpu: Optional[int] = None
+    """Samples per forward and backward pass on one device. Needed unless use_dynamic_bsz."""
+    use_dynamic_bsz: bool = False
+    """Fill micro-batches by tokens (ppo_max_token_len_per_gpu) in place of counting samples."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Tokens per micro-batch on one device, with use_dynamic_bsz."""
+    ppo_epochs: int = 1
+    """Passes over each step's samples."""
+    shuffle: bool = False
+    """Shuffle samples between mini-batches in each pass."""
+    data_loader_seed: int = 42
+    """Seed of that shuffle."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """Which policy loss."""
+    clip_ratio: float = 0.2
+    """PPO clip range, for both sides unless clip_ratio_low or clip_ratio_high says otherwise."""
+    clip_ratio_low: Optional[float] = None
+    """Clip range below 1. null: clip_ratio."""
+    clip_ratio_high: Optional[float] = None
+    """Clip range above 1 (DAPO's clip-higher). null: clip_ratio."""
+    clip_ratio_c: float = 3.0
+    """Dual-clip bound on the ratio for negative advantages."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm."""
+    loss_scale_factor: Optional[float] = None
+    """Divisor of seq-mean-token-sum-norm. null: data.max_response_length."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    calculate_entropy: bool = False
+    """Measure entropy in updates even with entropy_coeff=0."""
+    use_kl_loss: bool = False
+    """Add KL(policy || reference) to the loss; starts a reference worker."""
+    kl_loss_coef: float = 0.001
+    """Weight of that KL."""
+    kl_loss_type: str = "low_var_kl"
+    """Its estimator: kl/k1, abs, mse/k2, low_var_kl/k3; a + at the end takes k2's gradient with the estimator's value."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    max_nonfinite_updates: int = 3
+    """Stop the run after this many updates in a row were dropped for a non-finite loss or gradient."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer of the policy."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding, precision and offload of the policy."""
+    state_masking: bool = True
+    """Search agent: keep tool output out of the loss. verlite always does; False is refused."""
+
+
+@dataclass
+class RefConfig:
+    """The frozen reference policy. It exists when a KL term uses it."""
+
+    log_prob_micro_batch_size_per_gpu: Optional[int] = None
+    """Samples per forward pass on one device. null: the actor's ppo_micro_batch_size_per_gpu."""
+    log_prob_use_dynamic_bsz: Optional[bool] = None
+    """Micro-batches by tokens. null: as actor.use_dynamic_bsz."""
+    log_prob_max_token_len_per_gpu: Optional[int] = None
+    """Tokens per micro-batch. null: as actor.ppo_max_token_len_per_gpu."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding, precision and offload of the reference."""
+
+
+@dataclass
+class ValKwargs:
+    """Sampling during validation."""
+
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    """Nucleus share."""
+    top_k: int = -1
+    """Most likely tokens to choose from. -1: all."""
+    n: int = 1
+    """Samples per validation prompt."""
+    do_sample: bool = False
+    """False: greedy, whatever the temperature."""
+
+
+@dataclass
+class RolloutConfig:
+    """Generation."""
+
+    name: str = "auto"
+    """Engine: vllm, hf (transformers, nothing to install), or auto (vllm where it is installed, else hf; the choice is printed)."""
+    n: int = 1
+    """Samples per prompt. Group estimators (grpo, rloo, ...) need at least 2."""
+    temperature: float = 1.0
+    """Sampling temperature in training; log-probs are taken at the same temperature."""
+    top_p: float = 1.0
+    """Nucleus share in training. Below 1 the trained distribution is not the sampled one: a warning says so."""
+    top_k: int = -1
+    """Most likely tokens to choose from in training. -1: all. Otherwise as top_p."""
+    seed: int = 42
+    """Seed of sampling; every request's seed is derived from it."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token, for speed measurements."""
+    dtype: str = "auto"
+    """Dtype of the engine's weights: auto (bfloat16 on GPU, float32 on CPU), bfloat16, float16 or float32."""
+    tensor_model_parallel_size: int = 1
+    """vLLM: devices that share one copy of the model."""
+    gpu_memory_utilization: float = 0.5
+    """vLLM: share of GPU memory for weights and KV cache."""
+    max_num_seqs: int = 256
+    """Sequences generated at the same time by one engine."""
+    max_num_batched_tokens: int = 8192
+    """vLLM: tokens per engine step."""
+    max_model_len: Optional[int] = None
+    """vLLM: longest sequence. null: max_prompt_length + max_response_length."""
+    enforce_eager: bool = False
+    """vLLM: no compilation and no CUDA graphs: starts faster, runs slower."""
+    enable_prefix_caching: bool = True
+    """vLLM: reuse the KV cache of equal prefixes. Reset at every weight sync."""
+    enable_chunked_prefill: bool = True
+    """vLLM: split long prompts over engine steps."""
+    free_cache_engine: bool = True
+    """vLLM on GPU: free weights and KV cache while training (sleep mode)."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments for the engine, by engine name: engine_kwargs.vllm.swap_space=8."""
+    kv_cache_gb: float = 1.0
+    """vLLM on CPU: size of the KV cache in GiB."""
+    log_prob_micro_batch_size_per_gpu: Optional[int] = None
+    """Samples per forward pass when old log-probs are computed. null: the actor's ppo_micro_batch_size_per_gpu."""
+    log_prob_use_dynamic_bsz: Optional[bool] = None
+    """Micro-batches by tokens there. null: as actor.use_dynamic_bsz."""
+    log_prob_max_token_len_per_gpu: Optional[int] = None
+    """Tokens per micro-batch there. null: as actor.ppo_max_token_len_per_gpu."""
+    log_prob_gap_limit: float = 0.05
+    """Start-up gate: the run stops when mean |log p_train - log p_rollout| before the first update is above this."""
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
+    """Sampling during validation."""
+    sync_bucket_mb: int = 512
+    """Weight sync: size of one bucket in MiB."""
+    request_timeout_s: float = 1800.0
+    """An engine that finishes no generation step for this long, while requests wait, hangs: the run stops with a report."""
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    """The policy: its model, updates, reference and generation."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy's model."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """The policy's updates."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The reference policy."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation."""
+
+
+@dataclass
+class CriticModelConfig(ModelConfig):
+    """The critic's model: a causal LM's body with a scalar head."""
+
+    path: Optional[str] = None  # type: ignore[assignment]
+    """Folder or hub name. null: the policy's model."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding, precision and offload of the critic."""
+
+
+@dataclass
+class CriticConfig:
+    """The value function, for adv_estimator=gae."""
+
+    enable: Optional[bool] = None
+    """null: on exactly when algorithm.adv_estimator=gae."""
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    """The critic's model."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    """Optimizer of the critic."""
+    ppo_mini_batch_size: Optional[int] = None
+    """Prompts per optimizer step. null: the actor's."""
+    ppo_micro_batch_size_per_gpu: Optional[int] = None
+    """Samples per forward and backward pass on one device. null: the actor's."""
+    forward_micro_batch_size_per_gpu: Optional[int] = None
+    """Samples per forward pass when values are computed. null: ppo_micro_batch_size_per_gpu."""
+    use_dynamic_bsz: Optional[bool] = None
+    """Micro-batches by tokens. null: the actor's."""
+    ppo_max_token_len_per_gpu: Optional[int] = None
+    """Tokens per micro-batch. null: the actor's."""
+    ppo_epochs: Optional[int] = None
+    """Passes over each step's samples. null: the actor's."""
+    shuffle: Optional[bool] = None
+    """Shuffle samples between mini-batches. null: the actor's."""
+    cliprange_value: float = 0.5
+    """Clip range of the value around its old value."""
+    loss_agg_mode: Optional[str] = None
+    """As the actor's. null: the actor's."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    max_nonfinite_updates: int = 3
+    """As the actor's."""
+
+
+@dataclass
+class KLCtrlConfig:
+    """Weight of the KL penalty in the reward."""
+
+    type: str = "fixed"
+    """fixed, or adaptive (Ziegler et al. 2019, section 2.2)."""
+    kl_coef: float = 0.001
+    """The weight; adaptive starts from it."""
+    horizon: int = 10000
+    """Adaptive: samples over which the weight follows the error."""
+    target_kl: float = 0.1
+    """Adaptive: the KL per token to hold."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """From rewards to advantages."""
+
+    adv_estimator: str = "gae"
+    """Name in algorithms.advantages.ESTIMATORS (gae, grpo, rloo, ...), or package.module:function of your own."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    norm_adv_by_std_in_grpo: bool = True
+    """grpo: divide by the group's standard deviation. False: Dr.GRPO."""
+    use_kl_in_reward: bool = False
+    """Subtract kl_ctrl.kl_coef * KL(policy || reference) from each token's reward; starts a reference worker."""
+    kl_penalty: str = "kl"
+    """Estimator of that KL: kl/k1, abs, mse/k2, low_var_kl/k3."""
+    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
+    """Weight of that KL."""
+    no_think_rl: bool = False
+    """Search-R1's key; only false is supported."""
+
+
+@dataclass
+class CustomRewardConfig:
+    """Your own reward function."""
+
+    path: Optional[str] = None
+    """Python file. null: the scorer that belongs to each row's data source."""
+    name: str = "compute_score"
+    """Its function: (data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float or dict with "score"; may be async."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments for it; without path for the built-in scorer, such as method=flexible for GSM8K."""
+
+
+@dataclass
+class RewardConfig:
+    """How scoring runs and what its failures mean."""
+
+    max_error_rate: float = 0.05
+    """Stop the run when a larger share of a step's rewards failed. A failed reward is never a 0: its sample has no vote."""
+    timeout_s: float = 300.0
+    """Longest time for one step's rewards; what is not scored by then counts as failed."""
+    item_timeout_s: float = 30.0
+    """Longest time for one sample's reward. What takes longer is killed and counts as failed; the others go on."""
+    check_ground_truth: bool = True
+    """Before step 1, score some ground-truth answers with the reward function and warn when they do not score above 0."""
+
+
+@dataclass
+class TrainerConfig:
+    """The loop: how long, how often, where to."""
+
+    nnodes: int = 1
+    """Machines."""
+    n_gpus_per_node: int = 8
+    """Devices per machine; CPU slots where there is no GPU."""
+    device: str = "auto"
+    """auto (GPU where there is one), cuda or cpu."""
+    total_epochs: int = 30
+    """Passes over the training data."""
+    total_training_steps: Optional[int] = None
+    """Exactly this many steps, in place of total_epochs."""
+    project_name: str = "verlite_examples"
+    """First part of the run's name."""
+    experiment_name: str = "gsm8k"
+    """Second part of the run's name."""
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    """Trackers: console, wandb, tensorboard. metrics.jsonl is always written."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate once and stop."""
+    test_freq: int = -1
+    """Validate every this many steps and at the end. -1: never."""
+    save_freq: int = -1
+    """Save a checkpoint every this many steps and at the end. -1: never."""
+    critic_warmup: int = 0
+    """Update only the critic in the first this many steps."""
+    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    """The run directory."""
+    default_hdfs_dir: Optional[str] = None
+    """Not supported; must be null."""
+    resume_mode: str = "auto"
+    """auto (from the newest complete checkpoint of the run directory, else from scratch), disable, or resume_path."""
+    resume_from_path: Optional[str] = None
+    """The global_step_N folder for resume_mode=resume_path."""
+    max_actor_ckpt_to_keep: Optional[int] = None
+    """Keep this many newest checkpoints. null: all."""
+    export_hf: bool = True
+    """Write the final policy as a Hugging Face folder (huggingface/) at the end of the run."""
+    balance_batch: bool = True
+    """Spread samples over devices by length, so that all finish together."""
+    rollouts_per_step: int = 8
+    """Samples per step written to rollouts/step_N.jsonl. -1: all."""
+    log_val_generations: int = 0
+    """Validation samples printed to the console trackers."""
+    resource_wait_s: float = 300.0
+    """How long to wait for devices to join the cluster, before failing with a table of what is missing."""
+    phase_timeout_s: float = 3600.0
+    """A worker call that takes longer than this is reported as stuck, and the run stops."""
+    max_failed_saves: int = 3
+    """Stop the run after this many failed saves in a row."""
+
+
+@dataclass
+class RayInitConfig:
+    """Arguments of ray.init."""
+
+    address: Optional[str] = None
+    """Cluster to join. null: RAY_ADDRESS or the job's cluster if there is one, else a local one."""
+    num_cpus: Optional[int] = None
+    """CPU slots of a local cluster. null: all cores, and enough for the plan."""
+
+
+@dataclass
+class RayKwargs:
+    """How Ray is started."""
+
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+    """Arguments of ray.init."""
+
+
+@dataclass
+class ClusterConfig:
+    """Which role runs on which devices."""
+
+    component_placement: Optional[dict[str, str]] = None
+    """Roles to device ranges, such as {"actor,critic": "0-3", rollout: "4-7"}. null: all roles share all devices."""
+
+
+@dataclass
+class RetrieverConfig:
+    """Search agent: the retriever service."""
+
+    url: Any = "http://127.0.0.1:8000/retrieve"
+    """Address, or list of addresses, of the retriever."""
+    topk: int = 3
+    """Passages per query."""
+
+
+@dataclass
+class Config:
+    """Everything."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts."""
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    """The policy."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value function."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """From rewards to advantages."""
+    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    """Your own reward function."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """How scoring runs."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The loop."""
+    ray_kwargs: RayKwargs = field(default_factory=RayKwargs)
+    """How Ray is started."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Which role runs where."""
+    max_turns: int = 0
+    """Search agent: searches allowed per sample. 0: single turn."""
+    do_search: bool = True
+    """Search agent: false generates without searching even when max_turns is above 0."""
+    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
+    """Search agent: the retriever service."""

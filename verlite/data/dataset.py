@@ -1,0 +1,258 @@
+"""Parquet files of prompts, read, checked and measured once, before any GPU time is spent."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verlite.config.schema import DataConfig
+from verlite.data.prompts import PromptTooLong, build_prompt, truncate
+
+Message = dict[str, str]
+OPTIONAL_COLUMNS = ("ability", "extra_info")
+
+
+class DataError(ValueError):
+    """A data file cannot be used. The message names the file, the row or column, and the remedy."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt with what its reward function needs."""
+
+    index: int
+    """Position in the dataset, counting kept rows from 0."""
+    prompt_ids: list[int]
+    """Token ids, at most data.max_prompt_length of them."""
+    messages: list[Message]
+    """The chat as it stands in the file."""
+    data_source: str
+    """Which data this is; chooses the scorer."""
+    ground_truth: Any
+    """reward_model.ground_truth of the row."""
+    ability: str | None = None
+    """Kind of task, for people."""
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    """Whatever else the file holds for the reward function, such as split and index."""
+
+
+@dataclass(frozen=True)
+class DatasetReport:
+    """What loading did to the rows."""
+
+    split: str
+    """train or val."""
+    files: list[str]
+    """Files read, in order."""
+    rows: int
+    """Rows in the files."""
+    kept: int
+    """Rows in the dataset."""
+    dropped: int
+    """Rows left out for their length (data.filter_overlong_prompts)."""
+    truncated: int
+    """Rows cut to data.max_prompt_length (data.truncation)."""
+    longest: int
+    """Tokens of the longest prompt in the files' chosen rows, before filtering and cutting."""
+    limit: int
+    """data.max_prompt_length."""
+
+    def __str__(self) -> str:
+        chosen = self.kept + self.dropped
+        words = [f"{self.split}: {self.kept} prompts from {', '.join(self.files)}"]
+        if chosen < self.rows:
+            words.append(f"{chosen} of {self.rows} rows chosen by data.{self.split}_max_samples")
+        if self.dropped:
+            words.append(f"{self.dropped} dropped for more than {self.limit} tokens")
+        if self.truncated:
+            words.append(f"{self.truncated} cut to {self.limit} tokens")
+        return "; ".join(words) + f"; longest prompt {self.longest} tokens, limit {self.limit}"
+
+
+class PromptDataset:
+    """The prompts of one split. Every row is checked, tokenised and measured when the dataset is made.
+
+    Token ids are kept as one flat int32 array, so that a row's prompt is the very prompt that was measured.
+    `split` is train or val: which of data.train_max_samples and data.val_max_samples applies.
+
+    Raises DataError for a file that is missing, unreadable or empty, a missing column, a row that is not as
+    `data_preprocess` writes it, a prompt that is too long under data.truncation=error, or no row left.
+    """
+
+    def __init__(self, files: str | Sequence[str], tokenizer: Any, config: DataConfig, split: str) -> None:
+        self._paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
+        if not self._paths:
+            raise DataError(f"data.{split}_files is empty: name at least one parquet file")
+        self._key, self._source_key = config.prompt_key, config.reward_fn_key
+        self._tables = [_read(path, [self._key, self._source_key, "reward_model"]) for path in self._paths]
+        self._check_rows()
+
+        every_row = [(file, row) for file, table in enumerate(self._tables) for row in range(table.num_rows)]
+        rows = _choose(every_row, config, split)
+        prompts = self._tokenize(tokenizer, config, rows)
+        limit = config.max_prompt_length
+        lengths = np.array([len(prompt) for prompt in prompts])
+        too_long = lengths > limit
+        if config.filter_overlong_prompts:
+            kept = np.flatnonzero(~too_long)
+            rows, prompts = [rows[i] for i in kept], [prompts[i] for i in kept]
+            if not rows:
+                raise DataError(
+                    f"data.{split}_files: all {len(lengths)} prompts have more than data.max_prompt_length={limit} tokens, the shortest "
+                    f"{lengths.min()}, so data.filter_overlong_prompts leaves none. Raise data.max_prompt_length"
+                )
+        elif config.truncation != "error":
+            prompts = [np.asarray(truncate(prompt.tolist(), limit, config.truncation), dtype=np.int32) for prompt in prompts]
+        elif too_long.any():
+            first = int(too_long.argmax())
+            raise DataError(
+                f"{self._name(*rows[first])}: {PromptTooLong(lengths[first], limit)} by data.max_prompt_length; "
+                f"{too_long.sum()} of {len(rows)} prompts are too long, the longest {lengths.max()} tokens. Raise data.max_prompt_length "
+                "or drop such prompts with data.filter_overlong_prompts=True, or cut them with data.truncation=left, right or middle"
+            )
+        self._rows = rows
+        self._ids = np.concatenate(prompts)
+        self._starts = np.cumsum([0] + [len(prompt) for prompt in prompts])
+        self._report = DatasetReport(
+            split=split,
+            files=[str(path) for path in self._paths],
+            rows=len(every_row),
+            kept=len(rows),
+            dropped=len(lengths) - len(rows),
+            truncated=0 if config.filter_overlong_prompts else int(too_long.sum()),
+            longest=int(lengths.max()),
+            limit=limit,
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, i: int) -> PromptRow:
+        """Row i of the kept ones, 0 <= i < len."""
+        file, row = self._rows[i]
+        values = self._tables[file].slice(row, 1).to_pylist()[0]
+        return PromptRow(
+            index=i,
+            prompt_ids=self.prompt_ids(i).tolist(),
+            messages=_without_nulls(values[self._key]),
+            data_source=values[self._source_key],
+            ground_truth=values["reward_model"]["ground_truth"],
+            ability=values.get("ability"),
+            extra_info=values.get("extra_info") or {},
+        )
+
+    def prompt_ids(self, i: int) -> np.ndarray:
+        """Token ids of row i [P], int32."""
+        return self._ids[self._starts[i] : self._starts[i + 1]]
+
+    def where(self, i: int) -> str:
+        """File and row of row i, for messages."""
+        return self._name(*self._rows[i])
+
+    def data_sources(self) -> list[str]:
+        """The names of all data sources in the files, sorted."""
+        return sorted({source for table in self._tables for source in table[self._source_key].unique().to_pylist()})
+
+    def report(self) -> DatasetReport:
+        """Rows kept, dropped, cut, and the longest prompt."""
+        return self._report
+
+    def _name(self, file: int, row: int) -> str:
+        return f"{self._paths[file]} row {row}"
+
+    def _check_rows(self) -> None:
+        checks = {self._key: _messages_problem, self._source_key: _source_problem, "reward_model": _reward_model_problem}
+        for file, table in enumerate(self._tables):
+            for column, problem_of in checks.items():
+                for row, value in enumerate(table[column].to_pylist()):
+                    problem = problem_of(value)
+                    if problem:
+                        raise DataError(f"{self._name(file, row)}: column {column!r} {problem}, as data_preprocess/ writes it")
+
+    def _tokenize(self, tokenizer: Any, config: DataConfig, rows: list[tuple[int, int]]) -> list[np.ndarray]:
+        messages = [table[self._key].to_pylist() for table in self._tables]
+        prompts = []
+        for file, row in rows:
+            try:
+                ids = build_prompt(tokenizer, _without_nulls(messages[file][row]), template_kwargs=config.apply_chat_template_kwargs)
+            except Exception as error:  # a chat template raises what it likes; whatever it is, the row must be named
+                raise DataError(f"{self._name(file, row)}: the chat template failed: {type(error).__name__}: {error}") from error
+            if not ids:
+                raise DataError(f"{self._name(file, row)}: the prompt has no tokens")
+            prompts.append(np.asarray(ids, dtype=np.int32))
+        return prompts
+
+
+def overlap_note(train: PromptDataset, validation: PromptDataset) -> str | None:
+    """One line that says how many validation prompts are also training prompts, or None when none is."""
+    seen = {train.prompt_ids(i).tobytes() for i in range(len(train))}
+    shared = [i for i in range(len(validation)) if validation.prompt_ids(i).tobytes() in seen]
+    if not shared:
+        return None
+    return (
+        f"{len(shared)} of {len(validation)} validation prompts are also training prompts (the first: {validation.where(shared[0])}), "
+        "so validation measures memory in part"
+    )
+
+
+def _read(path: Path, required: list[str]) -> pa.Table:
+    if not path.exists():
+        raise DataError(f"{path} does not exist: make it with data_preprocess/, or correct data.train_files or data.val_files")
+    if path.suffix != ".parquet" or not path.is_file():
+        raise DataError(f"{path} is not a parquet file: data_preprocess/ writes them")
+    try:
+        metadata = pq.read_metadata(path)
+        if metadata.num_rows == 0:
+            raise DataError(f"{path} has no rows")
+        available = metadata.schema.to_arrow_schema().names
+        missing = [name for name in required if name not in available]
+        if missing:
+            raise DataError(f"{path} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(available) or 'none'}")
+        return pq.read_table(path, columns=required + [name for name in OPTIONAL_COLUMNS if name in available])
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+
+
+def _choose(rows: list[tuple[int, int]], config: DataConfig, split: str) -> list[tuple[int, int]]:
+    """The rows that data.{split}_max_samples leaves: a random choice of training rows if data.shuffle, else the first ones."""
+    limit = config.train_max_samples if split == "train" else config.val_max_samples
+    if limit == 0:
+        raise DataError(f"data.{split}_max_samples=0 leaves no prompt; -1 takes all")
+    if limit < 0 or limit >= len(rows):
+        return rows
+    if split != "train" or not config.shuffle:
+        return rows[:limit]
+    # In the files' order, because the order of use is the sampler's business.
+    return [rows[i] for i in np.sort(np.random.default_rng(config.seed).choice(len(rows), limit, replace=False))]
+
+
+def _messages_problem(messages: Any) -> str | None:
+    if not isinstance(messages, list) or not messages:
+        return f"is {_short(messages)}, expected a list of messages {{role, content}}"
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return f"has the message {_short(message)}, expected role and content, both text"
+    return None
+
+
+def _source_problem(source: Any) -> str | None:
+    return None if isinstance(source, str) and source else f"is {source!r}, expected the name of the data source"
+
+
+def _reward_model_problem(reward_model: Any) -> str | None:
+    good = isinstance(reward_model, Mapping) and "ground_truth" in reward_model
+    return None if good else f"is {_short(reward_model)}, expected {{style, ground_truth}}"
+
+
+def _short(value: Any, limit: int = 100) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _without_nulls(messages: list[dict[str, Any]]) -> list[Message]:
+    """Parquet gives every message the columns of all messages; a template must see only those that the message has."""
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]

@@ -1,0 +1,155 @@
+"""What the trainer and a generation engine agree on about weights: a checksum, and a way to hand them over.
+
+The checksum answers one question: does the engine generate with exactly the values the trainer has? Both sides compute
+it from the tensors they really hold. An engine may fuse q, k and v into one matrix, pad the vocabulary with zero rows, or
+shard a matrix over devices; none of that changes the sum below. What it cannot see is two values that swapped places;
+the measured log-prob gap between engine and trainer covers that.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+MODULUS = 1 << 32
+
+# Elements hashed at a time: the int32 scratch stays in a core's cache, which is many times faster than whole tensors.
+_CPU_CHUNK = 1 << 16
+_CUDA_CHUNK = 1 << 24
+
+# Odd 32-bit multipliers as signed integers (golden ratio; Appleby's MurmurHash3 finalizer). int32 arithmetic wraps.
+_MIX_1 = 0x9E3779B1 - (1 << 32)
+_MIX_2 = 0x85EBCA6B - (1 << 32)
+
+_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+# Names of the safetensors format: https://github.com/huggingface/safetensors#format
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def tensor_fingerprint(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
+    """Sum, modulo 2^32, of a hash of each element's bits, after casting floating-point numbers to `dtype` (None: as they are).
+
+    Zeros of either sign count 0, so padding does not show. Any shape; an empty tensor gives 0. The hash is not linear in
+    the bits: +1 in one element and -1 in another do not cancel. A change, be it one bit of one element or all of them,
+    escapes with probability of about 2^-32. Costs little more than copying the tensor.
+    """
+    flat = tensor.detach().reshape(-1)
+    if dtype is None or not flat.is_floating_point():
+        dtype = flat.dtype
+    size = min(flat.numel(), _CUDA_CHUNK if flat.is_cuda else _CPU_CHUNK)
+    if size == 0:
+        return 0
+    values = torch.empty(size, dtype=dtype, device=flat.device)
+    shifted = torch.empty(size * max(dtype.itemsize // 4, 1), dtype=torch.int32, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for chunk in flat.split(size):
+        value = values[: chunk.numel()].copy_(chunk)
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            value.add_(0)  # -0.0 + 0 = +0.0, whose bits are all zero; after the cast, which can round to -0.0
+        bits = value.view(_INT_OF_SIZE[dtype.itemsize]).to(torch.int32)
+        bits.mul_(_MIX_1)
+        bits.bitwise_xor_(torch.bitwise_right_shift(bits, 15, out=shifted[: bits.numel()]))
+        bits.mul_(_MIX_2)
+        total += bits.sum(dtype=torch.int32)
+    return int(total) % MODULUS
+
+
+def combine(*fingerprints: int) -> int:
+    """Fingerprint of the union of disjoint parts: tensors, shards of one tensor, or whole models."""
+    return sum(fingerprints) % MODULUS
+
+
+def fingerprints(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, int]:
+    """`tensor_fingerprint` of each tensor, by name: tells which weight differs."""
+    return {name: tensor_fingerprint(tensor, dtype) for name, tensor in named}
+
+
+def fingerprint(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> int:
+    """Checksum of a set of weights, whatever their order, names, fusion, sharding and zero padding.
+
+    `dtype` is the one the weights are used in: a float32 master copy and the bfloat16 engine agree under bfloat16. Tied
+    weights must be named once. Shards add up: `combine` of the ranks' fingerprints is the model's.
+    """
+    return combine(*(tensor_fingerprint(tensor, dtype) for _, tensor in named))
+
+
+def write_buckets(named: Iterable[tuple[str, Tensor]], directory: Path | str, bucket_bytes: int) -> list[Path]:
+    """Write weights to safetensors files of about `bucket_bytes` each in `directory`; the paths, in order.
+
+    Costs one memory copy when `directory` is in shared memory, and never holds more than one bucket of `named`'s tensors.
+    A tensor larger than a bucket gets a file of its own. Raises OSError when the folder is full.
+    """
+    paths: list[Path] = []
+    pending: list[tuple[str, Tensor]] = []
+    pending_bytes = 0
+
+    def flush() -> None:
+        path = Path(directory) / f"bucket_{len(paths):05d}.safetensors"
+        _write_safetensors(pending, path)
+        paths.append(path)
+        pending.clear()
+
+    for name, tensor in named:
+        if pending and pending_bytes + tensor.nbytes > bucket_bytes:
+            flush()
+            pending_bytes = 0
+        pending.append((name, tensor.detach().cpu()))
+        pending_bytes += tensor.nbytes
+    if pending:
+        flush()
+    return paths
+
+
+def _write_safetensors(named: list[tuple[str, Tensor]], path: Path) -> None:
+    # By hand because safetensors' own writer first copies every tensor into Python bytes.
+    header: dict[str, dict[str, object]] = {}
+    end = 0
+    for name, tensor in named:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64)  # tensors that start on a cache line
+    with open(path, "wb", buffering=0) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in named:
+            data = tensor.reshape(-1).view(torch.uint8).numpy().data
+            while data:
+                data = data[file.write(data) :]
+
+
+def read_buckets(paths: Iterable[Path | str]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `write_buckets`, mapped from the files: no copy until they are used.
+
+    The files may be deleted while tensors live, but must not be rewritten.
+    """
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.offset_keys():
+                yield name, file.get_tensor(name)
+
+
+def shared_memory_dir() -> Path:
+    """A new folder for `write_buckets` that only this user can enter: in /dev/shm where that can be written, else in the
+    temporary folder. The caller removes it."""
+    shared = Path("/dev/shm")
+    parent = shared if shared.is_dir() and os.access(shared, os.W_OK | os.X_OK) else None
+    return Path(tempfile.mkdtemp(prefix="verlite-", dir=parent))

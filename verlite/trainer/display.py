@@ -1,0 +1,80 @@
+"""What the terminal shows: a live line with the phase while a step runs, and one line a finished step."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from verlite.config.plan import Plan
+from verlite.config.show import console
+
+# Key, label, format: what one finished step says of itself, where the step has the key.
+_COLUMNS = [
+    ("critic/score/mean", "score", ".3f"),
+    ("response_length/mean", "length", ".1f"),
+    ("actor/entropy", "entropy", ".3f"),
+    ("actor/pg_loss", "pg_loss", "+.4f"),
+    ("actor/kl_loss", "kl", ".4f"),
+    ("critic/vf_loss", "vf_loss", ".4f"),
+    ("actor/grad_norm", "grad", ".3f"),
+    ("training/log_prob_gap", "gap", ".1e"),
+]
+
+
+class Display:
+    """Progress of a run on a console; on a terminal live, elsewhere one line a step."""
+
+    def __init__(self, total_steps: int, done: int = 0, out: Console | None = None):
+        self.console = out or console()
+        self._total, self._phase_since = total_steps, time.perf_counter()
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[phase]}"),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._progress.add_task("step", total=total_steps, completed=done, phase="starting")
+        self._progress.start()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._progress.update(self._task, phase=name)
+        try:
+            yield
+        finally:
+            self._progress.update(self._task, phase="")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _COLUMNS if key in metrics]
+        parts += [f"[bold]{short_name(key)} {value:.3f}[/bold]" for key, value in metrics.items() if key.startswith("val-core/")]
+        if "perf/time_per_step" in metrics:
+            parts.append(f"{metrics['perf/time_per_step']:.1f} s")
+        self.console.print(f"step {step}/{self._total}  " + "  ".join(parts), soft_wrap=True, highlight=False)
+        self._progress.update(self._task, completed=step)
+
+    def say_plan(self, plan: Plan) -> None:
+        self.console.print(plan.table())
+
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def warn(self, text: str) -> None:
+        self.console.print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def short_name(key: str) -> str:
+    """`val-core/openai/gsm8k/reward/mean@1` -> `val openai/gsm8k mean@1`."""
+    _, *source, _, metric = key.split("/") if "best@" not in key else key.removesuffix("/mean").split("/")
+    return f"val {'/'.join(source)} {metric}"

@@ -1,0 +1,61 @@
+"""What follows the updates of a step: metrics, kept samples, validation, checkpoint; and how a run begins."""
+
+from verlite.protocol.data import DataProto
+from verlite.trainer import checkpoints
+from verlite.trainer.metrics import batch_metrics, speed_metrics
+from verlite.trainer.run import Run
+from verlite.trainer.stages import keep_samples, validate
+
+
+def start_with_validation(run: Run) -> bool:
+    """Validate before the first step where the configuration says so. False: that was all there was to do (val_only)."""
+    trainer = run.config.trainer
+    if run.val_data is not None and run.plan.validates_first and (run.resumed_step == 0 or trainer.val_only):
+        run.metrics = validate(run)
+        run.tracking.log(run.step, run.metrics)
+        run.display.step(run.step, run.metrics)
+    return not trainer.val_only
+
+
+def finish_step(run: Run, batch: DataProto) -> None:
+    """Compute and log the step's metrics, keep samples, then validate and save where they are due."""
+    trainer, data = run.config.trainer, run.config.data
+    run.metrics.update(batch_metrics(batch, data.max_prompt_length, data.max_response_length))
+    run.metrics.update({"training/global_step": run.step, "training/epoch": run.sampler.epoch, "training/weight_version": run.version})
+    run.stopwatch.end_step()
+    tokens, response_tokens = run.metrics["perf/total_num_tokens"], float(batch.batch["response_mask"].sum())
+    run.metrics.update(speed_metrics(run.stopwatch, tokens, response_tokens, run.plan.n_devices))
+    keep_samples(run, batch)
+    if run.val_data is not None and trainer.test_freq > 0 and (run.last_step or run.step % trainer.test_freq == 0):
+        run.metrics.update(validate(run))
+    if trainer.save_freq > 0 and (run.last_step or run.step % trainer.save_freq == 0) or run.stop.requested:
+        save(run)
+    run.metrics.update(run.stopwatch.metrics())
+    run.tracking.log(run.step, run.metrics)
+    run.display.step(run.step, run.metrics)
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint; a failed save is told and the run goes on, until `trainer.max_failed_saves` in a row.
+
+    Raises:
+        CheckpointError: too many failed saves in a row.
+    """
+    keep = run.config.trainer.max_actor_ckpt_to_keep
+
+    def save_parts(folder) -> None:
+        run.actor.save(str(folder / "actor"))
+        if run.critic is not None:
+            run.critic.save(str(folder / "critic"))
+
+    with run.stopwatch("save_checkpoint"), run.display.phase("save_checkpoint"):
+        try:
+            checkpoints.write(run.run_dir, run.step, run.state(), save_parts)
+        except checkpoints.CheckpointError as error:
+            run.failed_saves += 1
+            if run.failed_saves >= run.config.trainer.max_failed_saves:
+                raise
+            run.display.warn(str(error))
+            return
+    run.failed_saves = 0
+    checkpoints.prune(run.run_dir, keep, run.display.warn)

@@ -1,0 +1,127 @@
+"""Numbers that describe a step, under verl's metric names. `docs/metrics.md` says what each means."""
+
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from verlite.protocol.data import DataProto
+
+Metrics = dict[str, float]
+
+
+def spread(name: str, values: torch.Tensor) -> Metrics:
+    """`name/mean`, `name/max` and `name/min` of a tensor; nothing for an empty one."""
+    if values.numel() == 0:
+        return {}
+    values = values.double()
+    return {f"{name}/mean": values.mean().item(), f"{name}/max": values.max().item(), f"{name}/min": values.min().item()}
+
+
+def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> Metrics:
+    """Scores, rewards, advantages, values and lengths of one step's B samples.
+
+    Rows without a vote (`valid` False) are left out of everything but the lengths and the error rates.
+    Token quantities are taken where `response_mask` is 1.
+    """
+    t = batch.batch
+    valid, width = t["valid"], t["responses"].shape[1]
+    trained = t["response_mask"].bool() & valid[:, None]
+    lengths = t["attention_mask"][:, -width:].sum(1) if width else torch.zeros(len(batch))
+    prompts = t["attention_mask"].sum(1) - lengths
+    metrics = {
+        **spread("critic/score", t["token_level_scores"].sum(1)[valid]),
+        **spread("critic/rewards", t["token_level_rewards"].sum(1)[valid]),
+        **spread("critic/advantages", t["advantages"][trained]),
+        **spread("critic/returns", t["returns"][trained]),
+        **spread("response_length", lengths),
+        "response_length/clip_ratio": (lengths >= max_response_length).double().mean().item(),
+        "response/aborted_ratio": (lengths == 0).double().mean().item(),
+        **spread("prompt_length", prompts),
+        "prompt_length/clip_ratio": (prompts >= max_prompt_length).double().mean().item(),
+        "rollout/error_rate": (batch.non_tensor_batch["status"] == "error").mean().item(),
+        "reward/error_rate": batch.meta_info.get("reward_error_rate", 0.0),
+        "perf/total_num_tokens": float(t["attention_mask"].sum()),
+    }
+    if "values" in t.keys():
+        values, returns = t["values"][trained].double(), t["returns"][trained].double()
+        metrics |= spread("critic/values", values)
+        if returns.numel() > 1 and (variance := returns.var().item()) > 0:
+            metrics["critic/vf_explained_var"] = 1 - (returns - values).var().item() / variance
+    metrics |= group_metrics(batch)
+    return metrics
+
+
+def group_metrics(batch: DataProto) -> Metrics:
+    """Share of prompts whose samples all got the same score: they teach a group estimator nothing."""
+    scores, groups = batch.batch["token_level_scores"].sum(1).tolist(), defaultdict(set)
+    for uid, score, valid in zip(batch.non_tensor_batch["uid"], scores, batch.batch["valid"].tolist(), strict=True):
+        if valid:
+            groups[uid].add(score)
+    if not groups:
+        return {}
+    return {"rollout/zero_variance_groups": sum(len(g) == 1 for g in groups.values()) / len(groups)}
+
+
+def gap_metrics(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> Metrics:
+    """How far the trainer's log-probs are from the rollout engine's, [B, R] each, where mask is 1.
+
+    `training/log_prob_gap` is mean |log p_train - log p_rollout|; the `rollout_probs_diff_*` keys are verl's, on probabilities.
+    """
+    chosen = mask.bool()
+    if not chosen.any():
+        return {}
+    a, b = log_probs[chosen].double(), rollout_log_probs[chosen].double()
+    gap, diff = (a - b).abs(), (a.exp() - b.exp()).abs()
+    return {
+        "training/log_prob_gap": gap.mean().item(),
+        "training/log_prob_gap_max": gap.max().item(),
+        "training/rollout_probs_diff_mean": diff.mean().item(),
+        "training/rollout_probs_diff_max": diff.max().item(),
+        "training/rollout_probs_diff_std": diff.std(correction=0).item(),
+    }
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by phase within one step: `timing_s/<phase>`. `step` runs from the stopwatch's making to `end_step`."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    begin: float = field(default_factory=time.perf_counter)
+
+    def end_step(self) -> None:
+        self.seconds["step"] = time.perf_counter() - self.begin
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - begin
+
+    def metrics(self) -> Metrics:
+        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+
+
+# Phases whose cost per token is reported, and whether they handle response tokens alone.
+_PER_TOKEN = {"gen": True, "ref": False, "values": False, "adv": False, "update_critic": False, "update_actor": False}
+
+
+def speed_metrics(stopwatch: Stopwatch, total_tokens: float, response_tokens: float, n_devices: int) -> Metrics:
+    """Throughput per device and cost per token of each phase, from the step's stopwatch (which must have timed `step`)."""
+    seconds = stopwatch.seconds
+    metrics = {
+        "perf/time_per_step": seconds["step"],
+        "perf/throughput": total_tokens / (seconds["step"] * n_devices),
+        "perf/driver_max_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+    for phase, response_only in _PER_TOKEN.items():
+        tokens = response_tokens if response_only else total_tokens
+        if phase in seconds and tokens:
+            metrics[f"timing_per_token_ms/{phase}"] = 1000 * seconds[phase] / tokens
+    return metrics

@@ -1,0 +1,41 @@
+"""The training loop, on one page. Every stage is a function of the run and the batch; the comment names the fields it adds.
+
+PPO, GRPO and their relatives are this loop with another `algorithm.adv_estimator`: which stages have work to do follows
+from the configuration (no critic unless the estimator uses values, no reference unless a KL term uses it).
+"""
+
+from verlite.trainer.finish import finish_step, start_with_validation
+from verlite.trainer.run import Run
+from verlite.trainer.stages import (
+    advantages,
+    balance,
+    generate,
+    next_prompts,
+    old_log_probs,
+    reference_log_probs,
+    score,
+    update_actor,
+    update_critic,
+    values,
+)
+from verlite.trainer.sync import sync_weights
+
+
+def train(run: Run) -> None:
+    """Train until the last step, or until a stop is requested; the run's last checkpoint is then up to date."""
+    sync_weights(run)  # the rollout engine holds the trainer's weights, proven by fingerprint
+    if not start_with_validation(run):
+        return
+    for _ in run.steps():
+        batch = next_prompts(run)  # uid prompt_ids sampling data_source ground_truth extra_info
+        batch = generate(run, batch)  # prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs
+        batch = score(run, batch)  # token_level_scores valid (reward_baselines)
+        batch = balance(run, batch)  # mini_batch
+        batch = old_log_probs(run, batch)  # old_log_probs entropys
+        batch = reference_log_probs(run, batch)  # ref_log_prob
+        batch = values(run, batch)  # values
+        batch = advantages(run, batch)  # token_level_rewards advantages returns
+        update_critic(run, batch)
+        update_actor(run, batch)
+        sync_weights(run)
+        finish_step(run, batch)  # metrics, samples, validation, checkpoint

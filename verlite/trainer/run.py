@@ -1,0 +1,110 @@
+"""A run: everything that the stages of the loop share."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
+from verlite.config.plan import Plan
+from verlite.config.schema import Config
+from verlite.controller.supervise import StopRequest
+from verlite.data.dataset import PromptDataset
+from verlite.data.sampler import PromptSampler
+from verlite.protocol.data import DataProto
+from verlite.rewards.scorer import Scorer
+from verlite.trainer.display import Display
+from verlite.trainer.metrics import Metrics, Stopwatch
+from verlite.trainer.tracking import Tracking
+from verlite.workers.actor import ActorWorker
+from verlite.workers.critic import CriticWorker
+from verlite.workers.reference import ReferenceWorker
+from verlite.workers.rollout import RolloutWorker
+
+
+@dataclass
+class Run:
+    """State of a run on the driver.
+
+    step counts finished and current training steps from 1 (0 before the first); version counts weight syncs.
+    """
+
+    config: Config
+    plan: Plan
+    run_dir: Path
+    tokenizer: Any
+    train_data: PromptDataset
+    val_data: PromptDataset | None
+    sampler: PromptSampler
+    total_steps: int
+    actor: ActorWorker
+    rollout: RolloutWorker
+    critic: CriticWorker | None
+    reference: ReferenceWorker | None
+    scorer: Scorer
+    kl: FixedKLController | AdaptiveKLController
+    tracking: Tracking
+    display: Display
+    stop: StopRequest
+    step: int = 0
+    version: int = 0
+    resumed_step: int = 0
+    failed_saves: int = 0
+    metrics: Metrics = field(default_factory=dict)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left. Ends early when a stop was requested (SIGTERM, SIGUSR1)."""
+        while self.step < self.total_steps and not self.stop.requested:
+            self.step += 1
+            self.metrics, self.stopwatch = {}, Stopwatch()
+            yield self.step
+
+    @property
+    def first_step(self) -> bool:
+        """Whether this is the first step of this process, resumed or not."""
+        return self.step == self.resumed_step + 1
+
+    @property
+    def last_step(self) -> bool:
+        return self.step >= self.total_steps or self.stop.requested
+
+    @property
+    def pad_id(self) -> int:
+        """What fills the places that no mask selects; any id would do."""
+        pad = self.tokenizer.pad_token_id
+        return 0 if pad is None else pad
+
+    def response_texts(self, batch: DataProto) -> list[str]:
+        """What the model itself wrote in each row: tokens with response_mask 1, without special tokens."""
+        masks, responses = batch.batch["response_mask"].bool(), batch.batch["responses"]
+        return [self.tokenizer.decode(ids[mask], skip_special_tokens=True) for ids, mask in zip(responses, masks, strict=True)]
+
+    def state(self) -> dict[str, Any]:
+        """The driver's part of a checkpoint, as JSON."""
+        return {
+            "step": self.step,
+            "version": self.version,
+            "sampler": self.sampler.state_dict(),
+            "kl_controller": self.kl.state_dict(),
+            "critical": critical_settings(self.config),
+            "model": dataclasses.asdict(self.config.actor_rollout_ref.model),
+        }
+
+
+def critical_settings(config: Config) -> dict[str, Any]:
+    """Settings that give other numbers when they change between a checkpoint and its resumption."""
+    model, actor, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    return {
+        "actor_rollout_ref.model.path": model.path,
+        "actor_rollout_ref.rollout.n": rollout.n,
+        "actor_rollout_ref.rollout.seed": rollout.seed,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
+        "actor_rollout_ref.actor.ppo_epochs": actor.ppo_epochs,
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        "data.train_files": config.data.train_files,
+        "data.train_batch_size": config.data.train_batch_size,
+        "data.seed": config.data.seed,
+        "data.shuffle": config.data.shuffle,
+    }

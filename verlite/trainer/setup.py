@@ -1,0 +1,232 @@
+"""From a checked configuration to a run that is ready to step, and back to nothing: what is started here is ended here."""
+
+import copy
+import dataclasses
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from transformers import PreTrainedTokenizerBase
+
+from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
+from verlite.config.load import Loaded, dump
+from verlite.config.plan import Plan, make_plan
+from verlite.config.schema import Config, ModelConfig
+from verlite.controller.cluster import connect
+from verlite.controller.placement import reserve
+from verlite.controller.supervise import StopRequest
+from verlite.controller.worker_group import ready, spawn
+from verlite.data.dataset import PromptDataset, overlap_note
+from verlite.data.sampler import PromptSampler
+from verlite.engine.model import ModelError, load_config, load_tokenizer
+from verlite.rewards.scorer import Scorer
+from verlite.trainer import checkpoints
+from verlite.trainer.display import Display
+from verlite.trainer.run import Run, critical_settings
+from verlite.trainer.tracking import Tracking, replace_file
+from verlite.workers.actor import ActorWorker
+from verlite.workers.critic import CriticWorker
+from verlite.workers.reference import ReferenceWorker
+from verlite.workers.rollout import RolloutWorker
+
+
+class RunRefused(Exception):
+    """The run cannot start; the message names the key or file, the value, the rule and the remedy."""
+
+
+class AlreadyComplete(Exception):
+    """There is nothing left to do: the checkpoint that would be resumed is the last step's."""
+
+
+def from_anywhere(config: Config) -> Config:
+    """The configuration with absolute paths: workers may live in another folder than the driver. Hub names stay as they are."""
+    config = copy.deepcopy(config)
+    for model in (config.actor_rollout_ref.model, config.critic.model):
+        for key in ("path", "tokenizer_path"):
+            if (value := getattr(model, key)) and os.path.isdir(os.path.expanduser(value)):
+                setattr(model, key, os.path.abspath(os.path.expanduser(value)))
+    config.trainer.default_local_dir = os.path.abspath(os.path.expanduser(config.trainer.default_local_dir))
+    return config
+
+
+def hold(run_dir: Path) -> TextIO:
+    """Take the run directory for this process; the hold ends with the process, however it ends.
+
+    Raises:
+        RunRefused: the directory cannot be written, or another run holds it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (run_dir / ".lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise RunRefused(f"trainer.default_local_dir={run_dir} cannot be written: {error.strerror}. Choose another directory.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise RunRefused(
+            f"trainer.default_local_dir={run_dir} is in use by process {lock.read().strip() or 'unknown'}. "
+            "End that run, or choose another trainer.default_local_dir or trainer.experiment_name."
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
+    """Refuse to resume with settings that would give other numbers.
+
+    Raises:
+        RunRefused: lists every setting that differs.
+    """
+    now = critical_settings(config)
+    changed = [f"  {key}: {saved[key]!r} in the checkpoint, {now[key]!r} now" for key in now if key in saved and saved[key] != now[key]]
+    if changed:
+        raise RunRefused(
+            "these settings differ from the checkpoint's:\n"
+            + "\n".join(changed)
+            + "\nSet them back, or start afresh with trainer.resume_mode=disable or another trainer.experiment_name."
+        )
+
+
+def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer, after a look at its config.json, which fails here in a second and in the workers in many.
+
+    Raises:
+        RunRefused: either cannot be loaded.
+    """
+    try:
+        load_config(model)
+        return load_tokenizer(model)
+    except ModelError as error:
+        raise RunRefused(f"actor_rollout_ref.{error}") from error
+
+
+@contextmanager
+def open_run(loaded: Loaded) -> Iterator[Run]:
+    """Build everything in the order that fails earliest and cheapest: files, data, rewards, then Ray and workers.
+
+    Raises:
+        RunRefused, CheckpointError, and the data and reward rooms' own errors before any worker is started.
+    """
+    config = from_anywhere(loaded.config)
+    trainer, policy, ray = config.trainer, config.actor_rollout_ref, config.ray_kwargs.ray_init
+    run_dir = Path(trainer.default_local_dir)
+    with ExitStack() as stack:
+        stack.enter_context(hold(run_dir))
+        warnings: list[str] = []
+        checkpoint = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warnings.append)
+        state = checkpoint.state() if checkpoint else {"step": 0}
+        refuse_changed_settings(config, state.get("critical", {}))
+        tokenizer = tokenizer_of(policy.model)
+        train_data = PromptDataset(config.data.train_files, tokenizer, config.data, "train")
+        val_data = PromptDataset(config.data.val_files, tokenizer, config.data, "val") if config.data.val_files else None
+        sampler = PromptSampler(len(train_data), config.data.train_batch_size, config.data.seed, config.data.shuffle)
+        if checkpoint:
+            sampler.load_state_dict(state["sampler"])
+        plan = make_plan(config)
+        total_steps = plan.steps(len(train_data))[1]
+        if state["step"] >= total_steps and not trainer.val_only:
+            raise AlreadyComplete(f"already complete: {run_dir} has a checkpoint of step {state['step']} of {total_steps}")
+        display = Display(total_steps, state["step"])
+        stack.callback(display.close)
+        overlap = overlap_note(train_data, val_data) if val_data else None
+        for line in (train_data.report(), val_data and val_data.report(), overlap, *warnings):
+            if line:
+                display.say(str(line))
+        scorer = Scorer(config.custom_reward_function, config.reward)
+        stack.callback(scorer.close)
+        scorer.check_signature(train_data.data_sources() + (val_data.data_sources() if val_data else []))
+        if config.reward.check_ground_truth:
+            checked = scorer.self_check([train_data.row(i) for i in range(min(len(train_data), 8))])
+            if told := checked.warning():
+                display.warn(told)
+        replace_file(run_dir / "config.yaml", dump(loaded))
+
+        with display.phase("starting workers"):
+            cluster = stack.enter_context(
+                connect(run_dir, address=ray.address, num_cpus=ray.num_cpus, slots=plan.n_devices, call_timeout_s=trainer.phase_timeout_s)
+            )
+            stop = stack.enter_context(StopRequest(lambda name: display.say(f"{name}: stopping after this step")))
+            placement = reserve(
+                cluster, places(plan), nodes=plan.nnodes, devices_per_node=plan.devices_per_node,
+                kind="auto" if trainer.device == "auto" else plan.device, wait_s=trainer.resource_wait_s,
+            )  # fmt: skip
+            if placement.kind != plan.device:  # the driver's machine has another kind of device than the cluster
+                plan = make_plan(config, placement.kind)
+            display.say_plan(plan)
+            actor = spawn(ActorWorker, placement, "actor", config, plan, total_steps)
+            critic = spawn(CriticWorker, placement, "critic", config, plan, total_steps) if plan.needs_critic else None
+            reference = spawn(ReferenceWorker, placement, "ref", config, plan, total_steps) if plan.needs_reference else None
+            rollout = spawn(RolloutWorker, placement, "rollout", config, plan)
+            ready(*(role for role in (actor, critic, reference, rollout) if role is not None))
+        tracking = Tracking(
+            trainer.logger, run_dir, trainer.project_name, trainer.experiment_name, dataclasses.asdict(config), display.warn,
+            resumed_step=state["step"],
+        )  # fmt: skip
+        stack.callback(tracking.finish)
+        ctrl = config.algorithm.kl_ctrl
+        kl = FixedKLController(ctrl.kl_coef) if ctrl.type == "fixed" else AdaptiveKLController(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        run = Run(
+            config, plan, run_dir, tokenizer, train_data, val_data, sampler, total_steps,
+            actor, rollout, critic, reference, scorer, kl, tracking, display, stop,
+        )  # fmt: skip
+        if checkpoint:
+            restore(run, checkpoint, state)
+        yield run
+
+
+def places(plan: Plan) -> dict[str, list[int] | list[list[int]]]:
+    """Devices of each rank of each role; an engine under tensor parallelism takes several."""
+    tp = plan.tensor_parallel
+    devices = plan.placement["rollout"]
+    engines = [devices[i : i + tp] for i in range(0, len(devices), tp)] if tp > 1 else devices
+    return {**plan.placement, "rollout": engines}
+
+
+def restore(run: Run, checkpoint: checkpoints.Checkpoint, state: dict[str, Any]) -> None:
+    """Put a run where the checkpoint left it: weights, optimizers, schedules, RNG, KL weight, versions."""
+    run.step = run.resumed_step = state["step"]
+    run.version = state["version"] - 1  # the engine gets the saved weights once more, by the first sync, under their own version
+    run.kl.load_state_dict(state["kl_controller"])
+    run.actor.load(str(checkpoint.path / "actor"))
+    if run.critic is not None:
+        run.critic.load(str(checkpoint.path / "critic"))
+    run.display.say(f"resumed from {checkpoint.path} (step {run.step} of {run.total_steps})")
+
+
+def finished(run: Run) -> int:
+    """Close a run that was not interrupted by an error: export, say where things are, and the exit code.
+
+    0 when every step was made; 75 when the run was asked to stop and can be resumed.
+    """
+    if run.step < run.total_steps and not run.config.trainer.val_only:
+        run.display.say(f"stopped by request after step {run.step} of {run.total_steps}; the same command resumes it")
+        return 75
+    if run.config.trainer.export_hf and run.step and not run.config.trainer.val_only:
+        with run.display.phase("writing Hugging Face export"):
+            run.actor.export_hf(str(run.run_dir / "huggingface"))
+    run.display.close()
+    summary(run, sys.stdout)
+    return 0
+
+
+def summary(run: Run, out: TextIO) -> None:
+    """Where everything is."""
+    d = run.run_dir
+    rows = [
+        ("metrics", d / "metrics.jsonl"),
+        ("samples", d / "rollouts"),
+        ("config", d / "config.yaml"),
+        ("worker logs", d / "logs"),
+        ("checkpoint", max(d.glob("global_step_*"), key=lambda p: p.stat().st_mtime, default=None)),
+        ("Hugging Face", d / "huggingface"),
+    ]
+    for label, path in rows:
+        if path is not None and path.exists():
+            out.write(f"{label:>13}  {os.path.relpath(path)}\n")

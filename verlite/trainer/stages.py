@@ -1,0 +1,314 @@
+"""The stages of one training step. Each takes the run and the batch, and returns the batch with its own fields added.
+
+A stage is timed (`timing_s/<name>`), shown as the current phase, and leaves its metrics in `run.metrics`.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+
+import torch
+
+from verlite.algorithms.advantages import NEEDS_GREEDY_BASELINE, AdvantageInputs, compute_advantages, place_scores
+from verlite.algorithms.kl import apply_kl_penalty
+from verlite.algorithms.masked import masked_mean
+from verlite.data.dataset import PromptRow
+from verlite.protocol import fields
+from verlite.protocol.data import DataProto, object_array
+from verlite.rewards.scorer import RewardItem
+from verlite.rollout.types import Sampling
+from verlite.trainer import batch as batches
+from verlite.trainer.evaluation import validation_metrics
+from verlite.trainer.metrics import gap_metrics
+from verlite.trainer.run import Run
+
+
+class RewardFailures(Exception):
+    """More rewards failed than `reward.max_error_rate` allows."""
+
+
+class LogProbGap(Exception):
+    """Trainer and rollout engine disagree about the log-probs of the same tokens before the first update."""
+
+
+def stage(name: str) -> Callable:
+    """Time a stage and show it as the current phase."""
+
+    def wrap(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def timed(run: Run, *args):
+            with run.stopwatch(name), run.display.phase(name):
+                return function(run, *args)
+
+        return timed
+
+    return wrap
+
+
+def next_prompts(run: Run) -> DataProto:
+    """G prompts, each `rollout.n` times with one uid, and its sampling parameters; for remax also once greedily."""
+    rollout, longest = run.config.actor_rollout_ref.rollout, run.config.data.max_response_length
+    rows = [run.train_data.row(i) for i in run.sampler.next_batch()]
+    uids = [f"{run.step}-{i}" for i in range(len(rows))]
+    wanted = [(row, uid) for row, uid in zip(rows, uids, strict=True) for _ in range(rollout.n)]
+    samplings = [
+        Sampling(rollout.temperature, rollout.top_p, rollout.top_k, longest, seed=seed, ignore_eos=rollout.ignore_eos)
+        for seed in batches.seeds(rollout.seed, run.step, len(wanted))
+    ]
+    if run.config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE:
+        wanted += list(zip(rows, uids, strict=True))
+        samplings += [Sampling(0.0, 1.0, -1, longest)] * len(rows)
+    return batches.requests([row for row, _ in wanted], [uid for _, uid in wanted], samplings)
+
+
+@stage("gen")
+def generate(run: Run, requests: DataProto) -> DataProto:
+    """Sample responses: prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs valid status."""
+    answers = run.rollout.generate(requests.select([], ["prompt_ids", "sampling"]), sleep_after=True)
+    return batches.assemble(requests, answers, run.pad_id)
+
+
+@stage("reward")
+def score(run: Run, batch: DataProto) -> DataProto:
+    """Score the sampled text: token_level_scores, valid. Greedy rows become reward_baselines and leave the batch.
+
+    Raises:
+        RewardFailures: more than `reward.max_error_rate` of the scores failed; the message has the first traceback.
+    """
+    batch = scored(run, batch)
+    limit, rate = run.config.reward.max_error_rate, batch.meta_info["reward_error_rate"]
+    if rate > limit:
+        raise RewardFailures(
+            f"{rate:.1%} of this step's rewards failed, more than reward.max_error_rate={limit:g} allows. The first failure:\n"
+            f"{batch.meta_info['reward_first_error'].rstrip()}\n"
+            "Correct the reward function, or raise reward.max_error_rate: samples without a reward are then left out of the update"
+        )
+    greedy = torch.tensor([s.temperature == 0 for s in batch.non_tensor_batch["sampling"]])
+    if not greedy.any():
+        return batch
+    baselines = {row_uid: total for row_uid, total in _row_scores(batch.select_idxs(greedy))}
+    batch = batch.select_idxs(~greedy)
+    uids = batch.non_tensor_batch["uid"]
+    return batch.with_batch(reward_baselines=torch.tensor([baselines[uid] for uid in uids], dtype=torch.float32))
+
+
+def _row_scores(batch: DataProto) -> list[tuple[str, float]]:
+    return list(zip(batch.non_tensor_batch["uid"], batch.batch["token_level_scores"].sum(1).tolist(), strict=True))
+
+
+def scored(run: Run, batch: DataProto) -> DataProto:
+    """Score every row that the rollout completed; a failed reward makes its row invalid, never a silent 0."""
+    t = batch.batch
+    valid = t["valid"].clone()
+    rows = valid.nonzero().flatten().tolist()
+    columns = batch.non_tensor_batch
+    texts = run.response_texts(batch)
+    items = [RewardItem(columns["data_source"][i], texts[i], columns["ground_truth"][i], columns["extra_info"][i]) for i in rows]
+    results = run.scorer.score(items)
+    scores, errors = torch.zeros(len(batch)), list(columns["error"])
+    parts: list[dict] = [{} for _ in range(len(batch))]
+    for i, result in zip(rows, results, strict=True):
+        parts[i] = result.parts
+        if result.score is None:
+            valid[i], errors[i] = False, f"reward: {result.error}"
+        else:
+            scores[i] = result.score
+    failed = [r for r in results if r.score is None]
+    # A row without a vote is trained on nowhere: its mask goes, so that no loss, mean or count can see it.
+    mask = t["response_mask"] * valid[:, None]
+    return (
+        batch.with_batch(valid=valid, response_mask=mask, token_level_scores=place_scores(scores, mask))
+        .with_non_tensor(error=object_array(errors), reward_parts=object_array(parts), text=object_array(texts))
+        .with_meta(
+            reward_error_rate=len(failed) / max(1, len(results)),
+            reward_first_error=failed[0].traceback or failed[0].error if failed else "",
+        )
+    )
+
+
+def balance(run: Run, batch: DataProto) -> DataProto:
+    """Decide which rows update together: mini_batch, and critic_mini_batch where there is a critic."""
+    uids, seed = batch.non_tensor_batch["uid"], [run.config.actor_rollout_ref.actor.data_loader_seed, run.step]
+    batch = batch.with_batch(mini_batch=batches.update_numbers(uids, run.plan.actor, seed))
+    if run.plan.critic is None:
+        return batch
+    return batch.with_batch(critic_mini_batch=batches.update_numbers(uids, run.plan.critic, [*seed, 1]))
+
+
+def to_ranks(run: Run, batch: DataProto, role: str) -> DataProto:
+    """The batch as one role's ranks take it: rows spread by cost within each update, and the number of updates in an epoch."""
+    numbers = batch.batch["critic_mini_batch" if role == "critic" else "mini_batch"][:, 0]
+    lengths = batch.batch["attention_mask"].sum(1)
+    assignment = batches.spread(numbers, lengths, len(run.plan.placement[role]), run.config.trainer.balance_batch)
+    return batch.select(batch_keys=None, non_tensor_batch_keys=[]).with_meta(assignment=assignment, updates=int(numbers.max()) + 1)
+
+
+@stage("old_log_prob")
+def old_log_probs(run: Run, batch: DataProto) -> DataProto:
+    """Log-probs under the policy before this step's updates: old_log_probs, entropys.
+
+    Skipped where they are provably the ones of the update itself (one update, one epoch, no KL in the reward); the first
+    step always computes them, since the start-up gate compares them with the rollout's.
+    """
+    gate = run.first_step
+    once = run.plan.actor.per_step == 1 and not run.config.algorithm.use_kl_in_reward
+    if once and not gate:
+        return batch
+    batch = batch.union(run.actor.log_probs(to_ranks(run, batch, "actor")))
+    t = batch.batch
+    run.metrics["actor/entropy"] = masked_mean(t["entropys"], t["response_mask"]).item()
+    gap = gap_metrics(t["old_log_probs"], t["rollout_log_probs"], t["response_mask"])
+    run.metrics.update(gap)
+    limit = run.config.actor_rollout_ref.rollout.log_prob_gap_limit
+    if gate and gap and not gap["training/log_prob_gap"] <= limit:
+        raise LogProbGap(
+            f"mean |log p_train - log p_rollout| is {gap['training/log_prob_gap']:.2e} before the first update; "
+            f"actor_rollout_ref.rollout.log_prob_gap_limit={limit}. {_triage(t)}"
+        )
+    return batch
+
+
+def _triage(t) -> str:
+    """Where the gap is says what it comes from."""
+    gap = (t["old_log_probs"] - t["rollout_log_probs"]).abs()
+    mask = t["response_mask"].bool()
+    first = torch.zeros_like(mask)
+    first[torch.arange(len(mask)), mask.int().argmax(1)] = mask.any(1)
+    rest = mask & ~first
+    at_first, elsewhere = gap[first].mean().item(), gap[rest].mean().item() if rest.any() else 0.0
+    if at_first > 10 * elsewhere:
+        return f"It sits on the first response token ({at_first:.1e} there, {elsewhere:.1e} after it): a position is off by one."
+    return (
+        f"It is on all tokens ({at_first:.1e} on the first, {elsewhere:.1e} after it): look at the weights' dtype "
+        "(rollout.dtype, fsdp_config.dtype), at top_p/top_k, or at a model that the engine runs differently."
+    )
+
+
+@stage("ref")
+def reference_log_probs(run: Run, batch: DataProto) -> DataProto:
+    """Log-probs under the frozen reference: ref_log_prob. Only when a KL term uses it."""
+    return batch if run.reference is None else batch.union(run.reference.log_probs(to_ranks(run, batch, "ref")))
+
+
+@stage("values")
+def values(run: Run, batch: DataProto) -> DataProto:
+    """The critic's values. Only for estimators that use them."""
+    return batch if run.critic is None else batch.union(run.critic.values(to_ranks(run, batch, "critic")))
+
+
+@stage("adv")
+def advantages(run: Run, batch: DataProto) -> DataProto:
+    """From scores to token_level_rewards, advantages and returns."""
+    algorithm, t = run.config.algorithm, batch.batch
+    rewards = t["token_level_scores"]
+    if algorithm.use_kl_in_reward:
+        coefficient = run.kl.value
+        rewards, kl = apply_kl_penalty(
+            rewards, t["old_log_probs"], t["ref_log_prob"], t["response_mask"], coefficient, algorithm.kl_penalty
+        )
+        run.kl.update(kl, len(batch))
+        run.metrics.update({"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient})
+    inputs = AdvantageInputs(
+        token_level_rewards=rewards,
+        response_mask=t["response_mask"],
+        uid=batch.non_tensor_batch["uid"],
+        valid=t["valid"],
+        values=t.get("values"),
+        reward_baselines=t.get("reward_baselines"),
+        old_log_probs=t.get("old_log_probs"),
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+    )
+    adv, returns = compute_advantages(algorithm.adv_estimator, inputs)
+    return fields.check(batch.with_batch(token_level_rewards=rewards, advantages=adv, returns=returns))
+
+
+@stage("update_critic")
+def update_critic(run: Run, batch: DataProto) -> None:
+    """Fit the critic to the returns."""
+    if run.critic is not None:
+        run.metrics.update(run.critic.update(to_ranks(run, batch, "critic"))[0])
+
+
+@stage("update_actor")
+def update_actor(run: Run, batch: DataProto) -> None:
+    """Update the policy, once the critic's warm-up is over."""
+    if run.step >= run.config.trainer.critic_warmup:
+        run.metrics.update(run.actor.update(to_ranks(run, batch, "actor"))[0])
+
+
+@stage("testing")
+def validate(run: Run) -> dict[str, float]:
+    """Generate on the validation set with `rollout.val_kwargs`, score, and return metrics by data source."""
+    if run.val_data is None:
+        return {}
+    val, data = run.config.actor_rollout_ref.rollout.val_kwargs, run.config.data
+    rows: list[tuple[str, PromptRow]] = [(f"val-{i}", run.val_data.row(i)) for i in range(len(run.val_data)) for _ in range(val.n)]
+    greedy = not val.do_sample or val.temperature == 0
+    seeds = batches.seeds(run.config.actor_rollout_ref.rollout.seed, 0, len(rows))
+    size = (data.val_batch_size or len(run.val_data)) * val.n
+    sources, uids, rewards, parts, records = [], [], [], [], []
+    for start in range(0, len(rows), size):
+        chunk = rows[start : start + size]
+        samplings = [
+            Sampling(0.0 if greedy else val.temperature, val.top_p, val.top_k, data.max_response_length, seed=seed)
+            for seed in seeds[start : start + size]
+        ]
+        requests = batches.requests([row for _, row in chunk], [uid for uid, _ in chunk], samplings)
+        answers = run.rollout.generate(requests.select([], ["prompt_ids", "sampling"]), sleep_after=False)
+        batch = scored(run, batches.assemble(requests, answers, run.pad_id))
+        valid, totals = batch.batch["valid"].tolist(), batch.batch["token_level_scores"].sum(1).tolist()
+        sources += list(batch.non_tensor_batch["data_source"])
+        uids += list(batch.non_tensor_batch["uid"])
+        rewards += [total if ok else None for total, ok in zip(totals, valid, strict=True)]
+        parts += list(batch.non_tensor_batch["reward_parts"])
+        records += sample_records(run, batch)
+    numeric = sorted({name for p in parts for name, value in p.items() if isinstance(value, (int, float))})
+    variables = {"reward": rewards, **{name: [p.get(name) for p in parts] for name in numeric if name != "reward"}}
+    _write_jsonl(run.run_dir / "rollouts" / f"val_step_{run.step}.jsonl", records[: _at_most(run)])
+    failed = sum(reward is None for reward in rewards)
+    if failed:
+        run.display.warn(
+            f"{failed} of {len(rewards)} validation samples could not be scored and are left out; first: "
+            f"{batch.meta_info['reward_first_error']}"
+        )
+    return {**validation_metrics(sources, uids, variables), "val-aux/error_rate": failed / len(rewards)}
+
+
+def sample_records(run: Run, batch: DataProto) -> list[dict]:
+    """What a person wants to see of each sample: prompt, response, score and its parts, status, versions."""
+    t, columns = batch.batch, batch.non_tensor_batch
+    scores = t["token_level_scores"].sum(1).tolist()
+    return [
+        {
+            "uid": columns["uid"][i],
+            "index": columns["index"][i],
+            "data_source": columns["data_source"][i],
+            "prompt": run.tokenizer.decode(columns["prompt_ids"][i]),
+            "response": columns["text"][i],
+            "ground_truth": columns["ground_truth"][i],
+            "score": scores[i] if t["valid"][i] else None,
+            "reward_parts": columns["reward_parts"][i],
+            "status": columns["status"][i],
+            "error": columns["error"][i],
+            "response_tokens": int(t["response_mask"][i].sum()),
+            "weight_version": int(t["weight_version"][i]),
+        }
+        for i in range(len(batch))
+    ]
+
+
+def keep_samples(run: Run, batch: DataProto) -> None:
+    """Write a few of the step's samples to rollouts/step_N.jsonl."""
+    _write_jsonl(run.run_dir / "rollouts" / f"step_{run.step}.jsonl", sample_records(run, batch[: _at_most(run)]))
+
+
+def _at_most(run: Run) -> int | None:
+    count = run.config.trainer.rollouts_per_step
+    return None if count < 0 else count
+
+
+def _write_jsonl(path, records: list[dict]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records), encoding="utf-8")

@@ -1,0 +1,24 @@
+"""Weight sync from the trainer to the rollout engines: one function, one order, proven each time."""
+
+from verlite.trainer.run import Run
+from verlite.trainer.stages import stage
+
+
+@stage("update_weights")
+def sync_weights(run: Run) -> None:
+    """Give every rollout engine the trainer's weights under the next version.
+
+    Order: export in buckets, free the trainer's device memory, wake the engines' weights, load, reset their caches, compare
+    fingerprints (inside load_weights, before an engine accepts the version), wake their KV caches. A sync that fails anywhere
+    raises, leaves `run.version` as it was, and the engines refuse to generate with half-loaded weights.
+    """
+    exported = run.actor.export_weights()
+    try:
+        run.actor.offload()
+        run.rollout.wake("weights")
+        run.rollout.load_weights(exported, run.version + 1)
+        run.rollout.wake("kv_cache")
+    finally:
+        run.actor.release_export()
+    run.version += 1
+    run.metrics["perf/weight_sync_bytes"] = float(exported[0].bytes)

@@ -1,0 +1,148 @@
+"""The policy in training: log-probs, updates, weights for the rollout engine."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+
+from verlite.algorithms.aggregation import token_weights
+from verlite.algorithms.kl import kl_loss
+from verlite.algorithms.losses import PolicyLossInputs, entropy_sum, policy_loss
+from verlite.config.plan import Plan
+from verlite.config.schema import Config
+from verlite.controller.dispatch import register
+from verlite.engine.fsdp import Counts, TrainEngine
+from verlite.engine.model import load_tokenizer
+from verlite.protocol.data import DataProto
+from verlite.protocol.weights import shared_memory_dir, write_buckets
+from verlite.workers.training import TrainingWorker, cut
+
+
+@dataclass(frozen=True)
+class Export:
+    """The trainer's weights as one rank left them for the engines of its node; empty paths on ranks that wrote none."""
+
+    node_id: str
+    paths: list[str]
+    bytes: int
+    fingerprint: int
+
+
+class ActorWorker(TrainingWorker):
+    """One rank of the policy."""
+
+    def __init__(self, config: Config, plan: Plan, total_steps: int):
+        super().__init__(config, plan, total_steps)
+        policy = config.actor_rollout_ref
+        self.engine = TrainEngine(
+            policy.model,
+            policy.actor.fsdp_config,
+            policy.actor.optim,
+            head="lm",
+            total_training_steps=total_steps,
+            grad_clip=policy.actor.grad_clip,
+            max_nonfinite_updates=policy.actor.max_nonfinite_updates,
+            device=self.device,
+            seed=config.data.seed,
+        )
+        self._folder: Path | None = None
+
+    @register("split")
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """old_log_probs and entropys [b, R] of the responses under the current policy."""
+        self.engine.onload()
+        out = self.engine.forward(
+            batch, cut(self.plan.log_prob_micro), self.config.actor_rollout_ref.rollout.temperature, with_entropy=True
+        )
+        self.engine.offload()
+        return DataProto.from_dict({"old_log_probs": out["log_probs"], "entropys": out["entropy"]})
+
+    @register("split")
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """All of the step's policy updates; returns verl's actor/ metrics, equal on every rank."""
+        actor = self.config.actor_rollout_ref.actor
+        with_entropy = actor.calculate_entropy or actor.entropy_coeff != 0
+        metrics = self.update_in_mini_batches(
+            "actor", batch, self.plan.actor, policy_objective(self.config, self.plan), with_entropy=with_entropy
+        )
+        return {**metrics, "actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else metrics
+
+    @register("all")
+    def export_weights(self) -> Export:
+        """Stream the full weights into shared memory, one copy per node; every rank takes part in gathering them."""
+        self.engine.onload()
+        rollout = self.config.actor_rollout_ref.rollout
+        dtype = getattr(torch, self.plan.rollout_dtype)
+        weights = self.engine.export(dtype)
+        fingerprint = self.engine.fingerprint(dtype)
+        if self.local_rank:
+            for _ in weights:
+                pass
+            return Export(self.node_id, [], 0, fingerprint)
+        self._folder = shared_memory_dir()
+        paths = write_buckets(weights, self._folder, rollout.sync_bucket_mb * 2**20)
+        return Export(self.node_id, [str(p) for p in paths], sum(p.stat().st_size for p in paths), fingerprint)
+
+    @register("all")
+    def release_export(self) -> None:
+        """Delete the exported copy."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    @register("all")
+    def export_hf(self, folder: str) -> None:
+        """Write the policy and its tokenizer as a Hugging Face folder."""
+        self.engine.onload()
+        self.engine.save_pretrained(folder, load_tokenizer(self.config.actor_rollout_ref.model))
+        self.engine.offload()
+
+
+def policy_objective(config: Config, plan: Plan):
+    """The actor's loss as the engine calls it: loss(rows, outputs, counts) -> (scalar, additive metrics).
+
+    pg_loss - entropy_coeff * entropy + kl_loss_coef * KL, each aggregated by loss_agg_mode over the whole optimizer step:
+    `counts` has the tokens and sequences of all micro-batches on all ranks, so the sum of the parts is the loss of the whole.
+    """
+    actor = config.actor_rollout_ref.actor
+
+    def objective(rows: TensorDict, outputs: dict[str, torch.Tensor], counts: Counts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        log_probs = outputs["log_probs"]
+        mask = rows["response_mask"]
+        weights = token_weights(
+            mask,
+            actor.loss_agg_mode,
+            tokens=counts.tokens,
+            sequences=counts.sequences,
+            scale=plan.loss_scale,
+        )
+        old = rows.get("old_log_probs", log_probs.detach())
+        inputs = PolicyLossInputs(
+            log_prob=log_probs,
+            old_log_prob=old,
+            advantages=rows["advantages"],
+            response_mask=mask,
+            weights=weights,
+            tokens=counts.tokens,
+            clip_low=plan.clip_low,
+            clip_high=plan.clip_high,
+            clip_c=actor.clip_ratio_c,
+            loss_agg_mode=actor.loss_agg_mode,
+        )
+        loss, metrics = policy_loss(actor.policy_loss.loss_mode, inputs)
+        metrics["actor/pg_loss"] = loss.detach()
+        if "old_log_probs" not in rows.keys():
+            # This is the step's only update, so its log-probs are the old ones: the ratio is 1, and the gap is measured here.
+            metrics["training/log_prob_gap"] = inputs.token_mean((log_probs - rows["rollout_log_probs"]).abs())
+        if "entropy" in outputs:
+            metrics["actor/entropy"] = inputs.token_mean(outputs["entropy"])
+            loss = loss - actor.entropy_coeff * entropy_sum(outputs["entropy"], mask, weights)
+        if actor.use_kl_loss:
+            kl = kl_loss(log_probs, rows["ref_log_prob"], mask, weights, actor.kl_loss_type)
+            metrics["actor/kl_loss"] = kl.detach()
+            loss = loss + actor.kl_loss_coef * kl
+        return loss, metrics
+
+    return objective

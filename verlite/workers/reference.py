@@ -1,0 +1,35 @@
+"""The frozen reference policy: log-probs only."""
+
+from verlite.config.plan import Plan
+from verlite.config.schema import Config
+from verlite.controller.dispatch import register
+from verlite.engine.fsdp import TrainEngine
+from verlite.protocol.data import DataProto
+from verlite.workers.training import TrainingWorker, cut
+
+
+class ReferenceWorker(TrainingWorker):
+    """One rank of the reference. It has no optimizer, so nothing can change it."""
+
+    def __init__(self, config: Config, plan: Plan, total_steps: int):
+        super().__init__(config, plan, total_steps)
+        policy = config.actor_rollout_ref
+        self.engine = TrainEngine(
+            policy.model,
+            policy.ref.fsdp_config,
+            None,
+            head="lm",
+            total_training_steps=total_steps,
+            grad_clip=0.0,
+            max_nonfinite_updates=0,
+            device=self.device,
+            seed=config.data.seed,
+        )
+
+    @register("split")
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """ref_log_prob [b, R] of the responses."""
+        self.engine.onload()
+        out = self.engine.forward(batch, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature)
+        self.engine.offload()
+        return DataProto.from_dict({"ref_log_prob": out["log_probs"]})

@@ -1,0 +1,72 @@
+"""What actor, critic and reference share: a training engine behind Ray, its precision, offload, checkpoints and micro-batches."""
+
+import resource
+from pathlib import Path
+
+import torch
+
+from verlite.config.plan import Micro, Plan, Updates
+from verlite.config.schema import Config
+from verlite.controller.dispatch import register
+from verlite.controller.worker import Worker
+from verlite.engine.fsdp import TrainEngine
+from verlite.engine.micro import MicroBatching
+from verlite.protocol.data import DataProto
+
+
+class TrainingWorker(Worker):
+    """One rank of a model under FSDP2. Subclasses make the engine and name their losses."""
+
+    engine: TrainEngine
+
+    def __init__(self, config: Config, plan: Plan, total_steps: int):
+        self.config, self.plan, self.total_steps = config, plan, total_steps
+        self.init_distributed()
+
+    @register("all")
+    def save(self, folder: str) -> None:
+        """Write this role's shards (all ranks together)."""
+        self.engine.save(folder)
+
+    @register("all")
+    def load(self, folder: str) -> None:
+        """Read them back, whatever the number of ranks that wrote them."""
+        self.engine.load(folder)
+
+    @register("all")
+    def offload(self) -> None:
+        """Free device memory of what the configuration keeps in host memory between phases."""
+        self.engine.offload()
+
+    def update_in_mini_batches(self, role: str, batch: DataProto, updates: Updates, loss, **options) -> dict[str, float]:
+        """One optimizer step per mini-batch and epoch; returns means over the steps, equal on every rank.
+
+        Every rank makes the same number of steps, also one that has no row in some of them. The engine's own metrics (grad_norm,
+        lr, ...) get the role's name in front.
+        """
+        steps = []
+        temperature, dump = self.config.actor_rollout_ref.rollout.temperature, Path(self.config.trainer.default_local_dir, "nonfinite")
+        numbers = batch.batch["critic_mini_batch" if role == "critic" else "mini_batch"]
+        self.engine.onload(optimizer=True)
+        for epoch in range(updates.epochs):
+            for update in range(batch.meta_info["updates"]):
+                rows = batch.select_idxs(numbers[:, epoch] == update)
+                folder = dump / f"{role}_{epoch}_{update}"
+                steps.append(self.engine.update(rows, cut(updates.micro), temperature, loss, dump_dir=folder, **options))
+        self.engine.step_schedule()
+        self.engine.offload()
+        means = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        return {(key if "/" in key else f"{role}/{key}"): value for key, value in means.items()} | self._memory(role)
+
+    def _memory(self, role: str) -> dict[str, float]:
+        """Most memory this rank has held, in GiB."""
+        peak = {f"{role}/perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        if self.device.type == "cuda":
+            peak[f"{role}/perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            peak[f"{role}/perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+        return peak
+
+
+def cut(micro: Micro) -> MicroBatching:
+    """The plan's micro-batches as the engine takes them."""
+    return MicroBatching(max_tokens=micro.max_tokens) if micro.max_tokens is not None else MicroBatching(size=micro.size)
