@@ -1,6 +1,8 @@
 """State on disk: exact at the same world size, the same state at another, and never silently wrong."""
 
 import json
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,19 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tiny_qwen2: str, tmp_path: Pa
     damage(tmp_path, lambda tensors: tensors.pop("model.model.norm.weight"))
     with pytest.raises(ValueError, match="model.norm.weight"):
         engine(tiny_qwen2, train=True).load(tmp_path)
+
+
+def test_a_full_disk_is_an_ordinary_error(tiny_qwen2: str, tmp_path: Path) -> None:
+    """Here the operating system refuses files over 4 KiB, as a full disk would."""
+    subject = engine(tiny_qwen2)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"cannot write the checkpoint {tmp_path}"):
+            subject.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_generators_come_back_at_the_same_world_size_only(tiny_qwen2: str, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ MUTANTS = [
         DATA,
         "tensor = tensor.detach().cpu().contiguous()\n    try:",
         "tensor = tensor.detach().cpu()\n    size = tensor.untyped_storage().nbytes() // tensor.element_size()\n"
-     "    tensor = tensor.as_strided((size,), (1,), 0)\n    try:",
+        "    tensor = tensor.as_strided((size,), (1,), 0)\n    try:",
         TEST + "test_pickle_sends_only_the_rows_of_a_view",
     ),
     (

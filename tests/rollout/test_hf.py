@@ -177,17 +177,23 @@ def test_finish_reasons_and_lengths(engine, path):
 
 
 def test_stops_at_any_of_several_eos_ids_and_keeps_the_token(tmp_path):
-    """An id of generation_config.json that the tokenizer does not call EOS ends a sequence too, and so does the tokenizer's."""
+    """An id of generation_config.json that the tokenizer does not call EOS ends a sequence too, and so does the tokenizer's.
+    The engine gets its weights as it does in training: from outside."""
     path = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1)
     ids = naive_greedy(float64_model(path), [30, 31], 12)
     third = next(i for i in range(2, 12) if ids[i] not in ids[:i])
-    generation = Path(path) / "generation_config.json"
-    generation.write_text(json.dumps({"eos_token_id": [1, 3]}))
-    engine = start(path)
+    weights = weights_of(float64_model(path).float())
+
+    def started(eos: list[int]) -> BatchedEngine:
+        (Path(path) / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        engine = start(path, pretrained=False)
+        engine.load_weights(weights, 1, fingerprint(weights))
+        return engine
+
+    engine = started([1, 3])
     assert ask(engine, [[30, 31]], Sampling(0.0, max_tokens=12))[0].ids == ids
     engine.close()
-    generation.write_text(json.dumps({"eos_token_id": [3, ids[third]]}))
-    engine = start(path)
+    engine = started([3, ids[third]])
     try:
         (answer,) = ask(engine, [[30, 31]], Sampling(0.0, max_tokens=12))
         assert answer.ids == ids[: third + 1] and answer.finish_reason == "stop"

@@ -27,7 +27,10 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     """Write the state; all ranks must call it. `schedule` is JSON. Raises OSError when the disk is full."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder / "shards"), save_distributed=True)
-    dcp.save(_tensors(model, optimizer), storage_writer=writer)
+    try:
+        dcp.save(_tensors(model, optimizer), storage_writer=writer)
+    except dcp.CheckpointException as error:  # a BaseException, which no handler of failed saves would see
+        raise OSError(f"cannot write the checkpoint {folder}: {error}") from error
     (folder / f"rng_rank_{dist.get_rank()}.json").write_text(json.dumps(_rng_state()))
     if dist.get_rank() == 0:
         steps = {} if optimizer is None else {name: int(optimizer.state[p]["step"]) for name, p in model.named_parameters()}

@@ -114,7 +114,9 @@ class TrainEngine:
         for tensor in tensors if self.world_size > 1 else ():
             whole = tensor.detach().to(self.device) if self.rank == 0 else torch.empty_like(tensor, device=self.device)
             dist.broadcast(whole, 0)
-            torch.utils.swap_tensors(tensor, nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole)
+            # Both are new tensors over the storage of `whole`, which the communication backend may still refer to.
+            fresh = nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole.detach()
+            torch.utils.swap_tensors(tensor, fresh)
 
     def _shard(self) -> None:
         compute = self.fsdp_config.dtype

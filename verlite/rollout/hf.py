@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import AttentionInterface
 
 from verlite.config.schema import ModelConfig
@@ -170,7 +170,7 @@ class HFCore:
         self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self._eos = torch.tensor(sorted(eos_ids(self.model, self.tokenizer)), dtype=torch.int64, device=device)
+        self._eos = torch.tensor(sorted(eos_ids(model.path, self.model, self.tokenizer)), dtype=torch.int64, device=device)
         self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
         self._seeds = random.Random(seed)
         self._waiting: deque[tuple[int, list[int], Sampling]] = deque()
@@ -450,10 +450,14 @@ class HFCore:
         return self._enders[stop]
 
 
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every id that ends a sequence, by the generation config, the model's config or the tokenizer."""
+def eos_ids(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Every id that ends a sequence, by generation_config.json, the model's config or the tokenizer."""
+    try:
+        generation = GenerationConfig.from_pretrained(path)  # a model built from its config alone does not read the file
+    except OSError:  # there is none
+        generation = model.generation_config
     found: set[int] = set()
-    for ids in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    for ids in (generation.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
         found |= {ids} if isinstance(ids, int) else set(ids or ())
     return found
 
