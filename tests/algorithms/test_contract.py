@@ -1,6 +1,8 @@
 """The contract tests pass for what verlite ships and name what is wrong with typical first attempts."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,16 @@ def test_built_in_losses_pass(name: str) -> None:
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_losses_that_look_at_the_whole_micro_batch_are_told_so(name: str) -> None:
     assert any("sum over micro-batches" in problem for problem in check_policy_loss(POLICY_LOSSES[name], clip_cov_lb=0, clip_cov_ub=99))
+
+
+def test_the_examples_of_the_docs_pass() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    examples: dict = {}
+    for source in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(source, examples)
+    assert check_estimator(examples["centred"], whitens=True) == []
+    assert check_policy_loss(examples["unclipped"]) == []
+    assert examples["compute_score"]("mine", " 72\n", "72") == 1.0
 
 
 def per_row(inputs: AdvantageInputs, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

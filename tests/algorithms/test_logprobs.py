@@ -128,3 +128,27 @@ def test_memory_stays_within_a_chunk() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         token_log_probs(hidden, weight, labels, 0.9, chunk, with_entropy=True)
     assert sum(saved) == hidden.numel() + weight.numel() + 3 * tokens
+
+
+def test_an_entropy_that_is_only_looked_at_changes_no_gradient() -> None:
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(7, 4), torch.randn(11, 4), torch.randint(11, (7,))
+    gradients = []
+    for with_entropy in (False, True):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        log_probs, _ = token_log_probs(h, w, labels, 0.7, chunk=3, with_entropy=with_entropy)
+        log_probs.square().sum().backward()
+        gradients.append((h.grad, w.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_an_entropy_alone_has_its_own_gradient() -> None:
+    torch.manual_seed(1)
+    hidden, weight, labels = torch.randn(5, 4).double(), torch.randn(11, 4).double(), torch.randint(11, (5,))
+    h, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    _, entropy = token_log_probs(h, weight, labels, chunk=2, with_entropy=True)
+    assert entropy is not None
+    entropy.square().sum().backward()
+    probs = (other @ weight.t()).softmax(-1)
+    (-(probs * probs.log()).sum(-1)).square().sum().backward()
+    torch.testing.assert_close(h.grad, other.grad)

@@ -53,12 +53,25 @@ def material(tmp_path_factory) -> Material:
     write_prompts(folder / "train.parquet", 2048)
     write_prompts(folder / "test.parquet", 300)
     (folder / "model").mkdir()
-    (folder / "model" / "model.safetensors").touch()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / "model" / name).touch()
     described = {"model_type": "qwen2", "num_attention_heads": 4, "max_position_embeddings": 8192}
     (folder / "model" / "config.json").write_text(json.dumps(described))
     write_prompts(folder / "empty.parquet", 0)
     write_prompts(folder / "unlabelled.parquet", 9, data_source=None)
     (folder / "reward.py").write_text("def score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")
+    (odd := folder / "odd").mkdir()
+    write_prompts(odd / "unscored.parquet", 9, data_source="my/sums")
+    write_prompts(odd / "unanswered.parquet", 9, reward_model={"style": "rule"})
+    for name, files in {
+        "broken": {"config.json": "{"},
+        "bare": {"config.json": "{}"},
+        "mute": {"config.json": "{}", "a.safetensors": ""},
+    }.items():
+        (odd / name).mkdir()
+        for file, text in files.items():
+            (odd / name / file).write_text(text)
+    (odd / "reward.py").write_text("def compute_score(:\n")
     return Material(folder)
 
 

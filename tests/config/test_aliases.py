@@ -29,8 +29,8 @@ RENAMES = [
     ("critic.fsdp.param_offload=true", "critic.model.fsdp_config.param_offload", True),
     ("critic.fsdp={optimizer_offload:true}", "critic.model.fsdp_config.optimizer_offload", True),
     ("+reward.custom_reward_function.name=f", "custom_reward_function.name", "f"),
-    ("reward.reward_kwargs.a=1", "custom_reward_function.reward_kwargs", {"a": 1}),
-    ("reward.reward_kwargs={a:1}", "custom_reward_function.reward_kwargs", {"a": 1}),
+    ("reward.reward_kwargs.method=flexible", "custom_reward_function.reward_kwargs", {"method": "flexible"}),
+    ("reward.reward_kwargs={method:flexible}", "custom_reward_function.reward_kwargs", {"method": "flexible"}),
     ("ray_init.num_cpus=8", "ray_kwargs.ray_init.num_cpus", 8),
 ]
 
@@ -41,7 +41,8 @@ def test_renamed(material, typed, new, value):
     assert value_of(loaded.config, new) == value
     assert loaded.provenance[new] == "command line"
     old = typed.lstrip("+").split("=")[0]
-    assert len([note for note in loaded.notes if note.startswith((old, "custom_reward_function"))]) == 1 or old in "".join(loaded.notes)
+    about = [note for note in loaded.notes if note.startswith((old, "custom_reward_function"))]
+    assert len(about) == 1 and about[0].startswith((f"{old} ", f"{old}.")), loaded.notes
 
 
 def test_every_new_name_exists():
@@ -170,6 +171,17 @@ def test_refused_with_what_to_use(material, typed, words):
     (problem,) = error.value.problems
     assert problem.key == typed.lstrip("+").split("=")[0]
     assert words in str(problem)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["data.train_data_num=0", f"{ROLLOUT}n_agent=0", "reward.reward_kwargs.methd=flexible", "reward.reward_kwargs={methd:flexible}"],
+)
+def test_a_violated_rule_is_said_under_the_name_that_was_typed(material, typed):
+    with pytest.raises(ConfigError) as error:
+        material.load(typed)
+    (problem,) = error.value.problems
+    assert problem.key.startswith(typed.split("=")[0])
 
 
 def test_both_names_of_one_key(material):

@@ -29,8 +29,16 @@ CASES = [
     ("algorithm.gamma=0.9", GRPO, "algorithm.adv_estimator=remax"),
     ("algorithm.gamma=0.9", f"algorithm.adv_estimator=rloo {ROLLOUT}n=4", "algorithm.adv_estimator=mine:f"),
     ("algorithm.norm_adv_by_std_in_grpo=false", "", GRPO),
+    ("algorithm.norm_adv_by_std_in_grpo=false", f"algorithm.adv_estimator=opo {ROLLOUT}n=4",
+     f"algorithm.adv_estimator=grpo_passk {ROLLOUT}n=4"),
     (f"{ACTOR}clip_ratio=0.1", f"{ACTOR}clip_ratio_low=0.2 {ACTOR}clip_ratio_high=0.3", f"{ACTOR}clip_ratio_high=0.3"),
     (f"{ACTOR}loss_scale_factor=100", "", f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm"),
+    (f"{ACTOR}loss_scale_factor=100", "", "critic.loss_agg_mode=seq-mean-token-sum-norm"),
+    (f"{ACTOR}loss_scale_factor=100", f"{GRPO} critic.loss_agg_mode=seq-mean-token-sum-norm", None),
+    (f"{ACTOR}clip_ratio=0.1", f"{ACTOR}policy_loss.loss_mode=gpg", f"{ACTOR}policy_loss.loss_mode=cispo"),
+    (f"{ACTOR}clip_ratio_low=0.1", f"{ACTOR}policy_loss.loss_mode=gpg", f"{ACTOR}policy_loss.loss_mode=mine:f"),
+    (f"{ACTOR}clip_ratio_high=0.1", f"{ACTOR}policy_loss.loss_mode=gpg", ""),
+    (f"{ACTOR}clip_ratio_c=4", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}policy_loss.loss_mode=dppo_kl"),
     (f"{ACTOR}ppo_micro_batch_size_per_gpu=2", DYNAMIC, f"{DYNAMIC} critic.use_dynamic_bsz=false"),
     (f"{ACTOR}ppo_max_token_len_per_gpu=9999", "", f"{ROLLOUT}log_prob_use_dynamic_bsz=true"),
     (f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=2", f"{ROLLOUT}log_prob_use_dynamic_bsz=true", ""),
@@ -56,12 +64,12 @@ CASES = [
     ("trainer.critic_warmup=3", GRPO, ""),
     ("trainer.resume_from_path=/x/global_step_3", "", None),
     ("trainer.max_actor_ckpt_to_keep=3", "", "trainer.save_freq=5"),
-    ("custom_reward_function.reward_kwargs.a=3", "", None),
+    (f"{ROLLOUT}engine_kwargs.sglang.a=1", "", None),
     ("ray_kwargs.ray_init.num_cpus=8", "ray_kwargs.ray_init.address=auto", ""),
     ("max_turns=4", "", None),
     ("retriever.topk=4", "", None),
     ("data.max_obs_length=4", "max_turns=4", None),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "off", "on"), CASES, ids=[f"{key} {off}" for key, off, _ in CASES])
@@ -84,6 +92,10 @@ def test_keys_nobody_set_are_not_mentioned(material):
     assert material.load(*GRPO.split()).notes == []
 
 
+def test_arguments_of_the_built_in_scorer_have_an_effect(material):
+    assert material.load("custom_reward_function.reward_kwargs.method=flexible").notes == []
+
+
 @pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
 def test_vllm_on_cpus_and_on_gpus(material):
     on_cpu = material.load(*VLLM, f"{ROLLOUT}gpu_memory_utilization=0.4", f"{ROLLOUT}kv_cache_gb=2").notes
@@ -102,6 +114,9 @@ def test_remarks(material):
     val = f"data.val_files={material.folder}/test.parquet"
     assert "all the same" in material.load(val, f"{ROLLOUT}val_kwargs.n=4").notes[0]
     assert "is greedy although" in material.load(val, f"{ROLLOUT}val_kwargs.do_sample=true").notes[0]
+    (note,) = material.load(f"{ACTOR}policy_loss.loss_mode=gspo").notes
+    assert note == f"{ACTOR}loss_agg_mode=token-mean: the paper of policy_loss.loss_mode=gspo uses seq-mean-token-mean"
+    assert material.load(f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-mean").notes == []
     assert "auto chose" in material.load(f"~{ROLLOUT}name").notes[0]
 
 

@@ -81,6 +81,8 @@ def test_an_unknown_key_names_the_one_that_was_meant(material, typed, meant):
         ("cluster.component_placement=0-3", "expected mapping or null, got text"),
         (ROLLOUT + "engine_kwargs=fast", "expected mapping, got text"),
         ("trainer.experiment_name=[a,b]", "expected text, got a list"),
+        ("data.train_files={a:1}", "expected a file or a list of files, got a mapping"),
+        ("retriever.url={a:1}", "expected an address or a list of addresses, got a mapping"),
     ],
 )
 def test_a_wrong_type_names_the_expected_one(material, typed, rule):
@@ -112,6 +114,21 @@ def test_text_is_taken_as_it_stands(material):
     assert loaded.config.trainer.experiment_name == "lr=1e-6,n=5"
     assert loaded.config.trainer.project_name == "~x(y)"
     assert not loaded.config.trainer.resume_from_path.startswith("~")
+
+
+@pytest.mark.parametrize("name", ["2024_11", "1e-6", "1.50", "true", "007", "1_000.5", "inf"])
+def test_a_name_that_looks_like_a_number_is_kept(material, name):
+    """Hydra reads these as numbers and truth values; written back they would be other names."""
+    loaded = material.load(
+        f"trainer.experiment_name={name}", f"data.tokenizer={name}", "~trainer.default_local_dir",
+        "custom_reward_function.reward_kwargs.method=strict",
+    )  # fmt: skip
+    assert loaded.config.trainer.experiment_name == name
+    assert loaded.config.trainer.default_local_dir == f"checkpoints/verlite_examples/{name}"
+    assert loaded.config.actor_rollout_ref.model.tokenizer_path == name
+    (problem,) = problems(material, f"data.train_files={name}")
+    assert problem.value == name
+    assert material.load("actor_rollout_ref.model.tokenizer_path=null").config.actor_rollout_ref.model.tokenizer_path is None
 
 
 def test_values_of_every_kind(material):
@@ -233,7 +250,7 @@ def test_a_users_file_with_a_mistake(material, tmp_path, content, key, words):
 def test_a_config_name_that_is_not_there(material, tmp_path):
     (problem,) = problems(material, config_name="grop")
     assert (problem.key, problem.value) == ("--config-name", "grop")
-    assert "grpo" in problem.remedy
+    assert "grpo" in problem.remedy and "sft" not in problem.remedy
     (problem,) = problems(material, config_name="grpo", config_dir=tmp_path / "none")
     assert problem.key == "--config-path"
 
@@ -262,8 +279,8 @@ def test_interpolations_are_resolved(material):
     assert "default_local_dir: checkpoints/p/e" in dump(loaded)
 
 
-def test_secrets_are_never_printed(material):
-    reward = material.folder / "reward.py"
+def test_secrets_are_never_printed(material, tmp_path):
+    reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs): return 0\n")
     kwargs = "custom_reward_function.reward_kwargs"
     given = [
@@ -312,7 +329,8 @@ def test_main_argv(material, capsys):
     with pytest.raises(SystemExit) as stop:
         main_argv(["--help"])
     assert stop.value.code == 0
-    assert "--config-name" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "NAME is one of grpo, ppo_trainer, quickstart, or a YAML file" in told
     with pytest.raises(SystemExit) as stop:
         main_argv([*material.good, "data.sede=1"])
     assert stop.value.code == 2

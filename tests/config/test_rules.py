@@ -2,14 +2,24 @@
 
 import json
 import os
+from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from tensordict import TensorDict
 
 from tests.config.conftest import write_prompts
 from verlite.algorithms import advantages, aggregation, kl, losses
-from verlite.config import ConfigError, rules
+from verlite.config import ConfigError, ineffective, keys, make_plan, names, plan, rules
 from verlite.config.plan import installed
 from verlite.config.problems import nearest
+from verlite.engine.fsdp import Counts
+from verlite.protocol.data import DataProto, object_array
+from verlite.rewards import routing
+from verlite.trainer import stages
+from verlite.workers.actor import policy_objective
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
 DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
@@ -36,7 +46,20 @@ WRONG = [
     (f"{ACTOR}optim.betas=[0.9]", f"{ACTOR}optim.betas", "two numbers"),
     (f"{ACTOR}optim.betas=[0.9,1.0]", f"{ACTOR}optim.betas", "must be >= 0 and < 1"),
     (f"{ACTOR}optim.lr_scheduler_type=linear", f"{ACTOR}optim.lr_scheduler_type", "no such name; constant, cosine"),
-    (f"{ACTOR}fsdp_config.dtype=fp16", f"{ACTOR}fsdp_config.dtype", "no such name; float16"),
+    (f"{ACTOR}fsdp_config.dtype=fp16", f"{ACTOR}fsdp_config.dtype", "no such name; bfloat16"),
+    (f"{ACTOR}fsdp_config.dtype=float16", f"{ACTOR}fsdp_config.dtype", "no such name; auto, float32, bfloat16"),
+    ("data.seed=-1", "data.seed", "must be >= 0"),
+    (f"{ACTOR}data_loader_seed=-1", f"{ACTOR}data_loader_seed", "must be >= 0"),
+    (f"{ROLLOUT}seed=-1", f"{ROLLOUT}seed", "must be >= 0"),
+    (f"{ACTOR}entropy_coeff=nan", f"{ACTOR}entropy_coeff", "must be finite"),
+    (f"{ACTOR}entropy_coeff=-inf", f"{ACTOR}entropy_coeff", "must be finite"),
+    ("reward.item_timeout_s=0", "reward.item_timeout_s", "must be > 0"),
+    ("reward.timeout_s=-1", "reward.timeout_s", "must be > 0"),
+    ("trainer.save_freq=-2", "trainer.save_freq", "must be >= 1 or -1"),
+    (f"{ROLLOUT}engine_kwargs.vlm.foo=1", f"{ROLLOUT}engine_kwargs.vlm", "there is no such engine; Did you mean vllm; Legal: vllm, hf"),
+    (f"{ROLLOUT}engine_kwargs.vllm=3", f"{ROLLOUT}engine_kwargs.vllm", "must be a mapping"),
+    ("algorithm.adv_estimator=rloo_token_kl", "algorithm.adv_estimator", "not offered yet; reward_clip_range; Legal: gae, grpo"),
+    (f"{ACTOR}policy_loss.loss_mode=clip_cov", f"{ACTOR}policy_loss.loss_mode", "not offered yet; Legal: vanilla"),
     (f"{ACTOR}loss_agg_mode=token_mean", f"{ACTOR}loss_agg_mode", "no such name; Did you mean token-mean"),
     (f"{ACTOR}policy_loss.loss_mode=vanila", f"{ACTOR}policy_loss.loss_mode", "no such name; Did you mean vanilla"),
     (f"{ACTOR}kl_loss_type=k4", f"{ACTOR}kl_loss_type", "no such name; k3"),
@@ -62,8 +85,8 @@ WRONG = [
     ("trainer.device=gpu", "trainer.device", "no such name; auto, cuda, cpu"),
     ("trainer.nnodes=0", "trainer.nnodes", "must be >= 1"),
     ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node", "must be >= 1"),
-    ("trainer.test_freq=0", "trainer.test_freq", "-1 for never"),
-    ("trainer.save_freq=0", "trainer.save_freq", "-1 for never"),
+    ("trainer.test_freq=0", "trainer.test_freq", "must be >= 1 or -1; -1 for never"),
+    ("trainer.save_freq=0", "trainer.save_freq", "must be >= 1 or -1; -1 for never"),
     ("trainer.total_training_steps=0", "trainer.total_training_steps", "must be >= 1"),
     ("reward.max_error_rate=2", "reward.max_error_rate", "must be >= 0 and <= 1"),
     # batch arithmetic
@@ -108,6 +131,19 @@ WRONG = [
     ("retriever.url=127.0.0.1:8000", "retriever.url", "is no http address"),
     ("retriever.url=http://127.0.0.1:80000/retrieve", "retriever.url", "80000 is no port"),
     # files
+    ("data.train_files=null", "data.train_files", "must name at least one parquet file"),
+    ("data.train_files=", "data.train_files", "must name at least one parquet file"),
+    ("data.train_files=''", "data.train_files", "must name at least one parquet file"),
+    ("data.train_files=[]", "data.train_files", "must name at least one parquet file"),
+    ("data.train_files=['']", "data.train_files", "must name at least one parquet file"),
+    ("data.val_files=['']", "data.val_files", "must name at least one parquet file"),
+    ("data.train_files=[{folder}/train.parquet,'']", "data.train_files", "one of the names is empty"),
+    ("actor_rollout_ref.model.tokenizer_path=/nope", "actor_rollout_ref.model.tokenizer_path", "no such folder; on the hub"),
+    ("actor_rollout_ref.model.tokenizer_path={folder}", "actor_rollout_ref.model.tokenizer_path", "has no tokenizer; tokenizer.json"),
+    ("custom_reward_function.reward_kwargs.methd=flexible", "custom_reward_function.reward_kwargs.methd",
+     "gsm8k:compute_score has no such parameter; Its parameters: data_source; method"),
+    ("custom_reward_function.path={folder}/reward.py custom_reward_function.name=score custom_reward_function.reward_kwargs.zzz=1",
+     "custom_reward_function.reward_kwargs.zzz", "score in; has no such parameter, and no **kwargs"),
     ("data.train_files=/nowhere/train.parquet", "data.train_files", "no such file; / exists"),
     ("data.train_files={folder}/tain.parquet", "data.train_files", "no such file; test.parquet, train.parquet"),
     ("data.val_files=[{folder}/test.parquet,{folder}/no.parquet]", "data.val_files", "no such file"),
@@ -193,6 +229,60 @@ def test_files_with_nothing_usable_in_them(material, tmp_path):
     ]
 
 
+def test_rows_that_nothing_can_score_are_told(material, tmp_path):
+    strange = write_prompts(tmp_path / "strange.parquet", 2, data_source="my/sums")
+    with pytest.raises(ConfigError) as error:
+        material.load(f"data.val_files={strange}")
+    (problem,) = error.value.problems
+    assert (problem.key, problem.value, problem.rule) == ("data.val_files", str(strange), "no scorer belongs to data source 'my/sums'")
+    assert "custom_reward_function.path" in problem.remedy and "openai/gsm8k" in problem.remedy
+    for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
+        table = pq.read_table(strange)
+        pq.write_table(table.set_column(0, "data_source", pa.array(["my/sums"] * 2).cast(kind)), tmp_path / "other.parquet")
+        with pytest.raises(ConfigError, match="no scorer belongs to data source 'my/sums'"):
+            material.load(f"data.val_files={tmp_path}/other.parquet")
+    own = [f"custom_reward_function.path={material.folder}/reward.py", "custom_reward_function.name=score"]
+    material.load(f"data.val_files={strange}", *own)
+    for source in ("aime2024", "math_dapo_reasoning"):
+        material.load(f"data.val_files={write_prompts(tmp_path / 'known.parquet', 2, data_source=source)}")
+
+
+@pytest.mark.parametrize("column", [{"style": "rule"}, "4"])
+def test_a_reward_model_must_hold_a_ground_truth(material, tmp_path, column):
+    bare = write_prompts(tmp_path / "bare.parquet", 2, reward_model=column)
+    with pytest.raises(ConfigError) as error:
+        material.load(f"data.val_files={bare}")
+    (problem,) = error.value.problems
+    assert (problem.key, problem.value) == ("data.val_files", str(bare))
+    assert "column 'reward_model' holds s" in problem.rule and "expected {style, ground_truth}" in problem.rule
+
+
+def test_a_parquet_file_may_have_any_name(material, tmp_path):
+    material.load(f"data.val_files={write_prompts(tmp_path / 'part-00000', 2)}")
+
+
+def test_a_model_folder_needs_a_tokenizer_unless_one_is_named(material, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((material.folder / "model" / name).read_bytes())
+    with pytest.raises(ConfigError) as error:
+        material.load(f"actor_rollout_ref.model.path={tmp_path}")
+    (problem,) = error.value.problems
+    assert (problem.key, problem.value) == ("actor_rollout_ref.model.path", str(tmp_path))
+    assert "has no tokenizer" in problem.rule and "actor_rollout_ref.model.tokenizer_path" in problem.remedy
+    for elsewhere in (material.folder / "model", "Qwen/Qwen2.5-0.5B"):
+        material.load(f"actor_rollout_ref.model.path={tmp_path}", f"actor_rollout_ref.model.tokenizer_path={elsewhere}")
+    (tmp_path / "vocab.json").touch()
+    material.load(f"actor_rollout_ref.model.path={tmp_path}")
+
+
+def test_a_reward_function_that_takes_everything_takes_all_kwargs(material, tmp_path):
+    file = tmp_path / "reward.py"
+    kwargs = [f"custom_reward_function.path={file}", "custom_reward_function.reward_kwargs.bonus=1"]
+    for parameters in ("**row", "data_source, solution_str, ground_truth, extra_info, bonus", "data_source, *, bonus=0"):
+        file.write_text(f"def compute_score({parameters}): pass\n")
+        material.load(*kwargs)
+
+
 def test_a_model_whose_config_is_broken(material, tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json cannot be read"):
@@ -201,7 +291,8 @@ def test_a_model_whose_config_is_broken(material, tmp_path):
 
 def test_rope_scaling_lengthens_the_context(material, tmp_path):
     described = json.loads((material.folder / "model" / "config.json").read_text())
-    (tmp_path / "model.safetensors").touch()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
     (tmp_path / "config.json").write_text(json.dumps(described | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
     material.load(f"actor_rollout_ref.model.path={tmp_path}", "data.max_prompt_length=8000")
     material.load("data.max_prompt_length=8000", "actor_rollout_ref.model.override_config.max_position_embeddings=16384")
@@ -250,21 +341,71 @@ def test_own_functions_are_legal_names(material):
 
 
 def test_names_are_those_of_the_algorithms():
-    """The lists that rules.py keeps, because rooms import downward only."""
-    offered = set(rules.ESTIMATORS)
-    assert offered <= set(advantages.ESTIMATORS)
-    assert set(rules.GROUP_ESTIMATORS) == offered & set(advantages.GROUP_ESTIMATORS)
-    assert offered & set(advantages.NEEDS_VALUES) == {"gae"}
-    assert offered & set(advantages.NEEDS_GREEDY_BASELINE) == {"remax"}
-    assert set(rules.DUAL_CLIP_LOSSES) <= set(rules.POLICY_LOSSES) <= set(losses.POLICY_LOSSES)
-    assert set(rules.AGGREGATION_MODES) == set(aggregation.AGGREGATION_MODES)
-    assert set(rules.KL_KINDS) == set(kl.KL_KINDS)
+    """What is read from the text of the algorithms is what they are when imported, and all of it is offered but what is not wired."""
+    assert {*rules.ESTIMATORS, *rules.POLICY_LOSSES, *rules.NOT_WIRED} == {*advantages.ESTIMATORS, *losses.POLICY_LOSSES}
+    assert set(rules.ESTIMATORS) == set(advantages.ESTIMATORS) - set(rules.NOT_WIRED)
+    assert set(rules.POLICY_LOSSES) == set(losses.POLICY_LOSSES) - set(rules.NOT_WIRED)
+    assert rules.GROUP_ESTIMATORS == advantages.GROUP_ESTIMATORS
+    assert (plan.NEEDS_VALUES, plan.NEEDS_GREEDY_BASELINE) == (advantages.NEEDS_VALUES, advantages.NEEDS_GREEDY_BASELINE)
+    assert rules.PAPER_AGGREGATION == losses.PAPER_AGGREGATION
+    assert rules.AGGREGATION_MODES == aggregation.AGGREGATION_MODES
+    assert rules.KL_KINDS == kl.KL_KINDS
+    assert rules.SCORERS == routing.SCORERS
+    for source in ("openai/gsm8k", "aime2025", "math", "math_dapo_reasoning", "lighteval/MATH"):
+        assert rules._scorer_of(source) == routing.scorer_of(source)
+    assert rules._scorer_of("mathematics") is None
+
+
+def test_what_is_not_wired_is_what_needs_more_than_the_loop_gives():
+    not_given = ("token_level_scores", "sum_pi_squared", "rollout_is_weights", "reward_clip_range", "extra")
+    needy = {name for table in ((rules.ADVANTAGES, "ESTIMATORS"), (rules.LOSSES, "POLICY_LOSSES"))
+             for attribute in not_given for name in names.readers(*table, attribute)}  # fmt: skip
+    assert needy == set(rules.NOT_WIRED)
+
+
+def test_which_settings_an_algorithm_reads_is_found_in_functions_that_it_calls():
+    assert names.readers(rules.ADVANTAGES, "ESTIMATORS", "lam") == ["gae"]
+    assert "reinforce_plus_plus" in names.readers(rules.ADVANTAGES, "ESTIMATORS", "gamma")  # through rewards_to_go
+    assert {"vanilla", "dppo_tv"} <= set(names.readers(rules.LOSSES, "POLICY_LOSSES", "clip_c"))
+
+
+@pytest.mark.parametrize("name", rules.ESTIMATORS)
+def test_the_loop_gives_each_estimator_that_is_offered_what_it_needs(material, name):
+    loaded = material.load(f"algorithm.adv_estimator={name}", f"{ROLLOUT}n=2")
+    shape = (4, 3)
+    given = DataProto.from_dict(
+        {
+            "response_mask": torch.ones(shape, dtype=torch.int64),
+            "token_level_scores": torch.rand(shape),
+            "valid": torch.ones(4, dtype=torch.bool),
+            **({"values": torch.rand(shape)} if name in plan.NEEDS_VALUES else {}),
+            **({"reward_baselines": torch.rand(4)} if name in plan.NEEDS_GREEDY_BASELINE else {}),
+        },
+        {"uid": object_array(["a", "a", "b", "b"])},
+    )
+    run = SimpleNamespace(config=loaded.config, plan=make_plan(loaded.config), metrics={})
+    batch = stages.advantages.__wrapped__(run, given)
+    assert batch.batch["advantages"].isfinite().all() and batch.batch["advantages"].any()
+
+
+@pytest.mark.parametrize("name", rules.POLICY_LOSSES)
+def test_the_loop_gives_each_policy_loss_that_is_offered_what_it_needs(material, name):
+    config = material.load(f"{ACTOR}policy_loss.loss_mode={name}").config
+    mask, log_probs = torch.ones(2, 3, dtype=torch.int64), torch.full((2, 3), -1.0, requires_grad=True)
+    rows = TensorDict({"response_mask": mask, "old_log_probs": log_probs.detach() - 0.1, "advantages": torch.ones(2, 3)}, [2])
+    counts = Counts(tokens=6, sequences=2)
+    loss, _ = policy_objective(config, make_plan(config))(rows, {"log_probs": log_probs}, counts)
+    loss.backward()
+    assert loss.isfinite() and log_probs.grad.isfinite().all() and log_probs.grad.any()
+
+
+def test_every_number_has_a_bound():
+    numeric = {key.name for key in keys.keys().values() if "number" in key.type}
+    assert {name for name in numeric if not rules.bound(name)} == set()
 
 
 def test_every_rule_is_about_keys_that_exist():
     from fnmatch import fnmatchcase
-
-    from verlite.config import ineffective, keys
 
     patterns = [*rules.CHOICES, *rules.BOUNDS, *rules.OWN_FUNCTION, *rules._REMEDIES, *(row[0] for row in ineffective.TABLE)]
     for pattern in patterns:
@@ -275,7 +416,8 @@ def test_every_rule_is_about_keys_that_exist():
 @pytest.mark.parametrize(
     ("value", "words", "legal"),
     [(1, ">= 1 or -1", True), (-1, ">= 1 or -1", True), (0, ">= 1 or -1", False), (1, "> 0 and <= 1", True), (0, "> 0 and <= 1", False),
-     (1.5, "> 0 and <= 1", False), (float("nan"), ">= 0", False), (float("inf"), ">= 0", False)],
+     (1.5, "> 0 and <= 1", False),
+     (-2, "finite", True), (float("inf"), "finite", False), (float("nan"), ">= 0", False), (float("inf"), ">= 0", False)],
 )  # fmt: skip
 def test_bounds_mean_what_they_say(value, words, legal):
     assert rules.within(value, words) is legal

@@ -55,6 +55,10 @@ def test_files_with_different_columns_are_read_together(tmp_path: Path) -> None:
     assert data.where(1).endswith("b.parquet row 0") and data.data_sources() == ["nq", "openai/gsm8k"]
 
 
+def test_a_file_is_known_by_its_content_not_by_its_name(tmp_path: Path) -> None:
+    assert len(load(write(tmp_path / "part-00000", row()))) == 1
+
+
 def test_other_column_names(tmp_path: Path) -> None:
     mine = {"chat": [{"role": "user", "content": "hi"}], "kind": "mine", "reward_model": {"ground_truth": None}}
     only = load(write(tmp_path / "a.parquet", mine), prompt_key="chat", reward_fn_key="kind").row(0)
@@ -143,7 +147,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.parquet")
     assert message([good, missing]).startswith(f"{missing} does not exist: make it with data_preprocess/")
     (tmp_path / "a.jsonl").write_text("{}")
-    assert "is not a parquet file" in message(str(tmp_path / "a.jsonl"))
+    assert "a.jsonl cannot be read as parquet" in message(str(tmp_path / "a.jsonl"))
     assert "is not a parquet file" in message(str(tmp_path))
     (tmp_path / "broken.parquet").write_bytes(Path(good).read_bytes()[:-20])
     assert "broken.parquet cannot be read as parquet" in message(str(tmp_path / "broken.parquet"))

@@ -1,6 +1,8 @@
 """What ranks run. Each function is called on every rank (or in the test process as a world of one) and returns plain data."""
 
 import math
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +178,44 @@ def export_replicas(path: str, folder: str) -> dict[str, Any]:
     subject = engine(path, fsdp_size=1)
     subject.save(f"{folder}/checkpoint")
     return {"weights": dict(subject.export()), "fingerprint": subject.fingerprint()}
+
+
+def save_with_a_full_disk_on_one_rank(path: str, folder: str) -> str:
+    """What saving raises here, when the last rank's files must not grow over 4 KiB."""
+    subject = engine(path, train=True)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        subject.save(folder)
+        return "nothing"
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def unwritable_generators(path: str, folder: str) -> str:
+    """The same when the last rank cannot write its own small file."""
+    subject = engine(path, train=True)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        (Path(folder) / f"rng_rank_{dist.get_rank()}.json").mkdir(parents=True)
+    try:
+        subject.save(folder)
+        return "nothing"
+    except OSError as error:
+        return str(error)
+
+
+def largest_of_rows(path: str) -> dict[str, float]:
+    """Metrics of an update that marks each row by its uid number: their sum and their maximum."""
+
+    def loss(rows: TensorDict, outputs: dict[str, Tensor], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+        numbers = rows["number"].double()
+        return (outputs["log_probs"] * 0).sum(), {"number": numbers.sum(), "number_max": numbers.max()}
+
+    batch = ragged_batch()
+    batch = batch.with_batch(number=torch.arange(len(batch)) * 10)
+    rows = [row for row in range(len(batch)) if row % dist.get_world_size() == dist.get_rank()]
+    return engine(path, train=True).update(batch[rows], MicroBatching(size=2), 1.0, loss)

@@ -130,6 +130,13 @@ def test_a_full_disk_is_an_ordinary_error(tiny_qwen2: str, tmp_path: Path) -> No
         signal.signal(signal.SIGXFSZ, handler)
 
 
+def test_one_ranks_full_disk_is_told_on_all_and_nobody_waits(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    for program in (programs.save_with_a_full_disk_on_one_rank, programs.unwritable_generators):
+        folder = tmp_path / program.__name__
+        for told in two_ranks.call(program, tiny_qwen2, str(folder)):
+            assert told.startswith(f"cannot write the checkpoint {folder}: ")
+
+
 def test_generators_come_back_at_the_same_world_size_only(tiny_qwen2: str, tmp_path: Path) -> None:
     subject = engine(tiny_qwen2)
     subject.save(tmp_path)

@@ -167,6 +167,13 @@ def test_a_rank_without_rows_takes_part(tiny_qwen2: str, two_ranks: Ranks) -> No
     assert second[2].shape == (0, 9)
 
 
+def test_metrics_are_summed_or_maximised_over_micro_batches_and_ranks(tiny_qwen2: str, two_ranks: Ranks) -> None:
+    alone, *shared = programs.largest_of_rows(tiny_qwen2), *two_ranks.call(programs.largest_of_rows, tiny_qwen2)
+    run_rows = [row for row in range(8) if bool(ragged_batch().batch["response_mask"][row].any())]
+    for metrics in (alone, *shared):
+        assert metrics["number"] == 10 * sum(run_rows) and metrics["number_max"] == 10 * max(run_rows)
+
+
 def test_a_frozen_engine_cannot_be_updated(tiny_qwen2: str) -> None:
     reference = engine(tiny_qwen2)
     before = reference.fingerprint()

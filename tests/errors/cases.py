@@ -82,7 +82,7 @@ def write_folder(folder: Path) -> None:
 
 TRAIN, MODEL = Path("train.parquet"), Path("model")
 Change = Callable[[], Callable[[], None] | None]
-SILENT_PORT = 47163
+SILENT_PORT = 27163  # below the ports that systems give to outgoing connections
 
 
 def every_row(**change: object) -> Change:
@@ -355,7 +355,7 @@ CASES = (
     Case(
         "A data source that no scorer knows",
         "",
-        ("'my/sums'", "openai/gsm8k", "custom_reward_function.path"),
+        ("data.train_files=train.parquet", "no scorer belongs to data source 'my/sums'", "custom_reward_function.path", "openai/gsm8k"),
         files=every_row(data_source="my/sums"),
     ),
     # the model
@@ -373,7 +373,7 @@ CASES = (
     Case(
         "A model's folder without a tokenizer",
         "",
-        ("actor_rollout_ref.model.path=", "gives no tokenizer", "tokenizer.json", "tokenizer_path"),
+        ("actor_rollout_ref.model.path=model", "has no tokenizer", "tokenizer.json", "tokenizer_path"),
         files=model_without("tokenizer*", "*.jinja"),
     ),
     Case(

@@ -96,6 +96,8 @@ MUTANTS = [
      f"{STATE}_weights_that_are_not_finite_are_refused"),
     ("a full disk is no ordinary error", CHECKPOINT, "except dcp.CheckpointException as error:  #", "except ZeroDivisionError as error:  #",
      f"{STATE}_a_full_disk_is_an_ordinary_error"),
+    ("one rank's full disk is its own affair", CHECKPOINT, "if refused := [text for text in every if text]:", "if refused := [text for text in (mine,) if text]:",
+     f"{STATE}_one_ranks_full_disk_is_told_on_all_and_nobody_waits"),
     # weights out
     ("replicas are counted twice", FSDP, "self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0", "0",
      f"{WEIGHTS}_replicas_export_and_save_once"),

@@ -17,7 +17,7 @@ MUTANTS = [
      TEST_WEIGHTS + "test_float32_master_and_bfloat16_engine_agree_under_bfloat16"),
     ("the last chunk is stale", WEIGHTS, "value = values[: chunk.numel()].copy_(chunk)", "values[: chunk.numel()].copy_(chunk)\n        value = values",
      TEST_WEIGHTS + "test_does_not_depend_on_the_chunks"),
-    ("buckets never close", WEIGHTS, "            flush()\n            pending_bytes = 0", "            pending_bytes = 0",
+    ("buckets never close", WEIGHTS, "                buckets.add(pending)\n                pending, pending_bytes = [], 0", "                pending_bytes = 0",
      TEST_WEIGHTS + "test_bucket_sizes_are_bounded_and_nothing_is_written_for_nothing"),
     ("names come sorted", WEIGHTS, "file.offset_keys()", "sorted(file.keys())", TEST_WEIGHTS + "test_buckets_give_back_every_tensor_in_order"),
     ("temperature is forgotten", DRAW, "logits.float() / torch.where(greedy, 1.0, temperature)[:, None]", "logits.float()",

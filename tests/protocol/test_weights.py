@@ -1,6 +1,7 @@
 """Proofs for verlite.protocol.weights: what the checksum sees, what it must not see, and the hand-over files."""
 
-import stat
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from verlite.protocol.weights import (
     fingerprint,
     fingerprints,
     read_buckets,
-    shared_memory_dir,
     tensor_fingerprint,
     write_buckets,
 )
@@ -106,7 +106,7 @@ def test_per_tensor_fingerprints_name_what_differs():
     assert combine(*left.values()) == fingerprint(named.items())
 
 
-def test_buckets_give_back_every_tensor_in_order(tmp_path):
+def test_buckets_give_back_every_tensor_in_order():
     torch.manual_seed(6)
     named = [
         ("model.embed.weight", torch.randn(50, 8)),
@@ -117,34 +117,47 @@ def test_buckets_give_back_every_tensor_in_order(tmp_path):
         ("counts", torch.arange(5)),
         ("flags", torch.tensor([True, False])),
     ]
-    paths = write_buckets(iter(named), tmp_path, bucket_bytes=2000)
-    assert len(paths) > 2 and all(path.parent == tmp_path for path in paths)
-    back = list(read_buckets(paths))
+    buckets = write_buckets(iter(named), bucket_bytes=2000)
+    assert len(buckets.paths) > 2 and buckets.bytes == sum(os.stat(path).st_size for path in buckets.paths)
+    back = list(read_buckets(buckets.paths))
     assert [name for name, _ in back] == [name for name, _ in named]
     for (_, sent), (_, got) in zip(named, back, strict=True):
         assert got.dtype == sent.dtype and got.shape == sent.shape and torch.equal(got, sent)
-    assert set(load_file(paths[0])) == {"model.embed.weight"}, "the files are ordinary safetensors files"
+    assert set(load_file(buckets.paths[0])) == {"model.embed.weight"}, "the files are ordinary safetensors files"
 
 
-def test_bucket_sizes_are_bounded_and_nothing_is_written_for_nothing(tmp_path):
+def test_bucket_sizes_are_bounded_and_nothing_is_written_for_nothing():
     named = [(f"w{i}", torch.zeros(100)) for i in range(10)]
-    assert len(write_buckets(named, tmp_path, bucket_bytes=800)) == 5
-    assert len(write_buckets(named, tmp_path, bucket_bytes=1)) == 10
-    assert write_buckets([], tmp_path, bucket_bytes=800) == []
+    assert len(write_buckets(named, bucket_bytes=800).paths) == 5
+    assert len(write_buckets(named, bucket_bytes=1).paths) == 10
+    assert write_buckets([], bucket_bytes=800).paths == []
 
 
-def test_mapped_tensors_outlive_their_files(tmp_path):
-    paths = write_buckets([("w", torch.arange(10.0))], tmp_path, 1 << 20)
-    ((_, tensor),) = read_buckets(paths)
-    paths[0].unlink()
+def test_mapped_tensors_outlive_their_buckets_and_nothing_else_does():
+    buckets = write_buckets([("w", torch.arange(10.0))], 1 << 20)
+    ((_, tensor),) = read_buckets(buckets.paths)
+    buckets.close()
     assert tensor.sum() == 45
+    assert not any(Path(path).exists() for path in buckets.paths)
 
 
-def test_shared_memory_dir_is_private():
-    folder, other = shared_memory_dir(), shared_memory_dir()
-    try:
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert folder != other
-    finally:
-        folder.rmdir()
-        other.rmdir()
+def test_a_failure_half_way_leaves_nothing():
+    def broken():
+        yield "v", torch.arange(10.0)
+        yield "w", torch.arange(10.0)  # now the first bucket is written
+        raise ZeroDivisionError
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(ZeroDivisionError) as caught:  # its traceback would keep what was forgotten
+        write_buckets(broken(), 1)
+    assert caught.value and sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_without_memory_files_a_private_folder_serves(monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    buckets = write_buckets([("w", torch.arange(10.0)), ("v", torch.ones(3))], 1)
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o700]
+    assert [name for name, _ in read_buckets(buckets.paths)] == ["w", "v"]
+    buckets.close()
+    assert not list(tmp_path.iterdir())

@@ -173,6 +173,26 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert make(source).score(items("a")) == [RewardResult(1.0)]
 
 
+def test_a_file_with_a_librarys_name_hides_nothing(make: MakeScorer, tmp_path: Path) -> None:
+    """`import math` in the file and in what it imports is the library's, and classes of the file can be pickled."""
+    (tmp_path / "decimal.py").write_text("""
+import dataclasses, fractions, math, pickle
+from decimal import Decimal  # the library's, not this file
+@dataclasses.dataclass
+class Answer:
+    text: str
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    same = pickle.loads(pickle.dumps(Answer(solution_str))) == Answer(ground_truth)
+    if solution_str == "raise": raise ValueError("here")
+    return float(same) + float(Decimal(2)) + math.floor(0.5)
+""")
+    scorer = make("x")
+    scorer._custom = f"{tmp_path / 'decimal.py'}:compute_score"
+    one, other, raised = scorer.score(items("1", "2", "raise"))
+    assert (one.score, other.score) == (3.0, 2.0), one
+    assert f'File "{tmp_path}/decimal.py", line 9, in compute_score' in raised.traceback
+
+
 @pytest.mark.parametrize(
     ("source", "name", "said"),
     [
@@ -208,9 +228,11 @@ def test_sources_are_routed_and_unknown_ones_named(make: MakeScorer) -> None:
         *items(" 12 ", source="verlite/arithmetic", truth="12"),
         *items("#### 72", source="openai/gsm8k", truth="72"),
         *items("\\boxed{0.5}", source="aime2024", truth="\\frac12"),
+        *items("so\nAnswer: $\\frac12$", source="math", truth="0.5"),
+        *items("so\nAnswer: 7", source="math_dapo_reasoning", truth="7"),
         *items("13", source="verlite/arithmetic", truth="12"),
     ]
-    assert [result.score for result in scorer.score(mixed)] == [1.0, 1.0, 1.0, 0.0]
+    assert [result.score for result in scorer.score(mixed)] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     with pytest.raises(UnknownDataSource, match="'pub-quiz', 'trivia'; built-in scorers know openai/gsm8k.*custom_reward_function.path"):
         scorer.check_signature(["openai/gsm8k", "pub-quiz", "trivia", "pub-quiz"])
 

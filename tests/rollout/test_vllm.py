@@ -17,7 +17,7 @@ from verlite.protocol.weights import fingerprint
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import EngineError, Sampling, WeightSyncError
-from verlite.rollout.vllm import WorkerExtension, combine_shards
+from verlite.rollout.vllm import WorkerExtension, _engine_args, combine_shards
 
 pytest.importorskip("vllm", reason="vLLM is an extra")
 
@@ -220,3 +220,11 @@ def test_an_argument_that_vllm_does_not_know_is_named(path):
     with pytest.raises(ValueError, match="rollout.engine_kwargs.vllm.swap_spice"):
         rollout = RolloutConfig(engine_kwargs={"vllm": {"swap_spice": 8}})
         build_engine("vllm", ModelConfig(path=path), rollout, 64, torch.device("cpu"), 0)
+
+
+def test_several_devices_are_vllms_own_processes_also_inside_ray(path):
+    """Left to itself inside a Ray actor, vLLM would wait for devices in a placement group that is full."""
+    for devices, backend in ((1, "uni"), (2, "mp")):
+        rollout = RolloutConfig(tensor_model_parallel_size=devices)
+        args = _engine_args(ModelConfig(path=path), rollout, torch.float32, torch.device("cpu"), 64, 0, False)
+        assert (args.tensor_parallel_size, args.distributed_executor_backend) == (devices, backend)

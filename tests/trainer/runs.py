@@ -42,9 +42,12 @@ def write_reward(path: Path, body: str) -> str:
 class Launch:
     """A running `python -m verlite.main_ppo`."""
 
-    def __init__(self, run_dir: Path, overrides: list[str], log: Path):
+    def __init__(self, run_dir: Path, overrides: list[str], log: Path, before: str = ""):
+        """before: Python code that the driver's process runs first, to plant a fault."""
         self.run_dir, self.log = run_dir, log
-        command = [sys.executable, "-m", "verlite.main_ppo", f"trainer.default_local_dir={run_dir}", *overrides]
+        code = f"{before}\nimport sys\nfrom verlite.main_ppo import main\nsys.exit(main())"
+        program = ["-c", code] if before else ["-m", "verlite.main_ppo"]
+        command = [sys.executable, *program, f"trainer.default_local_dir={run_dir}", *overrides]
         environment = {**os.environ, "VERLITE_TEST_RUN": str(run_dir), "PYTHONUNBUFFERED": "1"}
         with log.open("w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)

@@ -9,7 +9,7 @@ from verlite.data.dataset import PromptRow
 from verlite.protocol import fields
 from verlite.protocol.data import DataProto
 from verlite.rollout.types import Sampling
-from verlite.trainer.batch import assemble, pad, requests, seeds, spread, update_numbers
+from verlite.trainer.batch import assemble, balance_metrics, pad, requests, seeds, spread, update_numbers
 
 
 def answers(rows):
@@ -99,3 +99,10 @@ def test_balancing_spreads_each_updates_cost():
     ranks = spread(numbers, lengths, 2, True)
     for update in (0, 1):
         assert [sum(int(lengths[i]) for i in rows if numbers[i] == update) for rows in ranks] == [101, 101]
+
+
+def test_balance_metrics_by_hand():
+    metrics = balance_metrics(torch.tensor([9, 7, 1, 3]), [[0, 2], [1, 3]])
+    assert {key.removeprefix("global_seqlen/"): value for key, value in metrics.items()} == {
+        "min": 4, "max": 16, "minmax_diff": 12, "mean": 10, "balanced_min": 10, "balanced_max": 10,
+    }  # fmt: skip

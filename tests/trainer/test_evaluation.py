@@ -29,3 +29,22 @@ def test_best_and_worst_are_expectations_over_draws():
         exact = np.mean([np.mean([min(g[i] for i in d) for d in draws]) for g in ([0, 0, 0, 1], [0, 1, 1, 1])])
         assert metrics[f"val-aux/a/reward/worst@{k}/mean"] == pytest.approx(exact, abs=0.03)
     assert metrics["val-aux/a/reward/std@4"] == pytest.approx(np.sqrt(3) / 4)
+
+
+def test_majority_scores_the_most_frequent_answer():
+    values = {"reward": [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]}
+    metrics = validation_metrics(["a"] * 6, ["1"] * 3 + ["2"] * 3, values, ["7", "8", "8", "x", "y", "y"])
+    draws = list(itertools.product(range(3), repeat=3))
+
+    def expected(answers, scores):
+        total = 0.0
+        for draw in draws:
+            drawn = [answers[i] for i in draw]
+            winner = max(drawn, key=drawn.count)  # the first of equally frequent ones
+            total += scores[draw[drawn.index(winner)]]
+        return total / len(draws)
+
+    exact = (expected(["7", "8", "8"], [1, 0, 0]) + expected(["x", "y", "y"], [0, 1, 0])) / 2
+    # the answer "y" has two scores: that of its first draw counts
+    assert metrics["val-core/a/reward/maj@3/mean"] == pytest.approx(exact, abs=0.03)  # 1000 draws
+    assert not any("maj@" in key for key in validation_metrics(["a"] * 2, ["1"] * 2, {"reward": [1.0, 0.0]}, ["7", None]))

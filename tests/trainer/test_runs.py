@@ -38,12 +38,26 @@ def base(tmp_path_factory, tiny_qwen2):
     ]
 
 
-def launch(tmp_path, name, base, *overrides):
-    return Launch(tmp_path / name, [*base, *overrides], tmp_path / f"{name}.log")
+def launch(tmp_path, name, base, *overrides, before=""):
+    return Launch(tmp_path / name, [*base, *overrides], tmp_path / f"{name}.log", before)
 
 
-def test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not(tmp_path, base):
+def at_metrics_of(step, action):
+    """A driver that does something to itself when it is about to (or has just) logged a step."""
+    return f"""
+import os, signal
+from verlite.trainer.tracking import Tracking
+log = Tracking.log
+def faulty(self, step, metrics):
+    {action}
+Tracking.log = faulty
+""".replace("STEP", str(step))
+
+
+@pytest.mark.parametrize("mini_batch", [4, 8], ids=["two updates a step", "one update a step"])
+def test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not(tmp_path, base, mini_batch):
     options = ["trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=1"]
+    options.append(f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}")
     whole = launch(tmp_path, "whole", base, *options)
     assert whole.wait() == 0, whole.text()
     assert [line["step"] for line in whole.metrics()] == [0, 1, 2, 3, 4]
@@ -58,6 +72,7 @@ def test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not(tmp_path, base)
     assert "resumed from" in resumed.text() and "step 2 of 4" in resumed.text()
 
     assert [quiet(line) for line in resumed.metrics()] == [quiet(line) for line in whole.metrics()]
+    assert all("actor/entropy" in line and "training/log_prob_gap_max" in line for line in whole.metrics()[1:])
     for step in (3, 4):
         samples = [(run.run_dir / "rollouts" / f"step_{step}.jsonl").read_text() for run in (whole, resumed)]
         assert samples[0] == samples[1]
@@ -72,6 +87,76 @@ def test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not(tmp_path, base)
     changed = launch(tmp_path, "killed", base, *options[1:], "trainer.total_training_steps=6", "data.seed=7")
     assert changed.wait() == 2
     assert "data.seed: 42 in the checkpoint, 7 now" in changed.text()
+
+
+def test_a_kill_between_checkpoint_and_metrics_loses_neither_the_line_nor_the_export(tmp_path, base):
+    options = ["trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.val_before_train=false"]
+    kill = at_metrics_of(2, "os.kill(os.getpid(), signal.SIGKILL) if step == STEP else log(self, step, metrics)")
+    killed = launch(tmp_path, "late", base, *options, before=kill)
+    killed.wait()
+    assert [line["step"] for line in killed.metrics()] == [1] and (killed.run_dir / "global_step_2").is_dir()
+    again = launch(tmp_path, "late", base, *options)
+    assert again.wait() == 0, again.text()
+    assert [line["step"] for line in again.metrics()] == [1, 2] and "critic/score/mean" in again.metrics()[1]
+    assert (again.run_dir / "huggingface" / "model.safetensors").exists()
+    again.assert_nothing_left()
+
+
+def test_a_stop_that_comes_after_the_step_is_saved_all_the_same(tmp_path, base):
+    stop = at_metrics_of(2, "log(self, step, metrics); step == STEP and os.kill(os.getpid(), signal.SIGTERM)")
+    run = launch(tmp_path, "stopped", base, "trainer.total_training_steps=500", before=stop)
+    assert run.wait() == 75, run.text()
+    assert (run.run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_a_sync_that_does_nothing_is_caught_and_leaves_nothing(tmp_path, base):
+    """The engine gets the weights of before the last update, under the next version and the trainer's fingerprint."""
+    stale = """
+import dataclasses
+from verlite.trainer import sync
+from verlite.trainer.run import Run
+inner, first = sync.sync_weights, []
+class Stale:
+    def __init__(self, actor): self.actor = actor
+    def __getattr__(self, name): return getattr(self.actor, name)
+    def export_weights(self):
+        fresh = self.actor.export_weights()
+        first.append(fresh[0].fingerprint)
+        return [dataclasses.replace(e, fingerprint=e.fingerprint + (len(first) == 2)) for e in fresh]
+def planted(run):
+    run.actor = run.actor if isinstance(run.actor, Stale) else Stale(run.actor)
+    inner(run)
+import verlite.trainer.ppo
+verlite.trainer.ppo.sync_weights = planted
+"""
+    shm = set(os.listdir("/dev/shm"))
+    run = launch(tmp_path, "stale", base, "trainer.total_training_steps=5", "trainer.val_before_train=false", before=stale)
+    assert run.wait() == 1, run.text()
+    assert "error: rollout rank 0 failed in load_weights" in run.text() and "fingerprint" in run.text()
+    assert "release_export" not in run.text()
+    run.assert_nothing_left()
+    assert not {name for name in set(os.listdir("/dev/shm")) - shm if name.startswith("verlite")}
+
+
+def test_a_save_that_the_disk_refuses_costs_a_warning(tmp_path, base):
+    """In step 1 the workers find a file where their folder should be."""
+    full = """
+from verlite.trainer import checkpoints
+write = checkpoints.write
+def faulty(run_dir, step, state, save_parts):
+    blocker = run_dir / f".tmp_global_step_{step}" / "actor"
+    def refused(folder):
+        if step == 1:
+            blocker.write_text("a file where a folder should be")
+        save_parts(folder)
+    return write(run_dir, step, state, refused)
+checkpoints.write = faulty
+"""
+    options = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.val_before_train=false"]
+    run = launch(tmp_path, "full", base, *options, before=full)
+    assert run.wait() == 0, run.text()
+    assert "warning: checkpoint of step 1 was not written" in run.text()
+    assert sorted(p.name for p in run.run_dir.glob("global_step_*")) == ["global_step_2"]
 
 
 def test_two_devices_learn_what_one_does(tmp_path, base):

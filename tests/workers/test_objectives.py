@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from verlite.algorithms.gap import gap_metrics
 from verlite.config.plan import Micro, Updates
 from verlite.config.schema import ActorConfig, Config
 from verlite.engine.fsdp import Counts
@@ -87,7 +88,7 @@ def test_the_policys_loss_by_loops(rows, parts):
     assert metrics["actor/kl_loss"] == pytest.approx(kl / n, rel=1e-6)
     assert metrics["actor/entropy"] == pytest.approx(entropy / n, rel=1e-6)
     assert metrics["actor/pg_clipfrac"] == pytest.approx(clipped / n, rel=1e-6)
-    assert "training/log_prob_gap" not in metrics  # measured by the stage that computed old_log_probs
+    assert not gap_metrics(metrics)  # measured by the stage that computed old_log_probs
 
 
 def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
@@ -96,8 +97,10 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
     outputs["log_probs"].requires_grad_(True)
     loss, metrics = policy_objective(config(), Numbers())(rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5))
     assert float(loss.detach()) == pytest.approx(-sum(float(rows["advantages"][t]) for t in tokens) / len(tokens), rel=1e-6)
-    gap = sum(abs(float(outputs["log_probs"][t] - rows["rollout_log_probs"][t])) for t in tokens) / len(tokens)
-    assert float(metrics["training/log_prob_gap"]) == pytest.approx(gap, rel=1e-6)
+    gap = sum(abs(float(outputs["log_probs"][t].detach() - rows["rollout_log_probs"][t])) for t in tokens) / len(tokens)
+    assert gap_metrics(metrics)["training/log_prob_gap"] == pytest.approx(gap, rel=1e-6)
+    entropy = sum(float(outputs["entropy"][t]) for t in tokens) / len(tokens)
+    assert float(metrics["actor/entropy"]) == pytest.approx(entropy, rel=1e-6)
     loss.backward()
     expected = -rows["advantages"] * rows["response_mask"] / len(tokens)
     torch.testing.assert_close(outputs["log_probs"].grad, expected, rtol=1e-6, atol=0)

@@ -67,23 +67,26 @@ class _TokenLogProbs(torch.autograd.Function):
                 entropies.append(_entropy(logits.sub_(normaliser.unsqueeze(1))))
         normaliser, entropy = torch.cat(normalisers), torch.cat(entropies) if with_entropy else torch.empty(0)
         ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
-        ctx.settings = temperature, chunk, with_entropy
+        ctx.settings = temperature, chunk
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
         return torch.cat(log_probs), entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
-        temperature, chunk, with_entropy = ctx.settings
+        temperature, chunk = ctx.settings
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(normaliser)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
         for start in range(0, len(labels), chunk):
             at = slice(start, start + chunk)
             log_p = _logits(hidden[at], weight, temperature).sub_(normaliser[at].unsqueeze(1))
-            p = log_p.exp() if with_entropy else log_p.exp_()
+            p = log_p.exp_() if grad_entropy is None else log_p.exp()
             upstream = grad_log_probs[at].unsqueeze(1)
             # d log p_label / d logit_v = [v = label] - p_v, and d entropy / d logit_v = -p_v (log p_v + entropy).
-            if with_entropy:
+            if grad_entropy is not None:
                 factor = log_p.clamp_(min=torch.finfo(p.dtype).min).add_(entropy[at].unsqueeze(1)).mul_(grad_entropy[at].unsqueeze(1))
                 grad_logits = p.mul_(factor.add_(upstream).neg_())
             else:

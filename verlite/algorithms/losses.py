@@ -270,7 +270,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "kl_cov": kl_cov,
     "bypass_mode": bypass_mode,
 }
-PAPER_AGGREGATION = {name: "seq-mean-token-mean" for name in ("gspo", "sapo", "geo_mean")}  # worth a warning when set otherwise
+PAPER_AGGREGATION = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
+"""Settings that config warns about when they are otherwise."""
 SELECTORS = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}  # once per optimizer step over all its rows -> extra["selected"]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 
 from verlite.config import plan, rules
+from verlite.config.names import readers
 from verlite.config.schema import Config
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
@@ -18,9 +19,28 @@ def _no_critic(config: Config) -> bool:
     return not plan.needs_critic(config)
 
 
-def _estimator_not(*names: str) -> Condition:
-    """The estimator is one of ours, and none of these: one's own function sees all keys."""
+def _estimator_ignores(setting: str) -> Condition:
+    """The estimator is one of ours, and does not read it: one's own function sees all keys."""
+    names = readers(rules.ADVANTAGES, "ESTIMATORS", setting)
     return lambda c: c.algorithm.adv_estimator in rules.ESTIMATORS and c.algorithm.adv_estimator not in names
+
+
+def _loss_ignores(setting: str) -> Condition:
+    """As `_estimator_ignores`, for the policy loss."""
+    names = readers(rules.LOSSES, "POLICY_LOSSES", setting)
+
+    def condition(config: Config) -> bool:
+        loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+        return loss in rules.POLICY_LOSSES and loss not in names
+
+    return condition
+
+
+def _no_fixed_divisor(config: Config) -> bool:
+    """Neither the policy's losses nor the critic's are divided by a constant."""
+    actor = config.actor_rollout_ref.actor.loss_agg_mode
+    modes = [actor, *([config.critic.loss_agg_mode or actor] if plan.needs_critic(config) else [])]
+    return "seq-mean-token-sum-norm" not in modes
 
 
 def _hf(config: Config) -> bool:
@@ -84,31 +104,22 @@ TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("critic.[!e]*", _no_critic, "nothing uses a critic: algorithm.adv_estimator is not gae"),
     ("critic.model.tokenizer_path", lambda c: True, "the critic reads the policy's token ids"),
     ("critic.model.custom_chat_template", lambda c: True, "the critic reads the policy's token ids"),
-    ("algorithm.lam", _estimator_not("gae"), "only gae uses it"),
+    ("algorithm.lam", _estimator_ignores("lam"), "this algorithm.adv_estimator does not use it"),
+    ("algorithm.gamma", _estimator_ignores("gamma"), "this estimator gives all tokens of a response one advantage"),
     (
-        "algorithm.gamma",
-        _estimator_not("gae", "reinforce_plus_plus", "remax"),
-        "this estimator gives all tokens of a response one advantage",
+        "algorithm.norm_adv_by_std_in_grpo",
+        _estimator_ignores("norm_adv_by_std_in_grpo"),
+        "this algorithm.adv_estimator does not divide by the standard deviation of a group",
     ),
-    ("algorithm.norm_adv_by_std_in_grpo", _estimator_not("grpo"), "algorithm.adv_estimator is not grpo"),
     (
         ACTOR + "clip_ratio",
         lambda c: c.actor_rollout_ref.actor.clip_ratio_low is not None and c.actor_rollout_ref.actor.clip_ratio_high is not None,
         "clip_ratio_low and clip_ratio_high replace it",
     ),
-    (
-        ACTOR + "clip_ratio_c",
-        lambda c: (
-            c.actor_rollout_ref.actor.policy_loss.loss_mode in rules.POLICY_LOSSES
-            and c.actor_rollout_ref.actor.policy_loss.loss_mode not in rules.DUAL_CLIP_LOSSES
-        ),
-        "this loss has no dual clip",
-    ),
-    (
-        ACTOR + "loss_scale_factor",
-        lambda c: c.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
-        "only loss_agg_mode=seq-mean-token-sum-norm uses it",
-    ),
+    *((ACTOR + name, _loss_ignores("clip_low"), "this loss has no clip range") for name in ("clip_ratio", "clip_ratio_low")),
+    (ACTOR + "clip_ratio_high", _loss_ignores("clip_high"), "this loss has no clip range"),
+    (ACTOR + "clip_ratio_c", _loss_ignores("clip_c"), "this loss has no dual clip"),
+    (ACTOR + "loss_scale_factor", _no_fixed_divisor, "only loss_agg_mode=seq-mean-token-sum-norm uses it"),
     (
         ACTOR + "ppo_micro_batch_size_per_gpu",
         _actor_size_unused,
@@ -147,6 +158,7 @@ TABLE: tuple[tuple[str, Condition, str], ...] = (
         )
     ),
     (ROLLOUT + "engine_kwargs.vllm.*", _hf, "the rollout engine is hf"),
+    (ROLLOUT + "engine_kwargs.sglang*", lambda c: True, "SGLang is not part of verlite"),
     (ROLLOUT + "engine_kwargs.hf.*", _not(_hf), "the rollout engine is vllm"),
     (
         ROLLOUT + "tensor_model_parallel_size",
@@ -181,7 +193,6 @@ TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("trainer.max_actor_ckpt_to_keep", lambda c: c.trainer.save_freq < 1, "trainer.save_freq is -1: no checkpoint is saved"),
     ("trainer.max_failed_saves", lambda c: c.trainer.save_freq < 1, "trainer.save_freq is -1: no checkpoint is saved"),
     ("custom_reward_function.name", lambda c: c.custom_reward_function.path is None, "custom_reward_function.path is null"),
-    ("custom_reward_function.reward_kwargs*", lambda c: c.custom_reward_function.path is None, "custom_reward_function.path is null"),
     ("ray_kwargs.ray_init.num_cpus", lambda c: c.ray_kwargs.ray_init.address is not None, "a cluster that is joined has its own number"),
     *(
         (name, lambda c: c.max_turns == 0, "max_turns is 0: every sample is a single turn")
@@ -222,6 +233,10 @@ def remarks(config: Config, old_names: Mapping[str, str]) -> list[str]:
     if rollout.name == "auto":
         chosen = plan.resolve_rollout("auto")
         said.append(f"{ROLLOUT}name=auto chose {chosen}" + ("" if chosen == "vllm" else ": vLLM is not installed here"))
+    loss, mode = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.actor.loss_agg_mode
+    usual = rules.PAPER_AGGREGATION.get(loss, mode)
+    if mode != usual:
+        said.append(f"{ACTOR}loss_agg_mode={mode}: the paper of policy_loss.loss_mode={loss} uses {usual}")
     if "actor_rollout_ref.rollout.n_agent" in old_names and rollout.n > 1:
         said.append(
             f"{ACTOR}ppo_mini_batch_size counts prompts here, {rollout.n} samples each; Search-R1 counted samples, so its run made "

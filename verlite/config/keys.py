@@ -8,14 +8,15 @@ import sys
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from verlite.config import schema
 
 
 @dataclass(frozen=True)
 class Key:
-    """One dotted key. `section`: it only holds other keys. `free`: a mapping whose entries are not known beforehand."""
+    """One dotted key. `section`: it only holds other keys. `free`: a mapping whose entries are not known beforehand. `any_type`: no
+    type that OmegaConf checks."""
 
     name: str
     type: str
@@ -23,6 +24,7 @@ class Key:
     doc: str
     section: bool = False
     free: bool = False
+    any_type: bool = False
 
 
 @functools.cache
@@ -70,7 +72,7 @@ def is_plain(name: str) -> bool:
 
 
 def _collect(node: Any, prefix: str, found: dict[str, Key]) -> None:
-    hints = typing.get_type_hints(type(node))
+    hints = typing.get_type_hints(type(node), include_extras=True)
     docs = _docs(type(node))
     for field in dataclasses.fields(node):
         name, value = prefix + field.name, getattr(node, field.name)
@@ -79,16 +81,17 @@ def _collect(node: Any, prefix: str, found: dict[str, Key]) -> None:
             _collect(value, name + ".", found)
         else:
             text = type_name(hints[field.name])
-            found[name] = Key(name, text, value, docs.get(field.name, ""), free="mapping" in text)
+            any_type = typing.get_origin(hints[field.name]) is Annotated
+            found[name] = Key(name, text, value, docs.get(field.name, ""), free="mapping" in text, any_type=any_type)
 
 
 def type_name(hint: Any) -> str:
-    """A type in words: "whole number or null"."""
-    if hint is Any:
-        return "anything"
+    """A type in words: "whole number or null". A type that OmegaConf has no way to write is Any, annotated with the words."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if arg is type(None) else type_name(arg) for arg in args)
+    if origin is Annotated:
+        return args[1]
     if origin is list:
         return f"list of {type_name(args[0])}s"
     if origin is dict:

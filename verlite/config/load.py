@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verlite.config import aliases, keys
 from verlite.config.problems import ConfigError, Problem, display, is_secret, nearest
 from verlite.config.schema import Config
-from verlite.config.sources import COMMAND_LINE, Assignment, conf_dir, from_command_line, from_our_yaml, from_yaml
+from verlite.config.sources import COMMAND_LINE, Assignment, from_command_line, from_our_yaml, from_yaml, our_names
 
 DEFAULT = "default"
 
@@ -272,7 +272,8 @@ class _Builder:
         if check:
             from verlite.config import ineffective, rules
 
-            self.problems += [problem for problem in rules.check(config, self.user_keys) if problem.key not in self.broken]
+            found = [problem for problem in rules.check(config, self.user_keys) if problem.key not in self.broken]
+            self.problems += [replace(problem, key=self._as_typed(problem.key)) for problem in found]
             if not self.problems:
                 in_vain = ineffective.keys_without_effect(config, self.user_keys)
                 remarks = ineffective.remarks(config, self.old_names)
@@ -290,12 +291,18 @@ class _Builder:
             values = [display(key, one.value, keys.is_plain(key)) for one in given if one.key == given[0].key]
             if len(set(values)) > 1:
                 yield f"{given[0].key} is given {len(values)} times ({origin}): {', '.join(values)}; the last one counts"
-        typed = {new: old for old, new in self.old_names.items()}
         by_reason: dict[str, list[str]] = {}
-        for key, why in [*self.ignored.items(), *((typed.get(key, key), why) for key, why in in_vain.items())]:
+        for key, why in [*self.ignored.items(), *((self._as_typed(key), why) for key, why in in_vain.items())]:
             by_reason.setdefault(why, []).append(key)
         for why, names in by_reason.items():
             yield f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: {why}"
+
+    def _as_typed(self, key: str) -> str:
+        """The older name under which a key, or the mapping that it is an entry of, was set; else its own name."""
+        for old, new in self.old_names.items():
+            if key == new or key.startswith(new + "."):
+                return old + key.removeprefix(new)
+        return key
 
     def _divide_per_device(self) -> None:
         """Old micro-batch sizes counted samples on all devices; divide them by the actor's number of devices."""
@@ -422,7 +429,7 @@ def _dump(node: Any, prefix: str, indent: str, provenance: dict[str, str]) -> It
 
 
 def _help(program: str) -> str:
-    names = ", ".join(sorted(file.stem for file in conf_dir().glob("*.yaml")))
+    names = ", ".join(our_names())
     return (
         f"usage: {program} [--config-name NAME] [--config-path FOLDER] [key=value ...]\n\n"
         f"NAME is one of {names}, or a YAML file of FOLDER, whose defaults may name these. Overrides may stand anywhere:\n"

@@ -12,11 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from verlite.config import names
 from verlite.config.placement import parse
 from verlite.config.schema import Config
 
 ROLES = ("actor", "rollout", "ref", "critic")
 """Every role that can hold devices. Scoring runs on host processes and needs none."""
+
+_REQUIRES = names.value("algorithms/advantages.py", "REQUIRES").items()
+NEEDS_VALUES = frozenset(name for name, wanted in _REQUIRES if "values" in wanted)
+NEEDS_GREEDY_BASELINE = frozenset(name for name, wanted in _REQUIRES if "reward_baselines" in wanted)
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class Plan:
     needs_greedy_baseline: bool
     """remax: one greedy sample more per prompt."""
     critic_warmup: int
-    """Steps that update only the critic; 0 without a critic."""
+    """The first step that updates the policy; those before it update only the critic. 0 without a critic."""
     clip_low: float
     clip_high: float
     loss_scale: float
@@ -263,7 +268,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         value_micro=value_micro,
         needs_critic=with_critic,
         needs_reference=with_reference,
-        needs_greedy_baseline=algorithm.adv_estimator == "remax",
+        needs_greedy_baseline=algorithm.adv_estimator in NEEDS_GREEDY_BASELINE,
         critic_warmup=trainer.critic_warmup if with_critic else 0,
         clip_low=_first(actor.clip_ratio_low, actor.clip_ratio),
         clip_high=_first(actor.clip_ratio_high, actor.clip_ratio),
@@ -313,7 +318,7 @@ def _words(config: Config) -> list[tuple[str, str]]:
 
 def needs_critic(config: Config) -> bool:
     """critic.enable, or where that is null: the advantage estimator needs values."""
-    return _first(config.critic.enable, config.algorithm.adv_estimator == "gae")
+    return _first(config.critic.enable, config.algorithm.adv_estimator in NEEDS_VALUES)
 
 
 def needs_reference(config: Config) -> bool:

@@ -11,22 +11,32 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from verlite.config import keys, plan
+from verlite.config import keys, names, plan
 from verlite.config.placement import parse
 from verlite.config.problems import Problem
 from verlite.config.schema import Config
 
-# What the trainer can drive, by the names that verlite.algorithms gives it. Rooms import downward only, so the names are repeated
-# here, and tests/config/test_rules.py compares.
-ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
-POLICY_LOSSES = ("vanilla",)
-DUAL_CLIP_LOSSES = ("vanilla",)
-AGGREGATION_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+")
+ADVANTAGES, LOSSES = "algorithms/advantages.py", "algorithms/losses.py"
+NOT_WIRED = {
+    "rloo_token_kl": "token_level_scores, and a key for reward_clip_range",
+    "optimal_token_baseline": "sum_pi_squared",
+    "sapo": "keys for tau_pos and tau_neg",
+    "clip_cov": "keys of its own, and a choice of tokens over the whole optimizer step",
+    "kl_cov": "keys of its own, and a choice of tokens over the whole optimizer step",
+    "bypass_mode": "rollout correction",
+}
+"""Estimators and policy losses that are not offered yet, for want of what the loop does not give them. All others are offered."""
+ESTIMATORS = tuple(name for name in names.functions(ADVANTAGES, "ESTIMATORS") if name not in NOT_WIRED)
+GROUP_ESTIMATORS: frozenset[str] = frozenset(names.value(ADVANTAGES, "GROUP_ESTIMATORS"))
+POLICY_LOSSES = tuple(name for name in names.functions(LOSSES, "POLICY_LOSSES") if name not in NOT_WIRED)
+PAPER_AGGREGATION: dict[str, str] = names.value(LOSSES, "PAPER_AGGREGATION")
+AGGREGATION_MODES: tuple[str, ...] = names.value("algorithms/aggregation.py", "AGGREGATION_MODES")
+_BASE_KINDS: dict[str, str] = names.value("algorithms/kl.py", "_BASE_KIND")
+KL_KINDS = (*_BASE_KINDS, *(f"{kind}+" for kind in _BASE_KINDS))
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("console", "wandb", "tensorboard")
@@ -41,7 +51,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "critic.loss_agg_mode": AGGREGATION_MODES,
     "*.optim.lr_scheduler_type": ("constant", "cosine"),
     "*.fsdp_config.model_dtype": DTYPES,
-    "*.fsdp_config.dtype": ("auto", *DTYPES),
+    "actor_rollout_ref.ref.fsdp_config.dtype": ("auto", *DTYPES),
+    "*.fsdp_config.dtype": ("auto", "float32", "bfloat16"),
     "actor_rollout_ref.rollout.name": ("auto", "vllm", "hf"),
     "actor_rollout_ref.rollout.dtype": ("auto", *DTYPES),
     "data.truncation": ("error", "left", "right", "middle"),
@@ -61,6 +72,7 @@ BOUNDS: dict[str, str] = {
     "data.max_response_length": ">= 1",
     "data.max_start_length": ">= 1",
     "data.max_obs_length": ">= 1",
+    "data.seed": ">= 0",
     "data.train_max_samples": ">= 1 or -1",
     "data.val_max_samples": ">= 1 or -1",
     "*.optim.lr": ">= 0",
@@ -79,6 +91,8 @@ BOUNDS: dict[str, str] = {
     "*.ppo_epochs": ">= 1",
     "*.grad_clip": "> 0",
     "*.max_nonfinite_updates": ">= 1",
+    "actor_rollout_ref.actor.data_loader_seed": ">= 0",
+    "actor_rollout_ref.actor.entropy_coeff": "finite",
     "actor_rollout_ref.actor.clip_ratio": "> 0",
     "actor_rollout_ref.actor.clip_ratio_low": "> 0",
     "actor_rollout_ref.actor.clip_ratio_high": "> 0",
@@ -86,6 +100,7 @@ BOUNDS: dict[str, str] = {
     "actor_rollout_ref.actor.loss_scale_factor": "> 0",
     "actor_rollout_ref.actor.kl_loss_coef": ">= 0",
     "actor_rollout_ref.rollout.n": ">= 1",
+    "actor_rollout_ref.rollout.seed": ">= 0",
     "actor_rollout_ref.rollout.temperature": "> 0",
     "actor_rollout_ref.rollout.top_p": "> 0 and <= 1",
     "actor_rollout_ref.rollout.top_k": ">= 1 or -1",
@@ -95,6 +110,7 @@ BOUNDS: dict[str, str] = {
     "actor_rollout_ref.rollout.val_kwargs.n": ">= 1",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": ">= 1",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "> 0 and < 1",
+    "actor_rollout_ref.rollout.max_model_len": ">= 1",
     "actor_rollout_ref.rollout.max_num_seqs": ">= 1",
     "actor_rollout_ref.rollout.max_num_batched_tokens": ">= 1",
     "actor_rollout_ref.rollout.kv_cache_gb": "> 0",
@@ -107,12 +123,15 @@ BOUNDS: dict[str, str] = {
     "algorithm.kl_ctrl.kl_coef": ">= 0",
     "algorithm.kl_ctrl.horizon": "> 0",
     "algorithm.kl_ctrl.target_kl": "> 0",
-    "reward.max_error_rate": ">= 0 and <= 1",
+    "*.max_error_rate": ">= 0 and <= 1",
     "reward.timeout_s": "> 0",
+    "reward.item_timeout_s": "> 0",
     "trainer.nnodes": ">= 1",
     "trainer.n_gpus_per_node": ">= 1",
     "trainer.total_epochs": ">= 1",
     "trainer.total_training_steps": ">= 1",
+    "trainer.test_freq": ">= 1 or -1",
+    "trainer.save_freq": ">= 1 or -1",
     "trainer.critic_warmup": ">= 0",
     "trainer.max_actor_ckpt_to_keep": ">= 1",
     "trainer.rollouts_per_step": ">= 0 or -1",
@@ -125,6 +144,11 @@ BOUNDS: dict[str, str] = {
     "retriever.topk": ">= 1",
 }
 """Legal numbers, in words that are also the rule. null is legal where the type allows it; a list is checked item by item."""
+
+ENGINES = ("vllm", "hf")
+SCORERS: dict[str, str] = names.value("rewards/routing.py", "SCORERS")
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": lambda a, b: a >= b,
@@ -149,7 +173,7 @@ def check(config: Config, user_keys: Collection[str] = (), files: bool = True) -
     return problems
 
 
-def get(config: Config, name: str) -> Any:
+def get(config: Any, name: str) -> Any:
     """The value under a dotted key."""
     node: Any = config
     for part in name.split("."):
@@ -172,9 +196,11 @@ def _matching(table: dict[str, Any], name: str) -> Any:
 
 
 def within(value: float, words: str) -> bool:
-    """Whether a number satisfies words such as ">= 1 or -1" or "> 0 and <= 1"."""
+    """Whether a number satisfies words such as ">= 1 or -1" or "> 0 and <= 1", or is at least "finite"."""
     if not math.isfinite(value):
         return False
+    if words == "finite":
+        return True
     for alternative in words.split(" or "):
         parts = [part.split() for part in alternative.split(" and ")]
         if all(value == float(part[0]) if len(part) == 1 else _OPERATORS[part[0]](value, float(part[1])) for part in parts):
@@ -195,7 +221,10 @@ def _choices(config: Config) -> Iterator[Problem]:
             close = difflib.get_close_matches(item, legal, n=1, cutoff=0.5)
             ending = ", or package.module:function of your own" if own else ""
             remedy = (f"Did you mean {close[0]}? " if close else "") + f"Legal: {', '.join(legal)}{ending}."
-            yield Problem(name, item, "there is no such name", remedy + _HINTS.get((name, item), ""))
+            if own and item in NOT_WIRED:
+                yield Problem(name, item, f"is not offered yet: it needs {NOT_WIRED[item]}", f"Legal: {', '.join(legal)}{ending}.")
+            else:
+                yield Problem(name, item, "there is no such name", remedy + _HINTS.get((name, item), ""))
 
 
 _HINTS = {
@@ -218,6 +247,8 @@ _REMEDIES = {
     "actor_rollout_ref.rollout.temperature": "Training samples; greedy decoding is for validation: actor_rollout_ref.rollout.val_kwargs.",
     "data.train_max_samples": "-1 uses all rows.",
     "data.val_max_samples": "-1 uses all rows.",
+    "trainer.test_freq": "Use -1 for never.",
+    "trainer.save_freq": "Use -1 for never.",
 }
 
 Legal = Callable[..., bool]
@@ -287,15 +318,15 @@ def _micro_batches(config: Config, ok: Legal, user_keys: Collection[str]) -> Ite
 
 def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
     name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    if name in GROUP_ESTIMATORS and n == 1:
+    if name in GROUP_ESTIMATORS and n == 1 and ok("algorithm.adv_estimator"):
         yield Problem(
             "actor_rollout_ref.rollout.n",
             n,
             f"algorithm.adv_estimator={name} compares the samples of one prompt, so it needs at least 2",
             "Use 4 to 16.",
         )
-    if name == "gae" and config.critic.enable is False:
-        yield Problem("critic.enable", False, "algorithm.adv_estimator=gae needs a critic", "Leave critic.enable out, or use grpo.")
+    if name in plan.NEEDS_VALUES and config.critic.enable is False:
+        yield Problem("critic.enable", False, f"algorithm.adv_estimator={name} needs a critic", "Leave critic.enable out, or use grpo.")
     low, c = config.actor_rollout_ref.actor.clip_ratio_low, config.actor_rollout_ref.actor.clip_ratio_c
     low = config.actor_rollout_ref.actor.clip_ratio if low is None else low
     if low > 1 and ok("actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low"):
@@ -403,6 +434,30 @@ def _lengths(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[
             )
 
 
+def _files_named(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    yield from files_named(config.data.train_files, config.data.val_files)
+
+
+def files_named(train_files: Any, val_files: Any) -> Iterator[Problem]:
+    """There is something to train on, and no file has an empty name."""
+    for key, value in (("data.train_files", train_files), ("data.val_files", val_files)):
+        files = plan.files_of(value)
+        if not any(files) and (files or key == "data.train_files"):
+            yield Problem(key, value, "must name at least one parquet file", "data_preprocess/ writes such files.")
+        elif not all(files):
+            yield Problem(key, value, "one of the names is empty", "Leave it out.")
+
+
+def _engine_kwargs(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    for name, extra in config.actor_rollout_ref.rollout.engine_kwargs.items():
+        key = f"actor_rollout_ref.rollout.engine_kwargs.{name}"
+        if name not in (*ENGINES, "sglang"):  # a command line from elsewhere may name sglang: that is said, and no error
+            close = difflib.get_close_matches(name, ENGINES, n=1, cutoff=0.5)
+            yield Problem(key, extra, "there is no such engine", (f"Did you mean {close[0]}? " if close else "") + "Legal: vllm, hf.")
+        elif extra is not None and not isinstance(extra, dict):
+            yield Problem(key, extra, "must be a mapping of arguments", f"Such as {key}.max_num_seqs=64.")
+
+
 def _trainer(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
     trainer, files = config.trainer, config.data.val_files
     if trainer.default_hdfs_dir is not None:
@@ -418,9 +473,6 @@ def _trainer(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[
         for name, asked in wanted.items():
             if asked:
                 yield Problem(name, get(config, name), "there is nothing to validate on", "Give data.val_files.")
-    for name in ("trainer.test_freq", "trainer.save_freq"):
-        if get(config, name) == 0:
-            yield Problem(name, 0, "must be at least 1, or -1 for never", "Use -1.")
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield Problem(
             "trainer.resume_from_path",
@@ -469,6 +521,7 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
 
     data = config.data
     rows: dict[str, int] = {}
+    scorers: set[str] = set()
     for key, files in (("data.train_files", plan.files_of(data.train_files)), ("data.val_files", plan.files_of(data.val_files))):
         before = len(rows)
         for file in files:
@@ -477,7 +530,8 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
                 continue
             try:
                 footer = pyarrow.parquet.read_metadata(file)
-                columns = pyarrow.parquet.read_schema(file).names
+                schema = footer.schema.to_arrow_schema()
+                sources = _sources(file, schema, data.reward_fn_key) if config.custom_reward_function.path is None else []
             except (pyarrow.ArrowException, OSError) as error:
                 yield Problem(key, file, f"cannot be read as parquet ({type(error).__name__})", "data_preprocess/ shows how to write one.")
                 continue
@@ -485,11 +539,25 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
                 yield Problem(key, file, "holds no rows", "Write it anew with data_preprocess/.")
                 continue
             for name, column in (("data.prompt_key", data.prompt_key), ("data.reward_fn_key", data.reward_fn_key), (None, "reward_model")):
-                if column not in columns:
+                if column not in schema.names:
                     remedy = f"Set {name} to one of them, or write the file" if name else "Write the file"
                     yield Problem(
-                        key, file, f"has no column {column!r}; it has {', '.join(columns)}", f"{remedy} anew with data_preprocess/."
+                        key, file, f"has no column {column!r}; it has {', '.join(schema.names)}", f"{remedy} anew with data_preprocess/."
                     )
+            if "reward_model" in schema.names and not _has_ground_truth(schema.field("reward_model").type):
+                rule = f"column 'reward_model' holds {schema.field('reward_model').type}, expected {{style, ground_truth}}"
+                yield Problem(key, file, rule, "Write the file anew with data_preprocess/.")
+            unknown = list(islice((source for source in sources if _scorer_of(source) is None), 5))
+            if unknown:
+                yield Problem(
+                    key,
+                    file,
+                    f"no scorer belongs to data source {', '.join(map(repr, unknown))}",
+                    "Give your own function with custom_reward_function.path=FILE.py, or name a known source in the data: "
+                    f"{', '.join(SCORERS)}.",
+                )
+            else:
+                scorers.update(scorer for source in sources if (scorer := _scorer_of(source)))
             rows[f"{key} {file}"] = footer.num_rows
         if key == "data.train_files" and len(rows) - before == len(files) > 0 and ok("data.train_batch_size", "data.train_max_samples"):
             found = sum(rows.values())
@@ -502,6 +570,34 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
                     f"the training data have only {usable} rows{limit}: not one full batch",
                     f"Use at most {usable}.",
                 )
+
+    for scorer in sorted(scorers):
+        module, _, function = scorer.partition(":")
+        source_file = names.PACKAGE.parent / f"{module.replace('.', '/')}.py"
+        yield from _unknown_kwargs(config, ast.parse(source_file.read_text(encoding="utf-8")).body, function, f"the scorer {scorer}")
+
+
+def _sources(file: str, schema: Any, column: str) -> list[str]:
+    """The distinct texts in a column; none where it is missing or holds no text. Only their dictionary is read, so it takes no time."""
+    import pyarrow
+    import pyarrow.parquet
+
+    kind = schema.field(column).type if column in schema.names else pyarrow.null()
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_dictionary(kind)):
+        return []
+    table = pyarrow.parquet.read_table(file, columns=[column], read_dictionary=[column])
+    return sorted(source for source in table[column].unique().to_pylist() if source and isinstance(source, str))
+
+
+def _has_ground_truth(column: Any) -> bool:
+    import pyarrow
+
+    return pyarrow.types.is_struct(column) and column.get_field_index("ground_truth") >= 0
+
+
+def _scorer_of(source: str) -> str | None:
+    """What rewards.routing would choose."""
+    return next((scorer for pattern, scorer in SCORERS.items() if fnmatchcase(source, pattern)), None)
 
 
 def _neighbour(file: str) -> str:
@@ -521,8 +617,8 @@ def _models(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[P
         given["critic.model.path"] = config.critic.model.path
     for key, path in given.items():
         folder = Path(path)
-        if not folder.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
-            continue  # a name on the hub
+        if not folder.exists() and HUB_NAME.fullmatch(path):
+            continue
         if not folder.is_dir():
             yield Problem(
                 key,
@@ -564,6 +660,25 @@ def _models(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[P
                 )
 
 
+def _tokenizer(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model."
+    path, key = (model.tokenizer_path, key + "tokenizer_path") if model.tokenizer_path else (model.path, key + "path")
+    folder = Path(path)
+    if not folder.exists() and HUB_NAME.fullmatch(path):
+        return
+    if not folder.is_dir():
+        yield Problem(
+            key, path, "there is no such folder", "Give a folder with a tokenizer, or a name on the hub; null takes the model's own."
+        )
+    elif not any(fnmatchcase(file.name, pattern) for file in folder.iterdir() for pattern in TOKENIZER_FILES):
+        yield Problem(
+            key,
+            path,
+            "has no tokenizer: none of its usual files is there",
+            "Put tokenizer.json and tokenizer_config.json there, or set actor_rollout_ref.model.tokenizer_path to a folder that has them.",
+        )
+
+
 def _reward_file(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
     path, name = config.custom_reward_function.path, config.custom_reward_function.name
     if path is None:
@@ -582,27 +697,24 @@ def _reward_file(config: Config, ok: Legal, user_keys: Collection[str]) -> Itera
     if name not in functions and name not in bound_names and "*" not in bound_names:
         remedy = f"Its functions: {', '.join(functions)}." if functions else "It defines no function."
         yield Problem("custom_reward_function.name", name, f"{path} has no such function", remedy)
+    yield from _unknown_kwargs(config, body, name, f"{name} in {path}")
+
+
+def _unknown_kwargs(config: Config, body: list[ast.stmt], name: str, where: str) -> Iterator[Problem]:
+    """Entries of reward_kwargs that the function does not take. One that is not defined in `body` may take anything."""
+    function = next((node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name), None)
+    if function is None or function.args.kwarg is not None:
+        return
+    taken = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+    for key, value in config.custom_reward_function.reward_kwargs.items():
+        if key not in taken:
+            rule = f"{where} has no such parameter, and no **kwargs"
+            yield Problem(f"custom_reward_function.reward_kwargs.{key}", value, rule, f"Its parameters: {', '.join(taken)}.")
 
 
 def _run_directory(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
     trainer = config.trainer
-    folder = Path(trainer.default_local_dir)
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir():
-        yield Problem(
-            "trainer.default_local_dir",
-            trainer.default_local_dir,
-            f"{folder} is a file, so the run directory cannot be made",
-            "Choose another.",
-        )
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        yield Problem(
-            "trainer.default_local_dir",
-            trainer.default_local_dir,
-            f"{folder.resolve()} is not writable",
-            "Choose another, or change its rights.",
-        )
+    yield from unwritable("trainer.default_local_dir", trainer.default_local_dir)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
         resume = Path(trainer.resume_from_path)
         if not re.fullmatch(r"global_step_\d+", resume.name):
@@ -618,5 +730,16 @@ def _run_directory(config: Config, ok: Legal, user_keys: Collection[str]) -> Ite
             )
 
 
-RULES = (_batch_sizes, _micro_batches, _algorithm, _devices, _lengths, _trainer)
-FILE_RULES = (_data_files, _models, _reward_file, _run_directory)
+def unwritable(key: str, value: str) -> Iterator[Problem]:
+    """Why the folder that a key names cannot be made or written."""
+    folder = Path(value).expanduser()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        yield Problem(key, value, f"{folder} is a file, so the run directory cannot be made", "Choose another.")
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield Problem(key, value, f"{folder.resolve()} is not writable", "Choose another, or change its rights.")
+
+
+RULES = (_files_named, _batch_sizes, _micro_batches, _algorithm, _devices, _lengths, _engine_kwargs, _trainer)
+FILE_RULES = (_data_files, _models, _tokenizer, _reward_file, _run_directory)

@@ -7,18 +7,20 @@ Rules that span several keys live in `config.rules`.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Annotated, Any, Optional
 
 from omegaconf import MISSING
+
+Files = Annotated[Any, "a file or a list of files"]
 
 
 @dataclass
 class DataConfig:
     """Where prompts come from and how long they may be."""
 
-    train_files: Any = MISSING
+    train_files: Files = MISSING
     """Parquet file, or list of files, of training prompts."""
-    val_files: Any = None
+    val_files: Files = None
     """Parquet file, or list of files, of validation prompts. null: no validation."""
     prompt_key: str = "prompt"
     """Column that holds the chat messages (a list of role and content)."""
@@ -110,7 +112,8 @@ class FSDPConfig:
     model_dtype: str = "float32"
     """Dtype of the parameters that the optimizer updates."""
     dtype: str = "auto"
-    """Compute dtype of both passes: auto (bfloat16 on GPU, float32 on CPU), bfloat16, float16 or float32. Reductions stay float32."""
+    """Compute dtype of both passes: auto (bfloat16 on GPU, float32 on CPU), bfloat16 or float32; for the reference float16 too, which
+    training cannot use without loss scaling. Reductions stay float32."""
     fsdp_size: int = -1
     """Devices of one sharding group. -1: all."""
 
@@ -255,6 +258,8 @@ class RolloutConfig:
     """Micro-batches by tokens there. null: as actor.use_dynamic_bsz."""
     log_prob_max_token_len_per_gpu: Optional[int] = None
     """Tokens per micro-batch there. null: as actor.ppo_max_token_len_per_gpu."""
+    max_error_rate: float = 0.05
+    """Stop the run when a larger share of a step's samples could not be generated. A failed sample has no vote."""
     log_prob_gap_limit: float = 0.05
     """Start-up gate: the run stops when mean |log p_train - log p_rollout| before the first update is above this."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
@@ -414,7 +419,7 @@ class TrainerConfig:
     save_freq: int = -1
     """Save a checkpoint every this many steps and at the end. -1: never."""
     critic_warmup: int = 0
-    """Update only the critic in the first this many steps."""
+    """The policy is updated from this step on; the steps before it update only the critic. 0 and 1: from the first step on."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """The run directory."""
     default_hdfs_dir: Optional[str] = None
@@ -432,7 +437,7 @@ class TrainerConfig:
     rollouts_per_step: int = 8
     """Samples per step written to rollouts/step_N.jsonl. -1: all."""
     log_val_generations: int = 0
-    """Validation samples printed to the console trackers."""
+    """Print this many validation samples to the console at each validation."""
     resource_wait_s: float = 300.0
     """How long to wait for devices to join the cluster, before failing with a table of what is missing."""
     phase_timeout_s: float = 3600.0
@@ -471,7 +476,7 @@ class ClusterConfig:
 class RetrieverConfig:
     """Search agent: the retriever service."""
 
-    url: Any = "http://127.0.0.1:8000/retrieve"
+    url: Annotated[Any, "an address or a list of addresses"] = "http://127.0.0.1:8000/retrieve"
     """Address, or list of addresses, of the retriever."""
     topk: int = 3
     """Passages per query."""

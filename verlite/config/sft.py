@@ -10,9 +10,9 @@ from typing import Any, Optional
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verlite.config import keys
+from verlite.config import keys, plan, rules
 from verlite.config.problems import ConfigError, Problem, nearest
-from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
+from verlite.config.schema import Files, FSDPConfig, ModelConfig, OptimConfig
 from verlite.config.sources import COMMAND_LINE, from_command_line, from_our_yaml, from_yaml
 
 
@@ -20,9 +20,9 @@ from verlite.config.sources import COMMAND_LINE, from_command_line, from_our_yam
 class SFTDataConfig:
     """Examples: a prompt and the response to learn."""
 
-    train_files: Any = MISSING
+    train_files: Files = MISSING
     """Parquet file, or list of files, with a prompt and a response column."""
-    val_files: Any = None
+    val_files: Files = None
     """As train_files, for the validation loss. null: no validation."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or chat messages (a list of role and content)."""
@@ -90,7 +90,11 @@ def compose(config_name: str | None = None, overrides: Sequence[str] = (), confi
     known = keys.table(SFTConfig())
     arguments, _, problems = from_command_line(overrides, config_dir, known)
     name = (config_name or "sft").removesuffix(".yaml")
-    assignments = from_our_yaml(name) if config_dir is None else from_yaml(name, Path(config_dir).expanduser().resolve(), ())
+    sections = frozenset(key for key in known if "." not in key)
+    if config_dir is None:
+        assignments = from_our_yaml(name, sections)
+    else:
+        assignments = from_yaml(name, Path(config_dir).expanduser().resolve(), (), sections)
     tree = OmegaConf.structured(SFTConfig)
     broken = set()
     for assignment in [*assignments, *arguments]:
@@ -102,6 +106,10 @@ def compose(config_name: str | None = None, overrides: Sequence[str] = (), confi
                 remedy = f"Did you mean {' or '.join(close)}?" if close else "python -m verlite.main_sft --help lists the keys."
                 problems.append(Problem(shown, value, "there is no such key", remedy))
                 broken.update(close[:1])
+                continue
+            if isinstance(value, dict) and not owner.free:
+                problems.append(Problem(shown, value, f"expected {owner.type}, got a mapping"))
+                broken.add(key)
                 continue
             try:
                 OmegaConf.update(tree, key, copy.deepcopy(owner.default) if assignment.delete else value, merge=False, force_add=owner.free)
@@ -121,37 +129,45 @@ def compose(config_name: str | None = None, overrides: Sequence[str] = (), confi
 
 
 def _leaves(key: str, value: Any, known: dict[str, keys.Key]):
-    """One assignment of a mapping as assignments of its entries, except to a key that holds a mapping itself."""
-    if isinstance(value, dict) and not (key in known and known[key].free):
+    """One assignment of a mapping as assignments of its entries, except to a key that holds a value."""
+    if isinstance(value, dict) and not (key in known and not known[key].section):
         for name, entry in value.items():
             yield from _leaves(f"{key}.{name}", entry, known)
     else:
         yield key, value
 
 
+TWIN = "actor_rollout_ref.actor."
+"""Where the training loop has the same optimizer and sharding: what is legal there is legal here."""
+CHOICES = {"data.truncation": ("error", "right")}
+BOUNDS = {"data.max_length": ">= 1", "data.max_token_len_per_gpu": ">= 1", "trainer.seed": ">= 0"}
+"""Keys that the training loop has with another meaning, or not at all. The others are legal as there."""
+
+
 def _check(config: SFTConfig):
-    """Rules on values. Files are looked at when they are read."""
-    choices = [
-        ("data.truncation", config.data.truncation, ("error", "right")),
-        ("optim.lr_scheduler_type", config.optim.lr_scheduler_type, ("constant", "cosine")),
-        ("trainer.device", config.trainer.device, ("auto", "cuda", "cpu")),
-    ]
-    for key, value, legal in choices:
-        if value not in legal:
+    """Rules on values. What is in files and folders is looked at when they are read."""
+    for key in (key.name for key in keys.table(config).values() if not key.section):
+        value = rules.get(config, key)
+        legal = CHOICES.get(key) or rules.choices(key) or rules.choices(TWIN + key)
+        if legal and value not in legal:
             yield Problem(key, value, f"must be one of {', '.join(legal)}")
-    positive = {
-        "data.train_batch_size": config.data.train_batch_size,
-        "data.max_length": config.data.max_length,
-        "data.max_token_len_per_gpu": config.data.max_token_len_per_gpu,
-        "optim.lr": config.optim.lr,
-        "grad_clip": config.grad_clip,
-        "trainer.total_epochs": config.trainer.total_epochs,
-        "trainer.total_training_steps": config.trainer.total_training_steps,
-    }
-    for key, number in positive.items():
-        if number is not None and number <= 0:
-            yield Problem(key, number, "must be above 0")
+        words = BOUNDS.get(key) or rules.bound(key) or rules.bound(TWIN + key)
+        for item in value if isinstance(value, list) else [value]:
+            if words and item is not None and not rules.within(item, words):
+                yield Problem(key, value, f"must be {words}")
+    if len(config.optim.betas) != 2:
+        yield Problem("optim.betas", config.optim.betas, "must be two numbers", "Usual: [0.9,0.999].")
+    size, world = config.fsdp_config.fsdp_size, int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 0 and world % size:
+        yield Problem("fsdp_config.fsdp_size", size, f"must divide the {world} processes of this run", "-1 shards over all of them.")
+    if config.trainer.device == "cuda" and not plan.visible_gpus():
+        yield Problem("trainer.device", "cuda", "this machine shows no GPU", "Use trainer.device=cpu.")
     if config.trainer.test_freq > 0 and config.data.val_files is None:
         yield Problem(
             "trainer.test_freq", config.trainer.test_freq, "needs validation data", "Set data.val_files, or trainer.test_freq=-1."
         )
+    for key, path in (("model.path", config.model.path), ("model.tokenizer_path", config.model.tokenizer_path)):
+        if path and not Path(path).exists() and not rules.HUB_NAME.fullmatch(path):
+            yield Problem(key, path, "there is no such folder", "Give a folder, or a name on the hub such as Qwen/Qwen2.5-0.5B.")
+    yield from rules.files_named(config.data.train_files, config.data.val_files)
+    yield from rules.unwritable("trainer.default_local_dir", config.trainer.default_local_dir)

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verlite
-from verlite.config import keys
+from verlite.config import aliases, keys
 from verlite.config.problems import ConfigError, Problem, is_secret
 
 COMMAND_LINE = "command line"
@@ -66,21 +66,25 @@ def _parse_override(text: str, problems: list[Problem], schema_keys: dict[str, k
     from hydra.errors import HydraException
 
     key, equals, raw = text.lstrip("+~").partition("=")
-    known = keys.find(key, schema_keys)
+    known = keys.find(key if schema_keys else aliases.renamed(key) or key, schema_keys)
     if not equals and not text.startswith("~"):
         problems.append(Problem(key, None, "is no override", "Overrides are written key=value."))
         return None
     # Text such as ~/data, /runs/lr=1e-6 or 0-3,6 has no reading in Hydra's grammar, or another one: it is taken as it stands.
     of_text = known is not None and (known.type.startswith("text") or known.name == "cluster.component_placement")
+    any_type = known is not None and known.any_type
     hidden = is_secret(key, raw) and not keys.is_plain(key)
     shown = "***" if hidden else raw
     try:
         override = OverridesParser.create().parse_override(text)
         if not override.is_sweep_override():
-            return Assignment(override.key_or_group, override.value(), COMMAND_LINE, True, override.is_delete())
+            value = override.value()
+            if (of_text or any_type) and isinstance(value, bool | int | float):
+                value = raw.strip()  # the name 2024_11 is no number, and 1e-6 would be written otherwise
+            return Assignment(override.key_or_group, value, COMMAND_LINE, True, override.is_delete())
         problem = Problem(key, shown, "a comma outside brackets asks for several runs", f"A list is written {key}=[{shown}].")
     except HydraException as error:
-        of_text = of_text or (known is not None and known.type == "anything")
+        of_text = of_text or any_type
         reason = "the value cannot be read" if hidden else f"cannot be read: {str(error).splitlines()[0]}"
         problem = Problem(key, shown, reason, f"Quote the value: '{key}=\"...\"'.")
     if of_text and raw and raw[0] not in "[{'\"":
@@ -102,20 +106,31 @@ def _flow_mapping(text: str) -> dict[str, Any] | None:
 
 
 @functools.cache
-def from_our_yaml(name: str) -> list[Assignment]:
+def from_our_yaml(name: str, sections: frozenset[str] | None = None) -> list[Assignment]:
     """`from_yaml` for verlite's own files, which do not change while a process runs."""
-    return from_yaml(name, None, ())
+    return from_yaml(name, None, (), sections)
 
 
-def from_yaml(name: str, config_dir: Path | None, groups: Iterable[str]) -> list[Assignment]:
-    """The YAML files of a configuration, first to last, as assignments. ConfigError: a file that is missing or cannot be read."""
+def our_names(sections: frozenset[str] | None = None) -> list[str]:
+    """Names of verlite's own YAML files that fit a schema with these top-level names; None: the training loop's."""
+    known = sections or frozenset(name for name in keys.keys() if "." not in name)
+    tops = {file.stem: set(yaml.safe_load(file.read_text(encoding="utf-8"))) for file in conf_dir().glob("*.yaml")}
+    return sorted(name for name, top in tops.items() if top - {"defaults", "hydra"} <= known)
+
+
+def from_yaml(name: str, config_dir: Path | None, groups: Iterable[str], sections: frozenset[str] | None = None) -> list[Assignment]:
+    """The YAML files of a configuration, first to last, as assignments. ConfigError: a file that is missing or cannot be read.
+
+    sections: the top-level names of another schema; None: the training loop's.
+    """
     own = conf_dir()
     folders = [own] if config_dir is None else [config_dir, own]
     if not folders[0].is_dir():
         raise ConfigError([Problem("--config-path", str(config_dir), "is no folder")])
     home = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if home is None:
-        available = ", ".join(sorted({file.stem for folder in folders for file in folder.glob("*.yaml")}))
+        theirs = {file.stem for folder in folders if folder != own for file in folder.glob("*.yaml")}
+        available = ", ".join(sorted(theirs.union(our_names(sections))))
         where = " or ".join(map(str, folders))
         raise ConfigError([Problem("--config-name", name, f"no {name}.yaml in {where}", f"There are: {available}.")])
     folders.sort(key=lambda folder: folder != home)

@@ -202,7 +202,7 @@ def overlap_note(train: PromptDataset, validation: PromptDataset) -> str | None:
 def _read(path: Path, required: list[str]) -> pa.Table:
     if not path.exists():
         raise DataError(f"{path} does not exist: make it with data_preprocess/, or correct data.train_files or data.val_files")
-    if path.suffix != ".parquet" or not path.is_file():
+    if not path.is_file():
         raise DataError(f"{path} is not a parquet file: data_preprocess/ writes them")
     try:
         metadata = pq.read_metadata(path)

@@ -9,6 +9,8 @@ Files are written in place; the caller makes the folder appear atomically.
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,34 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: dict[str, Any]) -> None:
-    """Write the state; all ranks must call it. `schedule` is JSON. Raises OSError when the disk is full."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the state; all ranks must call it. `schedule` is JSON. Raises OSError on all ranks when one of them cannot write."""
+    with _together(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder / "shards"), save_distributed=True)
     try:
         dcp.save(_tensors(model, optimizer), storage_writer=writer)
-    except dcp.CheckpointException as error:  # a BaseException, which no handler of failed saves would see
+    except dcp.CheckpointException as error:  # on all ranks; a BaseException, which no handler of failed saves would see
         raise OSError(f"cannot write the checkpoint {folder}: {error}") from error
-    (folder / f"rng_rank_{dist.get_rank()}.json").write_text(json.dumps(_rng_state()))
-    if dist.get_rank() == 0:
-        steps = {} if optimizer is None else {name: int(optimizer.state[p]["step"]) for name, p in model.named_parameters()}
-        state = {"world_size": dist.get_world_size(), "schedule": schedule, "optimizer_steps": steps}
-        (folder / "state.json").write_text(json.dumps(state))
-    dist.barrier()
+    with _together(folder):
+        (folder / f"rng_rank_{dist.get_rank()}.json").write_text(json.dumps(_rng_state()))
+        if dist.get_rank() == 0:
+            steps = {} if optimizer is None else {name: int(optimizer.state[p]["step"]) for name, p in model.named_parameters()}
+            state = {"world_size": dist.get_world_size(), "schedule": schedule, "optimizer_steps": steps}
+            (folder / "state.json").write_text(json.dumps(state))
+
+
+@contextmanager
+def _together(folder: Path) -> Iterator[None]:
+    """What one rank's disk refuses is raised on all ranks: nobody waits in a collective for one that has left."""
+    mine: str | None = None
+    try:
+        yield
+    except OSError as error:
+        mine = f"rank {dist.get_rank()}: {error}"
+    every: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    if refused := [text for text in every if text]:
+        raise OSError(f"cannot write the checkpoint {folder}: {refused[0]}")
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Counts:
 
 LossFn = Callable[[TensorDict, dict[str, Tensor], Counts], tuple[Tensor, dict[str, Tensor]]]
 """(rows of a micro-batch, the model's outputs [b, R], counts) -> (loss, metrics). Loss and metrics are sums that add up over
-micro-batches and ranks to those of the step."""
+micro-batches and ranks to those of the step; of metrics whose name ends in _max the largest is taken."""
 
 
 class NonFiniteError(RuntimeError):
@@ -209,7 +209,7 @@ class TrainEngine:
             loss, metrics = loss_fn(micro_rows, {name: inputs.spread(values) for name, values in outputs.items()}, counts)
             (loss * self.world_size).backward()  # FSDP averages over ranks; the loss is a sum over them
             for name, value in ({"loss": loss} | metrics).items():
-                sums[name] = sums.get(name, 0) + value.detach()
+                sums[name] = _both(name, sums[name], value.detach()) if name in sums else value.detach()
         metrics = self._sum_metrics(sums)
         norm = float(clip_gradients(self.parameters, self.grad_clip))
         finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
@@ -254,15 +254,15 @@ class TrainEngine:
         return table[:, :-1].sum(0).tolist(), int(table[:, -1].max())
 
     def _sum_metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Sums over ranks, which need not have the same names: a rank without rows has none."""
-        values = torch.stack([v.float() for v in sums.values()]).tolist() if sums else []
+        """Sums (or maxima) over ranks, which need not have the same names: a rank without rows has none."""
+        values = torch.stack([v.double() for v in sums.values()]).tolist() if sums else []
         mine = dict(zip(sums, values, strict=True))
         every: list[Any] = [mine]
         if self.world_size > 1:
             every = [None] * self.world_size
             dist.all_gather_object(every, mine)
         names = dict.fromkeys(name for one in every for name in one)
-        return {name: math.fsum(one.get(name, 0.0) for one in every) for name in names}
+        return {name: (max if name.endswith("_max") else math.fsum)(one[name] for one in every if name in one) for name in names}
 
     def _reshard(self) -> None:
         """Free parameters that forward passes left gathered; stale copies would otherwise survive a load."""
@@ -368,6 +368,11 @@ class TrainEngine:
                 state[name] = tensor.to(device, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _both(name: str, a: Tensor, b: Tensor) -> Tensor:
+    """A metric over two micro-batches; see LossFn."""
+    return torch.maximum(a, b) if name.endswith("_max") else a + b
 
 
 def _layout(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:

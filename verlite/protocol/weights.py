@@ -8,9 +8,11 @@ the measured log-prob gap between engine and trainer covers that.
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import BinaryIO
 
 import torch
 from safetensors import safe_open
@@ -92,34 +94,67 @@ def fingerprint(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None =
     return combine(*(tensor_fingerprint(tensor, dtype) for _, tensor in named))
 
 
-def write_buckets(named: Iterable[tuple[str, Tensor]], directory: Path | str, bucket_bytes: int) -> list[Path]:
-    """Write weights to safetensors files of about `bucket_bytes` each in `directory`; the paths, in order.
+@dataclass
+class Buckets:
+    """Weights that other processes of this machine read by path, until `close` or the end of this process, whatever ends it.
 
-    Costs one memory copy when `directory` is in shared memory, and never holds more than one bucket of `named`'s tensors.
-    A tensor larger than a bucket gets a file of its own. Raises OSError when the folder is full.
+    On Linux they lie in anonymous memory files: nothing can be left behind, and a small /dev/shm does not matter. Elsewhere in a
+    private temporary folder.
     """
-    paths: list[Path] = []
+
+    paths: list[str] = field(default_factory=list)
+    bytes: int = 0
+    _files: list[BinaryIO] = field(default_factory=list)
+    _folder: str | None = None
+
+    def add(self, named: list[tuple[str, Tensor]]) -> None:
+        """One more file, with these tensors."""
+        name = f"verlite-bucket-{len(self.paths):05d}"
+        if hasattr(os, "memfd_create"):
+            file: BinaryIO = open(os.memfd_create(name), "wb", buffering=0)
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        else:
+            self._folder = self._folder or tempfile.mkdtemp(prefix="verlite-")
+            path = os.path.join(self._folder, name)
+            file = open(path, "wb", buffering=0)
+        self._files.append(file)
+        self.paths.append(path)
+        self.bytes += _write_safetensors(named, file)
+
+    def close(self) -> None:
+        """Give the memory back, once readers have dropped their tensors too."""
+        for file in self._files:
+            file.close()
+        self._files.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def write_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Buckets:
+    """Write weights to safetensors files of about `bucket_bytes` each, in memory that `read_buckets` maps.
+
+    Costs one memory copy, and never holds more than one bucket of `named`'s tensors. A tensor larger than a bucket gets a file of
+    its own. Raises OSError when the memory is full; nothing is left then.
+    """
+    buckets = Buckets()
     pending: list[tuple[str, Tensor]] = []
     pending_bytes = 0
-
-    def flush() -> None:
-        path = Path(directory) / f"bucket_{len(paths):05d}.safetensors"
-        _write_safetensors(pending, path)
-        paths.append(path)
-        pending.clear()
-
-    for name, tensor in named:
-        if pending and pending_bytes + tensor.nbytes > bucket_bytes:
-            flush()
-            pending_bytes = 0
-        pending.append((name, tensor.detach().cpu()))
-        pending_bytes += tensor.nbytes
-    if pending:
-        flush()
-    return paths
+    try:
+        for name, tensor in named:
+            if pending and pending_bytes + tensor.nbytes > bucket_bytes:
+                buckets.add(pending)
+                pending, pending_bytes = [], 0
+            pending.append((name, tensor.detach().cpu()))
+            pending_bytes += tensor.nbytes
+        if pending:
+            buckets.add(pending)
+    except BaseException:
+        buckets.close()
+        raise
+    return buckets
 
 
-def _write_safetensors(named: list[tuple[str, Tensor]], path: Path) -> None:
+def _write_safetensors(named: list[tuple[str, Tensor]], file: BinaryIO) -> int:
     # By hand because safetensors' own writer first copies every tensor into Python bytes.
     header: dict[str, dict[str, object]] = {}
     end = 0
@@ -128,28 +163,17 @@ def _write_safetensors(named: list[tuple[str, Tensor]], path: Path) -> None:
         header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 64)  # tensors that start on a cache line
-    with open(path, "wb", buffering=0) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in named:
-            data = tensor.reshape(-1).view(torch.uint8).numpy().data
-            while data:
-                data = data[file.write(data) :]
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in named:
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        while data:
+            data = data[file.write(data) :]
+    return 8 + len(text) + end
 
 
-def read_buckets(paths: Iterable[Path | str]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of `write_buckets`, mapped from the files: no copy until they are used.
-
-    The files may be deleted while tensors live, but must not be rewritten.
-    """
+def read_buckets(paths: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `write_buckets`, mapped from the files: no copy until they are used. They outlive `Buckets.close`."""
     for path in paths:
         with safe_open(path, framework="pt") as file:
             for name in file.offset_keys():
                 yield name, file.get_tensor(name)
-
-
-def shared_memory_dir() -> Path:
-    """A new folder for `write_buckets` that only this user can enter: in /dev/shm where that can be written, else in the
-    temporary folder. The caller removes it."""
-    shared = Path("/dev/shm")
-    parent = shared if shared.is_dir() and os.access(shared, os.W_OK | os.X_OK) else None
-    return Path(tempfile.mkdtemp(prefix="verlite-", dir=parent))

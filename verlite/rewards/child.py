@@ -58,10 +58,11 @@ def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
 
 def _load_file(path: Path) -> ModuleType:
     sys.path.append(str(path.parent))  # last, so that the file's neighbours never shadow a library
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # Under a name of its own, because a file may be called math.py; and named at all, because pickle and dataclasses look it up.
+    spec = importlib.util.spec_from_file_location(f"verlite_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # a .py file always has both
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 

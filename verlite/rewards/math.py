@@ -13,7 +13,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that our process must bring its own time limit; it does
 
-ANSWER_LINE_SOURCES = ("aime", "math_dapo")
+ANSWER_LINE_SOURCES = ("aime", "math")
 """Data whose prompts ask for a last line "Answer: ..."; a box is accepted too. All other data asks for a box."""
 
 

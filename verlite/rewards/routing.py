@@ -7,7 +7,9 @@ SCORERS = {
     "lighteval/MATH": "verlite.rewards.math:compute_score",
     "DigitalLearningGmbH/MATH-lighteval": "verlite.rewards.math:compute_score",
     "HuggingFaceH4/MATH-500": "verlite.rewards.math:compute_score",
+    "math": "verlite.rewards.math:compute_score",
     "math_dapo": "verlite.rewards.math:compute_score",
+    "math_dapo_reasoning": "verlite.rewards.math:compute_score",
     "aime*": "verlite.rewards.math:compute_score",
     "verlite/arithmetic": "verlite.rewards.exact:compute_score",
 }

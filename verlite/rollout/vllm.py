@@ -11,15 +11,13 @@ Two facts decide how weights are checked here (vLLM 0.32):
 import os
 from collections.abc import Iterable
 from dataclasses import fields
-from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verlite.config.schema import ModelConfig, RolloutConfig
-from verlite.protocol.weights import combine, read_buckets, shared_memory_dir, tensor_fingerprint, write_buckets
+from verlite.protocol.weights import combine, read_buckets, tensor_fingerprint, write_buckets
 from verlite.rollout.batched import Finished
 from verlite.rollout.types import Sampling
 
@@ -103,11 +101,11 @@ class VLLMCore:
         if self._shards == 1:
             self.engine.collective_rpc("verlite_load", args=(named,))
             return
-        folder = shared_memory_dir()
+        buckets = write_buckets(named, self._bucket_bytes)
         try:
-            self.engine.collective_rpc("verlite_load_buckets", args=([str(p) for p in write_buckets(named, folder, self._bucket_bytes)],))
+            self.engine.collective_rpc("verlite_load_buckets", args=(buckets.paths,))
         finally:
-            rmtree(folder)
+            buckets.close()
 
     def reset_caches(self) -> None:
         """Forget all cached prefixes."""
@@ -155,7 +153,7 @@ class WorkerExtension:
 
     def verlite_load_buckets(self, paths: list[str]) -> None:
         """The same from files."""
-        self.verlite_load(read_buckets(Path(path) for path in paths))
+        self.verlite_load(read_buckets(paths))
 
     def verlite_fingerprints(self) -> dict[str, int]:
         """Checksum of each weight on this worker, for `combine_shards`. Raises RuntimeError where one copy is stale."""
@@ -267,6 +265,8 @@ def _engine_args(
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        # Inside a Ray actor vLLM would choose Ray, and wait for devices of a placement group that this run has filled itself.
+        "distributed_executor_backend": "mp" if rollout.tensor_model_parallel_size > 1 else "uni",
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enforce_eager": rollout.enforce_eager,
         "enable_prefix_caching": rollout.enable_prefix_caching,

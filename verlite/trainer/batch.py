@@ -89,6 +89,17 @@ def update_numbers(uids: Sequence[str], updates: Updates, seed: Sequence[int]) -
     return torch.stack([number[torch.from_numpy(rng.permutation(len(number)))] for _ in range(updates.epochs)], dim=1)
 
 
+def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> dict[str, float]:
+    """Tokens of a rank: in the order of the rows (min, max, minmax_diff, mean), and as they were spread (balanced_min, balanced_max)."""
+    plain = [int(part.sum()) for part in lengths.tensor_split(len(assignment))]
+    spread_out = [int(lengths[rows].sum()) for rows in assignment]
+    values = {
+        "min": min(plain), "max": max(plain), "minmax_diff": max(plain) - min(plain), "mean": sum(plain) / len(plain),
+        "balanced_min": min(spread_out), "balanced_max": max(spread_out),
+    }  # fmt: skip
+    return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
+
+
 def spread(numbers: torch.Tensor, lengths: torch.Tensor, n_ranks: int, balance: bool) -> list[list[int]]:
     """Row numbers for each rank.
 

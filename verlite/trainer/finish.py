@@ -1,5 +1,7 @@
 """What follows the updates of a step: metrics, kept samples, validation, checkpoint; and how a run begins."""
 
+from pathlib import Path
+
 from verlite.protocol.data import DataProto
 from verlite.trainer import checkpoints
 from verlite.trainer.metrics import batch_metrics, speed_metrics
@@ -28,6 +30,7 @@ def finish_step(run: Run, batch: DataProto) -> None:
     keep_samples(run, batch)
     if run.val_data is not None and trainer.test_freq > 0 and (run.last_step or run.step % trainer.test_freq == 0):
         run.metrics.update(validate(run))
+    run.metrics.update(run.stopwatch.metrics())  # what a checkpoint keeps of its step
     if trainer.save_freq > 0 and (run.last_step or run.step % trainer.save_freq == 0) or run.stop.requested:
         save(run)
     run.metrics.update(run.stopwatch.metrics())
@@ -43,10 +46,17 @@ def save(run: Run) -> None:
     """
     keep = run.config.trainer.max_actor_ckpt_to_keep
 
-    def save_parts(folder) -> None:
-        run.actor.save(str(folder / "actor"))
-        if run.critic is not None:
-            run.critic.save(str(folder / "critic"))
+    def save_parts(folder: Path) -> None:
+        for name, role in {"actor": run.actor, "critic": run.critic}.items():
+            if role is None:
+                continue
+            if refused := next(filter(None, role.save(str(folder / name))), None):
+                raise OSError(refused)
+            if (seen := len(list(folder.glob(f"{name}/rng_rank_*.json")))) != (ranks := len(run.plan.placement[name])):
+                raise OSError(
+                    f"{ranks} ranks of the {name} wrote to trainer.default_local_dir, but the driver sees the files of {seen}: "
+                    "it must be one folder that all nodes share"
+                )
 
     with run.stopwatch("save_checkpoint"), run.display.phase("save_checkpoint"):
         try:
@@ -57,5 +67,5 @@ def save(run: Run) -> None:
                 raise
             run.display.warn(str(error))
             return
-    run.failed_saves = 0
+    run.failed_saves, run.saved_step = 0, run.step
     checkpoints.prune(run.run_dir, keep, run.display.warn)

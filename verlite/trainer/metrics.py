@@ -41,6 +41,8 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         **spread("response_length", lengths),
         "response_length/clip_ratio": (lengths >= max_response_length).double().mean().item(),
         "response/aborted_ratio": (lengths == 0).double().mean().item(),
+        **spread("response_length_non_aborted", lengths[lengths > 0]),
+        **spread("num_turns", t["turns"]),
         **spread("prompt_length", prompts),
         "prompt_length/clip_ratio": (prompts >= max_prompt_length).double().mean().item(),
         "rollout/error_rate": (batch.non_tensor_batch["status"] == "error").mean().item(),
@@ -65,25 +67,6 @@ def group_metrics(batch: DataProto) -> Metrics:
     if not groups:
         return {}
     return {"rollout/zero_variance_groups": sum(len(g) == 1 for g in groups.values()) / len(groups)}
-
-
-def gap_metrics(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> Metrics:
-    """How far the trainer's log-probs are from the rollout engine's, [B, R] each, where mask is 1.
-
-    `training/log_prob_gap` is mean |log p_train - log p_rollout|; the `rollout_probs_diff_*` keys are verl's, on probabilities.
-    """
-    chosen = mask.bool()
-    if not chosen.any():
-        return {}
-    a, b = log_probs[chosen].double(), rollout_log_probs[chosen].double()
-    gap, diff = (a - b).abs(), (a.exp() - b.exp()).abs()
-    return {
-        "training/log_prob_gap": gap.mean().item(),
-        "training/log_prob_gap_max": gap.max().item(),
-        "training/rollout_probs_diff_mean": diff.mean().item(),
-        "training/rollout_probs_diff_max": diff.max().item(),
-        "training/rollout_probs_diff_std": diff.std(correction=0).item(),
-    }
 
 
 @dataclass

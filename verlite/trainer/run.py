@@ -50,6 +50,7 @@ class Run:
     step: int = 0
     version: int = 0
     resumed_step: int = 0
+    saved_step: int = 0
     failed_saves: int = 0
     metrics: Metrics = field(default_factory=dict)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -88,6 +89,7 @@ class Run:
             "version": self.version,
             "sampler": self.sampler.state_dict(),
             "kl_controller": self.kl.state_dict(),
+            "metrics": self.metrics,
             "critical": critical_settings(self.config),
             "model": dataclasses.asdict(self.config.actor_rollout_ref.model),
         }

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import fcntl
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,10 @@ from typing import Any, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
+from verlite.algorithms.advantages import ESTIMATORS
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
+from verlite.algorithms.lookup import lookup
+from verlite.algorithms.losses import POLICY_LOSSES
 from verlite.config.load import Loaded, dump
 from verlite.config.plan import Plan, make_plan
 from verlite.config.schema import Config, ModelConfig
@@ -26,8 +30,9 @@ from verlite.engine.model import ModelError, load_config, load_tokenizer
 from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
 from verlite.trainer.display import Display
+from verlite.trainer.finish import save
 from verlite.trainer.run import Run, critical_settings
-from verlite.trainer.tracking import Tracking, replace_file
+from verlite.trainer.tracking import MetricsFile, Tracking, read_lines, replace_file
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
 from verlite.workers.reference import ReferenceWorker
@@ -123,6 +128,7 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         checkpoint = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warnings.append)
         state = checkpoint.state() if checkpoint else {"step": 0}
         refuse_changed_settings(config, state.get("critical", {}))
+        functions_of(config)
         tokenizer = tokenizer_of(policy.model)
         train_data = PromptDataset(config.data.train_files, tokenizer, config.data, "train")
         val_data = PromptDataset(config.data.val_files, tokenizer, config.data, "val") if config.data.val_files else None
@@ -131,7 +137,9 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
             sampler.load_state_dict(state["sampler"])
         plan = make_plan(config)
         total_steps = plan.steps(len(train_data))[1]
-        if state["step"] >= total_steps and not trainer.val_only:
+        # A kill between the last checkpoint and the export leaves the export to do: then the run opens once more, for that alone.
+        if state["step"] >= total_steps and not trainer.val_only and (exported(run_dir) or not trainer.export_hf):
+            finish_metrics(run_dir, state)
             raise AlreadyComplete(f"already complete: {run_dir} has a checkpoint of step {state['step']} of {total_steps}")
         display = Display(total_steps, state["step"])
         stack.callback(display.close)
@@ -163,8 +171,13 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
             actor = spawn(ActorWorker, placement, "actor", config, plan, total_steps)
             critic = spawn(CriticWorker, placement, "critic", config, plan, total_steps) if plan.needs_critic else None
             reference = spawn(ReferenceWorker, placement, "ref", config, plan, total_steps) if plan.needs_reference else None
+            training = [role for role in (actor, critic, reference) if role is not None]
+            if placement.kind == "cuda":  # vLLM takes its share of what is free when it starts: after the others have offloaded
+                ready(*training)
             rollout = spawn(RolloutWorker, placement, "rollout", config, plan)
-            ready(*(role for role in (actor, critic, reference, rollout) if role is not None))
+            ready(*training, rollout)
+        if checkpoint:
+            finish_metrics(run_dir, state)
         tracking = Tracking(
             trainer.logger, run_dir, trainer.project_name, trainer.experiment_name, dataclasses.asdict(config), display.warn,
             resumed_step=state["step"],
@@ -181,6 +194,34 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         yield run
 
 
+def functions_of(config: Config) -> None:
+    """Look up the estimator and the policy loss, which may be a user's own, where a wrong name costs a second.
+
+    Raises:
+        RunRefused: there is no such function.
+    """
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    try:
+        lookup(config.algorithm.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")
+        lookup(loss_mode, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    except ValueError as error:
+        raise RunRefused(str(error)) from error
+
+
+def exported(run_dir: Path) -> bool:
+    """Whether the final policy is there, whole: its folder gets its name last."""
+    return (run_dir / "huggingface").is_dir()
+
+
+def finish_metrics(run_dir: Path, state: dict[str, Any]) -> None:
+    """Log the checkpoint's own step where a kill came between the checkpoint and its line of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    if state["step"] not in [line["step"] for line in read_lines(path)]:
+        file = MetricsFile(path, state["step"])
+        file.write(state["step"], state["metrics"])
+        file.close()
+
+
 def places(plan: Plan) -> dict[str, list[int] | list[list[int]]]:
     """Devices of each rank of each role; an engine under tensor parallelism takes several."""
     tp = plan.tensor_parallel
@@ -193,7 +234,9 @@ def restore(run: Run, checkpoint: checkpoints.Checkpoint, state: dict[str, Any])
     """Put a run where the checkpoint left it: weights, optimizers, schedules, RNG, KL weight, versions."""
     run.step = run.resumed_step = state["step"]
     run.version = state["version"] - 1  # the engine gets the saved weights once more, by the first sync, under their own version
-    run.kl.load_state_dict(state["kl_controller"])
+    run.saved_step = run.step if checkpoint.path.parent == run.run_dir else 0
+    if run.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed weight is the configuration's
+        run.kl.load_state_dict(state["kl_controller"])
     run.actor.load(str(checkpoint.path / "actor"))
     if run.critic is not None:
         run.critic.load(str(checkpoint.path / "critic"))
@@ -204,16 +247,32 @@ def finished(run: Run) -> int:
     """Close a run that was not interrupted by an error: export, say where things are, and the exit code.
 
     0 when every step was made; 75 when the run was asked to stop and can be resumed.
+
+    Raises:
+        CheckpointError: the run was asked to stop, and what it did since its last checkpoint cannot be saved.
     """
     if run.step < run.total_steps and not run.config.trainer.val_only:
+        if run.step > run.saved_step:  # the request came after the step had looked for one
+            save(run)
+        if run.step > run.saved_step:
+            raise checkpoints.CheckpointError(f"stopped by request after step {run.step}, whose checkpoint could not be written")
         run.display.say(f"stopped by request after step {run.step} of {run.total_steps}; the same command resumes it")
         return 75
     if run.config.trainer.export_hf and run.step and not run.config.trainer.val_only:
         with run.display.phase("writing Hugging Face export"):
-            run.actor.export_hf(str(run.run_dir / "huggingface"))
+            export(run)
     run.display.close()
     summary(run, sys.stdout)
     return 0
+
+
+def export(run: Run) -> None:
+    """Write the policy as a Hugging Face folder, `huggingface/`, which is the new one or the old one, never a part."""
+    final, temporary = run.run_dir / "huggingface", run.run_dir / ".tmp_huggingface"
+    shutil.rmtree(temporary, ignore_errors=True)
+    run.actor.export_hf(str(temporary))
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
 
 
 def summary(run: Run, out: TextIO) -> None:

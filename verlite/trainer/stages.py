@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from verlite.algorithms.advantages import NEEDS_GREEDY_BASELINE, AdvantageInputs, compute_advantages, place_scores
+from verlite.algorithms.gap import gap_metrics, gap_sums
 from verlite.algorithms.kl import apply_kl_penalty
 from verlite.algorithms.masked import masked_mean
 from verlite.data.dataset import PromptRow
@@ -19,12 +20,16 @@ from verlite.rewards.scorer import RewardItem
 from verlite.rollout.types import Sampling
 from verlite.trainer import batch as batches
 from verlite.trainer.evaluation import validation_metrics
-from verlite.trainer.metrics import gap_metrics
+from verlite.trainer.metrics import spread
 from verlite.trainer.run import Run
 
 
 class RewardFailures(Exception):
     """More rewards failed than `reward.max_error_rate` allows."""
+
+
+class RolloutFailures(Exception):
+    """More samples could not be generated than `actor_rollout_ref.rollout.max_error_rate` allows."""
 
 
 class LogProbGap(Exception):
@@ -63,9 +68,20 @@ def next_prompts(run: Run) -> DataProto:
 
 @stage("gen")
 def generate(run: Run, requests: DataProto) -> DataProto:
-    """Sample responses: prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs valid status."""
+    """Sample responses: prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs valid status.
+
+    Raises:
+        RolloutFailures: more than `rollout.max_error_rate` of the samples failed; the message has the first failure.
+    """
     answers = run.rollout.generate(requests.select([], ["prompt_ids", "sampling"]), sleep_after=True)
-    return batches.assemble(requests, answers, run.pad_id)
+    batch = batches.assemble(requests, answers, run.pad_id)
+    failed, limit = ~batch.batch["valid"], run.config.actor_rollout_ref.rollout.max_error_rate
+    if (rate := failed.double().mean().item()) > limit:
+        raise RolloutFailures(
+            f"{rate:.1%} of this step's samples could not be generated, more than actor_rollout_ref.rollout.max_error_rate={limit:g} "
+            f"allows. The first failure: {batch.non_tensor_batch['error'][failed.nonzero()[0, 0]]}"
+        )
+    return batch
 
 
 @stage("reward")
@@ -86,21 +102,33 @@ def score(run: Run, batch: DataProto) -> DataProto:
     greedy = torch.tensor([s.temperature == 0 for s in batch.non_tensor_batch["sampling"]])
     if not greedy.any():
         return batch
-    baselines = {row_uid: total for row_uid, total in _row_scores(batch.select_idxs(greedy))}
-    batch = batch.select_idxs(~greedy)
-    uids = batch.non_tensor_batch["uid"]
-    return batch.with_batch(reward_baselines=torch.tensor([baselines[uid] for uid in uids], dtype=torch.float32))
+    return with_baselines(batch.select_idxs(~greedy), batch.select_idxs(greedy))
 
 
-def _row_scores(batch: DataProto) -> list[tuple[str, float]]:
-    return list(zip(batch.non_tensor_batch["uid"], batch.batch["token_level_scores"].sum(1).tolist(), strict=True))
+def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
+    """Sampled rows with the score of their prompt's greedy row, reward_baselines. Where that row failed, its prompt has no vote."""
+    scores, valid = greedy.batch["token_level_scores"].sum(1).tolist(), greedy.batch["valid"].tolist()
+    baselines = {uid: score for uid, score, ok in zip(greedy.non_tensor_batch["uid"], scores, valid, strict=True) if ok}
+    uids, errors = batch.non_tensor_batch["uid"], list(batch.non_tensor_batch["error"])
+    compared = torch.tensor([uid in baselines for uid in uids])
+    for row in (batch.batch["valid"] & ~compared).nonzero().flatten().tolist():
+        errors[row] = "the greedy answer to this prompt failed, so there is nothing to compare with"
+    return _voting(batch, compared).with_batch(
+        reward_baselines=torch.tensor([baselines.get(uid, 0.0) for uid in uids], dtype=torch.float32)
+    ).with_non_tensor(error=object_array(errors))  # fmt: skip
+
+
+def _voting(batch: DataProto, rows: torch.Tensor) -> DataProto:
+    """A row without a vote is trained on nowhere: its mask goes, so that no loss, mean or count can see it. rows: [B] bool."""
+    valid = batch.batch["valid"] & rows
+    return batch.with_batch(valid=valid, response_mask=batch.batch["response_mask"] * valid[:, None])
 
 
 def scored(run: Run, batch: DataProto) -> DataProto:
     """Score every row that the rollout completed; a failed reward makes its row invalid, never a silent 0."""
     t = batch.batch
-    valid = t["valid"].clone()
-    rows = valid.nonzero().flatten().tolist()
+    kept = t["valid"].clone()
+    rows = kept.nonzero().flatten().tolist()
     columns = batch.non_tensor_batch
     texts = run.response_texts(batch)
     items = [RewardItem(columns["data_source"][i], texts[i], columns["ground_truth"][i], columns["extra_info"][i]) for i in rows]
@@ -110,14 +138,13 @@ def scored(run: Run, batch: DataProto) -> DataProto:
     for i, result in zip(rows, results, strict=True):
         parts[i] = result.parts
         if result.score is None:
-            valid[i], errors[i] = False, f"reward: {result.error}"
+            kept[i], errors[i] = False, f"reward: {result.error}"
         else:
             scores[i] = result.score
     failed = [r for r in results if r.score is None]
-    # A row without a vote is trained on nowhere: its mask goes, so that no loss, mean or count can see it.
-    mask = t["response_mask"] * valid[:, None]
+    batch = _voting(batch, kept)
     return (
-        batch.with_batch(valid=valid, response_mask=mask, token_level_scores=place_scores(scores, mask))
+        batch.with_batch(token_level_scores=place_scores(scores, batch.batch["response_mask"]))
         .with_non_tensor(error=object_array(errors), reward_parts=object_array(parts), text=object_array(texts))
         .with_meta(
             reward_error_rate=len(failed) / max(1, len(results)),
@@ -140,32 +167,42 @@ def to_ranks(run: Run, batch: DataProto, role: str) -> DataProto:
     numbers = batch.batch["critic_mini_batch" if role == "critic" else "mini_batch"][:, 0]
     lengths = batch.batch["attention_mask"].sum(1)
     assignment = batches.spread(numbers, lengths, len(run.plan.placement[role]), run.config.trainer.balance_batch)
-    return batch.select(batch_keys=None, non_tensor_batch_keys=[]).with_meta(assignment=assignment, updates=int(numbers.max()) + 1)
+    if role == "actor":
+        run.metrics.update(batches.balance_metrics(lengths, assignment))
+    return batch.select(batch_keys=None, non_tensor_batch_keys=[]).with_meta(
+        assignment=assignment, updates=int(numbers.max()) + 1, step=run.step
+    )
 
 
 @stage("old_log_prob")
 def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     """Log-probs under the policy before this step's updates: old_log_probs, entropys.
 
-    Skipped where they are provably the ones of the update itself (one update, one epoch, no KL in the reward); the first
-    step always computes them, since the start-up gate compares them with the rollout's.
+    Skipped where they are provably the ones of the update itself (one update, one epoch, no KL in the reward), which then
+    measures the same metrics. The first step of a process computes them all the same, since the start-up gate compares
+    them with the rollout's.
+
+    Raises:
+        LogProbGap: trainer and engine disagree by more than `rollout.log_prob_gap_limit`, or there is no token to compare.
     """
     gate = run.first_step
     once = run.plan.actor.per_step == 1 and not run.config.algorithm.use_kl_in_reward
     if once and not gate:
         return batch
-    batch = batch.union(run.actor.log_probs(to_ranks(run, batch, "actor")))
-    t = batch.batch
-    run.metrics["actor/entropy"] = masked_mean(t["entropys"], t["response_mask"]).item()
-    gap = gap_metrics(t["old_log_probs"], t["rollout_log_probs"], t["response_mask"])
-    run.metrics.update(gap)
+    measured = batch.union(run.actor.log_probs(to_ranks(run, batch, "actor")))
+    t = measured.batch
+    gap = gap_metrics(gap_sums(t["old_log_probs"], t["rollout_log_probs"], t["response_mask"]))
+    run.metrics.update(gap | {"actor/entropy": masked_mean(t["entropys"], t["response_mask"]).item()})
     limit = run.config.actor_rollout_ref.rollout.log_prob_gap_limit
-    if gate and gap and not gap["training/log_prob_gap"] <= limit:
+    if gate and not gap:
+        raise LogProbGap("the first step has no trained token, so that trainer and rollout engine cannot be compared: look at rollouts/")
+    if gate and not gap["training/log_prob_gap"] <= limit:
         raise LogProbGap(
             f"mean |log p_train - log p_rollout| is {gap['training/log_prob_gap']:.2e} before the first update; "
             f"actor_rollout_ref.rollout.log_prob_gap_limit={limit}. {_triage(t)}"
         )
-    return batch
+    # Where they are skipped in later steps the update must not see them now either: a resumed run takes the same numbers.
+    return batch if once else measured
 
 
 def _triage(t) -> str:
@@ -234,7 +271,7 @@ def update_critic(run: Run, batch: DataProto) -> None:
 @stage("update_actor")
 def update_actor(run: Run, batch: DataProto) -> None:
     """Update the policy, once the critic's warm-up is over."""
-    if run.step >= run.config.trainer.critic_warmup:
+    if run.step >= run.plan.critic_warmup:
         run.metrics.update(run.actor.update(to_ranks(run, batch, "actor"))[0])
 
 
@@ -248,7 +285,8 @@ def validate(run: Run) -> dict[str, float]:
     greedy = not val.do_sample or val.temperature == 0
     seeds = batches.seeds(run.config.actor_rollout_ref.rollout.seed, 0, len(rows))
     size = (data.val_batch_size or len(run.val_data)) * val.n
-    sources, uids, rewards, parts, records = [], [], [], [], []
+    sources, uids, rewards, parts, records, turns = [], [], [], [], [], []
+    first_error = ""
     for start in range(0, len(rows), size):
         chunk = rows[start : start + size]
         samplings = [
@@ -264,16 +302,23 @@ def validate(run: Run) -> dict[str, float]:
         rewards += [total if ok else None for total, ok in zip(totals, valid, strict=True)]
         parts += list(batch.non_tensor_batch["reward_parts"])
         records += sample_records(run, batch)
+        turns += batch.batch["turns"].tolist()
+        first_error = first_error or batch.meta_info["reward_first_error"] or next(filter(None, batch.non_tensor_batch["error"]), "")
     numeric = sorted({name for p in parts for name, value in p.items() if isinstance(value, (int, float))})
     variables = {"reward": rewards, **{name: [p.get(name) for p in parts] for name in numeric if name != "reward"}}
     _write_jsonl(run.run_dir / "rollouts" / f"val_step_{run.step}.jsonl", records[: _at_most(run)])
     failed = sum(reward is None for reward in rewards)
+    if failed == len(rewards):
+        raise RewardFailures(f"none of the {failed} validation samples could be scored. The first failure:\n{first_error.rstrip()}")
     if failed:
-        run.display.warn(
-            f"{failed} of {len(rewards)} validation samples could not be scored and are left out; first: "
-            f"{batch.meta_info['reward_first_error']}"
-        )
-    return {**validation_metrics(sources, uids, variables), "val-aux/error_rate": failed / len(rewards)}
+        run.display.warn(f"{failed} of {len(rewards)} validation samples could not be scored and are left out; first: {first_error}")
+    for record in records[: run.config.trainer.log_val_generations]:
+        run.display.say(f"{record['prompt']}{record['response']}  [score {record['score']}, expected {record['ground_truth']}]")
+    return {
+        **validation_metrics(sources, uids, variables, [p.get("pred") for p in parts]),
+        **spread("val-aux/num_turns", torch.tensor(turns)),
+        "val-aux/error_rate": failed / len(rewards),
+    }
 
 
 def sample_records(run: Run, batch: DataProto) -> list[dict]:

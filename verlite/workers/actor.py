@@ -1,13 +1,12 @@
 """The policy in training: log-probs, updates, weights for the rollout engine."""
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.aggregation import token_weights
+from verlite.algorithms.gap import gap_metrics, gap_sums
 from verlite.algorithms.kl import kl_loss
 from verlite.algorithms.losses import PolicyLossInputs, entropy_sum, policy_loss
 from verlite.config.plan import Plan
@@ -16,7 +15,7 @@ from verlite.controller.dispatch import register
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.model import load_tokenizer
 from verlite.protocol.data import DataProto
-from verlite.protocol.weights import shared_memory_dir, write_buckets
+from verlite.protocol.weights import Buckets, write_buckets
 from verlite.workers.training import TrainingWorker, cut
 
 
@@ -47,7 +46,8 @@ class ActorWorker(TrainingWorker):
             device=self.device,
             seed=config.data.seed,
         )
-        self._folder: Path | None = None
+        self.engine.offload()
+        self._exported: Buckets | None = None
 
     @register("split")
     def log_probs(self, batch: DataProto) -> DataProto:
@@ -63,15 +63,17 @@ class ActorWorker(TrainingWorker):
     def update(self, batch: DataProto) -> dict[str, float]:
         """All of the step's policy updates; returns verl's actor/ metrics, equal on every rank."""
         actor = self.config.actor_rollout_ref.actor
-        with_entropy = actor.calculate_entropy or actor.entropy_coeff != 0
+        # Without old_log_probs nobody has measured the entropy yet.
+        with_entropy = actor.calculate_entropy or actor.entropy_coeff != 0 or "old_log_probs" not in batch.batch.keys()
         metrics = self.update_in_mini_batches(
             "actor", batch, self.plan.actor, policy_objective(self.config, self.plan), with_entropy=with_entropy
         )
-        return {**metrics, "actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else metrics
+        sums = {key: metrics.pop(key) for key in list(metrics) if key.startswith("gap/")}
+        return metrics | gap_metrics(sums) | ({"actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else {})
 
     @register("all")
     def export_weights(self) -> Export:
-        """Stream the full weights into shared memory, one copy per node; every rank takes part in gathering them."""
+        """Stream the full weights into memory files, one copy per node; every rank takes part in gathering them."""
         self.engine.onload()
         rollout = self.config.actor_rollout_ref.rollout
         dtype = getattr(torch, self.plan.rollout_dtype)
@@ -81,16 +83,15 @@ class ActorWorker(TrainingWorker):
             for _ in weights:
                 pass
             return Export(self.node_id, [], 0, fingerprint)
-        self._folder = shared_memory_dir()
-        paths = write_buckets(weights, self._folder, rollout.sync_bucket_mb * 2**20)
-        return Export(self.node_id, [str(p) for p in paths], sum(p.stat().st_size for p in paths), fingerprint)
+        self._exported = write_buckets(weights, rollout.sync_bucket_mb * 2**20)
+        return Export(self.node_id, self._exported.paths, self._exported.bytes, fingerprint)
 
     @register("all")
     def release_export(self) -> None:
-        """Delete the exported copy."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        """Free the exported copy."""
+        if self._exported is not None:
+            self._exported.close()
+            self._exported = None
 
     @register("all")
     def export_hf(self, folder: str) -> None:
@@ -135,10 +136,11 @@ def policy_objective(config: Config, plan: Plan):
         metrics["actor/pg_loss"] = loss.detach()
         if "old_log_probs" not in rows.keys():
             # This is the step's only update, so its log-probs are the old ones: the ratio is 1, and the gap is measured here.
-            metrics["training/log_prob_gap"] = inputs.token_mean((log_probs - rows["rollout_log_probs"]).abs())
+            metrics |= gap_sums(log_probs, rows["rollout_log_probs"], mask)
         if "entropy" in outputs:
-            metrics["actor/entropy"] = inputs.token_mean(outputs["entropy"])
-            loss = loss - actor.entropy_coeff * entropy_sum(outputs["entropy"], mask, weights)
+            metrics["actor/entropy"] = inputs.token_mean(outputs["entropy"].detach())
+            if actor.entropy_coeff:
+                loss = loss - actor.entropy_coeff * entropy_sum(outputs["entropy"], mask, weights)
         if actor.use_kl_loss:
             kl = kl_loss(log_probs, rows["ref_log_prob"], mask, weights, actor.kl_loss_type)
             metrics["actor/kl_loss"] = kl.detach()

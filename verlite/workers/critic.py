@@ -32,6 +32,7 @@ class CriticWorker(TrainingWorker):
             device=self.device,
             seed=config.data.seed,
         )
+        self.engine.offload()
 
     @register("split")
     def values(self, batch: DataProto) -> DataProto:

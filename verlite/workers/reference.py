@@ -25,6 +25,7 @@ class ReferenceWorker(TrainingWorker):
             device=self.device,
             seed=config.data.seed,
         )
+        self.engine.offload()
 
     @register("split")
     def log_probs(self, batch: DataProto) -> DataProto:

@@ -24,14 +24,20 @@ class TrainingWorker(Worker):
         self.init_distributed()
 
     @register("all")
-    def save(self, folder: str) -> None:
-        """Write this role's shards (all ranks together)."""
-        self.engine.save(folder)
+    def save(self, folder: str) -> str | None:
+        """Write this role's shards (all ranks together). What the disk refuses is told, not raised: the run goes on without."""
+        try:
+            self.engine.save(folder)
+        except OSError as error:
+            return str(error)
+        return None
 
     @register("all")
     def load(self, folder: str) -> None:
         """Read them back, whatever the number of ranks that wrote them."""
+        self.engine.onload(optimizer=True)
         self.engine.load(folder)
+        self.engine.offload()
 
     @register("all")
     def offload(self) -> None:
@@ -39,7 +45,7 @@ class TrainingWorker(Worker):
         self.engine.offload()
 
     def update_in_mini_batches(self, role: str, batch: DataProto, updates: Updates, loss, **options) -> dict[str, float]:
-        """One optimizer step per mini-batch and epoch; returns means over the steps, equal on every rank.
+        """One optimizer step per mini-batch and epoch; returns means over the steps that have a metric, equal on every rank.
 
         Every rank makes the same number of steps, also one that has no row in some of them. The engine's own metrics (grad_norm,
         lr, ...) get the role's name in front.
@@ -51,11 +57,13 @@ class TrainingWorker(Worker):
         for epoch in range(updates.epochs):
             for update in range(batch.meta_info["updates"]):
                 rows = batch.select_idxs(numbers[:, epoch] == update)
-                folder = dump / f"{role}_{epoch}_{update}"
+                folder = dump / f"step_{batch.meta_info['step']}_{role}_{epoch}_{update}"
                 steps.append(self.engine.update(rows, cut(updates.micro), temperature, loss, dump_dir=folder, **options))
         self.engine.step_schedule()
         self.engine.offload()
-        means = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        # A step whose rows have all lost their vote has no loss: it must not hide that of the others.
+        named = {key: [step[key] for step in steps if key in step] for key in {key: None for step in steps for key in step}}
+        means = {key: sum(values) / len(values) for key, values in named.items()}
         return {(key if "/" in key else f"{role}/{key}"): value for key, value in means.items()} | self._memory(role)
 
     def _memory(self, role: str) -> dict[str, float]:

@@ -1,0 +1,51 @@
+"""The gap between trainer and rollout engine: against torch on whole tensors, and in parts."""
+
+import pytest
+import torch
+
+from verlite.algorithms.gap import gap_metrics, gap_sums
+
+
+def draw():
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(6, 9, generator=generator) > 0.3).long()
+    mask[2] = 0
+    a = -torch.rand(6, 9, generator=generator) * 3
+    b = a + 0.1 * torch.randn(6, 9, generator=generator)
+    a[mask == 0], b[mask == 0] = torch.nan, -torch.inf  # what the mask hides may be anything
+    return a, b, mask
+
+
+def test_metrics_are_those_of_all_tokens_at_once():
+    a, b, mask = draw()
+    x, y = a[mask == 1].double(), b[mask == 1].double()
+    diff = (x.exp() - y.exp()).abs()
+    assert gap_metrics(gap_sums(a, b, mask)) == pytest.approx(
+        {
+            "training/log_prob_gap": (x - y).abs().mean().item(),
+            "training/log_prob_gap_max": (x - y).abs().max().item(),
+            "training/rollout_probs_diff_valid": 1.0,
+            "training/rollout_probs_diff_mean": diff.mean().item(),
+            "training/rollout_probs_diff_max": diff.max().item(),
+            "training/rollout_probs_diff_std": diff.std().item(),
+            "training/rollout_actor_probs_pearson_corr": torch.corrcoef(torch.stack([x.exp(), y.exp()]))[0, 1].item(),
+        },
+        rel=1e-9,
+    )
+
+
+def test_parts_add_up():
+    a, b, mask = draw()
+    parts = [gap_sums(a[rows], b[rows], mask[rows]) for rows in ([0, 1, 2], [2], [3], [4, 5])]
+    total = {name: (max if name.endswith("_max") else sum)(part[name] for part in parts) for name in parts[0]}
+    assert gap_metrics(total) == pytest.approx(gap_metrics(gap_sums(a, b, mask)), rel=1e-12)
+
+
+def test_nothing_to_compare_gives_nothing_and_equal_numbers_no_gap():
+    a, _, mask = draw()
+    assert gap_metrics(gap_sums(a, a, torch.zeros_like(mask))) == {}
+    assert gap_metrics({}) == {}
+    same = gap_metrics(gap_sums(a, a, mask))
+    assert same["training/log_prob_gap"] == 0 and same["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1)
+    one = torch.full((2, 2), -0.5)
+    assert gap_metrics(gap_sums(one, one, torch.ones(2, 2)))["training/rollout_actor_probs_pearson_corr"] == 0

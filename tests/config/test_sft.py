@@ -1,0 +1,62 @@
+"""Wrong command lines of main_sft: each is told under its key before anything is loaded, and ends with exit code 2."""
+
+import pytest
+
+from tests.config.conftest import write_prompts
+from verlite.config import ConfigError
+from verlite.config.sft import compose
+from verlite.main_sft import main
+
+WRONG = [
+    ("data.train_files=null", "data.train_files", "must name at least one parquet file"),
+    ("data.train_files=[]", "data.train_files", "must name at least one parquet file"),
+    ("data.train_files={a:1}", "data.train_files", "expected a file or a list of files, got a mapping"),
+    ("data.max_length=0", "data.max_length", "must be >= 1"),
+    ("data.truncation=left", "data.truncation", "must be one of error, right"),
+    ("optim.lr=-1", "optim.lr", "must be >= 0"),
+    ("optim.betas=[0.9]", "optim.betas", "must be two numbers"),
+    ("grad_clip=0", "grad_clip", "must be > 0"),
+    ("fsdp_config.dtype=float16", "fsdp_config.dtype", "must be one of auto, float32, bfloat16"),
+    ("fsdp_config.fsdp_size=2", "fsdp_config.fsdp_size", "must divide the 1 processes"),
+    ("trainer.test_freq=0", "trainer.test_freq", "must be >= 1 or -1"),
+    ("trainer.seed=-1", "trainer.seed", "must be >= 0"),
+    ("trainer.device=cuda", "trainer.device", "shows no GPU"),
+    ("model.path=/nonexistent", "model.path", "there is no such folder; on the hub"),
+    ("model.tokenizer_path=/nonexistent", "model.tokenizer_path", "there is no such folder; on the hub"),
+    ("trainer.default_local_dir={folder}/train.parquet/run", "trainer.default_local_dir", "is a file"),
+]
+
+
+def line(material, *overrides: str) -> list[str]:
+    right = [f"data.train_files={material.folder}/train.parquet", f"model.path={material.folder}/model"]
+    return [*right, f"trainer.default_local_dir={material.folder}/sft", *overrides]
+
+
+@pytest.mark.parametrize(("typed", "key", "words"), WRONG, ids=[typed for typed, _, _ in WRONG])
+def test_wrong_lines(material, typed, key, words):
+    with pytest.raises(ConfigError) as error:
+        compose(overrides=line(material, typed.replace("{folder}", str(material.folder))))
+    (problem,) = error.value.problems
+    assert problem.key == key
+    for part in words.split("; "):
+        assert part in str(problem)
+
+
+def test_the_right_line_is_right(material):
+    assert compose(overrides=line(material, "trainer.experiment_name=2024_11")).trainer.experiment_name == "2024_11"
+
+
+def test_only_files_of_this_schema_are_offered(material):
+    with pytest.raises(ConfigError) as error:
+        compose("sfft")
+    (problem,) = error.value.problems
+    assert problem.remedy == "There are: sft."
+
+
+@pytest.mark.parametrize("path", ["/nonexistent", "{folder}"])
+def test_a_path_that_is_no_model_is_one_message(material, tmp_path, path, capsys):
+    path = path.replace("{folder}", str(tmp_path))
+    file = write_prompts(tmp_path / "train.parquet", 2)
+    assert main([f"data.train_files={file}", f"model.path={path}", f"trainer.default_local_dir={tmp_path}/run", "trainer.device=cpu"]) == 2
+    told = capsys.readouterr().err
+    assert f"model.path={path}" in told and "Traceback" not in told
