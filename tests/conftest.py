@@ -15,3 +15,10 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a random 2-layer Llama with tied embeddings."""
     return tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama", tie_word_embeddings=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `pytest -n`: a file's tests stay together, since they share engines and clusters. Whole runs share nothing and go one by one."""
+    for item in items:
+        if item.path.name != "test_runs.py":
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))

@@ -72,7 +72,9 @@ def test_the_model_is_what_vllm_runs_on_a_cpu_and_the_seed_decides_it(built, tmp
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_the_commands_fit_each_other():
+def test_the_commands_fit_each_other(tmp_path, monkeypatch):
+    (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # what the first command makes
+    monkeypatch.chdir(tmp_path)
     warm_up = sft.compose(overrides=run.WARM_UP[2:])
     config = compose("quickstart", check=False).config
     assert warm_up.model.path == f"{make.FOLDER}/model"
