@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+IN_PARALLEL := -n 2 --dist loadgroup
 
 .PHONY: help setup setup-test quickstart test lint mutants core-test lock clean
 
@@ -36,7 +37,7 @@ lint: setup-test
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 # Plant every known bug, one by one, in a copy; writes docs/mutants.md. Takes long.
 mutants: setup-test
@@ -45,8 +46,8 @@ mutants: setup-test
 # The core alone, without vLLM: an environment of its own, so that nothing can leak in.
 core-test:
 	$(MAKE) VENV=build/core-venv setup
-	build/core-venv/bin/uv pip install -q --python build/core-venv/bin/python pytest pytest-timeout
-	build/core-venv/bin/python -m pytest
+	build/core-venv/bin/uv pip install -q --python build/core-venv/bin/python -c requirements/test.txt pytest pytest-timeout pytest-xdist
+	build/core-venv/bin/python -m pytest $(IN_PARALLEL)
 
 # Tested versions, without index addresses. torch is left out: setup installs it first, as the build for the machine.
 # vLLM imports torchvision, torchaudio and torchcodec only for media, and their PyPI builds do not fit torch's CPU build.

@@ -3,6 +3,8 @@
 import json
 import time
 
+import pytest
+
 from verlite.trainer.tracking import BackgroundTracker, MetricsFile, Tracking, read_lines
 
 
@@ -48,6 +50,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path):
 
 
 def test_tensorboard_writes_events(tmp_path):
+    pytest.importorskip("tensorboard")  # an extra
     told = []
     tracking = Tracking(["console", "tensorboard"], tmp_path, "p", "n", {}, told.append)
     tracking.log(1, {"critic/score/mean": 0.5})

@@ -288,4 +288,5 @@ def summary(run: Run, out: TextIO) -> None:
     ]
     for label, path in rows:
         if path is not None and path.exists():
-            out.write(f"{label:>13}  {os.path.relpath(path)}\n")
+            near = path.is_relative_to(Path.cwd())
+            out.write(f"{label:>13}  {os.path.relpath(path) if near else path}\n")
