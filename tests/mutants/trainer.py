@@ -35,7 +35,7 @@ MUTANTS = [
      RUNS + "a_stop_that_comes_after_the_step_is_saved_all_the_same"),
     ("a killed run's last line is lost", SETUP, "        if checkpoint:\n            finish_metrics(run_dir, state)\n", "",
      RUNS + "a_kill_between_checkpoint_and_metrics_loses_neither_the_line_nor_the_export"),
-    ("a killed run's export is lost", SETUP, "and (exported(run_dir) or not trainer.export_hf)", "", RUNS + "a_kill_between_checkpoint_and_metrics_loses_neither_the_line_nor_the_export"),
+    ("a killed run's export is lost", SETUP, ' and (not trainer.export_hf or exported_step(run_dir) == state["step"])', "", RUNS + "a_kill_between_checkpoint_and_metrics_loses_neither_the_line_nor_the_export"),
     ("the export hides why a sync failed", SYNC, "    run.rollout.load_weights(exported, run.version + 1)\n",
      "    try:\n        run.rollout.load_weights(exported, run.version + 1)\n    finally:\n        run.actor.release_export()\n",
      RUNS + "a_sync_that_does_nothing_is_caught_and_leaves_nothing"),

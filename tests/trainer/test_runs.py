@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.trainer.runs import Launch, quiet, write_reward, write_sums
+from verlite.trainer.setup import STEP_FILE, exported_step
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -102,6 +103,13 @@ def test_a_kill_between_checkpoint_and_metrics_loses_neither_the_line_nor_the_ex
     assert [line["step"] for line in again.metrics()] == [1, 2] and "critic/score/mean" in again.metrics()[1]
     assert (again.run_dir / "huggingface" / "model.safetensors").exists()
     again.assert_nothing_left()
+    assert exported_step(again.run_dir) == 2
+    # An export of an earlier total is no reason to be complete.
+    (again.run_dir / "huggingface" / STEP_FILE).write_text("1")
+    third = launch(tmp_path, "late", base, *options)
+    assert third.wait() == 0 and "already complete" not in third.text(), third.text()
+    assert exported_step(third.run_dir) == 2 and [line["step"] for line in third.metrics()] == [1, 2]
+    assert not list(third.run_dir.glob(".*_huggingface"))
 
 
 def test_a_stop_that_comes_after_the_step_is_saved_all_the_same(tmp_path, base):

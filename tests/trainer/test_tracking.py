@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from verlite.trainer.display import short_name
 from verlite.trainer.tracking import BackgroundTracker, MetricsFile, Tracking, read_lines
 
 
@@ -69,3 +70,8 @@ def test_wandb_offline_logs_and_finishes(tmp_path, monkeypatch):
     tracking.log(1, {"critic/score/mean": 0.5})
     tracking.finish()
     assert told == [] and list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_short_names_keep_the_metric():
+    names = ["val-core/openai/gsm8k/reward/mean@1", "val-core/s/acc/best@4/mean", "val-core/s/acc/maj@4/mean"]
+    assert [short_name(name) for name in names] == ["val openai/gsm8k mean@1", "val s best@4", "val s maj@4"]

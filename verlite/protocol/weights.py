@@ -134,7 +134,7 @@ def write_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Buc
     """Write weights to safetensors files of about `bucket_bytes` each, in memory that `read_buckets` maps.
 
     Costs one memory copy, and never holds more than one bucket of `named`'s tensors. A tensor larger than a bucket gets a file of
-    its own. Raises OSError when the memory is full; nothing is left then.
+    its own. Nothing is left when this raises.
     """
     buckets = Buckets()
     pending: list[tuple[str, Tensor]] = []

@@ -76,5 +76,5 @@ class Display:
 
 def short_name(key: str) -> str:
     """`val-core/openai/gsm8k/reward/mean@1` -> `val openai/gsm8k mean@1`."""
-    _, *source, _, metric = key.split("/") if "best@" not in key else key.removesuffix("/mean").split("/")
+    _, *source, _, metric = key.removesuffix("/mean").split("/")
     return f"val {'/'.join(source)} {metric}"

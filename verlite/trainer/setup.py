@@ -38,6 +38,9 @@ from verlite.workers.critic import CriticWorker
 from verlite.workers.reference import ReferenceWorker
 from verlite.workers.rollout import RolloutWorker
 
+STEP_FILE = "training_step.txt"
+"""In huggingface/: of which step the policy is."""
+
 
 class RunRefused(Exception):
     """The run cannot start; the message names the key or file, the value, the rule and the remedy."""
@@ -138,7 +141,7 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         plan = make_plan(config)
         total_steps = plan.steps(len(train_data))[1]
         # A kill between the last checkpoint and the export leaves the export to do: then the run opens once more, for that alone.
-        if state["step"] >= total_steps and not trainer.val_only and (exported(run_dir) or not trainer.export_hf):
+        if state["step"] >= total_steps and not trainer.val_only and (not trainer.export_hf or exported_step(run_dir) == state["step"]):
             finish_metrics(run_dir, state)
             raise AlreadyComplete(f"already complete: {run_dir} has a checkpoint of step {state['step']} of {total_steps}")
         display = Display(total_steps, state["step"])
@@ -172,8 +175,13 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
             critic = spawn(CriticWorker, placement, "critic", config, plan, total_steps) if plan.needs_critic else None
             reference = spawn(ReferenceWorker, placement, "ref", config, plan, total_steps) if plan.needs_reference else None
             training = [role for role in (actor, critic, reference) if role is not None]
-            if placement.kind == "cuda":  # vLLM takes its share of what is free when it starts: after the others have offloaded
+            if checkpoint or placement.kind == "cuda":
                 ready(*training)
+            if checkpoint:
+                actor.load(str(checkpoint.path / "actor"))
+                if critic is not None:
+                    critic.load(str(checkpoint.path / "critic"))
+            # Last: vLLM takes its share of what is free when it starts, after the others have loaded and offloaded.
             rollout = spawn(RolloutWorker, placement, "rollout", config, plan)
             ready(*training, rollout)
         if checkpoint:
@@ -208,9 +216,12 @@ def functions_of(config: Config) -> None:
         raise RunRefused(str(error)) from error
 
 
-def exported(run_dir: Path) -> bool:
-    """Whether the final policy is there, whole: its folder gets its name last."""
-    return (run_dir / "huggingface").is_dir()
+def exported_step(run_dir: Path) -> int | None:
+    """Of which step the policy in huggingface/ is; None when there is none."""
+    try:
+        return int((run_dir / "huggingface" / STEP_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def finish_metrics(run_dir: Path, state: dict[str, Any]) -> None:
@@ -231,15 +242,12 @@ def places(plan: Plan) -> dict[str, list[int] | list[list[int]]]:
 
 
 def restore(run: Run, checkpoint: checkpoints.Checkpoint, state: dict[str, Any]) -> None:
-    """Put a run where the checkpoint left it: weights, optimizers, schedules, RNG, KL weight, versions."""
+    """Put the driver where the checkpoint left it: step, KL weight, versions. The workers have loaded their own parts."""
     run.step = run.resumed_step = state["step"]
     run.version = state["version"] - 1  # the engine gets the saved weights once more, by the first sync, under their own version
     run.saved_step = run.step if checkpoint.path.parent == run.run_dir else 0
     if run.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed weight is the configuration's
         run.kl.load_state_dict(state["kl_controller"])
-    run.actor.load(str(checkpoint.path / "actor"))
-    if run.critic is not None:
-        run.critic.load(str(checkpoint.path / "critic"))
     run.display.say(f"resumed from {checkpoint.path} (step {run.step} of {run.total_steps})")
 
 
@@ -267,12 +275,25 @@ def finished(run: Run) -> int:
 
 
 def export(run: Run) -> None:
-    """Write the policy as a Hugging Face folder, `huggingface/`, which is the new one or the old one, never a part."""
-    final, temporary = run.run_dir / "huggingface", run.run_dir / ".tmp_huggingface"
+    """Write the policy as a Hugging Face folder, `huggingface/`, which is the new one, the old one or absent, never a part.
+
+    Raises:
+        CheckpointError: the folder that the actor wrote is not here.
+    """
+    final, temporary, old = (run.run_dir / name for name in ("huggingface", ".tmp_huggingface", ".old_huggingface"))
     shutil.rmtree(temporary, ignore_errors=True)
     run.actor.export_hf(str(temporary))
-    shutil.rmtree(final, ignore_errors=True)
+    if not (temporary / "config.json").is_file():
+        raise checkpoints.CheckpointError(
+            f"the driver does not see the export that the actor wrote to {temporary}: trainer.default_local_dir must be one folder that "
+            "all nodes share"
+        )
+    (temporary / STEP_FILE).write_text(str(run.step), encoding="utf-8")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
     temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def summary(run: Run, out: TextIO) -> None:

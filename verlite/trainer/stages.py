@@ -195,7 +195,8 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     run.metrics.update(gap | {"actor/entropy": masked_mean(t["entropys"], t["response_mask"]).item()})
     limit = run.config.actor_rollout_ref.rollout.log_prob_gap_limit
     if gate and not gap:
-        raise LogProbGap("the first step has no trained token, so that trainer and rollout engine cannot be compared: look at rollouts/")
+        why = next(filter(None, batch.non_tensor_batch["error"]), "all responses are empty")
+        raise LogProbGap(f"the first step has no trained token, so that trainer and rollout engine cannot be compared: {why}")
     if gate and not gap["training/log_prob_gap"] <= limit:
         raise LogProbGap(
             f"mean |log p_train - log p_rollout| is {gap['training/log_prob_gap']:.2e} before the first update; "
