@@ -26,8 +26,13 @@ CLASSIC: dict[str, list[tuple[str, str]]] = {
     "the learning rate's schedule advanced in every micro-batch": [
         ("engine", "the schedule goes once per micro-batch"), ("engine", "the schedule goes once per update"),
     ],
-    "the reference updated": [("trainer", "the reference is the actor's copy"), ("engine", "the reference has an optimizer")],
-    "the advantage not detached": [("algorithms", "the gradient reaches the advantages")],
+    "the reference updated": [
+        ("trainer", "the reference is the actor"), ("trainer", "a resumed run's reference is the trained policy"),
+        ("engine", "the reference has an optimizer"),
+    ],
+    "the advantage not detached": [
+        ("algorithms", "the gradient reaches the advantages"), ("engine", "what the updates compare with carries a gradient"),
+    ],
     "padded rows counted": [
         ("engine", "rows without a vote count as sequences"), ("algorithms", "current KL counts empty rows"),
     ],

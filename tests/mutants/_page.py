@@ -10,6 +10,7 @@ TOP = Path(__file__).parents[2]
 PAGE = TOP / "docs" / "mutants.md"
 ROW = re.compile(r"\| (?P<name>[^|]+) \| [^|]+ \| [^|]+ \| (?P<seen>[^|]+) \| (?P<mark>[0-9a-f]{6}) \|")
 SEEN = ("yes", "hangs")
+NONE = "**not planted**"
 
 Results = dict[str, str]
 """mark -> yes (a test fails), hangs (a test ran out of time), **no**"""
@@ -37,12 +38,12 @@ def write(results: Results) -> None:
 def page(results: Results) -> str:
     """The page of these results; a bug of the lists without a result is shown as not planted."""
     lists = {room: mutants(room) for room in rooms()}
-    shown = {(room, row[0]): results.get(mark(row), "**not planted**") for room, rows in lists.items() for row in rows}
+    shown = {(room, row[0]): results.get(mark(row), NONE) for room, rows in lists.items() for row in rows}
     lines = [INTRO.format(seen=sum(seen in SEEN for seen in shown.values()), total=len(shown))]
     lines += ["## The classic twenty\n", "| bug | planted as | seen |", "|---|---|---|"]
     for bug, planted in CLASSIC.items():
         names = "; ".join(f"{name} ({room})" for room, name in planted)
-        lines.append(f"| {bug} | {names} | {', '.join(dict.fromkeys(shown[one] for one in planted))} |")
+        lines.append(f"| {bug} | {names} | {', '.join(dict.fromkeys(shown.get(one, NONE) for one in planted))} |")
     for room, rows in lists.items():
         lines += [f"\n## {room}\n", "| bug | file | test | seen | mark |", "|---|---|---|---|---|"]
         lines += [_row(mutant, shown[room, mutant[0]]) for mutant in rows]

@@ -141,6 +141,18 @@ def test_the_start_up_gate_says_where_the_gap_is():
         stages.old_log_probs(run, a_batch(["error"] * 2).with_batch(mini_batch=torch.zeros(2, 1, dtype=torch.int64)))
 
 
+def test_the_reference_is_not_the_actor():
+    run = a_run(
+        reference=SimpleNamespace(log_probs=lambda batch: DataProto.from_dict({"ref_log_prob": torch.full((len(batch), 2), -7.0)})),
+        actor=log_probs([[-0.5, -1.5]] * 3),
+    )
+    run.plan.placement["ref"] = [0]
+    batch = a_batch().with_batch(mini_batch=torch.zeros(3, 1, dtype=torch.int64))
+    assert (stages.reference_log_probs(run, batch).batch["ref_log_prob"] == -7).all()
+    run.reference = None  # no KL term
+    assert "ref_log_prob" not in stages.reference_log_probs(run, batch).batch.keys()
+
+
 def validated(results, **trainer):
     rows = [([10, 11], [1, 1], [-0.5, -1.5], "done")]
     data = SimpleNamespace(row=lambda i: stages.PromptRow(i, [5, 6], [{"role": "user", "content": "1+1="}], "sums", "2"))
