@@ -81,7 +81,7 @@ def _pytest(copy: Path, arguments: list[str], log: Path) -> None:
 
     # A process that a test starts imports its parent's main module again: that must not be the harness.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = sys.modules["pytest"]
-    code = int(pytest.main(["-q", "-p", "no:cacheprovider", *arguments]))
+    code = int(pytest.main(["-q", "-p", "no:cacheprovider", "--timeout", "120", *arguments]))
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
