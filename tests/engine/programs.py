@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.engine.batches import engine, ragged_batch
 from verlite.algorithms.aggregation import token_weights
+from verlite.engine.checkpoint import local_part
 from verlite.engine.fsdp import Counts, NonFiniteError, TrainEngine
 from verlite.engine.micro import MicroBatching
 
@@ -205,6 +206,18 @@ def unwritable_generators(path: str, folder: str) -> str:
         subject.save(folder)
         return "nothing"
     except OSError as error:
+        return str(error)
+
+
+def save_with_a_nan_on_one_rank(path: str, folder: str) -> str:
+    """What saving raises here, when the last rank's part of a weight has a NaN."""
+    subject = engine(path, train=True)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        local_part(dict(subject.model.model.named_parameters())["model.norm.weight"])[-1] = float("nan")
+    try:
+        subject.save(folder)
+        return "nothing"
+    except NonFiniteError as error:
         return str(error)
 
 

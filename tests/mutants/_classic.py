@@ -15,12 +15,13 @@ CLASSIC: dict[str, list[tuple[str, str]]] = {
     "the mask excludes the end token": [("trainer", "the last token of an answer is not trained"), ("sft", "no end token is learned")],
     "the reward on padding": [("algorithms", "the score lies on padding")],
     "the weight sync skipped": [("trainer", "the engines keep their old weights")],
-    "the cache not reset after a sync": [("rollout", "the prefix cache survives a sync")],
+    "the cache not reset after a sync": [("rollout", "caches are not reset after a sync"), ("rollout", "the prefix cache survives a sync")],
     "group ids swapped": [("algorithms", "groups by position"), ("algorithms", "all rows are one group")],
     "standard deviation over the batch": [("algorithms", "std over the batch")],
     "k3 with the sign turned": [("algorithms", "k3 with the wrong sign")],
     "gradients clipped in every micro-batch": [("engine", "clipping in every micro-batch")],
-    "no position ids": [("engine", "padded positions count padding"), ("engine", "positions count across sequences")],
+    "no position ids": [
+        ("trainer", "positions count padding"),("engine", "padded positions count padding"), ("engine", "positions count across sequences")],
     "ids decoded and encoded again": [("rollout", "ids pass through text")],
     "tool text counted": [("rollout", "observations are trained"), ("engine", "tool text is trained")],
     "the learning rate's schedule advanced in every micro-batch": [

@@ -180,6 +180,33 @@ def test_validation_tells_of_failures_in_any_chunk_and_shows_samples(tmp_path):
     assert shown == "1+1=text  [score 1.0, expected 2]"
 
 
+@pytest.mark.parametrize(
+    ("asked_for", "temperature"),
+    [({}, 0), ({"temperature": 0.7}, 0), ({"temperature": 0.7, "do_sample": True}, 0.7), ({"do_sample": True}, 0)],
+)
+def test_how_validation_samples(tmp_path, asked_for, temperature):
+    """As val_kwargs say, whatever training does: greedy unless do_sample is on, and n times each prompt under one uid."""
+    run = validated([GOOD] * 4, run_dir=tmp_path)
+    run.val_data = type("Data", (), {"__len__": lambda self: 2, "row": staticmethod(run.val_data.row)})()
+    val, rollout, wanted = run.config.actor_rollout_ref.rollout.val_kwargs, run.rollout.generate, []
+    val.n, val.top_p, val.top_k = 2, 0.9, 7
+    for key, value in asked_for.items():
+        setattr(val, key, value)
+    run.rollout.generate = lambda requests, sleep_after: (
+        wanted.extend(requests.non_tensor_batch["sampling"]) or rollout(requests, sleep_after)
+    )
+    assert "val-core/sums/reward/mean@2" in stages.validate(run)
+    assert [(s.temperature, s.top_p, s.top_k) for s in wanted] == [(temperature, 0.9, 7)] * 4
+    assert len({s.seed for s in wanted}) == 4
+
+
+def test_the_critic_has_mini_batches_of_its_own():
+    """Actor: three updates of a row; critic: one of all three."""
+    run, batch = a_run(), a_batch().with_batch(mini_batch=torch.arange(3)[:, None], critic_mini_batch=torch.zeros(3, 1, dtype=torch.int64))
+    run.plan.placement["critic"] = [0]
+    assert [stages.to_ranks(run, batch, role).meta_info["updates"] for role in ("actor", "critic")] == [3, 1]
+
+
 def test_validation_without_any_score_is_no_validation(tmp_path):
     with pytest.raises(stages.RewardFailures, match=r"none of the 2 validation samples(.|\n)*it took too long"):
         stages.validate(validated([BAD, BAD], run_dir=tmp_path))
