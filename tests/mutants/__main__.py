@@ -19,7 +19,7 @@ def campaign(room: str, rows: list[Mutant], copies: list[Path], tell: Callable[[
     """Plant the room's bugs, one in each copy at a time, once its tests pass without one."""
     nodes = dict.fromkeys(node for row in rows for node in row[4].split())
     began = time.monotonic()
-    code, output = _plant.run_pytest(copies[0], list(nodes))
+    code, output = _plant.run_pytest(copies[0], list(nodes), limit_s=3600)
     print(f"{room}: {len(nodes)} tests without a bug, {time.monotonic() - began:.1f} s", flush=True)
     if code != 0:
         sys.exit(f"{output}\n{room}: its tests must pass without a bug, or they would seem to see any")

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from tests.mutants import Mutant
 
 # What most tests import takes longer to import than they take to run: one process has it ready, and each run is a fork of that one.
@@ -52,17 +54,28 @@ def result(copy: Path, mutant: Mutant) -> tuple[str, str]:
     return ("yes", output) if code == 1 else ("**no**", f"pytest ended with code {code}\n{output}")
 
 
-def run_pytest(copy: Path, arguments: list[str]) -> tuple[int | None, str]:
+def run_pytest(copy: Path, arguments: list[str], limit_s: float = LIMIT_S) -> tuple[int | None, str]:
     """pytest's exit code (None: out of time) and output."""
     log = copy.with_suffix(".log")
     process = PROCESSES.Process(target=_pytest, args=(copy, arguments, log))
     process.start()
-    process.join(LIMIT_S)
+    process.join(limit_s)
     code = process.exitcode
     if code is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
+    _end_leftovers(copy)
     return code, log.read_text(errors="replace")
+
+
+def _end_leftovers(copy: Path) -> None:
+    """Some bugs are that processes stay behind; they are told by the environment that they were started with."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("PYTHONPATH") == str(copy):
+                process.kill()
+        except psutil.Error:
+            continue
 
 
 def _pytest(copy: Path, arguments: list[str], log: Path) -> None:
