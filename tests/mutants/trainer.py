@@ -7,6 +7,7 @@ BATCH, EVALUATION, TRAINING, ACTOR = (
 REFERENCE, CRITIC = "verlite/workers/reference.py", "verlite/workers/critic.py"
 RUN, CHECKPOINTS, TRACKING, METRICS = (f"verlite/trainer/{name}.py" for name in ("run", "checkpoints", "tracking", "metrics"))
 FINISHED, SAVED, TRACKED, MEASURED = (f"tests/trainer/test_{name}.py" for name in ("finish", "checkpoints", "tracking", "metrics"))
+SAMPLES, SYNCED, PASSED = "verlite/workers/rollout.py", "tests/trainer/test_sync.py", "tests/workers/test_weights_and_samples.py"
 GAP, WEIGHTS = "verlite/algorithms/gap.py", "verlite/protocol/weights.py"
 STAGE, RUNS, OBJECTIVES = "tests/trainer/test_stages.py::test_", "tests/trainer/test_runs.py::test_", "tests/workers/test_objectives.py"
 GAPS, ROLES, VALIDATION = "tests/algorithms/test_gap.py", "tests/workers/test_training.py", "tests/trainer/test_evaluation.py"
@@ -107,6 +108,19 @@ MUTANTS = [
     ("rewards are shown before the KL", METRICS, '**spread("critic/rewards", t["token_level_rewards"]', '**spread("critic/rewards", t["token_level_scores"]', MEASURED),
     ("failed samples make a group varied", METRICS, "        if valid:\n            groups[uid].add(score)", "        if True:\n            groups[uid].add(score)", MEASURED),
     ("explained variance is upside down", METRICS, "1 - (returns - values).var().item() / variance", "(returns - values).var().item() / variance", MEASURED),
+    ("the trainer keeps its memory while engines load", SYNC, "    run.actor.offload()\n", "", SYNCED),
+    ("the cache's memory is taken before the weights'", SYNC, '    run.rollout.wake("weights")\n', '    run.rollout.wake("kv_cache")\n    run.rollout.wake("weights")\n', SYNCED),
+    ("the exported copy is kept", SYNC, "    run.actor.release_export()\n", "", SYNCED),
+    ("a failed sync counts", SYNC, "    exported = run.actor.export_weights()\n    run.actor.offload()\n",
+     "    exported = run.actor.export_weights()\n    run.actor.offload()\n    run.version += 1\n", SYNCED),
+    ("the same version again", SYNC, "run.rollout.load_weights(exported, run.version + 1)", "run.rollout.load_weights(exported, run.version)", SYNCED),
+    ("the export is in float32 whatever the engine's dtype", ACTOR, "dtype = getattr(torch, self.plan.rollout_dtype)", "dtype = torch.float32", PASSED),
+    ("only the first rank gathers", ACTOR, "            for _ in weights:\n                pass\n", "", PASSED),
+    ("every rank of a node writes a copy", ACTOR, "if self.local_rank:", "if False:", PASSED),
+    ("engines take another node's weights", SAMPLES, "if e.paths and e.node_id == self.node_id)", "if e.paths)", PASSED),
+    ("engines never sleep", SAMPLES, "        if sleep_after:\n", "        if False:\n", PASSED),
+    ("engines sleep between validation and training", SAMPLES, "        if sleep_after:\n", "        if True:\n", PASSED),
+    ("a sample that failed has a version", SAMPLES, "t.weight_versions[-1] if t.weight_versions else -1", "t.weight_versions[-1] if t.weight_versions else 0", PASSED),
     ("the last token of an answer is not trained", BATCH, 'response_mask=pad(answers["response_mask"], r, torch.int64),',
      'response_mask=pad([mask[:-1] for mask in answers["response_mask"]], r, torch.int64),', "tests/trainer/test_batch.py::test_assembled_rows_by_hand"),
     ("the engines keep their old weights", SYNC, "    run.rollout.load_weights(exported, run.version + 1)\n", "",
