@@ -8,6 +8,7 @@ REFERENCE, CRITIC = "verlite/workers/reference.py", "verlite/workers/critic.py"
 RUN, CHECKPOINTS, TRACKING, METRICS = (f"verlite/trainer/{name}.py" for name in ("run", "checkpoints", "tracking", "metrics"))
 FINISHED, SAVED, TRACKED, MEASURED = (f"tests/trainer/test_{name}.py" for name in ("finish", "checkpoints", "tracking", "metrics"))
 SAMPLES, SYNCED, PASSED = "verlite/workers/rollout.py", "tests/trainer/test_sync.py", "tests/workers/test_weights_and_samples.py"
+BEGUN = "tests/trainer/test_setup.py"
 GAP, WEIGHTS = "verlite/algorithms/gap.py", "verlite/protocol/weights.py"
 STAGE, RUNS, OBJECTIVES = "tests/trainer/test_stages.py::test_", "tests/trainer/test_runs.py::test_", "tests/workers/test_objectives.py"
 GAPS, ROLES, VALIDATION = "tests/algorithms/test_gap.py", "tests/workers/test_training.py", "tests/trainer/test_evaluation.py"
@@ -121,6 +122,14 @@ MUTANTS = [
     ("engines never sleep", SAMPLES, "        if sleep_after:\n", "        if False:\n", PASSED),
     ("engines sleep between validation and training", SAMPLES, "        if sleep_after:\n", "        if True:\n", PASSED),
     ("a sample that failed has a version", SAMPLES, "t.weight_versions[-1] if t.weight_versions else -1", "t.weight_versions[-1] if t.weight_versions else 0", PASSED),
+    ("an adaptive KL weight begins anew", SETUP, 'if run.config.algorithm.kl_ctrl.type == "adaptive":', "if False:", BEGUN),
+    ("a fixed KL weight is the checkpoint's", SETUP, 'if run.config.algorithm.kl_ctrl.type == "adaptive":', "if True:", BEGUN),
+    ("the saved weights get a new version", SETUP, 'run.version = state["version"] - 1', 'run.version = state["version"]', BEGUN),
+    ("another run's checkpoint counts as this one's", SETUP, "run.saved_step = run.step if checkpoint.path.parent == run.run_dir else 0", "run.saved_step = run.step", BEGUN),
+    ("changed settings pass", SETUP, "if key in saved and saved[key] != now[key]]", "if key not in saved]", BEGUN),
+    ("workers look below their own folder", SETUP, "setattr(model, key, os.path.abspath(os.path.expanduser(value)))", "pass", BEGUN),
+    ("a name on the hub becomes a folder", SETUP, "and os.path.isdir(os.path.expanduser(value)):", ":", BEGUN),
+    ("two runs share a directory", SETUP, "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n", BEGUN),
     ("the last token of an answer is not trained", BATCH, 'response_mask=pad(answers["response_mask"], r, torch.int64),',
      'response_mask=pad([mask[:-1] for mask in answers["response_mask"]], r, torch.int64),', "tests/trainer/test_batch.py::test_assembled_rows_by_hand"),
     ("the engines keep their old weights", SYNC, "    run.rollout.load_weights(exported, run.version + 1)\n", "",
