@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.engine.batches import engine, ragged_batch
 from verlite.algorithms.aggregation import token_weights
+from verlite.engine import fsdp
 from verlite.engine.checkpoint import local_part
 from verlite.engine.fsdp import Counts, NonFiniteError, TrainEngine
 from verlite.engine.micro import MicroBatching
@@ -162,6 +163,23 @@ def build(paths: list[str], head: str) -> int | str:
         return engine(paths[dist.get_rank()], head=head).fingerprint()
     except ValueError as error:
         return str(error)
+
+
+def reads(path: str, head: str) -> int:
+    """How many times this rank reads the checkpoint while the engine is built."""
+    count, load_model = 0, fsdp.load_model
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        return load_model(*arguments)
+
+    fsdp.load_model = counted
+    try:
+        engine(path, head=head)
+    finally:
+        fsdp.load_model = load_model
+    return count
 
 
 def export(path: str, folder: str, **settings: Any) -> dict[str, Any]:
