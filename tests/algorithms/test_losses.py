@@ -19,7 +19,7 @@ from verlite.algorithms.losses import (
     select_kl_cov,
     value_loss,
 )
-from verlite.algorithms.rollout_correction import RolloutCorrection
+from verlite.config.correction import RolloutCorrection
 
 NAN = math.nan
 SETTINGS = [dict(clip_low=0.2, clip_high=0.2, clip_c=3.0), dict(clip_low=0.1, clip_high=0.3, clip_c=1.5)]

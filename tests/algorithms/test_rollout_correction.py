@@ -7,7 +7,8 @@ import torch
 
 from tests.algorithms import reference
 from tests.algorithms.reference import Case, random_case
-from verlite.algorithms.rollout_correction import PRESETS, REJECTIONS, RolloutCorrection, correct_rollout, off_policy_metrics
+from verlite.algorithms.rollout_correction import correct_rollout, off_policy_metrics
+from verlite.config.correction import PRESETS, REJECTIONS, RolloutCorrection
 
 BOUNDS = {"k1": ("0.6_1.4", 0.6, 1.4), "k2": ("0.3", 0, 0.3), "k3": ("0.2", 0, 0.2)}
 
@@ -147,7 +148,7 @@ def test_equal_engines_need_no_correction() -> None:
         (dict(rollout_rs="token_k1"), "needs rollout_rs_threshold"),
         (dict(rollout_rs="token_k4", rollout_rs_threshold=1), "rollout_rs=token_k4: choose from token_k1"),
         (dict(rollout_rs="token_k3", rollout_rs_threshold="0.1_1"), "upper bound only"),
-        (dict(rollout_rs="token_k1,token_k2", rollout_rs_threshold="1,2,3"), "2 entries, but rollout_rs_threshold has 3"),
+        (dict(rollout_rs="token_k1,token_k2", rollout_rs_threshold="1,2,3"), "3 for the 2 entries"),
         (dict(rollout_rs="token_k1", rollout_rs_threshold="0_2"), "lower bound of a ratio must be above 0"),
         (dict(rollout_rs="token_k1", rollout_rs_threshold="much"), "rollout_rs_threshold=much"),
         (dict(bypass_mode=True, loss_type="dpo"), "loss_type=dpo: choose ppo_clip or reinforce"),

@@ -62,9 +62,9 @@ def test_pad_sides():
 
 
 def test_seeds_depend_on_run_and_step_alone():
-    assert seeds(1, 2, 5) == seeds(1, 2, 5) != seeds(1, 3, 5)
-    assert seeds(1, 2, 5)[:3] == seeds(1, 2, 3)
-    assert len(set(seeds(1, 2, 1000))) == 1000
+    assert seeds(1, 2, 0, 5) == seeds(1, 2, 0, 5) != seeds(1, 3, 0, 5)
+    assert seeds(1, 2, 0, 5)[:3] == seeds(1, 2, 0, 3)
+    assert len(set(seeds(1, 2, 0, 1000))) == 1000
 
 
 def updates(mini_prompts, epochs=1, shuffle=False):

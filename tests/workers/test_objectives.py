@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.gap import gap_metrics
+from verlite.config.correction import RolloutCorrection
 from verlite.config.plan import Micro, Updates
 from verlite.config.schema import ActorConfig, Config
 from verlite.engine.fsdp import Counts
@@ -19,7 +20,7 @@ B, R = 6, 7
 class Numbers:
     """What the objectives read of a plan."""
 
-    clip_low, clip_high, loss_scale = 0.2, 0.3, 8.0
+    clip_low, clip_high, loss_scale, loss_mode, correction = 0.2, 0.3, 8.0, "vanilla", RolloutCorrection()
     critic = Updates(2, 2, 1, 3, Micro(2, None), False, "token-mean")
 
 
