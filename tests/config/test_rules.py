@@ -69,7 +69,6 @@ WRONG = [
     ("reward.std=0", "reward.std", "must be > 0"),
     ("reward.clip_range=[1,-1]", "reward.clip_range", "the lower one first"),
     ("reward.clip_range=[1]", "reward.clip_range", "must be two numbers"),
-    ("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len", "must be given; data.max_response_length=512"),
     ("reward.overlong_buffer.enable=true reward.overlong_buffer.len=600", "reward.overlong_buffer.len", "more than; 512"),
     (f"{FILTER}.enable=true", f"{ROLLOUT}n", "never differs from itself; leaves no prompt"),
     (f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.max_num_gen_batches=3 data.gen_batch_size=300", f"{FILTER}.max_num_gen_batches",

@@ -192,7 +192,7 @@ def test_scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones
     run = a_run(scorer=scorer_of([RewardResult(s) for s in (1.0, 1.0, 0.0, 9.0)]))
     reward = run.config.reward
     run.config.data.max_response_length, reward.mean, reward.std, reward.clip_range = 4, 0.5, 0.25, [-3.0, 3.0]
-    reward.overlong_buffer.enable, reward.overlong_buffer.len, reward.overlong_buffer.penalty_factor = True, 2, 0.5
+    reward.overlong_buffer.enable, run.plan.overlong_buffer, reward.overlong_buffer.penalty_factor = True, 2, 0.5
     batch = stages.score(run, batch)
     assert batch.batch["raw_scores"].tolist() == [1, 1, 0, 9]
     # (score - 0.5) / 0.25 is 2, 2, -2, 34; clipped at 3; lengths 2, 3, 4, 1 of 4 lose 0, half and all of 0.5, and 0.

@@ -112,6 +112,8 @@ class Plan:
     """What algorithm.rollout_correction amounts to."""
     gen_prompts: int
     """Prompts per generation."""
+    overlong_buffer: int
+    """Tokens before the longest response over which the length penalty grows."""
     filters_groups: bool
     """Prompts whose samples do not differ are left out, and a step generates until it has enough."""
     critic_warmup: int
@@ -293,6 +295,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         loss_mode=BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode,
         correction=corrected,
         gen_prompts=prompts_drawn(config)[1],
+        overlong_buffer=_first(config.reward.overlong_buffer.len, max(1, data.max_response_length // 5)),
         filters_groups=algorithm.filter_groups.enable,
         critic_warmup=trainer.critic_warmup if with_critic else 0,
         clip_low=_first(actor.clip_ratio_low, actor.clip_ratio),

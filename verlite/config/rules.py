@@ -371,14 +371,7 @@ def _shaping(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[
     bounds, buffer, longest = config.reward.clip_range, config.reward.overlong_buffer, config.data.max_response_length
     if bounds is not None and ok("reward.clip_range") and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         yield Problem("reward.clip_range", bounds, "must be two numbers, the lower one first", "Such as [-10,10].")
-    if buffer.enable and buffer.len is None:
-        yield Problem(
-            "reward.overlong_buffer.len",
-            None,
-            "must be given with reward.overlong_buffer.enable=true: tokens over which the penalty grows",
-            f"It ends at data.max_response_length={longest}; usual: a fifth of that.",
-        )
-    elif buffer.enable and buffer.len is not None and buffer.len > longest and ok("reward.overlong_buffer.len", "data.max_response_length"):
+    if buffer.enable and buffer.len is not None and buffer.len > longest and ok("reward.overlong_buffer.len", "data.max_response_length"):
         rule = f"is more than data.max_response_length={longest}: even an empty response would be penalised"
         yield Problem("reward.overlong_buffer.len", buffer.len, rule, "Usual: a fifth of it.")
 

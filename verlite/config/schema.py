@@ -445,7 +445,7 @@ class OverlongBufferConfig:
     enable: bool = False
     """Add the penalty to the scores of training samples."""
     len: Optional[int] = None
-    """Tokens before data.max_response_length over which it grows from 0 to its whole size. Needed with enable."""
+    """Tokens before data.max_response_length over which it grows from 0 to its whole size. null: a fifth of data.max_response_length."""
     penalty_factor: float = 1.0
     """Its size at data.max_response_length."""
 

@@ -121,7 +121,7 @@ def shaped(run: Run, batch: DataProto) -> DataProto:
     scores = shape_scores(t["raw_scores"], reward.mean, reward.std, None if after_baseline else reward.clip_range)
     if reward.overlong_buffer.enable:
         lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1)
-        penalty = overlong_penalty(lengths, longest, reward.overlong_buffer.len, reward.overlong_buffer.penalty_factor)
+        penalty = overlong_penalty(lengths, longest, run.plan.overlong_buffer, reward.overlong_buffer.penalty_factor)
         scores = scores + penalty
         run.metrics.update(spread("reward/overlong_penalty", penalty[t["valid"]]))
     run.metrics.update(spread("reward/raw_score", t["raw_scores"][t["valid"]]))
