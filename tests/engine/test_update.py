@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.engine import programs
+from tests.engine import matrix, programs
 from tests.engine.batches import P, engine, ragged_batch
 from tests.engine.ranks import Ranks
 from verlite.algorithms.aggregation import AGGREGATION_MODES
@@ -80,6 +80,20 @@ def test_gradient_is_the_same_on_two_ranks(tiny_qwen2: str, tiny_llama: str, two
         for (metrics, mine), (their_metrics, theirs) in zip(first, second, strict=True):
             assert metrics == their_metrics
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_the_actors_gradient_is_the_closed_form_for_every_arrangement(tiny_qwen2: str, two_ranks: Ranks, mode: str) -> None:
+    """Clipped PPO, entropy and KL: each split x order x packed or padded x one or two ranks, 48 gradients, all one and the same."""
+    given = matrix.columns(tiny_qwen2)
+    loss, expected = matrix.closed_form(tiny_qwen2, mode, given)
+    results = matrix.arrangements(tiny_qwen2, mode, given, two_ranks)
+    assert len(results) == 48
+    for metrics, gradients in results.values():
+        assert_same(gradients, expected)
+        assert matrix.difference(gradients, expected) < matrix.TOLERANCE
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        assert 0 < metrics["actor/pg_clipfrac"] < 0.5, "the test has no power unless some tokens are clipped, and not all"
 
 
 OTHER_PATHS: list[dict[str, Any]] = [

@@ -1,6 +1,7 @@
 """Bugs to plant in the engine, each with the test that must fail: (name, file, old text, new text, test)."""
 
 ATTENTION, MICRO, MODEL, OPTIM = (f"verlite/engine/{name}.py" for name in ("attention", "micro", "model", "optim"))
+ACTOR = "verlite/workers/actor.py"
 FSDP, CHECKPOINT, EXPORT = (f"verlite/engine/{name}.py" for name in ("fsdp", "checkpoint", "export"))
 PASSES, UPDATE, STATE = (f"tests/engine/test_{name}.py::test" for name in ("passes", "update", "checkpoint"))
 WEIGHTS, SCHEDULE, LOADING, SOFTMAX = (f"tests/engine/test_{name}.py::test" for name in ("export", "optim", "model", "attention"))
@@ -47,6 +48,16 @@ MUTANTS = [
     ("counts are the micro-batch's", FSDP, "outputs.items()}, counts)",
      'outputs.items()}, Counts(int(micro_rows["response_mask"].sum()), len(micro_rows)))',
      f"{UPDATE}_gradient_is_the_closed_form_for_every_mode_split_and_order"),
+    ("the actor counts a micro-batch's rows", ACTOR, "sequences=counts.sequences,", "sequences=int(mask.any(-1).sum()),",
+     f"{UPDATE}_the_actors_gradient_is_the_closed_form_for_every_arrangement"),
+    ("the actor counts a micro-batch's tokens", ACTOR, "            tokens=counts.tokens,\n            sequences", "            tokens=int(mask.sum()),\n            sequences",
+     f"{UPDATE}_the_actors_gradient_is_the_closed_form_for_every_arrangement"),
+    ("Dr.GRPO divides by the micro-batch's longest answer", ACTOR, "scale=plan.loss_scale", "scale=float(mask.sum(-1).max())",
+     f"{UPDATE}_the_actors_gradient_is_the_closed_form_for_every_arrangement"),
+    ("entropy is a mean over the micro-batch", ACTOR, "entropy_sum(outputs[\"entropy\"], mask, weights)",
+     "outputs[\"entropy\"][mask.bool()].mean()", f"{UPDATE}_the_actors_gradient_is_the_closed_form_for_every_arrangement"),
+    ("the actor's KL has the wrong sign", ACTOR, "loss = loss + actor.kl_loss_coef * kl", "loss = loss - actor.kl_loss_coef * kl",
+     f"{UPDATE}_the_actors_gradient_is_the_closed_form_for_every_arrangement"),
     ("counts are the rank's", FSDP, "dist.all_reduce(table)", "dist.all_reduce(table[:, -1])", f"{UPDATE}_gradient_is_the_same_on_two_ranks"),
     ("rows without a vote count as sequences", FSDP, "int(mask.any(-1).sum())", "len(mask)",
      f"{UPDATE}_gradient_is_the_closed_form_for_every_mode_split_and_order"),
