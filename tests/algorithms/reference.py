@@ -331,6 +331,25 @@ def kl_cov_token(new: float, old: float, advantage: float, s: dict, selected: bo
     return loss, slope
 
 
+def kl_token(kind: str, new: float, ref: float) -> tuple[float, float]:
+    """A KL estimate of one token and its derivative in log_prob; a floored log-prob has none."""
+    d = max(new, -1e4) - max(ref, -1e4)
+    x = min(max(-d, -LIMIT), LIMIT)
+    excess = math.exp(x) - 1 - x
+    straight = {
+        "k1": (d, 1.0),
+        "abs": (abs(d), math.copysign(1.0, d) if d else 0.0),
+        "k2": (d * d / 2, d),
+        "k3": (min(excess, 10.0), 1 - math.exp(x) if excess <= 10 and abs(d) <= LIMIT else 0.0),
+    }
+    names = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+    base = kind.removesuffix("+")
+    value, slope = straight[names.get(base, base)]
+    if kind.endswith("+"):
+        slope = d
+    return value, slope if new >= -1e4 else 0.0
+
+
 def gspo_row(case: Case, i: int, weights: dict[int, float], s: dict) -> tuple[float, dict[int, float]]:
     mean = sum(max(float(case.log_prob[i, t]), -1e4) - float(case.old[i, t]) for t in weights) / len(weights)
     ratio = math.exp(min(mean, 10))

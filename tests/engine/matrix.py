@@ -50,9 +50,9 @@ def closed_form(path: str, mode: str, given: dict[str, Tensor]) -> tuple[float, 
             new, entropy = here[ids[prompt + j]], -(here.exp() * here).sum()
             old, ref, advantage = (float(item[name][j]) for name in ("old_log_probs", "ref_log_prob", "advantages"))
             value, slope = reference.ppo_token(float(new.detach()), old, advantage, s, worst=s["clip_c"])
-            d = float(new.detach()) - ref
-            loss += weight * (value + s["kl_loss_coef"] * (math.exp(-d) - 1 + d) - s["entropy_coeff"] * float(entropy.detach()))
-            surrogate = surrogate + weight * ((slope + s["kl_loss_coef"] * (1 - math.exp(-d))) * new - s["entropy_coeff"] * entropy)
+            kl, kl_slope = reference.kl_token("k3", float(new.detach()), ref)
+            loss += weight * (value + s["kl_loss_coef"] * kl - s["entropy_coeff"] * float(entropy.detach()))
+            surrogate = surrogate + weight * ((slope + s["kl_loss_coef"] * kl_slope) * new - s["entropy_coeff"] * entropy)
     surrogate.backward()
     return loss, {name: p.grad for name, p in model.named_parameters()}
 

@@ -87,6 +87,10 @@ def padded_gradients(path: str, cases: list[dict[str, Any]]) -> Any:
     return gradients(path, cases, use_remove_padding=False)
 
 
+def half_precision_gradients(path: str, cases: list[dict[str, Any]]) -> Any:
+    return gradients(path, cases, dtype="bfloat16")
+
+
 def _gradients_again(path: str, case: dict[str, Any], settings: dict[str, Any]) -> Any:
     return gradients(path, [case, case], **settings)
 
