@@ -103,7 +103,7 @@ MUTANTS = [
      "torch.arange(r)[None] < torch.tensor([len(ids) for ids in response_ids])[:, None],", "responses != pad_id,",
      f"{SAMPLED}_an_answer_is_trained_up_to_its_end_and_no_further"),
     ("the trainer exports what it read at the start", FSDP, "return export.full_weights(self.model.model, dtype, self.device)",
-     "self._first = getattr(self, "_first", None) or list(export.full_weights(self.model.model, dtype, self.device)); return iter(self._first)",
+     'self._first = getattr(self, "_first", None) or list(export.full_weights(self.model.model, dtype, self.device)); return iter(self._first)',
      f"{SAMPLED}_the_engine_samples_with_what_the_trainer_has_learned"),
     # state on disk
     ("moments are not restored", CHECKPOINT, "if optimizer is not None:\n        for name, parameter in model.named_parameters():\n            tensors",
