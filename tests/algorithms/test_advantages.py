@@ -239,6 +239,11 @@ def test_scores_lie_on_the_last_trainable_token() -> None:
     placed = place_scores(torch.tensor([1.0, 2.0, NAN, 4.0]), mask)
     assert placed.tolist() == [[0, 1, 0, 0], [0, 0, 0, 2], [0, 0, 0, 0], [0, 0, 4, 0]]
     assert place_scores(torch.ones(3), torch.zeros(3, 5)).sum() == 0
+    for seed in SEEDS:
+        mask = random_case(seed).mask
+        scores = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed))
+        placed = place_scores(scores, mask)
+        assert torch.equal((placed * mask).sum(1), placed.sum(1)) and torch.equal(placed.sum(1), scores * mask.any(1))
 
 
 def test_discounted_to_go() -> None:

@@ -105,6 +105,8 @@ MUTANTS = [
     ("the trainer exports what it read at the start", FSDP, "return export.full_weights(self.model.model, dtype, self.device)",
      'self._first = getattr(self, "_first", None) or list(export.full_weights(self.model.model, dtype, self.device)); return iter(self._first)',
      f"{SAMPLED}_the_engine_samples_with_what_the_trainer_has_learned"),
+    ("the policy loss has the wrong sign", "verlite/algorithms/losses.py", "    return -inputs.advantages * ratio.clamp(lowest, highest), clipped\n",
+     "    return inputs.advantages * ratio.clamp(lowest, highest), clipped\n", "tests/engine/test_learning.py"),
     # state on disk
     ("moments are not restored", CHECKPOINT, "if optimizer is not None:\n        for name, parameter in model.named_parameters():\n            tensors",
      "if False:\n        for name, parameter in model.named_parameters():\n            tensors", f"{STATE}_resume_is_exact_on_one_rank"),
