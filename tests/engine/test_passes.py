@@ -5,18 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.engine.batches import P, R, engine, naive_log_probs, ragged_batch
-from tests.models import tiny_model
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
 
 ALL = MicroBatching(size=100)
-
-
-@pytest.fixture(scope="module")
-def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Learned positions, where a wrong position id shows at once, and a config with dropout."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    return tiny_model(folder, "gpt2", n_positions=32, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
 
 
 @pytest.fixture(params=["qwen2", "llama", "gpt2"])

@@ -8,6 +8,7 @@ import torch
 from tests.trainer.test_batch import answers, asked
 from verlite.config.correction import RolloutCorrection
 from verlite.config.schema import Config, DataConfig, ModelConfig
+from verlite.controller.dispatch import join_rows, split_rows
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling
@@ -152,6 +153,33 @@ def test_the_start_up_gate_says_where_the_gap_is():
     with pytest.raises(stages.LogProbGap, match="no trained token.*: Timeout"):
         run = a_run(actor=log_probs([[0.0]] * 2))
         stages.old_log_probs(run, a_batch(["error"] * 2).with_batch(mini_batch=torch.zeros(2, 1, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_rows_stay_whole_on_their_way_to_the_ranks_and_back(balanced):
+    """Every column of a row is a number made from the row's own, so that a row with another's reward or tokens cannot pass."""
+    number = torch.arange(12)
+    lengths = torch.tensor([3, 9, 1, 7, 2, 8, 4, 6, 5, 9, 1, 2])
+    real = (torch.arange(9) < lengths[:, None]).long()
+    batch = DataProto.from_dict(
+        {"number": number, "input_ids": number[:, None] * 100 + torch.arange(9), "attention_mask": real,
+         "advantages": number[:, None] * 0.5 + torch.zeros(9), "mini_batch": (number % 3)[:, None]},
+        {"uid": [f"u{i // 2}" for i in range(12)]},
+    )  # fmt: skip
+    run = a_run()
+    run.plan.placement, run.config.trainer.balance_batch = {"actor": [0, 1, 2]}, balanced
+    sent = stages.to_ranks(run, batch, "actor")
+    parts = split_rows(sent, 3)
+    assert sorted(torch.cat([part.batch["number"] for part in parts]).tolist()) == number.tolist()
+    for part in parts:
+        mine = part.batch["number"]
+        assert torch.equal(part.batch["input_ids"], batch.batch["input_ids"][mine])
+        for name in ("attention_mask", "advantages", "mini_batch"):
+            assert torch.equal(part.batch[name], batch.batch[name][mine])
+    assert balanced == ([part.batch["number"].tolist() for part in parts] != [list(range(i, i + 4)) for i in (0, 4, 8)])
+    answered = [part.select(["number"]).with_batch(values=part.batch["number"] * 2.0) for part in parts]
+    back = batch.union(join_rows(answered, sent))
+    assert torch.equal(back.batch["values"], number * 2.0) and back.non_tensor_batch["uid"].tolist() == [f"u{i // 2}" for i in range(12)]
 
 
 def validated(results, **trainer):
