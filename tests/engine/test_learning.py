@@ -38,7 +38,7 @@ def learn(path: str, estimator: str, seed: int, sign: float = 1.0, steps: int = 
         for step in range(steps):
             worker.engine.load_weights(actor.export(), step + 1, actor.fingerprint())
             prompts = [PromptRow(i, [rng.randrange(4, 128) for _ in range(4)], [], "s", "") for i in range(8)]
-            samplings = [Sampling(max_tokens=8, seed=s, ignore_eos=True) for s in seeds(seed, step, 64)]
+            samplings = [Sampling(max_tokens=8, seed=s, ignore_eos=True) for s in seeds(seed, step, 0, 64)]
             asked = requests([row for row in prompts for _ in range(8)], [f"{i // 8}" for i in range(64)], samplings)
             batch = assemble(asked, worker.generate(asked, sleep_after=False), 0)
             t = batch.batch
