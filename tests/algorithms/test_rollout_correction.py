@@ -43,6 +43,15 @@ def test_metrics_agree_with_the_naive_reference(name: str) -> None:
     check(ROOMS["Rollout correction"][name])
 
 
+def test_nothing_to_compare_is_no_difference() -> None:
+    case = random_case(3)
+    case.mask[:] = 0
+    for settings in PRESETS.values():
+        weights, mask, metrics = correct(case, settings)
+        assert not mask.any() and (weights is None or not weights.any())
+        assert set(metrics.values()) == {0.0}, metrics
+
+
 def test_equal_engines_need_no_correction() -> None:
     case = random_case(3)
     case.log_prob = case.old.clone()

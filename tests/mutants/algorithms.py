@@ -669,9 +669,16 @@ MUTANTS = [
     (
         "chi2 without the square",
         CORRECTION,
-        "(2 * clamped).exp()",
-        "clamped.exp()",
+        "(2 * clamped).expm1()",
+        "clamped.expm1()",
         f"{T}rollout_correction.py::test_metrics_agree_with_the_naive_reference",
+    ),
+    (
+        "without tokens chi2 is -1",
+        CORRECTION,
+        "masked_mean((2 * row_ratio.double()).expm1(), rows)",
+        "masked_mean((2 * row_ratio.double()).exp(), rows) - 1",
+        f"{T}rollout_correction.py::test_nothing_to_compare_is_no_difference",
     ),
     (
         "kl has the wrong sign",

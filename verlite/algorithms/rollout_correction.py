@@ -116,8 +116,8 @@ def off_policy_metrics(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor)
         "log_ppl_diff_max": difference[rows].max() if any_row else 0.0,
         "log_ppl_diff_min": difference[rows].min() if any_row else 0.0,
         "ppl_ratio": masked_mean(limited.exp(), rows),
-        "chi2_token": masked_mean((2 * clamped).exp(), mask) - 1,
-        "chi2_seq": masked_mean((2 * row_ratio.double()).exp(), rows) - 1,
+        "chi2_token": masked_mean((2 * clamped).expm1(), mask),
+        "chi2_seq": masked_mean((2 * row_ratio.double()).expm1(), rows),
     }
     return {key: float(value) for key, value in values.items()}
 
