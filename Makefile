@@ -39,7 +39,7 @@ lint: setup-test
 test: lint
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
-# Plant every known bug, one by one, in a copy; writes docs/mutants.md. Takes long.
+# Plant every known bug, one by one, in a copy, and write docs/mutants.md. Takes the better part of an hour.
 mutants: setup-test
 	$(BIN)/python -m tests.mutants
 

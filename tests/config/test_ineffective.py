@@ -62,6 +62,7 @@ CASES = [
     ("critic.ppo_max_token_len_per_gpu=9999", "", "critic.use_dynamic_bsz=true"),
     ("critic.forward_micro_batch_size_per_gpu=2", "critic.use_dynamic_bsz=true", ""),
     (f"{ACTOR}data_loader_seed=1", "", f"{ACTOR}shuffle=true"),
+    (f"{ACTOR}data_loader_seed=1", "", "critic.shuffle=true"),
     (f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", f"{ACTOR}optim.lr_warmup_steps=5", ""),
     ("critic.optim.lr_warmup_steps_ratio=0.1", "critic.optim.lr_warmup_steps=5", ""),
     (f"{ACTOR}optim.min_lr_ratio=0.1", "", f"{ACTOR}optim.lr_scheduler_type=cosine"),
@@ -126,6 +127,9 @@ def test_vllm_on_cpus_and_on_gpus(material):
 def test_remarks(material):
     (note,) = material.load(f"{ROLLOUT}top_p=0.9", f"{ROLLOUT}top_k=50").notes
     assert f"{ROLLOUT}top_p=0.9 and {ROLLOUT}top_k=50" in note and "log-probs will differ" in note
+    for alone in (f"{ROLLOUT}top_p=0.9", f"{ROLLOUT}top_k=50"):
+        (note,) = material.load(alone).notes
+        assert note.startswith(f"{alone}: samples come from a cut distribution")
     val = f"data.val_files={material.folder}/test.parquet"
     assert "all the same" in material.load(val, f"{ROLLOUT}val_kwargs.n=4").notes[0]
     assert "is greedy although" in material.load(val, f"{ROLLOUT}val_kwargs.do_sample=true").notes[0]

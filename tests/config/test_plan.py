@@ -3,6 +3,7 @@
 import pytest
 
 from verlite.config import make_plan
+from verlite.config import plan as plans
 from verlite.config.plan import Micro, installed
 
 
@@ -80,6 +81,22 @@ def test_dynamic_micro_batches(material):
     )
     assert plan.actor.micro == Micro(None, 16384)
     assert plan.log_prob_micro == Micro(4, None)
+    budgets = ("actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=2048")
+    plan = make_plan(material.load(*budgets).config)
+    assert (plan.actor.micro, plan.log_prob_micro) == (Micro(None, 16384), Micro(None, 2048))
+
+
+def test_what_is_given_wins(material):
+    plan = make_plan(
+        material.load(
+            "actor_rollout_ref.rollout.max_model_len=2000",
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+            "actor_rollout_ref.actor.loss_scale_factor=100",
+            "actor_rollout_ref.rollout.dtype=bfloat16",
+        ).config
+    )
+    assert (plan.max_model_len, plan.loss_scale, plan.train_dtype, plan.rollout_dtype) == (2000, 100.0, "float32", "bfloat16")
+    assert make_plan(material.load().config).max_model_len == 1024
 
 
 def test_placement_decides_the_ranks(material):
@@ -114,6 +131,17 @@ def test_validation(material):
     only = make_plan(material.load(val, "trainer.val_only=true", "trainer.val_before_train=false").config)
     assert only.validates_first
     assert make_plan(material.load(val, "data.val_max_samples=7").config).val_rows == 7
+    for freq, validates in ((5, True), (-1, False)):
+        between = make_plan(material.load(val, "trainer.val_before_train=false", f"trainer.test_freq={freq}").config)
+        assert (between.validates, between.validates_first) == (validates, False)
+
+
+@pytest.mark.parametrize(("chosen", "visible"), [(None, 4), ("", 0), ("-1", 0), ("0,2", 2), ("0,1,2,3,4,5", 4)])
+def test_gpus_that_are_visible(monkeypatch, chosen, visible):
+    """On a machine with four."""
+    monkeypatch.setattr(plans.Path, "glob", lambda folder, pattern: iter(range(4)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES") if chosen is None else monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert plans.visible_gpus() == visible
 
 
 def test_rows_may_stay_uncounted(material):

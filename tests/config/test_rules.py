@@ -144,6 +144,8 @@ WRONG = [
     ("cluster.component_placement={rollout:0-3}", "cluster.component_placement", "'actor' is not placed"),
     ("cluster.component_placement={actor:all,judge:0}", "cluster.component_placement", "'judge' is no role"),
     (f"{ACTOR}fsdp_config.fsdp_size=3", f"{ACTOR}fsdp_config.fsdp_size", "must divide the 8 devices"),
+    ("cluster.component_placement={actor:0-3,rollout:all,critic:0-2} critic.model.fsdp_config.fsdp_size=2",
+     "critic.model.fsdp_config.fsdp_size", "must divide the 3 devices"),
     ("trainer.device=cuda", "trainer.n_gpus_per_node", "this machine shows 0 GPUs; trainer.device=cpu"),
     # trainer
     ("trainer.default_hdfs_dir=hdfs://x", "trainer.default_hdfs_dir", "not supported; Use null"),
@@ -204,6 +206,15 @@ def test_the_good_line_is_good(material):
     assert material.load().notes == []
 
 
+def test_a_cluster_has_devices_of_its_own(material, monkeypatch):
+    """This machine shows no GPU; a cluster that is joined may have them, whether a key or the environment names it."""
+    with pytest.raises(ConfigError, match="shows 0 GPUs"):
+        material.load("trainer.device=cuda")
+    material.load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    material.load("trainer.device=cuda")
+
+
 @pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
 @pytest.mark.parametrize(
     ("typed", "words"),
@@ -242,6 +253,8 @@ def test_a_prompt_must_fit_an_engine_step_without_chunks(material):
         material.load(*lines)
     assert [p.key for p in error.value.problems] == [f"{ROLLOUT}max_num_batched_tokens"]
     material.load(*lines[:1], lines[2])
+    with pytest.raises(ConfigError, match="must hold the longest sequence, 2000 tokens"):
+        material.load(*lines[:2], f"{ROLLOUT}max_num_batched_tokens=1500", f"{ROLLOUT}max_model_len=2000")
 
 
 def test_files_with_nothing_usable_in_them(material, tmp_path):

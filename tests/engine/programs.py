@@ -15,6 +15,8 @@ from torch import Tensor
 from tests.engine.batches import engine, ragged_batch
 from verlite.algorithms.aggregation import token_weights
 from verlite.config.schema import ActorConfig, Config
+from verlite.engine import fsdp
+from verlite.engine.checkpoint import local_part
 from verlite.engine.fsdp import Counts, NonFiniteError, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.workers.actor import policy_objective
@@ -192,6 +194,23 @@ def build(paths: list[str], head: str) -> int | str:
         return str(error)
 
 
+def reads(path: str, head: str) -> int:
+    """How many times this rank reads the checkpoint while the engine is built."""
+    count, load_model = 0, fsdp.load_model
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        return load_model(*arguments)
+
+    fsdp.load_model = counted
+    try:
+        engine(path, head=head)
+    finally:
+        fsdp.load_model = load_model
+    return count
+
+
 def export(path: str, folder: str, **settings: Any) -> dict[str, Any]:
     """Everything that leaves the engine."""
     subject = engine(path, **settings)
@@ -234,6 +253,18 @@ def unwritable_generators(path: str, folder: str) -> str:
         subject.save(folder)
         return "nothing"
     except OSError as error:
+        return str(error)
+
+
+def save_with_a_nan_on_one_rank(path: str, folder: str) -> str:
+    """What saving raises here, when the last rank's part of a weight has a NaN."""
+    subject = engine(path, train=True)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        local_part(dict(subject.model.model.named_parameters())["model.norm.weight"])[-1] = float("nan")
+    try:
+        subject.save(folder)
+        return "nothing"
+    except NonFiniteError as error:
         return str(error)
 
 

@@ -1,11 +1,13 @@
 """State on disk: exact at the same world size, the same state at another, and never silently wrong."""
 
 import json
+import random
 import resource
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -106,6 +108,23 @@ def test_weights_that_are_not_finite_are_refused(tiny_qwen2: str, tmp_path: Path
     assert not (tmp_path / "again").exists()
 
 
+def test_a_nan_on_one_rank_is_refused_by_all(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank holds half of the poisoned weight; the NaN lies in one of them."""
+    for told in two_ranks.call(programs.save_with_a_nan_on_one_rank, tiny_qwen2, str(tmp_path)):
+        assert told == "refusing to save: 1 weights are NaN or infinite, the first is model.norm.weight"
+    assert not list(tmp_path.iterdir())
+
+
+def test_buffers_that_belong_to_the_weights_are_saved(tiny_qwen2: str, tmp_path: Path) -> None:
+    """Such as a router's bias, which no gradient moves."""
+    trained, other = engine(tiny_qwen2), engine(tiny_qwen2)
+    for subject, value in ((trained, 3.0), (other, 0.0)):
+        subject.model.model.register_buffer("bias_of_the_router", torch.full((4,), value))
+    trained.save(tmp_path)
+    other.load(tmp_path)
+    assert other.model.model.bias_of_the_router.tolist() == [3.0] * 4
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused(tiny_qwen2: str, tmp_path: Path) -> None:
     programs.train(tiny_qwen2, 1, save=str(tmp_path))
     with pytest.raises(ValueError, match="cannot load the checkpoint"):
@@ -140,9 +159,10 @@ def test_one_ranks_full_disk_is_told_on_all_and_nobody_waits(tiny_qwen2: str, tw
 def test_generators_come_back_at_the_same_world_size_only(tiny_qwen2: str, tmp_path: Path) -> None:
     subject = engine(tiny_qwen2)
     subject.save(tmp_path)
-    expected = torch.rand(3)
+    expected, others = torch.rand(3), (np.random.random(), random.random())
     subject.load(tmp_path)
     assert torch.equal(torch.rand(3), expected)
+    assert (np.random.random(), random.random()) == others
     state = json.loads((tmp_path / "state.json").read_text())
     (tmp_path / "state.json").write_text(json.dumps(state | {"world_size": 2}))
     subject.load(tmp_path)

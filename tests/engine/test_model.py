@@ -63,6 +63,7 @@ def test_only_rank_0_reads_weights(tiny_llama: str, tmp_path: Path, two_ranks: R
     assert two_ranks.call(programs.build, [tiny_llama, str(tmp_path)], head) == [expected, expected]
     broken = two_ranks.call(programs.build, [str(tmp_path), tiny_llama], head)
     assert broken[0] == broken[1] and "cannot be loaded" in broken[0]
+    assert two_ranks.call(programs.reads, tiny_llama, head) == [1, 0]
 
 
 @pytest.mark.parametrize(

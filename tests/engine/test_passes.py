@@ -103,6 +103,7 @@ def test_dropout_is_off_in_updates(tiny_gpt2: str) -> None:
     """With the config's dropout of 0.5, log-probs seen by the loss are bit for bit those of the forward pass: the ratio is 1."""
     subject, batch = engine(tiny_gpt2, train=True), ragged_batch()
     old = subject.forward(batch, ALL)["log_probs"]
+    assert not old.requires_grad, "what an update compares with is a number"
     rows = [row for row in range(len(batch)) if row != 4]
     seen = []
 

@@ -202,6 +202,17 @@ def test_a_nonfinite_loss_on_one_rank_changes_nothing_on_any(tiny_qwen2: str, tw
     assert rows == [5, 3]
 
 
+def test_a_good_update_ends_a_row_of_dropped_ones(tiny_qwen2: str) -> None:
+    subject = engine(tiny_qwen2, train=True, max_nonfinite_updates=2)
+    good = programs.weighted_loss("token-mean")
+
+    def bad(rows: Any, outputs: dict[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return outputs["log_probs"].sum() * float("nan"), {}
+
+    dropped = [subject.update(ragged_batch(), MicroBatching(size=8), 1.0, loss)["nonfinite"] for loss in (bad, good, bad, good)]
+    assert dropped == [1, 0, 1, 0]
+
+
 def test_a_rank_without_rows_takes_part(tiny_qwen2: str, two_ranks: Ranks) -> None:
     _, expected = closed_form(tiny_qwen2, "token-mean")
     first, second = two_ranks.call(programs.uneven_ranks, tiny_qwen2)

@@ -1,84 +1,72 @@
 """Plant each bug in a copy of the project, run its test, and write docs/mutants.md: a bug that no test sees is a failing result.
 
-python -m tests.mutants [ROOM ...]      ROOM: algorithms, config, data, engine, rollout, ...; none: all of them
+python -m tests.mutants [--new] [--jobs N] [ROOM ...]      ROOM: algorithms, config, data, engine, rollout, ...; none: all of them
 """
 
-import importlib
-import pkgutil
-import shutil
-import subprocess
+import argparse
+import queue
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rich.progress import track
-
-import tests.mutants
-
-TOP = Path(__file__).parents[2]
-PAGE = TOP / "docs" / "mutants.md"
-
-Mutant = tuple[str, str, str, str, str]
-"""name, file, old text (once in the file), new text, test"""
+from tests.mutants import Mutant, _page, _plant, mark, mutants, rooms
 
 
-def rooms() -> list[str]:
-    return sorted(m.name for m in pkgutil.iter_modules(tests.mutants.__path__) if not m.name.startswith("_"))
+def campaign(room: str, rows: list[Mutant], copies: list[Path], tell: Callable[[Mutant, str], None]) -> None:
+    """Plant the room's bugs, one in each copy at a time, once its tests pass without one."""
+    nodes = dict.fromkeys(node for row in rows for node in row[4].split())
+    began = time.monotonic()
+    code, output = _plant.run_pytest(copies[0], list(nodes), limit_s=3600)
+    print(f"{room}: {len(nodes)} tests without a bug, {time.monotonic() - began:.1f} s", flush=True)
+    if code != 0:
+        sys.exit(f"{output}\n{room}: its tests must pass without a bug, or they would seem to see any")
+    free: queue.Queue[Path] = queue.Queue()
+    for copy in copies:
+        free.put(copy)
+
+    def one(mutant: Mutant) -> tuple[str, str, float]:
+        copy, started = free.get(), time.monotonic()
+        try:
+            return *_plant.result(copy, mutant), time.monotonic() - started
+        finally:
+            free.put(copy)
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        for mutant, (seen, output, seconds) in zip(rows, pool.map(one, rows), strict=True):
+            tell(mutant, seen)
+            print(f"{seconds:6.1f} s  {seen:6}  {room}: {mutant[0]}", flush=True)
+            if seen not in _page.SEEN:
+                print("\n".join(["", mutant[4], *output.splitlines()[-15:], ""]), flush=True)
+    print(f"{room}: {time.monotonic() - began:.0f} s", flush=True)
 
 
-def mutants(room: str) -> list[Mutant]:
-    return importlib.import_module(f"tests.mutants.{room}").MUTANTS
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("rooms", nargs="*", metavar="ROOM")
+    parser.add_argument("--new", action="store_true", help="only bugs that the page does not show as seen")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="plant N bugs at a time, each in a copy of its own")
+    chosen = parser.parse_args(arguments)
+    if unknown := set(chosen.rooms) - set(rooms()):
+        parser.error(f"no such room: {', '.join(sorted(unknown))}; there are {', '.join(rooms())}")
+    results, failed = _page.read(), 0
 
+    def tell(mutant: Mutant, seen: str) -> None:
+        nonlocal failed
+        failed += seen not in _page.SEEN
+        results[mark(mutant)] = seen
+        _page.write(results)  # at once, so that a campaign that is stopped can go on with --new
 
-def seen(copy: Path, mutant: Mutant) -> bool:
-    """Whether the mutant's test fails when the bug is in the copy. The file is put back afterwards."""
-    _, name, old, new, test = mutant
-    file = copy / name
-    text = file.read_text()
-    file.write_text(text.replace(old, new))
-    try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *test.split()]
-        # 1: a test failed. 2 is an import that broke, and 5 no test: neither is a proof, but a broken import cannot go unseen.
-        return subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, timeout=900).returncode in (1, 2)
-    except subprocess.TimeoutExpired:
-        return True  # a bug that hangs its test is seen
-    finally:
-        file.write_text(text)
-
-
-def _environment(copy: Path) -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def page(results: dict[str, list[tuple[Mutant, bool]]]) -> Iterator[str]:
-    total = sum(map(len, results.values()))
-    caught = sum(ok for rows in results.values() for _, ok in rows)
-    yield "# Planted bugs\n"
-    yield f"Each line is a bug that `make mutants` plants in a copy of the project, and the test that sees it. {caught} of {total} are seen.\n"
-    for room, rows in results.items():
-        yield f"\n## {room}\n\n| bug | file | test | seen |\n|---|---|---|---|"
-        for (name, file, _, _, test), ok in rows:
-            yield f"| {name} | {file} | {test.rsplit('/', 1)[-1]} | {'yes' if ok else '**no**'} |"
-
-
-def main(chosen: list[str]) -> int:
-    results: dict[str, list[tuple[Mutant, bool]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        shutil.copytree(TOP, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "checkpoints", "__pycache__", ".*_cache"))
-        for room in chosen or rooms():
-            rows = mutants(room)
-            results[room] = [(mutant, seen(copy, mutant)) for mutant in track(rows, description=room)]
-            for mutant, ok in results[room]:
-                if not ok:
-                    print(f"NOT SEEN  {room}: {mutant[0]} ({mutant[1]}) by {mutant[4]}")
-    if not chosen:
-        PAGE.write_text("\n".join(page(results)) + "\n")
-    failed = sum(not ok for rows in results.values() for _, ok in rows)
-    print(f"{sum(map(len, results.values())) - failed} planted bugs seen, {failed} not")
+        copies = [_plant.copy_project(_page.TOP, Path(folder, f"copy{i}")) for i in range(chosen.jobs)]
+        for room in chosen.rooms or rooms():
+            rows = [row for row in mutants(room) if not (chosen.new and results.get(mark(row)) in _page.SEEN)]
+            if rows:
+                campaign(room, rows, copies, tell)
+    _page.write(results)
+    print(f"{failed} planted bugs not seen" if failed else "every planted bug was seen")
     return bool(failed)
 
 

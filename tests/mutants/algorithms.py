@@ -348,7 +348,7 @@ MUTANTS = [
         f"{T}losses.py::test_on_policy_the_gradient_is_the_policy_gradient",
     ),
     (
-        "advantage not detached from its use",
+        "the ratio is detached",
         LOSSES,
         "ratio = inputs.log_ratio.exp()\n    losses, clipped = _clipped_losses(inputs, ratio, worst",
         "ratio = inputs.log_ratio.detach().exp()\n    losses, clipped = _clipped_losses(inputs, ratio, worst",
@@ -367,6 +367,13 @@ MUTANTS = [
         "advantages=torch.where(mask, inputs.advantages, 0)",
         "advantages=inputs.advantages",
         LOSS_ORACLE,
+    ),
+    (
+        "the gradient reaches the advantages",
+        LOSSES,
+        "advantages=torch.where(mask, inputs.advantages, 0)",
+        "advantages=torch.where(mask, inputs.advantages * (1 + inputs.log_prob - inputs.log_prob.detach()), 0)",
+        f"{T}losses.py::test_on_policy_the_gradient_is_the_policy_gradient",
     ),
     (
         "an impossible token",

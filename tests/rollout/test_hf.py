@@ -13,6 +13,7 @@ from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, largest_gap, load, moved, naive_greedy, weights_of
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.protocol.weights import fingerprint
+from verlite.rollout import hf
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
 from verlite.rollout.hf import HFCore
@@ -154,6 +155,48 @@ def test_tokens_do_not_depend_on_company_or_order(engine, path):
         assert [a.ids for a in ask(narrow, prompts, *samplings)] == [a.ids for a in together]
     finally:
         narrow.close()
+
+
+def test_a_moved_row_takes_everything_along(engine, model):
+    """Rows of every kind that end at different times, so that the later ones move: each answer is that of its own sampling."""
+    kinds = [Sampling(0.7), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.7), Sampling(1.3)]
+    samplings = [dataclasses.replace(kinds[i % 4], max_tokens=3 + 5 * (i % 3), seed=i, ignore_eos=True) for i in range(24)]
+    prompts = some_prompts(24, seed=5)
+    for prompt, sampling, answer in zip(prompts, samplings, ask(engine, prompts, *samplings), strict=True):
+        assert largest_gap(model, [prompt], [answer], sampling) < 1e-5
+        assert ask(engine, [prompt], sampling)[0].ids == answer.ids
+
+
+def test_a_request_that_joins_changes_nothing_for_those_that_run(path):
+    """Tables and cache grow under a running row, in rows and in slots."""
+    prompts = [[7, 8, 9], *some_prompts(5, seed=8, longest=60)]
+    samplings = [Sampling(max_tokens=60, seed=3, ignore_eos=True), *(Sampling(max_tokens=50, seed=i, ignore_eos=True) for i in range(5))]
+    expected = []
+    for prompt, sampling in zip(prompts, samplings, strict=True):
+        alone = start(path)
+        expected += ask(alone, [prompt], sampling)
+        alone.close()
+    core = HFCore(
+        ModelConfig(path=path), dtype=torch.float32, device=torch.device("cpu"), max_num_seqs=8, max_model_len=128, seed=0, pretrained=True
+    )
+    answers = {}
+    core.add(0, prompts[0], samplings[0])
+    for i in range(1, 6):
+        for _ in range(4):
+            answers |= {done.request_id: done for done in core.step()}
+        core.add(i, prompts[i], samplings[i])
+    while core.pending():
+        answers |= {done.request_id: done for done in core.step()}
+    assert core._cache.rows >= 4 and core._cache.slots > 64
+    for i, answer in enumerate(expected):
+        assert answers[i].ids == answer.ids
+        assert answers[i].log_probs == pytest.approx(answer.log_probs, abs=1e-5)
+
+
+def test_many_prompts_are_prefilled_in_several_passes(engine, model, monkeypatch):
+    monkeypatch.setattr(hf, "_PREFILL_TOKENS", 60)
+    prompts = some_prompts(16, seed=9)
+    assert largest_gap(model, prompts, ask(engine, prompts, LONG), LONG) < 1e-5
 
 
 def test_equal_prompts_with_different_seeds_differ_and_equal_seeds_agree(engine):

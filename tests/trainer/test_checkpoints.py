@@ -102,6 +102,20 @@ def test_pruning_keeps_the_newest_and_never_none(tmp_path):
     assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_11"]
 
 
+def test_a_checkpoint_that_is_half_deleted_is_none(tmp_path, monkeypatch):
+    for step in (3, 6):
+        save(tmp_path, step)
+
+    def refused(folder):
+        raise OSError("busy")
+
+    told = []
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", refused)
+    prune(tmp_path, 1, told.append)
+    assert "global_step_3 could not be deleted: busy" in told[0]
+    assert defect(tmp_path / "global_step_3") and not defect(tmp_path / "global_step_6")
+
+
 def test_a_resume_path_must_name_a_step(tmp_path):
     (tmp_path / "weights").mkdir()
     with pytest.raises(CheckpointError, match="global_step_N"):

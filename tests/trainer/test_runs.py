@@ -59,6 +59,8 @@ Tracking.log = faulty
 def test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not(tmp_path, base, mini_batch):
     options = ["trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=1"]
     options.append(f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}")
+    if mini_batch == 4:  # with a reference, which stays the model of the first step
+        options.append("actor_rollout_ref.actor.use_kl_loss=true")
     whole = launch(tmp_path, "whole", base, *options)
     assert whole.wait() == 0, whole.text()
     assert [line["step"] for line in whole.metrics()] == [0, 1, 2, 3, 4]

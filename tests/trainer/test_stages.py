@@ -182,6 +182,18 @@ def test_rows_stay_whole_on_their_way_to_the_ranks_and_back(balanced):
     assert torch.equal(back.batch["values"], number * 2.0) and back.non_tensor_batch["uid"].tolist() == [f"u{i // 2}" for i in range(12)]
 
 
+def test_the_reference_is_not_the_actor():
+    run = a_run(
+        reference=SimpleNamespace(log_probs=lambda batch: DataProto.from_dict({"ref_log_prob": torch.full((len(batch), 2), -7.0)})),
+        actor=log_probs([[-0.5, -1.5]] * 3),
+    )
+    run.plan.placement["ref"] = [0]
+    batch = a_batch().with_batch(mini_batch=torch.zeros(3, 1, dtype=torch.int64))
+    assert (stages.reference_log_probs(run, batch).batch["ref_log_prob"] == -7).all()
+    run.reference = None  # no KL term
+    assert "ref_log_prob" not in stages.reference_log_probs(run, batch).batch.keys()
+
+
 def validated(results, **trainer):
     rows = [([10, 11], [1, 1], [-0.5, -1.5], "done")]
     data = SimpleNamespace(row=lambda i: stages.PromptRow(i, [5, 6], [{"role": "user", "content": "1+1="}], "sums", "2"))
@@ -207,6 +219,33 @@ def test_validation_tells_of_failures_in_any_chunk_and_shows_samples(tmp_path):
     warned, shown = run.display
     assert warned.startswith("1 of 4 validation samples could not be scored") and "it took too long" in warned
     assert shown == "1+1=text  [score 1.0, expected 2]"
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "temperature"),
+    [({}, 0), ({"temperature": 0.7}, 0), ({"temperature": 0.7, "do_sample": True}, 0.7), ({"do_sample": True}, 0)],
+)
+def test_how_validation_samples(tmp_path, asked_for, temperature):
+    """As val_kwargs say, whatever training does: greedy unless do_sample is on, and n times each prompt under one uid."""
+    run = validated([GOOD] * 4, run_dir=tmp_path)
+    run.val_data = type("Data", (), {"__len__": lambda self: 2, "row": staticmethod(run.val_data.row)})()
+    val, rollout, wanted = run.config.actor_rollout_ref.rollout.val_kwargs, run.rollout.generate, []
+    val.n, val.top_p, val.top_k = 2, 0.9, 7
+    for key, value in asked_for.items():
+        setattr(val, key, value)
+    run.rollout.generate = lambda requests, sleep_after: (
+        wanted.extend(requests.non_tensor_batch["sampling"]) or rollout(requests, sleep_after)
+    )
+    assert "val-core/sums/reward/mean@2" in stages.validate(run)
+    assert [(s.temperature, s.top_p, s.top_k) for s in wanted] == [(temperature, 0.9, 7)] * 4
+    assert len({s.seed for s in wanted}) == 4
+
+
+def test_the_critic_has_mini_batches_of_its_own():
+    """Actor: three updates of a row; critic: one of all three."""
+    run, batch = a_run(), a_batch().with_batch(mini_batch=torch.arange(3)[:, None], critic_mini_batch=torch.zeros(3, 1, dtype=torch.int64))
+    run.plan.placement["critic"] = [0]
+    assert [stages.to_ranks(run, batch, role).meta_info["updates"] for role in ("actor", "critic")] == [3, 1]
 
 
 def test_validation_without_any_score_is_no_validation(tmp_path):

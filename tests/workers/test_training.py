@@ -8,6 +8,9 @@ import torch
 from verlite.config.plan import Micro, Updates
 from verlite.config.schema import Config, DataConfig
 from verlite.protocol.data import DataProto
+from verlite.workers.actor import ActorWorker
+from verlite.workers.critic import CriticWorker
+from verlite.workers.reference import ReferenceWorker
 from verlite.workers.training import TrainingWorker
 
 
@@ -35,6 +38,47 @@ def test_a_mini_batch_without_votes_hides_no_metric_of_the_others(dead):
         steps[dead] = {"lr": steps[dead]["lr"]}
     mean = {0: 3.0, 1: 1.0, None: 2.0}[dead]
     assert updated(steps) == pytest.approx({"actor/loss": mean, "actor/pg_loss": mean, "actor/lr": 0.2})
+
+
+def test_each_pass_over_the_rows_has_mini_batches_of_its_own_and_the_schedule_moves_once():
+    calls = []
+    engine = SimpleNamespace(
+        onload=lambda **_: None, offload=lambda: None, step_schedule=lambda: calls.append("schedule"),
+        update=lambda rows, micro, temperature, loss, **_: calls.append((rows.batch["number"].tolist(), temperature)) or {},
+    )  # fmt: skip
+    batch = DataProto.from_dict(
+        {
+            "number": torch.arange(4),
+            "mini_batch": torch.tensor([[0, 1], [0, 0], [1, 0], [1, 1]]),
+            "critic_mini_batch": torch.zeros(4, 1, dtype=torch.int64),
+        }
+    ).with_meta(step=1)
+    subject = worker(engine)
+    subject.config.actor_rollout_ref.rollout.temperature = 0.7
+    subject.update_in_mini_batches("actor", batch.with_meta(updates=2), Updates(1, 2, 2, 2, Micro(1, None), True, "token-mean"), None)
+    assert calls == [([0, 1], 0.7), ([2, 3], 0.7), ([1, 2], 0.7), ([0, 3], 0.7), "schedule"]
+    calls.clear()
+    subject.update_in_mini_batches("critic", batch.with_meta(updates=1), Updates(4, 4, 1, 1, Micro(1, None), False, "token-mean"), None)
+    assert [call[0] for call in calls[:-1]] == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "temperature"), [(ActorWorker, "log_probs", 0.7), (ReferenceWorker, "log_probs", 0.7), (CriticWorker, "values", 1.0)]
+)
+def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, method, temperature):
+    seen = []
+
+    def forward(batch, micro, temperature, with_entropy=False):
+        seen.append(temperature)
+        return dict.fromkeys(("log_probs", "entropy", "values"), torch.zeros(1, 1))
+
+    subject = kind.__new__(kind)
+    subject.engine = SimpleNamespace(onload=lambda **_: None, offload=lambda: None, forward=forward)
+    subject.config, micro = Config(data=DataConfig(train_files="x")), Micro(1, None)
+    subject.config.actor_rollout_ref.rollout.temperature = 0.7
+    subject.plan = SimpleNamespace(log_prob_micro=micro, ref_micro=micro, value_micro=micro)
+    getattr(subject, method)(DataProto.from_dict({"response_mask": torch.ones(1, 1)}))
+    assert seen == [temperature]
 
 
 def test_what_the_disk_refuses_is_told_and_everything_else_is_raised():

@@ -1,0 +1,69 @@
+"""A step's metrics by hand."""
+
+import pytest
+import torch
+
+from verlite.protocol.data import DataProto, object_array
+from verlite.trainer.metrics import Stopwatch, batch_metrics, speed_metrics
+
+NAN = float("nan")
+
+
+def a_batch(**more) -> DataProto:
+    """Two prompts of two samples; the last sample failed, and of the first the middle token is tool text."""
+    return DataProto.from_dict(
+        {
+            "responses": torch.zeros(4, 3, dtype=torch.int64),
+            "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]),
+            "response_mask": torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]),
+            "valid": torch.tensor([True, True, True, False]),
+            "token_level_scores": torch.tensor([[0.0, 0, 1], [1, 0, 0], [0, 3, 0], [0, 0, 9]]),
+            "token_level_rewards": torch.tensor([[-0.5, 0, 1], [1, 0, 0], [0, 3, 0], [0, 0, 9]]),
+            "advantages": torch.tensor([[1.0, 99, 2], [3, 99, 99], [4, 5, 99], [99, 99, 99]]),
+            "returns": torch.tensor([[1.0, 99, 2], [3, 99, 99], [4, 5, 99], [99, 99, 99]]),
+            "turns": torch.tensor([2, 1, 1, 0]),
+            **more,
+        },
+        {"uid": object_array(["a", "a", "b", "b"]), "status": object_array(["done", "done", "length", "error"])},
+    )
+
+
+def test_by_hand():
+    metrics = batch_metrics(a_batch(), max_prompt_length=2, max_response_length=3)
+    assert metrics == pytest.approx(
+        {
+            "critic/score/mean": 5 / 3, "critic/score/max": 3, "critic/score/min": 1,
+            "critic/rewards/mean": 4.5 / 3, "critic/rewards/max": 3, "critic/rewards/min": 0.5,
+            "critic/advantages/mean": 3, "critic/advantages/max": 5, "critic/advantages/min": 1,
+            "critic/returns/mean": 3, "critic/returns/max": 5, "critic/returns/min": 1,
+            "response_length/mean": 1.5, "response_length/max": 3, "response_length/min": 0,
+            "response_length/clip_ratio": 0.25, "response/aborted_ratio": 0.25,
+            "response_length_non_aborted/mean": 2, "response_length_non_aborted/max": 3, "response_length_non_aborted/min": 1,
+            "num_turns/mean": 1, "num_turns/max": 2, "num_turns/min": 0,
+            "prompt_length/mean": 1.5, "prompt_length/max": 2, "prompt_length/min": 1, "prompt_length/clip_ratio": 0.5,
+            "rollout/error_rate": 0.25, "reward/error_rate": 0, "perf/total_num_tokens": 12,
+            "rollout/zero_variance_groups": 1,  # of b one sample is left
+        }
+    )  # fmt: skip
+
+
+def test_values_are_compared_with_the_returns():
+    values = torch.tensor([[2.0, NAN, 2], [3, NAN, NAN], [3, 5, NAN], [NAN, NAN, NAN]])
+    metrics = batch_metrics(a_batch(values=values), 2, 3)
+    assert metrics["critic/values/mean"] == 3
+    # returns 1 2 3 4 5, errors -1 0 0 1 0
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - 0.5 / 2.5)
+
+
+def test_nothing_is_left_of_a_batch_without_votes():
+    batch = a_batch(valid=torch.zeros(4, dtype=torch.bool), values=torch.zeros(4, 3))
+    metrics = batch_metrics(batch, 2, 3)
+    assert not any(key.startswith(("critic/", "rollout/zero")) for key in metrics)
+
+
+def test_speed():
+    watch = Stopwatch()
+    watch.seconds.update(step=4.0, gen=2.0, update_actor=1.0)
+    metrics = speed_metrics(watch, 100.0, 50.0, n_devices=2)
+    assert metrics["perf/throughput"] == 12.5 and metrics["perf/time_per_step"] == 4
+    assert metrics["timing_per_token_ms/gen"] == 40 and metrics["timing_per_token_ms/update_actor"] == 10

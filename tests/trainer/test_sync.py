@@ -1,0 +1,54 @@
+"""The order of a weight sync, and what a failed one leaves."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.trainer.test_stages import a_run
+from verlite.trainer.sync import sync_weights
+
+
+class Calls(list):
+    """A role that writes down what it is asked for; `fails` raises."""
+
+    def __init__(self, book, name, fails=None):
+        self.book, self.name, self.fails = book, name, fails
+
+    def __getattr__(self, method):
+        def call(*arguments):
+            self.book.append((self.name, method, *arguments))
+            if method == self.fails:
+                raise RuntimeError(method)
+            return EXPORTED if method == "export_weights" else None
+
+        return call
+
+
+EXPORTED = [SimpleNamespace(bytes=7)]
+IN_ORDER = [
+    ("actor", "export_weights"),
+    ("actor", "offload"),
+    ("rollout", "wake", "weights"),
+    ("rollout", "load_weights", EXPORTED, 4),
+    ("rollout", "wake", "kv_cache"),
+    ("actor", "release_export"),
+]
+
+
+def synced(fails=None):
+    book = []
+    return book, a_run(actor=Calls(book, "actor"), rollout=Calls(book, "rollout", fails), version=3)
+
+
+def test_memory_is_free_before_it_is_taken_and_the_copy_goes_last():
+    book, run = synced()
+    sync_weights(run)
+    assert book == IN_ORDER
+    assert run.version == 4 and run.metrics == {"perf/weight_sync_bytes": 7.0}
+
+
+def test_a_sync_that_fails_leaves_the_version():
+    book, run = synced("load_weights")
+    with pytest.raises(RuntimeError, match="load_weights"):
+        sync_weights(run)
+    assert run.version == 3 and book == IN_ORDER[:4]

@@ -1,0 +1,92 @@
+"""What passes between actor and rollout workers on one node, and what comes back as samples; engines are made up."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from verlite.protocol.data import DataProto, object_array
+from verlite.rollout.types import Completion, Sampling
+from verlite.workers.actor import ActorWorker, Export
+from verlite.workers.rollout import RolloutWorker
+
+WEIGHTS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2))]
+
+
+class OnNode:
+    node_id = "here"
+
+
+class Actor(OnNode, ActorWorker):
+    """Without Ray."""
+
+
+class Rollout(OnNode, RolloutWorker):
+    """Without Ray."""
+
+
+def exporter(local_rank: int) -> tuple[Actor, list]:
+    asked, made = [], Actor.__new__(Actor)
+    made.local_rank, made._exported = local_rank, None
+    made.engine = SimpleNamespace(
+        onload=lambda: None,
+        export=lambda dtype: ((name, asked.append(name) or tensor.to(dtype)) for name, tensor in WEIGHTS),
+        fingerprint=lambda dtype: ("fingerprint in", dtype),
+    )
+    made.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(sync_bucket_mb=1)))
+    made.plan = SimpleNamespace(rollout_dtype="bfloat16")
+    return made, asked
+
+
+def test_one_rank_of_a_node_writes_the_engines_dtype_and_the_others_take_part():
+    (first, _), (second, asked) = exporter(0), exporter(1)
+    exports = [first.export_weights(), second.export_weights()]
+    assert asked == ["a", "b"], "gathering needs every rank"
+    assert [bool(e.paths) for e in exports] == [True, False] and exports[1].bytes == 0 < exports[0].bytes
+    assert all(e.fingerprint == ("fingerprint in", torch.bfloat16) for e in exports)
+
+    loaded = []
+    rollout = Rollout.__new__(Rollout)
+    rollout.engine = SimpleNamespace(load_weights=lambda named, version, found: loaded.append((dict(named), version, found)))
+    elsewhere = Export("there", ["/nowhere"], 1, 0)
+    rollout.load_weights([elsewhere, *exports[::-1]], 5)
+    ((named, version, found),) = loaded
+    assert (version, found) == (5, ("fingerprint in", torch.bfloat16))
+    assert all(torch.equal(named[name], tensor.bfloat16()) for name, tensor in WEIGHTS)
+    with pytest.raises(RuntimeError, match="no actor rank on node here"):
+        rollout.load_weights([elsewhere, exports[1]], 6)
+
+    first.release_export()
+    first.release_export()
+    assert first._exported is None
+
+
+class Engine:
+    """Answers a prompt with its first id, twice; refuses prompt [0]."""
+
+    def __init__(self):
+        self.slept = 0
+
+    async def generate(self, prompt_ids, sampling):
+        if prompt_ids == [0]:
+            raise ValueError("refused")
+        return Completion([prompt_ids[0]] * 2, [-0.5, -1.5], "stop", 3)
+
+    def sleep(self):
+        self.slept += 1
+
+
+@pytest.mark.parametrize("sleep_after", [True, False])
+def test_samples_come_back_row_by_row_and_a_failure_is_one_rows(sleep_after):
+    rollout = Rollout.__new__(Rollout)
+    rollout.engine = Engine()
+    requests = DataProto.from_dict({}, {"prompt_ids": object_array([[7], [0], [9]]), "sampling": object_array([Sampling()] * 3)})
+    answers = rollout.generate(requests, sleep_after)
+    columns = answers.non_tensor_batch
+    assert [ids.tolist() for ids in columns["response_ids"]] == [[7, 7], [], [9, 9]]
+    assert [mask.tolist() for mask in columns["response_mask"]] == [[1, 1], [], [1, 1]]
+    assert [log_probs.tolist() for log_probs in columns["rollout_log_probs"]] == [[-0.5, -1.5], [], [-0.5, -1.5]]
+    assert columns["status"].tolist() == ["done", "error", "done"]
+    assert columns["error"].tolist() == [None, "ValueError: refused", None]
+    assert answers.batch["weight_version"].tolist() == [3, -1, 3] and answers.batch["turns"].tolist() == [1, 0, 1]
+    assert rollout.engine.slept == sleep_after
