@@ -30,6 +30,19 @@ def test_log_probs_and_entropy_equal_a_token_by_token_oracle(path: str, packed: 
         torch.testing.assert_close(out["entropy"].double(), entropy, atol=1e-5, rtol=1e-5)
 
 
+def test_sum_of_squared_probabilities_by_the_oracle(tiny_qwen2: str) -> None:
+    batch, oracle = ragged_batch(), AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64).eval()
+    expected = torch.zeros(len(batch), R, dtype=torch.float64)
+    for row in range(len(batch)):
+        item = batch.batch[row]
+        ids, prompt = item["input_ids"][item["attention_mask"].bool()], int(item["attention_mask"][:P].sum())
+        for j in item["response_mask"].nonzero().flatten().tolist():
+            expected[row, j] = (oracle(ids[None, : prompt + j]).logits[0, -1] / 0.7).softmax(-1).square().sum()
+    out = engine(tiny_qwen2).forward(batch, MicroBatching(size=3), 0.7, with_sum_pi_squared=True)
+    assert out.keys() == {"log_probs", "sum_pi_squared"}
+    torch.testing.assert_close(out["sum_pi_squared"].double(), expected, atol=1e-6, rtol=1e-5)
+
+
 def test_padding_side_does_not_matter(path: str) -> None:
     """Left-padded, right-padded, packed and alone: the same log-probs."""
     batch = ragged_batch()
