@@ -179,9 +179,9 @@ def test_bypass_mode_brings_its_loss_and_saves_the_pass(material):
 def test_presets_and_their_keys_are_the_same(material):
     prefix = "algorithm.rollout_correction."
     written = [f"{prefix}rollout_is=token", f"{prefix}rollout_rs=seq_mean_k3", f"{prefix}rollout_rs_threshold=0.01"]
-    assert (
-        make_plan(material.load(*written).config).correction
-        == make_plan(material.load(f"{prefix}preset=decoupled_k3_rs_token_tis").config).correction
-    )
+    named = make_plan(material.load(f"{prefix}preset=decoupled_k3_rs_token_tis").config).correction
+    keyed = make_plan(material.load(*written).config).correction
+    for what in ("rollout_is", "is_band", "is_truncated", "rejections", "bypass_mode", "loss_type", "acts_on_batch"):
+        assert getattr(named, what) == getattr(keyed, what), what
     two = material.load(f"{prefix}rollout_rs=[token_k1,seq_max_k3]", f"{prefix}rollout_rs_threshold=[0.5_2.0,3]").config
     assert [name for name, _, _ in make_plan(two).correction.rejections] == ["token_k1", "seq_max_k3"]
