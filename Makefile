@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 IN_PARALLEL := -n 2 --dist loadgroup
 
-.PHONY: help setup setup-test quickstart test lint mutants core-test lock clean
+.PHONY: help setup setup-test quickstart test lint mutants evidence core-test lock clean
 
 help:
 	@sed -n '1,3p' Makefile | sed 's/^# //'
@@ -42,6 +42,10 @@ test: lint
 # Plant every known bug, one by one, in a copy, and write docs/mutants.md. Takes the better part of an hour.
 mutants: setup-test
 	$(BIN)/python -m tests.mutants
+
+# Measure the algorithms and gradients against their references; writes docs/evidence.md.
+evidence: setup-test
+	$(BIN)/python -m tests.evidence
 
 # The core alone, without vLLM: an environment of its own, so that nothing can leak in.
 core-test:

@@ -1,5 +1,6 @@
 """The `verlite` command. Every command imports what it needs when it runs, so that `verlite --help` is immediate."""
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -11,6 +12,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Reinforcement learning for language models. Training itself is `python -m verlite.main_ppo key=value ...`.",
 )
+
+
+class Kind(StrEnum):
+    """Functions of a user's own."""
+
+    reward = "reward"
+    estimator = "estimator"
+    loss = "loss"
+
 
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="The training command's arguments, as they are.")]
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": ["--help"]}
@@ -107,6 +117,57 @@ def curve(
             (first, begin), (last, end) = points[0], points[-1]
             print(f"mean reward {name}: {begin:.3f} at step {first}, {end:.3f} at step {last}\n{plot(points)}\n")
     print(f"wrote {target}")
+
+
+@app.command()
+def contract(
+    kind: Annotated[Kind, typer.Argument(help="What the function is.")],
+    function: Annotated[str, typer.Argument(help="package.module:function; a reward also as FILE.py or FILE.py:function.")],
+    whitens: Annotated[bool, typer.Option("--whitens", help="The estimator compares with the whole batch on purpose.")] = False,
+    kwargs: Annotated[str, typer.Option(help="Its settings as JSON: adv_kwargs, policy_loss.kwargs or reward_kwargs.")] = "{}",
+) -> None:
+    """Try a reward, advantage estimator or policy loss of your own on small known inputs. Exit code 1 if anything is wrong with it."""
+    import json
+    import sys
+
+    sys.path.insert(0, "")  # as `python -m verlite.main_ppo` has it
+    try:
+        settings = json.loads(kwargs)
+        problems = _CONTRACTS[kind](function, settings, whitens)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    for problem in problems:
+        print(f"- {problem}")
+    if problems:
+        raise typer.Exit(1)
+    print(f"{function} keeps the contract of {_ARTICLES[kind]}.")
+
+
+def _check_estimator(name: str, settings: dict, whitens: bool) -> list[str]:
+    from verlite.algorithms.advantages import ESTIMATORS
+    from verlite.algorithms.contract import check_estimator
+    from verlite.algorithms.lookup import lookup
+
+    return check_estimator(lookup(name, ESTIMATORS, "advantage estimator"), whitens, **settings)
+
+
+def _check_loss(name: str, settings: dict, whitens: bool) -> list[str]:
+    from verlite.algorithms.contract import check_policy_loss
+    from verlite.algorithms.lookup import lookup
+    from verlite.algorithms.losses import POLICY_LOSSES
+
+    return check_policy_loss(lookup(name, POLICY_LOSSES, "policy loss"), **settings)
+
+
+def _check_reward(name: str, settings: dict, whitens: bool) -> list[str]:
+    from verlite.rewards.contract import check_reward
+
+    return check_reward(name, settings)
+
+
+_CONTRACTS = {Kind.reward: _check_reward, Kind.estimator: _check_estimator, Kind.loss: _check_loss}
+_ARTICLES = {Kind.reward: "a reward function", Kind.estimator: "an advantage estimator", Kind.loss: "a policy loss"}
 
 
 def _load(arguments: list[str] | None):

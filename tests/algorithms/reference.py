@@ -331,6 +331,25 @@ def kl_cov_token(new: float, old: float, advantage: float, s: dict, selected: bo
     return loss, slope
 
 
+def kl_token(kind: str, new: float, ref: float) -> tuple[float, float]:
+    """A KL estimate of one token and its derivative in log_prob; a floored log-prob has none."""
+    d = max(new, -1e4) - max(ref, -1e4)
+    x = min(max(-d, -LIMIT), LIMIT)
+    excess = math.exp(x) - 1 - x
+    straight = {
+        "k1": (d, 1.0),
+        "abs": (abs(d), math.copysign(1.0, d) if d else 0.0),
+        "k2": (d * d / 2, d),
+        "k3": (min(excess, 10.0), 1 - math.exp(x) if excess <= 10 and abs(d) <= LIMIT else 0.0),
+    }
+    names = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+    base = kind.removesuffix("+")
+    value, slope = straight[names.get(base, base)]
+    if kind.endswith("+"):
+        slope = d
+    return value, slope if new >= -1e4 else 0.0
+
+
 def gspo_row(case: Case, i: int, weights: dict[int, float], s: dict) -> tuple[float, dict[int, float]]:
     mean = sum(max(float(case.log_prob[i, t]), -1e4) - float(case.old[i, t]) for t in weights) / len(weights)
     ratio = math.exp(min(mean, 10))
@@ -393,3 +412,117 @@ def importance(case: Case, i: int, level: str, a: Tensor, b: Tensor) -> dict[int
     if level == "sequence":
         d = dict.fromkeys(columns, sum(d.values()))
     return {t: math.exp(min(max(x, -LIMIT), LIMIT)) for t, x in d.items()}
+
+
+def apply_kl(case: Case, ref: Tensor, coef: float, kind: str) -> tuple[np.ndarray, float]:
+    """Rewards less the penalty, and the mean over rows of the mean KL of a row."""
+    out, means = case.rewards.nan_to_num().double().numpy().copy(), []
+    for i, mask in enumerate(case.mask.tolist()):
+        row = {t: kl_token(kind, float(case.old[i, t]), float(ref[i, t]))[0] for t, m in enumerate(mask) if m}
+        for t, kl in row.items():
+            out[i, t] -= coef * kl
+        means += [sum(row.values()) / len(row)] if row else []
+    return out, sum(means) / len(means) if means else 0.0
+
+
+def value_token(value: float, old: float, target: float, clip: float) -> tuple[float, float]:
+    """Clipped squared error and its derivative in the value."""
+    error, clipped = (value - target) ** 2, (min(max(value, old - clip), old + clip) - target) ** 2
+    return 0.5 * max(error, clipped), value - target if error >= clipped else 0.0
+
+
+def mean(x: list[float]) -> float:
+    return sum(x) / len(x)
+
+
+def deviation(x: list[float]) -> float:
+    """Of a population."""
+    return math.sqrt(mean([(y - mean(x)) ** 2 for y in x]))
+
+
+def limited(x: float) -> float:
+    return min(max(x, -LIMIT), LIMIT)
+
+
+def off_policy(case: Case) -> dict[str, float]:
+    """The trainer is case.old, the engine case.log_prob. Only where there is a token."""
+    rows = []
+    for i, mask in enumerate(case.mask.tolist()):
+        tokens = [t for t, m in enumerate(mask) if m]
+        if tokens:
+            rows.append([(max(float(case.old[i, t]), -1e4), max(float(case.log_prob[i, t]), -1e4)) for t in tokens])
+    d = [a - b for row in rows for a, b in row]
+    trained, sampled = [-mean([a for a, _ in row]) for row in rows], [-mean([b for _, b in row]) for row in rows]
+    gap = [a - b for a, b in zip(trained, sampled, strict=True)]
+    return {
+        "kl": mean([-x for x in d]),
+        "k3_kl": mean([math.exp(limited(x)) - 1 - limited(x) for x in d]),
+        "training_ppl": mean([math.exp(min(x, LIMIT)) for x in trained]),
+        "training_log_ppl": mean(trained),
+        "rollout_ppl": mean([math.exp(min(x, LIMIT)) for x in sampled]),
+        "rollout_log_ppl": mean(sampled),
+        "log_ppl_diff": mean(gap),
+        "log_ppl_abs_diff": mean([abs(x) for x in gap]),
+        "log_ppl_diff_max": max(gap),
+        "log_ppl_diff_min": min(gap),
+        "ppl_ratio": mean([math.exp(limited(x)) for x in gap]),
+        "chi2_token": mean([math.exp(2 * limited(x)) for x in d]) - 1,
+        "chi2_seq": mean([math.exp(2 * limited(sum(a - b for a, b in row))) for row in rows]) - 1,
+    }
+
+
+def bounds(threshold: float | str, single_low: float) -> tuple[float, float]:
+    """ "low_high", or the one number as the upper bound; single_low 1 stands for one over it."""
+    numbers = [float(x) for x in str(threshold).split("_")]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (single_low / numbers[0], numbers[0])
+
+
+def corrected(
+    case: Case, level: str | None, threshold: float | str, normalize: bool, rules: str | None, limits: float | str | None
+) -> tuple[np.ndarray | None, np.ndarray, dict[str, float]]:
+    """Importance weights, what is left of the mask, and all metrics, for settings as a user writes them."""
+    rows = [i for i, mask in enumerate(case.mask.tolist()) if any(mask)]
+    if not rows:
+        return zeros(case) if level else None, zeros(case), {}
+    metrics, weights = off_policy(case), None
+    if level:
+        ratios = {i: importance(case, i, level, case.old, case.log_prob) for i in rows}
+        truncate = "_" not in str(threshold)
+        low, high = bounds(threshold, 1)
+        weights = zeros(case)
+        for i, row in ratios.items():
+            for t, ratio in row.items():
+                weights[i, t] = min(ratio, high) if truncate else ratio * (low <= ratio <= high)
+        flat, means = [r for row in ratios.values() for r in row.values()], [mean(list(row.values())) for row in ratios.values()]
+        applied = [float(weights[i, t]) for i, row in ratios.items() for t in row]
+        metrics |= {
+            "rollout_is_mean": mean(flat),
+            "rollout_is_max": max(flat),
+            "rollout_is_min": min(flat),
+            "rollout_is_std": deviation(flat),
+            "rollout_is_ratio_fraction_high": mean([float(r > high) for r in flat]),
+            "rollout_is_ratio_fraction_low": mean([float(r < low) for r in flat]),
+            "rollout_is_eff_sample_size": mean(applied) ** 2 / max(mean([w * w for w in applied]), 1e-12),
+            "rollout_is_seq_mean": mean(means),
+            "rollout_is_seq_std": deviation(means),
+            "rollout_is_seq_max": max(means),
+            "rollout_is_seq_min": min(means),
+            "rollout_is_seq_max_deviation": max(abs(m - 1) for m in means),
+        }
+        if normalize:
+            factor = mean([mean([float(weights[i, t]) for t in ratios[i]]) for i in rows]) if level == "sequence" else mean(applied)
+            weights /= factor if factor > 1e-8 else 1.0
+            metrics["rollout_is_batch_norm_factor"] = factor
+    left = case.mask.double().numpy().copy()
+    if rules:
+        names, thresholds = [name.strip() for name in rules.split(",")], str(limits).split(",")
+        total = left.sum()
+        for name, limit in zip(names, thresholds * len(names) if len(thresholds) == 1 else thresholds, strict=False):
+            low, high = bounds(limit, 1)
+            gone = {(i, t) for i in rows for t, out in rejected(case, i, name, low, high, case.old, case.log_prob).items() if out}
+            metrics[f"rollout_rs_{name}_masked_fraction"] = len(gone) / total
+            for place in gone:
+                left[place] = 0
+        metrics["rollout_rs_masked_fraction"] = 1 - left.sum() / total
+        metrics["rollout_rs_seq_masked_fraction"] = mean([float(not left[i].any()) for i in rows])
+    return weights, left, {f"rollout_corr/{key}": value for key, value in metrics.items()}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.algorithms import reference
+from tests.algorithms.differential import ROOMS, check, inputs_of
 from tests.algorithms.reference import Case, random_case
 from verlite.algorithms.advantages import (
     ESTIMATORS,
@@ -19,48 +19,10 @@ from verlite.algorithms.advantages import (
 )
 
 NAN = math.nan
-SEEDS = range(200)
-
-
-def inputs_of(case: Case, **settings) -> AdvantageInputs:
-    return AdvantageInputs(
-        token_level_rewards=case.rewards, response_mask=case.mask, uid=case.uid, valid=case.valid, values=case.values,
-        reward_baselines=case.baselines, old_log_probs=case.old, token_level_scores=case.scores, sum_pi_squared=case.pi_squared,
-        rollout_is_weights=case.is_weights if settings.pop("weighted", False) else None, **settings,
-    )  # fmt: skip
 
 
 def fields_of(case: Case) -> dict:
     return {f.name: getattr(case, f.name) for f in dataclasses.fields(case)}
-
-
-def expected(name: str, case: Case, gamma: float, lam: float, by_std: bool) -> tuple[np.ndarray, np.ndarray]:
-    match name:
-        case "gae":
-            return reference.gae(case, gamma, lam)
-        case "reinforce_plus_plus":
-            return reference.reinforce_plus_plus(case, gamma)
-        case "remax":
-            return reference.remax(case, gamma)
-        case "grpo":
-            advantages = reference.grpo(case, by_std)
-        case "rloo":
-            advantages = reference.rloo(case)
-        case "rloo_token_kl":
-            advantages = reference.rloo_token_kl(case, -0.5, 0.8)
-        case "grpo_passk":
-            advantages = reference.grpo_passk(case, by_std)
-        case "opo":
-            advantages = reference.opo(case)
-        case "gpg":
-            advantages = reference.gpg(case)
-        case "optimal_token_baseline":
-            return reference.optimal_token_baseline(case, gamma, weighted=by_std)
-        case "reinforce_plus_plus_baseline":
-            advantages = reference.reinforce_plus_plus_baseline(case)
-        case _:
-            raise AssertionError(f"no reference for {name}")
-    return advantages, advantages
 
 
 def group_inputs(rewards: list[float], uid: list[str], **settings) -> AdvantageInputs:
@@ -73,15 +35,7 @@ def group_inputs(rewards: list[float], uid: list[str], **settings) -> AdvantageI
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_agrees_with_the_naive_reference(name: str) -> None:
-    for seed in SEEDS:
-        case = random_case(seed)
-        gamma, lam, by_std = [(1.0, 1.0, True), (0.9, 0.8, False), (1.0, 0.95, True)][seed % 3]
-        inputs = inputs_of(case, gamma=gamma, lam=lam, norm_adv_by_std_in_grpo=by_std, weighted=by_std, reward_clip_range=(-0.5, 0.8))
-        advantages, returns = compute_advantages(name, inputs)
-        want_advantages, want_returns = expected(name, case, gamma, lam, by_std)
-        assert advantages.dtype == returns.dtype == torch.float32
-        np.testing.assert_allclose(advantages, want_advantages, rtol=2e-4, atol=2e-5, err_msg=f"advantages, seed {seed}")
-        np.testing.assert_allclose(returns, want_returns, rtol=2e-4, atol=2e-5, err_msg=f"returns, seed {seed}")
+    check(ROOMS["Advantage estimators"][name])
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -239,6 +193,11 @@ def test_scores_lie_on_the_last_trainable_token() -> None:
     placed = place_scores(torch.tensor([1.0, 2.0, NAN, 4.0]), mask)
     assert placed.tolist() == [[0, 1, 0, 0], [0, 0, 0, 2], [0, 0, 0, 0], [0, 0, 4, 0]]
     assert place_scores(torch.ones(3), torch.zeros(3, 5)).sum() == 0
+    for seed in range(50):
+        mask = random_case(seed).mask
+        scores = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed))
+        placed = place_scores(scores, mask)
+        assert torch.equal((placed * mask).sum(1), placed.sum(1)) and torch.equal(placed.sum(1), scores * mask.any(1))
 
 
 def test_discounted_to_go() -> None:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.algorithms import reference
-from tests.algorithms.reference import random_case
+from tests.algorithms.differential import ROOMS, check
 from verlite.algorithms.aggregation import AGGREGATION_MODES, token_weights
 
 
@@ -20,14 +19,7 @@ def test_hand_values() -> None:
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_agrees_with_the_naive_reference_and_any_split(mode: str) -> None:
-    for seed in range(200):
-        mask = random_case(seed).mask
-        counts = {"tokens": int(mask.sum()), "sequences": int(mask.any(-1).sum()), "scale": 7.0}
-        weights = reference.row_weights(mask, mode, 7.0)
-        want = torch.tensor([[w * m for m in row] for w, row in zip(weights, mask.tolist(), strict=True)])
-        torch.testing.assert_close(token_weights(mask, mode, **counts), want)
-        for micro in (1, 2, 3):
-            torch.testing.assert_close(torch.cat([token_weights(part, mode, **counts) for part in mask.split(micro)]), want)
+    check(ROOMS["Aggregation"][mode])
 
 
 def test_nothing_to_train_is_no_error() -> None:

@@ -10,7 +10,7 @@ import torch
 from verlite.algorithms.advantages import ESTIMATORS, AdvantageInputs
 from verlite.algorithms.contract import check_estimator, check_policy_loss
 from verlite.algorithms.losses import POLICY_LOSSES, PolicyLossInputs
-from verlite.algorithms.rollout_correction import RolloutCorrection
+from verlite.config.correction import RolloutCorrection
 
 WHITENING = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 POPULATION = {"gpg", *WHITENING}  # estimators that look at the whole batch on purpose

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.reference import random_case
-from verlite.algorithms.kl import KL_KINDS, AdaptiveKLController, FixedKLController, apply_kl_penalty, kl_estimate, kl_loss
+from tests.algorithms.differential import ROOMS, check
+from verlite.algorithms.kl import KL_KINDS, AdaptiveKLController, FixedKLController, kl_estimate, kl_loss
 
 VALUES = {  # of d, from the formulas
     "k1": lambda d: d,
@@ -88,22 +88,14 @@ def test_kl_loss_ignores_what_lies_under_the_mask() -> None:
     assert log_prob.grad.tolist() == [[0.5 * 2.0, 0.0], [0.0, 0.25 * 0.5]]
 
 
-def test_penalty_agrees_with_the_naive_reference() -> None:
-    for seed in range(200):
-        case = random_case(seed)
-        kind = ["kl", "abs", "mse", "low_var_kl"][seed % 4]
-        scores = case.rewards.nan_to_num()
-        rewards, current = apply_kl_penalty(scores, case.old, case.ref, case.mask, 0.3, kind)
-        want, means = scores.double().clone(), []
-        for i in range(case.shape[0]):
-            row = []
-            for t in case.mask[i].nonzero().flatten().tolist():
-                row.append(VALUES[base(kind)](float(case.old[i, t]) - float(case.ref[i, t])))
-                want[i, t] -= 0.3 * row[-1]
-            means += [sum(row) / len(row)] if row else []
-        torch.testing.assert_close(rewards.double(), want, rtol=1e-4, atol=1e-5)
-        assert current == pytest.approx(sum(means) / len(means) if means else 0.0, rel=1e-4, abs=1e-5)
-        assert rewards.dtype == torch.float32
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_agrees_with_the_naive_reference(kind: str) -> None:
+    check(ROOMS["KL in the loss"][kind])
+
+
+@pytest.mark.parametrize("kind", ROOMS["KL in the reward"])
+def test_penalty_agrees_with_the_naive_reference(kind: str) -> None:
+    check(ROOMS["KL in the reward"][kind])
 
 
 def test_controllers() -> None:

@@ -1,14 +1,13 @@
 """Policy and value losses against naive token loops: values, gradients, metrics, micro-batch splits, extremes."""
 
 import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from tests.algorithms import reference
-from tests.algorithms.reference import Case, random_case
+from tests.algorithms.differential import REJECT, ROOMS, SETTINGS, check, run
+from tests.algorithms.reference import random_case
 from verlite.algorithms.aggregation import AGGREGATION_MODES, token_weights
 from verlite.algorithms.losses import (
     POLICY_LOSSES,
@@ -17,100 +16,18 @@ from verlite.algorithms.losses import (
     policy_loss,
     select_clip_cov,
     select_kl_cov,
-    value_loss,
 )
-from verlite.algorithms.rollout_correction import RolloutCorrection
 
 NAN = math.nan
-SETTINGS = [dict(clip_low=0.2, clip_high=0.2, clip_c=3.0), dict(clip_low=0.1, clip_high=0.3, clip_c=1.5)]
-REJECT = RolloutCorrection("token", 1.5, rollout_rs="seq_mean_k1,token_k3", rollout_rs_threshold="0.5_2.0,3", bypass_mode=True)
-EXTRA = {
-    "bypass_mode": {"rollout_correction": REJECT},
-    "clip_cov": {"selected": lambda case: case.values.nan_to_num() > 0.8},
-    "kl_cov": {"selected": lambda case: case.values.nan_to_num() > 0.8, "ppo_kl_coef": 0.7},
-}
-
-
-def run(name: str, case: Case, mode: str = "token-mean", rows: slice = slice(None), is_weights=None, extra=None, **settings):
-    """Loss, gradient in log_prob, metrics; `rows` is a micro-batch of the case."""
-    log_prob = case.log_prob[rows].clone().requires_grad_()
-    counts = {"tokens": int(case.mask.sum()), "sequences": int(case.mask.any(-1).sum())}
-    extra = {k: v(case)[rows] if callable(v) else v for k, v in (EXTRA.get(name, {}) if extra is None else extra).items()}
-    loss, metrics = policy_loss(name, PolicyLossInputs(
-        log_prob=log_prob, old_log_prob=case.old[rows], advantages=case.advantages[rows], response_mask=case.mask[rows],
-        weights=token_weights(case.mask[rows], mode, scale=7.0, **counts), tokens=counts["tokens"], loss_agg_mode=mode,
-        rollout_is_weights=None if is_weights is None else is_weights[rows], extra=extra, **settings,
-    ))  # fmt: skip
-    loss.backward()
-    return loss.detach(), log_prob.grad, metrics
-
-
-def reference_row(name: str, case: Case, i: int, weights: dict[int, float], s: dict) -> tuple[float, dict[int, float]]:
-    """A row's part of the loss, and the derivative for each of its tokens; weights by column."""
-    if name == "gspo":
-        return reference.gspo_row(case, i, weights, s)
-    if name == "geo_mean":
-        return reference.geo_mean_row(case, i, weights, s)
-    if name == "bypass_mode":
-        rules = (("seq_mean_k1", 0.5, 2.0), ("token_k3", 0, 3))
-        gone = [reference.rejected(case, i, rule, low, high, case.log_prob, case.old) for rule, low, high in rules]
-        weights = {t: 0.0 if any(g[t] for g in gone) else w for t, w in weights.items()}
-    selected = case.values.nan_to_num() > 0.8
-    ratios = reference.importance(case, i, "token", case.log_prob, case.old)
-    loss, slopes = 0.0, {}
-    for t, w in weights.items():
-        new, old, advantage = (float(x[i, t]) for x in (case.log_prob, case.old, case.advantages))
-        match name:
-            case "vanilla":
-                value, slope = reference.ppo_token(new, old, advantage, s, worst=s["clip_c"])
-            case "sapo":
-                value, slope = reference.sapo_token(new, old, advantage, s)
-            case "gpg":
-                value, slope = reference.weighted_gradient_token(1.0, new, advantage)
-            case "cispo":
-                value, slope = reference.cispo_token(new, old, advantage, s)
-            case "dppo_tv" | "dppo_kl":
-                value, slope = reference.dppo_token(new, old, advantage, s, name.removeprefix("dppo_"))
-            case "clip_cov":
-                value, slope = (0.0, 0.0) if selected[i, t] else reference.ppo_token(new, old, advantage, s)
-            case "kl_cov":
-                value, slope = reference.kl_cov_token(new, old, advantage, s | {"ppo_kl_coef": 0.7}, bool(selected[i, t]))
-            case "bypass_mode" if s.get("loss_type") == "reinforce":
-                value, slope = reference.weighted_gradient_token(min(ratios[t], 1.5), new, advantage)
-            case "bypass_mode":
-                value, slope = reference.ppo_token(new, old, advantage, s, worst=s["clip_c"])
-            case _:
-                raise AssertionError(f"no reference for {name}")
-        loss, slopes[t] = loss + w * value, w * slope
-    return loss, slopes
-
-
-def compare(name: str, seed: int, extra: dict | None = None, **reference_settings) -> None:
-    case, settings, mode = random_case(seed), SETTINGS[seed % 2], AGGREGATION_MODES[seed % 5]
-    is_weights = torch.rand(case.shape, generator=torch.Generator().manual_seed(seed)) if seed % 3 == 0 else None
-    loss, gradient, _ = run(name, case, mode, is_weights=is_weights, extra=extra, **settings)
-    want, size, slopes = 0.0, 0.0, np.zeros(case.shape)
-    for i, row_weight in enumerate(reference.row_weights(case.mask, mode, 7.0)):
-        weights = {
-            t: row_weight * (1 if is_weights is None else float(is_weights[i, t])) for t in case.mask[i].nonzero().flatten().tolist()
-        }
-        if weights:
-            row, row_slopes = reference_row(name, case, i, weights, settings | reference_settings)
-            want, size = want + row, size + abs(row)
-            slopes[i, list(row_slopes)] = list(row_slopes.values())
-    np.testing.assert_allclose(loss, want, rtol=1e-4, atol=1e-5 * (1 + size), err_msg=f"loss, seed {seed}")
-    np.testing.assert_allclose(gradient, slopes, rtol=1e-4, atol=1e-5 * (1 + abs(slopes).max(initial=0)), err_msg=f"gradient, seed {seed}")
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_agrees_with_the_naive_reference(name: str) -> None:
-    for seed in range(200):
-        compare(name, seed)
+    check(ROOMS["Policy losses"][name])
 
 
 def test_bypass_reinforce_agrees_with_the_naive_reference() -> None:
-    for seed in range(200):
-        compare("bypass_mode", seed, {"rollout_correction": replace(REJECT, loss_type="reinforce")}, loss_type="reinforce")
+    check(ROOMS["Policy losses"]["bypass_mode, reinforce"])
 
 
 def test_vanilla_metrics_agree_with_the_naive_reference() -> None:
@@ -234,26 +151,9 @@ def test_errors() -> None:
         policy_loss("vanilla", PolicyLossInputs(**good | {"advantages": torch.ones(1, 2)}))
 
 
-def test_value_loss_agrees_with_the_naive_reference() -> None:
-    for seed in range(200):
-        case = random_case(seed)
-        weights = token_weights(case.mask, "token-mean", tokens=int(case.mask.sum()), sequences=1)
-        values = case.values.clone().requires_grad_()
-        loss, metrics = value_loss(values, case.ref, case.old, case.mask, weights, cliprange=0.5, tokens=int(case.mask.sum()))
-        loss.backward()
-        want, slopes, clipped, total = 0.0, np.zeros(case.shape), 0, 0.0
-        for i, t in case.mask.nonzero().tolist():
-            v, v_old, g = (float(x[i, t]) for x in (case.values, case.ref, case.old))
-            v_clipped = min(max(v, v_old - 0.5), v_old + 0.5)
-            errors = (v - g) ** 2, (v_clipped - g) ** 2
-            want += 0.5 * max(errors) * float(weights[i, t])
-            slopes[i, t] = (v - g) * float(weights[i, t]) if errors[0] >= errors[1] else 0.0
-            clipped, total = clipped + (errors[1] > errors[0]), total + v
-        count = max(int(case.mask.sum()), 1)
-        np.testing.assert_allclose(loss.detach(), want, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(values.grad, slopes, rtol=1e-4, atol=1e-6, err_msg=f"seed {seed}")
-        assert float(metrics["critic/vf_clipfrac"]) == pytest.approx(clipped / count)
-        assert float(metrics["critic/vpred_mean"]) == pytest.approx(total / count, rel=1e-4, abs=1e-6)
+@pytest.mark.parametrize("name", ROOMS["Value loss and entropy"])
+def test_value_loss_agrees_with_the_naive_reference(name: str) -> None:
+    check(ROOMS["Value loss and entropy"][name])
 
 
 def test_entropy_counts_trainable_tokens_only() -> None:

@@ -47,7 +47,7 @@ def test_renamed(material, typed, new, value):
 
 def test_every_new_name_exists():
     for new in [*aliases.RENAMED.values(), *aliases.PER_DEVICE.values(), *aliases.NULL_MEANS]:
-        assert keys.find(new.replace("*", "param_offload")) or new == "custom_reward_function.*"
+        assert keys.find(new.replace("*", "param_offload")) or keys.find(new.removesuffix(".*")) or aliases.lookup(aliases.IGNORED, new)
     for old in [*aliases.RENAMED, *aliases.PER_DEVICE]:
         assert "*" in old or keys.find(old) is None, f"{old} is in the schema, so it is no old name"
 
@@ -115,7 +115,9 @@ ACCEPTED = [
     f"{ROLLOUT}mode=sync",
     f"{ROLLOUT}load_format=dummy_dtensor", f"{ROLLOUT}do_sample=True", f"{ROLLOUT}calculate_log_probs=True", "data.return_raw_chat=True",
     "data.return_raw_input_ids=True", "data.return_full_prompt=True", "data.filter_overlong_prompts_workers=8", "reward_model.enable=False",
-    "reward_model.reward_manager=naive", "reward_model.strategy=fsdp", "trainer.ray_wait_register_center_timeout=300",
+    "reward_model.reward_manager=naive", "reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.log=True",
+    "reward_model.reward_kwargs.max_resp_len=512", "algorithm.filter_groups.max_inflight_gen_batches=2",
+    "reward_model.strategy=fsdp", "trainer.ray_wait_register_center_timeout=300",
     "trainer.max_critic_ckpt_to_keep=2", "trainer.rollout_data_dir=/x", "trainer.validation_data_dir=/x",
     "actor_rollout_ref.hybrid_engine=True",
     f"{ACTOR}fsdp_config.grad_offload=True", "critic.model.fsdp_config.grad_offload=False", "critic.fsdp.grad_offload=False",
@@ -147,19 +149,17 @@ REFUSED = [
     (f"{ROLLOUT}multi_turn.enable=True", "max_turns"),
     (f"{ROLLOUT}multi_turn.max_assistant_turns=3", "max_turns"),
     ("reward_model.enable=True", "custom_reward_function.path"),
-    ("reward_model.reward_manager=dapo", "only naive is accepted"),
+    ("reward_model.reward_manager=prime", "only naive or dapo is accepted"),
     ("reward_model.structure_format_score=0.2", "only 0"),
     (f"{ACTOR}fsdp_config.offload_policy=True", "param_offload"),
     (f"{ACTOR}fsdp_config.mixed_precision.param_dtype=bf16", "fsdp_config.dtype"),
     (f"{ACTOR}megatron.tensor_model_parallel_size=2", "FSDP2"),
     ("actor_rollout_ref.model.lora_rank=8", "LoRA is not part of it"),
     ("data.image_key=images", "text only"),
-    ("data.gen_batch_size=64", "data.train_batch_size"),
     ("data.custom_cls.path=x.py", "parquet"),
-    ("algorithm.filter_groups.enable=True", "dynamic sampling"),
     (f"{ROLLOUT}data_parallel_size=2", "only 1 is accepted"),
-    ("+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "custom_reward_function.path"),
-    (f"{ACTOR}policy_loss.clip_cov_ratio=0.1", "not part of this version"),
+    ("+reward_model.reward_kwargs.weight=2", "custom_reward_function.path"),
+    (f"{ACTOR}policy_loss.dro_beta=0.1", "not part of this version"),
     (f"{ROLLOUT}hybrid=1", "there is no such key"),
 ]
 

@@ -4,6 +4,7 @@ import pytest
 
 from verlite.config.plan import installed
 
+CORRECTION = "algorithm.rollout_correction."
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
 GRPO = f"algorithm.adv_estimator=grpo {ROLLOUT}n=4"
 VLLM = (f"~{ROLLOUT}name", f"{ROLLOUT}name=vllm")
@@ -39,6 +40,20 @@ CASES = [
     (f"{ACTOR}clip_ratio_low=0.1", f"{ACTOR}policy_loss.loss_mode=gpg", f"{ACTOR}policy_loss.loss_mode=mine:f"),
     (f"{ACTOR}clip_ratio_high=0.1", f"{ACTOR}policy_loss.loss_mode=gpg", ""),
     (f"{ACTOR}clip_ratio_c=4", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}policy_loss.loss_mode=dppo_kl"),
+    (f"{ACTOR}tau_pos=2", "", f"{ACTOR}policy_loss.loss_mode=sapo"),
+    (f"{ACTOR}tau_neg=2", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}policy_loss.loss_mode=mine:f"),
+    (f"{ACTOR}policy_loss.clip_cov_ratio=0.1", f"{ACTOR}policy_loss.loss_mode=kl_cov", f"{ACTOR}policy_loss.loss_mode=clip_cov"),
+    (f"{ACTOR}policy_loss.kl_cov_ratio=0.1", f"{ACTOR}policy_loss.loss_mode=clip_cov", f"{ACTOR}policy_loss.loss_mode=kl_cov"),
+    (f"{ACTOR}policy_loss.ppo_kl_coef=0.2", "", f"{ACTOR}policy_loss.loss_mode=kl_cov"),
+    (f"{ACTOR}policy_loss.kwargs.a=1", "", f"{ACTOR}policy_loss.loss_mode=mine:f"),
+    ("algorithm.adv_kwargs.a=1", "", "algorithm.adv_estimator=mine:f"),
+    ("algorithm.filter_groups.metric=acc", f"{ROLLOUT}n=2", f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true"),
+    ("data.gen_batch_size=1500", f"{ROLLOUT}n=2", f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true"),
+    ("reward.overlong_buffer.len=100", "", "reward.overlong_buffer.enable=true"),
+    (f"{CORRECTION}rollout_is_threshold=3", "", f"{CORRECTION}rollout_is=token"),
+    (f"{CORRECTION}rollout_is=token", f"{CORRECTION}bypass_mode=true", f"{CORRECTION}bypass_mode=true {CORRECTION}loss_type=reinforce"),
+    (f"{CORRECTION}rollout_rs_threshold=2", "", f"{CORRECTION}rollout_rs=token_k1"),
+    (f"{CORRECTION}loss_type=reinforce", "", f"{CORRECTION}bypass_mode=true"),
     (f"{ACTOR}ppo_micro_batch_size_per_gpu=2", DYNAMIC, f"{DYNAMIC} critic.use_dynamic_bsz=false"),
     (f"{ACTOR}ppo_max_token_len_per_gpu=9999", "", f"{ROLLOUT}log_prob_use_dynamic_bsz=true"),
     (f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=2", f"{ROLLOUT}log_prob_use_dynamic_bsz=true", ""),
@@ -122,6 +137,28 @@ def test_remarks(material):
     assert note == f"{ACTOR}loss_agg_mode=token-mean: the paper of policy_loss.loss_mode=gspo uses seq-mean-token-mean"
     assert material.load(f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-mean").notes == []
     assert "auto chose" in material.load(f"~{ROLLOUT}name").notes[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (f"{KL} {REWARD_KL}", "counts twice"),
+        (f"{KL} {ACTOR}kl_loss_coef=0", "changes nothing"),
+        (f"{KL} {ACTOR}kl_loss_type=k1", "the expected gradient of this estimator is 0"),
+        (f"{REWARD_KL} algorithm.kl_penalty=k1+", "a reward has no gradient"),
+        (f"algorithm.adv_estimator=rloo_token_kl {ROLLOUT}n=2", "is rloo with clipped advantages"),
+        (f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true", "the critic never learns their values"),
+    ],
+)
+def test_remarks_on_settings_that_are_rarely_meant(material, settings, said):
+    (note,) = material.load(*settings.split()).notes
+    assert said in note
+
+
+@pytest.mark.parametrize("settings", [KL, REWARD_KL, f"{KL} {ACTOR}kl_loss_type=k1+", f"{REWARD_KL} algorithm.kl_penalty=k2",
+                                      f"{REWARD_KL} algorithm.adv_estimator=rloo_token_kl {ROLLOUT}n=2"])  # fmt: skip
+def test_no_remark_on_settings_that_are_meant(material, settings):
+    assert material.load(*settings.split()).notes == []
 
 
 def test_a_budget_of_exactly_the_longest_sequence_is_enough(material):

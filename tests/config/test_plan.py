@@ -148,3 +148,40 @@ def test_rows_may_stay_uncounted(material):
     plan = make_plan(material.load().config, count_rows=False)
     assert (plan.train_rows, plan.steps_per_epoch, plan.total_steps) == (None, None, None)
     assert make_plan(material.load("trainer.total_training_steps=9").config, count_rows=False).total_steps == 9
+
+
+ASKING = [
+    ("", True),  # four updates a step
+    ("{actor}ppo_mini_batch_size=1024", False),
+    ("{actor}ppo_mini_batch_size=1024 {actor}ppo_epochs=2", True),
+    ("{actor}ppo_mini_batch_size=1024 algorithm.use_kl_in_reward=true", True),
+    ("{actor}ppo_mini_batch_size=1024 algorithm.rollout_correction.preset=icepop", True),
+    ("{actor}ppo_mini_batch_size=1024 algorithm.rollout_correction.preset=disabled", False),
+    ("{actor}ppo_mini_batch_size=1024 {actor}policy_loss.loss_mode=kl_cov", True),
+    ("{actor}ppo_mini_batch_size=1024 {rollout}n=2 algorithm.adv_estimator=optimal_token_baseline", True),
+    ("{actor}ppo_mini_batch_size=1024 algorithm.adv_estimator=mine:f", True),
+    ("{actor}ppo_mini_batch_size=1024 {rollout}n=2 algorithm.adv_estimator=rloo", False),
+]
+
+
+@pytest.mark.parametrize(("settings", "needed"), ASKING)
+def test_old_log_probs_are_computed_where_somebody_asks(material, settings, needed):
+    settings = settings.format(actor="actor_rollout_ref.actor.", rollout="actor_rollout_ref.rollout.").split()
+    assert make_plan(material.load(*settings).config).needs_old_log_probs is needed
+
+
+def test_bypass_mode_brings_its_loss_and_saves_the_pass(material):
+    plan = make_plan(material.load("algorithm.rollout_correction.preset=bypass_pg_is").config)
+    assert (plan.loss_mode, plan.needs_old_log_probs, plan.correction.loss_type) == ("bypass_mode", False, "reinforce")
+    assert make_plan(material.load().config).loss_mode == "vanilla"
+
+
+def test_presets_and_their_keys_are_the_same(material):
+    prefix = "algorithm.rollout_correction."
+    written = [f"{prefix}rollout_is=token", f"{prefix}rollout_rs=seq_mean_k3", f"{prefix}rollout_rs_threshold=0.01"]
+    named = make_plan(material.load(f"{prefix}preset=decoupled_k3_rs_token_tis").config).correction
+    keyed = make_plan(material.load(*written).config).correction
+    for what in ("rollout_is", "is_band", "is_truncated", "rejections", "bypass_mode", "loss_type", "acts_on_batch"):
+        assert getattr(named, what) == getattr(keyed, what), what
+    two = material.load(f"{prefix}rollout_rs=[token_k1,seq_max_k3]", f"{prefix}rollout_rs_threshold=[0.5_2.0,3]").config
+    assert [name for name, _, _ in make_plan(two).correction.rejections] == ["token_k1", "seq_max_k3"]

@@ -22,6 +22,7 @@ from verlite.trainer import stages
 from verlite.workers.actor import policy_objective
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
+CORRECTION, FILTER = "algorithm.rollout_correction.", "algorithm.filter_groups"
 DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
 KL = f"{ACTOR}use_kl_loss=true"
 
@@ -58,8 +59,34 @@ WRONG = [
     ("trainer.save_freq=-2", "trainer.save_freq", "must be >= 1 or -1"),
     (f"{ROLLOUT}engine_kwargs.vlm.foo=1", f"{ROLLOUT}engine_kwargs.vlm", "there is no such engine; Did you mean vllm; Legal: vllm, hf"),
     (f"{ROLLOUT}engine_kwargs.vllm=3", f"{ROLLOUT}engine_kwargs.vllm", "must be a mapping"),
-    ("algorithm.adv_estimator=rloo_token_kl", "algorithm.adv_estimator", "not offered yet; reward_clip_range; Legal: gae, grpo"),
-    (f"{ACTOR}policy_loss.loss_mode=clip_cov", f"{ACTOR}policy_loss.loss_mode", "not offered yet; Legal: vanilla"),
+    (f"{ACTOR}policy_loss.loss_mode=bypass_mode", f"{ACTOR}policy_loss.loss_mode", "no such name; rollout_correction.bypass_mode=true"),
+    (f"{ACTOR}policy_loss.loss_mode=clip-cov", f"{ACTOR}policy_loss.loss_mode", "no such name; Did you mean clip_cov"),
+    (f"{ACTOR}policy_loss.clip_cov_ratio=0", f"{ACTOR}policy_loss.clip_cov_ratio", "must be > 0 and <= 1"),
+    (f"{ACTOR}policy_loss.loss_mode=clip_cov {ACTOR}policy_loss.clip_cov_ub=0.5", f"{ACTOR}policy_loss.clip_cov_ub", "above clip_cov_lb=1"),
+    (f"{ACTOR}tau_neg=0", f"{ACTOR}tau_neg", "must be > 0"),
+    ("algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0", "algorithm.kl_ctrl.kl_coef",
+     "so 0 stays 0; use_kl_in_reward=false"),
+    ("reward.std=0", "reward.std", "must be > 0"),
+    ("reward.clip_range=[1,-1]", "reward.clip_range", "the lower one first"),
+    ("reward.clip_range=[1]", "reward.clip_range", "must be two numbers"),
+    ("reward.overlong_buffer.enable=true reward.overlong_buffer.len=600", "reward.overlong_buffer.len", "more than; 512"),
+    (f"{FILTER}.enable=true", f"{ROLLOUT}n", "never differs from itself; leaves no prompt"),
+    (f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.max_num_gen_batches=3 data.gen_batch_size=300", f"{FILTER}.max_num_gen_batches",
+     "300 prompts never fill data.train_batch_size=1024; at least 7"),
+    (f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.metric=seq_final_reward", f"{FILTER}.metric", "KL penalty; seq_reward or score"),
+    (f"{FILTER}.enable=true {ROLLOUT}n=4 data.gen_batch_size=4096", "data.gen_batch_size", "only 2048 rows; at most 2048"),
+    (f"{CORRECTION}preset=icepopp", f"{CORRECTION}preset", "no such name; Did you mean icepop"),
+    (f"{CORRECTION}preset=icepop {CORRECTION}rollout_is=token", f"{CORRECTION}rollout_is",
+     "preset=icepop is set too; rollout_is=token rollout_is_threshold=0.5_5.0"),
+    (f"{CORRECTION}rollout_is=tokens", f"{CORRECTION}rollout_is", "no such name; Did you mean token; sequence"),
+    (f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=5.0_0.5", f"{CORRECTION}rollout_is_threshold", "low below high"),
+    (f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=0.55", f"{CORRECTION}rollout_is_threshold", "cuts even weights of 1"),
+    (f"{CORRECTION}rollout_rs=seq_mean_k1", f"{CORRECTION}rollout_rs", "needs rollout_rs_threshold"),
+    (f"{CORRECTION}rollout_rs=seq_mean_k9 {CORRECTION}rollout_rs_threshold=1", f"{CORRECTION}rollout_rs", "choose from; seq_mean_k3"),
+    (f"{CORRECTION}rollout_rs=[token_k2,token_k3] {CORRECTION}rollout_rs_threshold=[1,2,3]", f"{CORRECTION}rollout_rs_threshold",
+     "3 for the 2 entries"),
+    (f"{CORRECTION}bypass_mode=true {ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}policy_loss.loss_mode", "a loss of its own; ppo_clip"),
+    (f"{CORRECTION}bypass_mode=true algorithm.adv_estimator=optimal_token_baseline {ROLLOUT}n=2", "algorithm.adv_estimator", "saves"),
     (f"{ACTOR}loss_agg_mode=token_mean", f"{ACTOR}loss_agg_mode", "no such name; Did you mean token-mean"),
     (f"{ACTOR}policy_loss.loss_mode=vanila", f"{ACTOR}policy_loss.loss_mode", "no such name; Did you mean vanilla"),
     (f"{ACTOR}kl_loss_type=k4", f"{ACTOR}kl_loss_type", "no such name; k3"),
@@ -354,10 +381,11 @@ def test_own_functions_are_legal_names(material):
 
 
 def test_names_are_those_of_the_algorithms():
-    """What is read from the text of the algorithms is what they are when imported, and all of it is offered but what is not wired."""
-    assert {*rules.ESTIMATORS, *rules.POLICY_LOSSES, *rules.NOT_WIRED} == {*advantages.ESTIMATORS, *losses.POLICY_LOSSES}
-    assert set(rules.ESTIMATORS) == set(advantages.ESTIMATORS) - set(rules.NOT_WIRED)
-    assert set(rules.POLICY_LOSSES) == set(losses.POLICY_LOSSES) - set(rules.NOT_WIRED)
+    """What is read from the text of the algorithms is what they are when imported, and all of it is offered."""
+    assert rules.ESTIMATORS == tuple(advantages.ESTIMATORS)
+    assert {*rules.POLICY_LOSSES, plan.BYPASS_LOSS} == set(losses.POLICY_LOSSES)
+    assert plan.SELECTORS.keys() == losses.SELECTORS.keys()
+    assert plan.NEEDS_SUM_PI_SQUARED == advantages.NEEDS_SUM_PI_SQUARED
     assert rules.GROUP_ESTIMATORS == advantages.GROUP_ESTIMATORS
     assert (plan.NEEDS_VALUES, plan.NEEDS_GREEDY_BASELINE) == (advantages.NEEDS_VALUES, advantages.NEEDS_GREEDY_BASELINE)
     assert rules.PAPER_AGGREGATION == losses.PAPER_AGGREGATION
@@ -367,13 +395,6 @@ def test_names_are_those_of_the_algorithms():
     for source in ("openai/gsm8k", "aime2025", "math", "math_dapo_reasoning", "lighteval/MATH"):
         assert rules._scorer_of(source) == routing.scorer_of(source)
     assert rules._scorer_of("mathematics") is None
-
-
-def test_what_is_not_wired_is_what_needs_more_than_the_loop_gives():
-    not_given = ("token_level_scores", "sum_pi_squared", "rollout_is_weights", "reward_clip_range", "extra")
-    needy = {name for table in ((rules.ADVANTAGES, "ESTIMATORS"), (rules.LOSSES, "POLICY_LOSSES"))
-             for attribute in not_given for name in names.readers(*table, attribute)}  # fmt: skip
-    assert needy == set(rules.NOT_WIRED)
 
 
 def test_which_settings_an_algorithm_reads_is_found_in_functions_that_it_calls():
@@ -393,6 +414,8 @@ def test_the_loop_gives_each_estimator_that_is_offered_what_it_needs(material, n
             "valid": torch.ones(4, dtype=torch.bool),
             **({"values": torch.rand(shape)} if name in plan.NEEDS_VALUES else {}),
             **({"reward_baselines": torch.rand(4)} if name in plan.NEEDS_GREEDY_BASELINE else {}),
+            **({"sum_pi_squared": torch.rand(shape)} if make_plan(loaded.config).needs_sum_pi_squared else {}),
+            **({"old_log_probs": -torch.rand(shape)} if make_plan(loaded.config).needs_old_log_probs else {}),
         },
         {"uid": object_array(["a", "a", "b", "b"])},
     )
@@ -414,7 +437,8 @@ def test_the_loop_gives_each_policy_loss_that_is_offered_what_it_needs(material,
 
 def test_every_number_has_a_bound():
     numeric = {key.name for key in keys.keys().values() if "number" in key.type}
-    assert {name for name in numeric if not rules.bound(name)} == set()
+    thresholds = {f"{CORRECTION}rollout_is_threshold", f"{CORRECTION}rollout_rs_threshold"}  # a rule of their own reads them
+    assert {name for name in numeric if not rules.bound(name)} == thresholds
 
 
 def test_every_rule_is_about_keys_that_exist():

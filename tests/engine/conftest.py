@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.ranks import Ranks
+from tests.models import tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,3 +24,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path_factory.mktemp("two_ranks"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Learned positions, where a wrong position id shows at once, and a config with dropout."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    return tiny_model(folder, "gpt2", n_positions=32, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)

@@ -4,6 +4,7 @@ import math
 import resource
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,12 +14,16 @@ from torch import Tensor
 
 from tests.engine.batches import engine, ragged_batch
 from verlite.algorithms.aggregation import token_weights
+from verlite.config.schema import ActorConfig, Config
 from verlite.engine import fsdp
 from verlite.engine.checkpoint import local_part
 from verlite.engine.fsdp import Counts, NonFiniteError, TrainEngine
 from verlite.engine.micro import MicroBatching
+from verlite.workers.actor import policy_objective
 
 SCALE = 9.0
+TEMPERATURE = 0.8
+POLICY = {"clip_low": 0.2, "clip_high": 0.3, "clip_c": 3.0, "entropy_coeff": 0.01, "kl_loss_coef": 0.1}
 
 
 def weighted_loss(mode: str) -> Any:
@@ -31,6 +36,17 @@ def weighted_loss(mode: str) -> Any:
         return loss, {"tokens": mask.sum(), "share": mask.sum() / counts.tokens}
 
     return loss_fn
+
+
+def actors_loss(mode: str) -> Any:
+    """The actor's own loss with every term that it can have: clipped PPO, entropy bonus, KL to the reference."""
+    config = Config()
+    coefficients = {"entropy_coeff": POLICY["entropy_coeff"], "kl_loss_coef": POLICY["kl_loss_coef"], "clip_ratio_c": POLICY["clip_c"]}
+    config.actor_rollout_ref.actor = ActorConfig(loss_agg_mode=mode, use_kl_loss=True, kl_loss_type="k3", **coefficients)
+    plan: Any = SimpleNamespace(
+        clip_low=POLICY["clip_low"], clip_high=POLICY["clip_high"], loss_scale=SCALE, loss_mode="vanilla", correction=None
+    )
+    return policy_objective(config, plan)
 
 
 def my_rows(rows: list[int]) -> list[int]:
@@ -53,17 +69,30 @@ def catch_gradients(subject: TrainEngine) -> dict[str, Tensor]:
 
 
 def gradients(path: str, cases: list[dict[str, Any]], **settings: Any) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """(metrics, gradients) of one update per case: mode, rows (in order), and size or max_tokens of micro-batches."""
+    """(metrics, gradients) of one update per case: mode, rows (in order), and size or max_tokens of micro-batches.
+
+    The loss is the actor's where the case gives the columns of the batch that it needs.
+    """
     defaults = {"grad_clip": math.inf, "enable_gradient_checkpointing": False}
     subject = engine(path, train=True, lr=0.0, **(defaults | settings))
     caught = catch_gradients(subject)
     results = []
     for case in cases:
-        batch = ragged_batch()[my_rows(case["rows"])]
+        columns = case.get("columns", {})
+        batch = ragged_batch().with_batch(**columns)[my_rows(case["rows"])]
         micro = MicroBatching(size=case.get("size"), max_tokens=case.get("max_tokens"))
-        metrics = subject.update(batch, micro, 0.8, weighted_loss(case["mode"]))
+        loss_fn = actors_loss(case["mode"]) if columns else weighted_loss(case["mode"])
+        metrics = subject.update(batch, micro, TEMPERATURE, loss_fn, with_entropy=bool(columns))
         results.append((metrics, dict(caught)))
     return results
+
+
+def padded_gradients(path: str, cases: list[dict[str, Any]]) -> Any:
+    return gradients(path, cases, use_remove_padding=False)
+
+
+def half_precision_gradients(path: str, cases: list[dict[str, Any]]) -> Any:
+    return gradients(path, cases, dtype="bfloat16")
 
 
 def _gradients_again(path: str, case: dict[str, Any], settings: dict[str, Any]) -> Any:

@@ -5,18 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.engine.batches import P, R, engine, naive_log_probs, ragged_batch
-from tests.models import tiny_model
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
 
 ALL = MicroBatching(size=100)
-
-
-@pytest.fixture(scope="module")
-def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Learned positions, where a wrong position id shows at once, and a config with dropout."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    return tiny_model(folder, "gpt2", n_positions=32, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
 
 
 @pytest.fixture(params=["qwen2", "llama", "gpt2"])
@@ -36,6 +28,19 @@ def test_log_probs_and_entropy_equal_a_token_by_token_oracle(path: str, packed: 
         assert out["log_probs"].dtype == torch.float32
         torch.testing.assert_close(out["log_probs"].double(), log_probs, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(out["entropy"].double(), entropy, atol=1e-5, rtol=1e-5)
+
+
+def test_sum_of_squared_probabilities_by_the_oracle(tiny_qwen2: str) -> None:
+    batch, oracle = ragged_batch(), AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64).eval()
+    expected = torch.zeros(len(batch), R, dtype=torch.float64)
+    for row in range(len(batch)):
+        item = batch.batch[row]
+        ids, prompt = item["input_ids"][item["attention_mask"].bool()], int(item["attention_mask"][:P].sum())
+        for j in item["response_mask"].nonzero().flatten().tolist():
+            expected[row, j] = (oracle(ids[None, : prompt + j]).logits[0, -1] / 0.7).softmax(-1).square().sum()
+    out = engine(tiny_qwen2).forward(batch, MicroBatching(size=3), 0.7, with_sum_pi_squared=True)
+    assert out.keys() == {"log_probs", "sum_pi_squared"}
+    torch.testing.assert_close(out["sum_pi_squared"].double(), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_padding_side_does_not_matter(path: str) -> None:

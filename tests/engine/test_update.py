@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.engine import programs
+from tests.engine import matrix, programs
 from tests.engine.batches import P, engine, ragged_batch
 from tests.engine.ranks import Ranks
 from verlite.algorithms.aggregation import AGGREGATION_MODES
@@ -80,6 +80,53 @@ def test_gradient_is_the_same_on_two_ranks(tiny_qwen2: str, tiny_llama: str, two
         for (metrics, mine), (their_metrics, theirs) in zip(first, second, strict=True):
             assert metrics == their_metrics
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_the_actors_gradient_is_the_closed_form_for_every_arrangement(tiny_qwen2: str, two_ranks: Ranks, mode: str) -> None:
+    """Clipped PPO, entropy and KL: each split x order x packed or padded x one or two ranks, 48 gradients, all one and the same."""
+    given = matrix.columns(tiny_qwen2)
+    loss, expected = matrix.closed_form(tiny_qwen2, mode, given)
+    results = matrix.arrangements(tiny_qwen2, mode, given, two_ranks)
+    assert len(results) == 48
+    for metrics, gradients in results.values():
+        assert_same(gradients, expected)
+        assert matrix.difference(gradients, expected) < matrix.TOLERANCE
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        assert 0 < metrics["actor/pg_clipfrac"] < 0.5, "the test has no power unless some tokens are clipped, and not all"
+
+
+def test_the_first_epoch_is_on_policy_and_the_second_is_clipped(tiny_gpt2: str, tmp_path: Path) -> None:
+    """Although the model's config has dropout: the ratio is exactly 1 and the gradient -A d log-prob, then the moved weights' own."""
+    subject = engine(tiny_gpt2, train=True, lr=2e-3, grad_clip=1e9, enable_gradient_checkpointing=False)
+    caught = programs.catch_gradients(subject)
+    old = subject.forward(ragged_batch(), MicroBatching(size=3), programs.TEMPERATURE)["log_probs"]
+    given = {"old_log_probs": old, "ref_log_prob": old}
+    for epoch, path in enumerate((tiny_gpt2, str(tmp_path))):
+        subject.save_pretrained(tmp_path)
+        loss, expected = matrix.closed_form(path, "token-mean", given)
+        batch = ragged_batch().with_batch(**given)
+        metrics = subject.update(batch, MicroBatching(size=3), programs.TEMPERATURE, programs.actors_loss("token-mean"), with_entropy=True)
+        assert matrix.difference(caught, expected) < matrix.TOLERANCE
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        found = [metrics[f"actor/{name}"] for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss")]
+        if epoch == 0:
+            advantages = batch.batch["advantages"][batch.batch["response_mask"].bool()]
+            assert found == [0, 0, 0, 0] and metrics["actor/pg_loss"] == pytest.approx(-advantages.mean().item(), rel=1e-5)
+        else:
+            assert 0.1 < found[0] < 0.9 and found[3] > 0.01
+
+
+def test_half_precision_gradients_are_summed_over_ranks_in_float32(tiny_qwen2: str, two_ranks: Ranks) -> None:
+    """Each rank's one pass leaves gradients that bfloat16 holds; of their float32 sum it can hold only a few."""
+    case = {"mode": "token-mean", "rows": ROWS, "size": 8}
+    _, expected = closed_form(tiny_qwen2, "token-mean")
+    for results in two_ranks.call(programs.half_precision_gradients, tiny_qwen2, [case]):
+        ((_, gradients),) = results
+        assert matrix.difference(gradients, expected) < 0.05  # bfloat16 has 8 bits, and errors of a pass add up
+        whole = torch.cat([g.flatten() for g in gradients.values()])
+        rounded = whole == whole.bfloat16()
+        assert rounded[whole != 0].float().mean() < 0.5
 
 
 OTHER_PATHS: list[dict[str, Any]] = [

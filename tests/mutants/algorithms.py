@@ -6,6 +6,8 @@ LOSSES, LOG_PROBS = "verlite/algorithms/losses.py", "verlite/algorithms/logprobs
 PACKING, BALANCING = "verlite/algorithms/packing.py", "verlite/algorithms/balancing.py"
 CORRECTION, SHAPING, CONTRACT = (f"verlite/algorithms/{name}.py" for name in ("rollout_correction", "shaping", "contract"))
 
+CORRECTION_SETTINGS = "verlite/config/correction.py"
+
 T = "tests/algorithms/test_"
 ORACLE = f"{T}advantages.py::test_agrees_with_the_naive_reference"
 LOSS_ORACLE = f"{T}losses.py::test_agrees_with_the_naive_reference"
@@ -660,12 +662,12 @@ MUTANTS = [
     ("k3 of the inverse ratio", CORRECTION, "torch.expm1(clamped) - clamped}", "torch.expm1(-clamped) + clamped}", REJECTION),
     (
         "a single ratio bound has no lower side",
-        CORRECTION,
+        CORRECTION_SETTINGS,
         "threshold, lambda high: 1 / high",
         "threshold, lambda high: 1e-9",
         f"{T}rollout_correction.py::test_rules_combine_and_a_single_ratio_bound_is_symmetric",
     ),
-    ("k1's bounds are not logs", CORRECTION, "(name, math.log(low), math.log(high))", "(name, low, high)", REJECTION),
+    ("k1's bounds are not logs", CORRECTION_SETTINGS, "(name, math.log(low), math.log(high))", "(name, low, high)", REJECTION),
     (
         "metrics count empty rows",
         CORRECTION,
@@ -676,9 +678,16 @@ MUTANTS = [
     (
         "chi2 without the square",
         CORRECTION,
-        "(2 * clamped).exp()",
-        "clamped.exp()",
+        "(2 * clamped).expm1()",
+        "clamped.expm1()",
         f"{T}rollout_correction.py::test_metrics_agree_with_the_naive_reference",
+    ),
+    (
+        "without tokens chi2 is -1",
+        CORRECTION,
+        "masked_mean((2 * row_ratio.double()).expm1(), rows)",
+        "masked_mean((2 * row_ratio.double()).exp(), rows) - 1",
+        f"{T}rollout_correction.py::test_nothing_to_compare_is_no_difference",
     ),
     (
         "kl has the wrong sign",

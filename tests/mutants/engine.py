@@ -1,6 +1,7 @@
 """Bugs to plant in the engine, each with the test that must fail: (name, file, old text, new text, test)."""
 
 ATTENTION, MICRO, MODEL, OPTIM = (f"verlite/engine/{name}.py" for name in ("attention", "micro", "model", "optim"))
+ACTOR, BATCH, SAMPLED = "verlite/workers/actor.py", "verlite/trainer/batch.py", "tests/engine/test_sampled.py::test"
 FSDP, CHECKPOINT, EXPORT = (f"verlite/engine/{name}.py" for name in ("fsdp", "checkpoint", "export"))
 PASSES, UPDATE, STATE = (f"tests/engine/test_{name}.py::test" for name in ("passes", "update", "checkpoint"))
 WEIGHTS, SCHEDULE, LOADING, SOFTMAX = (f"tests/engine/test_{name}.py::test" for name in ("export", "optim", "model", "attention"))
@@ -47,6 +48,22 @@ MUTANTS = [
     ("counts are the micro-batch's", FSDP, "outputs.items()}, counts)",
      'outputs.items()}, Counts(int(micro_rows["response_mask"].sum()), len(micro_rows)))',
      f"{UPDATE}_gradient_is_the_closed_form_for_every_mode_split_and_order"),
+    ("the actor counts a micro-batch's rows", ACTOR, "sequences=counts.sequences,", "sequences=int(mask.any(-1).sum()),",
+     f"{UPDATE}_the_actors_gradient_is_the_closed_form_for_every_arrangement"),
+    ("the actor counts a micro-batch's tokens", ACTOR, "            tokens=counts.tokens,\n            sequences", "            tokens=int(mask.sum()),\n            sequences",
+     f"{UPDATE}_the_actors_gradient_is_the_closed_form_for_every_arrangement"),
+    ("Dr.GRPO divides by the micro-batch's longest answer", ACTOR, "scale=plan.loss_scale", "scale=float(mask.sum(-1).max())",
+     f"{UPDATE}_the_actors_gradient_is_the_closed_form_for_every_arrangement"),
+    ("entropy is a mean over the micro-batch", ACTOR, "entropy_sum(outputs[\"entropy\"], mask, weights)",
+     "outputs[\"entropy\"][mask.bool()].mean()", f"{UPDATE}_the_actors_gradient_is_the_closed_form_for_every_arrangement"),
+    ("the actor's KL has the wrong sign", ACTOR, "loss = loss + actor.kl_loss_coef * kl", "loss = loss - actor.kl_loss_coef * kl",
+     f"{UPDATE}_the_actors_gradient_is_the_closed_form_for_every_arrangement"),
+    ("the ratio is against the current policy", ACTOR, 'rows.get("old_log_probs", log_probs.detach())', "log_probs.detach()",
+     f"{UPDATE}_the_first_epoch_is_on_policy_and_the_second_is_clipped"),
+    ("updates run with dropout", MODEL, '"dropout" in name or "pdrop" in name', '"dropoff" in name',
+     f"{UPDATE}_the_first_epoch_is_on_policy_and_the_second_is_clipped"),
+    ("gradients are summed in half precision", FSDP, "reduce_dtype=torch.float32)", "reduce_dtype=compute)",
+     f"{UPDATE}_half_precision_gradients_are_summed_over_ranks_in_float32"),
     ("counts are the rank's", FSDP, "dist.all_reduce(table)", "dist.all_reduce(table[:, -1])", f"{UPDATE}_gradient_is_the_same_on_two_ranks"),
     ("rows without a vote count as sequences", FSDP, "int(mask.any(-1).sum())", "len(mask)",
      f"{UPDATE}_gradient_is_the_closed_form_for_every_mode_split_and_order"),
@@ -89,6 +106,20 @@ MUTANTS = [
     ("metrics are rank 0's", FSDP, "dist.all_gather_object(every, mine)", "every = [mine]", f"{UPDATE}_gradient_is_the_same_on_two_ranks"),
     ("the reference has an optimizer", FSDP, "self.optimizer = None if optim is None else build_adamw(self.parameters, optim)",
      "self.optimizer = build_adamw(self.parameters, optim or OptimConfig())", f"{UPDATE}_a_frozen_engine_cannot_be_updated"),
+    # with the rollout engine
+    ("the trainer forgets the temperature that sampled", MODEL, "temperature = temperature / logit_scale(self.model.config)", "temperature = 1.0",
+     f"{SAMPLED}_the_trainer_recomputes_the_log_probs_of_the_engine"),
+    ("the EOS of an answer is not trained", "verlite/rollout/types.py", "self.response_mask += [1] * len(completion.ids)",
+     'self.response_mask += [1] * (len(completion.ids) - 1) + [int(completion.finish_reason != "stop")]',
+     f"{SAMPLED}_an_answer_is_trained_up_to_its_end_and_no_further"),
+    ("real tokens are told by their ids", BATCH,
+     "torch.arange(r)[None] < torch.tensor([len(ids) for ids in response_ids])[:, None],", "responses != pad_id,",
+     f"{SAMPLED}_an_answer_is_trained_up_to_its_end_and_no_further"),
+    ("the trainer exports what it read at the start", FSDP, "return export.full_weights(self.model.model, dtype, self.device)",
+     'self._first = getattr(self, "_first", None) or list(export.full_weights(self.model.model, dtype, self.device)); return iter(self._first)',
+     f"{SAMPLED}_the_engine_samples_with_what_the_trainer_has_learned"),
+    ("the policy loss has the wrong sign", "verlite/algorithms/losses.py", "    return -inputs.advantages * ratio.clamp(lowest, highest), clipped\n",
+     "    return inputs.advantages * ratio.clamp(lowest, highest), clipped\n", "tests/engine/test_learning.py"),
     # state on disk
     ("moments are not restored", CHECKPOINT, "if optimizer is not None:\n        for name, parameter in model.named_parameters():\n            tensors",
      "if False:\n        for name, parameter in model.named_parameters():\n            tensors", f"{STATE}_resume_is_exact_on_one_rank"),

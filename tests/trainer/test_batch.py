@@ -9,6 +9,7 @@ from verlite.data.dataset import PromptRow
 from verlite.protocol import fields
 from verlite.protocol.data import DataProto
 from verlite.rollout.types import Sampling
+from verlite.trainer import batch as batches
 from verlite.trainer.batch import assemble, balance_metrics, pad, requests, seeds, spread, update_numbers
 
 
@@ -62,9 +63,9 @@ def test_pad_sides():
 
 
 def test_seeds_depend_on_run_and_step_alone():
-    assert seeds(1, 2, 5) == seeds(1, 2, 5) != seeds(1, 3, 5)
-    assert seeds(1, 2, 5)[:3] == seeds(1, 2, 3)
-    assert len(set(seeds(1, 2, 1000))) == 1000
+    assert seeds(1, 2, 0, 5) == seeds(1, 2, 0, 5) != seeds(1, 3, 0, 5)
+    assert seeds(1, 2, 0, 5)[:3] == seeds(1, 2, 0, 3)
+    assert len(set(seeds(1, 2, 0, 1000))) == 1000
 
 
 def updates(mini_prompts, epochs=1, shuffle=False):
@@ -106,3 +107,19 @@ def test_balance_metrics_by_hand():
     assert {key.removeprefix("global_seqlen/"): value for key, value in metrics.items()} == {
         "min": 4, "max": 16, "minmax_diff": 12, "mean": 10, "balanced_min": 10, "balanced_max": 10,
     }  # fmt: skip
+
+
+def test_joined_batches_are_those_of_one_assembly():
+    """Whatever the widths of the parts: every tensor is that of all rows assembled at once."""
+    rows = [([10, 11], [1, 1], [-0.5, -1.5], "done"), ([12], [1], [-2.0], "done"), ([13, 14, 15], [1, 0, 1], [-1.0, 0.0, -3.0], "length")]
+    prompts, uids = [[5, 6], [5], [7, 8, 9]], ["a", "b", "c"]
+    whole = assemble(asked(prompts, uids), answers(rows), pad_id=3)
+    parts = [assemble(asked([prompts[i]], [uids[i]]), answers([rows[i]]), pad_id=3) for i in range(3)]
+    joined = batches.join(parts, pad_id=3)
+    real = whole.batch["attention_mask"].bool()
+    for name, tensor in whole.batch.items():
+        if name == "position_ids":  # of padding they may be anything
+            assert torch.equal(joined.batch[name][real], tensor[real])
+        else:
+            assert torch.equal(joined.batch[name], tensor), name
+    assert list(joined.non_tensor_batch["uid"]) == uids

@@ -188,6 +188,9 @@ def test_two_devices_learn_what_one_does(tmp_path, base):
     for a, b in zip(one.metrics()[1:], two.metrics()[1:], strict=True):
         # float32 sums in another order; three steps of Adam amplify that a little
         assert {k: a[k] for k in keys} == pytest.approx({k: b[k] for k in keys}, rel=2e-3, abs=1e-5)
+    # The policy starts as the reference, to float32, and leaves it behind: were the reference updated too, this would stay 0.
+    first, *_, last = (line["actor/reward_kl_penalty"] for line in one.metrics()[1:])
+    assert abs(first) < 1e-5 and abs(last) > 1e-3
 
 
 def test_sigterm_saves_at_the_step_boundary_and_says_resumable(tmp_path, base):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.trainer.test_batch import answers, asked
+from verlite.config.correction import RolloutCorrection
 from verlite.config.schema import Config, DataConfig, ModelConfig
+from verlite.controller.dispatch import join_rows, split_rows
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling
@@ -29,7 +31,11 @@ def a_run(**fields) -> SimpleNamespace:
     config.actor_rollout_ref.model = ModelConfig(path="x")
     made = {
         "config": config, "step": 1, "metrics": {}, "stopwatch": Stopwatch(), "display": Screen(), "pad_id": 0, "first_step": True,
-        "plan": SimpleNamespace(critic_warmup=0, actor=SimpleNamespace(per_step=1), placement={"actor": [0]}),
+        "drawn": 0,
+        "plan": SimpleNamespace(
+            critic_warmup=0, placement={"actor": [0]}, needs_old_log_probs=False, correction=RolloutCorrection(), loss_mode="vanilla",
+            prompts=2, samples_per_prompt=2, rows=4, gen_prompts=2, filters_groups=False,
+        ),
         "response_texts": lambda batch: ["text"] * len(batch),
     }  # fmt: skip
     return SimpleNamespace(**(made | fields))
@@ -113,9 +119,9 @@ def log_probs(values):
     )
 
 
-def gated(values, per_step=1, **fields):
+def gated(values, needed=False, bypass=False, **fields):
     run = a_run(actor=log_probs(values), **fields)
-    run.plan.actor.per_step = per_step
+    run.plan.needs_old_log_probs, run.plan.correction = needed, RolloutCorrection(bypass_mode=bypass)
     batch = a_batch().with_batch(mini_batch=torch.zeros(3, 1, dtype=torch.int64))
     return run, stages.old_log_probs(run, batch)
 
@@ -125,10 +131,18 @@ def test_the_start_up_gate_measures_and_where_log_probs_are_skipped_hides_them_f
     assert run.metrics["training/log_prob_gap"] == pytest.approx(0.04 / 6, rel=1e-4)
     assert run.metrics["actor/entropy"] == 1
     assert "old_log_probs" not in batch.batch.keys()
-    run, batch = gated([[-0.5, -1.5]] * 3, per_step=2)
+    run, batch = gated([[-0.5, -1.5]] * 3, needed=True)
     assert "old_log_probs" in batch.batch.keys()
     run, batch = gated([[9.0, 9.0]] * 3, first_step=False)  # nobody is asked
     assert run.metrics == {} and "old_log_probs" not in batch.batch.keys()
+
+
+@pytest.mark.parametrize("first_step", [True, False])
+def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_still_measures(first_step):
+    run, batch = gated([[-0.5, -1.54]] * 3, bypass=True, first_step=first_step)
+    assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
+    assert ("training/log_prob_gap" in run.metrics) == first_step
+    assert "entropys" not in batch.batch.keys()  # the update measures it
 
 
 def test_the_start_up_gate_says_where_the_gap_is():
@@ -139,6 +153,33 @@ def test_the_start_up_gate_says_where_the_gap_is():
     with pytest.raises(stages.LogProbGap, match="no trained token.*: Timeout"):
         run = a_run(actor=log_probs([[0.0]] * 2))
         stages.old_log_probs(run, a_batch(["error"] * 2).with_batch(mini_batch=torch.zeros(2, 1, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_rows_stay_whole_on_their_way_to_the_ranks_and_back(balanced):
+    """Every column of a row is a number made from the row's own, so that a row with another's reward or tokens cannot pass."""
+    number = torch.arange(12)
+    lengths = torch.tensor([3, 9, 1, 7, 2, 8, 4, 6, 5, 9, 1, 2])
+    real = (torch.arange(9) < lengths[:, None]).long()
+    batch = DataProto.from_dict(
+        {"number": number, "input_ids": number[:, None] * 100 + torch.arange(9), "attention_mask": real,
+         "advantages": number[:, None] * 0.5 + torch.zeros(9), "mini_batch": (number % 3)[:, None]},
+        {"uid": [f"u{i // 2}" for i in range(12)]},
+    )  # fmt: skip
+    run = a_run()
+    run.plan.placement, run.config.trainer.balance_batch = {"actor": [0, 1, 2]}, balanced
+    sent = stages.to_ranks(run, batch, "actor")
+    parts = split_rows(sent, 3)
+    assert sorted(torch.cat([part.batch["number"] for part in parts]).tolist()) == number.tolist()
+    for part in parts:
+        mine = part.batch["number"]
+        assert torch.equal(part.batch["input_ids"], batch.batch["input_ids"][mine])
+        for name in ("attention_mask", "advantages", "mini_batch"):
+            assert torch.equal(part.batch[name], batch.batch[name][mine])
+    assert balanced == ([part.batch["number"].tolist() for part in parts] != [list(range(i, i + 4)) for i in (0, 4, 8)])
+    answered = [part.select(["number"]).with_batch(values=part.batch["number"] * 2.0) for part in parts]
+    back = batch.union(join_rows(answered, sent))
+    assert torch.equal(back.batch["values"], number * 2.0) and back.non_tensor_batch["uid"].tolist() == [f"u{i // 2}" for i in range(12)]
 
 
 def test_the_reference_is_not_the_actor():
@@ -210,3 +251,135 @@ def test_the_critic_has_mini_batches_of_its_own():
 def test_validation_without_any_score_is_no_validation(tmp_path):
     with pytest.raises(stages.RewardFailures, match=r"none of the 2 validation samples(.|\n)*it took too long"):
         stages.validate(validated([BAD, BAD], run_dir=tmp_path))
+
+
+def test_scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones_kept():
+    rows = [([10] * n, [1] * n, [-0.5] * n, s) for n, s in ((2, "done"), (3, "done"), (4, "length"), (1, "done"))]
+    batch = assemble(asked([[5, 6]] * 4, list("abcd")), answers(rows), pad_id=0)
+    run = a_run(scorer=scorer_of([RewardResult(s) for s in (1.0, 1.0, 0.0, 9.0)]))
+    reward = run.config.reward
+    run.config.data.max_response_length, reward.mean, reward.std, reward.clip_range = 4, 0.5, 0.25, [-3.0, 3.0]
+    reward.overlong_buffer.enable, run.plan.overlong_buffer, reward.overlong_buffer.penalty_factor = True, 2, 0.5
+    batch = stages.score(run, batch)
+    assert batch.batch["raw_scores"].tolist() == [1, 1, 0, 9]
+    # (score - 0.5) / 0.25 is 2, 2, -2, 34; clipped at 3; lengths 2, 3, 4, 1 of 4 lose 0, half and all of 0.5, and 0.
+    assert batch.batch["token_level_scores"].tolist() == [[0, 2, 0, 0], [0, 0, 1.75, 0], [0, 0, 0, -2.5], [3, 0, 0, 0]]
+    assert run.metrics["reward/overlong_penalty/mean"] == pytest.approx(-0.75 / 4)
+    assert run.metrics["reward/raw_score/max"] == 9
+
+
+def test_rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score():
+    for estimator, score in (("grpo", 1.0), ("rloo_token_kl", 9.0)):
+        run = a_run(scorer=scorer_of([RewardResult(9.0), RewardResult(0.0)]))
+        run.config.algorithm.adv_estimator, run.config.reward.clip_range = estimator, [-1.0, 1.0]
+        batch = stages.score(run, a_batch(["done", "done"])).with_non_tensor(uid=object_array(["a", "a"]))
+        assert batch.batch["token_level_scores"].sum().item() == score
+        advantages = stages.advantages(run, batch).batch["advantages"]
+        if estimator == "rloo_token_kl":  # 9 - 0 and 0 - 9, clipped to 1 and -1
+            assert advantages.tolist() == [[1, 1], [-1, -1]]
+
+
+def filtered(scores, uids, batch=None, **settings):
+    """A generation of four samples with these scores, gathered."""
+    run = settings.pop("run", None) or a_run(drawn=0, train_data=range(settings.pop("data", 8)))
+    run.plan.filters_groups, run.drawn = True, run.drawn + 2
+    for key, value in settings.items():
+        setattr(run.config.algorithm.filter_groups, key, value)
+    run.scorer = scorer_of([RewardResult(score, parts={"acc": 1.0 - score}) for score in scores])
+    more = stages.score(run, a_batch(["done"] * 4)).with_non_tensor(uid=object_array(uids))
+    return run, stages.gather(run, DataProto() if batch is None else batch, more)
+
+
+def test_dynamic_sampling_keeps_prompts_whose_samples_differ_until_the_step_is_full():
+    run, batch = filtered([1, 1, 0, 1], ["a", "a", "b", "b"])
+    assert list(batch.non_tensor_batch["uid"]) == ["b", "b"]
+    run, batch = filtered([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
+    assert list(batch.non_tensor_batch["uid"]) == ["b", "b"]
+    run, batch = filtered([0, 1, 0, 1], ["e", "e", "f", "f"], batch, run=run)
+    assert list(batch.non_tensor_batch["uid"]) == ["b", "b", "e", "e"]  # f is one too many
+    assert batch.batch["raw_scores"].tolist() == [0, 1, 0, 1]
+    assert run.metrics["train/num_gen_batches"] == 3
+    assert run.metrics["filter_groups/kept_ratio"] == pytest.approx((0.5 + 0 + 1) / 3)
+    assert run.metrics["filter_groups/score/mean"] == pytest.approx((0.75 + 0.5 + 0.5) / 3)
+    assert batch.meta_info["reward_error_rate"] == 0
+
+
+def test_dynamic_sampling_by_what_the_reward_function_says():
+    _, batch = filtered([1, 0, 1, 1], ["a", "a", "b", "b"], metric="acc")
+    assert list(batch.non_tensor_batch["uid"]) == ["a", "a"]
+    with pytest.raises(stages.TooFewGroups, match="metric=accuracy: .* no such number.*: score, acc"):
+        filtered([1, 0, 1, 1], ["a", "a", "b", "b"], metric="accuracy")
+
+
+@pytest.mark.parametrize(("limit", "data", "last"), [(2, 100, 2), (0, 6, 3)])
+def test_dynamic_sampling_that_never_fills_a_step_stops_the_run(limit, data, last):
+    run, batch = a_run(drawn=0, train_data=range(data)), None
+    for _ in range(last - 1):
+        _, batch = filtered([1, 1, 0, 0], ["a", "a", "b", "b"], batch, run=run, max_num_gen_batches=limit)
+    with pytest.raises(stages.TooFewGroups, match=f"after {last} generations of 2 prompts, only 0 of data.train_batch_size=2"):
+        filtered([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
+
+
+def test_without_dynamic_sampling_a_step_is_one_generation():
+    run, more = a_run(), a_batch()
+    assert stages.gather(run, DataProto(), more) is more
+
+
+def test_the_prompts_of_a_step_have_ids_and_seeds_of_their_own_over_generations():
+    rows = [stages.PromptRow(i, [5, 6], [], "sums", "2") for i in range(2)]
+    run = a_run(train_data=SimpleNamespace(row=lambda i: rows[i]), sampler=SimpleNamespace(next_batch=lambda: [0, 1]))
+    first, second = stages.next_prompts(run), stages.next_prompts(run)
+    assert list(first.non_tensor_batch["uid"]) == ["1-0", "1-1"] and list(second.non_tensor_batch["uid"]) == ["1-2", "1-3"]
+    seeds = [s.seed for part in (first, second) for s in part.non_tensor_batch["sampling"]]
+    assert len(set(seeds)) == 4
+
+
+def corrected(settings, old=((-0.5, -1.5), (-0.5, -4.5), (-0.5, -1.5))):
+    run = a_run()
+    run.plan.correction = settings
+    batch = stages.scored(a_run(scorer=scorer_of([GOOD] * 3)), a_batch()).with_batch(old_log_probs=torch.tensor(old))
+    return run, stages.correct(run, batch)
+
+
+def test_correction_weighs_tokens_and_takes_rejected_ones_out_of_all_that_follows():
+    run, batch = corrected(RolloutCorrection())
+    assert run.metrics == {} and "rollout_is_weights" not in batch.batch.keys()
+    # The rollout's log-probs are -0.5 and -1.5: the second row's last token has weight exp(-3).
+    run, batch = corrected(RolloutCorrection("token", "0.5_2.0"))
+    assert batch.batch["rollout_is_weights"].tolist() == [[1, 1], [1, 0], [1, 1]]
+    assert batch.batch["response_mask"].tolist() == [[1, 1]] * 3
+    assert run.metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 6)
+    run, batch = corrected(RolloutCorrection(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
+    assert batch.batch["response_mask"].tolist() == [[1, 1], [1, 0], [1, 1]]
+    assert batch.batch["token_level_scores"].tolist() == [[0, 1], [1, 0], [0, 1]]  # a score is on the last token that is left
+    assert "rollout_is_weights" not in batch.batch.keys()
+
+
+def advanced(loss_mode="vanilla", truncated=False, **policy_loss):
+    run = a_run(scorer=scorer_of([RewardResult(s) for s in (1.0, 0.0, 0.5)]))
+    run.plan.loss_mode, run.config.algorithm.adv_estimator = loss_mode, "grpo"
+    run.config.algorithm.norm_adv_by_std_in_grpo, run.config.algorithm.mask_truncated = False, truncated
+    for key, value in policy_loss.items():
+        setattr(run.config.actor_rollout_ref.actor.policy_loss, key, value)
+    batch = stages.score(run, a_batch(["done", "length", "done"])).with_non_tensor(uid=object_array(["a"] * 3))
+    batch = batch.with_batch(old_log_probs=torch.tensor([[-0.1, -3.0], [-0.1, -1.0], [-0.1, -0.2]]))
+    return run, stages.advantages(run, batch)
+
+
+def test_truncated_responses_count_in_the_baseline_and_nowhere_else():
+    run, batch = advanced(truncated=True)
+    assert batch.batch["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
+    assert batch.batch["advantages"].tolist() == [[0.5, 0.5], [0, 0], [0, 0]]  # less the mean of 1, 0 and 0.5
+    assert run.metrics["response_length/masked_truncated_ratio"] == pytest.approx(1 / 3)
+    _, batch = advanced()
+    assert batch.batch["response_mask"].tolist() == [[1, 1]] * 3 and batch.batch["advantages"][1].tolist() == [-0.5, -0.5]
+
+
+def test_tokens_of_high_covariance_are_chosen_over_the_whole_step():
+    # Advantages 0.5, -0.5 and 0 with mean 0, log-probs with mean -0.75: products 0.325, -1.125; -0.325, 0.125; 0, 0.
+    _, batch = advanced("kl_cov", kl_cov_ratio=0.4)
+    assert batch.batch["selected_tokens"].tolist() == [[True, False], [False, True], [False, False]]
+    assert "selected_tokens" not in advanced()[1].batch.keys()
+    # Of the tokens within the bounds clip_cov draws by lot, the same ones for the same seed and step.
+    draws = [advanced("clip_cov", clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4)[1].batch["selected_tokens"] for _ in range(2)]
+    assert torch.equal(*draws) and draws[0].sum() == 2

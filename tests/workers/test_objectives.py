@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.gap import gap_metrics
+from verlite.config.correction import RolloutCorrection
 from verlite.config.plan import Micro, Updates
 from verlite.config.schema import ActorConfig, Config
 from verlite.engine.fsdp import Counts
@@ -19,7 +20,7 @@ B, R = 6, 7
 class Numbers:
     """What the objectives read of a plan."""
 
-    clip_low, clip_high, loss_scale = 0.2, 0.3, 8.0
+    clip_low, clip_high, loss_scale, loss_mode, correction = 0.2, 0.3, 8.0, "vanilla", RolloutCorrection()
     critic = Updates(2, 2, 1, 3, Micro(2, None), False, "token-mean")
 
 
@@ -131,3 +132,35 @@ def test_the_critics_loss_by_loops(rows, parts):
     assert total == pytest.approx(expected / len(tokens), rel=1e-6)
     assert metrics["critic/vf_loss"] == pytest.approx(expected / len(tokens), rel=1e-6)
     assert metrics["critic/vpred_mean"] == pytest.approx(sum(float(outputs["values"][t]) for t in tokens) / len(tokens), rel=1e-6)
+
+
+def test_importance_weights_and_chosen_tokens_reach_the_loss(rows):
+    rows, outputs = rows
+    tokens = tokens_of(rows)
+    weights, chosen = torch.rand(B, R, dtype=torch.float64), torch.rand(B, R) < 0.5
+    rows["rollout_is_weights"], rows["selected_tokens"] = weights, chosen
+    plan = Numbers()
+    plan.loss_mode = "clip_cov"
+    total, _ = in_parts(policy_objective(config(), plan), rows, outputs, Counts(len(tokens), 5), [[0, 1, 2], [3, 4, 5]])
+    expected = 0.0
+    for i, j in tokens:
+        lp, old, a = (float(t[i, j]) for t in (outputs["log_probs"], rows["old_log_probs"], rows["advantages"]))
+        ratio = math.exp(lp - old)
+        expected += 0.0 if chosen[i, j] else float(weights[i, j]) * max(-a * ratio, -a * min(max(ratio, 0.8), 1.3))
+    assert total == pytest.approx(expected / len(tokens), rel=1e-6)
+
+
+def test_settings_of_a_loss_reach_it(rows):
+    rows, outputs = rows
+    plan = Numbers()
+    losses = []
+    for tau in (1.0, 4.0):
+        plan.loss_mode = "sapo"
+        objective = policy_objective(config(tau_pos=tau, tau_neg=tau), plan)
+        losses.append(float(objective(rows, outputs, Counts(len(tokens_of(rows)), 5))[0]))
+        expected = 0.0
+        for i, j in tokens_of(rows):
+            ratio = math.exp(float(outputs["log_probs"][i, j] - rows["old_log_probs"][i, j]))
+            expected -= float(rows["advantages"][i, j]) * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+        assert losses[-1] == pytest.approx(expected / len(tokens_of(rows)), rel=1e-6)
+    assert losses[0] != losses[1]

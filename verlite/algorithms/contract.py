@@ -18,15 +18,15 @@ from verlite.algorithms.losses import PolicyLoss, PolicyLossInputs, policy_loss
 ROWS, WIDTH = 6, 5
 
 
-def check_estimator(estimator: Estimator, whitens: bool = False) -> list[str]:
-    """What is wrong with an advantage estimator (AdvantageInputs) -> (advantages, returns).
+def check_estimator(estimator: Estimator, whitens: bool = False, **extra: Any) -> list[str]:
+    """What is wrong with an advantage estimator (AdvantageInputs) -> (advantages, returns); `extra` is passed on as inputs.extra.
 
     Checked on a batch of three groups of two rows with ragged lengths, a tool span, and NaN wherever the mask is 0: that it
     runs; float shapes [B, R]; finite values; zeros outside the mask; inputs left unchanged; the order of rows has no
     influence; rows with valid=False get zeros and have no influence on others; a batch without trainable tokens gives zeros;
     other prompts' rewards have no influence, unless `whitens` says that the estimator normalises over the batch on purpose.
     """
-    inputs = _advantage_inputs()
+    inputs = _advantage_inputs(extra)
     before = {key: value.clone() for key, value in vars(inputs).items() if isinstance(value, Tensor)}
     results, problem = _attempt(estimator, inputs)
     if problem:
@@ -59,7 +59,7 @@ def check_estimator(estimator: Estimator, whitens: bool = False) -> list[str]:
         problems.append(problem or "the order of rows matters: group rows by inputs.uid (inputs.groups), not by position")
 
     others = torch.tensor([0, 1, 2, 3, 5])
-    failed = _advantage_inputs(valid=torch.tensor([True] * 4 + [False, True]))
+    failed = _advantage_inputs(extra, valid=torch.tensor([True] * 4 + [False, True]))
     failed.token_level_rewards[4] = torch.nan
     with_failed, problem = _attempt(estimator, failed)
     without, problem_without = _attempt(estimator, _rows(failed, others))
@@ -68,11 +68,11 @@ def check_estimator(estimator: Estimator, whitens: bool = False) -> list[str]:
     elif not _same(with_failed[0][others], without[0]):
         problems.append("a row with valid=False influences other rows: it has no vote in any mean or standard deviation")
 
-    empty, problem = _attempt(estimator, _advantage_inputs(mask=torch.zeros(ROWS, WIDTH, dtype=torch.int64)))
+    empty, problem = _attempt(estimator, _advantage_inputs(extra, mask=torch.zeros(ROWS, WIDTH, dtype=torch.int64)))
     if problem or not (empty[0] == 0).all():
         problems.append(problem or "a batch without trainable tokens does not give zeros")
 
-    shifted = _advantage_inputs()
+    shifted = _advantage_inputs(extra)
     mine = torch.from_numpy(inputs.uid == "a")
     shifted.token_level_rewards[~mine] *= 3.0
     after, problem = _attempt(estimator, shifted)
@@ -155,7 +155,7 @@ def _noise(seed: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def _advantage_inputs(mask: Tensor | None = None, valid: Tensor | None = None) -> AdvantageInputs:
+def _advantage_inputs(extra: dict[str, Any], mask: Tensor | None = None, valid: Tensor | None = None) -> AdvantageInputs:
     mask = _mask() if mask is None else mask
     hidden = mask == 0
     return AdvantageInputs(
@@ -170,6 +170,7 @@ def _advantage_inputs(mask: Tensor | None = None, valid: Tensor | None = None) -
         sum_pi_squared=torch.full((ROWS, WIDTH), 0.3).masked_fill(hidden, torch.nan),
         gamma=0.99,
         lam=0.95,
+        extra=extra,
     )
 
 

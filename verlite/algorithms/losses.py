@@ -18,7 +18,8 @@ from torch import Tensor
 from verlite.algorithms.kl import LOG_PROB_FLOOR, MAX_LOG_RATIO
 from verlite.algorithms.lookup import lookup
 from verlite.algorithms.masked import masked_mean
-from verlite.algorithms.rollout_correction import RolloutCorrection, bounded_weights, importance_ratios, log_ratios, rejection_mask
+from verlite.algorithms.rollout_correction import bounded_weights, importance_ratios, log_ratios, rejection_mask
+from verlite.config.correction import RolloutCorrection
 
 
 @dataclass(kw_only=True)

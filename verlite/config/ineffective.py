@@ -3,11 +3,12 @@
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 
-from verlite.config import plan, rules
+from verlite.config import correction, plan, rules
 from verlite.config.names import readers
 from verlite.config.schema import Config
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
+CORRECTION = "algorithm.rollout_correction."
 Condition = Callable[[Config], bool]
 
 
@@ -34,6 +35,17 @@ def _loss_ignores(setting: str) -> Condition:
         return loss in rules.POLICY_LOSSES and loss not in names
 
     return condition
+
+
+def _loss_is_not(*names: str) -> Condition:
+    """The policy loss is one of ours, and none of these."""
+    return lambda c: c.actor_rollout_ref.actor.policy_loss.loss_mode in set(rules.POLICY_LOSSES) - set(names)
+
+
+def _bypassed(config: Config) -> bool:
+    """The bypass mode's clipped loss: its ratio is the correction."""
+    settings = correction.settings(config.algorithm.rollout_correction)
+    return settings.bypass_mode and settings.loss_type == "ppo_clip"
 
 
 def _no_fixed_divisor(config: Config) -> bool:
@@ -119,6 +131,37 @@ TABLE: tuple[tuple[str, Condition, str], ...] = (
     *((ACTOR + name, _loss_ignores("clip_low"), "this loss has no clip range") for name in ("clip_ratio", "clip_ratio_low")),
     (ACTOR + "clip_ratio_high", _loss_ignores("clip_high"), "this loss has no clip range"),
     (ACTOR + "clip_ratio_c", _loss_ignores("clip_c"), "this loss has no dual clip"),
+    *((ACTOR + name, _loss_is_not("sapo"), "only policy_loss.loss_mode=sapo uses it") for name in ("tau_pos", "tau_neg")),
+    (ACTOR + "policy_loss.clip_cov_*", _loss_is_not("clip_cov"), "only policy_loss.loss_mode=clip_cov uses it"),
+    *(
+        (ACTOR + "policy_loss." + name, _loss_is_not("kl_cov"), "only policy_loss.loss_mode=kl_cov uses it")
+        for name in ("kl_cov_ratio", "ppo_kl_coef")
+    ),
+    (ACTOR + "policy_loss.kwargs*", _loss_is_not(), "it is for a policy loss of your own"),
+    (
+        "algorithm.adv_kwargs*",
+        lambda c: c.algorithm.adv_estimator in rules.ESTIMATORS,
+        "it is for an advantage estimator of your own",
+    ),
+    ("algorithm.filter_groups.[!e]*", lambda c: not c.algorithm.filter_groups.enable, "algorithm.filter_groups.enable is off"),
+    ("data.gen_batch_size", lambda c: not c.algorithm.filter_groups.enable, "algorithm.filter_groups.enable is off: a step generates once"),
+    ("reward.overlong_buffer.[!e]*", lambda c: not c.reward.overlong_buffer.enable, "reward.overlong_buffer.enable is off"),
+    (
+        CORRECTION + "rollout_is_*",
+        lambda c: not correction.settings(c.algorithm.rollout_correction).rollout_is,
+        CORRECTION + "rollout_is is null: there are no weights",
+    ),
+    (CORRECTION + "rollout_is*", _bypassed, "the ratio to the rollout's log-probs corrects by itself in this loss"),
+    (
+        CORRECTION + "rollout_rs_threshold",
+        lambda c: not correction.settings(c.algorithm.rollout_correction).rollout_rs,
+        CORRECTION + "rollout_rs is null: nothing is rejected",
+    ),
+    (
+        CORRECTION + "loss_type",
+        lambda c: not correction.settings(c.algorithm.rollout_correction).bypass_mode,
+        CORRECTION + "bypass_mode is off",
+    ),
     (ACTOR + "loss_scale_factor", _no_fixed_divisor, "only loss_agg_mode=seq-mean-token-sum-norm uses it"),
     (
         ACTOR + "ppo_micro_batch_size_per_gpu",
@@ -237,6 +280,9 @@ def remarks(config: Config, old_names: Mapping[str, str]) -> list[str]:
     usual = rules.PAPER_AGGREGATION.get(loss, mode)
     if mode != usual:
         said.append(f"{ACTOR}loss_agg_mode={mode}: the paper of policy_loss.loss_mode={loss} uses {usual}")
+    said += _kl_remarks(config)
+    if rollout.n > 1 and config.algorithm.filter_groups.enable and config.algorithm.adv_estimator in plan.NEEDS_VALUES:
+        said.append("algorithm.filter_groups leaves out prompts whose samples agree: the critic never learns their values")
     if "actor_rollout_ref.rollout.n_agent" in old_names and rollout.n > 1:
         said.append(
             f"{ACTOR}ppo_mini_batch_size counts prompts here, {rollout.n} samples each; Search-R1 counted samples, so its run made "
@@ -250,4 +296,23 @@ def remarks(config: Config, old_names: Mapping[str, str]) -> list[str]:
         said.append(f"{ROLLOUT}val_kwargs.n={rollout.val_kwargs.n}: validation is greedy, so the samples of a prompt are all the same")
     elif rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0 and not _no_validation(config):
         said.append(f"{ROLLOUT}val_kwargs.temperature=0 is greedy although do_sample is on")
+    return said
+
+
+def _kl_remarks(config: Config) -> list[str]:
+    """KL settings that are legal and rarely meant."""
+    actor, algorithm, said = config.actor_rollout_ref.actor, config.algorithm, []
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        said.append(f"the KL to the reference counts twice: algorithm.use_kl_in_reward and {ACTOR}use_kl_loss are both on")
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        said.append(f"{ACTOR}kl_loss_coef=0: the KL to the reference is measured, for the price of a reference, and changes nothing")
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        said.append(
+            f"{ACTOR}kl_loss_type={actor.kl_loss_type}: the expected gradient of this estimator is 0, so it adds noise and holds nothing; "
+            f"{actor.kl_loss_type}+ or low_var_kl do"
+        )
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
+        said.append(f"algorithm.kl_penalty={algorithm.kl_penalty}: a reward has no gradient, so the + changes nothing")
+    if algorithm.adv_estimator == "rloo_token_kl" and not algorithm.use_kl_in_reward:
+        said.append("algorithm.adv_estimator=rloo_token_kl is rloo with clipped advantages while algorithm.use_kl_in_reward is off")
     return said

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verlite.config import names
+from verlite.config import correction, names
+from verlite.config.correction import RolloutCorrection
 from verlite.config.placement import parse
 from verlite.config.schema import Config
 
@@ -21,7 +22,12 @@ ROLES = ("actor", "rollout", "ref", "critic")
 
 _REQUIRES = names.value("algorithms/advantages.py", "REQUIRES").items()
 NEEDS_VALUES = frozenset(name for name, wanted in _REQUIRES if "values" in wanted)
+NEEDS_SUM_PI_SQUARED = frozenset(name for name, wanted in _REQUIRES if "sum_pi_squared" in wanted)
 NEEDS_GREEDY_BASELINE = frozenset(name for name, wanted in _REQUIRES if "reward_baselines" in wanted)
+
+SELECTORS: dict[str, str] = dict(names.functions("algorithms/losses.py", "SELECTORS"))
+"""Policy losses that treat a few tokens, chosen over the whole step, in a way of their own."""
+BYPASS_LOSS = "bypass_mode"
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,20 @@ class Plan:
     needs_reference: bool
     needs_greedy_baseline: bool
     """remax: one greedy sample more per prompt."""
+    needs_old_log_probs: bool
+    """They are computed before the updates. False: there is one update, whose own log-probs are the old ones, and nobody else asks."""
+    needs_sum_pi_squared: bool
+    """optimal_token_baseline: they are measured beside old log-probs."""
+    loss_mode: str
+    """The policy loss: policy_loss.loss_mode, or that of the bypass mode."""
+    correction: RolloutCorrection
+    """What algorithm.rollout_correction amounts to."""
+    gen_prompts: int
+    """Prompts per generation."""
+    overlong_buffer: int
+    """Tokens before the longest response over which the length penalty grows."""
+    filters_groups: bool
+    """Prompts whose samples do not differ are left out, and a step generates until it has enough."""
     critic_warmup: int
     """The first step that updates the policy; those before it update only the critic. 0 without a critic."""
     clip_low: float
@@ -207,6 +227,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
     everywhere = parse(config.cluster.component_placement, ROLES, n_devices)
     placement = {role: everywhere[role] for role in roles}
     rows = data.train_batch_size * rollout.n
+    corrected = correction.settings(algorithm.rollout_correction)
     ranks = len(placement["actor"])
 
     actor_updates = Updates(
@@ -269,6 +290,13 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         needs_critic=with_critic,
         needs_reference=with_reference,
         needs_greedy_baseline=algorithm.adv_estimator in NEEDS_GREEDY_BASELINE,
+        needs_old_log_probs=_needs_old_log_probs(config, actor_updates, corrected),
+        needs_sum_pi_squared=algorithm.adv_estimator in NEEDS_SUM_PI_SQUARED,
+        loss_mode=BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode,
+        correction=corrected,
+        gen_prompts=prompts_drawn(config)[1],
+        overlong_buffer=_first(config.reward.overlong_buffer.len, max(1, data.max_response_length // 5)),
+        filters_groups=algorithm.filter_groups.enable,
         critic_warmup=trainer.critic_warmup if with_critic else 0,
         clip_low=_first(actor.clip_ratio_low, actor.clip_ratio),
         clip_high=_first(actor.clip_ratio_high, actor.clip_ratio),
@@ -306,14 +334,38 @@ def _words(config: Config) -> list[tuple[str, str]]:
         kl.append(f"{algorithm.kl_ctrl.type} KL in the reward, {algorithm.kl_penalty} x {algorithm.kl_ctrl.kl_coef:g}")
     if actor.use_kl_loss:
         kl.append(f"KL in the loss, {actor.kl_loss_type} x {actor.kl_loss_coef:g}")
-    loss = f"{actor.policy_loss.loss_mode} loss, {actor.loss_agg_mode}, clip {low:g}" + (f" and {high:g}" if high != low else "")
+    corrected = correction.settings(algorithm.rollout_correction)
+    loss_mode = BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
+    loss = f"{loss_mode} loss, {actor.loss_agg_mode}, clip {low:g}" + (f" and {high:g}" if high != low else "")
+    more = ["dynamic sampling"] if algorithm.filter_groups.enable else []
+    more += ["overlong penalty"] if config.reward.overlong_buffer.enable else []
+    more += ["truncated samples masked"] if algorithm.mask_truncated else []
+    more += [f"rollout weights by {corrected.rollout_is}"] if corrected.rollout_is else []
+    more += [f"rejection by {corrected.rollout_rs}"] if corrected.rollout_rs else []
     every = [f"{what} every {n} steps" for what, n in (("validate", trainer.test_freq), ("save", trainer.save_freq)) if n > 0]
     resume = trainer.resume_from_path if trainer.resume_mode == "resume_path" else trainer.resume_mode
     return [
         ("model", config.actor_rollout_ref.model.path),
-        ("algorithm", ", ".join([algorithm.adv_estimator, loss, *(kl or ["no KL term"]), f"learning rate {actor.optim.lr:g}"])),
+        ("algorithm", ", ".join([algorithm.adv_estimator, loss, *more, *(kl or ["no KL term"]), f"learning rate {actor.optim.lr:g}"])),
         ("run", ", ".join([trainer.default_local_dir, f"resume: {resume}", *every])),
     ]
+
+
+def prompts_drawn(config: Config) -> tuple[str, int]:
+    """Prompts per generation, and the key that says so."""
+    data = config.data
+    if config.algorithm.filter_groups.enable and data.gen_batch_size is not None:
+        return "data.gen_batch_size", data.gen_batch_size
+    return "data.train_batch_size", data.train_batch_size
+
+
+def _needs_old_log_probs(config: Config, updates: Updates, corrected: RolloutCorrection) -> bool:
+    estimator, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    known = names.functions("algorithms/advantages.py", "ESTIMATORS")
+    asked = "old_log_probs" in dict(_REQUIRES).get(estimator, ()) or estimator not in known  # one's own may look at them
+    if corrected.bypass_mode:
+        return False
+    return updates.per_step > 1 or config.algorithm.use_kl_in_reward or corrected.acts_on_batch or loss in SELECTORS or asked
 
 
 def needs_critic(config: Config) -> bool:

@@ -4,6 +4,7 @@ Single keys are data: CHOICES and BOUNDS. Rules between keys, and rules about fi
 """
 
 import ast
+import dataclasses
 import difflib
 import json
 import math
@@ -15,24 +16,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from verlite.config import keys, names, plan
+from verlite.config import correction, keys, names, plan
 from verlite.config.placement import parse
 from verlite.config.problems import Problem
 from verlite.config.schema import Config
 
 ADVANTAGES, LOSSES = "algorithms/advantages.py", "algorithms/losses.py"
-NOT_WIRED = {
-    "rloo_token_kl": "token_level_scores, and a key for reward_clip_range",
-    "optimal_token_baseline": "sum_pi_squared",
-    "sapo": "keys for tau_pos and tau_neg",
-    "clip_cov": "keys of its own, and a choice of tokens over the whole optimizer step",
-    "kl_cov": "keys of its own, and a choice of tokens over the whole optimizer step",
-    "bypass_mode": "rollout correction",
-}
-"""Estimators and policy losses that are not offered yet, for want of what the loop does not give them. All others are offered."""
-ESTIMATORS = tuple(name for name in names.functions(ADVANTAGES, "ESTIMATORS") if name not in NOT_WIRED)
+ESTIMATORS = tuple(names.functions(ADVANTAGES, "ESTIMATORS"))
 GROUP_ESTIMATORS: frozenset[str] = frozenset(names.value(ADVANTAGES, "GROUP_ESTIMATORS"))
-POLICY_LOSSES = tuple(name for name in names.functions(LOSSES, "POLICY_LOSSES") if name not in NOT_WIRED)
+POLICY_LOSSES = tuple(name for name in names.functions(LOSSES, "POLICY_LOSSES") if name != plan.BYPASS_LOSS)
+"""By name. The loss of the bypass mode is not chosen but follows from it."""
 PAPER_AGGREGATION: dict[str, str] = names.value(LOSSES, "PAPER_AGGREGATION")
 AGGREGATION_MODES: tuple[str, ...] = names.value("algorithms/aggregation.py", "AGGREGATION_MODES")
 _BASE_KINDS: dict[str, str] = names.value("algorithms/kl.py", "_BASE_KIND")
@@ -45,6 +38,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ESTIMATORS,
     "algorithm.kl_penalty": KL_KINDS,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.rollout_correction.preset": tuple(correction.PRESETS),
+    "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
+    "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     "actor_rollout_ref.actor.loss_agg_mode": AGGREGATION_MODES,
     "actor_rollout_ref.actor.kl_loss_type": KL_KINDS,
@@ -67,6 +63,7 @@ OWN_FUNCTION = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.
 
 BOUNDS: dict[str, str] = {
     "data.train_batch_size": ">= 1",
+    "data.gen_batch_size": ">= 1",
     "data.val_batch_size": ">= 1",
     "data.max_prompt_length": ">= 1",
     "data.max_response_length": ">= 1",
@@ -97,6 +94,11 @@ BOUNDS: dict[str, str] = {
     "actor_rollout_ref.actor.clip_ratio_low": "> 0",
     "actor_rollout_ref.actor.clip_ratio_high": "> 0",
     "actor_rollout_ref.actor.clip_ratio_c": "> 1",
+    "actor_rollout_ref.actor.tau_pos": "> 0",
+    "actor_rollout_ref.actor.tau_neg": "> 0",
+    "actor_rollout_ref.actor.policy_loss.*_cov_ratio": "> 0 and <= 1",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_[lu]b": "finite",
+    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": ">= 0",
     "actor_rollout_ref.actor.loss_scale_factor": "> 0",
     "actor_rollout_ref.actor.kl_loss_coef": ">= 0",
     "actor_rollout_ref.rollout.n": ">= 1",
@@ -123,7 +125,13 @@ BOUNDS: dict[str, str] = {
     "algorithm.kl_ctrl.kl_coef": ">= 0",
     "algorithm.kl_ctrl.horizon": "> 0",
     "algorithm.kl_ctrl.target_kl": "> 0",
+    "algorithm.filter_groups.max_num_gen_batches": ">= 0",
     "*.max_error_rate": ">= 0 and <= 1",
+    "reward.mean": "finite",
+    "reward.std": "> 0",
+    "reward.clip_range": "finite",
+    "reward.overlong_buffer.len": ">= 1",
+    "reward.overlong_buffer.penalty_factor": "> 0",
     "reward.timeout_s": "> 0",
     "reward.item_timeout_s": "> 0",
     "trainer.nnodes": ">= 1",
@@ -221,14 +229,12 @@ def _choices(config: Config) -> Iterator[Problem]:
             close = difflib.get_close_matches(item, legal, n=1, cutoff=0.5)
             ending = ", or package.module:function of your own" if own else ""
             remedy = (f"Did you mean {close[0]}? " if close else "") + f"Legal: {', '.join(legal)}{ending}."
-            if own and item in NOT_WIRED:
-                yield Problem(name, item, f"is not offered yet: it needs {NOT_WIRED[item]}", f"Legal: {', '.join(legal)}{ending}.")
-            else:
-                yield Problem(name, item, "there is no such name", remedy + _HINTS.get((name, item), ""))
+            yield Problem(name, item, "there is no such name", remedy + _HINTS.get((name, item), ""))
 
 
 _HINTS = {
     ("actor_rollout_ref.rollout.name", "sglang"): " SGLang is not part of verlite.",
+    ("actor_rollout_ref.actor.policy_loss.loss_mode", "bypass_mode"): " algorithm.rollout_correction.bypass_mode=true turns it on.",
     ("trainer.logger", "file"): " metrics.jsonl is always written.",
     ("trainer.logger", "jsonl"): " metrics.jsonl is always written.",
 }
@@ -347,9 +353,94 @@ def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterato
         yield Problem(
             "actor_rollout_ref.actor.state_masking", False, "tool output is always kept out of the loss", "Leave it out, or use true."
         )
+    actor, kl = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
+    if config.algorithm.use_kl_in_reward and kl.type == "adaptive" and kl.kl_coef == 0:
+        rule = "is multiplied to follow the KL while algorithm.kl_ctrl.type=adaptive, so 0 stays 0"
+        yield Problem("algorithm.kl_ctrl.kl_coef", 0, rule, "Start from 0.001, or use algorithm.use_kl_in_reward=false for no KL.")
+    low_cov, high_cov = actor.policy_loss.clip_cov_lb, actor.policy_loss.clip_cov_ub
+    if low_cov >= high_cov and actor.policy_loss.loss_mode == "clip_cov":
+        key = "actor_rollout_ref.actor.policy_loss.clip_cov_ub"
+        yield Problem(key, high_cov, f"must be above clip_cov_lb={low_cov:g}: no token lies between them", "Usual: 1 and 5.")
     for section, optim in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim), ("critic", config.critic.optim)):
         if len(optim.betas) != 2:
             yield Problem(f"{section}.optim.betas", optim.betas, "must be two numbers", "Usual: [0.9,0.999].")
+
+
+def _shaping(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    """Of training scores."""
+    bounds, buffer, longest = config.reward.clip_range, config.reward.overlong_buffer, config.data.max_response_length
+    if bounds is not None and ok("reward.clip_range") and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+        yield Problem("reward.clip_range", bounds, "must be two numbers, the lower one first", "Such as [-10,10].")
+    if buffer.enable and buffer.len is not None and buffer.len > longest and ok("reward.overlong_buffer.len", "data.max_response_length"):
+        rule = f"is more than data.max_response_length={longest}: even an empty response would be penalised"
+        yield Problem("reward.overlong_buffer.len", buffer.len, rule, "Usual: a fifth of it.")
+
+
+def _filter_groups(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    """Dynamic sampling must be able to fill a step."""
+    groups, prompts, n = config.algorithm.filter_groups, config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    if not groups.enable:
+        return
+    if n == 1:
+        rule = "one sample never differs from itself, so algorithm.filter_groups.enable=true leaves no prompt to train on"
+        yield Problem("actor_rollout_ref.rollout.n", n, rule, "Use 4 to 16.")
+    drawn = plan.prompts_drawn(config)[1]
+    limit = groups.max_num_gen_batches
+    if 0 < limit * drawn < prompts and ok("data.train_batch_size", "data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches"):
+        yield Problem(
+            "algorithm.filter_groups.max_num_gen_batches",
+            limit,
+            f"generations of {drawn} prompts never fill data.train_batch_size={prompts}",
+            f"Use at least {math.ceil(2 * prompts / drawn)}, so that half of the prompts may be left out; or 0.",
+        )
+    if groups.metric == "seq_final_reward":
+        rule = "has the KL penalty in it, which is known only after the choice"
+        yield Problem("algorithm.filter_groups.metric", groups.metric, rule, "Use seq_reward or score.")
+
+
+def _rollout_correction(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    section, prefix = config.algorithm.rollout_correction, "algorithm.rollout_correction."
+    if not ok(*(f"{prefix}{name}" for name in ("preset", "rollout_is", "loss_type"))):
+        return
+    others = sorted(key for key in user_keys if key.startswith(prefix) and key != f"{prefix}preset")
+    if section.preset is not None and others:
+        rule = f"{prefix}preset={section.preset} is set too, and says all of it"
+        yield Problem(
+            others[0], get(config, others[0]), rule, f"Keep the preset alone, or write its values out: {_written_out(section.preset)}."
+        )
+        return
+    try:
+        settings = correction.settings(section)
+    except ValueError as error:
+        assignment, _, rule = str(error).partition(": ")
+        key, _, value = assignment.partition("=")
+        yield Problem(f"{prefix}{key}", value, rule, "")
+        return
+    if settings.rollout_is and settings.is_truncated and settings.is_band[1] < 1:
+        yield Problem(
+            f"{prefix}rollout_is_threshold",
+            section.rollout_is_threshold,
+            "cuts even weights of 1, those of samples without any difference",
+            "Usual: 2; a band is written with decimal points on both sides: 0.5_5.0.",
+        )
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if settings.bypass_mode and loss != "vanilla":
+        yield Problem(
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            loss,
+            f"{prefix}bypass_mode brings a loss of its own ({settings.loss_type})",
+            f"Leave one of the two out; {prefix}loss_type chooses between ppo_clip and reinforce.",
+        )
+    if settings.bypass_mode and config.algorithm.adv_estimator in plan.NEEDS_SUM_PI_SQUARED:
+        estimator = config.algorithm.adv_estimator
+        rule = f"needs numbers from the forward pass that {prefix}bypass_mode saves"
+        yield Problem("algorithm.adv_estimator", estimator, rule, f"Use {prefix}bypass_mode=false, or another estimator.")
+
+
+def _written_out(preset: str) -> str:
+    """A preset as the keys that it stands for."""
+    chosen, default = dataclasses.asdict(correction.PRESETS[preset]), correction.RolloutCorrection()
+    return " ".join(f"{key}={value}" for key, value in chosen.items() if value != getattr(default, key)) or "none"
 
 
 def _devices(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
@@ -562,11 +653,12 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
         if key == "data.train_files" and len(rows) - before == len(files) > 0 and ok("data.train_batch_size", "data.train_max_samples"):
             found = sum(rows.values())
             usable = min(found, data.train_max_samples) if data.train_max_samples > 0 else found
-            if usable < data.train_batch_size:
+            name, drawn = plan.prompts_drawn(config)
+            if usable < drawn:
                 limit = f" (data.train_max_samples={data.train_max_samples})" if usable < found else ""
                 yield Problem(
-                    "data.train_batch_size",
-                    data.train_batch_size,
+                    name,
+                    drawn,
                     f"the training data have only {usable} rows{limit}: not one full batch",
                     f"Use at most {usable}.",
                 )
@@ -741,5 +833,17 @@ def unwritable(key: str, value: str) -> Iterator[Problem]:
         yield Problem(key, value, f"{folder.resolve()} is not writable", "Choose another, or change its rights.")
 
 
-RULES = (_files_named, _batch_sizes, _micro_batches, _algorithm, _devices, _lengths, _engine_kwargs, _trainer)
+RULES = (
+    _files_named,
+    _batch_sizes,
+    _micro_batches,
+    _algorithm,
+    _shaping,
+    _filter_groups,
+    _rollout_correction,
+    _devices,
+    _lengths,
+    _engine_kwargs,
+    _trainer,
+)
 FILE_RULES = (_data_files, _models, _tokenizer, _reward_file, _run_directory)

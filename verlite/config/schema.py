@@ -28,6 +28,8 @@ class DataConfig:
     """Column that names the data source, which chooses the scorer."""
     train_batch_size: int = 1024
     """Prompts per training step, over all devices. Each is sampled rollout.n times."""
+    gen_batch_size: Optional[int] = None
+    """Prompts per generation while algorithm.filter_groups collects a step's prompts. null: train_batch_size."""
     val_batch_size: Optional[int] = None
     """Validation prompts per generation call. null: the whole validation set at once."""
     max_prompt_length: int = 512
@@ -124,6 +126,18 @@ class PolicyLossConfig:
 
     loss_mode: str = "vanilla"
     """Name in algorithms.losses.POLICY_LOSSES, or package.module:function of your own."""
+    clip_cov_ratio: float = 0.0002
+    """clip_cov: share of the step's tokens that are taken out of the loss."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: they are chosen among tokens whose covariance is above this,"""
+    clip_cov_ub: float = 5.0
+    """clip_cov: and below this."""
+    kl_cov_ratio: float = 0.0002
+    """kl_cov: share of the step's tokens that are held back, those of the highest covariance."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: weight of the KL that holds them back."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings for a loss of your own: its inputs.extra."""
 
 
 @dataclass
@@ -154,6 +168,10 @@ class ActorConfig:
     """Clip range above 1 (DAPO's clip-higher). null: clip_ratio."""
     clip_ratio_c: float = 3.0
     """Dual-clip bound on the ratio for negative advantages."""
+    tau_pos: float = 1.0
+    """sapo: steepness of the gate for positive advantages."""
+    tau_neg: float = 1.05
+    """sapo: steepness of the gate for the others."""
     loss_agg_mode: str = "token-mean"
     """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm."""
     loss_scale_factor: Optional[float] = None
@@ -343,6 +361,41 @@ class KLCtrlConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO): train only on prompts whose samples differ."""
+
+    enable: bool = False
+    """Leave out prompts whose samples all have the same metric, and generate more until data.train_batch_size prompts are left."""
+    metric: str = "score"
+    """What must differ: score (of the reward function), seq_reward (that with normalisation, clipping and length penalty), or a number
+    that the reward function returns beside the score, such as acc."""
+    max_num_gen_batches: int = 0
+    """Stop the run when this many generations do not fill a step. 0: as many as one pass over the training data takes."""
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """Correcting for the difference between the engine that sampled and the trainer that learns."""
+
+    preset: Optional[str] = None
+    """A name for a whole set of the values below: icepop, decoupled_token_is, bypass_ppo_clip, ... null: the values below count."""
+    rollout_is: Optional[str] = None
+    """Weigh the loss by pi_train / pi_rollout: token (of each token) or sequence (the product over the response). null: do not."""
+    rollout_is_threshold: Annotated[Any, "a number, or low_high"] = 2.0
+    """Weights are cut to at most this number (TIS); written low_high (0.5_5.0), those outside the band become 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: Annotated[Any, "the name of a statistic, or several with commas between them"] = None
+    """Take out of the loss what is too far off: token_k1, token_k2, token_k3 by token; seq_sum_*, seq_mean_*, seq_max_* by response."""
+    rollout_rs_threshold: Annotated[Any, "a number, low_high, or several with commas between them"] = None
+    """One for each entry of rollout_rs, or one for all. k1: bounds low_high of the ratio; k2, k3: an upper bound."""
+    bypass_mode: bool = False
+    """Take the rollout's log-probs as old log-probs, which saves a forward pass."""
+    loss_type: str = "ppo_clip"
+    """In bypass mode: ppo_clip, or reinforce (no ratio and no clip; weighted by rollout_is)."""
+
+
+@dataclass
 class AlgorithmConfig:
     """From rewards to advantages."""
 
@@ -360,6 +413,15 @@ class AlgorithmConfig:
     """Estimator of that KL: kl/k1, abs, mse/k2, low_var_kl/k3."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Weight of that KL."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """Dynamic sampling."""
+    mask_truncated: bool = False
+    """Leave responses that were cut off at data.max_response_length out of the loss (DAPO's overlong filtering). Their scores still
+    count in their group's baseline."""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    """Importance weights and rejection between rollout engine and trainer."""
+    adv_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings for an estimator of your own: its inputs.extra."""
     no_think_rl: bool = False
     """Search-R1's key; only false is supported."""
 
@@ -377,8 +439,30 @@ class CustomRewardConfig:
 
 
 @dataclass
+class OverlongBufferConfig:
+    """A penalty for responses that come near data.max_response_length (DAPO, arXiv:2503.14476, eq. 13)."""
+
+    enable: bool = False
+    """Add the penalty to the scores of training samples."""
+    len: Optional[int] = None
+    """Tokens before data.max_response_length over which it grows from 0 to its whole size. null: a fifth of data.max_response_length."""
+    penalty_factor: float = 1.0
+    """Its size at data.max_response_length."""
+
+
+@dataclass
 class RewardConfig:
-    """How scoring runs and what its failures mean."""
+    """How scoring runs, what its failures mean, and what becomes of a training sample's score: ((score - mean) / std, clipped) less
+    the length penalty. Validation reports the reward function's own scores."""
+
+    mean: float = 0.0
+    """Subtracted from each training score; a constant of the reward function, such as its mean on reference answers."""
+    std: float = 1.0
+    """Then it is divided by this, another constant (OpenRLHF's normalize_reward)."""
+    clip_range: Optional[list[float]] = None
+    """Bounds [low,high] of a training score. With adv_estimator=rloo_token_kl, of the score less its baseline; there null is [-10,10]."""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    """Length penalty."""
 
     max_error_rate: float = 0.05
     """Stop the run when a larger share of a step's rewards failed. A failed reward is never a 0: its sample has no vote."""

@@ -13,12 +13,13 @@ class PromptSampler:
     batch k was the last of its epoch.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int = 42, shuffle: bool = True) -> None:
+    def __init__(self, size: int, batch_size: int, seed: int = 42, shuffle: bool = True, key: str = "data.train_batch_size") -> None:
+        """key: what batch_size is called, for messages."""
         if batch_size < 1:
-            raise ValueError(f"data.train_batch_size={batch_size} must be at least 1")
+            raise ValueError(f"{key}={batch_size} must be at least 1")
         if size < batch_size:
             raise DataError(
-                f"data.train_batch_size={batch_size} is more than the {size} training prompts that are left: not one full batch. "
+                f"{key}={batch_size} is more than the {size} training prompts that are left: not one full batch. "
                 f"Use at most {size}, or drop fewer prompts (data.max_prompt_length, data.filter_overlong_prompts)"
             )
         self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle

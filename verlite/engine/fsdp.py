@@ -154,9 +154,16 @@ class TrainEngine:
     # ---- passes
 
     @torch.no_grad()
-    def forward(self, batch: DataProto, micro: MicroBatching, temperature: float = 1.0, with_entropy: bool = False) -> dict[str, Tensor]:
-        """{"log_probs" and, if asked for, "entropy"} or {"values"}: [b, R] float32 on the CPU, rows in their order, 0 where
-        response_mask is 0. All ranks must call it, each with its own rows, of which there may be none."""
+    def forward(
+        self,
+        batch: DataProto,
+        micro: MicroBatching,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
+    ) -> dict[str, Tensor]:
+        """{"log_probs" and, if asked for, "entropy" and "sum_pi_squared"} or {"values"}: [b, R] float32 on the CPU, rows in their
+        order, 0 where response_mask is 0. All ranks must call it, each with its own rows, of which there may be none."""
         rows = _rows(batch)
         self.model.eval()
         parts = micro.split(rows)
@@ -164,12 +171,13 @@ class TrainEngine:
         for i in range(self._sum_and_max([], len(parts))[1]):
             part = parts[i] if i < len(parts) else None
             inputs, _ = self._inputs(rows, part)
-            result = self.model(inputs, temperature, with_entropy)
+            result = self.model(inputs, temperature, with_entropy, with_sum_pi_squared)
             if part is not None:
                 for name, values in result.items():
                     out.setdefault(name, torch.zeros(rows["response_mask"].shape))[part] = inputs.spread(values).cpu()
         self._reshard()
-        names = ["values"] if self.model.kind == "value" else ["log_probs", "entropy"] if with_entropy else ["log_probs"]
+        asked = {"log_probs": True, "entropy": with_entropy, "sum_pi_squared": with_sum_pi_squared}
+        names = ["values"] if self.model.kind == "value" else [name for name, wanted in asked.items() if wanted]
         return {name: out.get(name, torch.zeros(rows["response_mask"].shape)) for name in names}
 
     def update(

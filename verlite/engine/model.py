@@ -21,7 +21,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.utils import logging as transformers_logging
 
-from verlite.algorithms.logprobs import token_log_probs
+from verlite.algorithms.logprobs import sum_pi_squared, token_log_probs
 from verlite.config.schema import ModelConfig
 from verlite.engine.attention import PACKED_ATTENTION
 from verlite.engine.micro import ModelInputs, model_inputs
@@ -195,21 +195,27 @@ class HeadedModel(nn.Module):
         self.model = model
         self.kind = kind
 
-    def forward(self, inputs: ModelInputs, temperature: float = 1.0, with_entropy: bool = False) -> dict[str, Tensor]:
-        """[K] float32 for the K trainable tokens: {"log_probs", "entropy" if asked for}, or {"values"}. Differentiable.
+    def forward(
+        self, inputs: ModelInputs, temperature: float = 1.0, with_entropy: bool = False, with_sum_pi_squared: bool = False
+    ) -> dict[str, Tensor]:
+        """[K] float32 for the K trainable tokens: {"log_probs", "entropy" and "sum_pi_squared" if asked for}, or {"values"}. The first
+        two and values are differentiable.
 
         Only hidden states that predict a trainable token reach the head. Values are not scaled by the temperature.
         """
-        return self.head(self.hidden(inputs)[inputs.targets.source], inputs.targets.labels, temperature, with_entropy)
+        return self.head(self.hidden(inputs)[inputs.targets.source], inputs.targets.labels, temperature, with_entropy, with_sum_pi_squared)
 
-    def head(self, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> dict[str, Tensor]:
+    def head(
+        self, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool, with_sum_pi_squared: bool = False
+    ) -> dict[str, Tensor]:
         """From the hidden states [K, H] that predict `labels` [K] to what forward returns."""
         if self.kind == "value":
             return {"values": value_head(self.model)[1](hidden).squeeze(-1).clone()}  # float32 as its weights; FSDP warns of views
         embedding = self.model.get_output_embeddings()
         temperature = temperature / logit_scale(self.model.config)
         log_probs, entropy = token_log_probs(hidden, embedding.weight, labels, temperature, with_entropy=with_entropy)
-        return {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
+        outputs = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
+        return outputs | ({"sum_pi_squared": sum_pi_squared(hidden, embedding.weight, temperature)} if with_sum_pi_squared else {})
 
     def hidden(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states of the flattened tokens, [T, H] or [b S', H]."""

@@ -40,11 +40,14 @@ FIELDS: dict[str, Field] = {
     "entropys": Field("B R", _FLOAT, "actor", "entropy of the distribution each token was sampled from, in nats"),
     "values": Field("B R", _FLOAT, "critic", "value estimated before each token"),
     "rollout_is_weights": Field("B R", _FLOAT, "trainer", "importance weight between trainer and rollout engine"),
+    "sum_pi_squared": Field("B R", _FLOAT, "actor", "sum of squared probabilities over the vocabulary (optimal_token_baseline)"),
     # rewards and advantages
-    "token_level_scores": Field("B R", _FLOAT, "reward", "score, on the last real response token for outcome rewards"),
+    "raw_scores": Field("B", _FLOAT, "reward", "what the reward function gave, before normalisation, clipping and length penalty"),
+    "token_level_scores": Field("B R", _FLOAT, "reward", "score, on the last trained response token for outcome rewards"),
     "token_level_rewards": Field("B R", _FLOAT, "trainer", "scores less the KL penalty, if there is one"),
     "reward_baselines": Field("B", _FLOAT, "trainer", "score of the greedy answer to the same prompt (remax)"),
     "advantages": Field("B R", _FLOAT, "trainer", "advantage of each trained token"),
+    "selected_tokens": Field("B R", _BOOL, "trainer", "tokens that clip_cov leaves out, or kl_cov holds back"),
     "returns": Field("B R", _FLOAT, "trainer", "target of the critic"),
     # rows
     "valid": Field("B", _BOOL, "rollout, reward", "False: infrastructure or reward failure; the row has no vote anywhere"),

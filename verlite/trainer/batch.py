@@ -8,6 +8,7 @@ import torch
 from verlite.algorithms.balancing import karmarkar_karp, workload
 from verlite.config.plan import Updates
 from verlite.data.dataset import PromptRow
+from verlite.protocol import fields
 from verlite.protocol.data import DataProto, object_array
 from verlite.rollout.types import Sampling
 
@@ -29,9 +30,9 @@ def requests(rows: list[PromptRow], uids: list[str], samplings: list[Sampling]) 
     )
 
 
-def seeds(seed: int, step: int, count: int) -> list[int]:
-    """Request seeds of one step: a function of the run's seed and the step alone, so that a resumed run samples the same."""
-    return np.random.default_rng([seed, step]).integers(0, 2**31 - 1, count).tolist()
+def seeds(seed: int, step: int, drawn: int, count: int) -> list[int]:
+    """Seeds of requests after the first `drawn` prompts of a step: a function of these numbers, so that a resumed run samples the same."""
+    return np.random.default_rng([seed, step, drawn]).integers(0, 2**31 - 1, count).tolist()
 
 
 def pad(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype, side: str = "right", value: float = 0) -> torch.Tensor:
@@ -74,6 +75,24 @@ def assemble(requested: DataProto, answered: DataProto, pad_id: int) -> DataProt
         turns=answered.batch["turns"],
         weight_version=answered.batch["weight_version"],
     ).with_non_tensor(status=answers["status"], error=answers["error"])
+
+
+def join(parts: Sequence[DataProto], pad_id: int) -> DataProto:
+    """Assembled batches as one: prompts padded on the left and responses on the right to the longest of all. Without meta_info."""
+    p, r = (max(part.batch[name].shape[1] for part in parts) for name in ("prompts", "responses"))
+    return DataProto.concat([_widened(part, p, r, pad_id) for part in parts])
+
+
+def _widened(batch: DataProto, p: int, r: int, pad_id: int) -> DataProto:
+    """Every [B, P], [B, R] and [B, P+R] field with P = p and R = r."""
+    old_p = batch.batch["prompts"].shape[1]
+    left, right = p - old_p, r - batch.batch["responses"].shape[1]
+    sides = {"B P": (left, 0), "B R": (0, right), "B S": (left, right)}
+    tensors = {}
+    for name, tensor in batch.batch.items():
+        fill = pad_id if name in ("prompts", "responses", "input_ids") else 0
+        tensors[name] = torch.nn.functional.pad(tensor, sides.get(fields.FIELDS[name].shape, (0, 0)) if tensor.ndim > 1 else (), value=fill)
+    return DataProto.from_dict(tensors, dict(batch.non_tensor_batch))
 
 
 def update_numbers(uids: Sequence[str], updates: Updates, seed: Sequence[int]) -> torch.Tensor:

@@ -13,11 +13,11 @@ from verlite.rewards.child import FunctionError
 from verlite.rewards.routing import UnknownDataSource
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
 from verlite.trainer.setup import RunRefused
-from verlite.trainer.stages import LogProbGap, RewardFailures, RolloutFailures
+from verlite.trainer.stages import LogProbGap, RewardFailures, RolloutFailures, TooFewGroups
 
 REFUSED = (RunRefused, DataError, FunctionError, UnknownDataSource, ResourcesMissing, NoCluster, ResumeRefused)
 """What the user's files or settings cause before anything is trained: the message says all, the exit code is 2."""
-EXPLAINED = (CheckpointError, RewardFailures, RolloutFailures, LogProbGap, WorkerError, StuckError)
+EXPLAINED = (CheckpointError, RewardFailures, RolloutFailures, LogProbGap, TooFewGroups, WorkerError, StuckError)
 """What a run can die of with a message that says all: the exit code is 1."""
 
 

@@ -46,7 +46,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         **spread("prompt_length", prompts),
         "prompt_length/clip_ratio": (prompts >= max_prompt_length).double().mean().item(),
         "rollout/error_rate": (batch.non_tensor_batch["status"] == "error").mean().item(),
-        "reward/error_rate": batch.meta_info.get("reward_error_rate", 0.0),
+        "reward/error_rate": batch.meta_info["reward_error_rate"],
         "perf/total_num_tokens": float(t["attention_mask"].sum()),
     }
     if "values" in t.keys():

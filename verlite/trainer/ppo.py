@@ -4,11 +4,14 @@ PPO, GRPO and their relatives are this loop with another `algorithm.adv_estimato
 from the configuration (no critic unless the estimator uses values, no reference unless a KL term uses it).
 """
 
+from verlite.protocol.data import DataProto
 from verlite.trainer.finish import finish_step, start_with_validation
 from verlite.trainer.run import Run
 from verlite.trainer.stages import (
     advantages,
     balance,
+    correct,
+    gather,
     generate,
     next_prompts,
     old_log_probs,
@@ -27,11 +30,15 @@ def train(run: Run) -> None:
     if not start_with_validation(run):
         return
     for _ in run.steps():
-        batch = next_prompts(run)  # uid prompt_ids sampling data_source ground_truth extra_info
-        batch = generate(run, batch)  # prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs
-        batch = score(run, batch)  # token_level_scores valid (reward_baselines)
+        batch = DataProto()
+        while len(batch) < run.plan.rows:  # once, unless algorithm.filter_groups asks for more
+            more = next_prompts(run)  # uid prompt_ids sampling data_source ground_truth extra_info
+            more = generate(run, more)  # prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs
+            more = score(run, more)  # token_level_scores valid (reward_baselines)
+            batch = gather(run, batch, more)
         batch = balance(run, batch)  # mini_batch
         batch = old_log_probs(run, batch)  # old_log_probs entropys
+        batch = correct(run, batch)  # rollout_is_weights, response_mask without what is rejected
         batch = reference_log_probs(run, batch)  # ref_log_prob
         batch = values(run, batch)  # values
         batch = advantages(run, batch)  # token_level_rewards advantages returns

@@ -27,7 +27,8 @@ from verlite.workers.rollout import RolloutWorker
 class Run:
     """State of a run on the driver.
 
-    step counts finished and current training steps from 1 (0 before the first); version counts weight syncs.
+    step counts finished and current training steps from 1 (0 before the first); version counts weight syncs; drawn counts the
+    prompts that this step has sampled so far.
     """
 
     config: Config
@@ -49,6 +50,7 @@ class Run:
     stop: StopRequest
     step: int = 0
     version: int = 0
+    drawn: int = 0
     resumed_step: int = 0
     saved_step: int = 0
     failed_saves: int = 0
@@ -59,6 +61,7 @@ class Run:
         """The steps that are left. Ends early when a stop was requested (SIGTERM, SIGUSR1)."""
         while self.step < self.total_steps and not self.stop.requested:
             self.step += 1
+            self.drawn = 0
             self.metrics, self.stopwatch = {}, Stopwatch()
             yield self.step
 

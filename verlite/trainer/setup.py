@@ -18,7 +18,7 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.algorithms.lookup import lookup
 from verlite.algorithms.losses import POLICY_LOSSES
 from verlite.config.load import Loaded, dump
-from verlite.config.plan import Plan, make_plan
+from verlite.config.plan import Plan, make_plan, prompts_drawn
 from verlite.config.schema import Config, ModelConfig
 from verlite.controller.cluster import connect
 from verlite.controller.placement import reserve
@@ -135,7 +135,8 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         tokenizer = tokenizer_of(policy.model)
         train_data = PromptDataset(config.data.train_files, tokenizer, config.data, "train")
         val_data = PromptDataset(config.data.val_files, tokenizer, config.data, "val") if config.data.val_files else None
-        sampler = PromptSampler(len(train_data), config.data.train_batch_size, config.data.seed, config.data.shuffle)
+        drawn_by, prompts = prompts_drawn(config)
+        sampler = PromptSampler(len(train_data), prompts, config.data.seed, config.data.shuffle, drawn_by)
         if checkpoint:
             sampler.load_state_dict(state["sampler"])
         plan = make_plan(config)

@@ -12,12 +12,15 @@ import torch
 from verlite.algorithms.advantages import NEEDS_GREEDY_BASELINE, AdvantageInputs, compute_advantages, place_scores
 from verlite.algorithms.gap import gap_metrics, gap_sums
 from verlite.algorithms.kl import apply_kl_penalty
+from verlite.algorithms.losses import SELECTORS
 from verlite.algorithms.masked import masked_mean
+from verlite.algorithms.rollout_correction import correct_rollout
+from verlite.algorithms.shaping import mask_truncated, overlong_penalty, rows_with_signal, shape_scores
 from verlite.data.dataset import PromptRow
 from verlite.protocol import fields
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.scorer import RewardItem
-from verlite.rollout.types import Sampling
+from verlite.rollout.types import Sampling, Status
 from verlite.trainer import batch as batches
 from verlite.trainer.evaluation import validation_metrics
 from verlite.trainer.metrics import spread
@@ -30,6 +33,10 @@ class RewardFailures(Exception):
 
 class RolloutFailures(Exception):
     """More samples could not be generated than `actor_rollout_ref.rollout.max_error_rate` allows."""
+
+
+class TooFewGroups(Exception):
+    """`algorithm.filter_groups` found too few prompts whose samples differ."""
 
 
 class LogProbGap(Exception):
@@ -54,12 +61,13 @@ def next_prompts(run: Run) -> DataProto:
     """G prompts, each `rollout.n` times with one uid, and its sampling parameters; for remax also once greedily."""
     rollout, longest = run.config.actor_rollout_ref.rollout, run.config.data.max_response_length
     rows = [run.train_data.row(i) for i in run.sampler.next_batch()]
-    uids = [f"{run.step}-{i}" for i in range(len(rows))]
+    uids = [f"{run.step}-{run.drawn + i}" for i in range(len(rows))]
     wanted = [(row, uid) for row, uid in zip(rows, uids, strict=True) for _ in range(rollout.n)]
     samplings = [
         Sampling(rollout.temperature, rollout.top_p, rollout.top_k, longest, seed=seed, ignore_eos=rollout.ignore_eos)
-        for seed in batches.seeds(rollout.seed, run.step, len(wanted))
+        for seed in batches.seeds(rollout.seed, run.step, run.drawn, len(wanted))
     ]
+    run.drawn += len(rows)
     if run.config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE:
         wanted += list(zip(rows, uids, strict=True))
         samplings += [Sampling(0.0, 1.0, -1, longest)] * len(rows)
@@ -86,7 +94,7 @@ def generate(run: Run, requests: DataProto) -> DataProto:
 
 @stage("reward")
 def score(run: Run, batch: DataProto) -> DataProto:
-    """Score the sampled text: token_level_scores, valid. Greedy rows become reward_baselines and leave the batch.
+    """Score the sampled text: raw_scores, token_level_scores, valid. Greedy rows become reward_baselines and leave the batch.
 
     Raises:
         RewardFailures: more than `reward.max_error_rate` of the scores failed; the message has the first traceback.
@@ -99,10 +107,78 @@ def score(run: Run, batch: DataProto) -> DataProto:
             f"{batch.meta_info['reward_first_error'].rstrip()}\n"
             "Correct the reward function, or raise reward.max_error_rate: samples without a reward are then left out of the update"
         )
+    batch = shaped(run, batch)
     greedy = torch.tensor([s.temperature == 0 for s in batch.non_tensor_batch["sampling"]])
     if not greedy.any():
         return batch
     return with_baselines(batch.select_idxs(~greedy), batch.select_idxs(greedy))
+
+
+def shaped(run: Run, batch: DataProto) -> DataProto:
+    """The scores as training takes them: normalised, clipped, and less the penalty for length."""
+    reward, longest, t = run.config.reward, run.config.data.max_response_length, batch.batch
+    after_baseline = run.config.algorithm.adv_estimator == "rloo_token_kl"  # which clips what is left of the score then
+    scores = shape_scores(t["raw_scores"], reward.mean, reward.std, None if after_baseline else reward.clip_range)
+    if reward.overlong_buffer.enable:
+        lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1)
+        penalty = overlong_penalty(lengths, longest, run.plan.overlong_buffer, reward.overlong_buffer.penalty_factor)
+        scores = scores + penalty
+        run.metrics.update(spread("reward/overlong_penalty", penalty[t["valid"]]))
+    run.metrics.update(spread("reward/raw_score", t["raw_scores"][t["valid"]]))
+    return batch.with_batch(token_level_scores=place_scores(scores, t["response_mask"]))
+
+
+def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
+    """The step's samples so far, and those of another generation.
+
+    With `algorithm.filter_groups` (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2) only prompts whose samples differ are
+    kept, until there are `data.train_batch_size` of them; further ones are dropped.
+
+    Raises:
+        TooFewGroups: `filter_groups.max_num_gen_batches` generations, or those of one pass over the data, did not fill the step.
+    """
+    if not run.plan.filters_groups:
+        return more
+    settings, plan = run.config.algorithm.filter_groups, run.plan
+    metric = _filter_metric(more, settings.metric)
+    kept = more.select_idxs(rows_with_signal(metric, more.non_tensor_batch["uid"], more.batch["valid"]))
+    draws = run.drawn // plan.gen_prompts
+    averages = {
+        "filter_groups/kept_ratio": len(kept) / len(more),
+        "filter_groups/score/mean": masked_mean(more.batch["raw_scores"], more.batch["valid"]).item(),
+        "reward/error_rate": more.meta_info["reward_error_rate"],
+    }
+    for name, value in averages.items():  # over all generations of the step
+        before = run.metrics.get(name, 0.0)
+        run.metrics[name] = before + (value - before) / draws
+    run.metrics["train/num_gen_batches"] = float(draws)
+    joined = batches.join([batch, kept], run.pad_id) if len(batch) and len(kept) else batch if len(batch) else kept
+    joined = joined[: plan.rows].with_meta(reward_error_rate=run.metrics["reward/error_rate"])
+    limit = settings.max_num_gen_batches or -(-len(run.train_data) // plan.gen_prompts)
+    if len(joined) < plan.rows and draws >= limit:
+        raise TooFewGroups(
+            f"after {draws} generations of {plan.gen_prompts} prompts, only {len(joined) // plan.samples_per_prompt} of "
+            f"data.train_batch_size={plan.prompts} have samples whose {settings.metric} differs (mean score "
+            f"{run.metrics['filter_groups/score/mean']:.3g}): the other prompts are too easy or too hard for this policy. Use other "
+            "prompts, raise actor_rollout_ref.rollout.n or temperature, allow more with algorithm.filter_groups.max_num_gen_batches, "
+            "or train on all with algorithm.filter_groups.enable=false"
+        )
+    return joined
+
+
+def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
+    """[B] what must differ between the samples of a prompt."""
+    if name in ("score", "seq_reward"):
+        return batch.batch["raw_scores"] if name == "score" else batch.batch["token_level_scores"].sum(1)
+    parts, valid = batch.non_tensor_batch["reward_parts"], batch.batch["valid"].tolist()
+    for part, ok in zip(parts, valid, strict=True):
+        if ok and not isinstance(part.get(name), (int, float)):
+            numbers = sorted(key for key, value in part.items() if isinstance(value, (int, float)))
+            raise TooFewGroups(
+                f"algorithm.filter_groups.metric={name}: the reward function returned no such number for each sample. "
+                f"Numbers that it returned: {', '.join(['score', *numbers])}"
+            )
+    return torch.tensor([part[name] if ok else 0.0 for part, ok in zip(parts, valid, strict=True)], dtype=torch.float64)
 
 
 def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
@@ -144,7 +220,7 @@ def scored(run: Run, batch: DataProto) -> DataProto:
     failed = [r for r in results if r.score is None]
     batch = _voting(batch, kept)
     return (
-        batch.with_batch(token_level_scores=place_scores(scores, batch.batch["response_mask"]))
+        batch.with_batch(raw_scores=scores, token_level_scores=place_scores(scores, batch.batch["response_mask"]))
         .with_non_tensor(error=object_array(errors), reward_parts=object_array(parts), text=object_array(texts))
         .with_meta(
             reward_error_rate=len(failed) / max(1, len(results)),
@@ -178,18 +254,20 @@ def to_ranks(run: Run, batch: DataProto, role: str) -> DataProto:
 def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     """Log-probs under the policy before this step's updates: old_log_probs, entropys.
 
-    Skipped where they are provably the ones of the update itself (one update, one epoch, no KL in the reward), which then
+    Skipped where they are provably the ones of the update itself (one update, one epoch, and nobody else asks), which then
     measures the same metrics. The first step of a process computes them all the same, since the start-up gate compares
-    them with the rollout's.
+    them with the rollout's. In the bypass mode the rollout's take their place.
 
     Raises:
         LogProbGap: trainer and engine disagree by more than `rollout.log_prob_gap_limit`, or there is no token to compare.
     """
-    gate = run.first_step
-    once = run.plan.actor.per_step == 1 and not run.config.algorithm.use_kl_in_reward
-    if once and not gate:
+    gate, needed = run.first_step, run.plan.needs_old_log_probs
+    if run.plan.correction.bypass_mode:
+        batch = batch.with_batch(old_log_probs=batch.batch["rollout_log_probs"])
+    if not needed and not gate:
         return batch
-    measured = batch.union(run.actor.log_probs(to_ranks(run, batch, "actor")))
+    answer = run.actor.log_probs(to_ranks(run, batch, "actor"))
+    measured = batch.with_batch(**answer.batch)
     t = measured.batch
     gap = gap_metrics(gap_sums(t["old_log_probs"], t["rollout_log_probs"], t["response_mask"]))
     run.metrics.update(gap | {"actor/entropy": masked_mean(t["entropys"], t["response_mask"]).item()})
@@ -203,7 +281,7 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
             f"actor_rollout_ref.rollout.log_prob_gap_limit={limit}. {_triage(t)}"
         )
     # Where they are skipped in later steps the update must not see them now either: a resumed run takes the same numbers.
-    return batch if once else measured
+    return measured if needed else batch
 
 
 def _triage(t) -> str:
@@ -222,6 +300,20 @@ def _triage(t) -> str:
     )
 
 
+def correct(run: Run, batch: DataProto) -> DataProto:
+    """Importance weights and rejection by `algorithm.rollout_correction`: rollout_is_weights, and response_mask without what is rejected.
+
+    A row's score moves to the last token that is left.
+    """
+    if not run.plan.correction.acts_on_batch:
+        return batch
+    t = batch.batch
+    weights, mask, metrics = correct_rollout(t["old_log_probs"], t["rollout_log_probs"], t["response_mask"], run.plan.correction)
+    run.metrics.update(metrics)
+    batch = batch.with_batch(response_mask=mask, token_level_scores=place_scores(t["token_level_scores"].sum(1), mask))
+    return batch if weights is None else batch.with_batch(rollout_is_weights=weights)
+
+
 @stage("ref")
 def reference_log_probs(run: Run, batch: DataProto) -> DataProto:
     """Log-probs under the frozen reference: ref_log_prob. Only when a KL term uses it."""
@@ -236,7 +328,7 @@ def values(run: Run, batch: DataProto) -> DataProto:
 
 @stage("adv")
 def advantages(run: Run, batch: DataProto) -> DataProto:
-    """From scores to token_level_rewards, advantages and returns."""
+    """From scores to token_level_rewards, advantages and returns; then what a few methods do to the batch that is trained on."""
     algorithm, t = run.config.algorithm, batch.batch
     rewards = t["token_level_scores"]
     if algorithm.use_kl_in_reward:
@@ -253,13 +345,42 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
         valid=t["valid"],
         values=t.get("values"),
         reward_baselines=t.get("reward_baselines"),
+        token_level_scores=t["token_level_scores"],
         old_log_probs=t.get("old_log_probs"),
+        sum_pi_squared=t.get("sum_pi_squared"),
+        rollout_is_weights=t.get("rollout_is_weights"),
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        extra=algorithm.adv_kwargs,
     )
+    if run.config.reward.clip_range is not None:
+        low, high = run.config.reward.clip_range
+        inputs.reward_clip_range = (low, high)
     adv, returns = compute_advantages(algorithm.adv_estimator, inputs)
-    return fields.check(batch.with_batch(token_level_rewards=rewards, advantages=adv, returns=returns))
+    batch = batch.with_batch(token_level_rewards=rewards, advantages=adv, returns=returns)
+    return fields.check(with_selected_tokens(run, without_truncated(run, batch)))
+
+
+def without_truncated(run: Run, batch: DataProto) -> DataProto:
+    """`algorithm.mask_truncated`: responses that were cut off take part in baselines, but not in the loss."""
+    if not run.config.algorithm.mask_truncated:
+        return batch
+    truncated = torch.from_numpy(batch.non_tensor_batch["status"] == Status.LENGTH)
+    mask = mask_truncated(batch.batch["response_mask"], truncated)
+    run.metrics["response_length/masked_truncated_ratio"] = truncated.double().mean().item()
+    return batch.with_batch(response_mask=mask, **{name: batch.batch[name] * mask for name in ("advantages", "returns")})
+
+
+def with_selected_tokens(run: Run, batch: DataProto) -> DataProto:
+    """For clip_cov and kl_cov: selected_tokens, chosen over the whole step, so that no split into updates changes them."""
+    actor, t = run.config.actor_rollout_ref.actor, batch.batch
+    if run.plan.loss_mode not in SELECTORS:
+        return batch
+    seed = batches.seeds(actor.data_loader_seed, run.step, 0, 1)[0]
+    settings = {**vars(actor.policy_loss), "generator": torch.Generator().manual_seed(seed)}
+    select = SELECTORS[run.plan.loss_mode]
+    return batch.with_batch(selected_tokens=select(t["old_log_probs"], t["advantages"], t["response_mask"].bool(), settings))
 
 
 @stage("update_critic")
@@ -284,7 +405,7 @@ def validate(run: Run) -> dict[str, float]:
     val, data = run.config.actor_rollout_ref.rollout.val_kwargs, run.config.data
     rows: list[tuple[str, PromptRow]] = [(f"val-{i}", run.val_data.row(i)) for i in range(len(run.val_data)) for _ in range(val.n)]
     greedy = not val.do_sample or val.temperature == 0
-    seeds = batches.seeds(run.config.actor_rollout_ref.rollout.seed, 0, len(rows))
+    seeds = batches.seeds(run.config.actor_rollout_ref.rollout.seed, 0, 0, len(rows))
     size = (data.val_batch_size or len(run.val_data)) * val.n
     sources, uids, rewards, parts, records, turns = [], [], [], [], [], []
     first_error = ""

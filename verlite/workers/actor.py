@@ -51,20 +51,24 @@ class ActorWorker(TrainingWorker):
 
     @register("split")
     def log_probs(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys [b, R] of the responses under the current policy."""
+        """old_log_probs and entropys [b, R] of the responses under the current policy, and sum_pi_squared where the plan needs it."""
         self.engine.onload()
         out = self.engine.forward(
-            batch, cut(self.plan.log_prob_micro), self.config.actor_rollout_ref.rollout.temperature, with_entropy=True
+            batch,
+            cut(self.plan.log_prob_micro),
+            self.config.actor_rollout_ref.rollout.temperature,
+            with_entropy=True,
+            with_sum_pi_squared=self.plan.needs_sum_pi_squared,
         )
         self.engine.offload()
-        return DataProto.from_dict({"old_log_probs": out["log_probs"], "entropys": out["entropy"]})
+        return DataProto.from_dict({"old_log_probs": out.pop("log_probs"), "entropys": out.pop("entropy"), **out})
 
     @register("split")
     def update(self, batch: DataProto) -> dict[str, float]:
         """All of the step's policy updates; returns verl's actor/ metrics, equal on every rank."""
         actor = self.config.actor_rollout_ref.actor
-        # Without old_log_probs nobody has measured the entropy yet.
-        with_entropy = actor.calculate_entropy or actor.entropy_coeff != 0 or "old_log_probs" not in batch.batch.keys()
+        unmeasured = "entropys" not in batch.batch.keys()
+        with_entropy = actor.calculate_entropy or actor.entropy_coeff != 0 or unmeasured
         metrics = self.update_in_mini_batches(
             "actor", batch, self.plan.actor, policy_objective(self.config, self.plan), with_entropy=with_entropy
         )
@@ -108,6 +112,14 @@ def policy_objective(config: Config, plan: Plan):
     `counts` has the tokens and sequences of all micro-batches on all ranks, so the sum of the parts is the loss of the whole.
     """
     actor = config.actor_rollout_ref.actor
+    chosen = actor.policy_loss
+    extra = {
+        "tau_pos": actor.tau_pos,
+        "tau_neg": actor.tau_neg,
+        "ppo_kl_coef": chosen.ppo_kl_coef,
+        "rollout_correction": plan.correction,
+        **chosen.kwargs,
+    }
 
     def objective(rows: TensorDict, outputs: dict[str, torch.Tensor], counts: Counts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_probs = outputs["log_probs"]
@@ -131,8 +143,10 @@ def policy_objective(config: Config, plan: Plan):
             clip_high=plan.clip_high,
             clip_c=actor.clip_ratio_c,
             loss_agg_mode=actor.loss_agg_mode,
+            rollout_is_weights=rows.get("rollout_is_weights"),
+            extra=extra | {"selected": rows.get("selected_tokens")},
         )
-        loss, metrics = policy_loss(actor.policy_loss.loss_mode, inputs)
+        loss, metrics = policy_loss(plan.loss_mode, inputs)
         metrics["actor/pg_loss"] = loss.detach()
         if "old_log_probs" not in rows.keys():
             # This is the step's only update, so its log-probs are the old ones: the ratio is 1, and the gap is measured here.

@@ -56,6 +56,12 @@ class RolloutWorker(Worker):
             raise RuntimeError(f"no actor rank on node {self.node_id} wrote weights there: place the actor on every node of the rollout")
         self.engine.load_weights(read_buckets(mine.paths), version, mine.fingerprint)
 
+    def close(self) -> None:
+        """End the engine and its processes, whose shared memory would otherwise outlive them."""
+        if hasattr(self, "engine"):  # not if it failed to start
+            self.engine.close()
+        super().close()
+
     @register("all")
     def wake(self, what: str) -> None:
         """Bring back what sleep freed: "weights" or "kv_cache"."""

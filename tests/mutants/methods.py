@@ -1,0 +1,99 @@
+"""Bugs in what single methods add to the loop, its configuration and its recipes: (name, file, old text, new text, test)."""
+
+STAGES, BATCH, ACTOR, LOOP = (f"verlite/{name}.py" for name in ("trainer/stages", "trainer/batch", "workers/actor", "trainer/ppo"))
+PLAN, RULES, SETTINGS, INEFFECTIVE = (f"verlite/config/{name}.py" for name in ("plan", "rules", "correction", "ineffective"))
+REWARD_CONTRACT, MODEL = "verlite/rewards/contract.py", "verlite/engine/model.py"
+
+STAGE = "tests/trainer/test_stages.py::test_"
+SHAPED = STAGE + "scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones_kept"
+KEPT = STAGE + "dynamic_sampling_keeps_prompts_whose_samples_differ_until_the_step_is_full"
+UNFILLED = STAGE + "dynamic_sampling_that_never_fills_a_step_stops_the_run"
+CORRECTED = STAGE + "correction_weighs_tokens_and_takes_rejected_ones_out_of_all_that_follows"
+TRUNCATED = STAGE + "truncated_responses_count_in_the_baseline_and_nowhere_else"
+CHOSEN = STAGE + "tokens_of_high_covariance_are_chosen_over_the_whole_step"
+BYPASS = STAGE + "in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_still_measures"
+OWN_IDS = STAGE + "the_prompts_of_a_step_have_ids_and_seeds_of_their_own_over_generations"
+OBJECTIVE = "tests/workers/test_objectives.py::test_"
+WRONG = "tests/config/test_rules.py::test_wrong_lines"
+ASKED = "tests/config/test_plan.py::test_old_log_probs_are_computed_where_somebody_asks"
+RECIPE = "tests/recipes/test_methods.py::test_a_recipe_is_its_method"
+CONTRACT = "tests/rewards/test_contract.py::test_what_is_wrong_is_said_once"
+
+MUTANTS = [
+    # scores
+    ("scores are not normalised", STAGES, "reward.mean, reward.std, None if", "0.0, 1.0, None if", SHAPED),
+    ("the score is clipped before rloo_token_kl's baseline", STAGES, "None if after_baseline else reward.clip_range", "reward.clip_range",
+     STAGE + "rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score"),
+    ("the penalty counts the prompt", STAGES, 't["attention_mask"][:, -t["responses"].shape[1] :].sum(1)', 't["attention_mask"].sum(1)', SHAPED),
+    ("the penalty is forgotten", STAGES, "scores = scores + penalty", "scores = scores + 0", SHAPED),
+    ("raw scores are the shaped ones", STAGES, "raw_scores=scores, token_level_scores=place_scores(scores,",
+     "raw_scores=scores * 0, token_level_scores=place_scores(scores,", SHAPED),
+    # dynamic sampling
+    ("prompts without a signal are kept", STAGES, "kept = more.select_idxs(rows_with_signal", "kept = more or more.select_idxs(rows_with_signal", KEPT),
+    ("a step is overfull", STAGES, "joined = joined[: plan.rows].with_meta", "joined = joined.with_meta", KEPT),
+    ("only the last generation counts", STAGES, "joined = batches.join([batch, kept], run.pad_id) if len(batch) and len(kept) else batch if len(batch) else kept",
+     "joined = kept", KEPT),
+    ("shares are those of the last generation", STAGES, "run.metrics[name] = before + (value - before) / draws", "run.metrics[name] = value", KEPT),
+    ("sampling never stops", STAGES, "len(joined) < plan.rows and draws >= limit", "False", UNFILLED),
+    ("one generation too many", STAGES, "draws >= limit", "draws > limit", UNFILLED),
+    ("the filter looks at the wrong number", STAGES, "torch.tensor([part[name] if ok else 0.0", "torch.tensor([0.0 if ok else 0.0",
+     STAGE + "dynamic_sampling_by_what_the_reward_function_says"),
+    ("every step filters", STAGES, "    if not run.plan.filters_groups:\n", "    if False:\n",
+     STAGE + "without_dynamic_sampling_a_step_is_one_generation"),
+    ("generations of a step share uids", STAGES, 'f"{run.step}-{run.drawn + i}"', 'f"{run.step}-{i}"', OWN_IDS),
+    ("generations of a step share seeds", STAGES, "run.step, run.drawn, len(wanted)", "run.step, 0, len(wanted)", OWN_IDS),
+    ("joined prompts are padded on the right", BATCH, '"B P": (left, 0)', '"B P": (0, left)', "tests/trainer/test_batch.py::test_joined_batches_are_those_of_one_assembly"),
+    ("joined prompts lose their place", BATCH, '"B S": (left, right)', '"B S": (0, left + right)',
+     "tests/trainer/test_batch.py::test_joined_batches_are_those_of_one_assembly"),
+    # rollout correction
+    ("the weights do not reach the update", ACTOR, 'rollout_is_weights=rows.get("rollout_is_weights")', "rollout_is_weights=None",
+     OBJECTIVE + "importance_weights_and_chosen_tokens_reach_the_loss"),
+    ("the chosen tokens do not reach the update", ACTOR, 'extra | {"selected": rows.get("selected_tokens")}', 'extra | {"selected": None}',
+     OBJECTIVE + "importance_weights_and_chosen_tokens_reach_the_loss"),
+    ("rejected tokens stay", STAGES, "response_mask=mask, token_level_scores=place_scores", "token_level_scores=place_scores", CORRECTED),
+    ("a rejected last token takes the score along", STAGES, 'token_level_scores=place_scores(t["token_level_scores"].sum(1), mask))',
+     'token_level_scores=t["token_level_scores"] * mask)', CORRECTED),
+    ("weights are thrown away", STAGES, "return batch if weights is None else batch.with_batch(rollout_is_weights=weights)", "return batch", CORRECTED),
+    ("bypass mode measures old log-probs", STAGES, "if run.plan.correction.bypass_mode:", "if False:", BYPASS),
+    ("bypass mode skips the gate", STAGES, "    if not needed and not gate:\n", "    if not needed:\n", BYPASS),
+    ("bypass mode keeps the loss", PLAN, "loss_mode=BYPASS_LOSS if corrected.bypass_mode else", "loss_mode=",
+     "tests/config/test_plan.py::test_bypass_mode_brings_its_loss_and_saves_the_pass"),
+    ("bypass mode computes old log-probs all the same", PLAN, "    if corrected.bypass_mode:\n        return False\n", "",
+     "tests/config/test_plan.py::test_bypass_mode_brings_its_loss_and_saves_the_pass"),
+    ("a preset is ignored", SETTINGS, "    if config.preset is not None:\n", "    if False:\n",
+     "tests/config/test_plan.py::test_presets_and_their_keys_are_the_same"),
+    ("old log-probs are skipped although a correction needs them", PLAN, " or corrected.acts_on_batch", "", ASKED),
+    ("old log-probs are skipped although tokens are chosen by them", PLAN, " or loss in SELECTORS", "", ASKED),
+    ("old log-probs are skipped although the estimator needs them", PLAN, " or loss in SELECTORS or asked", " or loss in SELECTORS", ASKED),
+    ("old log-probs are skipped with KL in the reward", PLAN, " or config.algorithm.use_kl_in_reward or", " or", ASKED),
+    # truncated responses, chosen tokens
+    ("truncated responses are trained", STAGES, "return batch.with_batch(response_mask=mask, **{", "return batch.with_batch(**{", TRUNCATED),
+    ("finished responses are taken for truncated ones", STAGES, '["status"] == Status.LENGTH', '["status"] == Status.DONE', TRUNCATED),
+    ("truncated responses keep their advantages", STAGES, "batch.batch[name] * mask for name", "batch.batch[name] for name", TRUNCATED),
+    ("tokens are chosen with another step's lot", STAGES, "torch.Generator().manual_seed(seed)", "None", CHOSEN),
+    ("no tokens are chosen", STAGES, "    if run.plan.loss_mode not in SELECTORS:\n", "    if True:\n", CHOSEN),
+    ("sum of squared probabilities without the temperature", MODEL, "sum_pi_squared(hidden, embedding.weight, temperature)",
+     "sum_pi_squared(hidden, embedding.weight)", "tests/engine/test_passes.py::test_sum_of_squared_probabilities_by_the_oracle"),
+    # rules and recipes
+    ("dynamic sampling of single samples passes", RULES, "        rule = \"one sample never differs from itself", "        return\n        rule = \"one sample never differs from itself", WRONG),
+    ("a step that cannot be filled passes", RULES, "if 0 < limit * drawn < prompts", "if 0 < limit * drawn < 0", WRONG),
+    ("an adaptive KL from 0 passes", RULES, 'kl.type == "adaptive" and kl.kl_coef == 0', "False", WRONG),
+    ("a clip range the wrong way round passes", RULES, "len(bounds) != 2 or bounds[0] >= bounds[1]", "len(bounds) != 2", WRONG),
+    ("a preset beside its own keys passes", RULES, "if section.preset is not None and others:", "if False:", WRONG),
+    ("a cap below 1 passes", RULES, "settings.is_truncated and settings.is_band[1] < 1", "False", WRONG),
+    ("a loss beside the bypass mode's passes", RULES, 'settings.bypass_mode and loss != "vanilla"', "False", WRONG),
+    ("two KL terms are not said", INEFFECTIVE, "    if algorithm.use_kl_in_reward and actor.use_kl_loss:\n", "    if False:\n",
+     "tests/config/test_ineffective.py::test_remarks_on_settings_that_are_rarely_meant"),
+    ("dapo without clip-higher", "conf/dapo.yaml", "clip_ratio_high: 0.28", "clip_ratio_high: 0.2", RECIPE),
+    ("dr_grpo divides by the standard deviation", "conf/dr_grpo.yaml", "norm_adv_by_std_in_grpo: false", "norm_adv_by_std_in_grpo: true", RECIPE),
+    ("gspo with GRPO's loss", "conf/gspo.yaml", "loss_mode: gspo", "loss_mode: vanilla", RECIPE),
+    # the contract of rewards
+    ("chance passes for a score", REWARD_CONTRACT, "if (one.score, one.parts) != (two.score, two.parts)", "if False", CONTRACT),
+    ("a constant passes for a score", REWARD_CONTRACT, "if best <= wrong:", "if best < wrong:", CONTRACT),
+    ("extra_info is taken for granted", REWARD_CONTRACT, "zip(names, bare, strict=True) if result.score is None", "zip(names, bare, strict=True) if False", CONTRACT),
+    # the loop as a whole
+    ("advantages with the sign turned", STAGES, "token_level_rewards=rewards, advantages=adv, returns=returns)",
+     "token_level_rewards=rewards, advantages=-adv, returns=returns)", "tests/trainer/test_golden.py"),
+    ("the critic is updated twice", LOOP, "        update_critic(run, batch)\n", "        update_critic(run, batch)\n        update_critic(run, batch)\n",
+     "tests/trainer/test_golden.py"),
+]  # fmt: skip

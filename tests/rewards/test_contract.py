@@ -1,0 +1,64 @@
+"""The contract test for reward functions finds what is wrong with one, and nothing with a good one."""
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from verlite.cli import app
+from verlite.rewards.contract import check_reward
+
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n    "
+GOOD = HEAD + "return {'score': float(ground_truth in solution_str), 'acc': 1.0}"
+
+WRONG = [
+    (HEAD + "return float(solution_str.split('####')[1] == ground_truth)", "on the ground truth, .* response: IndexError: list index"),
+    (HEAD + "return None", "on all answers: BadReturn: returned None"),
+    (HEAD + "return solution_str == '' and float('nan')", "on an empty response: BadReturn: returned nan"),
+    ("import random\n" + HEAD + "return (ground_truth in solution_str) + random.random() / 2", "on .*another result when scored again"),
+    (HEAD + "return float(extra_info['index'] == 0 and ground_truth in solution_str)", "on all answers: without extra_info KeyError"),
+    (HEAD + "return {'score': ground_truth in solution_str, **({'a': 1} if solution_str else {})}", "other parts for other answers"),
+    (HEAD + "return 1.0", "scores no higher than a wrong answer"),
+    ("def compute_score(text, truth):\n    return 1.0", "cannot be called with data_source"),
+    ("def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0", "has no function 'compute_score'"),
+    ("import nothing_of_that_name", "cannot be loaded: ModuleNotFoundError"),
+]  # fmt: skip
+
+
+def reward(folder, source) -> str:
+    file = folder / "reward.py"
+    file.write_text(source)
+    return str(file)
+
+
+@pytest.mark.parametrize(("source", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_what_is_wrong_is_said_once(tmp_path, source, said):
+    (problem,) = check_reward(reward(tmp_path, source))
+    assert re.search(said, problem), problem
+
+
+def test_a_good_function_by_file_and_by_module(tmp_path, monkeypatch):
+    assert check_reward(reward(tmp_path, GOOD), {"weight": 2}) == []
+    assert check_reward("verlite.rewards.exact:compute_score") == []
+    for name in ("no_colon", "nothing.here:f"):
+        with pytest.raises(ValueError, match="write FILE.py|there is no module nothing.here"):
+            check_reward(name)
+
+
+def test_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def flat(inputs):\n    a = inputs.extra['k'] * inputs.mask.float()\n    return a, a\n"
+        "def loss(inputs):\n    return inputs.total(inputs.advantages * inputs.log_ratio.exp()), {}\n"
+    )
+
+    def run(*arguments):
+        result = CliRunner().invoke(app, ["contract", *arguments])
+        return result.exit_code, result.output
+
+    assert run("reward", reward(tmp_path, GOOD)) == (0, f"{tmp_path}/reward.py keeps the contract of a reward function.\n")
+    code, text = run("loss", "mine:loss")
+    assert code == 1 and "a positive advantage lowers the log-prob: the sign is wrong" in text
+    assert run("estimator", "mine:flat", "--kwargs", '{"k": 2}') == (0, "mine:flat keeps the contract of an advantage estimator.\n")
+    assert run("estimator", "mine:flat")[0] == 1  # KeyError: 'k'
+    assert run("estimator", "mine:other")[0] == 2 and run("loss", "gspo")[0] == 0

@@ -1,0 +1,77 @@
+"""Golden trajectories: short GRPO and PPO runs whose rewards and losses are in golden/, against drift that no single test is about.
+
+python -m tests.trainer.test_golden      writes them anew; look at what changed before you commit it
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import tiny_model
+from tests.trainer.runs import Launch, write_reward, write_sums
+
+GOLDEN = Path(__file__).with_name("golden")
+METHODS = {
+    "grpo": ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.01"],
+    "ppo": ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "critic.optim.lr=1e-3"],
+}
+KEPT = (
+    "critic/score/mean", "critic/rewards/mean", "critic/advantages/max", "critic/returns/mean", "critic/values/mean", "critic/vf_loss",
+    "critic/grad_norm", "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy", "actor/kl_loss", "actor/reward_kl_penalty",
+    "actor/grad_norm", "response_length/mean",
+)  # fmt: skip
+
+
+def machine() -> dict[str, str]:
+    """What decides in which order sums of float32 are made."""
+    return {"torch": torch.__version__.split("+")[0], "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
+def trajectory(method: str, folder: Path, model: str) -> list[dict[str, float]]:
+    """The kept metrics of three steps, two updates each."""
+    reward = write_reward(folder / "reward.py", "return sum(c.isdigit() for c in solution_str) / 4")
+    policy, actor = "actor_rollout_ref.", "actor_rollout_ref.actor."
+    run = Launch(
+        folder / method,
+        [
+            f"data.train_files={write_sums(folder / 'train.parquet', 64)}", f"custom_reward_function.path={reward}",
+            f"{policy}model.path={model}", "data.train_batch_size=8", "data.max_prompt_length=8", "data.max_response_length=8",
+            f"{actor}ppo_mini_batch_size=4", f"{actor}ppo_micro_batch_size_per_gpu=3", f"{actor}optim.lr=1e-3",
+            f"{policy}rollout.name=hf", f"{policy}rollout.n=4", "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1",
+            "trainer.total_training_steps=3", "trainer.export_hf=false", *METHODS[method],
+        ],
+        folder / f"{method}.log",
+    )  # fmt: skip
+    assert run.wait() == 0, run.text()
+    return [{key: line[key] for key in KEPT if key in line} for line in run.metrics()]
+
+
+def write() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_model(Path(folder) / "model", "qwen2")
+        for method in METHODS:
+            lines = [machine(), *trajectory(method, Path(folder), model)]
+            (GOLDEN / f"{method}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            print(GOLDEN / f"{method}.jsonl")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_takes_the_way_that_it_took_before(method, tmp_path, tiny_qwen2):
+    made_on, *golden = map(json.loads, (GOLDEN / f"{method}.jsonl").read_text().splitlines())
+    # The same kernels repeat to the last digits. Others sum in another order, and Adam's first steps, which go by the sign of a
+    # gradient however small, make hundredths of that; a changed formula moves these numbers by far more.
+    tolerance = 1e-5 if made_on == machine() else 0.05
+    lines = trajectory(method, tmp_path, tiny_qwen2)
+    assert [line.keys() for line in lines] == [line.keys() for line in golden]
+    for step, (line, before) in enumerate(zip(lines, golden, strict=True), start=1):
+        for key, value in line.items():
+            assert value == pytest.approx(before[key], rel=tolerance, abs=tolerance), f"step {step}: {key}"
+
+
+if __name__ == "__main__":
+    sys.exit(write())
