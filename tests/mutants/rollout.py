@@ -40,7 +40,7 @@ MUTANTS = [
     ("the temperature stays behind when a row moves", HF, "self._limit, self._key, self._temperature, self._top_k", "self._limit, self._key, self._top_k",
      TEST_HF + "test_a_moved_row_takes_everything_along"),
     ("what ends a row stays behind when it moves", HF, "self._top_k, self._top_p, self._heeds_eos):", "self._top_k, self._top_p):",
-     TEST_HF + "test_tokens_do_not_depend_on_company_or_order"),
+     TEST_HF + "test_what_ends_a_row_moves_with_it"),
     ("a row moves without its log-probs", HF, "for tensor in (self._tokens, self._log_probs):", "for tensor in (self._tokens,):",
      TEST_HF + "test_a_moved_row_takes_everything_along"),
     ("running rows are lost when the tables grow", HF, "if old is not None and self._rows:", "if old is None and self._rows:",

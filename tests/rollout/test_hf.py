@@ -167,6 +167,23 @@ def test_a_moved_row_takes_everything_along(engine, model):
         assert ask(engine, [prompt], sampling)[0].ids == answer.ids
 
 
+def test_what_ends_a_row_moves_with_it(tmp_path):
+    """A quarter of all tokens end a sequence, for every request but each third, which goes on to its limit."""
+    path, ends = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1), list(range(1, 33))
+    (Path(path) / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    samplings = [Sampling(max_tokens=6 + 4 * (i % 5), seed=i, ignore_eos=i % 3 == 0) for i in range(30)]
+    engine = start(path)
+    try:
+        for sampling, answer in zip(samplings, ask(engine, some_prompts(30, seed=7), *samplings), strict=True):
+            ended = [i for i, token in enumerate(answer.ids) if token in ends]
+            if sampling.ignore_eos or not ended:
+                assert len(answer.ids) == sampling.max_tokens
+            else:
+                assert ended == [len(answer.ids) - 1]
+    finally:
+        engine.close()
+
+
 def test_a_request_that_joins_changes_nothing_for_those_that_run(path):
     """Tables and cache grow under a running row, in rows and in slots."""
     prompts = [[7, 8, 9], *some_prompts(5, seed=8, longest=60)]
