@@ -76,7 +76,7 @@ def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, m
     subject.engine = SimpleNamespace(onload=lambda **_: None, offload=lambda: None, forward=forward)
     subject.config, micro = Config(data=DataConfig(train_files="x")), Micro(1, None)
     subject.config.actor_rollout_ref.rollout.temperature = 0.7
-    subject.plan = SimpleNamespace(log_prob_micro=micro, ref_micro=micro, value_micro=micro)
+    subject.plan = SimpleNamespace(log_prob_micro=micro, ref_micro=micro, value_micro=micro, needs_sum_pi_squared=False)
     getattr(subject, method)(DataProto.from_dict({"response_mask": torch.ones(1, 1)}))
     assert seen == [temperature]
 
