@@ -92,6 +92,19 @@ def test_the_policys_loss_by_loops(rows, parts):
     assert not gap_metrics(metrics)  # measured by the stage that computed old_log_probs
 
 
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
+def test_a_mean_over_rows_counts_all_rows_of_the_step_that_have_a_token(rows, parts, mode):
+    """Five of six rows, whatever part of them a micro-batch has; without old log-probs, so that a token's loss is -A."""
+    rows, outputs = rows
+    tokens = tokens_of(rows)
+    objective = policy_objective(config(loss_agg_mode=mode), Numbers())
+    total, _ = in_parts(objective, rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5), parts)
+    by_row = [[-float(rows["advantages"][t]) for t in tokens if t[0] == i] for i in range(B)]
+    expected = sum(sum(row) / (len(row) if mode.endswith("token-mean") else 1) for row in by_row if row) / 5
+    assert total == pytest.approx(expected, rel=1e-6)
+
+
 def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
     rows, outputs = rows
     tokens = tokens_of(rows)
