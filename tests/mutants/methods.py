@@ -26,7 +26,7 @@ MUTANTS = [
     ("the score is clipped before rloo_token_kl's baseline", STAGES, "None if after_baseline else reward.clip_range", "reward.clip_range",
      STAGE + "rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score"),
     ("the penalty counts the prompt", STAGES, 't["attention_mask"][:, -t["responses"].shape[1] :].sum(1)', 't["attention_mask"].sum(1)', SHAPED),
-    ("the penalty is forgotten", STAGES, "scores = scores + penalty", "scores = scores + 0", SHAPED),
+    ("the penalty is forgotten", STAGES, "scores, batch = scores + penalty, batch", "scores, batch = scores, batch", SHAPED),
     ("raw scores are the shaped ones", STAGES, "raw_scores=scores, token_level_scores=place_scores(scores,",
      "raw_scores=scores * 0, token_level_scores=place_scores(scores,", SHAPED),
     # dynamic sampling

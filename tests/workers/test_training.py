@@ -68,7 +68,7 @@ def test_each_pass_over_the_rows_has_mini_batches_of_its_own_and_the_schedule_mo
 def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, method, temperature):
     seen = []
 
-    def forward(batch, micro, temperature, with_entropy=False):
+    def forward(batch, micro, temperature, **measures):
         seen.append(temperature)
         return dict.fromkeys(("log_probs", "entropy", "values"), torch.zeros(1, 1))
 
