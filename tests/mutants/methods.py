@@ -32,9 +32,8 @@ MUTANTS = [
     # dynamic sampling
     ("prompts without a signal are kept", STAGES, "kept = more.select_idxs(rows_with_signal", "kept = more or more.select_idxs(rows_with_signal", KEPT),
     ("a step is overfull", STAGES, "joined = joined[: plan.rows].with_meta", "joined = joined.with_meta", KEPT),
-    ("only the last generation counts", STAGES, "joined = batches.join([batch, kept], run.pad_id) if len(batch) and len(kept) else batch if len(batch) else kept",
-     "joined = kept", KEPT),
-    ("shares are those of the last generation", STAGES, "run.metrics[name] = before + (value - before) / draws", "run.metrics[name] = value", KEPT),
+    ("only the last generation counts", STAGES, "for part in (batch, kept) if len(part)", "for part in (kept,) if len(part)", KEPT),
+    ("shares are those of the last generation", STAGES, "run.metrics[key] = before + (value - before) / draws", "run.metrics[key] = value", KEPT),
     ("sampling never stops", STAGES, "len(joined) < plan.rows and draws >= limit", "False", UNFILLED),
     ("one generation too many", STAGES, "draws >= limit", "draws > limit", UNFILLED),
     ("the filter looks at the wrong number", STAGES, "torch.tensor([part[name] if ok else 0.0", "torch.tensor([0.0 if ok else 0.0",

@@ -315,7 +315,10 @@ def test_dynamic_sampling_that_never_fills_a_step_stops_the_run(limit, data, las
     run, batch = a_run(drawn=0, train_data=range(data)), None
     for _ in range(last - 1):
         _, batch = filtered([1, 1, 0, 0], ["a", "a", "b", "b"], batch, run=run, max_num_gen_batches=limit)
-    with pytest.raises(stages.TooFewGroups, match=f"after {last} generations of 2 prompts, only 0 of data.train_batch_size=2"):
+    with pytest.raises(
+        stages.TooFewGroups,
+        match=f"after {last} generations of 2 prompts, only 0 of data.train_batch_size=2 have samples whose score differs",
+    ):
         filtered([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
 
 

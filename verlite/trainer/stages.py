@@ -147,11 +147,12 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
         "filter_groups/score/mean": masked_mean(more.batch["raw_scores"], more.batch["valid"]).item(),
         "reward/error_rate": more.meta_info["reward_error_rate"],
     }
-    for name, value in averages.items():  # over all generations of the step
-        before = run.metrics.get(name, 0.0)
-        run.metrics[name] = before + (value - before) / draws
+    for key, value in averages.items():  # over all generations of the step
+        before = run.metrics.get(key, 0.0)
+        run.metrics[key] = before + (value - before) / draws
     run.metrics["train/num_gen_batches"] = float(draws)
-    joined = batches.join([batch, kept], run.pad_id) if len(batch) and len(kept) else batch if len(batch) else kept
+    parts = [part for part in (batch, kept) if len(part)]
+    joined = batches.join(parts, run.pad_id) if parts else kept
     joined = joined[: plan.rows].with_meta(reward_error_rate=run.metrics["reward/error_rate"])
     limit = settings.max_num_gen_batches or -(-len(run.train_data) // plan.gen_prompts)
     if len(joined) < plan.rows and draws >= limit:
