@@ -133,6 +133,8 @@ def contract(
     sys.path.insert(0, "")  # as `python -m verlite.main_ppo` has it
     try:
         settings = json.loads(kwargs)
+        if not isinstance(settings, dict):
+            raise ValueError(f"--kwargs {kwargs}: expected a JSON object, such as '{{\"alpha\": 0.5}}'")
         problems = _CONTRACTS[kind](function, settings, whitens)
     except ValueError as error:
         typer.echo(str(error), err=True)
@@ -149,7 +151,7 @@ def _check_estimator(name: str, settings: dict, whitens: bool) -> list[str]:
     from verlite.algorithms.contract import check_estimator
     from verlite.algorithms.lookup import lookup
 
-    return check_estimator(lookup(name, ESTIMATORS, "advantage estimator"), whitens, **settings)
+    return check_estimator(lookup(name, ESTIMATORS, "advantage estimator"), whitens, settings)
 
 
 def _check_loss(name: str, settings: dict, whitens: bool) -> list[str]:
@@ -157,7 +159,7 @@ def _check_loss(name: str, settings: dict, whitens: bool) -> list[str]:
     from verlite.algorithms.lookup import lookup
     from verlite.algorithms.losses import POLICY_LOSSES
 
-    return check_policy_loss(lookup(name, POLICY_LOSSES, "policy loss"), **settings)
+    return check_policy_loss(lookup(name, POLICY_LOSSES, "policy loss"), settings)
 
 
 def _check_reward(name: str, settings: dict, whitens: bool) -> list[str]:

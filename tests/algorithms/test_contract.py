@@ -23,12 +23,14 @@ def test_built_in_estimators_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"clip_cov", "kl_cov"}))
 def test_built_in_losses_pass(name: str) -> None:
-    assert check_policy_loss(POLICY_LOSSES[name], rollout_correction=RolloutCorrection(bypass_mode=True)) == []
+    assert check_policy_loss(POLICY_LOSSES[name], {"rollout_correction": RolloutCorrection(bypass_mode=True)}) == []
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_losses_that_look_at_the_whole_micro_batch_are_told_so(name: str) -> None:
-    assert any("sum over micro-batches" in problem for problem in check_policy_loss(POLICY_LOSSES[name], clip_cov_lb=0, clip_cov_ub=99))
+    assert any(
+        "sum over micro-batches" in problem for problem in check_policy_loss(POLICY_LOSSES[name], {"clip_cov_lb": 0, "clip_cov_ub": 99})
+    )
 
 
 def test_the_examples_of_the_docs_pass() -> None:

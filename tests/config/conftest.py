@@ -1,6 +1,7 @@
 """What a command line needs around it: small parquet files, a model's folder, and a machine that shows no GPU."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def write_prompts(path: Path, rows: int, **change) -> Path:
     table = pa.table({name: pa.array([value] * max(rows, 1)) for name, value in row.items()})
     pq.write_table(table.slice(0, rows), path)
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_users_own_module(tmp_path_factory):
+    """`mine:f` is a function."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine.py").write_text("def f(inputs): ...\n")
+    sys.path.append(str(folder))
+    yield
+    sys.path.remove(str(folder))
 
 
 @pytest.fixture(scope="session")

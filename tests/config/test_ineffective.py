@@ -145,9 +145,11 @@ def test_remarks(material):
         (f"{KL} {REWARD_KL}", "counts twice"),
         (f"{KL} {ACTOR}kl_loss_coef=0", "changes nothing"),
         (f"{KL} {ACTOR}kl_loss_type=k1", "the expected gradient of this estimator is 0"),
+        (f"{REWARD_KL} algorithm.kl_ctrl.kl_coef=0", "changes nothing"),
+        (f"{GRPO} algorithm.filter_groups.enable=true", "trainer.total_training_steps says how long the run is"),
         (f"{REWARD_KL} algorithm.kl_penalty=k1+", "a reward has no gradient"),
         (f"algorithm.adv_estimator=rloo_token_kl {ROLLOUT}n=2", "is rloo with clipped advantages"),
-        (f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true", "the critic never learns their values"),
+        (f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true trainer.total_training_steps=9", "the critic never learns their values"),
     ],
 )
 def test_remarks_on_settings_that_are_rarely_meant(material, settings, said):

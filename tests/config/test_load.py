@@ -330,7 +330,9 @@ def test_main_argv(material, capsys):
         main_argv(["--help"])
     assert stop.value.code == 0
     told = capsys.readouterr().out
-    assert "NAME is one of grpo, ppo_trainer, quickstart, or a YAML file" in told
+    assert (
+        "NAME is one of dapo, dr_grpo, grpo, gspo, ppo, ppo_trainer, quickstart, reinforce_plus_plus, remax, rloo, or a YAML file" in told
+    )
     with pytest.raises(SystemExit) as stop:
         main_argv([*material.good, "data.sede=1"])
     assert stop.value.code == 2

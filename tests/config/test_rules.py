@@ -80,7 +80,12 @@ WRONG = [
      "preset=icepop is set too; rollout_is=token rollout_is_threshold=0.5_5.0"),
     (f"{CORRECTION}rollout_is=tokens", f"{CORRECTION}rollout_is", "no such name; Did you mean token; sequence"),
     (f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=5.0_0.5", f"{CORRECTION}rollout_is_threshold", "low below high"),
-    (f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=0.55", f"{CORRECTION}rollout_is_threshold", "cuts even weights of 1"),
+    (f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=0.55", f"{CORRECTION}rollout_is_threshold", "leaves out 1"),
+    (f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=0.5_0.9", f"{CORRECTION}rollout_is_threshold", "leaves out 1"),
+    (f"{CORRECTION}rollout_rs=seq_mean_k1 {CORRECTION}rollout_rs_threshold=1.1_2.0", f"{CORRECTION}rollout_rs_threshold", "leaves out 1"),
+    (f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.metric=accuracy", f"{FILTER}.metric", "return a score and nothing beside it"),
+    (f"{FILTER}.enable=true {ROLLOUT}n=4 data.train_batch_size=4096 data.gen_batch_size=64", "data.train_batch_size", "only 2048 rows"),
+    ("algorithm.adv_estimator=grpo_vectorized", "algorithm.adv_estimator", "no such name; grpo is the same"),
     (f"{CORRECTION}rollout_rs=seq_mean_k1", f"{CORRECTION}rollout_rs", "needs rollout_rs_threshold"),
     (f"{CORRECTION}rollout_rs=seq_mean_k9 {CORRECTION}rollout_rs_threshold=1", f"{CORRECTION}rollout_rs", "choose from; seq_mean_k3"),
     (f"{CORRECTION}rollout_rs=[token_k2,token_k3] {CORRECTION}rollout_rs_threshold=[1,2,3]", f"{CORRECTION}rollout_rs_threshold",
@@ -376,8 +381,22 @@ def test_a_run_directory_that_cannot_be_written(material, tmp_path):
         material.load(f"trainer.default_local_dir={tmp_path}/run")
 
 
-def test_own_functions_are_legal_names(material):
+def test_own_functions_are_legal_names_where_they_exist(material, tmp_path, monkeypatch):
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "module.py").write_text("raise SystemExit('is not imported')\ndef estimator(inputs): ...\n")
+    (tmp_path / "my_loss.py").write_text("from somewhere import f\n")
+    monkeypatch.chdir(tmp_path)
     material.load("algorithm.adv_estimator=my.module:estimator", f"{ACTOR}policy_loss.loss_mode=my_loss:f")
+    wrong = {"my.modul:estimator": "no module my.modul", "my.module:f": "my.module has no function f. Its functions: estimator"}
+    for name, said in wrong.items():
+        with pytest.raises(ConfigError, match=said):
+            material.load(f"algorithm.adv_estimator={name}")
+
+
+def test_a_reward_by_its_module(material):
+    material.load("custom_reward_function.path=verlite.rewards.gsm8k")
+    with pytest.raises(ConfigError, match="there is no such file. Give a Python file, or a module"):
+        material.load("custom_reward_function.path=verlite.rewards.gsm9k")
 
 
 def test_names_are_those_of_the_algorithms():
@@ -385,9 +404,8 @@ def test_names_are_those_of_the_algorithms():
     assert rules.ESTIMATORS == tuple(advantages.ESTIMATORS)
     assert {*rules.POLICY_LOSSES, plan.BYPASS_LOSS} == set(losses.POLICY_LOSSES)
     assert plan.SELECTORS.keys() == losses.SELECTORS.keys()
-    assert plan.NEEDS_SUM_PI_SQUARED == advantages.NEEDS_SUM_PI_SQUARED
     assert rules.GROUP_ESTIMATORS == advantages.GROUP_ESTIMATORS
-    assert (plan.NEEDS_VALUES, plan.NEEDS_GREEDY_BASELINE) == (advantages.NEEDS_VALUES, advantages.NEEDS_GREEDY_BASELINE)
+    assert (plan.NEEDS_VALUES, plan.NEEDS_GREEDY_BASELINE, plan.NEEDS_SUM_PI_SQUARED) == ({"gae"}, {"remax"}, {"optimal_token_baseline"})
     assert rules.PAPER_AGGREGATION == losses.PAPER_AGGREGATION
     assert rules.AGGREGATION_MODES == aggregation.AGGREGATION_MODES
     assert rules.KL_KINDS == kl.KL_KINDS
@@ -395,6 +413,18 @@ def test_names_are_those_of_the_algorithms():
     for source in ("openai/gsm8k", "aime2025", "math", "math_dapo_reasoning", "lighteval/MATH"):
         assert rules._scorer_of(source) == routing.scorer_of(source)
     assert rules._scorer_of("mathematics") is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        f"{ACTOR}policy_loss.loss_mode=cispo {ACTOR}clip_ratio_low=10 {ACTOR}clip_ratio_high=0.2",
+        f"{ACTOR}policy_loss.loss_mode=cispo {ACTOR}clip_ratio_low=1 {ACTOR}clip_ratio_high=4",
+        "algorithm.filter_groups.metric=null",
+    ],
+)
+def test_settings_that_only_look_wrong(material, settings):
+    material.load(*settings.split())
 
 
 def test_which_settings_an_algorithm_reads_is_found_in_functions_that_it_calls():

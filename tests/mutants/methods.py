@@ -8,7 +8,8 @@ STAGE = "tests/trainer/test_stages.py::test_"
 SHAPED = STAGE + "scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones_kept"
 KEPT = STAGE + "dynamic_sampling_keeps_prompts_whose_samples_differ_until_the_step_is_full"
 UNFILLED = STAGE + "dynamic_sampling_that_never_fills_a_step_stops_the_run"
-CORRECTED = STAGE + "correction_weighs_tokens_and_takes_rejected_ones_out_of_all_that_follows"
+CORRECTED = STAGE + "correction_weighs_tokens"
+REJECTED = STAGE + "rejected_tokens_leave_the_loss_but_not_the_baseline"
 TRUNCATED = STAGE + "truncated_responses_count_in_the_baseline_and_nowhere_else"
 CHOSEN = STAGE + "tokens_of_high_covariance_are_chosen_over_the_whole_step"
 BYPASS = STAGE + "in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_still_measures"
@@ -25,15 +26,14 @@ MUTANTS = [
     ("the score is clipped before rloo_token_kl's baseline", STAGES, "None if after_baseline else reward.clip_range", "reward.clip_range",
      STAGE + "rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score"),
     ("the penalty counts the prompt", STAGES, 't["attention_mask"][:, -t["responses"].shape[1] :].sum(1)', 't["attention_mask"].sum(1)', SHAPED),
-    ("the penalty is forgotten", STAGES, "scores = scores + penalty", "scores = scores + 0", SHAPED),
+    ("the penalty is forgotten", STAGES, "scores, batch = scores + penalty, batch", "scores, batch = scores, batch", SHAPED),
     ("raw scores are the shaped ones", STAGES, "raw_scores=scores, token_level_scores=place_scores(scores,",
      "raw_scores=scores * 0, token_level_scores=place_scores(scores,", SHAPED),
     # dynamic sampling
     ("prompts without a signal are kept", STAGES, "kept = more.select_idxs(rows_with_signal", "kept = more or more.select_idxs(rows_with_signal", KEPT),
     ("a step is overfull", STAGES, "joined = joined[: plan.rows].with_meta", "joined = joined.with_meta", KEPT),
-    ("only the last generation counts", STAGES, "joined = batches.join([batch, kept], run.pad_id) if len(batch) and len(kept) else batch if len(batch) else kept",
-     "joined = kept", KEPT),
-    ("shares are those of the last generation", STAGES, "run.metrics[name] = before + (value - before) / draws", "run.metrics[name] = value", KEPT),
+    ("only the last generation counts", STAGES, "for part in (batch, kept) if len(part)", "for part in (kept,) if len(part)", KEPT),
+    ("shares are those of the last generation", STAGES, "run.metrics[key] = before + (value - before) / draws", "run.metrics[key] = value", KEPT),
     ("sampling never stops", STAGES, "len(joined) < plan.rows and draws >= limit", "False", UNFILLED),
     ("one generation too many", STAGES, "draws >= limit", "draws > limit", UNFILLED),
     ("the filter looks at the wrong number", STAGES, "torch.tensor([part[name] if ok else 0.0", "torch.tensor([0.0 if ok else 0.0",
@@ -50,9 +50,9 @@ MUTANTS = [
      OBJECTIVE + "importance_weights_and_chosen_tokens_reach_the_loss"),
     ("the chosen tokens do not reach the update", ACTOR, 'extra | {"selected": rows.get("selected_tokens")}', 'extra | {"selected": None}',
      OBJECTIVE + "importance_weights_and_chosen_tokens_reach_the_loss"),
-    ("rejected tokens stay", STAGES, "response_mask=mask, token_level_scores=place_scores", "token_level_scores=place_scores", CORRECTED),
-    ("a rejected last token takes the score along", STAGES, 'token_level_scores=place_scores(t["token_level_scores"].sum(1), mask))',
-     'token_level_scores=t["token_level_scores"] * mask)', CORRECTED),
+    ("rejected tokens stay", STAGES, 'mask = mask * ~batch.batch["rejected_tokens"]', "pass", REJECTED),
+    ("rejected responses have no vote", STAGES, "batch = batch.with_batch(rejected_tokens=", "batch = batch.with_batch(response_mask=mask, rejected_tokens=",
+     REJECTED),
     ("weights are thrown away", STAGES, "return batch if weights is None else batch.with_batch(rollout_is_weights=weights)", "return batch", CORRECTED),
     ("bypass mode measures old log-probs", STAGES, "if run.plan.correction.bypass_mode:", "if False:", BYPASS),
     ("bypass mode skips the gate", STAGES, "    if not needed and not gate:\n", "    if not needed:\n", BYPASS),
@@ -80,7 +80,13 @@ MUTANTS = [
     ("an adaptive KL from 0 passes", RULES, 'kl.type == "adaptive" and kl.kl_coef == 0', "False", WRONG),
     ("a clip range the wrong way round passes", RULES, "len(bounds) != 2 or bounds[0] >= bounds[1]", "len(bounds) != 2", WRONG),
     ("a preset beside its own keys passes", RULES, "if section.preset is not None and others:", "if False:", WRONG),
-    ("a cap below 1 passes", RULES, "settings.is_truncated and settings.is_band[1] < 1", "False", WRONG),
+    ("a band without 1 passes", RULES, "if not low <= 1 <= high:", "if False:", WRONG),
+    ("more prompts than there are pass", RULES, "if usable < data.train_batch_size:", "if False:", WRONG),
+    ("a metric that no built-in scorer returns passes", RULES, 'groups.metric not in (None, "score", "acc", "seq_reward", "seq_final_reward")', "False", WRONG),
+    ("cispo is held to PPO's clip", RULES, "low > 1 and loss in RATIO_CLIPPED", "low > 1", "tests/config/test_rules.py::test_settings_that_only_look_wrong"),
+    ("a dual clip where there is none", RULES, 'c <= 1 + high and loss == "vanilla"', "c <= 1 + high", "tests/config/test_rules.py::test_settings_that_only_look_wrong"),
+    ("a function that is not there passes", RULES, "        if file is None:\n            yield Problem(key, value, f\"there is no module", "        if False:\n            yield Problem(key, value, f\"there is no module",
+     "tests/config/test_rules.py::test_own_functions_are_legal_names_where_they_exist"),
     ("a loss beside the bypass mode's passes", RULES, 'settings.bypass_mode and loss != "vanilla"', "False", WRONG),
     ("two KL terms are not said", INEFFECTIVE, "    if algorithm.use_kl_in_reward and actor.use_kl_loss:\n", "    if False:\n",
      "tests/config/test_ineffective.py::test_remarks_on_settings_that_are_rarely_meant"),

@@ -24,7 +24,12 @@ def given(tmp_path_factory) -> list[str]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_recipe_works_as_it_is_and_on_the_task_of_the_curves(method, given):
-    alone = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.n_gpus_per_node=1", "data.train_batch_size=64"]
+    alone = [
+        "trainer.total_training_steps=9",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "trainer.n_gpus_per_node=1",
+        "data.train_batch_size=64",
+    ]
     alone += ["actor_rollout_ref.actor.ppo_mini_batch_size=64", "data.max_prompt_length=64", "data.max_response_length=64"]
     notes = compose(method, [*given, *alone]).notes
     assert [note for note in notes if "name=auto chose" not in note] == []  # nothing in a recipe is in vain or doubtful

@@ -34,7 +34,7 @@ def a_run(**fields) -> SimpleNamespace:
         "drawn": 0,
         "plan": SimpleNamespace(
             critic_warmup=0, placement={"actor": [0]}, needs_old_log_probs=False, correction=RolloutCorrection(), loss_mode="vanilla",
-            prompts=2, samples_per_prompt=2, rows=4, gen_prompts=2, filters_groups=False,
+            prompts=2, samples_per_prompt=2, rows=4, gen_prompts=2, filters_groups=False, needs_greedy_baseline=False,
         ),
         "response_texts": lambda batch: ["text"] * len(batch),
     }  # fmt: skip
@@ -264,8 +264,7 @@ def test_scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones
     assert batch.batch["raw_scores"].tolist() == [1, 1, 0, 9]
     # (score - 0.5) / 0.25 is 2, 2, -2, 34; clipped at 3; lengths 2, 3, 4, 1 of 4 lose 0, half and all of 0.5, and 0.
     assert batch.batch["token_level_scores"].tolist() == [[0, 2, 0, 0], [0, 0, 1.75, 0], [0, 0, 0, -2.5], [3, 0, 0, 0]]
-    assert run.metrics["reward/overlong_penalty/mean"] == pytest.approx(-0.75 / 4)
-    assert run.metrics["reward/raw_score/max"] == 9
+    assert batch.batch["overlong_penalty"].tolist() == [0, -0.25, -0.5, 0]
 
 
 def test_rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score():
@@ -316,7 +315,10 @@ def test_dynamic_sampling_that_never_fills_a_step_stops_the_run(limit, data, las
     run, batch = a_run(drawn=0, train_data=range(data)), None
     for _ in range(last - 1):
         _, batch = filtered([1, 1, 0, 0], ["a", "a", "b", "b"], batch, run=run, max_num_gen_batches=limit)
-    with pytest.raises(stages.TooFewGroups, match=f"after {last} generations of 2 prompts, only 0 of data.train_batch_size=2"):
+    with pytest.raises(
+        stages.TooFewGroups,
+        match=f"after {last} generations of 2 prompts, only 0 of data.train_batch_size=2 have samples whose score differs",
+    ):
         filtered([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
 
 
@@ -334,25 +336,33 @@ def test_the_prompts_of_a_step_have_ids_and_seeds_of_their_own_over_generations(
     assert len(set(seeds)) == 4
 
 
-def corrected(settings, old=((-0.5, -1.5), (-0.5, -4.5), (-0.5, -1.5))):
+def corrected(settings, **batch):
+    """Three right answers of one prompt; the rollout's log-probs are -0.5 and -1.5, so that the second's last token has w = exp(-3)."""
     run = a_run()
-    run.plan.correction = settings
-    batch = stages.scored(a_run(scorer=scorer_of([GOOD] * 3)), a_batch()).with_batch(old_log_probs=torch.tensor(old))
-    return run, stages.correct(run, batch)
+    run.plan.correction, run.config.algorithm.adv_estimator = settings, "rloo"
+    scored = stages.scored(a_run(scorer=scorer_of([GOOD, RewardResult(0.0), GOOD])), a_batch())
+    old = torch.tensor([[-0.5, -1.5], [-0.5, -4.5], [-0.5, -1.5]])
+    return run, stages.correct(run, scored.with_batch(old_log_probs=old).with_non_tensor(uid=object_array(["a"] * 3)))
 
 
-def test_correction_weighs_tokens_and_takes_rejected_ones_out_of_all_that_follows():
+def test_correction_weighs_tokens():
     run, batch = corrected(RolloutCorrection())
     assert run.metrics == {} and "rollout_is_weights" not in batch.batch.keys()
-    # The rollout's log-probs are -0.5 and -1.5: the second row's last token has weight exp(-3).
     run, batch = corrected(RolloutCorrection("token", "0.5_2.0"))
     assert batch.batch["rollout_is_weights"].tolist() == [[1, 1], [1, 0], [1, 1]]
-    assert batch.batch["response_mask"].tolist() == [[1, 1]] * 3
+    assert not batch.batch["rejected_tokens"].any()
     assert run.metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 6)
-    run, batch = corrected(RolloutCorrection(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
-    assert batch.batch["response_mask"].tolist() == [[1, 1], [1, 0], [1, 1]]
-    assert batch.batch["token_level_scores"].tolist() == [[0, 1], [1, 0], [0, 1]]  # a score is on the last token that is left
-    assert "rollout_is_weights" not in batch.batch.keys()
+
+
+def test_rejected_tokens_leave_the_loss_but_not_the_baseline():
+    for name, left in (("token_k1", [[1, 1], [1, 0], [1, 1]]), ("seq_sum_k1", [[1, 1], [0, 0], [1, 1]])):
+        run, batch = corrected(RolloutCorrection(rollout_rs=name, rollout_rs_threshold="0.5_2.0"))
+        assert "rollout_is_weights" not in batch.batch.keys()
+        batch = stages.advantages(run, batch)
+        assert batch.batch["response_mask"].tolist() == left
+        # Leave-one-out on 1, 0, 1: the second's 0 counts in the others' baselines, whether or not it is trained on.
+        assert batch.batch["advantages"].tolist() == [[0.5, 0.5], [-1.0 * m for m in left[1]], [0.5, 0.5]]
+        assert batch.batch["token_level_scores"].sum(1).tolist() == [1, 0, 1]
 
 
 def advanced(loss_mode="vanilla", truncated=False, **policy_loss):

@@ -68,7 +68,7 @@ def test_each_pass_over_the_rows_has_mini_batches_of_its_own_and_the_schedule_mo
 def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, method, temperature):
     seen = []
 
-    def forward(batch, micro, temperature, with_entropy=False):
+    def forward(batch, micro, temperature, **measures):
         seen.append(temperature)
         return dict.fromkeys(("log_probs", "entropy", "values"), torch.zeros(1, 1))
 
@@ -76,7 +76,7 @@ def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, m
     subject.engine = SimpleNamespace(onload=lambda **_: None, offload=lambda: None, forward=forward)
     subject.config, micro = Config(data=DataConfig(train_files="x")), Micro(1, None)
     subject.config.actor_rollout_ref.rollout.temperature = 0.7
-    subject.plan = SimpleNamespace(log_prob_micro=micro, ref_micro=micro, value_micro=micro)
+    subject.plan = SimpleNamespace(log_prob_micro=micro, ref_micro=micro, value_micro=micro, needs_sum_pi_squared=False)
     getattr(subject, method)(DataProto.from_dict({"response_mask": torch.ones(1, 1)}))
     assert seen == [temperature]
 

@@ -374,9 +374,6 @@ REQUIRES: dict[str, tuple[str, ...]] = {
     "remax": ("reward_baselines",),
     "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
 }
-NEEDS_VALUES = frozenset(name for name, wanted in REQUIRES.items() if "values" in wanted)
-NEEDS_GREEDY_BASELINE = frozenset(name for name, wanted in REQUIRES.items() if "reward_baselines" in wanted)
-NEEDS_SUM_PI_SQUARED = frozenset(name for name, wanted in REQUIRES.items() if "sum_pi_squared" in wanted)
 GROUP_ESTIMATORS = frozenset(  # with rollout.n=1 these learn nothing
     {"grpo", "grpo_passk", "rloo", "rloo_token_kl", "reinforce_plus_plus_baseline", "opo", "gpg", "optimal_token_baseline"}
 )

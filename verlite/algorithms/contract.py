@@ -3,7 +3,7 @@
 Each check returns a list of sentences, empty when nothing was found. Nothing here needs a model, a GPU or a configuration.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,11 +14,12 @@ from torch import Tensor
 from verlite.algorithms.advantages import AdvantageInputs, Estimator
 from verlite.algorithms.aggregation import token_weights
 from verlite.algorithms.losses import PolicyLoss, PolicyLossInputs, policy_loss
+from verlite.config.correction import RolloutCorrection
 
 ROWS, WIDTH = 6, 5
 
 
-def check_estimator(estimator: Estimator, whitens: bool = False, **extra: Any) -> list[str]:
+def check_estimator(estimator: Estimator, whitens: bool = False, extra: Mapping[str, Any] | None = None) -> list[str]:
     """What is wrong with an advantage estimator (AdvantageInputs) -> (advantages, returns); `extra` is passed on as inputs.extra.
 
     Checked on a batch of three groups of two rows with ragged lengths, a tool span, and NaN wherever the mask is 0: that it
@@ -81,7 +82,7 @@ def check_estimator(estimator: Estimator, whitens: bool = False, **extra: Any) -
     return problems
 
 
-def check_policy_loss(loss: PolicyLoss, **extra: Any) -> list[str]:
+def check_policy_loss(loss: PolicyLoss, extra: Mapping[str, Any] | None = None) -> list[str]:
     """What is wrong with a policy loss (PolicyLossInputs) -> (loss, metrics); `extra` is passed on as inputs.extra.
 
     Checked on a small batch with NaN wherever the mask is 0, called as training calls it: that it runs; a scalar loss;
@@ -155,7 +156,7 @@ def _noise(seed: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def _advantage_inputs(extra: dict[str, Any], mask: Tensor | None = None, valid: Tensor | None = None) -> AdvantageInputs:
+def _advantage_inputs(extra: Mapping[str, Any] | None, mask: Tensor | None = None, valid: Tensor | None = None) -> AdvantageInputs:
     mask = _mask() if mask is None else mask
     hidden = mask == 0
     return AdvantageInputs(
@@ -170,7 +171,7 @@ def _advantage_inputs(extra: dict[str, Any], mask: Tensor | None = None, valid: 
         sum_pi_squared=torch.full((ROWS, WIDTH), 0.3).masked_fill(hidden, torch.nan),
         gamma=0.99,
         lam=0.95,
-        extra=extra,
+        extra=dict(extra or {}),
     )
 
 
@@ -179,7 +180,7 @@ def _rows(inputs: AdvantageInputs, index: Tensor) -> AdvantageInputs:
     return replace(inputs, uid=inputs.uid[index.numpy()], **tensors)
 
 
-def _loss_inputs(extra: dict[str, Any], mask: Tensor | None = None) -> PolicyLossInputs:
+def _loss_inputs(extra: Mapping[str, Any] | None, mask: Tensor | None = None) -> PolicyLossInputs:
     mask = _mask() if mask is None else mask
     hidden = mask == 0
     old = -_noise(3).abs() - 0.1
@@ -191,7 +192,7 @@ def _loss_inputs(extra: dict[str, Any], mask: Tensor | None = None) -> PolicyLos
         response_mask=mask,
         weights=token_weights(mask, "token-mean", **counts),
         tokens=counts["tokens"],
-        extra=extra,
+        extra={"rollout_correction": RolloutCorrection(), **(extra or {})},
     )
 
 

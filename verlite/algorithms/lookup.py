@@ -25,6 +25,8 @@ def lookup(name: str, table: Mapping[str, Callable[..., Any]], kind: str) -> Cal
         raise ValueError(f"{kind} {name!r}: cannot import {module_name}: {error}; it must be on the Python path of every worker") from error
     except AttributeError as error:
         raise ValueError(f"{kind} {name!r}: {module_name} has no function {function_name}") from error
+    except Exception as error:  # a user's module may raise anything while it is loaded
+        raise ValueError(f"{kind} {name!r}: {module_name} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ValueError(f"{kind} {name!r} is a {type(function).__name__}, not a function")
     return function

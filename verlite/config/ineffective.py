@@ -98,7 +98,7 @@ def _no_validation(config: Config) -> bool:
 TABLE: tuple[tuple[str, Condition, str], ...] = (
     (
         "algorithm.kl_ctrl.kl_coef",
-        lambda c: _no_reference(c),
+        _no_reference,
         "neither algorithm.use_kl_in_reward nor actor_rollout_ref.actor.use_kl_loss is on: this run has no KL term. "
         "algorithm.use_kl_in_reward=true turns this penalty on (older verl and Search-R1 always had it)",
     ),
@@ -176,7 +176,11 @@ TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("critic.ppo_micro_batch_size_per_gpu", _by_tokens("critic"), "use_dynamic_bsz fills micro-batches by tokens"),
     ("critic.forward_micro_batch_size_per_gpu", _by_tokens("critic"), "use_dynamic_bsz fills micro-batches by tokens"),
     ("critic.ppo_max_token_len_per_gpu", _not(_by_tokens("critic")), "use_dynamic_bsz is off"),
-    (ACTOR + "data_loader_seed", lambda c: not c.actor_rollout_ref.actor.shuffle and not c.critic.shuffle, ACTOR + "shuffle is off"),
+    (
+        ACTOR + "data_loader_seed",
+        lambda c: _loss_is_not("clip_cov")(c) and not c.actor_rollout_ref.actor.shuffle and not c.critic.shuffle,
+        ACTOR + "shuffle is off",
+    ),
     (ACTOR + "optim.lr_warmup_steps_ratio", lambda c: c.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0, "lr_warmup_steps replaces it"),
     ("critic.optim.lr_warmup_steps_ratio", lambda c: c.critic.optim.lr_warmup_steps >= 0, "lr_warmup_steps replaces it"),
     (
@@ -281,6 +285,11 @@ def remarks(config: Config, old_names: Mapping[str, str]) -> list[str]:
     if mode != usual:
         said.append(f"{ACTOR}loss_agg_mode={mode}: the paper of policy_loss.loss_mode={loss} uses {usual}")
     said += _kl_remarks(config)
+    if config.algorithm.filter_groups.enable and config.trainer.total_training_steps is None:
+        said.append(
+            "trainer.total_epochs counts steps as if each took data.train_batch_size prompts, but algorithm.filter_groups draws more: "
+            "trainer.total_training_steps says how long the run is"
+        )
     if rollout.n > 1 and config.algorithm.filter_groups.enable and config.algorithm.adv_estimator in plan.NEEDS_VALUES:
         said.append("algorithm.filter_groups leaves out prompts whose samples agree: the critic never learns their values")
     if "actor_rollout_ref.rollout.n_agent" in old_names and rollout.n > 1:
@@ -311,6 +320,8 @@ def _kl_remarks(config: Config) -> list[str]:
             f"{ACTOR}kl_loss_type={actor.kl_loss_type}: the expected gradient of this estimator is 0, so it adds noise and holds nothing; "
             f"{actor.kl_loss_type}+ or low_var_kl do"
         )
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed" and algorithm.kl_ctrl.kl_coef == 0:
+        said.append("algorithm.kl_ctrl.kl_coef=0: the KL to the reference is measured, for the price of a reference, and changes nothing")
     if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
         said.append(f"algorithm.kl_penalty={algorithm.kl_penalty}: a reward has no gradient, so the + changes nothing")
     if algorithm.adv_estimator == "rloo_token_kl" and not algorithm.use_kl_in_reward:

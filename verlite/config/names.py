@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,21 @@ def functions(file: str, table: str) -> Mapping[str, str]:
     assert isinstance(node, ast.Dict)
     entries = zip(node.keys, node.values, strict=True)
     return {str(ast.literal_eval(key)): entry.id for key, entry in entries if key and isinstance(entry, ast.Name)}
+
+
+def module_file(module: str) -> Path | None:
+    """The file of a module, found without importing it (only its parent packages are). None: there is none."""
+    here = [] if "" in sys.path else [""]  # an installed command lacks the working folder, which `python -m` has
+    sys.path += here
+    importlib.invalidate_caches()
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        for name in here:
+            sys.path.remove(name)
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def readers(file: str, table: str, attribute: str) -> list[str]:

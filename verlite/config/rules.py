@@ -58,6 +58,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Keys with a closed set of names."""
 
+RATIO_CLIPPED = ("vanilla", "gspo", "clip_cov")
+"""Losses that clip the ratio at 1 - clip_ratio_low, and have no use for a bound below 0."""
+
 OWN_FUNCTION = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
 """Of these, keys that also take a function of your own, as package.module:function."""
 
@@ -233,6 +236,9 @@ def _choices(config: Config) -> Iterator[Problem]:
 
 
 _HINTS = {
+    ("algorithm.adv_estimator", "grpo_vectorized"): " grpo is the same, and has no loops.",
+    ("algorithm.adv_estimator", "rloo_vectorized"): " rloo is the same, and has no loops.",
+    ("algorithm.adv_estimator", "tir_optimal_token_baseline"): " optimal_token_baseline passes over tool text.",
     ("actor_rollout_ref.rollout.name", "sglang"): " SGLang is not part of verlite.",
     ("actor_rollout_ref.actor.policy_loss.loss_mode", "bypass_mode"): " algorithm.rollout_correction.bypass_mode=true turns it on.",
     ("trainer.logger", "file"): " metrics.jsonl is always written.",
@@ -335,12 +341,13 @@ def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterato
         yield Problem("critic.enable", False, f"algorithm.adv_estimator={name} needs a critic", "Leave critic.enable out, or use grpo.")
     low, c = config.actor_rollout_ref.actor.clip_ratio_low, config.actor_rollout_ref.actor.clip_ratio_c
     low = config.actor_rollout_ref.actor.clip_ratio if low is None else low
-    if low > 1 and ok("actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low"):
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if low > 1 and loss in RATIO_CLIPPED and ok("actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low"):
         key = "clip_ratio" if config.actor_rollout_ref.actor.clip_ratio_low is None else "clip_ratio_low"
         yield Problem(f"actor_rollout_ref.actor.{key}", low, "must be at most 1: a ratio is never below 0", "Usual: 0.2.")
     high = config.actor_rollout_ref.actor.clip_ratio_high
     high = config.actor_rollout_ref.actor.clip_ratio if high is None else high
-    if ok("actor_rollout_ref.actor.clip_ratio_c", "actor_rollout_ref.actor.clip_ratio_high") and c <= 1 + high and low <= 1:
+    if ok("actor_rollout_ref.actor.clip_ratio_c", "actor_rollout_ref.actor.clip_ratio_high") and c <= 1 + high and loss == "vanilla":
         yield Problem(
             "actor_rollout_ref.actor.clip_ratio_c",
             c,
@@ -393,6 +400,9 @@ def _filter_groups(config: Config, ok: Legal, user_keys: Collection[str]) -> Ite
             f"generations of {drawn} prompts never fill data.train_batch_size={prompts}",
             f"Use at least {math.ceil(2 * prompts / drawn)}, so that half of the prompts may be left out; or 0.",
         )
+    if groups.metric not in (None, "score", "acc", "seq_reward", "seq_final_reward") and config.custom_reward_function.path is None:
+        rule = "the built-in scorers return a score and nothing beside it"
+        yield Problem("algorithm.filter_groups.metric", groups.metric, rule, "Use score, or seq_reward.")
     if groups.metric == "seq_final_reward":
         rule = "has the KL penalty in it, which is known only after the choice"
         yield Problem("algorithm.filter_groups.metric", groups.metric, rule, "Use seq_reward or score.")
@@ -416,13 +426,17 @@ def _rollout_correction(config: Config, ok: Legal, user_keys: Collection[str]) -
         key, _, value = assignment.partition("=")
         yield Problem(f"{prefix}{key}", value, rule, "")
         return
-    if settings.rollout_is and settings.is_truncated and settings.is_band[1] < 1:
-        yield Problem(
-            f"{prefix}rollout_is_threshold",
-            section.rollout_is_threshold,
-            "cuts even weights of 1, those of samples without any difference",
-            "Usual: 2; a band is written with decimal points on both sides: 0.5_5.0.",
-        )
+    bands = [("rollout_is_threshold", *settings.is_band)] if settings.rollout_is else []
+    bands += [("rollout_rs_threshold", math.exp(low), math.exp(high)) for name, low, high in settings.rejections if name.endswith("k1")]
+    for key, low, high in bands:
+        if not low <= 1 <= high:
+            yield Problem(
+                f"{prefix}{key}",
+                get(section, key),
+                "leaves out 1, the ratio of samples without any difference",
+                "Usual: 2 or 0.5_5.0 for weights, 0.5_2.0 for rejection.",
+            )
+            break
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if settings.bypass_mode and loss != "vanilla":
         yield Problem(
@@ -654,6 +668,8 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
             found = sum(rows.values())
             usable = min(found, data.train_max_samples) if data.train_max_samples > 0 else found
             name, drawn = plan.prompts_drawn(config)
+            if usable < data.train_batch_size:
+                name, drawn = "data.train_batch_size", data.train_batch_size  # dynamic sampling fills it by several generations
             if usable < drawn:
                 limit = f" (data.train_max_samples={data.train_max_samples})" if usable < found else ""
                 yield Problem(
@@ -775,21 +791,45 @@ def _reward_file(config: Config, ok: Legal, user_keys: Collection[str]) -> Itera
     path, name = config.custom_reward_function.path, config.custom_reward_function.name
     if path is None:
         return
-    if not Path(path).is_file():
-        yield Problem("custom_reward_function.path", path, "there is no such file", "Give a Python file.")
+    file = Path(path) if "/" in path or path.endswith(".py") else names.module_file(path)
+    if file is None or not file.is_file():
+        yield Problem("custom_reward_function.path", path, "there is no such file", "Give a Python file, or a module's dotted name.")
         return
     try:
-        body = ast.parse(Path(path).read_text()).body
+        body = ast.parse(file.read_text(encoding="utf-8")).body
     except (SyntaxError, ValueError) as error:
         yield Problem("custom_reward_function.path", path, f"is no Python: {error}", "Correct the file.")
         return
-    functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    bound_names = {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names}
-    bound_names |= {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
-    if name not in functions and name not in bound_names and "*" not in bound_names:
+    functions = _missing(body, name)
+    if functions is not None:
         remedy = f"Its functions: {', '.join(functions)}." if functions else "It defines no function."
         yield Problem("custom_reward_function.name", name, f"{path} has no such function", remedy)
     yield from _unknown_kwargs(config, body, name, f"{name} in {path}")
+
+
+def _missing(body: list[ast.stmt], name: str) -> list[str] | None:
+    """None where a file's text may define `name`, else the functions that it does define."""
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    bound_names = {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names}
+    bound_names |= {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
+    # Text inside if and try may define anything.
+    unclear = "*" in bound_names or any(isinstance(node, ast.If | ast.Try) for node in body)
+    return None if name in functions or name in bound_names or unclear else functions
+
+
+def _own_functions(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    """An estimator or a policy loss of the user's own is there. Its module is found and read, but not imported."""
+    for key in OWN_FUNCTION:
+        value = get(config, key)
+        module, colon, function = value.partition(":")
+        if not colon or not ok(key):
+            continue
+        file = names.module_file(module)
+        if file is None:
+            yield Problem(key, value, f"there is no module {module} on the Python path", "It must be there for every worker, too.")
+        elif file.suffix == ".py" and (functions := _missing(ast.parse(file.read_text(encoding="utf-8")).body, function)) is not None:
+            remedy = f"Its functions: {', '.join(functions)}." if functions else "It defines no function."
+            yield Problem(key, value, f"{module} has no function {function}", remedy)
 
 
 def _unknown_kwargs(config: Config, body: list[ast.stmt], name: str, where: str) -> Iterator[Problem]:
@@ -846,4 +886,4 @@ RULES = (
     _engine_kwargs,
     _trainer,
 )
-FILE_RULES = (_data_files, _models, _tokenizer, _reward_file, _run_directory)
+FILE_RULES = (_data_files, _models, _tokenizer, _reward_file, _own_functions, _run_directory)

@@ -157,7 +157,7 @@ class ActorConfig:
     shuffle: bool = False
     """Shuffle samples between mini-batches in each pass."""
     data_loader_seed: int = 42
-    """Seed of that shuffle."""
+    """Seed of that shuffle, and of clip_cov's choice."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     """Which policy loss."""
     clip_ratio: float = 0.2
@@ -366,9 +366,9 @@ class FilterGroupsConfig:
 
     enable: bool = False
     """Leave out prompts whose samples all have the same metric, and generate more until data.train_batch_size prompts are left."""
-    metric: str = "score"
+    metric: Optional[str] = None
     """What must differ: score (of the reward function), seq_reward (that with normalisation, clipping and length penalty), or a number
-    that the reward function returns beside the score, such as acc."""
+    that the reward function returns beside the score, such as acc (the score where it returns none). null: score."""
     max_num_gen_batches: int = 0
     """Stop the run when this many generations do not fill a step. 0: as many as one pass over the training data takes."""
 
@@ -431,7 +431,7 @@ class CustomRewardConfig:
     """Your own reward function."""
 
     path: Optional[str] = None
-    """Python file. null: the scorer that belongs to each row's data source."""
+    """Python file, or a module's dotted name. null: the scorer that belongs to each row's data source."""
     name: str = "compute_score"
     """Its function: (data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float or dict with "score"; may be async."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -485,7 +485,7 @@ class TrainerConfig:
     device: str = "auto"
     """auto (GPU where there is one), cuda or cpu."""
     total_epochs: int = 30
-    """Passes over the training data."""
+    """Passes over the training data; with algorithm.filter_groups as many steps as that would be, which draw more than they train on."""
     total_training_steps: Optional[int] = None
     """Exactly this many steps, in place of total_epochs."""
     project_name: str = "verlite_examples"

@@ -1,6 +1,6 @@
 """The closed ledger of batch fields: what each is called, its shape and dtype, who writes it and what it means.
 
-B rows, P prompt tokens, R response tokens, S = P + R. Every [B, R] float field is 0 where response_mask is 0, and entry j of
+B rows, P prompt tokens, R response tokens, S = P + R. Every [B, R] float field is 0 on padding and tool text, and entry j of
 a [B, R] field belongs to response token j. To add a field, add a line here.
 """
 
@@ -32,7 +32,7 @@ FIELDS: dict[str, Field] = {
     "input_ids": Field("B S", _INT, "rollout", "prompts and responses side by side"),
     "attention_mask": Field("B S", _INT, "rollout", "1 on real tokens, 0 on padding"),
     "position_ids": Field("B S", _INT, "rollout", "position of each real token in its row, from 0; 0 on left padding"),
-    "response_mask": Field("B R", _INT, "rollout", "1 only on sampled tokens that are trained: not tool text, padding or ERROR rows"),
+    "response_mask": Field("B R", _INT, "rollout", "1 only on sampled tokens that are trained: no tool text, padding, ERROR rows"),
     # log-probs and values
     "rollout_log_probs": Field("B R", _FLOAT, "rollout", "log-prob of each sampled token when it was sampled"),
     "old_log_probs": Field("B R", _FLOAT, "actor", "log-prob under the policy before this step's updates"),
@@ -43,10 +43,12 @@ FIELDS: dict[str, Field] = {
     "sum_pi_squared": Field("B R", _FLOAT, "actor", "sum of squared probabilities over the vocabulary (optimal_token_baseline)"),
     # rewards and advantages
     "raw_scores": Field("B", _FLOAT, "reward", "what the reward function gave, before normalisation, clipping and length penalty"),
+    "overlong_penalty": Field("B", _FLOAT, "trainer", "what the score loses for length (reward.overlong_buffer)"),
     "token_level_scores": Field("B R", _FLOAT, "reward", "score, on the last trained response token for outcome rewards"),
     "token_level_rewards": Field("B R", _FLOAT, "trainer", "scores less the KL penalty, if there is one"),
     "reward_baselines": Field("B", _FLOAT, "trainer", "score of the greedy answer to the same prompt (remax)"),
     "advantages": Field("B R", _FLOAT, "trainer", "advantage of each trained token"),
+    "rejected_tokens": Field("B R", _BOOL, "trainer", "sampled tokens that rollout correction takes out of the loss"),
     "selected_tokens": Field("B R", _BOOL, "trainer", "tokens that clip_cov leaves out, or kl_cov holds back"),
     "returns": Field("B R", _FLOAT, "trainer", "target of the critic"),
     # rows

@@ -1,9 +1,9 @@
 """A contract test for a user's own reward function: call it as training does, on answers good and strange."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
+from verlite.config.names import module_file
 from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.rewards.child import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult
@@ -38,8 +38,9 @@ def check_reward(function: str, kwargs: dict[str, Any] | None = None) -> list[st
     place, _, name = function.rpartition(":") if not function.endswith(".py") else (function, ":", "compute_score")
     if not place:
         raise ValueError(f"reward function {function!r}: write FILE.py, FILE.py:function or package.module:function")
-    path = place if place.endswith(".py") else _file_of(place)
-    scorer = Scorer(CustomRewardConfig(path=path, name=name, reward_kwargs=kwargs or {}), RewardConfig(item_timeout_s=TIME_LIMIT_S))
+    if not place.endswith(".py") and module_file(place) is None:
+        raise ValueError(f"there is no module {place} on the Python path")
+    scorer = Scorer(CustomRewardConfig(path=place, name=name, reward_kwargs=kwargs or {}), RewardConfig(item_timeout_s=TIME_LIMIT_S))
     try:
         scorer.check_signature(["contract"])
         items = [RewardItem("contract", text, "42", {"index": 0, "split": "test"}) for text in ANSWERS.values()]
@@ -91,16 +92,3 @@ def _on(messages: dict[str, str]) -> list[str]:
 def _last_line(result: RewardResult) -> str:
     lines = (result.traceback or "").strip().splitlines()
     return lines[-1].removeprefix(f"{result.error}: ") if lines else ""
-
-
-def _file_of(module: str) -> str:
-    """The file of a module, found without importing it (only its parent packages are)."""
-    import importlib.util
-
-    try:
-        spec = importlib.util.find_spec(module)
-    except ImportError:
-        spec = None
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-        raise ValueError(f"there is no module {module} on the Python path")
-    return spec.origin

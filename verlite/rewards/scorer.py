@@ -54,7 +54,7 @@ class Scorer:
     """
 
     def __init__(self, custom: CustomRewardConfig, reward: RewardConfig) -> None:
-        self._custom = f"{Path(custom.path).expanduser().absolute()}:{custom.name}" if custom.path else None
+        self._custom = f"{_place(custom.path)}:{custom.name}" if custom.path else None
         self._kwargs, self._reward = dict(custom.reward_kwargs), reward
         self._names = list({**RewardItem("", "", None).arguments(), **self._kwargs})
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -67,9 +67,9 @@ class Scorer:
         UnknownDataSource, each with one line that says what is wrong.
         """
         if self._custom:
-            path = Path(self._custom.rpartition(":")[0])
-            if path.suffix != ".py" or not path.is_file():
-                raise FunctionError(f"custom_reward_function.path={path} is not a Python file that exists")
+            place = self._custom.rpartition(":")[0]
+            if ("/" in place or place.endswith(".py")) and not (place.endswith(".py") and Path(place).is_file()):
+                raise FunctionError(f"custom_reward_function.path={place} is not a Python file that exists")
         for target in self._by_target(data_sources):
             try:
                 if target in IN_PROCESS:
@@ -159,6 +159,11 @@ class Scorer:
             limit = self._reward.item_timeout_s if target == self._custom else min(self._reward.item_timeout_s, BUILT_IN_LIMIT_S)
             self._pools[target] = Pool(target, self._names, limit)
         return self._pools[target]
+
+
+def _place(path: str) -> str:
+    """A file with its whole path, or a module's dotted name as it is."""
+    return str(Path(path).expanduser().absolute()) if "/" in path or path.endswith(".py") else path
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> RewardResult:

@@ -35,6 +35,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     prompts = t["attention_mask"].sum(1) - lengths
     metrics = {
         **spread("critic/score", t["token_level_scores"].sum(1)[valid]),
+        **spread("reward/raw_score", t["raw_scores"][valid]),
         **spread("critic/rewards", t["token_level_rewards"].sum(1)[valid]),
         **spread("critic/advantages", t["advantages"][trained]),
         **spread("critic/returns", t["returns"][trained]),
@@ -54,6 +55,8 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         metrics |= spread("critic/values", values)
         if returns.numel() > 1 and (variance := returns.var().item()) > 0:
             metrics["critic/vf_explained_var"] = 1 - (returns - values).var().item() / variance
+    if "overlong_penalty" in t.keys():
+        metrics |= spread("reward/overlong_penalty", t["overlong_penalty"][valid])
     metrics |= group_metrics(batch)
     return metrics
 

@@ -38,10 +38,10 @@ def train(run: Run) -> None:
             batch = gather(run, batch, more)
         batch = balance(run, batch)  # mini_batch
         batch = old_log_probs(run, batch)  # old_log_probs entropys
-        batch = correct(run, batch)  # rollout_is_weights, response_mask without what is rejected
+        batch = correct(run, batch)  # rollout_is_weights rejected_tokens
         batch = reference_log_probs(run, batch)  # ref_log_prob
         batch = values(run, batch)  # values
-        batch = advantages(run, batch)  # token_level_rewards advantages returns
+        batch = advantages(run, batch)  # token_level_rewards advantages returns, response_mask of what is trained
         update_critic(run, batch)
         update_actor(run, batch)
         sync_weights(run)

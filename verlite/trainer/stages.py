@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from verlite.algorithms.advantages import NEEDS_GREEDY_BASELINE, AdvantageInputs, compute_advantages, place_scores
+from verlite.algorithms.advantages import AdvantageInputs, compute_advantages, place_scores
 from verlite.algorithms.gap import gap_metrics, gap_sums
 from verlite.algorithms.kl import apply_kl_penalty
 from verlite.algorithms.losses import SELECTORS
@@ -68,7 +68,7 @@ def next_prompts(run: Run) -> DataProto:
         for seed in batches.seeds(rollout.seed, run.step, run.drawn, len(wanted))
     ]
     run.drawn += len(rows)
-    if run.config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE:
+    if run.plan.needs_greedy_baseline:
         wanted += list(zip(rows, uids, strict=True))
         samplings += [Sampling(0.0, 1.0, -1, longest)] * len(rows)
     return batches.requests([row for row, _ in wanted], [uid for _, uid in wanted], samplings)
@@ -122,9 +122,7 @@ def shaped(run: Run, batch: DataProto) -> DataProto:
     if reward.overlong_buffer.enable:
         lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1)
         penalty = overlong_penalty(lengths, longest, run.plan.overlong_buffer, reward.overlong_buffer.penalty_factor)
-        scores = scores + penalty
-        run.metrics.update(spread("reward/overlong_penalty", penalty[t["valid"]]))
-    run.metrics.update(spread("reward/raw_score", t["raw_scores"][t["valid"]]))
+        scores, batch = scores + penalty, batch.with_batch(overlong_penalty=penalty)
     return batch.with_batch(token_level_scores=place_scores(scores, t["response_mask"]))
 
 
@@ -140,7 +138,8 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
     if not run.plan.filters_groups:
         return more
     settings, plan = run.config.algorithm.filter_groups, run.plan
-    metric = _filter_metric(more, settings.metric)
+    name = settings.metric or "score"
+    metric = _filter_metric(more, name)
     kept = more.select_idxs(rows_with_signal(metric, more.non_tensor_batch["uid"], more.batch["valid"]))
     draws = run.drawn // plan.gen_prompts
     averages = {
@@ -148,17 +147,18 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
         "filter_groups/score/mean": masked_mean(more.batch["raw_scores"], more.batch["valid"]).item(),
         "reward/error_rate": more.meta_info["reward_error_rate"],
     }
-    for name, value in averages.items():  # over all generations of the step
-        before = run.metrics.get(name, 0.0)
-        run.metrics[name] = before + (value - before) / draws
+    for key, value in averages.items():  # over all generations of the step
+        before = run.metrics.get(key, 0.0)
+        run.metrics[key] = before + (value - before) / draws
     run.metrics["train/num_gen_batches"] = float(draws)
-    joined = batches.join([batch, kept], run.pad_id) if len(batch) and len(kept) else batch if len(batch) else kept
+    parts = [part for part in (batch, kept) if len(part)]
+    joined = batches.join(parts, run.pad_id) if parts else kept
     joined = joined[: plan.rows].with_meta(reward_error_rate=run.metrics["reward/error_rate"])
     limit = settings.max_num_gen_batches or -(-len(run.train_data) // plan.gen_prompts)
     if len(joined) < plan.rows and draws >= limit:
         raise TooFewGroups(
             f"after {draws} generations of {plan.gen_prompts} prompts, only {len(joined) // plan.samples_per_prompt} of "
-            f"data.train_batch_size={plan.prompts} have samples whose {settings.metric} differs (mean score "
+            f"data.train_batch_size={plan.prompts} have samples whose {name} differs (mean score "
             f"{run.metrics['filter_groups/score/mean']:.3g}): the other prompts are too easy or too hard for this policy. Use other "
             "prompts, raise actor_rollout_ref.rollout.n or temperature, allow more with algorithm.filter_groups.max_num_gen_batches, "
             "or train on all with algorithm.filter_groups.enable=false"
@@ -171,6 +171,8 @@ def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
     if name in ("score", "seq_reward"):
         return batch.batch["raw_scores"] if name == "score" else batch.batch["token_level_scores"].sum(1)
     parts, valid = batch.non_tensor_batch["reward_parts"], batch.batch["valid"].tolist()
+    if name == "acc" and not any(name in part for part in parts):  # scorers that only tell right from wrong
+        return batch.batch["raw_scores"]
     for part, ok in zip(parts, valid, strict=True):
         if ok and not isinstance(part.get(name), (int, float)):
             numbers = sorted(key for key, value in part.items() if isinstance(value, (int, float)))
@@ -301,16 +303,13 @@ def _triage(t) -> str:
 
 
 def correct(run: Run, batch: DataProto) -> DataProto:
-    """Importance weights and rejection by `algorithm.rollout_correction`: rollout_is_weights, and response_mask without what is rejected.
-
-    A row's score moves to the last token that is left.
-    """
+    """Importance weights and rejection by `algorithm.rollout_correction`: rollout_is_weights, rejected_tokens."""
     if not run.plan.correction.acts_on_batch:
         return batch
     t = batch.batch
     weights, mask, metrics = correct_rollout(t["old_log_probs"], t["rollout_log_probs"], t["response_mask"], run.plan.correction)
     run.metrics.update(metrics)
-    batch = batch.with_batch(response_mask=mask, token_level_scores=place_scores(t["token_level_scores"].sum(1), mask))
+    batch = batch.with_batch(rejected_tokens=(t["response_mask"] - mask).bool())
     return batch if weights is None else batch.with_batch(rollout_is_weights=weights)
 
 
@@ -352,23 +351,26 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        reward_clip_range=tuple(run.config.reward.clip_range or (-10.0, 10.0)),
         extra=algorithm.adv_kwargs,
     )
-    if run.config.reward.clip_range is not None:
-        low, high = run.config.reward.clip_range
-        inputs.reward_clip_range = (low, high)
     adv, returns = compute_advantages(algorithm.adv_estimator, inputs)
     batch = batch.with_batch(token_level_rewards=rewards, advantages=adv, returns=returns)
-    return fields.check(with_selected_tokens(run, without_truncated(run, batch)))
+    return fields.check(with_selected_tokens(run, without_untrained(run, batch)))
 
 
-def without_truncated(run: Run, batch: DataProto) -> DataProto:
-    """`algorithm.mask_truncated`: responses that were cut off take part in baselines, but not in the loss."""
-    if not run.config.algorithm.mask_truncated:
-        return batch
-    truncated = torch.from_numpy(batch.non_tensor_batch["status"] == Status.LENGTH)
-    mask = mask_truncated(batch.batch["response_mask"], truncated)
-    run.metrics["response_length/masked_truncated_ratio"] = truncated.double().mean().item()
+def without_untrained(run: Run, batch: DataProto) -> DataProto:
+    """What rollout correction rejected, and with `algorithm.mask_truncated` the responses that were cut off, leave the loss.
+
+    Only now: their scores are as true as any, and count in the baselines of the others.
+    """
+    mask = batch.batch["response_mask"]
+    if "rejected_tokens" in batch.batch.keys():
+        mask = mask * ~batch.batch["rejected_tokens"]
+    if run.config.algorithm.mask_truncated:
+        truncated = torch.from_numpy(batch.non_tensor_batch["status"] == Status.LENGTH)
+        mask = mask_truncated(mask, truncated)
+        run.metrics["response_length/masked_truncated_ratio"] = truncated.double().mean().item()
     return batch.with_batch(response_mask=mask, **{name: batch.batch[name] * mask for name in ("advantages", "returns")})
 
 
@@ -456,10 +458,11 @@ def sample_records(run: Run, batch: DataProto) -> list[dict]:
             "response": columns["text"][i],
             "ground_truth": columns["ground_truth"][i],
             "score": scores[i] if t["valid"][i] else None,
+            **({"raw_score": t["raw_scores"][i].item()} if t["valid"][i] and t["raw_scores"][i] != scores[i] else {}),
             "reward_parts": columns["reward_parts"][i],
             "status": columns["status"][i],
             "error": columns["error"][i],
-            "response_tokens": int(t["response_mask"][i].sum()),
+            "response_tokens": int(t["attention_mask"][i, -t["responses"].shape[1] :].sum()),
             "weight_version": int(t["weight_version"][i]),
         }
         for i in range(len(batch))

@@ -9,7 +9,7 @@ from verlite.algorithms.aggregation import token_weights
 from verlite.algorithms.gap import gap_metrics, gap_sums
 from verlite.algorithms.kl import kl_loss
 from verlite.algorithms.losses import PolicyLossInputs, entropy_sum, policy_loss
-from verlite.config.plan import Plan
+from verlite.config.plan import BYPASS_LOSS, Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.engine.fsdp import Counts, TrainEngine
@@ -148,8 +148,8 @@ def policy_objective(config: Config, plan: Plan):
         )
         loss, metrics = policy_loss(plan.loss_mode, inputs)
         metrics["actor/pg_loss"] = loss.detach()
-        if "old_log_probs" not in rows.keys():
-            # This is the step's only update, so its log-probs are the old ones: the ratio is 1, and the gap is measured here.
+        if "old_log_probs" not in rows.keys() or plan.loss_mode == BYPASS_LOSS:
+            # No pass before the updates has measured the gap. In a step's only update these log-probs are the old ones.
             metrics |= gap_sums(log_probs, rows["rollout_log_probs"], mask)
         if "entropy" in outputs:
             metrics["actor/entropy"] = inputs.token_mean(outputs["entropy"].detach())
