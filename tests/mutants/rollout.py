@@ -128,7 +128,7 @@ MUTANTS = [
     ("a broken reload is left lying", VLLM, "            _abandon_reload(model, self.model_config)\n", "",
      TEST_VLLM + "test_a_failed_sync_leaves_the_version_and_refuses_until_a_good_one"),
     ("seeds do not reach vLLM", VLLM, "            seed=sampling.seed,\n", "", TEST_VLLM + "test_equal_seeds_give_equal_tokens"),
-    ("vLLM drops the other EOS ids when told to stop", VLLM, "ignore_eos=sampling.ignore_eos,", "ignore_eos=True,", TEST_VLLM + "test_ends"),
+    ("vLLM does not ignore EOS", VLLM, "ignore_eos=sampling.ignore_eos,", "ignore_eos=False,", TEST_VLLM + "test_ends"),
     ("copies count as shards", VLLM, "parts[:1] if len(set(parts)) == 1 else parts", "parts",
      TEST_VLLM + "test_shards_add_up_and_copies_count_once"),
 ]  # fmt: skip
