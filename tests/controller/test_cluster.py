@@ -1,5 +1,6 @@
 """Which cluster is joined, what is said when none can be, and a guardian on its own."""
 
+import functools
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.controller.conftest import alive, within
-from verlite.controller import cluster, node
+from verlite.controller import cluster, node, supervise
 from verlite.controller.supervise import StopRequest, Terminated
 
 
@@ -98,6 +99,24 @@ def test_stop_request_keeps_the_first_signal_and_raises_on_the_second_sigterm():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and stop.requested == "SIGUSR1"
+
+
+def test_a_sigterm_that_comes_out_of_ray_as_ctrl_c_is_a_sigterm_again(monkeypatch):
+    import ray
+
+    def wait(*_, terminated, **__):
+        try:
+            supervise.terminate("SIGTERM") if terminated else None
+        except Terminated:
+            pass
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervise, "_terminated", [])
+    for terminated, kind in ((True, Terminated), (False, KeyboardInterrupt)):
+        monkeypatch.setattr(ray, "wait", functools.partial(wait, terminated=terminated))
+        with pytest.raises(KeyboardInterrupt) as caught:
+            supervise._wait([], 1, 1.0)
+        assert caught.type is kind
 
 
 FORKS = """

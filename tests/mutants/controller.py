@@ -257,7 +257,7 @@ MUTANTS = [
         SUPERVISE,
         "        if _terminated:\n",
         "        if False:\n",
-        ORPHANS + "test_nothing_is_left_after[terminate]",
+        ALONE + "test_a_sigterm_that_comes_out_of_ray_as_ctrl_c_is_a_sigterm_again",
     ),
     (
         "the request is not noticed",
