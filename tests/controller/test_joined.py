@@ -55,8 +55,10 @@ def test_devices_of_another_run_are_not_free(joined):
     import ray
 
     first = reserve(joined, {"a": [0]}, nodes=1, devices_per_node=1, wait_s=10)
+    start = time.monotonic()
     with pytest.raises(ResourcesMissing, match="127.0.0.1 +2 +2 +1"):
         reserve(joined, {"a": [0]}, nodes=2, devices_per_node=2, wait_s=1)
+    assert time.monotonic() - start < 9, "Ray was asked for what it could not give, and made us wait for it"
     ray.util.remove_placement_group(first.group)
 
 

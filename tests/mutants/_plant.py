@@ -80,6 +80,7 @@ def _end_leftovers(copy: Path) -> None:
 
 def _pytest(copy: Path, arguments: list[str], log: Path) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would what tests start
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)

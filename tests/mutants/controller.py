@@ -158,7 +158,7 @@ MUTANTS = [
         "crashes are not written down",
         HOST,
         "    faulthandler.enable(file=file, all_threads=True)\n",
-        "",
+        "    faulthandler.disable()\n",
         FAILURES + "test_the_cause_is_named_and_the_others_do_not_wait",
     ),
     (
@@ -169,10 +169,10 @@ MUTANTS = [
         FAILURES + "test_the_cause_is_named_and_the_others_do_not_wait",
     ),
     (
-        "frozen workers are only asked to go",
+        "workers of a run that is stuck stay",
         SUPERVISE,
-        "        _signal(members, signal.SIGKILL)",
-        "        pass",
+        "            ray.kill(member.handle, no_restart=True)\n        _signal(members, signal.SIGKILL)",
+        "            pass",
         FAILURES + "test_a_frozen_rank_is_named_and_killed",
     ),
     (
@@ -215,7 +215,7 @@ MUTANTS = [
         GUARDIAN,
         "                os.kill(pid, signal.SIGKILL)",
         "                pass",
-        ORPHANS + "test_nothing_is_left_after[frozen]",
+        ALONE + "test_a_guardian_spares_the_owners_children_only_when_the_owner_leaves_in_order",
     ),
     (
         "the guardian waits for the pipe",
