@@ -21,10 +21,13 @@ def a_batch(**more) -> DataProto:
             "token_level_rewards": torch.tensor([[-0.5, 0, 1], [1, 0, 0], [0, 3, 0], [0, 0, 9]]),
             "advantages": torch.tensor([[1.0, 99, 2], [3, 99, 99], [4, 5, 99], [99, 99, 99]]),
             "returns": torch.tensor([[1.0, 99, 2], [3, 99, 99], [4, 5, 99], [99, 99, 99]]),
+            "raw_scores": torch.tensor([2.0, 2, 5, 99]),
+            "overlong_penalty": torch.tensor([0.0, -0.5, -1, -99]),
             "turns": torch.tensor([2, 1, 1, 0]),
             **more,
         },
         {"uid": object_array(["a", "a", "b", "b"]), "status": object_array(["done", "done", "length", "error"])},
+        {"reward_error_rate": 0.0},
     )
 
 
@@ -33,6 +36,8 @@ def test_by_hand():
     assert metrics == pytest.approx(
         {
             "critic/score/mean": 5 / 3, "critic/score/max": 3, "critic/score/min": 1,
+            "reward/raw_score/mean": 3, "reward/raw_score/max": 5, "reward/raw_score/min": 2,
+            "reward/overlong_penalty/mean": -0.5, "reward/overlong_penalty/max": 0, "reward/overlong_penalty/min": -1,
             "critic/rewards/mean": 4.5 / 3, "critic/rewards/max": 3, "critic/rewards/min": 0.5,
             "critic/advantages/mean": 3, "critic/advantages/max": 5, "critic/advantages/min": 1,
             "critic/returns/mean": 3, "critic/returns/max": 5, "critic/returns/min": 1,
@@ -58,7 +63,7 @@ def test_values_are_compared_with_the_returns():
 def test_nothing_is_left_of_a_batch_without_votes():
     batch = a_batch(valid=torch.zeros(4, dtype=torch.bool), values=torch.zeros(4, 3))
     metrics = batch_metrics(batch, 2, 3)
-    assert not any(key.startswith(("critic/", "rollout/zero")) for key in metrics)
+    assert not any(key.startswith(("critic/", "rollout/zero", "reward/raw", "reward/over")) for key in metrics)
 
 
 def test_speed():
