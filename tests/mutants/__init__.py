@@ -11,12 +11,6 @@ Mutant = tuple[str, str, str, str, str]
 """name, file, old text (once in the file), new text, test (one or more pytest nodes)"""
 
 
-NOT_SEEN: dict[str, set[str]] = {
-    "controller": {"crashes are not written down", "frozen workers are only asked to go", "totals count as free"},
-}
-"""Bugs that no test sees yet. Each is a failing result, told on the page; the list must shrink."""
-
-
 def rooms() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.mutants import NOT_SEEN, Mutant, mark, mutants, rooms
+from tests.mutants import Mutant, mark, mutants, rooms
 from tests.mutants._classic import CLASSIC
 
 TOP = Path(__file__).parents[2]
@@ -44,12 +44,6 @@ def page(results: Results) -> str:
     for bug, planted in CLASSIC.items():
         names = "; ".join(f"{name} ({room})" for room, name in planted)
         lines.append(f"| {bug} | {names} | {', '.join(dict.fromkeys(shown.get(one, NONE) for one in planted))} |")
-    if NOT_SEEN:
-        lines += [
-            "\n## Not seen yet\n",
-            "The test named beside each of these passes with the bug: failing results, kept here until one does not.\n",
-        ]
-        lines += [f"- {name} ({room})" for room, names in NOT_SEEN.items() for name in sorted(names)]
     for room, rows in lists.items():
         lines += [f"\n## {room}\n", "| bug | file | test | seen | mark |", "|---|---|---|---|---|"]
         lines += [_row(mutant, shown[room, mutant[0]]) for mutant in rows]
