@@ -385,9 +385,14 @@ def test_own_functions_are_legal_names_where_they_exist(material, tmp_path, monk
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "module.py").write_text("raise SystemExit('is not imported')\ndef estimator(inputs): ...\n")
     (tmp_path / "my_loss.py").write_text("from somewhere import f\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     material.load("algorithm.adv_estimator=my.module:estimator", f"{ACTOR}policy_loss.loss_mode=my_loss:f")
-    wrong = {"my.modul:estimator": "no module my.modul", "my.module:f": "my.module has no function f. Its functions: estimator"}
+    wrong = {
+        "broken:f": "broken is no Python: invalid syntax",
+        "my.modul:estimator": "no module my.modul",
+        "my.module:f": "my.module has no function f. Its functions: estimator",
+    }
     for name, said in wrong.items():
         with pytest.raises(ConfigError, match=said):
             material.load(f"algorithm.adv_estimator={name}")

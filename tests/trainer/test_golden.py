@@ -70,7 +70,7 @@ def test_a_run_takes_the_way_that_it_took_before(method, tmp_path, tiny_qwen2):
     assert [line.keys() for line in lines] == [line.keys() for line in golden]
     for step, (line, before) in enumerate(zip(lines, golden, strict=True), start=1):
         for key, value in line.items():
-            assert value == pytest.approx(before[key], rel=tolerance, abs=tolerance), f"step {step}: {key}"
+            assert value == pytest.approx(before[key], rel=tolerance, abs=tolerance / 50), f"step {step}: {key}"
 
 
 if __name__ == "__main__":

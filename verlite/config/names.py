@@ -42,6 +42,11 @@ def functions(file: str, table: str) -> Mapping[str, str]:
     return {str(ast.literal_eval(key)): entry.id for key, entry in entries if key and isinstance(entry, ast.Name)}
 
 
+def names_a_file(place: str) -> bool:
+    """Whether the place of a function is a file, and not a module's dotted name."""
+    return "/" in place or place.endswith(".py")
+
+
 def module_file(module: str) -> Path | None:
     """The file of a module, found without importing it (only its parent packages are). None: there is none."""
     here = [] if "" in sys.path else [""]  # an installed command lacks the working folder, which `python -m` has
@@ -49,7 +54,7 @@ def module_file(module: str) -> Path | None:
     importlib.invalidate_caches()
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+    except Exception:  # a parent package may raise anything while it is imported
         spec = None
     finally:
         for name in here:

@@ -791,7 +791,7 @@ def _reward_file(config: Config, ok: Legal, user_keys: Collection[str]) -> Itera
     path, name = config.custom_reward_function.path, config.custom_reward_function.name
     if path is None:
         return
-    file = Path(path) if "/" in path or path.endswith(".py") else names.module_file(path)
+    file = Path(path) if names.names_a_file(path) else names.module_file(path)
     if file is None or not file.is_file():
         yield Problem("custom_reward_function.path", path, "there is no such file", "Give a Python file, or a module's dotted name.")
         return
@@ -827,9 +827,19 @@ def _own_functions(config: Config, ok: Legal, user_keys: Collection[str]) -> Ite
         file = names.module_file(module)
         if file is None:
             yield Problem(key, value, f"there is no module {module} on the Python path", "It must be there for every worker, too.")
-        elif file.suffix == ".py" and (functions := _missing(ast.parse(file.read_text(encoding="utf-8")).body, function)) is not None:
-            remedy = f"Its functions: {', '.join(functions)}." if functions else "It defines no function."
-            yield Problem(key, value, f"{module} has no function {function}", remedy)
+        elif file.suffix == ".py" and (wrong := _unfit(file, module, function)):
+            yield Problem(key, value, *wrong)
+
+
+def _unfit(file: Path, module: str, function: str) -> tuple[str, str] | None:
+    """Rule and remedy where a module's text defines no such function, or is no Python."""
+    try:
+        functions = _missing(ast.parse(file.read_text(encoding="utf-8")).body, function)
+    except (SyntaxError, ValueError) as error:
+        return f"{module} is no Python: {error}", "Correct the file."
+    if functions is None:
+        return None
+    return f"{module} has no function {function}", f"Its functions: {', '.join(functions)}." if functions else "It defines no function."
 
 
 def _unknown_kwargs(config: Config, body: list[ast.stmt], name: str, where: str) -> Iterator[Problem]:

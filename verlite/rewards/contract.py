@@ -28,8 +28,8 @@ def check_reward(function: str, kwargs: dict[str, Any] | None = None) -> list[st
     """What is wrong with a reward function: "FILE.py", "FILE.py:name" or "package.module:name". Sentences; none: nothing.
 
     It runs in a process of its own, as in training, on made-up answers to a question whose ground truth is "42": that it can be loaded
-    and takes the arguments; a finite number or a dict with one for each; the same for the same answer, whatever was scored before it and
-    whether or not there is extra_info; the names of its parts the same for each; an answer within seconds; and that the ground truth, in
+    and takes the arguments; a finite number or a dict with one for each; the same for the same answer, whatever was scored before it; one
+    without extra_info too; the names of its parts the same for each; an answer within seconds; and that the ground truth, in
     one of the ways of writing it, scores above a wrong answer.
 
     Raises:

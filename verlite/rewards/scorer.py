@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from verlite.config.names import names_a_file
 from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.rewards.child import FunctionError, load
 from verlite.rewards.pool import Pool
@@ -68,7 +69,7 @@ class Scorer:
         """
         if self._custom:
             place = self._custom.rpartition(":")[0]
-            if ("/" in place or place.endswith(".py")) and not (place.endswith(".py") and Path(place).is_file()):
+            if names_a_file(place) and not (place.endswith(".py") and Path(place).is_file()):
                 raise FunctionError(f"custom_reward_function.path={place} is not a Python file that exists")
         for target in self._by_target(data_sources):
             try:
@@ -163,7 +164,7 @@ class Scorer:
 
 def _place(path: str) -> str:
     """A file with its whole path, or a module's dotted name as it is."""
-    return str(Path(path).expanduser().absolute()) if "/" in path or path.endswith(".py") else path
+    return str(Path(path).expanduser().absolute()) if names_a_file(path) else path
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> RewardResult:
