@@ -1,5 +1,7 @@
 """Fixtures that several rooms share."""
 
+import signal
+
 import pytest
 
 from tests.models import tiny_model
@@ -15,6 +17,12 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a random 2-layer Llama with tied embeddings."""
     return tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama", tie_word_embeddings=True)
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore Ctrl-C, and so would every process that the tests start; some tests send it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
