@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from tests.models import tiny_model
 from tests.rollout.oracle import float64_model, naive_log_probs
 from verlite.config.schema import ModelConfig, RolloutConfig
+from verlite.envs.step import Step, encode_text
 from verlite.rollout.build import build_engine
-from verlite.rollout.trajectory import Request, encode_observation, run_all, run_trajectory
-from verlite.rollout.types import Completion, EngineError, Sampling, Status, Step, Trajectory, with_seed
+from verlite.rollout.trajectory import Request, run_all, run_trajectory
+from verlite.rollout.types import Completion, EngineError, Sampling, Status, Trajectory, with_seed
 
 PIECES = ["h", "e", "l", "o", "!", " "]
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("l", "o"), ("e", "l")]
@@ -186,19 +187,24 @@ def test_a_long_observation_is_cut_inside_its_tags(ambiguous):
     engine, _ = ambiguous
     tokenizer = engine.tokenizer
     step = Step("he" * 40, "! ", " !")
-    ids, cut = encode_observation(step, tokenizer, 12)
+    encode = encode_text(tokenizer)
+    ids, cut = encode(step, [], 12)
     assert cut and len(ids) == 12 and tokenizer.decode(ids) == "! " + "he" * 8 + " !"
-    ids, cut = encode_observation(step, tokenizer, 44)
+    ids, cut = encode(step, [], 44)
     assert not cut and tokenizer.decode(ids) == "! " + "he" * 40 + " !"
+    with pytest.raises(ValueError, match="data.max_obs_length=4 has no room"):
+        encode(step, [], 4)
     request = Request([3], Sampling(1.2, max_tokens=30, seed=5), Counter(), max_turns=2, max_response_tokens=300)
     trajectory = run(engine, dataclasses.replace(request, max_observation_tokens=4))
     assert trajectory.truncated_observations == 2 and trajectory.response_mask.count(0) == 8
+    sides = [who for (who, count) in trajectory.segments for _ in range(count)]
+    assert [who == "model" for who in sides] == [bool(mask) for mask in trajectory.response_mask]
 
 
 def test_a_chat_format_can_replace_how_observations_become_tokens(ambiguous):
     engine, _ = ambiguous
     request = Request(
-        [3], Sampling(1.2, max_tokens=30, seed=5), Counter(), 1, 300, encode_observation=lambda step, tokenizer, limit: ([7, 7, 7], False)
+        [3], Sampling(1.2, max_tokens=30, seed=5), Counter(), 1, 300, encode_observation=lambda step, context, limit: ([7, 7, 7], False)
     )
     trajectory = run(engine, request)
     assert [i for i, m in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if not m] == [7, 7, 7]
@@ -216,6 +222,7 @@ def test_a_tool_failure_is_an_error_value_without_a_vote(ambiguous):
     whole, broken, empty, single = asyncio.run(run_all(engine, requests))
     assert broken.status == Status.ERROR and broken.error == "ConnectionError: retriever down"
     assert broken.response_ids and not any(broken.response_mask)
+    assert broken.segments == [("model", len(broken.response_ids))], "what happened can still be read"
     assert len(broken.response_ids) == len(broken.response_mask) == len(broken.log_probs)
     assert empty.status == Status.ERROR and empty.error.startswith("ValueError: the prompt is empty")
     assert whole.error is None and single.error is None and Status.ERROR not in (whole.status, single.status)

@@ -243,12 +243,14 @@ TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("ray_kwargs.ray_init.num_cpus", lambda c: c.ray_kwargs.ray_init.address is not None, "a cluster that is joined has its own number"),
     *(
         (name, lambda c: c.max_turns == 0, "max_turns is 0: every sample is a single turn")
-        for name in ("do_search", "retriever.*", "data.max_start_length", "data.max_obs_length")
+        for name in ("do_search", "env.*", "retriever.*", "data.max_start_length", "data.max_obs_length")
     ),
     *(
-        (name, lambda c: c.max_turns > 0, "the search loop is not part of this version: every sample is a single turn")
-        for name in ("max_turns", "do_search", "retriever.*", "data.max_start_length", "data.max_obs_length")
+        (name, lambda c: not c.do_search, "do_search is off: every sample is a single turn")
+        for name in ("max_turns", "env.*", "retriever.*", "data.max_start_length", "data.max_obs_length")
     ),
+    ("retriever.*", lambda c: c.env.name != "search", "env.name is not search"),
+    ("env.kwargs*", lambda c: c.env.name in rules.CHOICES["env.name"], "they are for a world of your own"),
 )
 """(key or pattern, when it has no effect, why). The first row that applies to a key is the one that is said."""
 
@@ -292,6 +294,8 @@ def remarks(config: Config, old_names: Mapping[str, str]) -> list[str]:
         )
     if rollout.n > 1 and config.algorithm.filter_groups.enable and config.algorithm.adv_estimator in plan.NEEDS_VALUES:
         said.append("algorithm.filter_groups leaves out prompts whose samples agree: the critic never learns their values")
+    if plan.max_turns(config) and plan.worst_case(config) > config.data.max_prompt_length + config.data.max_response_length:
+        said.append(f"samples may not fit: {plan.length_arithmetic(config)}")
     if "actor_rollout_ref.rollout.n_agent" in old_names and rollout.n > 1:
         said.append(
             f"{ACTOR}ppo_mini_batch_size counts prompts here, {rollout.n} samples each; Search-R1 counted samples, so its run made "

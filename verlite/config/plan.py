@@ -124,6 +124,15 @@ class Plan:
     """Divisor of seq-mean-token-sum-norm."""
     critic_model_path: str | None
 
+    max_turns: int
+    """Tool calls that a sample may make. 0: every sample is one answer."""
+    longest_prompt: int
+    """Tokens of the first prompt."""
+    longest_response: int
+    """Tokens after it, a tool's observations included."""
+    longest_sequence: int
+    """Tokens of a whole sample."""
+
     rollout_name: str
     """"vllm" or "hf"."""
     tensor_parallel: int
@@ -154,6 +163,8 @@ class Plan:
     """Validate before step 1. val_only implies it."""
     choices: list[tuple[str, str]]
     """What was chosen, in words, for the table."""
+    turns: str
+    """How long an agent's samples may get, in words; nothing for single turns."""
 
     def steps(self, train_rows: int) -> tuple[int, int]:
         """(training steps per epoch, in the whole run) when this many rows are left to train on."""
@@ -197,6 +208,7 @@ class Plan:
         per_engine = f"{self.tensor_parallel} devices each" if self.tensor_parallel > 1 else "one per device"
         engines = f"{self.rollout_name}, {_count(self.engines, 'engine')}, {per_engine}, {self.rollout_dtype}"
         lines.append(("rollout", f"{engines}, sequences up to {self.max_model_len} tokens"))
+        lines += [("turns", self.turns)] if self.turns else []
         lines.append(("training", f"{self.device}, FSDP2, compute in {self.train_dtype}"))
         same: dict[str, list[str]] = {}
         for role in self.roles:
@@ -229,6 +241,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
     rows = data.train_batch_size * rollout.n
     corrected = correction.settings(algorithm.rollout_correction)
     ranks = len(placement["actor"])
+    turns = max_turns(config)
 
     actor_updates = Updates(
         mini_prompts=actor.ppo_mini_batch_size,
@@ -296,11 +309,15 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         correction=corrected,
         gen_prompts=prompts_drawn(config)[1],
         overlong_buffer=_first(config.reward.overlong_buffer.len, max(1, data.max_response_length // 5)),
+        max_turns=turns,
+        longest_prompt=longest_prompt(config)[1],
+        longest_response=_longest_response(config, turns),
+        longest_sequence=data.max_prompt_length + data.max_response_length,
         filters_groups=algorithm.filter_groups.enable,
         critic_warmup=trainer.critic_warmup if with_critic else 0,
         clip_low=_first(actor.clip_ratio_low, actor.clip_ratio),
         clip_high=_first(actor.clip_ratio_high, actor.clip_ratio),
-        loss_scale=_first(actor.loss_scale_factor, float(data.max_response_length)),
+        loss_scale=_first(actor.loss_scale_factor, float(_longest_response(config, turns))),
         critic_model_path=_first(critic.model.path, config.actor_rollout_ref.model.path) if with_critic else None,
         rollout_name=name,
         tensor_parallel=tensor_parallel,
@@ -319,6 +336,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         validates=bool(val_files) and (trainer.val_before_train or trainer.val_only or trainer.test_freq > 0),
         validates_first=bool(val_files) and (trainer.val_before_train or trainer.val_only),
         choices=_words(config),
+        turns=length_arithmetic(config) if turns else "",
     )
     if train_rows is None:
         return plan
@@ -349,6 +367,43 @@ def _words(config: Config) -> list[tuple[str, str]]:
         ("algorithm", ", ".join([algorithm.adv_estimator, loss, *more, *(kl or ["no KL term"]), f"learning rate {actor.optim.lr:g}"])),
         ("run", ", ".join([trainer.default_local_dir, f"resume: {resume}", *every])),
     ]
+
+
+def max_turns(config: Config) -> int:
+    """Tool calls that a sample may make; 0 without do_search."""
+    return config.max_turns if config.do_search else 0
+
+
+def longest_prompt(config: Config) -> tuple[str, int]:
+    """Tokens of the first prompt, and the key that says so."""
+    if max_turns(config) and config.data.max_start_length is not None:
+        return "data.max_start_length", config.data.max_start_length
+    return "data.max_prompt_length", config.data.max_prompt_length
+
+
+def worst_case(config: Config) -> int:
+    """Tokens of a sample with the longest prompt, turns and observations."""
+    data, turns = config.data, max_turns(config)
+    return longest_prompt(config)[1] + turns * (data.max_response_length + data.max_obs_length) + data.max_response_length
+
+
+def _longest_response(config: Config, turns: int) -> int:
+    data = config.data
+    if not turns:
+        return data.max_response_length
+    return min(worst_case(config) - longest_prompt(config)[1], data.max_prompt_length + data.max_response_length - 1)
+
+
+def length_arithmetic(config: Config) -> str:
+    """The longest sample in numbers, and what becomes of samples that do not fit."""
+    data, turns = config.data, max_turns(config)
+    worst, fits, start = worst_case(config), data.max_prompt_length + data.max_response_length, longest_prompt(config)[1]
+    turn, obs = data.max_response_length, data.max_obs_length
+    text = f"{config.env.name}, up to {_count(turns, 'tool call')} and a last turn; at most "
+    text += f"{start} prompt + {turns} x ({turn} turn + {obs} observation) + {turn} = {worst} tokens"
+    if worst <= fits:
+        return text
+    return f"{text}, but {fits} fit (data.max_prompt_length + data.max_response_length): a sample that gets there ends, status length"
 
 
 def prompts_drawn(config: Config) -> tuple[str, int]:

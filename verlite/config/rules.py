@@ -51,6 +51,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "*.fsdp_config.dtype": ("auto", "float32", "bfloat16"),
     "actor_rollout_ref.rollout.name": ("auto", "vllm", "hf"),
     "actor_rollout_ref.rollout.dtype": ("auto", *DTYPES),
+    "env.name": tuple(names.functions("envs/world.py", "WORLDS")),
+    "retriever.on_error": ("mask", "observe"),
     "data.truncation": ("error", "left", "right", "middle"),
     "trainer.device": ("auto", "cuda", "cpu"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
@@ -61,8 +63,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 RATIO_CLIPPED = ("vanilla", "gspo", "clip_cov")
 """Losses that clip the ratio at 1 - clip_ratio_low, and have no use for a bound below 0."""
 
-OWN_FUNCTION = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
-"""Of these, keys that also take a function of your own, as package.module:function."""
+OWN_FUNCTION = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "env.name")
+"""Of these, keys that also take a function or class of your own, as package.module:function."""
 
 BOUNDS: dict[str, str] = {
     "data.train_batch_size": ">= 1",
@@ -153,6 +155,13 @@ BOUNDS: dict[str, str] = {
     "ray_kwargs.ray_init.num_cpus": ">= 1",
     "max_turns": ">= 0",
     "retriever.topk": ">= 1",
+    "retriever.timeout_s": "> 0",
+    "retriever.deadline_s": "> 0",
+    "retriever.max_in_flight": ">= 1",
+    "retriever.batch_size": ">= 1",
+    "retriever.batch_window_ms": ">= 0",
+    "retriever.cache_size": ">= 0",
+    "retriever.outage_wait_s": ">= 0",
 }
 """Legal numbers, in words that are also the rule. null is legal where the type allows it; a list is checked item by item."""
 
@@ -356,10 +365,26 @@ def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterato
         )
     if config.algorithm.no_think_rl:
         yield Problem("algorithm.no_think_rl", True, "only false is supported: the whole response is trained", "Leave it out.")
+
+
+def _agent(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    """Samples of several turns."""
     if not config.actor_rollout_ref.actor.state_masking:
         yield Problem(
             "actor_rollout_ref.actor.state_masking", False, "tool output is always kept out of the loss", "Leave it out, or use true."
         )
+    if not plan.max_turns(config):
+        return
+    start, whole = config.data.max_start_length, config.data.max_prompt_length
+    if start is not None and start > whole and ok("data.max_start_length", "data.max_prompt_length"):
+        rule = f"is more than data.max_prompt_length={whole}, which is the first prompt and all that follows before the last turn"
+        yield Problem("data.max_start_length", start, rule, "Usual: half of it.")
+    if config.reward.overlong_buffer.enable:
+        rule = "is for single turns: an agent's sample is as long as what its tools answer"
+        yield Problem("reward.overlong_buffer.enable", True, rule, "Leave it out, or use algorithm.mask_truncated=true.")
+    urls = plan.files_of(config.retriever.url)
+    if config.env.name == "search" and not urls:
+        yield Problem("retriever.url", config.retriever.url, "names no retriever to search with", "Such as http://127.0.0.1:8000/retrieve.")
     actor, kl = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
     if config.algorithm.use_kl_in_reward and kl.type == "adaptive" and kl.kl_coef == 0:
         rule = "is multiplied to follow the KL while algorithm.kl_ctrl.type=adaptive, so 0 stays 0"
@@ -809,7 +834,7 @@ def _reward_file(config: Config, ok: Legal, user_keys: Collection[str]) -> Itera
 
 def _missing(body: list[ast.stmt], name: str) -> list[str] | None:
     """None where a file's text may define `name`, else the functions that it does define."""
-    functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     bound_names = {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names}
     bound_names |= {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
     # Text inside if and try may define anything.
@@ -818,7 +843,7 @@ def _missing(body: list[ast.stmt], name: str) -> list[str] | None:
 
 
 def _own_functions(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
-    """An estimator or a policy loss of the user's own is there. Its module is found and read, but not imported."""
+    """An estimator, policy loss or world of the user's own is there. Its module is found and read, but not imported."""
     for key in OWN_FUNCTION:
         value = get(config, key)
         module, colon, function = value.partition(":")
@@ -888,6 +913,7 @@ RULES = (
     _batch_sizes,
     _micro_batches,
     _algorithm,
+    _agent,
     _shaping,
     _filter_groups,
     _rollout_correction,

@@ -33,9 +33,9 @@ class DataConfig:
     val_batch_size: Optional[int] = None
     """Validation prompts per generation call. null: the whole validation set at once."""
     max_prompt_length: int = 512
-    """Longest prompt in tokens, after the chat template."""
+    """Longest prompt in tokens, after the chat template. Agent: of everything before the last turn."""
     max_response_length: int = 512
-    """Longest response in tokens."""
+    """Longest response in tokens. Agent: of one turn; a whole sample has at most max_prompt_length + max_response_length tokens."""
     train_max_samples: int = -1
     """Use at most this many training rows (a random choice with data.seed if data.shuffle, else the first). -1: all."""
     val_max_samples: int = -1
@@ -51,9 +51,9 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments for the tokenizer's chat template, such as enable_thinking."""
     max_start_length: Optional[int] = None
-    """Search agent: tokens of the first prompt. null: max_prompt_length."""
+    """Agent: longest first prompt in tokens. null: max_prompt_length."""
     max_obs_length: int = 512
-    """Search agent: tokens of one observation."""
+    """Agent: longest observation in tokens; what is longer is cut inside its tags."""
 
 
 @dataclass
@@ -195,7 +195,7 @@ class ActorConfig:
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding, precision and offload of the policy."""
     state_masking: bool = True
-    """Search agent: keep tool output out of the loss. verlite always does; False is refused."""
+    """Agent: keep tool output out of the loss. verlite always does; False is refused."""
 
 
 @dataclass
@@ -557,6 +557,16 @@ class ClusterConfig:
 
 
 @dataclass
+class EnvConfig:
+    """Agent: the world that it acts in."""
+
+    name: str = "search"
+    """search (tags and passages as Search-R1), calculator (JSON tool calls in the chat format), or package.module:World of your own."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings for a world of your own."""
+
+
+@dataclass
 class RetrieverConfig:
     """Search agent: the retriever service."""
 
@@ -564,6 +574,23 @@ class RetrieverConfig:
     """Address, or list of addresses, of the retriever."""
     topk: int = 3
     """Passages per query."""
+    timeout_s: float = 15.0
+    """Longest time for one request. What takes longer is tried again."""
+    deadline_s: float = 60.0
+    """Longest time for one search, with all its tries. Then its sample fails: status error, no vote anywhere."""
+    max_in_flight: int = 4
+    """Requests that one worker sends to one server at the same time."""
+    batch_size: int = 64
+    """Queries in one request at most."""
+    batch_window_ms: float = 5.0
+    """How long a query waits for others to share its request."""
+    cache_size: int = 10000
+    """Queries whose passages a worker remembers. 0: none."""
+    on_error: str = "mask"
+    """What a failed search does to its sample: mask (status error, trained on nowhere), or observe (the model is told, and goes on)."""
+    outage_wait_s: float = 0.0
+    """When more samples of a step failed than rollout.max_error_rate allows: how long to wait for the retriever to answer again, before
+    the step is sampled anew. 0: the run stops at once."""
 
 
 @dataclass
@@ -589,8 +616,10 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Which role runs where."""
     max_turns: int = 0
-    """Search agent: searches allowed per sample. 0: single turn."""
+    """Agent: tool calls allowed per sample; the model speaks at most once more than that. 0: single turn."""
     do_search: bool = True
-    """Search agent: false generates without searching even when max_turns is above 0."""
+    """Agent: false generates a single turn even when max_turns is above 0."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    """Agent: the world that it acts in."""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """Search agent: the retriever service."""

@@ -83,7 +83,16 @@ class PromptDataset:
     `data_preprocess` writes it, a prompt that is too long under data.truncation=error, or no row left.
     """
 
-    def __init__(self, files: str | Sequence[str], tokenizer: Any, config: DataConfig, split: str) -> None:
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        tokenizer: Any,
+        config: DataConfig,
+        split: str,
+        longest: tuple[str, int] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """longest: the key that limits prompts, and its value; None: data.max_prompt_length. tools: JSON schemas for the chat template."""
         self._paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
         if not self._paths:
             raise DataError(f"data.{split}_files is empty: name at least one parquet file")
@@ -93,8 +102,9 @@ class PromptDataset:
 
         every_row = [(file, row) for file, table in enumerate(self._tables) for row in range(table.num_rows)]
         rows = _choose(every_row, config, split)
-        prompts = self._tokenize(tokenizer, config, rows)
-        limit = config.max_prompt_length
+        template_kwargs = {**({"tools": list(tools)} if tools else {}), **config.apply_chat_template_kwargs}
+        prompts = self._tokenize(tokenizer, template_kwargs, rows)
+        key, limit = longest or ("data.max_prompt_length", config.max_prompt_length)
         lengths = np.array([len(prompt) for prompt in prompts])
         too_long = lengths > limit
         if config.filter_overlong_prompts:
@@ -102,16 +112,16 @@ class PromptDataset:
             rows, prompts = [rows[i] for i in kept], [prompts[i] for i in kept]
             if not rows:
                 raise DataError(
-                    f"data.{split}_files: all {len(lengths)} prompts have more than data.max_prompt_length={limit} tokens, the shortest "
-                    f"{lengths.min()}, so data.filter_overlong_prompts leaves none. Raise data.max_prompt_length"
+                    f"data.{split}_files: all {len(lengths)} prompts have more than {key}={limit} tokens, the shortest "
+                    f"{lengths.min()}, so data.filter_overlong_prompts leaves none. Raise {key}"
                 )
         elif config.truncation != "error":
             prompts = [np.asarray(truncate(prompt.tolist(), limit, config.truncation), dtype=np.int32) for prompt in prompts]
         elif too_long.any():
             first = int(too_long.argmax())
             raise DataError(
-                f"{self._name(*rows[first])}: {PromptTooLong(lengths[first], limit)} by data.max_prompt_length; "
-                f"{too_long.sum()} of {len(rows)} prompts are too long, the longest {lengths.max()} tokens. Raise data.max_prompt_length "
+                f"{self._name(*rows[first])}: {PromptTooLong(lengths[first], limit)} by {key}; "
+                f"{too_long.sum()} of {len(rows)} prompts are too long, the longest {lengths.max()} tokens. Raise {key} "
                 "or drop such prompts with data.filter_overlong_prompts=True, or cut them with data.truncation=left, right or middle"
             )
         self._rows = rows
@@ -173,12 +183,12 @@ class PromptDataset:
                     if problem:
                         raise DataError(f"{self._name(file, row)}: column {column!r} {problem}, as data_preprocess/ writes it")
 
-    def _tokenize(self, tokenizer: Any, config: DataConfig, rows: list[tuple[int, int]]) -> list[np.ndarray]:
+    def _tokenize(self, tokenizer: Any, template_kwargs: Mapping[str, Any], rows: list[tuple[int, int]]) -> list[np.ndarray]:
         messages = [table[self._key].to_pylist() for table in self._tables]
         prompts = []
         for file, row in rows:
             try:
-                ids = build_prompt(tokenizer, _without_nulls(messages[file][row]), template_kwargs=config.apply_chat_template_kwargs)
+                ids = build_prompt(tokenizer, _without_nulls(messages[file][row]), template_kwargs=template_kwargs)
             except Exception as error:  # a chat template raises what it likes; whatever it is, the row must be named
                 raise DataError(f"{self._name(file, row)}: the chat template failed: {type(error).__name__}: {error}") from error
             if not ids:

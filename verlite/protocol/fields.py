@@ -55,6 +55,10 @@ FIELDS: dict[str, Field] = {
     "valid": Field("B", _BOOL, "rollout, reward", "False: infrastructure or reward failure; the row has no vote anywhere"),
     "weight_version": Field("B", _INT, "rollout", "version of the weights that sampled the row's last token"),
     "turns": Field("B", _INT, "rollout", "times the policy spoke in the row"),
+    "invalid_turns": Field("B", _INT, "rollout", "of these, how many the environment called malformed"),
+    "truncated_observations": Field("B", _INT, "rollout", "observations that were cut to data.max_obs_length"),
+    "gen_seconds": Field("B", _FLOAT, "rollout", "time that the sample waited for the engine"),
+    "tool_seconds": Field("B", _FLOAT, "rollout", "time that the sample waited for its tools"),
     "mini_batch": Field("B E", _INT, "trainer", "optimizer step, within each of E epochs, in which the row takes part"),
     "critic_mini_batch": Field("B C", _INT, "trainer", "the same for the critic, over its C epochs"),
     # objects, one per row
@@ -69,6 +73,9 @@ FIELDS: dict[str, Field] = {
     "error": Field("B", (str, type(None)), "rollout, reward", "class and message of the failure, None without one"),
     "reward_parts": Field("B", (dict,), "reward", "named parts of the score"),
     "sampling": Field("B", _ANY, "trainer", "how the row is sampled (rollout.types.Sampling)"),
+    "segments": Field("B", (list,), "rollout", "who wrote the response, piece by piece: (model or tool, tokens)"),
+    "turn_infos": Field("B", (list,), "rollout", "what the environment reported of each turn"),
+    "transcript": Field("B", (list,), "reward", "the response as (model or tool, text), piece by piece"),
     "text": Field("B", _TEXT, "reward", "what the model wrote in the row, as scored"),
 }
 

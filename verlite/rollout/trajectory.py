@@ -6,14 +6,13 @@ environment sees text, decoded for it alone.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from verlite.rollout.types import Engine, EngineError, Env, Sampling, Status, Step, Trajectory, with_seed
-
-EncodeObservation = Callable[[Step, PreTrainedTokenizerBase, int], tuple[list[int], bool]]
+from verlite.envs.step import EncodeObservation, Env, encode_text
+from verlite.rollout.types import Engine, EngineError, Sampling, Status, Trajectory, with_seed
 
 
 @dataclass(frozen=True)
@@ -29,23 +28,7 @@ class Request:
     """Tokens of all turns and observations. None: sampling.max_tokens. Each turn also obeys sampling.max_tokens."""
     max_observation_tokens: int = 512
     encode_observation: EncodeObservation | None = None
-    """Replaces `encode_observation`, for models whose chat format needs more than the text."""
-
-
-def encode_observation(step: Step, tokenizer: PreTrainedTokenizerBase, limit: int) -> tuple[list[int], bool]:
-    """Tokens of an observation, at most `limit`, and whether it was cut.
-
-    Only `step.obs` is cut, in token space, so that the tags around it stay whole.
-    """
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    ids = encode(step.before + step.obs + step.after)
-    if len(ids) <= limit:
-        return ids, False
-    before, after = encode(step.before), encode(step.after)
-    return before + encode(step.obs)[: max(0, limit - len(before) - len(after))] + after, True
+    """How an observation becomes tokens. None: as plain text (`encode_text`)."""
 
 
 async def run_trajectory(engine: Engine, request: Request) -> Trajectory:
@@ -68,6 +51,7 @@ async def _run(engine: Engine, request: Request, trajectory: Trajectory) -> None
     env, sampling = request.env, request.sampling
     if env is not None:
         sampling = replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *env.stop))))
+    encode = request.encode_observation or encode_text(engine.tokenizer)
     total = request.max_response_tokens or request.sampling.max_tokens
     for turn in range(request.max_turns + 1):
         limited = replace(sampling, max_tokens=min(sampling.max_tokens, total - len(trajectory.response_ids)))
@@ -93,8 +77,7 @@ async def _run(engine: Engine, request: Request, trajectory: Trajectory) -> None
             trajectory.status = Status.DONE if step.done else Status.MAX_TURNS
             return
 
-        encode = request.encode_observation or encode_observation
-        ids, cut = encode(step, engine.tokenizer, request.max_observation_tokens)
+        ids, cut = encode(step, trajectory.response_ids, request.max_observation_tokens)
         if len(trajectory.response_ids) + len(ids) >= total:  # no dangling observation that the model could not answer
             trajectory.status = Status.LENGTH
             return

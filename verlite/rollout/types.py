@@ -1,13 +1,13 @@
 """What generation takes and gives: token ids in, token ids and their log-probs out.
 
 Shapes: everything here is one sequence as Python lists, equal in length where they describe the same tokens. Text exists
-only in an environment's view (`Env`); no token id is ever made from text that the model wrote.
+only in an environment's view (`envs.step.Env`); no token id is ever made from text that the model wrote.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -114,6 +114,8 @@ class Trajectory:
     """Time spent waiting for the environment."""
     infos: list[dict[str, Any]] = field(default_factory=list)
     """What the environment reported for each turn."""
+    segments: list[tuple[Literal["model", "tool"], int]] = field(default_factory=list)
+    """Who wrote the response, piece by piece, and how many tokens each; unlike the mask it outlives `fail`."""
 
     def append_sampled(self, completion: Completion) -> None:
         """Add what the model sampled."""
@@ -122,6 +124,7 @@ class Trajectory:
         self.response_ids += completion.ids
         self.response_mask += [1] * len(completion.ids)
         self.log_probs += completion.log_probs
+        self.segments.append(("model", len(completion.ids)))
         self.weight_versions.append(completion.weight_version)
         self.turns += 1
 
@@ -130,41 +133,13 @@ class Trajectory:
         self.response_ids += ids
         self.response_mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
+        self.segments.append(("tool", len(ids)))
 
     def fail(self, error: BaseException | str) -> None:
         """Mark as an infrastructure failure: no token of it is trained."""
         self.status = Status.ERROR
         self.error = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self.response_mask = [0] * len(self.response_ids)
-
-
-@dataclass(frozen=True)
-class Step:
-    """An environment's answer to one turn."""
-
-    obs: str = ""
-    """Text for the model; the part that may be cut when it is too long."""
-    before: str = ""
-    """Text in front of obs that is never cut, such as an opening tag."""
-    after: str = ""
-    """Text behind obs that is never cut, such as a closing tag."""
-    done: bool = False
-    """The trajectory ends here."""
-    valid: bool = True
-    """False: the model's turn was malformed."""
-    info: dict[str, Any] = field(default_factory=dict)
-
-
-class Env(Protocol):
-    """The world of one trajectory; speaks text only. A new one for each sample."""
-
-    stop: tuple[str, ...]
-    """Strings that end a turn."""
-
-    async def step(self, text: str, last: bool) -> Step:
-        """Answer the model's turn. `text` ends at its first stop string. With `last` the model will not speak again, so only
-        `done`, `valid` and `info` matter. An exception is an infrastructure failure; a model's mistake is a Step."""
-        ...
 
 
 class Engine(Protocol):

@@ -12,6 +12,8 @@ from verlite.protocol import fields
 from verlite.protocol.data import DataProto, object_array
 from verlite.rollout.types import Sampling
 
+_RAGGED = ("response_ids", "response_mask", "rollout_log_probs")
+
 
 def requests(rows: list[PromptRow], uids: list[str], samplings: list[Sampling]) -> DataProto:
     """One row per sample to generate: [B] columns of prompt ids, sampling parameters and what scoring needs."""
@@ -48,7 +50,7 @@ def assemble(requested: DataProto, answered: DataProto, pad_id: int) -> DataProt
     """The step's batch from requests and the rollout's ragged answers.
 
     Adds prompts [B, P], responses [B, R], input_ids, attention_mask and position_ids [B, P+R], response_mask and
-    rollout_log_probs [B, R], valid [B]; P and R are the longest of this batch (R at least 1).
+    rollout_log_probs [B, R], valid [B], and all else that the rollout says of a row; P and R are the longest of this batch, R at least 1.
     """
     answers = answered.non_tensor_batch
     prompt_ids, response_ids = requested.non_tensor_batch["prompt_ids"], answers["response_ids"]
@@ -72,9 +74,8 @@ def assemble(requested: DataProto, answered: DataProto, pad_id: int) -> DataProt
         response_mask=pad(answers["response_mask"], r, torch.int64),
         rollout_log_probs=pad(answers["rollout_log_probs"], r, torch.float32),
         valid=torch.tensor([status != "error" for status in answers["status"]]),
-        turns=answered.batch["turns"],
-        weight_version=answered.batch["weight_version"],
-    ).with_non_tensor(status=answers["status"], error=answers["error"])
+        **answered.batch,
+    ).with_non_tensor(**{name: column for name, column in answers.items() if name not in _RAGGED})
 
 
 def join(parts: Sequence[DataProto], pad_id: int) -> DataProto:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from verlite.protocol.data import DataProto
 from verlite.trainer import checkpoints
+from verlite.trainer.agent import agent_metrics
 from verlite.trainer.metrics import batch_metrics, speed_metrics
 from verlite.trainer.run import Run
 from verlite.trainer.stages import keep_samples, validate
@@ -21,8 +22,9 @@ def start_with_validation(run: Run) -> bool:
 
 def finish_step(run: Run, batch: DataProto) -> None:
     """Compute and log the step's metrics, keep samples, then validate and save where they are due."""
-    trainer, data = run.config.trainer, run.config.data
-    run.metrics.update(batch_metrics(batch, data.max_prompt_length, data.max_response_length))
+    trainer = run.config.trainer
+    run.metrics.update(batch_metrics(batch, run.plan.longest_prompt, run.plan.longest_response))
+    run.metrics.update(agent_metrics(batch))
     run.metrics.update({"training/global_step": run.step, "training/epoch": run.sampler.epoch, "training/weight_version": run.version})
     run.stopwatch.end_step()
     tokens, response_tokens = run.metrics["perf/total_num_tokens"], float(batch.batch["response_mask"].sum())

@@ -12,6 +12,7 @@ from verlite.config.schema import Config
 from verlite.controller.supervise import StopRequest
 from verlite.data.dataset import PromptDataset
 from verlite.data.sampler import PromptSampler
+from verlite.envs.world import World
 from verlite.protocol.data import DataProto
 from verlite.rewards.scorer import Scorer
 from verlite.trainer.display import Display
@@ -48,6 +49,7 @@ class Run:
     tracking: Tracking
     display: Display
     stop: StopRequest
+    world: World | None = None
     step: int = 0
     version: int = 0
     drawn: int = 0

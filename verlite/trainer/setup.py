@@ -1,5 +1,6 @@
 """From a checked configuration to a run that is ready to step, and back to nothing: what is started here is ended here."""
 
+import asyncio
 import copy
 import dataclasses
 import fcntl
@@ -18,7 +19,7 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.algorithms.lookup import lookup
 from verlite.algorithms.losses import POLICY_LOSSES
 from verlite.config.load import Loaded, dump
-from verlite.config.plan import Plan, make_plan, prompts_drawn
+from verlite.config.plan import Plan, longest_prompt, make_plan, max_turns, prompts_drawn
 from verlite.config.schema import Config, ModelConfig
 from verlite.controller.cluster import connect
 from verlite.controller.placement import reserve
@@ -27,6 +28,9 @@ from verlite.controller.worker_group import ready, spawn
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.sampler import PromptSampler
 from verlite.engine.model import ModelError, load_config, load_tokenizer
+from verlite.envs.chat import TemplateError, encode_chat
+from verlite.envs.step import ToolError
+from verlite.envs.world import World, build_world
 from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
 from verlite.trainer.display import Display
@@ -133,8 +137,10 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         refuse_changed_settings(config, state.get("critical", {}))
         functions_of(config)
         tokenizer = tokenizer_of(policy.model)
-        train_data = PromptDataset(config.data.train_files, tokenizer, config.data, "train")
-        val_data = PromptDataset(config.data.val_files, tokenizer, config.data, "val") if config.data.val_files else None
+        world = world_of(config, tokenizer)
+        limits = longest_prompt(config), world.tools if world else ()
+        train_data = PromptDataset(config.data.train_files, tokenizer, config.data, "train", *limits)
+        val_data = PromptDataset(config.data.val_files, tokenizer, config.data, "val", *limits) if config.data.val_files else None
         drawn_by, prompts = prompts_drawn(config)
         sampler = PromptSampler(len(train_data), prompts, config.data.seed, config.data.shuffle, drawn_by)
         if checkpoint:
@@ -196,7 +202,7 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         kl = FixedKLController(ctrl.kl_coef) if ctrl.type == "fixed" else AdaptiveKLController(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
         run = Run(
             config, plan, run_dir, tokenizer, train_data, val_data, sampler, total_steps,
-            actor, rollout, critic, reference, scorer, kl, tracking, display, stop,
+            actor, rollout, critic, reference, scorer, kl, tracking, display, stop, world,
         )  # fmt: skip
         if checkpoint:
             restore(run, checkpoint, state)
@@ -215,6 +221,24 @@ def functions_of(config: Config) -> None:
         lookup(loss_mode, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
     except ValueError as error:
         raise RunRefused(str(error)) from error
+
+
+def world_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> World | None:
+    """The world that an agent's samples act in, whose tools answer; None for single turns.
+
+    Raises:
+        RunRefused: there is no such world, its tools do not answer, or the chat template cannot carry them.
+    """
+    if not max_turns(config):
+        return None
+    try:
+        world = build_world(config)
+        if world.chat:
+            encode_chat(tokenizer, world.tools)
+        asyncio.run(world.check())
+    except (ToolError, TemplateError, ValueError) as error:
+        raise RunRefused(str(error)) from error
+    return world
 
 
 def exported_step(run_dir: Path) -> int | None:

@@ -22,6 +22,7 @@ from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.scorer import RewardItem
 from verlite.rollout.types import Sampling, Status
 from verlite.trainer import batch as batches
+from verlite.trainer.agent import outage_is_over, transcripts
 from verlite.trainer.evaluation import validation_metrics
 from verlite.trainer.metrics import spread
 from verlite.trainer.run import Run
@@ -81,8 +82,7 @@ def generate(run: Run, requests: DataProto) -> DataProto:
     Raises:
         RolloutFailures: more than `rollout.max_error_rate` of the samples failed; the message has the first failure.
     """
-    answers = run.rollout.generate(requests.select([], ["prompt_ids", "sampling"]), sleep_after=True)
-    batch = batches.assemble(requests, answers, run.pad_id)
+    batch = answered(run, requests, sleep_after=True)
     failed, limit = ~batch.batch["valid"], run.config.actor_rollout_ref.rollout.max_error_rate
     if (rate := failed.double().mean().item()) > limit:
         raise RolloutFailures(
@@ -90,6 +90,19 @@ def generate(run: Run, requests: DataProto) -> DataProto:
             f"allows. The first failure: {batch.non_tensor_batch['error'][failed.nonzero()[0, 0]]}"
         )
     return batch
+
+
+def answered(run: Run, requests: DataProto, sleep_after: bool) -> DataProto:
+    """The batch of these requests; sampled anew when the tools failed too many of them and then came back."""
+    waits = run.world is not None and run.config.retriever.outage_wait_s > 0
+    asked = requests.select([], ["prompt_ids", "sampling", *(["extra_info"] if run.world else [])])
+    while True:
+        batch = batches.assemble(requests, run.rollout.generate(asked, sleep_after=sleep_after and not waits), run.pad_id)
+        if waits and outage_is_over(run, batch):
+            continue
+        if waits and sleep_after:
+            run.rollout.sleep()
+        return batch
 
 
 @stage("reward")
@@ -209,7 +222,16 @@ def scored(run: Run, batch: DataProto) -> DataProto:
     rows = kept.nonzero().flatten().tolist()
     columns = batch.non_tensor_batch
     texts = run.response_texts(batch)
-    items = [RewardItem(columns["data_source"][i], texts[i], columns["ground_truth"][i], columns["extra_info"][i]) for i in rows]
+    extra = list(columns["extra_info"])
+    if run.world:
+        batch = batch.with_non_tensor(transcript=object_array(transcripts(run.tokenizer, batch)))
+        columns = batch.non_tensor_batch
+        of_turns = zip(columns["transcript"], columns["status"], batch.batch["turns"].tolist(), strict=True)
+        extra = [
+            {**info, "trajectory": {"segments": segments, "status": str(status), "turns": turns}}
+            for info, (segments, status, turns) in zip(extra, of_turns, strict=True)
+        ]
+    items = [RewardItem(columns["data_source"][i], texts[i], columns["ground_truth"][i], extra[i]) for i in rows]
     results = run.scorer.score(items)
     scores, errors = torch.zeros(len(batch)), list(columns["error"])
     parts: list[dict] = [{} for _ in range(len(batch))]
@@ -418,8 +440,7 @@ def validate(run: Run) -> dict[str, float]:
             for seed in seeds[start : start + size]
         ]
         requests = batches.requests([row for _, row in chunk], [uid for uid, _ in chunk], samplings)
-        answers = run.rollout.generate(requests.select([], ["prompt_ids", "sampling"]), sleep_after=False)
-        batch = scored(run, batches.assemble(requests, answers, run.pad_id))
+        batch = scored(run, answered(run, requests, sleep_after=False))
         valid, totals = batch.batch["valid"].tolist(), batch.batch["token_level_scores"].sum(1).tolist()
         sources += list(batch.non_tensor_batch["data_source"])
         uids += list(batch.non_tensor_batch["uid"])
@@ -464,6 +485,7 @@ def sample_records(run: Run, batch: DataProto) -> list[dict]:
             "error": columns["error"][i],
             "response_tokens": int(t["attention_mask"][i, -t["responses"].shape[1] :].sum()),
             "weight_version": int(t["weight_version"][i]),
+            **({name: columns[name][i] for name in ("transcript", "turn_infos") if name in columns}),
         }
         for i in range(len(batch))
     ]

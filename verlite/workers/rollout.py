@@ -1,6 +1,7 @@
 """Generation behind Ray: one engine per worker, hundreds of trajectories at once."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,44 +10,89 @@ from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
-from verlite.protocol.data import DataProto
+from verlite.engine.model import load_tokenizer
+from verlite.envs.chat import encode_chat
+from verlite.envs.step import encode_text
+from verlite.envs.world import World, build_world
+from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.weights import read_buckets
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
+from verlite.rollout.types import Sampling, Trajectory
 from verlite.workers.actor import Export
 
 
 class RolloutWorker(Worker):
-    """One generation engine."""
+    """One generation engine, and the world that its samples act in."""
 
     def __init__(self, config: Config, plan: Plan):
         policy = config.actor_rollout_ref
-        self.config = config
+        self.config, self.plan = config, plan
+        self.world = World()
+        if plan.max_turns:
+            self.world, tokenizer = build_world(config), load_tokenizer(policy.model)
+            self.encode = encode_chat(tokenizer, self.world.tools) if self.world.chat else encode_text(tokenizer)
+            asyncio.run(self.world.check())  # tools that the driver's machine reaches need not be in reach of this one
         self.engine = build_engine(plan.rollout_name, policy.model, policy.rollout, plan.max_model_len, self.device, policy.rollout.seed)
 
     @register("split")
     def generate(self, requests: DataProto, sleep_after: bool) -> DataProto:
-        """Ragged answers to [b] requests: response_ids, response_mask, rollout_log_probs as arrays a row; status, error, turns, version."""
+        """Ragged answers to [b] requests: response_ids, response_mask, rollout_log_probs as arrays a row; status, error, turns, version.
+
+        With turns also what the world reported: segments, turn_infos, invalid_turns, truncated_observations, gen_seconds, tool_seconds.
+        """
         columns = requests.non_tensor_batch
-        wanted = [Request(ids, sampling) for ids, sampling in zip(columns["prompt_ids"], columns["sampling"], strict=True)]
-        trajectories = asyncio.run(run_all(self.engine, wanted))
+        prompts = zip(columns["prompt_ids"], columns["sampling"], columns.get("extra_info", [{}] * len(requests)), strict=True)
+        trajectories = asyncio.run(self._sample([self._request(*prompt) for prompt in prompts]))
         if sleep_after:
             self.engine.sleep()
+
+        def numbers(name: str) -> torch.Tensor:
+            return torch.tensor([getattr(t, name) for t in trajectories])
+
+        of_turns = DataProto()
+        if self.plan.max_turns:
+            of_turns = DataProto.from_dict(
+                {name: numbers(name) for name in ("invalid_turns", "truncated_observations", "gen_seconds", "tool_seconds")},
+                {
+                    "segments": object_array([t.segments for t in trajectories]),
+                    "turn_infos": object_array([t.infos for t in trajectories]),
+                },
+            )
+        versions = [t.weight_versions[-1] if t.weight_versions else -1 for t in trajectories]
         return DataProto.from_dict(
-            {
-                "turns": torch.tensor([t.turns for t in trajectories], dtype=torch.int64),
-                "weight_version": torch.tensor(
-                    [t.weight_versions[-1] if t.weight_versions else -1 for t in trajectories], dtype=torch.int64
-                ),
-            },
+            {"turns": numbers("turns"), "weight_version": torch.tensor(versions, dtype=torch.int64), **of_turns.batch},
             {
                 "response_ids": [np.asarray(t.response_ids, dtype=np.int64) for t in trajectories],
                 "response_mask": [np.asarray(t.response_mask, dtype=np.int8) for t in trajectories],
                 "rollout_log_probs": [np.asarray(t.log_probs, dtype=np.float32) for t in trajectories],
                 "status": [str(t.status) for t in trajectories],
                 "error": [t.error for t in trajectories],
+                **of_turns.non_tensor_batch,
             },
         )
+
+    def _request(self, prompt_ids: list[int], sampling: Sampling, extra_info: dict[str, Any]) -> Request:
+        if not self.plan.max_turns:
+            return Request(prompt_ids, sampling)
+        return Request(
+            prompt_ids,
+            sampling,
+            self.world.env(extra_info),
+            max_turns=self.plan.max_turns,
+            max_response_tokens=self.plan.longest_sequence - len(prompt_ids),
+            max_observation_tokens=self.config.data.max_obs_length,
+            encode_observation=self.encode,
+        )
+
+    async def _sample(self, requests: list[Request]) -> list[Trajectory]:
+        async with self.world:
+            return await run_all(self.engine, requests)
+
+    @register("all")
+    def sleep(self) -> None:
+        """Free device memory until `wake`."""
+        self.engine.sleep()
 
     @register("all")
     def load_weights(self, exports: list[Export], version: int) -> None:

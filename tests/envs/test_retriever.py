@@ -1,0 +1,235 @@
+"""The retriever's client against a real server on loopback: batches, wire formats, faults, outages."""
+
+import asyncio
+import time
+
+import pytest
+
+from tests.envs.retriever import Retriever, free_port
+from verlite.config.schema import RetrieverConfig
+from verlite.envs.retriever import RetrieverClient
+from verlite.envs.step import ToolError
+
+FRANCE = '"Paris"\nParis is the capital of France.'
+
+
+@pytest.fixture
+def server():
+    with Retriever() as server:
+        yield server
+
+
+def client_of(*servers, **settings) -> RetrieverClient:
+    urls = [server if isinstance(server, str) else server.url for server in servers]
+    return RetrieverClient(RetrieverConfig(url=urls, **{"deadline_s": 5.0, "timeout_s": 1.0, **settings}))
+
+
+def ask(client, *queries):
+    """All answers, or the exceptions in their place, and how long they took together."""
+
+    async def run():
+        async with client:
+            return await asyncio.gather(*(client.search(query) for query in queries), return_exceptions=True)
+
+    began = time.monotonic()
+    return asyncio.run(run()), time.monotonic() - began
+
+
+def test_each_query_gets_its_own_passages(server):
+    queries = ["capital of France", "Everest", "Paul Walker", "nothing like that"]
+    found, _ = ask(client_of(server, topk=1), *queries)
+    assert [answer.passages for answer in found] == [
+        [FRANCE],
+        ['"Mount Everest"\nMount Everest is 8849 metres high.'],
+        ['"Paul Walker"\nPaul Walker was an American actor who died in 2013.'],
+        [],
+    ]
+    assert server.requests == [{"queries": queries, "topk": 1, "return_scores": True}]
+
+
+def test_queries_share_requests_and_equal_ones_are_asked_once(server):
+    found, _ = ask(client_of(server, batch_size=64), *[f"metres {i}" for i in range(256)], *["Everest"] * 50)
+    assert all(answer.passages for answer in found)
+    assert len(server.requests) <= 6 and max(len(body["queries"]) for body in server.requests) == 64
+    asked = [query for body in server.requests for query in body["queries"]]
+    assert len(asked) == len(set(asked)) == 257
+    assert sum(answer.cached for answer in found) == 49
+
+
+def test_a_cache_remembers_and_is_bounded(server):
+    client = client_of(server, cache_size=2)
+    ask(client, "Paris")
+    again, _ = ask(client, "Paris")
+    assert again[0].cached and again[0].passages == ask(client_of(server), "Paris")[0][0].passages
+    ask(client, "Everest"), ask(client, "Walker")  # Paris is the oldest now
+    before = len(server.requests)
+    ask(client, "Walker"), ask(client, "Paris")
+    assert [body["queries"] for body in server.requests[before:]] == [["Paris"]]
+
+
+@pytest.mark.parametrize("item", [
+    {"document": {"id": "7", "contents": FRANCE}, "score": 0.5}, {"contents": FRANCE}, {"document": FRANCE}, FRANCE,
+    {"document": {"contents": FRANCE}}, {"title": '"Paris"', "text": "Paris is the capital of France."},
+])  # fmt: skip
+def test_passages_come_in_every_wire_format(server, item):
+    server.answer = lambda body: (200, {"result": [[item] * 5 for _ in body["queries"]]})
+    found, _ = ask(client_of(server, topk=2), "q", "p")  # some servers send more than they were asked for
+    assert [answer.passages for answer in found] == [[FRANCE, FRANCE]] * 2
+
+
+def test_a_server_that_takes_one_query_a_request_is_asked_so(server):
+    def one_query(body):
+        return (200, {"result": [server.usual({"queries": [body["query"]]})[1]["result"][0]]}) if "query" in body else (422, {"detail": "query"})
+
+    server.answer = one_query
+    client = client_of(server, topk=1)
+
+    async def run():
+        async with client:
+            await client.check()
+            return [(await client.search(query)).passages for query in ("capital of France", "Everest")]
+
+    assert asyncio.run(run())[0] == [FRANCE]
+    assert [body.get("query") for body in server.requests[2:]] == ["capital of France", "Everest"]
+
+
+def fails(times, status=500, answer=b"broken"):
+    """A fault for the first `times` requests, then the usual answers."""
+    left = [times]
+
+    def behave(body):
+        left[0] -= 1
+        return (status, answer) if left[0] >= 0 else Retriever.usual(body)
+
+    return behave
+
+
+@pytest.mark.parametrize("fault", [
+    (500, b"boom"), (503, b""), (429, b"slow down"), (200, b"<html>no JSON</html>"), (200, {"results": []}), (200, {"result": "x"}),
+    (200, {"result": [[]]}), (200, {"result": [[{"score": 1}], []]}), (200, [1]), (200, b"\xff"),
+])  # fmt: skip
+def test_a_fault_that_passes_costs_a_retry_and_nothing_else(server, fault):
+    server.answer = fails(2, *fault)
+    found, _ = ask(client_of(server, topk=1), "capital of France", "Everest")
+    assert found[0].passages == [FRANCE] and found[0].retries == 2 and len(found[1].passages) == 1
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(("fault", "said"), [
+    ((500, b"boom"), "HTTP 500: boom"), ((200, b"nonsense"), "not in the retriever's format"),
+    ((200, {"result": []}), "0 results for 1 queries"),
+])  # fmt: skip
+def test_a_fault_that_stays_is_an_error_that_says_what_it_was(server, fault, said):
+    server.answer = lambda body: fault
+    (error,), seconds = ask(client_of(server, deadline_s=0.8), "q")
+    assert isinstance(error, ToolError) and said in str(error) and "deadline_s=0.8" in str(error) and server.url in str(error)
+    assert seconds < 2
+
+
+def test_a_slow_server_is_a_fault_after_the_timeout(server):
+    server.delay = 3.0
+    (error,), seconds = ask(client_of(server, timeout_s=0.2, deadline_s=0.7), "q")
+    assert isinstance(error, ToolError) and "no answer within 0.2 s" in str(error) and 0.6 < seconds < 1.5
+
+
+def test_one_refused_query_does_not_cost_the_others_theirs(server):
+    def picky(body):
+        return (422, {"detail": "odd"}) if any("odd" in query for query in body["queries"]) else Retriever.usual(body)
+
+    server.answer = picky
+    found, seconds = ask(client_of(server, topk=1), "capital of France", "odd", "Everest")
+    assert found[0].passages == [FRANCE] and found[2].passages
+    assert isinstance(found[1], ToolError) and "refuses the query 'odd'" in str(found[1]) and "422" in str(found[1])
+    assert seconds < 1 and len(server.requests) == 4, "a refusal is not tried again"
+
+
+def test_another_server_takes_over_at_once(server):
+    with Retriever() as other:
+        server.answer = lambda body: (500, b"")
+        found, seconds = ask(client_of(server, other, topk=1), "capital of France", "Everest")
+        assert found[0].passages == [FRANCE] and seconds < 0.5
+    found, _ = ask(client_of(f"http://127.0.0.1:{free_port()}/retrieve", Retriever.__name__ and server.url, deadline_s=0.5), "q")
+    assert isinstance(found[0], ToolError)
+
+
+def test_the_least_busy_server_is_asked(server):
+    with Retriever() as other:
+        server.delay = other.delay = 0.1
+        ask(client_of(server, other, batch_size=1), *[f"q{i}" for i in range(8)])
+        assert len(server.requests) == len(other.requests) == 4
+
+
+def test_a_server_gets_no_more_than_its_share_at_once(server):
+    running, most = [0], [0]
+
+    def count(body):
+        most[0] = max(most[0], running[0])
+        return Retriever.usual(body)
+
+    app = server._app
+    server.answer, server.delay = count, 0.05
+
+    async def counted(scope, receive, send):
+        running[0] += 1
+        await app(scope, receive, send)
+        running[0] -= 1
+
+    server._server.config.app = server._server.config.loaded_app = counted
+    ask(client_of(server, batch_size=1, max_in_flight=3), *[f"q{i}" for i in range(12)])
+    assert most[0] <= 3 and len(server.requests) == 12
+
+
+def test_a_restart_is_waited_for_and_loses_nothing():
+    port = free_port()
+    client = client_of(f"http://127.0.0.1:{port}/retrieve", deadline_s=20.0, batch_size=4, topk=1)
+
+    async def run():
+        async with client:
+            asked = [asyncio.create_task(client.search(f"capital of France {i}")) for i in range(40)]
+            await asyncio.sleep(1.0)
+            with Retriever(port) as server:
+                found = await asyncio.gather(*asked)
+                return found, len(server.requests)
+
+    found, requests = asyncio.run(run())
+    assert all(answer.passages == [FRANCE] for answer in found) and max(answer.retries for answer in found) >= 1
+    assert requests == 10
+
+
+def test_a_server_that_keeps_failing_rests_and_is_tried_by_one_request(server):
+    server.answer = lambda body: (500, b"")
+    found, _ = ask(client_of(server, batch_size=1, max_in_flight=8, deadline_s=1.5), *[f"q{i}" for i in range(200)])
+    assert all(isinstance(error, ToolError) for error in found)
+    assert len(server.requests) <= 5 + 8, "at most those that were on their way when it was put to rest"
+
+
+def test_a_check_names_the_server_and_the_remedy(server):
+    async def check(client):
+        await client.check()
+
+    asyncio.run(check(client_of(server)))
+    gone = f"http://me:secret@127.0.0.1:{free_port()}/retrieve"
+    with pytest.raises(ToolError, match="verlite serve retriever") as caught:
+        asyncio.run(check(client_of(server, gone)))
+    assert "me:***@127.0.0.1" in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_a_client_works_in_one_loop_after_another(server):
+    client = client_of(server)
+    for _ in range(3):
+        found, _ = ask(client, "Everest", f"Paris {time.monotonic()}")
+        assert found[0].passages and found[1].passages
+
+
+def test_a_cancelled_sample_does_not_take_its_siblings_search_with_it(server):
+    server.delay = 0.2
+    client = client_of(server)
+
+    async def run():
+        async with client:
+            first, second = (asyncio.create_task(client.search("Everest")) for _ in range(2))
+            await asyncio.sleep(0.05)
+            first.cancel()
+            return await second
+
+    assert asyncio.run(run()).passages

@@ -1,0 +1,1 @@
+"""The worlds that a model can act in: text in, text out."""

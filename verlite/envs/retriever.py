@@ -1,0 +1,291 @@
+"""Asking a retriever over HTTP, for hundreds of trajectories at once.
+
+Queries that come within milliseconds of each other travel in one request; equal ones are asked once. Failures are retried with
+growing, jittered pauses until the query's deadline, on another server where there is one; then they are a ToolError. A server that
+keeps failing rests, and is tried by one request before it gets all of them again.
+
+The wire format is Search-R1's: POST {"queries", "topk", "return_scores"}, answered by {"result": [[passage, ...], ...]}. A server that
+refuses it is asked with one {"query"} a request. Passages may come as {"document": {"contents"}}, {"document": text}, {"contents"},
+{"title", "text"} or text.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+
+from verlite.config.plan import files_of
+from verlite.config.problems import display
+from verlite.config.schema import RetrieverConfig
+from verlite.envs.search import Found
+from verlite.envs.step import ToolError
+
+_CONNECT_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
+_REST_AFTER, _REST_S = 5, 2.0  # failures in a row after which a server rests, and for how long
+_LONGEST_QUERY = 2000  # characters; a model's loop of words is no query, and servers have limits
+_PROBE = "capital of France"
+
+
+class _Retry(Exception):
+    """This try failed; another may not."""
+
+
+class _Refused(Exception):
+    """The server understands the request and does not want it."""
+
+
+@dataclass
+class _Server:
+    url: str
+    one_by_one: bool = False
+    in_flight: int = 0
+    failures: int = 0
+    """In a row."""
+    rests_until: float = 0.0
+
+    def __str__(self) -> str:
+        return display("retriever.url", self.url, known=True)
+
+    def free(self, now: float, limit: int) -> bool:
+        """May be asked now: not resting, and after a rest by one request alone."""
+        return now >= self.rests_until and self.in_flight < (1 if self.failures >= _REST_AFTER else limit)
+
+
+@dataclass
+class _Question:
+    query: str
+    answer: "asyncio.Future[tuple[list[str], int]]"
+    """Passages, and how many tries failed before."""
+    deadline: float
+
+
+class RetrieverClient:
+    """One for each process; use it as `async with client:`, in one event loop at a time. The cache outlives the loop."""
+
+    def __init__(self, config: RetrieverConfig) -> None:
+        self.config = config
+        self._servers = [_Server(str(url)) for url in files_of(config.url)]
+        self._cache: OrderedDict[str, list[str]] = OrderedDict()
+        self._asked: dict[str, _Question] = {}
+        self._waiting: list[_Question] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed: asyncio.Condition | None = None
+        self._http: httpx.AsyncClient | None = None
+
+    async def __aenter__(self) -> Self:
+        # Proxies and .netrc are for the outside world; a retriever is a service of one's own.
+        self._http = httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(self.config.timeout_s, connect=_CONNECT_S))
+        self._changed = asyncio.Condition()
+        for server in self._servers:
+            server.in_flight = 0
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._timer:
+            self._timer.cancel()
+        self._waiting, self._asked, self._tasks, self._timer = [], {}, set(), None
+        assert self._http
+        await self._http.aclose()
+        self._http = None
+
+    async def search(self, query: str) -> Found:
+        """Passages for a query, best first. Raises ToolError when no server gave them within retriever.deadline_s."""
+        began, query = time.monotonic(), query[:_LONGEST_QUERY]
+        if query in self._cache:
+            self._cache.move_to_end(query)
+            return Found(self._cache[query], cached=True)
+        question, cached = self._asked.get(query), True
+        if question is None:
+            question, cached = self._ask(query, began + self.config.deadline_s), False
+        passages, retries = await asyncio.shield(question.answer)
+        return Found(passages, time.monotonic() - began, 0 if cached else retries, cached)
+
+    async def check(self) -> None:
+        """Ask every server one real query. Raises ToolError naming the first that does not answer."""
+        if self._http is None:
+            async with self:
+                return await self.check()
+        for server in self._servers:
+            try:
+                await self._negotiate(server)
+            except (_Retry, _Refused) as error:
+                raise ToolError(
+                    f"the retriever at {server} does not answer: {error}. Start it (verlite serve retriever --corpus FILE), or correct "
+                    "retriever.url"
+                ) from error
+            server.failures, server.rests_until = 0, 0.0
+
+    async def _negotiate(self, server: _Server) -> None:
+        server.one_by_one = False
+        try:
+            await self._post(server, [_PROBE])
+        except _Refused:
+            server.one_by_one = True
+            try:
+                await self._post(server, [_PROBE])
+            except (_Retry, _Refused):
+                server.one_by_one = False
+                raise
+
+    def _ask(self, query: str, deadline: float) -> _Question:
+        """Put a query into the next request."""
+        loop = asyncio.get_running_loop()
+        question = _Question(query, loop.create_future(), deadline)
+        self._asked[query] = question
+        self._waiting.append(question)
+        if len(self._waiting) >= self.config.batch_size:
+            self._send()
+        elif self._timer is None:
+            self._timer = loop.call_later(self.config.batch_window_ms / 1000, self._send)
+        return question
+
+    def _send(self) -> None:
+        """Start a request with what waits."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        questions, self._waiting = self._waiting, []
+        if questions:
+            task = asyncio.get_running_loop().create_task(self._answer(questions))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, questions: list[_Question]) -> None:
+        """Get passages for all questions of a request, or fail each of them."""
+        try:
+            await self._answer_together(questions)
+        except _Refused as error:
+            if len(questions) == 1:
+                self._fail(questions[0], f"the retriever refuses the query {questions[0].query[:100]!r}: {error}")
+            else:  # one query that the server does not want must not cost the others theirs
+                await asyncio.gather(*(self._answer([question]) for question in questions))
+        except ToolError as error:
+            for question in questions:
+                self._fail(question, str(error))
+
+    async def _answer_together(self, questions: list[_Question]) -> None:
+        deadline, tries, last = min(question.deadline for question in questions), 0, "every server is busy or rests"
+        while True:
+            left = deadline - time.monotonic()
+            server = await self._server(left) if left > 0 else None
+            if server is None:
+                raise ToolError(f"no answer within retriever.deadline_s={self.config.deadline_s:g} after {tries} tries; the last: {last}")
+            try:
+                answers = await self._post(server, [question.query for question in questions], deadline - time.monotonic())
+            except _Retry as error:
+                server.failures += 1
+                if server.failures >= _REST_AFTER:
+                    server.rests_until = time.monotonic() + _REST_S
+                last = f"{server}: {error}"
+                tries += 1
+            else:
+                server.failures = 0
+                for question, passages in zip(questions, answers, strict=True):
+                    self._keep(question, passages, tries)
+                return
+            finally:
+                await self._release(server)
+            if any(other.failures == 0 for other in self._servers):
+                continue
+            pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (tries - 1)) * random.uniform(0.5, 1.5)
+            await asyncio.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+
+    async def _server(self, wait_s: float) -> _Server | None:
+        """The least busy server that may be asked, taken; None when there is none for `wait_s`."""
+        assert self._changed
+        end = time.monotonic() + wait_s
+        async with self._changed:
+            while True:
+                now = time.monotonic()
+                free = [server for server in self._servers if server.free(now, self.config.max_in_flight)]
+                if free:
+                    chosen = min(free, key=lambda server: (server.failures, server.in_flight))
+                    chosen.in_flight += 1
+                    return chosen
+                if now >= end:
+                    return None
+                wakes = [server.rests_until for server in self._servers if server.rests_until > now]
+                try:
+                    await asyncio.wait_for(self._changed.wait(), max(0.001, min([end, *wakes]) - now))
+                except TimeoutError:
+                    pass
+
+    async def _release(self, server: _Server) -> None:
+        assert self._changed
+        async with self._changed:
+            server.in_flight -= 1
+            self._changed.notify_all()
+
+    async def _post(self, server: _Server, queries: list[str], limit_s: float | None = None) -> list[list[str]]:
+        """One try. Raises _Retry or _Refused."""
+        if server.one_by_one:
+            return [passages for query in queries for passages in await self._request(server, {"query": query}, 1, limit_s)]
+        return await self._request(server, {"queries": queries}, len(queries), limit_s)
+
+    async def _request(self, server: _Server, asked: dict[str, Any], count: int, limit_s: float | None) -> list[list[str]]:
+        assert self._http
+        limit = self.config.timeout_s if limit_s is None else max(0.001, min(self.config.timeout_s, limit_s))
+        body = {**asked, "topk": self.config.topk, "return_scores": True}
+        try:
+            response = await asyncio.wait_for(self._http.post(server.url, json=body), limit)  # httpx bounds each read, not their sum
+        except TimeoutError as error:
+            raise _Retry(f"no answer within {limit:.3g} s") from error
+        except httpx.HTTPError as error:
+            raise _Retry(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+        if response.status_code == 429 or response.status_code >= 500:
+            raise _Retry(f"HTTP {response.status_code}: {response.text[:200]}")
+        if response.status_code != 200:
+            raise _Refused(f"HTTP {response.status_code}: {response.text[:200]}")
+        try:
+            return _passages(json.loads(response.content), count, self.config.topk)
+        except (ValueError, RecursionError) as error:
+            raise _Retry(f"an answer that is not in the retriever's format: {error}") from error
+
+    def _keep(self, question: _Question, passages: list[str], retries: int) -> None:
+        self._asked.pop(question.query, None)
+        self._cache[question.query] = passages
+        while len(self._cache) > self.config.cache_size:
+            self._cache.popitem(last=False)
+        if not question.answer.done():
+            question.answer.set_result((passages, retries))
+
+    def _fail(self, question: _Question, why: str) -> None:
+        self._asked.pop(question.query, None)
+        if not question.answer.done():
+            question.answer.set_exception(ToolError(why))
+            question.answer.exception()  # seen: nobody may be waiting any more
+
+
+def _passages(answer: Any, count: int, topk: int) -> list[list[str]]:
+    """The texts of an answer to `count` queries. Raises ValueError where it is not in the format."""
+    result = answer.get("result") if isinstance(answer, dict) else None
+    if not isinstance(result, list):
+        raise ValueError('there is no list "result"')
+    if len(result) != count:
+        raise ValueError(f"{len(result)} results for {count} queries")
+    if not all(isinstance(found, Sequence) and not isinstance(found, str) for found in result):
+        raise ValueError('an entry of "result" is no list of passages')
+    return [[_contents(item) for item in found[:topk]] for found in result]
+
+
+def _contents(item: Any) -> str:
+    document = item.get("document", item) if isinstance(item, dict) else item
+    if isinstance(document, dict):
+        if isinstance(document.get("contents"), str):
+            return document["contents"]
+        if isinstance(document.get("text"), str):
+            return f"{document.get('title', '')}\n{document['text']}"
+    if isinstance(document, str):
+        return document
+    raise ValueError(f'a passage is not {{"document": {{"contents": text}}}} but {str(item)[:100]}')

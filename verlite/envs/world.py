@@ -1,0 +1,82 @@
+"""What the trajectories of one worker share, and the table of worlds to choose from with `env.name`."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from verlite.algorithms.lookup import lookup
+from verlite.config.schema import Config, RetrieverConfig
+from verlite.envs.calculator import Calculator
+from verlite.envs.retriever import RetrieverClient
+from verlite.envs.search import SearchEnv
+from verlite.envs.step import Env
+
+
+class World:
+    """Makes one `Env` for each sample, and holds what they share: connections, caches, limits.
+
+    One of your own: a subclass, and `env.name=package.module:Subclass`; it is made with the entries of `env.kwargs`.
+    """
+
+    chat = False
+    """True: observations are tool messages of the chat template. False: plain text behind what the model wrote."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the tools, which the chat template shows to the model in the prompt."""
+
+    def env(self, extra_info: Mapping[str, Any]) -> Env:
+        """A new environment for one sample; `extra_info` is that of its row in the data."""
+        raise NotImplementedError
+
+    async def check(self) -> None:
+        """Raise ToolError when the tools cannot be used now. Called before a run starts, and to see whether an outage is over."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+
+class SearchWorld(World):
+    """Search-R1's: a search engine behind tags in the text."""
+
+    def __init__(self, retriever: RetrieverConfig) -> None:
+        self.client = RetrieverClient(retriever)
+        self._observe_errors = retriever.on_error == "observe"
+
+    def env(self, extra_info: Mapping[str, Any]) -> Env:
+        return SearchEnv(self.client, observe_errors=self._observe_errors)
+
+    async def check(self) -> None:
+        await self.client.check()
+
+    async def __aenter__(self) -> Self:
+        await self.client.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.client.__aexit__(*error)
+
+
+class CalculatorWorld(World):
+    """A calculator, called with JSON in the chat format."""
+
+    chat = True
+    tools = (Calculator.schema,)
+
+    def env(self, extra_info: Mapping[str, Any]) -> Env:
+        return Calculator()
+
+
+WORLDS = {"search": SearchWorld, "calculator": CalculatorWorld}
+"""env.name to world."""
+
+
+def build_world(config: Config) -> World:
+    """The world of `env.name`. Raises ValueError when it cannot be found or made."""
+    if config.env.name == "search":
+        return SearchWorld(config.retriever)
+    make = lookup(config.env.name, WORLDS, "env.name")
+    try:
+        return make(**config.env.kwargs)
+    except TypeError as error:
+        raise ValueError(f"env.kwargs do not fit env.name={config.env.name}: {error}") from error

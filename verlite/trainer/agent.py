@@ -1,0 +1,124 @@
+"""What samples of several turns add to a step: their transcripts, their metrics under Search-R1's names, and waiting for tools."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from verlite.envs.step import ToolError
+from verlite.protocol.data import DataProto
+from verlite.rollout.types import Status
+from verlite.trainer.metrics import Metrics, spread
+from verlite.trainer.run import Run
+
+_ASK_EVERY_S = 2.0
+
+
+def transcripts(tokenizer: Any, batch: DataProto) -> list[list[tuple[str, str]]]:
+    """Each response as (model or tool, text), piece by piece, without special tokens."""
+    told = []
+    for ids, segments in zip(batch.batch["responses"], batch.non_tensor_batch["segments"], strict=True):
+        pieces = ids[: sum(count for _, count in segments)].split([count for _, count in segments])
+        texts = [tokenizer.decode(piece, skip_special_tokens=True) for piece in pieces]
+        told.append([(who, text) for (who, _), text in zip(segments, texts, strict=True)])
+    return told
+
+
+def agent_metrics(batch: DataProto) -> Metrics:
+    """`env/*` of one step's samples, and for several data sources the main ones by source. Nothing for single turns.
+
+    Samples with status error count in `env/status/error` and `env/tool_error_rate` alone.
+    """
+    if "segments" not in batch.non_tensor_batch:
+        return {}
+    t, columns = batch.batch, batch.non_tensor_batch
+    status = columns["status"]
+    kept = status != Status.ERROR
+    metrics = {f"env/status/{name}": (status == name).mean().item() for name in Status}
+    failed = [_tool_failed(error, infos) for error, infos in zip(columns["error"], columns["turn_infos"], strict=True)]
+    metrics["env/tool_error_rate"] = sum(failed) / len(failed)
+    slowest = int((t["gen_seconds"] + t["tool_seconds"]).argmax())
+    lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1)
+    metrics |= {
+        "rollout/slowest/gen_s": t["gen_seconds"][slowest].item(),
+        "rollout/slowest/tool_s": t["tool_seconds"][slowest].item(),
+        "rollout/slowest/tokens": float(lengths[slowest]),
+    }
+    if not kept.any():
+        return metrics
+    rows = batch.select_idxs(torch.from_numpy(kept))
+    numbers = sample_numbers(rows)
+    metrics |= spread("env/number_of_actions", torch.tensor(numbers.pop("number_of_actions")))
+    metrics |= {f"env/{name}": sum(values) / len(values) for name, values in numbers.items()}
+    metrics |= _call_metrics([info for infos in rows.non_tensor_batch["turn_infos"] for info in infos])
+    observations = sum(who == "tool" for segments in rows.non_tensor_batch["segments"] for who, _ in segments)
+    metrics["env/obs_truncated"] = int(rows.batch["truncated_observations"].sum()) / max(1, observations)
+    metrics["env/trainable_token_frac"] = int(t["response_mask"].sum()) / max(1, int(lengths.sum()))
+    formats = [parts["format_valid"] for parts in rows.non_tensor_batch["reward_parts"] if "format_valid" in parts]
+    if formats:
+        metrics["env/format_valid"] = sum(formats) / len(formats)
+    sources = rows.non_tensor_batch["data_source"]
+    for source in set(sources) if len(set(sources)) > 1 else ():
+        of_source = sample_numbers(rows.select_idxs(torch.from_numpy(sources == source)))
+        metrics |= {f"env/{name}/{source}": sum(values) / len(values) for name, values in of_source.items()}
+    return metrics
+
+
+def sample_numbers(batch: DataProto) -> dict[str, list[float]]:
+    """B numbers each: how often the model spoke, how often it acted well, how often a tool was used, whether it came to an end."""
+    t, columns = batch.batch, batch.non_tensor_batch
+    turns, invalid = t["turns"].tolist(), t["invalid_turns"].tolist()
+    valid = [len(infos) - wrong for infos, wrong in zip(columns["turn_infos"], invalid, strict=True)]
+    return {
+        "number_of_actions": [float(n) for n in turns],
+        "number_of_valid_action": [float(n) for n in valid],
+        "ratio_of_valid_action": [good / max(1, n) for good, n in zip(valid, turns, strict=True)],
+        "number_of_valid_search": [float(sum(bool(info.get("called")) for info in infos)) for infos in columns["turn_infos"]],
+        "finish_ratio": [float(status == Status.DONE) for status in columns["status"]],
+    }
+
+
+def _call_metrics(infos: Iterable[dict[str, Any]]) -> Metrics:
+    calls = [info for info in infos if info.get("called") and "seconds" in info]
+    if not calls:
+        return {}
+    seconds = torch.tensor([float(info["seconds"]) for info in calls], dtype=torch.float64)
+    return {
+        "env/tool_latency_s/mean": seconds.mean().item(),
+        "env/tool_latency_s/p95": seconds.quantile(0.95).item(),
+        "env/tool_latency_s/max": seconds.max().item(),
+        "env/tool_retries": float(sum(info.get("retries", 0) for info in calls)),
+        "env/cache_hit": sum(bool(info.get("cached")) for info in calls) / len(calls),
+    }
+
+
+def _tool_failed(error: str | None, infos: list[dict[str, Any]]) -> bool:
+    return (error or "").startswith(f"{ToolError.__name__}:") or any("error" in info for info in infos)
+
+
+def outage_is_over(run: Run, batch: DataProto) -> bool:
+    """Whether tools failed more of these samples than a run may lose, and answer again within `retriever.outage_wait_s`.
+
+    Waits for them. True: the samples should be drawn anew. False: nothing was wrong with the tools, or they did not come back.
+    """
+    columns = batch.non_tensor_batch
+    failed = [error for error, infos in zip(columns["error"], columns["turn_infos"], strict=True) if _tool_failed(error, infos)]
+    if len(failed) / len(batch) <= run.config.actor_rollout_ref.rollout.max_error_rate:
+        return False
+    wait = run.config.retriever.outage_wait_s
+    run.display.warn(f"{len(failed)} of {len(batch)} samples lost their tools ({failed[0]}); waiting up to {wait:g} s for them")
+    began = time.monotonic()
+    assert run.world
+    while not run.stop.requested:
+        try:
+            asyncio.run(run.world.check())
+        except ToolError:
+            if (left := wait - (time.monotonic() - began)) <= 0:
+                break
+            time.sleep(min(_ASK_EVERY_S, left))
+        else:
+            run.display.say(f"the tools answer again after {time.monotonic() - began:.0f} s; sampling the step's prompts anew")
+            return True
+    return False
