@@ -36,8 +36,8 @@ def main(description: str, default_dir: str, train: Sequence[str], test: Sequenc
     parser.set_defaults(data_sources=None, train_sources=None, test_sources=None)
     if choose:
         parser.add_argument("--data_sources", metavar="NAME,...", help="data sets of both files")
-        parser.add_argument("--train_sources", metavar="NAME,...", help=f"of train.parquet (default {','.join(train)}); '' for no such file")
-        parser.add_argument("--test_sources", metavar="NAME,...", help=f"of test.parquet (default {','.join(test)}); '' for no such file")
+        parser.add_argument("--train_sources", metavar="NAME,...", help=f"of train.parquet (default {','.join(train)}); '' for no file")
+        parser.add_argument("--test_sources", metavar="NAME,...", help=f"of test.parquet (default {','.join(test)}); '' for no file")
 
     def read(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         sources = {}
@@ -92,15 +92,16 @@ def make_row(source: str, example: Mapping[str, Any], split: str, index: int) ->
         raise ValueError("the question is empty")
     asked = question.strip()
     prompt = PROMPT.format(question=asked if asked.endswith("?") else asked + "?")
-    row = {
+    extra_info = {"split": split, "index": index, "question": question, "golden_answers": golds}
+    if titles := _supporting_titles(example):
+        extra_info["supporting_titles"] = titles
+    return {
         "data_source": source,
         "prompt": [{"role": "user", "content": prompt}],
         "ability": "fact-reasoning",
         "reward_model": {"style": "rule", "ground_truth": {"target": golds}},
-        "extra_info": {"split": split, "index": index, "question": question, "golden_answers": golds},
+        "extra_info": extra_info,
     }
-    titles = _supporting_titles(example)
-    return {**row, "extra_info": {**row["extra_info"], "supporting_titles": titles}} if titles else row
 
 
 def _golden_answers(example: Mapping[str, Any]) -> list[str]:

@@ -169,7 +169,7 @@ def gold_answers(ground_truth: Any) -> list[str]:
 
     Raises ValueError where there is none.
     """
-    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    target: Any = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     if hasattr(target, "tolist"):  # numpy's, as some readers of parquet files give it
         target = target.tolist()
     golds = [target] if isinstance(target, str) else target
