@@ -238,7 +238,7 @@ def test_wrong_arguments_are_named() -> None:
 @pytest.mark.parametrize("part", ["<answer>", "<answer></answer>", "<think>", "<", "a ", "</answer>", "<search> <answer> "])
 def test_time_grows_with_the_length_alone(part: str) -> None:
     """Such texts take a backtracking search for pairs minutes."""
-    text, began = part * (1_000_000 // len(part)), time.monotonic()
+    text, began = part * (300_000 // len(part)), time.monotonic()
     score([["model", text], ["tool", f"<information>{text}</information>"], ["model", text]], ["x" * 100], method="sub_em", **FORMAT)
     assert time.monotonic() - began < 10
 
