@@ -45,6 +45,19 @@ def test_renamed(material, typed, new, value):
     assert len(about) == 1 and about[0].startswith((f"{old} ", f"{old}.")), loaded.notes
 
 
+def test_search_r1s_scores_for_form_go_to_the_scorer(material):
+    typed = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0}
+    line = [f"reward_model.{name}={value}" for name, value in typed.items()]
+    loaded = material.load("~data.train_files", f"data.train_files={material.folder}/questions.parquet", *line)
+    assert loaded.config.custom_reward_function.reward_kwargs == typed
+    renamed = [f"reward_model.{name} is now called custom_reward_function.reward_kwargs.{name}" for name in typed]
+    assert [note for note in loaded.notes if "reward_model" in note] == renamed
+    with pytest.raises(ConfigError) as error:
+        material.load(*line[:1])  # GSM8K's has no such score
+    (problem,) = error.value.problems
+    assert problem.key == "reward_model.structure_format_score" and "gsm8k:compute_score has no such parameter" in problem.rule
+
+
 def test_every_new_name_exists():
     for new in [*aliases.RENAMED.values(), *aliases.PER_DEVICE.values(), *aliases.NULL_MEANS]:
         assert keys.find(new.replace("*", "param_offload")) or keys.find(new.removesuffix(".*")) or aliases.lookup(aliases.IGNORED, new)
@@ -124,7 +137,7 @@ ACCEPTED = [
     f"{ACTOR}fsdp_config.wrap_policy.min_num_params=0", f"{ACTOR}ulysses_sequence_parallel_size=1", f"{ACTOR}use_torch_compile=False",
     f"{ACTOR}checkpoint.save_contents=[model]", "actor_rollout_ref.model.use_shm=False", f"{ROLLOUT}multi_turn.enable=False",
     "algorithm.use_pf_ppo=False", "trainer.use_legacy_worker_impl=disable", "hydra.run.dir=/x", "global_profiler.steps=[1]",
-    "algorithm.state_masking.start_state_marker=x", "reward_model.retrieval_score=0",
+    "algorithm.state_masking.start_state_marker=x",
 ]  # fmt: skip
 
 
@@ -150,7 +163,6 @@ REFUSED = [
     (f"{ROLLOUT}multi_turn.max_assistant_turns=3", "max_turns"),
     ("reward_model.enable=True", "custom_reward_function.path"),
     ("reward_model.reward_manager=prime", "only naive or dapo is accepted"),
-    ("reward_model.structure_format_score=0.2", "only 0"),
     (f"{ACTOR}fsdp_config.offload_policy=True", "param_offload"),
     (f"{ACTOR}fsdp_config.mixed_precision.param_dtype=bf16", "fsdp_config.dtype"),
     (f"{ACTOR}megatron.tensor_model_parallel_size=2", "FSDP2"),

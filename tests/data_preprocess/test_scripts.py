@@ -2,52 +2,21 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data_preprocess.conftest import ROOT, Run
 from tests.models import tiny_tokenizer
 from verlite.config.schema import CustomRewardConfig, DataConfig, RewardConfig
 from verlite.data.dataset import PromptDataset
 from verlite.data.preprocess import write_parquet
 from verlite.rewards.scorer import Scorer
 
-ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "tests/samples"
-
-
-@dataclass
-class Done:
-    """What a finished script leaves behind."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a script in this process, which saves the second that a new one takes to import everything."""
-
-    def run_here(script: str, *arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-        code = 0
-        try:
-            runpy.run_path(str(ROOT / "data_preprocess" / script), run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-        return Done(code, *capsys.readouterr())
-
-    return run_here
 
 
 def test_gsm8k_rows_are_verls(run: Run, tmp_path: Path) -> None:

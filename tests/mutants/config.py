@@ -130,4 +130,7 @@ MUTANTS = [
      "tests/config/test_placement.py::test_everything_wrong_is_said_at_once"),
     ("a pattern wins over a name", ALIASES, "    if name in table:\n        return table[name]\n    for pattern", "    for pattern",
      "tests/config/test_aliases.py::test_refused_with_what_to_use"),
+    ("a score for form has no effect", ALIASES,
+     '    "reward_model.final_format_score": "custom_reward_function.reward_kwargs.final_format_score",\n', "",
+     "tests/config/test_aliases.py::test_search_r1s_scores_for_form_go_to_the_scorer"),
 ]  # fmt: skip

@@ -33,6 +33,9 @@ RENAMED: dict[str, str] = {
     "reward.reward_kwargs.max_resp_len": "reward.overlong_buffer.max_resp_len",
     "reward.reward_kwargs": "custom_reward_function.reward_kwargs",
     "reward.reward_kwargs.*": "custom_reward_function.reward_kwargs.*",
+    "reward_model.structure_format_score": "custom_reward_function.reward_kwargs.structure_format_score",
+    "reward_model.final_format_score": "custom_reward_function.reward_kwargs.final_format_score",
+    "reward_model.retrieval_score": "custom_reward_function.reward_kwargs.retrieval_score",
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
     "ray_init.num_cpus": "ray_kwargs.ray_init.num_cpus",
 }
@@ -61,7 +64,7 @@ _NO_LORA = "this version trains all weights; LoRA is not part of it"
 _TEXT_ONLY = "this version trains on text only"
 _ONE_PATH = "there is one rollout path: the sampled token ids are the trained ones"
 _CHUNKED = "log-probs and entropy are always computed in chunks, without holding the logits"
-_SEARCH_LOOP = "the search loop and its rewards are not part of this version"
+_SEARCH_LOOP = "the search loop is not part of this version"
 _CHECKPOINT = "a checkpoint always holds everything that a resume needs; trainer.export_hf writes the Hugging Face folder"
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -108,9 +111,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "reward_model.reward_manager": (("naive", "dapo"), _NO_REWARD_MODEL),
     "reward_manager.name": (("naive", "dapo"), _NO_REWARD_MODEL),
     "reward.reward_manager.name": (("naive", "dapo"), _NO_REWARD_MODEL),
-    "reward_model.structure_format_score": ((0, 0.0), _SEARCH_LOOP),
-    "reward_model.final_format_score": ((0, 0.0), _SEARCH_LOOP),
-    "reward_model.retrieval_score": ((0, 0.0), _SEARCH_LOOP),
     "algorithm.use_pf_ppo": ((False,), "PF-PPO is not part of this version"),
     "trainer.del_local_ckpt_after_load": ((False,), "trainer.max_actor_ckpt_to_keep removes old checkpoints"),
     "trainer.profile_steps": ((None,), "timings per phase are in metrics.jsonl"),

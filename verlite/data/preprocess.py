@@ -3,7 +3,8 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from verlite.data.dataset import DataError
 
 SPLITS = ("train", "test")
 EXAMPLES_SHOWN = 3
+
+Example = tuple[str, dict[str, Any]]
+"""The place that an example comes from, as file and line or row, and its fields."""
 
 MakeRow = Callable[[dict[str, Any], str, int], dict[str, Any]]
 """(example, split, index) -> row. Raises ValueError or KeyError for an example that cannot be used."""
@@ -33,49 +37,106 @@ class Source:
 
 
 def main(description: str, source: Source, default_dir: str, make_row: MakeRow, example_files: bool = False) -> None:
-    """Run a script: verl's options in, train.parquet and test.parquet out, summary and examples printed.
+    """Run a script for one data set with a train and a test split: verl's options in, train.parquet and test.parquet out.
 
-    `example_files` also writes each split's first row as {split}_example.json. Exits with one line for a file or example
-    that cannot be used; nothing is written unless all splits are good.
+    `example_files` also writes each split's first row as {split}_example.json.
     """
+    parser = make_parser(description, default_dir, f"folder with train and test .jsonl or .parquet (default {source.repo} from the hub)")
+
+    def read(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+        if arguments.local_dataset_path:
+            folder = Path(arguments.local_dataset_path).expanduser()
+        else:
+            folder = download(source, [f"{source.folder}/{split}-*.parquet" for split in SPLITS])
+        return {split: make_rows(read_examples(folder, source, split), split, make_row, folder) for split in SPLITS}
+
+    run(parser, read, example_files)
+
+
+def make_parser(description: str, default_dir: str, files: str) -> argparse.ArgumentParser:
+    """The options that all scripts have; `files` says what --local_dataset_path must hold."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_save_dir", "--local_dir", default=default_dir, help=f"where the parquet files go (default {default_dir})")
-    parser.add_argument("--local_dataset_path", help=f"folder with train and test .jsonl or .parquet (default {source.repo} from the hub)")
+    parser.add_argument("--local_dataset_path", help=files)
     parser.add_argument("--hdfs_dir", help="not supported: copy the folder yourself with hdfs dfs -put")
+    return parser
+
+
+def run(
+    parser: argparse.ArgumentParser,
+    read: Callable[[argparse.Namespace], Mapping[str, list[dict[str, Any]]]],
+    example_files: bool = False,
+) -> None:
+    """Parse the command line, read each split's rows, write {split}.parquet, print a summary and the first rows.
+
+    Exits with one line for a file or example that cannot be used (DataError, OSError); nothing is written unless all splits are good.
+    """
     arguments = parser.parse_args()
     if arguments.hdfs_dir:
         parser.error(f"--hdfs_dir is not supported; copy the files with: hdfs dfs -put {arguments.local_save_dir} {arguments.hdfs_dir}")
     try:
-        folder = Path(arguments.local_dataset_path).expanduser() if arguments.local_dataset_path else _download(source)
-        rows = {split: _rows(folder, source, split, make_row) for split in SPLITS}
+        rows = read(arguments)
         target = Path(arguments.local_save_dir).expanduser()
         for split, made in rows.items():
             path = target / f"{split}.parquet"
             size = write_parquet(made, path)
             longest = max(sum(len(message["content"]) for message in row["prompt"]) for row in made)
-            print(f"{path}: {len(made)} rows, longest prompt {longest} characters, {size} bytes")
+            sources = Counter(row["data_source"] for row in made)
+            each = f" ({', '.join(f'{name} {count}' for name, count in sources.items())})" if len(sources) > 1 else ""
+            print(f"{path}: {len(made)} rows{each}, longest prompt {longest} characters, {size} bytes")
             if example_files:
                 write_json(made[0], target / f"{split}_example.json")
     except (DataError, OSError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
-    for row in rows["train"][:EXAMPLES_SHOWN]:
+    for row in next(iter(rows.values()))[:EXAMPLES_SHOWN]:
         print(json.dumps(row, indent=2, ensure_ascii=False))
 
 
-def read_examples(folder: Path, source: Source, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Examples of one split with the place each comes from, as file and line (.jsonl, .json) or row (.parquet).
+def read_examples(folder: Path, source: Source, split: str) -> Iterator[Example]:
+    """Examples of one split; its files are those of `find_files`, also in source.folder for the hub's parquet. Raises DataError."""
+    hubs = f"{source.folder}/{split}-*.parquet"
+    files = find_files(folder, split) or sorted(folder.glob(hubs))
+    if not files:
+        raise nothing_found(folder, [split], [hubs])
+    for file in files:
+        yield from read_file(file)
 
-    Looked for in this order: split.jsonl, split.parquet, split/**/*.json (one example a file, in the order of their names),
-    then the hub's split-*.parquet in the folder or in source.folder. Raises DataError.
+
+def find_files(folder: Path, split: str) -> list[Path]:
+    """The files of one split, none where there are none.
+
+    Looked for in this order: split.jsonl, split.parquet, split.json (a list of examples), split/**/*.json (one example a file, in the
+    order of their names), then the hub's split-*.parquet.
     """
-    patterns = [f"{split}.jsonl", f"{split}.parquet", f"{split}/**/*.json", f"{split}-*.parquet", f"{source.folder}/{split}-*.parquet"]
-    for pattern in patterns:
-        files = sorted(folder.glob(pattern))
-        for file in files:
-            yield from _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
-        if files:
-            return
-    raise DataError(f"{folder} has none of {', '.join(patterns)}" if folder.is_dir() else f"--local_dataset_path={folder} is not a folder")
+    found = (sorted(folder.glob(pattern)) for pattern in _patterns(split))
+    return next((files for files in found if files), [])
+
+
+def nothing_found(folder: Path, splits: Sequence[str], patterns: Sequence[str] = ()) -> DataError:
+    """The error for a folder that holds no file of any of these splits, nor of the patterns."""
+    if not folder.is_dir():
+        return DataError(f"--local_dataset_path={folder} is not a folder")
+    return DataError(f"{folder} has none of {', '.join([*(name for split in splits for name in _patterns(split)), *patterns])}")
+
+
+def read_file(file: Path) -> Iterator[Example]:
+    """A file's examples, each with its place: file and line (.jsonl, .json) or row (.parquet). Raises DataError."""
+    return _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
+
+
+def make_rows(examples: Iterable[Example], split: str, make_row: MakeRow, folder: Path, first: int = 0) -> list[dict[str, Any]]:
+    """The rows of a folder's examples, counted from index `first`. Raises DataError, with the place of an example that cannot be used."""
+    rows = []
+    for index, (where, example) in enumerate(examples, start=first):
+        try:
+            rows.append(make_row(example, split, index))
+        except KeyError as error:
+            raise DataError(f"{where}: the example has no {error}; it has {', '.join(example) or 'nothing'}") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DataError(f"{where}: {error}") from error
+    if not rows:
+        raise DataError(f"{folder}: the {split} split has no examples")
+    return rows
 
 
 def write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
@@ -101,37 +162,64 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> int:
     return path.stat().st_size
 
 
-def _rows(folder: Path, source: Source, split: str, make_row: MakeRow) -> list[dict[str, Any]]:
-    rows = []
-    for index, (where, example) in enumerate(read_examples(folder, source, split)):
-        try:
-            rows.append(make_row(example, split, index))
-        except KeyError as error:
-            raise DataError(f"{where}: the example has no {error}; it has {', '.join(example) or 'nothing'}") from error
-        except (ValueError, TypeError, AttributeError) as error:
-            raise DataError(f"{where}: {error}") from error
-    if not rows:
-        raise DataError(f"{folder}: the {split} split has no examples")
-    return rows
+def _patterns(split: str) -> list[str]:
+    return [f"{split}.jsonl", f"{split}.parquet", f"{split}.json", f"{split}/**/*.json", f"{split}-*.parquet"]
 
 
-def _read_json(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One example a line; a .json file is one example over all its lines."""
+def _read_json(file: Path) -> Iterator[Example]:
+    """A .jsonl file is one example a line; a .json file is one example, or a list of them, over any number of lines."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 text: {error}") from error
-    for number, line in enumerate([text] if file.suffix == ".json" else text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            example = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON: {error}") from error
+    for number, example in _list(file, text) if file.suffix == ".json" else _lines(file, text):
         if not isinstance(example, Mapping):
-            raise DataError(f"{where}: a {type(example).__name__}, expected an object with the example's fields")
-        yield where, dict(example)
+            raise DataError(f"{file}:{number}: a {type(example).__name__}, expected an object with the example's fields")
+        yield f"{file}:{number}", dict(example)
+
+
+def _lines(file: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Number, from 1, and value of each line that is not blank."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{file}:{number}: not JSON: {error}") from error
+            yield number, value
+
+
+def _list(file: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Line, from 1, and value of each element of the list; a text that is no list is one element, in line 1.
+
+    Elements are read one by one, because json.loads does not say where each one stands.
+    """
+    decoder, at, number, counted = json.JSONDecoder(), _skip(text, 0), 1, 0
+    try:
+        if not text.startswith("[", at):
+            if text.strip():
+                yield number, json.loads(text)
+            return
+        at = _skip(text, at + 1)
+        more = not text.startswith("]", at)
+        while more:
+            number, counted = number + text.count("\n", counted, at), at
+            value, at = decoder.raw_decode(text, at)
+            yield number, value
+            at = _skip(text, at)
+            more = text.startswith(",", at)
+            at = _skip(text, at + 1) if more else at
+        if text[at:].strip() != "]":
+            raise json.JSONDecodeError("Expecting ',' or the list's end", text, at)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{file}:{error.lineno}: not JSON: {error}") from error
+
+
+def _skip(text: str, at: int) -> int:
+    """Position of the first character from `at` on that is not JSON's white space."""
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -143,13 +231,13 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{file} row {number}", example
 
 
-def _download(source: Source) -> Path:
+def download(source: Source, patterns: Sequence[str]) -> Path:
+    """The folder of the data set's files that fit the patterns, from the hub or its cache. Raises DataError."""
     from huggingface_hub import snapshot_download
 
     print(f"downloading {source.repo} at {source.revision[:8]} from the hub; --local_dataset_path takes a folder instead")
-    patterns = [f"{source.folder}/{split}-*.parquet" for split in SPLITS]
     try:
-        return Path(snapshot_download(source.repo, repo_type="dataset", revision=source.revision, allow_patterns=patterns))
+        return Path(snapshot_download(source.repo, repo_type="dataset", revision=source.revision, allow_patterns=list(patterns)))
     except OSError as error:  # the hub client's own errors are OSErrors too
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"{source.repo} cannot be downloaded ({reason}); give its files with --local_dataset_path") from error

@@ -12,10 +12,20 @@ SCORERS = {
     "math_dapo_reasoning": "verlite.rewards.math:compute_score",
     "aime*": "verlite.rewards.math:compute_score",
     "verlite/arithmetic": "verlite.rewards.exact:compute_score",
+    "nq": "verlite.rewards.qa:compute_score",
+    "triviaqa": "verlite.rewards.qa:compute_score",
+    "popqa": "verlite.rewards.qa:compute_score",
+    "hotpotqa": "verlite.rewards.qa:compute_score",
+    "2wikimultihopqa": "verlite.rewards.qa:compute_score",
+    "musique": "verlite.rewards.qa:compute_score",
+    "bamboogle": "verlite.rewards.qa:compute_score",
+    "web_questions": "verlite.rewards.qa:compute_score",
+    "strategyqa": "verlite.rewards.qa:compute_score",
+    "searchR1_*": "verlite.rewards.qa:compute_score",
 }
 """Data source to module:function. A name that ends in * stands for all sources that begin with it."""
 
-IN_PROCESS = {"verlite.rewards.gsm8k:compute_score", "verlite.rewards.exact:compute_score"}
+IN_PROCESS = {"verlite.rewards.gsm8k:compute_score", "verlite.rewards.exact:compute_score", "verlite.rewards.qa:compute_score"}
 """Scorers whose time is bounded by their code: they need no process of their own."""
 
 

@@ -1,0 +1,16 @@
+"""Search-R1's question-answering data sets for the search agent, merged into train.parquet and test.parquet with its rows.
+
+python data_preprocess/qa_search_merge.py --local_save_dir ~/data/qa_search [--local_dataset_path FOLDER]
+    [--train_sources nq,hotpotqa] [--test_sources nq,triviaqa,popqa,hotpotqa,2wikimultihopqa,musique,bamboogle]
+
+FOLDER holds a folder for each data set, with {train,dev,test}.jsonl as FlashRAG and NQ-open have them, or .json as HotpotQA has them.
+A data set without a test split gives its dev split, or else its train split.
+"""
+
+from verlite.data.qa import main
+
+TRAIN = ["nq", "hotpotqa"]
+TEST = ["nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"]
+
+if __name__ == "__main__":
+    main(__doc__, "~/data/qa_search", train=TRAIN, test=TEST, choose=True)

@@ -1,0 +1,260 @@
+"""Question answering: the table of scores by hand, who may say what, and the structure against a regex over a marked-up string."""
+
+import random
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verlite.config.schema import CustomRewardConfig, RewardConfig
+from verlite.rewards.contract import check_reward
+from verlite.rewards.qa import compute_score, gold_answers, holds, last_answer, matches, normalize, observations
+from verlite.rewards.result import RewardItem
+from verlite.rewards.scorer import Scorer
+
+Segments = list[list[str]]
+
+FOUND = '\n\n<information>Doc 1(Title: "China") Its capital is Beijing.</information>\n\n'
+MISSED = '\n\n<information>Doc 1(Title: "Peru") Its capital is Lima.</information>\n\n'
+INVALID_ACTION = "\nThis was no action. To search, I should put the query between <search> and </search>. Let me try again.\n"
+SEARCH, ANSWER = "<think>I look.</think>\n<search>capital</search>", "<think>So.</think><answer> Beijing </answer>"
+THOUGHT, WRONG = "<think>So.</think>\n", "<answer>Lima</answer>"
+FORMAT = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0.05}
+
+
+def score(segments: Segments, golds: Any = "Beijing", **kwargs: Any) -> dict[str, Any]:
+    said = "".join(text for who, text in segments if who == "model")
+    return compute_score("nq", said, {"target": golds}, {"trajectory": {"segments": segments}}, **kwargs)
+
+
+TABLE = [
+    ("valid, right, found", [["model", SEARCH], ["tool", FOUND], ["model", ANSWER]], 1, 1, 1, 1),
+    ("valid, right, missed", [["model", SEARCH], ["tool", MISSED], ["model", ANSWER]], 1, 1, 1, 0),
+    ("valid, right, no search", [["model", ANSWER]], 1, 1, 1, 0),
+    ("not valid, right", [["model", SEARCH], ["tool", FOUND], ["model", "<answer>Beijing</answer>"]], 0.8, 1, 0, 0),
+    ("valid, wrong, found", [["model", SEARCH], ["tool", FOUND], ["model", THOUGHT + WRONG]], 0.25, 0, 1, 1),
+    ("valid, wrong, missed", [["model", SEARCH], ["tool", MISSED], ["model", THOUGHT + WRONG]], 0.2, 0, 1, 0),
+    ("not valid, wrong, found", [["model", SEARCH], ["tool", FOUND], ["model", WRONG]], 0.1, 0, 0, 0),
+    ("not valid, none", [["model", SEARCH], ["tool", FOUND], ["model", "It is Beijing."]], 0, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("segments", "expected", "acc", "valid", "retrieved"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_the_table(segments: Segments, expected: float, acc: float, valid: float, retrieved: float) -> None:
+    got = score(segments, **FORMAT)
+    assert got["score"] == pytest.approx(expected)
+    assert (got["acc"], got["format_valid"], got["retrieved"]) == (acc, valid, retrieved)
+    assert score(segments) == {**got, "score": acc}  # without the scores for form: the method alone
+
+
+def test_only_what_the_model_says_is_an_answer() -> None:
+    """The prompt's example is <answer> Beijing </answer>; tool text and the invalid action's hint hold tags, too."""
+    in_passage = "\n\n<information>One writes <answer>Beijing</answer> here.</information>\n\n"
+    hint = INVALID_ACTION + "If I want to give the final answer, I should put it between <answer> and </answer>."
+    for tool, said in ((in_passage, SEARCH), (hint, "I do not know.")):
+        got = score([["model", said], ["tool", tool], ["model", "I give up: and"]], ["Beijing", "and"], **FORMAT)
+        assert (got["score"], got["acc"], got["pred"]) == (0, 0, "")
+    got = score([["model", SEARCH], ["tool", in_passage], ["model", THOUGHT + WRONG]], **FORMAT)
+    assert (got["score"], got["pred"], got["format_valid"]) == (0.25, "Lima", 1)  # tags inside a passage are the passage's
+
+
+def test_the_last_answer_counts() -> None:
+    two = "<answer>Lima</answer> or <answer>\nBeijing\n</answer>"
+    assert last_answer(two) == "Beijing"
+    assert last_answer(two + "<answer>Ro") == "Beijing"  # cut off
+    assert last_answer("<answer>a<answer>b</answer>") == "a<answer>b"
+    assert last_answer("</answer>Beijing<answer>") is None
+    assert last_answer("<answer></answer>") == ""
+    assert compute_score("nq", two, {"target": ["Beijing"]}, None, **FORMAT)["score"] == 0.8
+    assert compute_score("nq", "<answer></answer>", {"target": ["Beijing"]}, None, **FORMAT)["score"] == 0.1  # wrong, not none
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("The  Beatles!", "beatles"),
+        ("an apple a day", "apple day"),
+        ("A.B.C.", "abc"),
+        ("U.S.A.", "usa"),
+        ("the U.S. \n dollar", "us dollar"),
+        ("Theatre", "theatre"),  # an article only as a word
+        ("a-team", "ateam"),  # punctuation goes first
+        ("14 December 1972 UTC", "14 december 1972 utc"),
+        ("$1,000.50", "100050"),
+        ("Łódź, POLAND", "łódź poland"),
+        ("“quoted”", "“quoted”"),  # ASCII punctuation only
+        ("A+", ""),
+        ("", ""),
+    ],
+)
+def test_normalised_by_hand(text: str, normal: str) -> None:
+    assert normalize(text) == normal
+
+
+def test_exact_and_contained() -> None:
+    golds = ["14 December 1972 UTC", "December 1972"]
+    assert matches("the December, 1972", golds)
+    assert not matches("in December 1972", golds)
+    assert matches("in December 1972", golds, "sub_em")
+    assert not matches("1972", golds, "sub_em")  # the gold answer in what is said, not the other way round
+    said = "<think>x</think><answer>It was in December 1972.</answer>"
+    exact, contained = (compute_score("nq", said, golds, method=method) for method in ("em", "sub_em"))
+    assert (exact["score"], exact["acc"], contained["score"], contained["acc"]) == (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize("gold", ["A+", "the", "*", "---", "A", "  "])
+def test_a_gold_answer_that_normalises_to_nothing_is_compared_as_written(gold: str) -> None:
+    """NQ-open has "A+", "*", "---" and ")"."""
+    for method in ("em", "sub_em"):
+        for said in ("", "an", "anything at all", "?"):
+            assert not matches(said, [gold], method)
+        assert matches(f" {gold.lower()} ", [gold], method) == bool(gold.strip())
+        assert matches("Beijing", [gold, "Beijing"], method)
+    assert not holds(["a + the * --- text"], [gold]) and holds(["of Beijing"], [gold, "Beijing"])
+
+
+MODEL_TEXTS = {
+    "text before": "Well, " + ANSWER,
+    "text between": "<think>a</think> so <answer>Beijing</answer>",
+    "text after": ANSWER + " done",
+    "an answer after the end": ANSWER + "<answer>Beijing</answer>",
+    "a thought after the end": ANSWER + "<think>x</think>",
+    "no thought": "<answer>Beijing</answer>",
+    "two thoughts": "<think>a</think><think>b</think><answer>Beijing</answer>",
+    "a tag inside a thought": "<think>I could <search> it</think><answer>Beijing</answer>",
+    "an open thought": "<think>a<answer>Beijing</answer>",
+    "a search without results": SEARCH + ANSWER,
+    "its own information": SEARCH + "<information>Beijing</information>" + ANSWER,
+    "information inside a thought": "<think><information>Beijing</information></think><answer>Beijing</answer>",
+}
+
+
+@pytest.mark.parametrize("text", MODEL_TEXTS.values(), ids=MODEL_TEXTS)
+def test_structures_that_are_not_valid(text: str) -> None:
+    assert observations([["model", text]]) is None
+    assert compute_score("nq", text, "Beijing", {}, **FORMAT)["format_valid"] == 0
+
+
+def test_what_the_tool_says_must_be_information_after_a_search() -> None:
+    good = [["model", SEARCH], ["tool", FOUND], ["model", ANSWER]]
+    assert observations(good) == ['Doc 1(Title: "China") Its capital is Beijing.']
+    assert observations([["model", SEARCH], ["tool", FOUND]] * 2 + [["model", ANSWER + "\n"], ["tool", " "]]) is not None
+    assert observations([["model", SEARCH], ["tool", "<information></information>"], ["model", ANSWER]]) == [""]
+    for wrong in (
+        [["model", "what?"], ["tool", INVALID_ACTION], *good],
+        [["model", "<think>a</think>"], ["tool", INVALID_ACTION], *good],
+        [["model", SEARCH], ["tool", INVALID_ACTION], ["model", ANSWER]],
+        [["tool", FOUND], *good],
+        [["model", SEARCH], ["tool", FOUND], ["tool", FOUND], ["model", ANSWER]],
+        [*good, ["tool", FOUND]],
+        [["model", SEARCH], ["tool", "<information>cut off"], ["model", ANSWER]],
+        [["model", SEARCH], ["tool", FOUND], ["model", SEARCH]],  # out of turns
+        [],
+    ):
+        assert observations(wrong) is None
+    # What the model makes up is not retrieved, even where its own structure around it would be right.
+    assert score([["model", SEARCH + FOUND + THOUGHT + WRONG]], **FORMAT)["score"] == 0.1
+
+
+def naively(segments: Segments) -> bool:
+    """The structure as one regular expression over a string in which each block is one capital letter. Texts must hold none."""
+    marked = "".join(text if who == "model" else f"\0{text.strip()}\0" if text.strip() else " " for who, text in segments)
+    marked = re.sub("\0<information>[^\0]*</information>\0", "I", marked)
+    for name, letter in (("think", "T"), ("search", "S"), ("answer", "A")):
+        marked = re.sub(f"<{name}>[^\0<A-Z]*</{name}>", letter, marked)
+    return re.fullmatch(r"\s*T\s*(S\s*I\s*T\s*)*A\s*", marked) is not None
+
+
+def test_structure_agrees_with_a_regex_on_random_trajectories() -> None:
+    """Right trajectories, with up to two pieces dropped, doubled, exchanged or put in."""
+    chance = random.Random(0)
+    pieces = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>", "x", " ", "\n"]
+    tools = ["\n\n<information>doc <think> </answer></information>\n\n", "\nthat was no action.\n", "<information>cut", " "]
+    valid = 0
+    for _ in range(5000):
+        tokens: list[tuple[str, str]] = []
+        for _ in range(chance.randrange(3)):
+            tokens += [("model", piece) for piece in ("<think>", "x", "</think>", "\n", "<search>", "x", "</search>")]
+            tokens += [("tool", tools[0])]
+        tokens += [("model", piece) for piece in ("<think>", "x", "</think>", "<answer>", "x", "</answer>")]
+        for _ in range(chance.randrange(3)):
+            at, other = chance.randrange(len(tokens)), chance.randrange(len(tokens))
+            new = ("tool", chance.choice(tools)) if chance.random() < 0.3 else ("model", chance.choice(pieces))
+            change = chance.randrange(4)
+            if change == 0 and len(tokens) > 1:
+                del tokens[at]
+            elif change == 1:
+                tokens.insert(at, tokens[other])
+            elif change == 2:
+                tokens[at], tokens[other] = tokens[other], tokens[at]
+            else:
+                tokens.insert(at, new)
+        segments: Segments = []
+        for who, text in tokens:
+            if who == "model" and segments and segments[-1][0] == "model":
+                segments[-1][1] += text
+            else:
+                segments.append([who, text])
+        assert (observations(segments) is not None) == naively(segments), segments
+        valid += naively(segments)
+    assert 1000 < valid < 4000
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"target": ["Beijing", "Peking"]},
+        {"target": "Beijing"},
+        ["Beijing"],
+        "Beijing",
+        {"target": np.array(["x", "Beijing"], dtype=object)},
+    ],
+    ids=str,
+)
+def test_ground_truths_of_all_shapes(truth: Any) -> None:
+    assert compute_score("nq", ANSWER, truth)["score"] == 1
+    assert compute_score("nq", THOUGHT + WRONG, truth)["score"] == 0
+
+
+@pytest.mark.parametrize(
+    "truth", [None, {}, {"target": []}, {"target": ""}, [" "], {"target": [None]}, {"answer": "x"}, 5, np.array([])], ids=str
+)
+def test_a_row_without_an_answer_is_an_error(truth: Any) -> None:
+    with pytest.raises(ValueError, match="ground_truth=.* has no answers"):
+        gold_answers(truth)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="method='exact' is not one of em, sub_em"):
+        compute_score("nq", ANSWER, "x", method="exact")
+    with pytest.raises(ValueError, match=r"retrieval_score=1.5 is outside \[0, 1\]"):
+        compute_score("nq", ANSWER, "x", retrieval_score=1.5)
+    with pytest.raises(ValueError, match="a segment of the trajectory is by 'user', expected model or tool"):
+        observations([["user", ANSWER]])
+
+
+@pytest.mark.parametrize("part", ["<answer>", "<answer></answer>", "<think>", "<", "a ", "</answer>", "<search> <answer> "])
+def test_time_grows_with_the_length_alone(part: str) -> None:
+    """Such texts take a backtracking search for pairs minutes."""
+    text, began = part * (300_000 // len(part)), time.monotonic()
+    score([["model", text], ["tool", f"<information>{text}</information>"], ["model", text]], ["x" * 100], method="sub_em", **FORMAT)
+    assert time.monotonic() - began < 10
+
+
+SOURCES = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle web_questions strategyqa searchR1_nq searchR1_hotpotqa".split()
+
+
+def test_search_r1s_sources_come_here_with_its_scores() -> None:
+    scorer = Scorer(CustomRewardConfig(reward_kwargs=FORMAT), RewardConfig())
+    scorer.check_signature(SOURCES)
+    items = [RewardItem(source, THOUGHT + WRONG, {"target": ["Beijing"]}) for source in SOURCES]
+    results = scorer.score(items)
+    assert [result.score for result in results] == [0.2] * len(SOURCES)
+    assert results[0].parts == {"acc": 0.0, "format_valid": 1.0, "retrieved": 0.0, "pred": "Lima"}
+    assert not scorer._pools  # in this process
+
+
+def test_it_keeps_the_contract_of_reward_functions() -> None:
+    assert check_reward("verlite.rewards.qa:compute_score", dict(FORMAT)) == []
