@@ -63,7 +63,6 @@ def material(tmp_path_factory) -> Material:
     folder = tmp_path_factory.mktemp("material")
     write_prompts(folder / "train.parquet", 2048)
     write_prompts(folder / "test.parquet", 300)
-    write_prompts(folder / "questions.parquet", 2048, data_source="nq")
     (folder / "model").mkdir()
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / "model" / name).touch()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.config.conftest import write_prompts
 from verlite.config import ConfigError, aliases, keys
 from verlite.config.ineffective import TABLE
 
@@ -45,10 +46,11 @@ def test_renamed(material, typed, new, value):
     assert len(about) == 1 and about[0].startswith((f"{old} ", f"{old}.")), loaded.notes
 
 
-def test_search_r1s_scores_for_form_go_to_the_scorer(material):
+def test_search_r1s_scores_for_form_go_to_the_scorer(material, tmp_path):
     typed = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0}
     line = [f"reward_model.{name}={value}" for name, value in typed.items()]
-    loaded = material.load("~data.train_files", f"data.train_files={material.folder}/questions.parquet", *line)
+    questions = write_prompts(tmp_path / "questions.parquet", 2048, data_source="nq")
+    loaded = material.load("~data.train_files", f"data.train_files={questions}", *line)
     assert loaded.config.custom_reward_function.reward_kwargs == typed
     renamed = [f"reward_model.{name} is now called custom_reward_function.reward_kwargs.{name}" for name in typed]
     assert [note for note in loaded.notes if "reward_model" in note] == renamed
