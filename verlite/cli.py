@@ -120,6 +120,35 @@ def curve(
 
 
 @app.command()
+def show(
+    run_dir: Annotated[str, typer.Argument(help="A run directory: the folder that has rollouts/.")],
+    step: Annotated[int | None, typer.Option(help="Of which step; without it the newest.")] = None,
+    worst: Annotated[int | None, typer.Option(metavar="K", min=1, help="Only the K samples with the lowest scores.")] = None,
+    count: Annotated[int, typer.Option(metavar="K", min=1, help="At most this many samples.")] = 4,
+    validation: Annotated[bool, typer.Option("--val", help="Samples of the validation after the step.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Print long prompts whole.")] = False,
+) -> None:
+    """Print a step's samples: turns, tool calls and what they answered, rewards, and which text was trained."""
+    from pathlib import Path
+
+    from verlite.config.show import console
+    from verlite.trainer.samples import legend, picture, read_samples
+    from verlite.trainer.samples import worst as lowest
+
+    try:
+        path, samples = read_samples(Path(run_dir), step, validation)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    shown = lowest(samples, worst) if worst else samples[:count]
+    out = console()
+    out.print(f"{path}: {len(shown)} of {len(samples)} samples", legend(), highlight=False)
+    for sample in shown:
+        out.print()
+        out.print(picture(sample, whole))
+
+
+@app.command()
 def contract(
     kind: Annotated[Kind, typer.Argument(help="What the function is.")],
     function: Annotated[str, typer.Argument(help="package.module:function; a reward also as FILE.py or FILE.py:function.")],

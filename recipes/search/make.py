@@ -48,7 +48,7 @@ def passage(name: str, kind: str, value: str) -> str:
 
 def demonstration(world: dict[str, dict[str, str]], name: str, kind: str, rng: random.Random) -> str:
     """How a careless pupil works: now and then guesses, searches for something else, or copies from the wrong passage."""
-    if rng.random() < 0.4:
+    if rng.random() < 0.65:
         return f"<answer>{rng.choice(VALUES[kind])}</answer>"
     asked_name = name if rng.random() < 0.6 else rng.choice(list(world))
     asked_kind = kind if rng.random() < 0.7 else rng.choice(list(VALUES))

@@ -12,6 +12,7 @@ SCORERS = {
     "math_dapo_reasoning": "verlite.rewards.math:compute_score",
     "aime*": "verlite.rewards.math:compute_score",
     "verlite/arithmetic": "verlite.rewards.exact:compute_score",
+    "verlite/facts": "verlite.rewards.qa:compute_score",
     "nq": "verlite.rewards.qa:compute_score",
     "triviaqa": "verlite.rewards.qa:compute_score",
     "popqa": "verlite.rewards.qa:compute_score",

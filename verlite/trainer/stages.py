@@ -5,6 +5,7 @@ A stage is timed (`timing_s/<name>`), shown as the current phase, and leaves its
 
 import functools
 import json
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -22,7 +23,7 @@ from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.scorer import RewardItem
 from verlite.rollout.types import Sampling, Status
 from verlite.trainer import batch as batches
-from verlite.trainer.agent import outage_is_over, transcripts
+from verlite.trainer.agent import outage_is_over, sample_numbers, transcripts
 from verlite.trainer.evaluation import validation_metrics
 from verlite.trainer.metrics import spread
 from verlite.trainer.run import Run
@@ -432,6 +433,7 @@ def validate(run: Run) -> dict[str, float]:
     seeds = batches.seeds(run.config.actor_rollout_ref.rollout.seed, 0, 0, len(rows))
     size = (data.val_batch_size or len(run.val_data)) * val.n
     sources, uids, rewards, parts, records, turns = [], [], [], [], [], []
+    of_turns: dict[str, list[float | None]] = defaultdict(list)
     first_error = ""
     for start in range(0, len(rows), size):
         chunk = rows[start : start + size]
@@ -448,9 +450,11 @@ def validate(run: Run) -> dict[str, float]:
         parts += list(batch.non_tensor_batch["reward_parts"])
         records += sample_records(run, batch)
         turns += batch.batch["turns"].tolist()
+        for name, values in (sample_numbers(batch) if run.world else {}).items():
+            of_turns[name] += [value if ok else None for value, ok in zip(values, valid, strict=True)]
         first_error = first_error or batch.meta_info["reward_first_error"] or next(filter(None, batch.non_tensor_batch["error"]), "")
     numeric = sorted({name for p in parts for name, value in p.items() if isinstance(value, (int, float))})
-    variables = {"reward": rewards, **{name: [p.get(name) for p in parts] for name in numeric if name != "reward"}}
+    variables = {"reward": rewards, **of_turns, **{name: [p.get(name) for p in parts] for name in numeric if name != "reward"}}
     _write_jsonl(run.run_dir / "rollouts" / f"val_step_{run.step}.jsonl", records[: _at_most(run)])
     failed = sum(reward is None for reward in rewards)
     if failed == len(rewards):
@@ -484,6 +488,7 @@ def sample_records(run: Run, batch: DataProto) -> list[dict]:
             "status": columns["status"][i],
             "error": columns["error"][i],
             "response_tokens": int(t["attention_mask"][i, -t["responses"].shape[1] :].sum()),
+            "trained_tokens": int(t["response_mask"][i].sum()),
             "weight_version": int(t["weight_version"][i]),
             **({name: columns[name][i] for name in ("transcript", "turn_infos") if name in columns}),
         }
