@@ -62,7 +62,7 @@ def test_an_installed_wheel_brings_its_yaml_files(material, tmp_path):
     for name in ("__init__.py", "cli.py"):
         (tmp_path / "verlite").mkdir(exist_ok=True)
         shutil.copy(package / name, tmp_path / "verlite" / name)
-    for room in ("config", "algorithms", "rewards"):  # config reads names from the text of the other two
+    for room in ("config", "algorithms", "rewards", "envs"):  # config reads names from the text of the others
         shutil.copytree(package / room, tmp_path / "verlite" / room)
     shutil.copytree(package.parent / "conf", tmp_path / "verlite" / "conf")
     (tmp_path / "mine.yaml").write_text("defaults:\n  - grpo\n  - _self_\ndata:\n  train_batch_size: 512\n")

@@ -57,9 +57,11 @@ def test_search_r1(material):
         "no KL term is on, so there is no reference",
         ON_CPU,
         "trainer.total_epochs has no effect: trainer.total_training_steps says how long the run is",
-        "max_turns, retriever.topk, retriever.url, data.max_start_length, data.max_obs_length have no effect: "
-        "the search loop is not part of this version: every sample is a single turn",
+        "samples may not fit: search, up to 4 tool calls and a last turn; at most 2048 prompt + 4 x (500 turn + 500 observation) + 500 = "
+        "6548 tokens, but 4596 fit (data.max_prompt_length + data.max_response_length): a sample that gets there ends, status length",
     ]
+    plan = make_plan(loaded.config)
+    assert (plan.max_turns, plan.longest_prompt, plan.longest_sequence, plan.max_model_len) == (4, 2048, 4596, 4596)
     assert loaded.config.trainer.experiment_name == "--search-r1-ppo-qwen2.5-7b-em-multinode-2"
     assert (loaded.config.data.train_max_samples, loaded.config.data.shuffle, loaded.config.trainer.val_before_train) == (-1, True, False)
     assert make_plan(loaded.config).total_steps == 1005

@@ -82,9 +82,14 @@ CASES = [
     ("trainer.max_actor_ckpt_to_keep=3", "", "trainer.save_freq=5"),
     (f"{ROLLOUT}engine_kwargs.sglang.a=1", "", None),
     ("ray_kwargs.ray_init.num_cpus=8", "ray_kwargs.ray_init.address=auto", ""),
-    ("max_turns=4", "", None),
-    ("retriever.topk=4", "", None),
-    ("data.max_obs_length=4", "max_turns=4", None),
+    ("max_turns=4", "do_search=false", ""),
+    ("do_search=false", "", "max_turns=4"),
+    ("retriever.topk=4", "", "max_turns=4"),
+    ("retriever.topk=4", "max_turns=4 env.name=calculator", "max_turns=4"),
+    ("env.name=calculator", "", "max_turns=4"),
+    ("env.kwargs.depth=4", "max_turns=4", "max_turns=4 env.name=os:path"),
+    ("data.max_obs_length=4", "max_turns=4 do_search=false", "max_turns=4"),
+    ("data.max_start_length=4", "", "max_turns=4"),
 ]  # fmt: skip
 
 

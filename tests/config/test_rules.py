@@ -162,6 +162,13 @@ WRONG = [
     ("ray_kwargs.ray_init.address=ray://head:123456", "ray_kwargs.ray_init.address", "123456 is no port"),
     ("ray_kwargs.ray_init.address=http://head:8265", "ray_kwargs.ray_init.address", "inside the cluster; ray job submit --address=http"),
     ("trainer.device=cpu ray_kwargs.ray_init.num_cpus=2", "ray_kwargs.ray_init.num_cpus", "less than the 8 devices; at least 8"),
+    ("max_turns=2 data.max_start_length=600", "data.max_start_length", "is more than data.max_prompt_length=512"),
+    ("max_turns=2 reward.overlong_buffer.enable=true", "reward.overlong_buffer.enable", "is for single turns"),
+    ("max_turns=2 retriever.url=[]", "retriever.url", "names no retriever"),
+    ("env.name=serach", "env.name", "Did you mean search?"),
+    ("max_turns=2 env.name=no.module:World", "env.name", "there is no module"),
+    ("retriever.on_error=zero", "retriever.on_error", "Legal: mask, observe"),
+    ("retriever.deadline_s=0", "retriever.deadline_s", "> 0"),
     ("retriever.url=127.0.0.1:8000", "retriever.url", "is no http address"),
     ("retriever.url=http://127.0.0.1:80000/retrieve", "retriever.url", "80000 is no port"),
     # files

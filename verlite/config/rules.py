@@ -365,6 +365,17 @@ def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterato
         )
     if config.algorithm.no_think_rl:
         yield Problem("algorithm.no_think_rl", True, "only false is supported: the whole response is trained", "Leave it out.")
+    actor, kl = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
+    if config.algorithm.use_kl_in_reward and kl.type == "adaptive" and kl.kl_coef == 0:
+        rule = "is multiplied to follow the KL while algorithm.kl_ctrl.type=adaptive, so 0 stays 0"
+        yield Problem("algorithm.kl_ctrl.kl_coef", 0, rule, "Start from 0.001, or use algorithm.use_kl_in_reward=false for no KL.")
+    low_cov, high_cov = actor.policy_loss.clip_cov_lb, actor.policy_loss.clip_cov_ub
+    if low_cov >= high_cov and actor.policy_loss.loss_mode == "clip_cov":
+        key = "actor_rollout_ref.actor.policy_loss.clip_cov_ub"
+        yield Problem(key, high_cov, f"must be above clip_cov_lb={low_cov:g}: no token lies between them", "Usual: 1 and 5.")
+    for section, optim in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim), ("critic", config.critic.optim)):
+        if len(optim.betas) != 2:
+            yield Problem(f"{section}.optim.betas", optim.betas, "must be two numbers", "Usual: [0.9,0.999].")
 
 
 def _agent(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
@@ -385,17 +396,6 @@ def _agent(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Pr
     urls = plan.files_of(config.retriever.url)
     if config.env.name == "search" and not urls:
         yield Problem("retriever.url", config.retriever.url, "names no retriever to search with", "Such as http://127.0.0.1:8000/retrieve.")
-    actor, kl = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
-    if config.algorithm.use_kl_in_reward and kl.type == "adaptive" and kl.kl_coef == 0:
-        rule = "is multiplied to follow the KL while algorithm.kl_ctrl.type=adaptive, so 0 stays 0"
-        yield Problem("algorithm.kl_ctrl.kl_coef", 0, rule, "Start from 0.001, or use algorithm.use_kl_in_reward=false for no KL.")
-    low_cov, high_cov = actor.policy_loss.clip_cov_lb, actor.policy_loss.clip_cov_ub
-    if low_cov >= high_cov and actor.policy_loss.loss_mode == "clip_cov":
-        key = "actor_rollout_ref.actor.policy_loss.clip_cov_ub"
-        yield Problem(key, high_cov, f"must be above clip_cov_lb={low_cov:g}: no token lies between them", "Usual: 1 and 5.")
-    for section, optim in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim), ("critic", config.critic.optim)):
-        if len(optim.betas) != 2:
-            yield Problem(f"{section}.optim.betas", optim.betas, "must be two numbers", "Usual: [0.9,0.999].")
 
 
 def _shaping(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
