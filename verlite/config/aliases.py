@@ -64,7 +64,7 @@ _NO_LORA = "this version trains all weights; LoRA is not part of it"
 _TEXT_ONLY = "this version trains on text only"
 _ONE_PATH = "there is one rollout path: the sampled token ids are the trained ones"
 _CHUNKED = "log-probs and entropy are always computed in chunks, without holding the logits"
-_SEARCH_LOOP = "the search loop is not part of this version"
+_WORLDS = "the search loop is not part of this version"
 _CHECKPOINT = "a checkpoint always holds everything that a resume needs; trainer.export_hf writes the Hugging Face folder"
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -104,8 +104,8 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.custom_cls.*": ((None,), "write a parquet file with the columns of the docs instead"),
     "data.sampler.*": ((None,), "prompts come in shuffled or file order: data.shuffle"),
     "data.datagen.*": ((None,), "prompts come from data.train_files"),
-    "data.tool_config_path": ((None,), _SEARCH_LOOP),
-    "data.function_tool_path": ((None,), _SEARCH_LOOP),
+    "data.tool_config_path": ((None,), _WORLDS),
+    "data.function_tool_path": ((None,), _WORLDS),
     "reward_model.enable": ((False,), _NO_REWARD_MODEL),
     "reward.reward_model.enable": ((False,), _NO_REWARD_MODEL),
     "reward_model.reward_manager": (("naive", "dapo"), _NO_REWARD_MODEL),
