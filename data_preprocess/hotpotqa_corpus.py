@@ -25,13 +25,17 @@ def articles(value: Any, where: str) -> Iterator[tuple[str, str]]:
         if isinstance(row, dict) and "context" in row:
             yield from articles(row["context"], f"{where} entry {place} context")
             continue
-        title, text = (row.get("title"), row.get("text")) if isinstance(row, dict) else row if len(row) == 2 else (None, None)
+        title, text = (row.get("title"), row.get("text")) if isinstance(row, dict) else row if _is_pair(row) else (None, None)
         if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
             text = "".join(text)  # HotpotQA's sentences begin with their space
         if not isinstance(title, str) or not isinstance(text, str):
             raise DataError(f"{where} entry {place}: expected a title with its sentences, or title and text, or a question with context")
         if text.strip():
             yield " ".join(title.split()), " ".join(text.split())
+
+
+def _is_pair(row: Any) -> bool:
+    return isinstance(row, (list, tuple)) and len(row) == 2
 
 
 def main() -> None:

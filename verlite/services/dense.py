@@ -51,7 +51,7 @@ class Dense:
 
     def build(self, corpus: Corpus, track: Track) -> None:
         contents = iter(track(corpus.contents(), description="encoding", total=len(corpus)))
-        width = self._encoder.get_sentence_embedding_dimension()
+        width = self._encode([""], "passage_prefix").shape[1]  # what sentence-transformers calls it differs with its version
         self._index = self._faiss.index_factory(width, self._type, self._faiss.METRIC_INNER_PRODUCT)
         while block := list(islice(contents, BLOCK)):
             self._index.add(self._encode(block, "passage_prefix"))
