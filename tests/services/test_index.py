@@ -59,6 +59,18 @@ def test_best() -> None:
     assert best(np.zeros(3, dtype=np.float32), 2) == []
 
 
+@pytest.mark.parametrize("size", [999, 2500, 12_345])
+@pytest.mark.parametrize("topk", [1, 3, 12, 100])
+def test_best_of_many_is_that_of_sorting(size: int, topk: int) -> None:
+    """Few of them are above 0, and many are equal."""
+    for seed in range(20):
+        chosen = np.random.default_rng(seed)
+        scores = np.where(chosen.random(size) < chosen.choice([0.001, 0.05, 0.9]), chosen.integers(1, 9, size), 0).astype(np.float32)
+        scores[-1] = chosen.integers(10)
+        wanted = sorted(((row, score) for row, score in enumerate(scores.tolist()) if score > 0), key=lambda pair: -pair[1])
+        assert best(scores, topk) == wanted[:topk]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -95,6 +107,9 @@ def test_a_packed_corpus_is_unpacked_into_the_index(path: Path, tmp_path: Path) 
     corpus = opened(packed, index, folder)
     assert corpus[7] == passages()[7]
     assert (folder / "corpus.jsonl").read_bytes() == path.read_bytes()
+    (folder / "corpus.jsonl").unlink()
+    with pytest.raises(ServiceError, match="index: is damaged"):
+        opened(packed, index, folder)
 
 
 def test_the_index_of_another_corpus_is_refused_until_it_is_rebuilt(path: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def read_corpus(path: Path, track: Track, unpacked: Path | None = None) -> Corpu
     What is packed is unpacked first: into the file `unpacked`, or a temporary one that goes with this process. Raises
     ServiceError for a line that is no passage, or where there are none.
     """
-    file = open_corpus(path, unpacked)
+    file = _unpack(path, unpacked) if path.suffix == ".gz" else open(path, "rb")
     starts, place = array("q"), 0
     for number, line in enumerate(track(file, description=f"reading {path.name}", total=None), start=1):
         if line.strip():
@@ -67,12 +67,7 @@ def read_corpus(path: Path, track: Track, unpacked: Path | None = None) -> Corpu
     return Corpus(file, np.frombuffer(starts, dtype=np.int64))
 
 
-def open_corpus(path: Path, unpacked: Path | None = None) -> BinaryIO:
-    """The file of the passages, unpacked where `path` is packed (and `unpacked` is not there already). Raises ServiceError, OSError."""
-    if path.suffix != ".gz":
-        return open(path, "rb")
-    if unpacked and unpacked.exists():
-        return open(unpacked, "rb")
+def _unpack(path: Path, unpacked: Path | None) -> BinaryIO:
     target = open(unpacked, "w+b") if unpacked else cast(BinaryIO, tempfile.TemporaryFile())
     try:
         with gzip.open(path) as packed:
