@@ -13,6 +13,9 @@ app = typer.Typer(
     help="Reinforcement learning for language models. Training itself is `python -m verlite.main_ppo key=value ...`.",
 )
 
+serve = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Run a service that training asks over HTTP.")
+app.add_typer(serve, name="serve")
+
 
 class Kind(StrEnum):
     """Functions of a user's own."""
@@ -20,6 +23,20 @@ class Kind(StrEnum):
     reward = "reward"
     estimator = "estimator"
     loss = "loss"
+
+
+class Retriever(StrEnum):
+    """How passages are found."""
+
+    bm25 = "bm25"
+    dense = "dense"
+
+
+class FaissIndex(StrEnum):
+    """FAISS's name of an index type."""
+
+    Flat = "Flat"
+    HNSW64 = "HNSW64"
 
 
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="The training command's arguments, as they are.")]
@@ -173,6 +190,55 @@ def contract(
     if problems:
         raise typer.Exit(1)
     print(f"{function} keeps the contract of {_ARTICLES[kind]}.")
+
+
+@serve.command()
+def retriever(
+    corpus: Annotated[str, typer.Option(help="Passages, .jsonl or .jsonl.gz: id and contents, or id, title and text.")],
+    index: Annotated[str | None, typer.Option(metavar="DIR", help="Keep the index here: built once, loaded from then on.")] = None,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build the index of --index again, whatever is there.")] = False,
+    retriever: Annotated[Retriever, typer.Option(help="dense needs pip install 'verlite[dense]'.")] = Retriever.bm25,
+    topk: Annotated[int, typer.Option(min=1, max=100, help="Passages for a query, where a request does not say.")] = 3,
+    host: Annotated[str, typer.Option(help="Address to listen on. The default is reached from this machine only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    k1: Annotated[float, typer.Option(min=0, help="bm25: how much a repeated word adds.")] = 0.9,
+    b: Annotated[float, typer.Option(min=0, max=1, help="bm25: how much a passage's length counts.")] = 0.4,
+    model: Annotated[str, typer.Option(help="dense: encoder, a sentence-transformers name or folder.")] = "intfloat/e5-base-v2",
+    faiss_index: Annotated[FaissIndex, typer.Option(help="dense: Flat is exact, HNSW64 quicker on a large corpus.")] = FaissIndex.Flat,
+    query_prefix: Annotated[str, typer.Option(help="dense: text before each query.")] = "query: ",
+    passage_prefix: Annotated[str, typer.Option(help="dense: text before each passage.")] = "passage: ",
+    max_batch: Annotated[int, typer.Option(min=1, help="Queries that are searched at once.")] = 32,
+    max_queries: Annotated[int, typer.Option(min=1, help="Queries that one request may have.")] = 1024,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes that one request may have.")] = 1 << 20,
+) -> None:
+    """Search a corpus over HTTP: POST /retrieve, in Search-R1's wire format. docs/retriever.md describes it."""
+    from pathlib import Path
+
+    from verlite.services.corpus import ServiceError
+    from verlite.services.index import BM25, Index, open_index
+    from verlite.services.retriever import Limits, bind, make_app, progress, run, url
+
+    try:
+        bound = bind(host, port)
+    except ServiceError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    try:
+        if rebuild and index is None:
+            raise ServiceError("--rebuild: has no effect without --index, which says what to rebuild")
+        if retriever == Retriever.dense:
+            from verlite.services.dense import Dense
+
+            finder: Index = Dense(model, faiss_index, query_prefix, passage_prefix)
+        else:
+            finder = BM25(k1, b)
+        with progress() as track:
+            passages = open_index(Path(corpus), finder, Path(index) if index else None, rebuild, track)
+    except (ServiceError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    app = make_app(passages, finder, topk, max_batch, Limits(body=max_body, queries=max_queries))
+    run(app, bound, f"serving {len(passages)} documents ({finder.name}) at {url(bound)}")
 
 
 def _check_estimator(name: str, settings: dict, whitens: bool) -> list[str]:

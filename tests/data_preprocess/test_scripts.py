@@ -154,3 +154,42 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_parquet([{"a": 1}, {"a": "text"}], path)
     assert pq.read_table(path).to_pylist() == [{"a": 1}]
     assert os.listdir(tmp_path) == ["a.parquet"]
+
+
+def test_hotpotqa_articles_become_a_corpus(run: Run, tmp_path: Path) -> None:
+    """The three kinds of files; what is there twice comes once, and ids are places."""
+    one, two = ["One", ["It is first.", " It has\ntwo lines."]], ["Two", ["Second."]]
+    files = {
+        "titles": dict([one, two]),
+        "rows": [{"title": "Two", "text": "Another."}],
+        "questions": [{"question": "?", "context": [one, two]}],
+    }
+    paths = [tmp_path / f"{name}.json" for name in files]
+    for path, value in zip(paths, files.values(), strict=True):
+        path.write_text(json.dumps(value))
+    done = run("hotpotqa_corpus.py", "--articles", *paths, "--local_save_dir", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in (tmp_path / "out/corpus.jsonl").read_text().splitlines()] == [
+        {"id": "0", "contents": '"One"\nIt is first. It has two lines.'},
+        {"id": "1", "contents": '"Two"\nSecond.'},
+        {"id": "2", "contents": '"Two"\nAnother.'},
+    ]
+    assert "corpus.jsonl: 3 passages, " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "a.json: not JSON"),
+        ("[]", "a.json: no article has a text"),
+        ("5", "a.json: a int, expected"),
+        ('[["One"]]', "a.json entry 0: expected a title"),
+        ("[7]", "a.json entry 0: expected a title"),
+        ('[["One", [3]]]', "a.json entry 0: expected a title"),
+    ],
+)
+def test_hotpotqa_files_that_cannot_be_used_are_one_line(run: Run, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    done = run("hotpotqa_corpus.py", "--articles", tmp_path / "a.json", "--local_save_dir", tmp_path / "out")
+    assert (done.returncode, said in done.stderr, done.stderr.count("\n")) == (1, True, 1), done.stderr
+    assert not (tmp_path / "out").exists()

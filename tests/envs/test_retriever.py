@@ -79,7 +79,9 @@ def test_passages_come_in_every_wire_format(server, item):
 
 def test_a_server_that_takes_one_query_a_request_is_asked_so(server):
     def one_query(body):
-        return (200, {"result": [server.usual({"queries": [body["query"]]})[1]["result"][0]]}) if "query" in body else (422, {"detail": "query"})
+        if "query" not in body:
+            return 422, {"detail": "query is missing"}
+        return server.usual({"queries": [body["query"]]})
 
     server.answer = one_query
     client = client_of(server, topk=1)

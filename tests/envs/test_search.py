@@ -59,8 +59,8 @@ def test_an_answer_ends_the_sample():
 
 
 @pytest.mark.parametrize("text", [
-    "I do not know.", "", "<search>no end", "<answer>no end", "<search>x</answer>", "</search>", "<search></search>", "<search> \n </search>",
-    "<SEARCH>x</SEARCH>", "<information>made up</information>",
+    "I do not know.", "", "<search>no end", "<answer>no end", "<search>x</answer>", "</search>", "<search></search>",
+    "<search> \n </search>", "<SEARCH>x</SEARCH>", "<information>made up</information>",
 ])  # fmt: skip
 def test_what_is_no_action_is_said_to_the_model_and_nobody_is_asked(text):
     engine = Engine("t\nx")

@@ -147,7 +147,13 @@ def write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
 
 def write_json(value: Any, path: Path) -> int:
     """Write one JSON value in the same way."""
-    return _replace(path, lambda temporary: temporary.write_text(json.dumps(value, indent=4, ensure_ascii=False), encoding="utf-8"))
+    return write_text(json.dumps(value, indent=4, ensure_ascii=False), path)
+
+
+def write_text(text: str, path: Path) -> int:
+    """Write a text file in the same way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> int:

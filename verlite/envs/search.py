@@ -34,7 +34,7 @@ class Found:
 class SearchEnv:
     """One sample's searches."""
 
-    stop = ("</search>", "</answer>")
+    stop: tuple[str, ...] = ("</search>", "</answer>")
 
     def __init__(self, engine: Search, *, observe_errors: bool = False) -> None:
         """observe_errors: a search that fails is told to the model, and the sample is trained on; otherwise ToolError."""

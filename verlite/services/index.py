@@ -1,0 +1,223 @@
+"""What finds passages: BM25, and how an index of any kind is built, kept in a folder, and never used with another corpus."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import unicodedata
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from verlite.services.corpus import Corpus, ServiceError, Track, fingerprint, read_corpus
+
+FORMAT = 1  # of an index folder; higher when an older folder would be read wrongly, such as after a change of `tokens`
+MANIFEST = "verlite_index.json"
+
+BLOCK = 1000  # scores
+
+Hit = tuple[int, float]
+"""row of the passage, score"""
+
+
+class Index(Protocol):
+    """A kind of retrieval with its settings. Empty until it is built or loaded."""
+
+    name: str
+
+    def settings(self) -> dict[str, Any]:
+        """What an index folder must have been made with to be used: library, version, parameters."""
+        ...
+
+    def build(self, corpus: Corpus, track: Track) -> None: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None:
+        """Raises OSError, ValueError or KeyError for files that cannot be read."""
+        ...
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """At most `topk` passages for each query, best first."""
+        ...
+
+
+class BM25:
+    """BM25 as Lucene computes it (Kamphuis et al., 2020): the sum over a query's words of idf * tf / (tf + k1 * (1 - b + b * len / mean)).
+
+    idf = log(1 + (N - n + 0.5) / (n + 0.5)) for a word in n of N passages. A word that is asked for twice counts twice. The defaults
+    are Pyserini's, with which Search-R1 searched its BM25 index, so that figures can be compared; its passages are all of one length,
+    where b matters little. On passages of unequal length k1=1.2, b=0.75 may find more (docs/retriever.md).
+    """
+
+    name = "bm25"
+
+    def __init__(self, k1: float = 0.9, b: float = 0.4) -> None:
+        import bm25s  # here, because it imports numba where that is installed, which takes seconds
+
+        self._bm25 = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy")
+
+    def settings(self) -> dict[str, Any]:
+        version = importlib.metadata.version("bm25s")
+        return {"retriever": self.name, "library": f"bm25s {version}", "k1": self._bm25.k1, "b": self._bm25.b}
+
+    def build(self, corpus: Corpus, track: Track) -> None:
+        vocabulary: defaultdict[str, int] = defaultdict()
+        vocabulary.default_factory = vocabulary.__len__  # a new word gets the next number
+        ids, ends = array("i"), array("q", [0])
+        for contents in track(corpus.contents(), description="splitting into words", total=len(corpus)):
+            ids.extend(map(vocabulary.__getitem__, tokens(contents)))
+            ends.append(len(ids))
+        if not vocabulary:
+            raise ServiceError("no passage of the corpus has a word that can be searched for")
+        self._bm25.index(_Words(ids, ends, dict(vocabulary), track), create_empty_token=False, show_progress=False)
+
+    def save(self, folder: Path) -> None:
+        self._bm25.save(folder, show_progress=False)
+
+    def load(self, folder: Path) -> None:
+        self._bm25 = type(self._bm25).load(folder, mmap=True, show_progress=False, backend="numpy")
+        scores = self._bm25.scores
+        scores.update({name: np.asarray(scores[name]) for name in ("data", "indices", "indptr")})  # views: indexing a memmap itself is slow
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        return [self._search(query, topk) for query in queries]
+
+    def _search(self, query: str, topk: int) -> list[Hit]:
+        known = self._bm25.get_tokens_ids(tokens(query))
+        return best(self._bm25.get_scores_from_ids(known), topk) if known else []
+
+
+def best(scores: np.ndarray, topk: int) -> list[Hit]:
+    """The rows of the `topk` highest scores above 0, best first; of equal ones the lower row.
+
+    A score of 0 is that of a passage without any word asked for.
+    """
+    # Of N blocks the topk best have a score of at least `edge` each, so what is below it is not among the best: far quicker than a
+    # selection from all scores.
+    blocks = len(scores) // BLOCK
+    highest = scores[: blocks * BLOCK].reshape(blocks, BLOCK).max(axis=1)
+    edge = np.partition(highest, -topk)[-topk] if blocks >= topk else 0.0
+    rows = np.flatnonzero(scores >= edge if edge > 0 else scores > 0)
+    found = scores[rows]
+    if len(rows) > topk:
+        enough = found >= np.partition(found, -topk)[-topk]
+        rows, found = rows[enough], found[enough]
+    order = np.argsort(-found, kind="stable")[:topk]
+    return list(zip(rows[order].tolist(), found[order].tolist(), strict=True))
+
+
+WORD = re.compile(r"\w+")
+STOP_WORDS = frozenset(  # Lucene's for English, and the s that the split leaves of "Einstein's"
+    "a an and are as at be but by for if in into is it no not of on or s such that the their then there these they this to was will "
+    "with".split()
+)
+
+
+def tokens(text: str) -> list[str]:
+    """The words of a passage or query, as they are compared: lower case, without accents, stop words and plurals."""
+    if not text.isascii():
+        text = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+    return [singular(word) for word in WORD.findall(text.lower()) if word not in STOP_WORDS]
+
+
+@lru_cache(1 << 18)
+def singular(word: str) -> str:
+    """A word without its plural ending: Harman's S stemmer (1991). On HotpotQA it gains most of what Porter's does, without a package."""
+    if len(word) > 3:
+        if word.endswith("ies") and not word.endswith(("eies", "aies")):
+            return word[:-3] + "y"
+        if word.endswith("es") and not word.endswith(("aes", "ees", "oes")):
+            return word[:-1]
+        if word.endswith("s") and not word.endswith(("us", "ss")):
+            return word[:-1]
+    return word
+
+
+class _Words:
+    """All passages' word numbers in one array: bm25s takes lists of lists, which need several times the memory, or what looks like them."""
+
+    def __init__(self, ids: array, ends: array, vocabulary: dict[str, int], track: Track) -> None:
+        self.ids, self.vocab = self, vocabulary  # bm25s asks for .ids and .vocab
+        self._ids, self._ends, self._track, self._passes = np.frombuffer(ids, dtype=np.int32), ends, track, 0
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._passes += 1
+        rows = self._track(range(len(self)), description=f"indexing, pass {self._passes} of 3", total=len(self))
+        return (self._ids[self._ends[row] : self._ends[row + 1]].tolist() for row in rows)
+
+
+def open_index(path: Path, index: Index, folder: Path | None, rebuild: bool, track: Track) -> Corpus:
+    """Read the corpus of `path` and fill `index`: from `folder` if it holds the index of this very corpus, else by building it there.
+
+    Without a folder the index is only in memory. `rebuild` builds in any case, and replaces what the folder holds once that has succeeded.
+    Raises ServiceError for a corpus that cannot be used, and for a folder that belongs to another corpus or other settings, is damaged, or
+    is no index; OSError for files that cannot be read or written.
+    """
+    if folder is None:
+        corpus = read_corpus(path, track)
+        index.build(corpus, track)
+        return corpus
+    folder = folder.absolute()
+    wanted = {"format": FORMAT, "corpus": fingerprint(path), "index": index.settings()}
+    found = _manifest(folder)
+    if found is None or rebuild:
+        _build(path, index, folder, wanted, track)
+    elif found != wanted:
+        raise ServiceError(
+            f"--index {folder}: {_difference(found, wanted, path)}. --rebuild replaces it; another --index folder keeps both"
+        )
+    try:
+        index.load(folder)
+        text = folder / "corpus.jsonl" if path.suffix == ".gz" else path
+        return Corpus(open(text, "rb"), np.load(folder / "starts.npy", mmap_mode="r"))
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise ServiceError(f"--index {folder}: is damaged ({error}). --rebuild makes it again") from None
+
+
+def _build(path: Path, index: Index, folder: Path, wanted: dict[str, Any], track: Track) -> None:
+    """Build in a folder beside `folder`, and put it in its place when it is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    try:
+        new.mkdir()
+        corpus = read_corpus(path, track, new / "corpus.jsonl")
+        np.save(new / "starts.npy", corpus.starts)
+        index.build(corpus, track)
+        index.save(new)
+        (new / MANIFEST).write_text(json.dumps(wanted, indent=2) + "\n")
+        with suppress(FileNotFoundError):
+            folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """What the folder's index was made from; None for no folder or an empty one. Raises ServiceError for a folder of other things."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    try:
+        return json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise ServiceError(f"--index {folder}: is there and is no index ({error}). Give a folder that is new, empty or an index") from None
+
+
+def _difference(found: dict[str, Any], wanted: dict[str, Any], path: Path) -> str:
+    if found.get("corpus") != wanted["corpus"]:
+        return f"was made from another corpus than {path} as it is now ({found.get('corpus')}, not {wanted['corpus']})"
+    old, new = ({"format": side.get("format"), **side.get("index", {})} for side in (found, wanted))
+    names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
+    return "was made with " + ", ".join(f"{name}={old.get(name)} (now {new.get(name)})" for name in names)

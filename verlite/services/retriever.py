@@ -1,0 +1,263 @@
+"""The retriever as an HTTP service with Search-R1's wire format: POST /retrieve, GET /health."""
+
+import asyncio
+import errno
+import json
+import signal
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+
+from verlite.services.corpus import Corpus, ServiceError, Track
+from verlite.services.index import Hit, Index
+
+STOP_S = 30  # requests that are being answered may take so long once the server is told to stop
+MAX_TOPK = 100
+GONE = HTTPException(499, "the client has gone")  # nobody reads it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for."""
+
+    body: int = 1 << 20
+    """Bytes."""
+    queries: int = 1024
+    query: int = 8192
+    """Characters of one query."""
+
+
+def make_app(corpus: Corpus, index: Index, topk: int = 3, max_batch: int = 32, limits: Limits = Limits()) -> FastAPI:
+    """The service over an index that is ready. `topk` is for requests that do not say; `max_batch` queries at most are searched at once."""
+    desk = Desk(corpus, index, max_batch)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        working = asyncio.create_task(desk.work())
+        yield
+        working.cancel()
+        desk.thread.shutdown(cancel_futures=True)
+
+    app = FastAPI(title="verlite retriever", lifespan=lifespan, openapi_url=None)
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "documents": len(corpus), "retriever": index.name, "topk": topk}
+
+    @app.post("/retrieve")
+    async def retrieve(request: Request) -> Response:
+        asked = parse(await read_body(request, limits.body), topk, limits)
+        texts = await desk.answer(asked, request.is_disconnected)
+        return Response(f'{{"result": [{", ".join(texts)}]}}', media_type="application/json")
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return JSONResponse({"detail": f"the search failed: {type(error).__name__}: {error}"}, status_code=500)
+
+    return app
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as it is understood."""
+
+    queries: list[str]
+    topk: int
+    scores: bool
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises HTTPException 413 for one of more than `limit` bytes."""
+    body, size = bytearray(), 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                body += chunk
+            elif size > 16 * limit:
+                break  # up to here it is read and dropped: a client that is still sending would not see the answer
+    except ClientDisconnect:
+        raise GONE from None
+    if size > limit:
+        raise HTTPException(413, f"the body has more than {limit} bytes; send fewer queries at a time")
+    return bytes(body)
+
+
+def parse(body: bytes, topk: int, limits: Limits) -> Asked:
+    """Search-R1's {"queries", "topk", "return_scores"}, or {"query"} for a single one. Other fields are ignored, as there.
+
+    Raises HTTPException 422 with a sentence that names the field.
+    """
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise _wrong(f'the body is a {type(value).__name__}, expected an object such as {{"queries": ["..."], "topk": 3}}')
+    given = [name for name in ("queries", "query") if value.get(name) is not None]
+    if len(given) != 1:
+        raise _wrong("the body has both queries and query; keep one" if given else "the body has no queries; give a list of texts")
+    queries = value["queries"] if given == ["queries"] else [value["query"]]
+    if not isinstance(queries, list):
+        raise _wrong(f"queries is a {type(queries).__name__}, expected a list of texts")
+    if len(queries) > limits.queries:
+        raise _wrong(f"queries has {len(queries)} entries, at most {limits.queries} may be asked at a time")
+    for place, query in enumerate(queries):
+        name = f"queries[{place}]" if given == ["queries"] else "query"
+        if not isinstance(query, str):
+            raise _wrong(f"{name} is a {type(query).__name__}, expected text")
+        if len(query) > limits.query:
+            raise _wrong(f"{name} has {len(query)} characters, at most {limits.query} are allowed")
+        try:
+            query.encode()
+        except UnicodeEncodeError:
+            raise _wrong(f"{name} has half of a surrogate pair, which is no character") from None
+    wanted, scores = value.get("topk"), value.get("return_scores")
+    if wanted is not None and (type(wanted) is not int or not 1 <= wanted <= MAX_TOPK):
+        raise _wrong(f"topk is {json.dumps(wanted)[:40]}, expected a whole number from 1 to {MAX_TOPK}")
+    if scores is not None and not isinstance(scores, bool):
+        raise _wrong(f"return_scores is {json.dumps(scores)[:40]}, expected true or false")
+    return Asked(queries, topk if wanted is None else wanted, bool(scores))
+
+
+def _wrong(sentence: str) -> HTTPException:
+    return HTTPException(422, sentence)
+
+
+@dataclass
+class Share:
+    """Queries of one request that are searched at once."""
+
+    asked: Asked
+    texts: asyncio.Future[list[str]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Desk:
+    """Where requests wait for the index. One thread searches, so nothing is searched twice at a time and the event loop stays free.
+
+    A request queues for `max_batch` of its queries at a time, so a large one does not keep small ones waiting; queries of several
+    requests that wait are searched together, which a dense encoder needs to be quick.
+    """
+
+    def __init__(self, corpus: Corpus, index: Index, max_batch: int) -> None:
+        self.corpus, self.index, self.max_batch = corpus, index, max_batch
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="search")
+        self._waiting: deque[Share] = deque()
+        self._arrival = asyncio.Event()
+
+    async def answer(self, asked: Asked, gone: Callable[[], Awaitable[bool]]) -> list[str]:
+        """JSON of each query's hits, in order. Stops early once the client is `gone`."""
+        texts: list[str] = []
+        for start in range(0, len(asked.queries), self.max_batch):
+            if start and await gone():
+                raise GONE
+            share = Share(Asked(asked.queries[start : start + self.max_batch], asked.topk, asked.scores))
+            self._waiting.append(share)
+            self._arrival.set()
+            texts += await share.texts
+        return texts
+
+    async def work(self) -> None:
+        """Search for whoever waits, forever."""
+        while True:
+            await self._arrival.wait()
+            shares = self._take()
+            loop, batch = asyncio.get_running_loop(), [share.asked for share in shares]
+            try:
+                answers = await loop.run_in_executor(self.thread, self._search, batch)
+                for share, texts in zip(shares, answers, strict=True):
+                    if not share.texts.cancelled():
+                        share.texts.set_result(texts)
+            except Exception as error:
+                for share in shares:
+                    if not share.texts.done():
+                        share.texts.set_exception(error)
+
+    def _take(self) -> list[Share]:
+        shares = [self._waiting.popleft()]
+        room = self.max_batch - len(shares[0].asked.queries)
+        while self._waiting and len(self._waiting[0].asked.queries) <= room:
+            shares.append(self._waiting.popleft())
+            room -= len(shares[-1].asked.queries)
+        if not self._waiting:
+            self._arrival.clear()
+        return shares
+
+    def _search(self, batch: list[Asked]) -> list[list[str]]:
+        """In the thread. Every query's hits become text one by one: a single large json.dumps would stop the event loop too."""
+        hits = iter(self.index.search([query for asked in batch for query in asked.queries], max(asked.topk for asked in batch)))
+        return [[self._text(next(hits)[: asked.topk], asked.scores) for _ in asked.queries] for asked in batch]
+
+    def _text(self, hits: list[Hit], scores: bool) -> str:
+        documents = [(self.corpus[row], score) for row, score in hits]
+        items = [{"document": document, "score": score} if scores else document for document, score in documents]
+        return json.dumps(items, ensure_ascii=False, allow_nan=False)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address already, so that a long build does not end in "in use". Port 0 is any free one. Raises ServiceError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (socket.gaierror, UnicodeError, OverflowError) as error:
+        raise ServiceError(f"--host {host} --port {port}: is no address: {error}") from None
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ServiceError(f"--port {port}: is in use on {host}; choose another, or 0 for any free one") from None
+        raise ServiceError(f"--host {host} --port {port}: cannot be listened on: {error.strerror}") from None
+    return bound
+
+
+def url(bound: socket.socket) -> str:
+    """The address of POST /retrieve."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/retrieve"
+
+
+@contextmanager
+def progress() -> Iterator[Track]:
+    """Shows on standard error, where that is a terminal, how far an index is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def track(items: Any, description: str, total: int | None) -> Any:
+            return bars.track(items, total=total, description=description)
+
+        yield track
+
+
+class Server(uvicorn.Server):
+    """uvicorn that prints a line once requests are answered."""
+
+    def __init__(self, app: FastAPI, line: str) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_S))
+        self._line = line
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._line, flush=True)
+
+
+def run(app: FastAPI, bound: socket.socket, line: str) -> None:
+    """Serve until SIGTERM or Ctrl-C, then finish what was asked. Both are the usual end of a service, not failures of it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # uvicorn has its own while it serves, and raises the signal again afterwards
+    with suppress(KeyboardInterrupt):
+        Server(app, line).run(sockets=[bound])
