@@ -21,6 +21,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 
 from verlite.services.index import BM25, open_index
 
@@ -52,7 +53,8 @@ def speed(corpus_path: Path, queries: list[str]) -> None:
             with served(corpus_path, index) as (process, line, address):
                 ready = time.perf_counter() - start
                 size = sum(file.stat().st_size for file in index.iterdir()) / 2**20
-                print(f"{what} in {ready:.1f} s, {line}; peak memory {peak(process):.0f} MiB, index {size:.0f} MiB", flush=True)
+                print(f"{what} in {ready:.1f} s ({cpu(process):.1f} s of CPU), {line}")
+                print(f"peak memory {peak(process):.0f} MiB, index {size:.0f} MiB", flush=True)
                 if what == "built":
                     continue
                 for batch, clients in ((64, 1), (1, CLIENTS)):
@@ -90,6 +92,12 @@ def measure(address: str, queries: list[str], batch: int, clients: int) -> float
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         return sum(pool.map(ask, range(clients))) / (time.perf_counter() - start)
+
+
+def cpu(process: subprocess.Popen) -> float:
+    """Seconds that the process has worked, which other processes on the machine change little."""
+    times = psutil.Process(process.pid).cpu_times()
+    return times.user + times.system
 
 
 def peak(process: subprocess.Popen) -> float:

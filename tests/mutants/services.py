@@ -71,7 +71,7 @@ MUTANTS = [
     ("clients that have gone are searched for", RETRIEVER, "if start and await gone():", "if False:", ON_HTTP + "test_nothing_more_is_searched_for_a_client_that_has_gone"),
     ("a client that goes is a traceback", RETRIEVER, "except ClientDisconnect:", "except KeyError:", ON_HTTP + "test_a_client_that_goes_while_it_sends_is_no_failure"),
     ("a failed search ends the service", RETRIEVER, "            except Exception as error:", "            except KeyError as error:", ON_HTTP + "test_a_failed_search_is_an_answer_and_the_service_goes_on"),
-    ("a failed search is no JSON", RETRIEVER, "@app.exception_handler(Exception)", "@app.exception_handler(KeyError)", ON_HTTP + "test_a_failed_search_is_an_answer_and_the_service_goes_on"),
+    ("a failed search is no JSON", RETRIEVER, 'raise HTTPException(500, f"the search failed: {type(error).__name__}: {error}") from None', "raise", ON_HTTP + "test_a_failed_search_is_an_answer_and_the_service_goes_on"),
     ("a single query is split into letters", RETRIEVER, '[value["query"]]', 'list(value["query"])', ON_HTTP + "test_a_single_query"),
     ("no queries are an error", RETRIEVER, "if value.get(name) is not None]", "if value.get(name)]", ON_HTTP + "test_no_queries"),
     ("too many queries are searched", RETRIEVER, "if len(queries) > limits.queries:", "if False:", ON_HTTP + "test_a_request_that_cannot_be_answered_is_told_why"),

@@ -55,8 +55,11 @@ def base(path: Path) -> Iterator[str]:
         yield address
 
 
+CLIENT = httpx.Client(timeout=30)  # one for all: each takes a while to make
+
+
 def ask(base: str, body: Any) -> Any:
-    answer = httpx.post(f"{base}/retrieve", json=body)
+    answer = CLIENT.post(f"{base}/retrieve", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -95,7 +98,7 @@ def test_topk_is_the_servers_where_the_request_does_not_say_and_may_be_more_than
         assert [len(found) for found in ask(base, {"queries": ["amber"]})["result"]] == [5]
         assert [len(found) for found in ask(base, {"queries": ["amber"], "topk": None})["result"]] == [5]
         assert ask(base, {"query": "amber", "topk": 100, "return_scores": True}) == {"result": [wanted("amber", 100)]}
-        assert httpx.get(f"{base}/health").json() == {"status": "ok", "documents": ROWS, "retriever": "bm25", "topk": 5}
+        assert CLIENT.get(f"{base}/health").json() == {"status": "ok", "documents": ROWS, "retriever": "bm25", "topk": 5}
 
 
 def test_more_queries_than_are_searched_at_once_stay_in_order(path: Path) -> None:
@@ -107,7 +110,7 @@ def test_more_queries_than_are_searched_at_once_stay_in_order(path: Path) -> Non
 def test_text_is_utf8(tmp_path: Path) -> None:
     path = write(tmp_path / "corpus.jsonl", [{"id": "é", "contents": '"Beyoncé"\n歌手 😀'}])
     with serving(path) as base:
-        answer = httpx.post(f"{base}/retrieve", content=json.dumps({"query": "beyonce 歌手"}))
+        answer = CLIENT.post(f"{base}/retrieve", content=json.dumps({"query": "beyonce 歌手"}))
         assert answer.headers["content-type"] == "application/json"
         assert json.loads(answer.content.decode()) == {"result": [[{"id": "é", "contents": '"Beyoncé"\n歌手 😀'}]]}
 
@@ -171,7 +174,7 @@ def test_a_large_request_keeps_neither_health_nor_small_ones_waiting(path: Path)
         large = client.submit(ask, base, {"queries": ["amber"] * 150})
         wait_for(lambda: len(made[0].batches) > 0)
         try:
-            assert httpx.get(f"{base}/health").json()["status"] == "ok"
+            assert CLIENT.get(f"{base}/health").json()["status"] == "ok"
         finally:
             made[0].gate.set()
         assert ask(base, {"query": "birch"})["result"][0] == [item["document"] for item in wanted("birch")]
@@ -209,7 +212,7 @@ class Failing(Slow):
 
 def test_a_failed_search_is_an_answer_and_the_service_goes_on(path: Path) -> None:
     with serving(path, lambda index: Failing(index)) as base:  # type: ignore[arg-type]
-        answer = httpx.post(f"{base}/retrieve", json={"query": "fail"})
+        answer = CLIENT.post(f"{base}/retrieve", json={"query": "fail"})
         assert (answer.status_code, answer.json()) == (500, {"detail": "the search failed: MemoryError: too large"})
         assert ask(base, {"query": "amber", "return_scores": True}) == {"result": [wanted("amber")]}
 
@@ -239,7 +242,7 @@ def test_a_failed_search_is_an_answer_and_the_service_goes_on(path: Path) -> Non
     ids=str,
 )
 def test_a_request_that_cannot_be_answered_is_told_why(base: str, body: Any, said: str) -> None:
-    answer = httpx.post(f"{base}/retrieve", content=body if isinstance(body, bytes) else json.dumps(body))
+    answer = CLIENT.post(f"{base}/retrieve", content=body if isinstance(body, bytes) else json.dumps(body))
     assert answer.status_code == 422
     assert answer.json()["detail"].startswith(said)
 
@@ -252,9 +255,9 @@ def test_the_largest_requests_are_answered(base: str) -> None:
 def test_a_body_that_is_too_large_is_refused(path: Path) -> None:
     with serving(path, limits=Limits(body=1000)) as base:
         fits = json.dumps({"query": "amber"}).ljust(1000)
-        assert httpx.post(f"{base}/retrieve", content=fits).status_code == 200
+        assert CLIENT.post(f"{base}/retrieve", content=fits).status_code == 200
         for content in (fits + " ", (fits.encode() for _ in range(10)), "x" * 100_000):
-            answer = httpx.post(f"{base}/retrieve", content=content)
+            answer = CLIENT.post(f"{base}/retrieve", content=content)
             assert (answer.status_code, answer.json()["detail"]) == (413, "the body has more than 1000 bytes; send fewer queries at a time")
 
 
@@ -306,7 +309,7 @@ def test_the_command_serves_on_loopback_until_it_is_told_to_stop(path: Path, tmp
         assert [item["score"] for item in answer["result"][0]] == [
             pytest.approx(score, rel=1e-5) for _, score in naive_bm25("amber birch", 1.5, 0.75)[:3]
         ]
-        assert httpx.post(f"{match[1]}/retrieve", json={"queries": ["a"] * 3}).status_code == 422
+        assert CLIENT.post(f"{match[1]}/retrieve", json={"queries": ["a"] * 3}).status_code == 422
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         assert process.stdout.read() == ""

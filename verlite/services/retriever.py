@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import logging
 import signal
 import socket
 from collections import deque
@@ -14,7 +15,6 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from verlite.services.corpus import Corpus, ServiceError, Track
@@ -22,6 +22,7 @@ from verlite.services.index import Hit, Index
 
 STOP_S = 30  # requests that are being answered may take so long once the server is told to stop
 MAX_TOPK = 100
+LOG = logging.getLogger("uvicorn.error")
 GONE = HTTPException(499, "the client has gone")  # nobody reads it
 
 
@@ -56,12 +57,14 @@ def make_app(corpus: Corpus, index: Index, topk: int = 3, max_batch: int = 32, l
     @app.post("/retrieve")
     async def retrieve(request: Request) -> Response:
         asked = parse(await read_body(request, limits.body), topk, limits)
-        texts = await desk.answer(asked, request.is_disconnected)
+        try:
+            texts = await desk.answer(asked, request.is_disconnected)
+        except HTTPException:
+            raise
+        except Exception as error:  # here, because uvicorn hangs up on a client whose request ends with an exception
+            LOG.exception("the search failed")
+            raise HTTPException(500, f"the search failed: {type(error).__name__}: {error}") from None
         return Response(f'{{"result": [{", ".join(texts)}]}}', media_type="application/json")
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return JSONResponse({"detail": f"the search failed: {type(error).__name__}: {error}"}, status_code=500)
 
     return app
 
