@@ -56,7 +56,10 @@ def check(arguments: Arguments = None) -> None:
     out = console()
     if loaded.notes:
         out.print(notes_text(loaded.notes), soft_wrap=True)
-    out.print(make_plan(loaded.config).table())
+    plan = make_plan(loaded.config)
+    out.print(plan.table())
+    if plan.max_turns and (silent := _silent_tools(loaded.config)):
+        out.print(f"note: {silent} A run refuses to start until then.", soft_wrap=True, highlight=False)
     out.print("The configuration is fine.")
 
 
@@ -239,6 +242,20 @@ def retriever(
         raise typer.Exit(2) from None
     app = make_app(passages, finder, topk, max_batch, Limits(body=max_body, queries=max_queries))
     run(app, bound, f"serving {len(passages)} documents ({finder.name}) at {url(bound)}")
+
+
+def _silent_tools(config) -> str | None:
+    """Why an agent's tools cannot be used now from here."""
+    import asyncio
+
+    from verlite.envs.step import ToolError
+    from verlite.envs.world import build_world
+
+    try:
+        asyncio.run(build_world(config).check())
+    except (ToolError, ValueError) as error:
+        return f"{error}."
+    return None
 
 
 def _check_estimator(name: str, settings: dict, whitens: bool) -> list[str]:
