@@ -86,7 +86,9 @@ def make_data(folder: Path, seed: int) -> None:
     for split, chosen in splits.items():
         asked = [(name, kind) for name in chosen for kind in VALUES]
         rng.shuffle(asked)
-        write_parquet([rl_row(split, i, name, kind, world[name][kind]) for i, (name, kind) in enumerate(asked)], folder / f"{split}.parquet")
+        write_parquet(
+            [rl_row(split, i, name, kind, world[name][kind]) for i, (name, kind) in enumerate(asked)], folder / f"{split}.parquet"
+        )
     shown = [(name, rng.choice(list(VALUES))) for name in splits["train"] for _ in range(12)]
     seen = {name: world[name] for name in splits["train"]}
     demonstrations = [{"prompt": question(name, kind), "response": demonstration(seen, name, kind, rng)} for name, kind in shown]

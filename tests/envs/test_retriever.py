@@ -79,7 +79,11 @@ def test_passages_come_in_every_wire_format(server, item):
 
 def test_a_server_that_takes_one_query_a_request_is_asked_so(server):
     def one_query(body):
-        return (200, {"result": [server.usual({"queries": [body["query"]]})[1]["result"][0]]}) if "query" in body else (422, {"detail": "query"})
+        return (
+            (200, {"result": [server.usual({"queries": [body["query"]]})[1]["result"][0]]})
+            if "query" in body
+            else (422, {"detail": "query"})
+        )
 
     server.answer = one_query
     client = client_of(server, topk=1)
@@ -233,3 +237,20 @@ def test_a_cancelled_sample_does_not_take_its_siblings_search_with_it(server):
             return await second
 
     assert asyncio.run(run()).passages
+
+
+def test_a_server_of_single_queries_keeps_the_deadline_and_gets_its_share_at_once(server):
+    """Forty queries of 0.1 s each, four at a time; one after another they would take 4 s and miss the deadline."""
+    server.answer = lambda body: server.usual({**body, "queries": [body["query"]]}) if "query" in body else (422, {})
+    client = client_of(server, topk=1, deadline_s=3.0)
+
+    async def run():
+        async with client:
+            await client.check()
+            server.delay = 0.1
+            began = time.monotonic()
+            found = await asyncio.gather(*(client.search(f"capital of France {i}") for i in range(40)))
+            return found, time.monotonic() - began
+
+    found, seconds = asyncio.run(run())
+    assert all(answer.passages == [FRANCE] for answer in found) and seconds < 2.5

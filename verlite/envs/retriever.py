@@ -156,8 +156,9 @@ class RetrieverClient:
             self._timer.cancel()
             self._timer = None
         questions, self._waiting = self._waiting, []
-        if questions:
-            task = asyncio.get_running_loop().create_task(self._answer(questions))
+        together = 1 if any(server.one_by_one for server in self._servers) else self.config.batch_size
+        for start in range(0, len(questions), together):
+            task = asyncio.get_running_loop().create_task(self._answer(questions[start : start + together]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

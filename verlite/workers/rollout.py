@@ -31,7 +31,8 @@ class RolloutWorker(Worker):
         self.world = World()
         if plan.max_turns:
             self.world, tokenizer = build_world(config), load_tokenizer(policy.model)
-            self.encode = encode_chat(tokenizer, self.world.tools) if self.world.chat else encode_text(tokenizer)
+            template = config.data.apply_chat_template_kwargs
+            self.encode = encode_chat(tokenizer, self.world.tools, template) if self.world.chat else encode_text(tokenizer)
             asyncio.run(self.world.check())  # tools that the driver's machine reaches need not be in reach of this one
         self.engine = build_engine(plan.rollout_name, policy.model, policy.rollout, plan.max_model_len, self.device, policy.rollout.seed)
 
