@@ -101,14 +101,14 @@ class Echoes(World):
     """Tells each sample what stands in its row; counts who is there."""
 
     def __init__(self):
-        self.made, self.inside = [], 0
+        self.made, self.inside, self.visits = [], 0, 0
 
     def env(self, extra_info):
         self.made.append(extra_info)
         return Echo(extra_info["secret"])
 
     async def __aenter__(self):
-        self.inside += 1
+        self.inside, self.visits = self.inside + 1, self.visits + 1
         return self
 
     async def __aexit__(self, *error):
@@ -146,6 +146,7 @@ def test_with_turns_each_sample_has_an_environment_of_its_own_row():
     answers = rollout.generate(requests, False)
     t, columns = answers.batch, answers.non_tensor_batch
     assert [info["secret"] for info in rollout.world.made] == secrets and rollout.world.inside == 0
+    assert rollout.world.visits == 1, "what samples share is open while they run, and closed after them"
     said, spoken = [7, 7], rollout.engine.tokenizer.encode
     assert columns["response_ids"][0].tolist() == [*said, *spoken("ab"), *said, *spoken("ab"), *said]
     assert columns["response_mask"][0].tolist() == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
