@@ -78,7 +78,7 @@ MUTANTS = [
      "clip_high=_first(actor.clip_ratio_low, actor.clip_ratio)", "tests/config/test_plan.py::test_null_is_the_actors"),
     ("engines are counted over all devices", PLAN, 'engines=len(placement["rollout"]) // tensor_parallel', "engines=n_devices // tensor_parallel",
      "tests/config/test_plan.py::test_placement_decides_the_ranks"),
-    ("the actor has all devices", PLAN, 'ranks = len(placement["actor"])\n\n', "ranks = n_devices\n\n",
+    ("the actor has all devices", PLAN, '    ranks = len(placement["actor"])\n', "    ranks = n_devices\n",
      "tests/config/test_plan.py::test_placement_decides_the_ranks"),
     ("KL in the loss needs no reference", PLAN, "return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss",
      "return config.algorithm.use_kl_in_reward", "tests/config/test_plan.py::test_grpo_needs_no_critic"),

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from tests.models import tiny_tokenizer
 from tests.trainer.test_batch import answers, asked
-from tests.trainer.test_stages import a_run, scorer_of
+from tests.trainer.test_stages import a_run, scorer_of, validated
 from tests.workers.test_objectives import Numbers, config
 from verlite.algorithms.advantages import ESTIMATORS
 from verlite.algorithms.kl import FixedKLController
@@ -401,3 +401,27 @@ def test_what_a_model_wrote_never_keeps_its_sample_from_being_written(tmp_path):
     stages._write_jsonl(tmp_path / "rollouts" / "step_1.jsonl", records)
     assert read_samples(tmp_path, None)[1] == records
     assert json.loads((tmp_path / "rollouts" / "step_1.jsonl").read_text("utf-8").split("\n")[0]) == records[0]
+
+
+def test_where_the_pad_token_is_the_end_token_no_real_one_is_taken_for_padding():
+    """Ends of turns stand in the prompt of a chat, in the middle of a response and at its end; 1 is both here."""
+    rows = [([10, 1, 7, 1], [1, 1, 0, 1], [-0.5, -0.5, 0.0, -0.5], "done"), ([1], [1], [-0.5], "done")]
+    batch = assemble(asked([[5, 1, 6, 1], [1, 5]], ["a", "b"]), answers(rows), pad_id=1)
+    t = batch.batch
+    assert t["prompts"].tolist() == [[5, 1, 6, 1], [1, 1, 1, 5]] and t["responses"].tolist() == [[10, 1, 7, 1], [1, 1, 1, 1]]
+    assert t["attention_mask"].tolist() == [[1] * 8, [0, 0, 1, 1, 1, 0, 0, 0]]
+    assert t["response_mask"].tolist() == [[1, 1, 0, 1], [1, 0, 0, 0]]
+    assert batch.non_tensor_batch["prompt_ids"].tolist() == [[5, 1, 6, 1], [1, 5]]
+
+
+def test_validation_counts_its_last_batch_and_leaves_lost_samples_out_of_every_mean(tmp_path):
+    """Three questions in batches of two; the last one's tools fail."""
+    run = validated([RewardResult(1.0), RewardResult(0.0)], run_dir=tmp_path)
+    run.val_data = type("Data", (), {"__len__": lambda self: 3, "row": staticmethod(run.val_data.row)})()
+    run.world, run.tokenizer = Tools(), SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "?")
+    run.rollout = Rollout([FINE, ("max_turns", None, [search(called=True), INVALID])], [DOWN])
+    metrics = stages.validate(run)
+    assert len(run.rollout.asked) == 2 and metrics["val-aux/error_rate"] == pytest.approx(1 / 3)
+    assert metrics["val-core/sums/reward/mean@1"] == 0.5
+    assert metrics["val-aux/sums/number_of_valid_search/mean@1"] == 0.5 and metrics["val-aux/sums/finish_ratio/mean@1"] == 0.5
+    assert any("1 of 3 validation samples" in line and "ToolError" in line for line in run.display)

@@ -17,8 +17,11 @@ from verlite.engine.model import load_tokenizer
 
 pytestmark = pytest.mark.timeout(600)
 
-# Differ between equal runs of agents: clocks, and what a worker that was started anew has to ask for again.
-OF_THE_MOMENT = ("env/tool_latency_s", "env/tool_retries", "env/cache_hit", "rollout/slowest")
+# Differ between equal runs of agents: clocks, what a worker that was started anew has to ask for again, and the last digit of the engine's
+# float32 log-probs, since who shares a batch depends on when tools answer.
+OF_THE_MOMENT = (
+    "env/tool_latency_s", "env/tool_retries", "env/cache_hit", "rollout/slowest", "training/log_prob_gap", "training/rollout_",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +207,7 @@ def test_without_a_retriever_no_run_starts(world, tmp_path):
     run = launch(tmp_path, "refused", world, url)
     assert run.wait() == 2 and time.monotonic() - began < 60
     said = " ".join(run.text().split())
-    assert f"the retriever at {url} does not answer" in said.replace(" ", "") or f"the retriever at {url}" in said
+    assert said.startswith(f"error: the retriever at {url} does not answer"), said
     assert "verlite serve retriever" in said and "Traceback" not in said and not (run.run_dir / "logs").exists()
     run.assert_nothing_left()
 
