@@ -15,9 +15,10 @@ from tests.envs.retriever import Retriever
 from tests.models import tiny_model, tiny_tokenizer
 from tests.rollout.oracle import float64_model, naive_log_probs
 from verlite.config.schema import ModelConfig, RetrieverConfig, RolloutConfig
+from verlite.envs.chat import encode_chat
 from verlite.envs.search import INVALID
 from verlite.envs.step import Step, ToolError, encode_text
-from verlite.envs.world import SearchWorld
+from verlite.envs.world import CalculatorWorld, SearchWorld
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all, run_trajectory
 from verlite.rollout.types import Completion, EngineError, Sampling, Status, Trajectory, with_seed
@@ -413,3 +414,33 @@ class LineDown(ToolError):
 def test_a_tool_error_of_ones_own_kind_is_one(ambiguous):
     trajectory = run(ambiguous[0], Request([3], Sampling(1.2, max_tokens=30, seed=5), Counter(fault=LineDown("cut")), 2, 300))
     assert trajectory.error == "ToolError: cut" and trajectory.status == Status.ERROR
+
+
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_chat_with_tools_is_the_chat_that_the_template_writes():
+    """The calculator through the loop: every id, and which are trained."""
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+    said = [call, "<tool_call>?</tool_call>", "It is 42."]
+    engine = Playback(*said)
+    engine.tokenizer.chat_template = CHAT
+    world = CalculatorWorld()
+    messages = [{"role": "user", "content": "6*7?"}]
+    tokenizer = engine.tokenizer
+
+    def rendered(messages, more=True):
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=more, tokenize=False)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    request = Request(rendered(messages), Sampling(max_tokens=100), world.env({}), 4, 600, 200, encode_chat(tokenizer, world.tools))
+    trajectory = run(engine, request)
+    for text, answer in zip(said, ["42", "error: the call is no JSON: Expecting value: line 1 column 1 (char 0)", None], strict=True):
+        messages += [{"role": "assistant", "content": text}, *([{"role": "tool", "content": answer}] if answer else [])]
+    assert trajectory.prompt_ids + trajectory.response_ids == rendered(messages, more=False)[:-1], "but for the newline of the end"
+    assert trajectory.status == Status.DONE and trajectory.invalid_turns == 1
+    trained = [i for i, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == "".join(f"{text}<eos>" for text in said)

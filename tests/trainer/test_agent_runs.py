@@ -213,21 +213,23 @@ def test_without_a_retriever_no_run_starts(world, tmp_path):
 
 
 CHAT = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% elif m.role == 'tool' %}\n\n<information>{{ m.content }}"
-    "</information>"
-    "{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}\n\n{% endif %}"
+    "{% if tools %}{{ tools[0].function.name }}: {% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ m.content }}{% elif m.role == 'tool' %}{{ '\\n' }}<information>{{ m.content }}</information>{{ '\\n' }}"
+    "{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
 )
 
 
 def test_a_calculator_in_a_chat(world, tmp_path):
-    """The model knows no calls, so that its turns are answers; now and then it writes half a call, which is told to it."""
+    """The model has never seen a call: what it writes is an answer or is cut off. The template has the tool in the prompt."""
     options = [
         "env.name=calculator", f"actor_rollout_ref.model.custom_chat_template={json.dumps(CHAT)}", "trainer.total_training_steps=1",
-        "trainer.test_freq=-1",
+        "trainer.test_freq=-1", "data.max_start_length=30",
     ]  # fmt: skip
     run = launch(tmp_path, "calculator", world, "http://127.0.0.1:9/retrieve", *options)
     assert run.wait() == 0, run.text()
-    assert run.metrics()[0]["env/status/error"] == 0
+    (line,) = run.metrics()
+    assert line["env/status/error"] == 0 and line["env/status/done"] + line["env/status/length"] == 1
+    assert all(sample["prompt"].startswith("calculator: Which") for sample in samples(run, 1))
 
 
 def test_without_do_search_samples_are_single_turns(world, tmp_path):
