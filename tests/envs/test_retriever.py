@@ -1,6 +1,7 @@
 """The retriever's client against a real server on loopback: batches, wire formats, faults, outages."""
 
 import asyncio
+import re
 import time
 
 import pytest
@@ -133,7 +134,9 @@ def test_a_fault_that_stays_is_an_error_that_says_what_it_was(server, fault, sai
 def test_a_slow_server_is_a_fault_after_the_timeout(server):
     server.delay = 3.0
     (error,), seconds = ask(client_of(server, timeout_s=0.2, deadline_s=0.7), "q")
-    assert isinstance(error, ToolError) and "no answer within 0.2 s" in str(error) and 0.6 < seconds < 1.5
+    # The last try has what the pauses before it, whose lengths are drawn, left of the deadline.
+    assert isinstance(error, ToolError) and re.search(r"the last: .*: no answer within 0\.[012]\d* s", str(error))
+    assert 0.6 < seconds < 1.5
 
 
 def test_one_refused_query_does_not_cost_the_others_theirs(server):
