@@ -8,6 +8,7 @@ import pytest
 
 from tests.envs.retriever import Retriever, free_port
 from verlite.config.schema import RetrieverConfig
+from verlite.envs import retriever
 from verlite.envs.retriever import RetrieverClient
 from verlite.envs.step import ToolError
 
@@ -37,14 +38,16 @@ def ask(client, *queries):
 
 
 def test_each_query_gets_its_own_passages(server):
-    queries = ["capital of France", "Everest", "Paul Walker", "nothing like that"]
-    found, _ = ask(client_of(server, topk=1), *queries)
+    queries, client = ["capital of France", "Everest", "Paul Walker", "nothing like that"], client_of(server, topk=1)
+    found, _ = ask(client, *queries)
     assert [answer.passages for answer in found] == [
         [FRANCE],
         ['"Mount Everest"\nMount Everest is 8849 metres high.'],
         ['"Paul Walker"\nPaul Walker was an American actor who died in 2013.'],
         [],
     ]
+    again, _ = ask(client, *queries[::-1])
+    assert [answer.passages for answer in again[::-1]] == [answer.passages for answer in found] and all(answer.cached for answer in again)
     assert server.requests == [{"queries": queries, "topk": 1, "return_scores": True}]
 
 
@@ -162,8 +165,8 @@ def test_another_server_takes_over_at_once(server):
 def test_the_least_busy_server_is_asked(server):
     with Retriever() as other:
         server.delay = other.delay = 0.1
-        ask(client_of(server, other, batch_size=1), *[f"q{i}" for i in range(8)])
-        assert len(server.requests) == len(other.requests) == 4
+        ask(client_of(server, other, batch_size=1, max_in_flight=4), *[f"q{i}" for i in range(6)])
+        assert len(server.requests) == len(other.requests) == 3
 
 
 def test_a_server_gets_no_more_than_its_share_at_once(server):
@@ -208,6 +211,22 @@ def test_a_server_that_keeps_failing_rests_and_is_tried_by_one_request(server):
     found, _ = ask(client_of(server, batch_size=1, max_in_flight=8, deadline_s=1.5), *[f"q{i}" for i in range(200)])
     assert all(isinstance(error, ToolError) for error in found)
     assert len(server.requests) <= 5 + 8, "at most those that were on their way when it was put to rest"
+
+
+def test_after_each_rest_a_server_is_tried_by_one_request(server, monkeypatch):
+    monkeypatch.setattr(retriever, "_REST_S", 0.3)
+    server.answer = lambda body: (500, b"")
+    ask(client_of(server, batch_size=1, max_in_flight=8, deadline_s=1.5), *[f"q{i}" for i in range(50)])
+    assert 5 + 2 <= len(server.requests) <= 5 + 8 + 5, "one every 0.3 s of the 1.5"
+
+
+def test_an_error_of_the_clients_own_is_told_to_who_asked(server, monkeypatch):
+    def broken(self, question, passages, retries):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(RetrieverClient, "_keep", broken)
+    (error,), seconds = ask(client_of(server), "q")
+    assert isinstance(error, ToolError) and str(error) == "KeyError: 'a bug'" and seconds < 2
 
 
 def test_a_check_names_the_server_and_the_remedy(server):

@@ -171,9 +171,9 @@ class RetrieverClient:
                 self._fail(questions[0], f"the retriever refuses the query {questions[0].query[:100]!r}: {error}")
             else:  # one query that the server does not want must not cost the others theirs
                 await asyncio.gather(*(self._answer([question]) for question in questions))
-        except ToolError as error:
+        except Exception as error:  # whatever it is: who asked must hear of it, or would wait for ever
             for question in questions:
-                self._fail(question, str(error))
+                self._fail(question, str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}")
 
     async def _answer_together(self, questions: list[_Question]) -> None:
         deadline, tries, last = min(question.deadline for question in questions), 0, "every server is busy or rests"
