@@ -210,12 +210,14 @@ def test_what_is_an_outage(rows, limit, outage):
         )
 
 
+@pytest.mark.timeout(20)
 def test_an_outage_is_waited_for_no_longer_than_said():
     run = waiting(Tools(10**9), wait=0.1)
     assert not outage_is_over(run, assembled([DOWN]))
     assert run.world.checks > 3 and len(run.display) == 1
 
 
+@pytest.mark.timeout(20)
 def test_a_stop_ends_the_waiting():
     run = waiting(Tools(10**9), wait=1e9, stop=True)
     assert not outage_is_over(run, assembled([DOWN])) and run.world.checks == 0
@@ -239,6 +241,7 @@ def test_without_waiting_engines_sleep_at_once_and_nobody_is_asked():
         assert world is None or world.checks == 0
 
 
+@pytest.mark.timeout(20)
 def test_tools_that_answer_a_check_but_no_sample_are_not_waited_for_for_ever():
     run = waiting(Tools(0), rollout=Rollout([DOWN]))
     with pytest.raises(stages.RolloutFailures, match="100.0% .*ToolError: the retriever at x"):
