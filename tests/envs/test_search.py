@@ -1,6 +1,7 @@
 """Search-R1's texts and rules, word for word, and what is a mistake of whom."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -89,3 +90,10 @@ def test_nothing_found_is_said_and_a_failure_is_not_taken_for_it():
         step("<search>x</search>", broken)
     told = step("<search>x</search>", broken, observe_errors=True)
     assert "does not answer" in whole(told) and told.info["error"] == "down" and "called" not in told.info
+
+
+def test_thousands_of_openings_without_an_end_take_no_time():
+    began = time.monotonic()
+    assert not step("<search> <answer> " * 10_000).valid
+    assert step("<search> " * 10_000 + "<answer>A</answer>").done
+    assert time.monotonic() - began < 0.5

@@ -113,7 +113,7 @@ MUTANTS = [
     ("an answer that was cut off goes on", LOOP, 'if completion.finish_reason == "length":', "if False:", TEST_LOOP + "test_single_turn_has_no_environment"),
     ("samples come back in the order they end", LOOP, "list(await asyncio.gather(*tasks))", "[await task for task in asyncio.as_completed(tasks)]",
      TEST_LOOP + "test_hundreds_at_once_come_back_in_order"),
-    ("tags are cut", LOOP, "return before + encode(step.obs)[: max(0, limit - len(before) - len(after))] + after, True", "return ids[:limit], True",
+    ("tags are cut", "verlite/envs/step.py", "return before + encode(step.obs)[:room] + after, True", "return ids[:limit], True",
      TEST_LOOP + "test_a_long_observation_is_cut_inside_its_tags"),
     ("failed tools are trained", TYPES, "        self.response_mask = [0] * len(self.response_ids)\n", "",
      TEST_LOOP + "test_a_tool_failure_is_an_error_value_without_a_vote"),

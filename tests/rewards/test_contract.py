@@ -47,7 +47,7 @@ def test_a_good_function_by_file_and_by_module(tmp_path, monkeypatch):
 
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "own_functions.py").write_text(
         "def flat(inputs):\n    a = inputs.extra['k'] * inputs.mask.float()\n    return a, a\n"
         "def loss(inputs):\n    return inputs.total(inputs.advantages * inputs.log_ratio.exp()), {}\n"
     )
@@ -57,8 +57,11 @@ def test_the_command(tmp_path, monkeypatch):
         return result.exit_code, result.output
 
     assert run("reward", reward(tmp_path, GOOD)) == (0, f"{tmp_path}/reward.py keeps the contract of a reward function.\n")
-    code, text = run("loss", "mine:loss")
+    code, text = run("loss", "own_functions:loss")
     assert code == 1 and "a positive advantage lowers the log-prob: the sign is wrong" in text
-    assert run("estimator", "mine:flat", "--kwargs", '{"k": 2}') == (0, "mine:flat keeps the contract of an advantage estimator.\n")
-    assert run("estimator", "mine:flat")[0] == 1  # KeyError: 'k'
-    assert run("estimator", "mine:other")[0] == 2 and run("loss", "gspo")[0] == 0
+    assert run("estimator", "own_functions:flat", "--kwargs", '{"k": 2}') == (
+        0,
+        "own_functions:flat keeps the contract of an advantage estimator.\n",
+    )
+    assert run("estimator", "own_functions:flat")[0] == 1  # KeyError: 'k'
+    assert run("estimator", "own_functions:other")[0] == 2 and run("loss", "gspo")[0] == 0

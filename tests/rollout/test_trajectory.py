@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+import time
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from tests.models import tiny_model
+from tests.envs.retriever import Retriever
+from tests.models import tiny_model, tiny_tokenizer
 from tests.rollout.oracle import float64_model, naive_log_probs
-from verlite.config.schema import ModelConfig, RolloutConfig
-from verlite.envs.step import Step, encode_text
+from verlite.config.schema import ModelConfig, RetrieverConfig, RolloutConfig
+from verlite.envs.chat import encode_chat
+from verlite.envs.search import INVALID
+from verlite.envs.step import Step, ToolError, encode_text
+from verlite.envs.world import CalculatorWorld, SearchWorld
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all, run_trajectory
 from verlite.rollout.types import Completion, EngineError, Sampling, Status, Trajectory, with_seed
@@ -259,3 +264,183 @@ def test_engine_faults(ambiguous):
     fine = Completion([3], [-1.0], "stop", 1)
     with pytest.raises(EngineError, match="died"):
         asyncio.run(run_all(Broken(tokenizer, fine, EngineError("died"), fine), [Request([2], Sampling())] * 3))
+
+
+class Slow(Counter):
+    """A tool that takes its time on the first turn."""
+
+    def __init__(self, seconds, **kwargs):
+        super().__init__(**kwargs)
+        self.seconds, self.spans = seconds, []
+
+    async def step(self, text: str, last: bool) -> Step:
+        began = time.monotonic()
+        await asyncio.sleep(0 if self.seen else self.seconds)
+        self.spans.append((began, time.monotonic()))
+        return await super().step(text, last)
+
+
+def test_a_crowd_takes_as_long_as_its_slowest_call_and_nobody_waits_for_others(ambiguous):
+    """256 samples whose tools take half a second each, and one's two seconds: 129 s one after another."""
+    engine, _ = ambiguous
+    envs = [Slow(2.0 if i == 100 else 0.5) for i in range(256)]
+    recorder = Recorder(engine)
+    sampling = Sampling(1.2, max_tokens=12)
+    requests = [Request([2 + i % 9], dataclasses.replace(sampling, seed=i), env, 3, 80) for i, env in enumerate(envs)]
+    began = time.monotonic()
+    trajectories = asyncio.run(run_all(recorder, requests))
+    seconds = time.monotonic() - began
+    slow_began, slow_ended = envs[100].spans[0]
+    assert slow_ended - slow_began >= 2.0 and seconds < 8.0, "about the longest; half of it and more is this machine's own"
+    others = [env for i, env in enumerate(envs) if i != 100 and env.spans]
+    later = [env for env in others if len(env.spans) > 1]
+    assert len(later) > 100 and all(env.spans[1][0] < slow_ended for env in later), "second turns do not wait for the slowest first"
+    assert all(env.spans[-1][1] < slow_ended for env in others), "the others are through while one still waits"
+    assert sum(t.tool_seconds for t in trajectories) > 20 * seconds
+    assert trajectories[100].tool_seconds >= 2.0 > max(t.tool_seconds for i, t in enumerate(trajectories) if i != 100)
+
+
+class Playback:
+    """An engine that says what it is told to, by a tokenizer of one id a character, and stops where it is told to stop."""
+
+    def __init__(self, *turns):
+        self.tokenizer, self.turns, self.contexts, self.stops = tiny_tokenizer(), list(turns), [], []
+
+    async def generate(self, prompt_ids, sampling):
+        text, ended = self.turns.pop(0), True
+        self.contexts.append(self.tokenizer.decode(prompt_ids))
+        self.stops.append(sampling.stop)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if not any(stop in text for stop in sampling.stop):
+            ids.append(self.tokenizer.eos_token_id)
+        if len(ids) > sampling.max_tokens:
+            ids, ended = ids[: sampling.max_tokens], False
+        return Completion(ids, [-0.25] * len(ids), "stop" if ended else "length", 4)
+
+
+def play(*turns, max_turns=3, total=2000, per_turn=60, most=100, **retriever):
+    """A question of the search world, answered by these turns, with a real retriever."""
+    engine = Playback(*turns)
+    with Retriever() as server:
+        world = SearchWorld(RetrieverConfig(url=server.url, **{"topk": 2, **retriever}))
+        prompt = engine.tokenizer.encode("Question: how high?\n", add_special_tokens=False)
+        request = Request(prompt, Sampling(1.0, max_tokens=per_turn, seed=1), world.env({}), max_turns, total, most)
+
+        async def one():
+            async with world:
+                return await run_trajectory(engine, request)
+
+        trajectory = asyncio.run(one())
+    ids = [i for i in trajectory.response_ids if i != engine.tokenizer.eos_token_id]
+    return engine, server, trajectory, engine.tokenizer.decode(ids)
+
+
+WHOLE = """<think>hm</think> I do not know
+My previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I want to give the final \
+answer, I should put the answer between <answer> and </answer>. Let me try again.
+<search> capital </search>
+
+<information>Doc 1(Title: "Paris") Paris is the capital of France.</information>
+
+<search>metres high</search>
+
+<information>Doc 1(Title: "Eiffel Tower") The Eiffel Tower stands in Paris and is 330 metres high.
+Doc 2(Title: "Mount Everest") Mount Everest is 8849 metres high.</information>
+
+"""
+
+
+def test_a_transcript_in_the_published_format():
+    turns = ["<think>hm</think> I do not know", "<search> capital </search>", "<search>metres high</search>", "<answer>8849</answer>"]
+    engine, server, trajectory, text = play(*turns, most=300)
+    assert text == WHOLE + turns[3] and trajectory.status == Status.DONE
+    assert engine.contexts == [
+        "Question: how high?\n",
+        f"Question: how high?\n{turns[0]}<eos>{INVALID}",
+        f"Question: how high?\n{turns[0]}<eos>{WHOLE[len(turns[0]) : WHOLE.index('<search>metres')]}",
+        f"Question: how high?\n{turns[0]}<eos>{WHOLE[len(turns[0]) :]}",
+    ]
+    assert [body["queries"] for body in server.requests] == [["capital"], ["metres high"]]
+    assert set(engine.stops) == {("</search>", "</answer>")}
+    assert (trajectory.turns, trajectory.invalid_turns, trajectory.truncated_observations) == (4, 1, 0)
+    assert [info["action"] for info in trajectory.infos] == ["invalid", "search", "search", "answer"]
+    assert [who for who, _ in trajectory.segments] == ["model", "tool"] * 3 + ["model"]
+    rows = iter(zip(trajectory.response_ids, trajectory.response_mask, trajectory.log_probs, strict=True))
+    for who, count in trajectory.segments:
+        ids, masks, log_probs = zip(*(next(rows) for _ in range(count)), strict=True)
+        assert set(masks) == {int(who == "model")} and set(log_probs) == {-0.25 if who == "model" else 0.0}
+    assert sum(trajectory.response_mask) == sum(map(len, turns)) + 1, "and one end token"
+
+
+def test_a_transcript_whose_search_results_are_cut_and_whose_turns_run_out():
+    engine, server, trajectory, text = play("<search>metres high</search>", "<search>more</search>", max_turns=1, most=70)
+    information = text.removeprefix("<search>metres high</search>").removesuffix("<search>more</search>")
+    assert information == '\n\n<information>Doc 1(Title: "Eiffel Tower") The Eiffel</information>\n\n'
+    assert len(information) == 70 and trajectory.truncated_observations == 1
+    assert trajectory.status == Status.MAX_TURNS and trajectory.turns == 2
+    assert [body["queries"] for body in server.requests] == [["metres high"]], "the last turn's search is not executed"
+    assert [info["action"] for info in trajectory.infos] == ["search", "search not executed"]
+    assert trajectory.response_mask[-1] == 1
+
+
+def test_a_transcript_that_runs_out_of_tokens():
+    search = "<search>metres high</search>"
+    engine, _, trajectory, text = play(search, "x" * 100, per_turn=40)
+    assert trajectory.status == Status.LENGTH and text.endswith("</information>\n\n" + "x" * 40) and len(trajectory.infos) == 1
+    engine, server, trajectory, text = play(search, total=len(search) + 100, most=100)
+    assert trajectory.status == Status.LENGTH and text == search, "an observation that leaves no token to answer with is not added"
+    engine, server, trajectory, text = play(search, "yes, it is", total=len(search) + 104, most=100)
+    assert trajectory.status == Status.LENGTH and text.endswith("</information>\n\nyes,")
+    assert len(trajectory.response_ids) == len(search) + 104
+
+
+def test_a_retriever_that_is_down_ends_its_sample_without_a_vote():
+    engine = Playback("<search>Everest</search>")
+    world = SearchWorld(RetrieverConfig(url="http://127.0.0.1:9/retrieve", deadline_s=0.3))
+
+    async def one():
+        async with world:
+            return await run_trajectory(engine, Request([5, 6], Sampling(max_tokens=60), world.env({}), 2, 500))
+
+    trajectory = asyncio.run(one())
+    assert trajectory.status == Status.ERROR and trajectory.error.startswith("ToolError: no answer within retriever.deadline_s=0.3")
+    assert not any(trajectory.response_mask) and len(trajectory.response_mask) == len("<search>Everest</search>")
+
+
+class LineDown(ToolError):
+    """An environment's own kind of it."""
+
+
+def test_a_tool_error_of_ones_own_kind_is_one(ambiguous):
+    trajectory = run(ambiguous[0], Request([3], Sampling(1.2, max_tokens=30, seed=5), Counter(fault=LineDown("cut")), 2, 300))
+    assert trajectory.error == "ToolError: cut" and trajectory.status == Status.ERROR
+
+
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_chat_with_tools_is_the_chat_that_the_template_writes():
+    """The calculator through the loop: every id, and which are trained."""
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+    said = [call, "<tool_call>?</tool_call>", "It is 42."]
+    engine = Playback(*said)
+    engine.tokenizer.chat_template = CHAT
+    world = CalculatorWorld()
+    messages = [{"role": "user", "content": "6*7?"}]
+    tokenizer = engine.tokenizer
+
+    def rendered(messages, more=True):
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=more, tokenize=False)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    request = Request(rendered(messages), Sampling(max_tokens=100), world.env({}), 4, 600, 200, encode_chat(tokenizer, world.tools))
+    trajectory = run(engine, request)
+    for text, answer in zip(said, ["42", "error: the call is no JSON: Expecting value: line 1 column 1 (char 0)", None], strict=True):
+        messages += [{"role": "assistant", "content": text}, *([{"role": "tool", "content": answer}] if answer else [])]
+    assert trajectory.prompt_ids + trajectory.response_ids == rendered(messages, more=False)[:-1], "but for the newline of the end"
+    assert trajectory.status == Status.DONE and trajectory.invalid_turns == 1
+    trained = [i for i, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == "".join(f"{text}<eos>" for text in said)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, largest_gap, load, moved, naive_greedy, weights_of
 from verlite.config.schema import ModelConfig, RolloutConfig
+from verlite.envs.step import Step
 from verlite.protocol.weights import fingerprint
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
@@ -130,6 +131,75 @@ def test_a_crowd_through_the_trajectory_loop(synced):
     trajectories = asyncio.run(run_all(synced, requests))
     assert [len(t.response_ids) for t in trajectories] == [1 + i % 20 for i in range(100)]
     assert {v for t in trajectories for v in t.weight_versions} == {synced.version}
+
+
+class Echo:
+    """An environment that answers every turn with a line of its own."""
+
+    def __init__(self, *stop):
+        self.stop = stop
+
+    async def step(self, text: str, last: bool) -> Step:
+        return Step(f" {len(text)} letters. ", "[", "]")
+
+
+def turns_of(engine, requests):
+    return asyncio.run(run_all(engine, requests))
+
+
+def test_agents_write_the_same_with_both_engines(synced, path):
+    """Greedy, float32: the same ids turn by turn, whatever each engine does with stop strings, contexts and caches."""
+    other = build_engine("hf", ModelConfig(path=path), RolloutConfig(), 160, torch.device("cpu"), 0, pretrained=True)
+    try:
+        stops = [chr(code) for code in range(33, 127, 3)]
+
+        def requests():
+            return [
+                Request(p, Sampling(0.0, max_tokens=24, ignore_eos=True), Echo(*stops), 3, 140, 40)
+                for p in some_prompts(24, seed=9, longest=12)
+            ]
+
+        one, two = turns_of(synced, requests()), turns_of(other, requests())
+    finally:
+        other.close()
+    assert [t.response_ids for t in one] == [t.response_ids for t in two]
+    assert [(t.status, t.segments) for t in one] == [(t.status, t.segments) for t in two]
+    assert max(t.turns for t in one) >= 3, "no power without turns"
+    gaps = [abs(a - b) for x, y in zip(one, two, strict=True) for a, b in zip(x.log_probs, y.log_probs, strict=True)]
+    assert max(gaps) < 1e-4
+
+
+def test_the_next_turn_finds_its_context_in_the_prefix_cache(synced):
+    """Blocks of 32 tokens: all whole blocks of what the turn before has seen and written are not computed again."""
+    found = []
+
+    def listen(core):
+        step = core.engine.step
+
+        def told():
+            outputs = step()
+            found.extend((len(output.prompt_token_ids), output.num_cached_tokens) for output in outputs if output.finished)
+            return outputs
+
+        core.engine.step = told
+        return step
+
+    before = synced._call(listen)
+    try:
+        prompt = random.Random(77).choices(range(4, 128), k=70)
+        (trajectory,) = turns_of(
+            synced, [Request(prompt, Sampling(seed=3, max_tokens=20, ignore_eos=True), Echo(*map(chr, range(97, 123))), 2, 80, 20)]
+        )
+    finally:
+        synced._call(lambda core: setattr(core.engine, "step", before))
+    assert trajectory.turns >= 2 and len(found) == trajectory.turns
+    context = len(prompt)
+    assert found[0] == (context, 0)
+    counts = [count for _, count in trajectory.segments]
+    for turn in range(1, trajectory.turns):
+        seen = context + counts[2 * turn - 2]
+        context = seen + counts[2 * turn - 1]
+        assert found[turn][0] == context and found[turn][1] >= (seen - 1) // 32 * 32 >= 64
 
 
 # Weights

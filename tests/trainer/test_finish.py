@@ -17,7 +17,8 @@ def a_run(tmp_path, **fields) -> Run:
     made = dict.fromkeys(Run.__dataclass_fields__) | {
         "config": Config(data=DataConfig(train_files="x")), "total_steps": 5, "run_dir": tmp_path, "display": Screen(),
         "val_data": object(),
-        "plan": SimpleNamespace(n_devices=1, validates_first=True, placement={"actor": [0, 1]}), "stop": SimpleNamespace(requested=False),
+        "plan": SimpleNamespace(n_devices=1, validates_first=True, placement={"actor": [0, 1]}, longest_prompt=7, longest_response=9),
+        "stop": SimpleNamespace(requested=False),
         "sampler": SimpleNamespace(epoch=0), "tracking": SimpleNamespace(log=lambda step, metrics: None),
         "step": 0, "version": 0, "resumed_step": 0, "saved_step": 0, "failed_saves": 0, "metrics": {}, "stopwatch": Stopwatch(),
     }  # fmt: skip
@@ -33,7 +34,7 @@ def done(monkeypatch):
     monkeypatch.setattr(finish, "validate", lambda run: happened.append(("validate", run.step)) or {})
     monkeypatch.setattr(finish, "save", lambda run: happened.append(("save", run.step)))
     monkeypatch.setattr(finish, "keep_samples", lambda run, batch: None)
-    monkeypatch.setattr(finish, "batch_metrics", lambda *_: {"perf/total_num_tokens": 1.0})
+    monkeypatch.setattr(finish, "batch_metrics", lambda batch, *longest: {"perf/total_num_tokens": 1.0, "longest": longest})
     return happened
 
 
@@ -49,6 +50,7 @@ def test_validation_and_saves_come_every_few_steps_and_at_the_end(tmp_path, done
     run.config.trainer.test_freq, run.config.trainer.save_freq = 2, 3
     finished(run)
     assert done == [("validate", 2), ("save", 3), ("validate", 4), ("validate", 5), ("save", 5)]
+    assert run.metrics["longest"] == (7, 9), "lengths are compared with those of whole samples, turns and all"
 
 
 def test_never_is_never_also_at_the_end(tmp_path, done):

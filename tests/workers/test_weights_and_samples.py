@@ -5,6 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.models import tiny_tokenizer
+from verlite.envs.step import Step, ToolError, encode_text
+from verlite.envs.world import World
 from verlite.protocol.data import DataProto, object_array
 from verlite.rollout.types import Completion, Sampling
 from verlite.workers.actor import ActorWorker, Export
@@ -65,9 +68,10 @@ class Engine:
     """Answers a prompt with its first id, twice; refuses prompt [0]."""
 
     def __init__(self):
-        self.slept = 0
+        self.slept, self.tokenizer, self.samplings = 0, tiny_tokenizer(), []
 
     async def generate(self, prompt_ids, sampling):
+        self.samplings.append(sampling)
         if prompt_ids == [0]:
             raise ValueError("refused")
         return Completion([prompt_ids[0]] * 2, [-0.5, -1.5], "stop", 3)
@@ -79,7 +83,7 @@ class Engine:
 @pytest.mark.parametrize("sleep_after", [True, False])
 def test_samples_come_back_row_by_row_and_a_failure_is_one_rows(sleep_after):
     rollout = Rollout.__new__(Rollout)
-    rollout.engine = Engine()
+    rollout.engine, rollout.world, rollout.plan = Engine(), World(), SimpleNamespace(max_turns=0)
     requests = DataProto.from_dict({}, {"prompt_ids": object_array([[7], [0], [9]]), "sampling": object_array([Sampling()] * 3)})
     answers = rollout.generate(requests, sleep_after)
     columns = answers.non_tensor_batch
@@ -90,3 +94,71 @@ def test_samples_come_back_row_by_row_and_a_failure_is_one_rows(sleep_after):
     assert columns["error"].tolist() == [None, "ValueError: refused", None]
     assert answers.batch["weight_version"].tolist() == [3, -1, 3] and answers.batch["turns"].tolist() == [1, 0, 1]
     assert rollout.engine.slept == sleep_after
+    assert "segments" not in columns and "gen_seconds" not in answers.batch.keys()
+
+
+class Echoes(World):
+    """Tells each sample what stands in its row; counts who is there."""
+
+    def __init__(self):
+        self.made, self.inside, self.visits = [], 0, 0
+
+    def env(self, extra_info):
+        self.made.append(extra_info)
+        return Echo(extra_info["secret"])
+
+    async def __aenter__(self):
+        self.inside, self.visits = self.inside + 1, self.visits + 1
+        return self
+
+    async def __aexit__(self, *error):
+        self.inside -= 1
+
+
+class Echo:
+    stop = ("!",)
+
+    def __init__(self, secret):
+        self.secret = secret
+
+    async def step(self, text, last):
+        if self.secret == "none":
+            raise ToolError("no secret")
+        return Step(self.secret, valid=self.secret != "odd", info={"secret": self.secret})
+
+
+def test_with_turns_each_sample_has_an_environment_of_its_own_row():
+    """Prompts of three tokens; sequences up to 20 leave 17 for turns and observations, which are cut to 4 tokens."""
+    rollout = Rollout.__new__(Rollout)
+    rollout.engine, rollout.world = Engine(), Echoes()
+    rollout.plan = SimpleNamespace(max_turns=2, longest_sequence=20)
+    rollout.config = SimpleNamespace(data=SimpleNamespace(max_obs_length=4))
+    rollout.encode = encode_text(rollout.engine.tokenizer)
+    secrets = ["ab", "odd", "longer", "none"]
+    requests = DataProto.from_dict(
+        {},
+        {
+            "prompt_ids": object_array([[7, 8, 9]] * 4),
+            "sampling": object_array([Sampling(max_tokens=5, seed=1)] * 4),
+            "extra_info": object_array([{"secret": secret} for secret in secrets]),
+        },
+    )
+    answers = rollout.generate(requests, False)
+    t, columns = answers.batch, answers.non_tensor_batch
+    assert [info["secret"] for info in rollout.world.made] == secrets and rollout.world.inside == 0
+    assert rollout.world.visits == 1, "what samples share is open while they run, and closed after them"
+    said, spoken = [7, 7], rollout.engine.tokenizer.encode
+    assert columns["response_ids"][0].tolist() == [*said, *spoken("ab"), *said, *spoken("ab"), *said]
+    assert columns["response_mask"][0].tolist() == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert columns["response_mask"][3].tolist() == [0, 0] and columns["status"].tolist() == ["max_turns"] * 3 + ["error"]
+    assert columns["segments"][2] == [("model", 2), ("tool", 4), ("model", 2), ("tool", 4), ("model", 2)]
+    assert columns["error"][3] == "ToolError: no secret"
+    assert t["turns"].tolist() == [3, 3, 3, 1] and t["invalid_turns"].tolist() == [0, 3, 0, 0]
+    assert t["truncated_observations"].tolist() == [0, 0, 2, 0]
+    assert [len(infos) for infos in columns["turn_infos"]] == [3, 3, 3, 0] and columns["turn_infos"][1][0] == {"secret": "odd"}
+    assert all(sampling.stop == ("!",) for sampling in rollout.engine.samplings)
+    assert min(sampling.max_tokens for sampling in rollout.engine.samplings) == 5
+    rollout.plan.longest_sequence = 12  # 9 tokens: what is left for the last turn is 1
+    rollout.engine.samplings.clear()
+    rollout.generate(requests[:1], False)
+    assert [sampling.max_tokens for sampling in rollout.engine.samplings] == [5, 5, 1]

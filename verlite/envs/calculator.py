@@ -36,7 +36,7 @@ class Calculator:
 
     async def step(self, text: str, last: bool) -> Step:
         """See `Env.step`. What the calculator cannot work out is told to the model, as any calculator would."""
-        calls = CALL.findall(text)
+        calls = CALL.findall(text[: text.rfind("</tool_call>") + len("</tool_call>")])  # not through openings that have no end
         if not calls and "<tool_call>" not in text:
             return Step(done=True, info={"action": "answer"})
         try:

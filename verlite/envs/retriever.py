@@ -156,8 +156,9 @@ class RetrieverClient:
             self._timer.cancel()
             self._timer = None
         questions, self._waiting = self._waiting, []
-        if questions:
-            task = asyncio.get_running_loop().create_task(self._answer(questions))
+        together = 1 if any(server.one_by_one for server in self._servers) else self.config.batch_size
+        for start in range(0, len(questions), together):
+            task = asyncio.get_running_loop().create_task(self._answer(questions[start : start + together]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -170,9 +171,9 @@ class RetrieverClient:
                 self._fail(questions[0], f"the retriever refuses the query {questions[0].query[:100]!r}: {error}")
             else:  # one query that the server does not want must not cost the others theirs
                 await asyncio.gather(*(self._answer([question]) for question in questions))
-        except ToolError as error:
+        except Exception as error:  # whatever it is: who asked must hear of it, or would wait for ever
             for question in questions:
-                self._fail(question, str(error))
+                self._fail(question, str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}")
 
     async def _answer_together(self, questions: list[_Question]) -> None:
         deadline, tries, last = min(question.deadline for question in questions), 0, "every server is busy or rests"

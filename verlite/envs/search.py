@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from verlite.envs.step import Step, ToolError
 
-ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+OPENING = re.compile("<(search|answer)>")
 INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I want to give the "
     "final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
@@ -42,8 +42,7 @@ class SearchEnv:
 
     async def step(self, text: str, last: bool) -> Step:
         """See `Env.step`. An empty query is the model's mistake, like a turn with neither tag."""
-        match = ACTION.search(text)
-        action, content = (match[1], match[2].strip()) if match else ("none", "")
+        action, content = first_action(text)
         if action == "answer":
             return Step(done=True, info={"action": "answer"})
         if action == "none" or not content:
@@ -59,6 +58,16 @@ class SearchEnv:
             return Step(FAILED, "\n\n<information>", "</information>\n\n", info={**info, "error": str(error)})
         info |= {"called": True, "seconds": found.seconds, "retries": found.retries, "cached": found.cached, "hits": len(found.passages)}
         return Step(passages_text(found.passages) or NOTHING_FOUND, "\n\n<information>", "</information>\n\n", info=info)
+
+
+def first_action(text: str) -> tuple[str, str]:
+    """The first of <search>...</search> and <answer>...</answer>: its tag and what stands in it; "none" without one."""
+    # A regex would search for the end of every opening tag anew, which takes quadratic time where none has one.
+    ends = {tag: text.rfind(f"</{tag}>") for tag in ("search", "answer")}
+    for opening in OPENING.finditer(text):
+        if ends[opening[1]] >= opening.end():
+            return opening[1], text[opening.end() : text.index(f"</{opening[1]}>", opening.end())].strip()
+    return "none", ""
 
 
 def passages_text(passages: list[str]) -> str:

@@ -77,6 +77,9 @@ def build_world(config: Config) -> World:
         return SearchWorld(config.retriever)
     make = lookup(config.env.name, WORLDS, "env.name")
     try:
-        return make(**config.env.kwargs)
+        world = make(**config.env.kwargs)
     except TypeError as error:
         raise ValueError(f"env.kwargs do not fit env.name={config.env.name}: {error}") from error
+    if not isinstance(world, World):
+        raise ValueError(f"env.name={config.env.name} makes a {type(world).__name__}, which is no verlite.envs.world.World")
+    return world

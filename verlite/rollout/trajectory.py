@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from verlite.envs.step import EncodeObservation, Env, encode_text
+from verlite.envs.step import EncodeObservation, Env, ToolError, encode_text
 from verlite.rollout.types import Engine, EngineError, Sampling, Status, Trajectory, with_seed
 
 
@@ -42,6 +42,8 @@ async def run_trajectory(engine: Engine, request: Request) -> Trajectory:
         await _run(engine, request, trajectory)
     except EngineError:
         raise
+    except ToolError as error:  # an environment's own kinds of it too
+        trajectory.fail(f"{ToolError.__name__}: {error}")
     except Exception as error:
         trajectory.fail(error)
     return trajectory

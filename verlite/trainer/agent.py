@@ -37,8 +37,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
     status = columns["status"]
     kept = status != Status.ERROR
     metrics = {f"env/status/{name}": (status == name).mean().item() for name in Status}
-    failed = [_tool_failed(error, infos) for error, infos in zip(columns["error"], columns["turn_infos"], strict=True)]
-    metrics["env/tool_error_rate"] = sum(failed) / len(failed)
+    metrics["env/tool_error_rate"] = len(_tool_failures(batch)) / len(batch)
     slowest = int((t["gen_seconds"] + t["tool_seconds"]).argmax())
     lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1)
     metrics |= {
@@ -55,7 +54,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
     metrics |= _call_metrics([info for infos in rows.non_tensor_batch["turn_infos"] for info in infos])
     observations = sum(who == "tool" for segments in rows.non_tensor_batch["segments"] for who, _ in segments)
     metrics["env/obs_truncated"] = int(rows.batch["truncated_observations"].sum()) / max(1, observations)
-    metrics["env/trainable_token_frac"] = int(t["response_mask"].sum()) / max(1, int(lengths.sum()))
+    metrics["env/trainable_token_frac"] = int(rows.batch["response_mask"].sum()) / max(1, int(lengths[torch.from_numpy(kept)].sum()))
     formats = [parts["format_valid"] for parts in rows.non_tensor_batch["reward_parts"] if "format_valid" in parts]
     if formats:
         metrics["env/format_valid"] = sum(formats) / len(formats)
@@ -94,8 +93,13 @@ def _call_metrics(infos: Iterable[dict[str, Any]]) -> Metrics:
     }
 
 
-def _tool_failed(error: str | None, infos: list[dict[str, Any]]) -> bool:
-    return (error or "").startswith(f"{ToolError.__name__}:") or any("error" in info for info in infos)
+def _tool_failures(batch: DataProto) -> list[str]:
+    """Why its tools failed, for each sample of which they did, whether that ended it or the model was told."""
+    failures, kind = [], f"{ToolError.__name__}: "
+    for error, infos in zip(batch.non_tensor_batch["error"], batch.non_tensor_batch["turn_infos"], strict=True):
+        told = [f"{kind}{info['error']}" for info in infos if "error" in info]
+        failures += [error] if (error or "").startswith(kind) else told[:1]
+    return failures
 
 
 def outage_is_over(run: Run, batch: DataProto) -> bool:
@@ -103,8 +107,7 @@ def outage_is_over(run: Run, batch: DataProto) -> bool:
 
     Waits for them. True: the samples should be drawn anew. False: nothing was wrong with the tools, or they did not come back.
     """
-    columns = batch.non_tensor_batch
-    failed = [error for error, infos in zip(columns["error"], columns["turn_infos"], strict=True) if _tool_failed(error, infos)]
+    failed = _tool_failures(batch)
     if len(failed) / len(batch) <= run.config.actor_rollout_ref.rollout.max_error_rate:
         return False
     wait = run.config.retriever.outage_wait_s

@@ -33,8 +33,9 @@ def read_samples(run_dir: Path, step: int | None, validation: bool = False) -> t
         raise ValueError(f"{run_dir} has no samples of step {step}; there are steps {', '.join(map(str, steps[-20:]))}")
     path = run_dir / "rollouts" / f"{start}{step}.jsonl"
     try:
-        return path, [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except json.JSONDecodeError as error:
+        lines = path.read_text(encoding="utf-8").split("\n")  # and at no other line separator, which a model may have written
+        return path, [json.loads(line) for line in lines if line]
+    except ValueError as error:
         raise ValueError(f"{path} is not whole: {error}") from error
 
 

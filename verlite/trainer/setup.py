@@ -29,7 +29,7 @@ from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.sampler import PromptSampler
 from verlite.engine.model import ModelError, load_config, load_tokenizer
 from verlite.envs.chat import TemplateError, encode_chat
-from verlite.envs.step import ToolError
+from verlite.envs.step import Step, ToolError
 from verlite.envs.world import World, build_world
 from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
@@ -227,14 +227,16 @@ def world_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> World | None
     """The world that an agent's samples act in, whose tools answer; None for single turns.
 
     Raises:
-        RunRefused: there is no such world, its tools do not answer, or the chat template cannot carry them.
+        RunRefused: there is no such world, its tools do not answer, or the chat template cannot carry them or has no room for them.
     """
     if not max_turns(config):
         return None
     try:
         world = build_world(config)
         if world.chat:
-            encode_chat(tokenizer, world.tools)
+            encode = encode_chat(tokenizer, world.tools, config.data.apply_chat_template_kwargs)
+            limit = config.data.max_obs_length
+            encode(Step("gizmo " * limit), [], limit)  # has room
         asyncio.run(world.check())
     except (ToolError, TemplateError, ValueError) as error:
         raise RunRefused(str(error)) from error

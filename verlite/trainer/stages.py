@@ -28,6 +28,8 @@ from verlite.trainer.evaluation import validation_metrics
 from verlite.trainer.metrics import spread
 from verlite.trainer.run import Run
 
+_MOST_DRAWS = 4  # of the same samples, each after an outage
+
 
 class RewardFailures(Exception):
     """More rewards failed than `reward.max_error_rate` allows."""
@@ -94,16 +96,19 @@ def generate(run: Run, requests: DataProto) -> DataProto:
 
 
 def answered(run: Run, requests: DataProto, sleep_after: bool) -> DataProto:
-    """The batch of these requests; sampled anew when the tools failed too many of them and then came back."""
+    """The batch of these requests; sampled anew when the tools failed too many of them and then came back.
+
+    Not for ever: tools that answer a check may fail the samples all the same.
+    """
     waits = run.world is not None and run.config.retriever.outage_wait_s > 0
     asked = requests.select([], ["prompt_ids", "sampling", *(["extra_info"] if run.world else [])])
-    while True:
+    for left in reversed(range(_MOST_DRAWS)):
         batch = batches.assemble(requests, run.rollout.generate(asked, sleep_after=sleep_after and not waits), run.pad_id)
-        if waits and outage_is_over(run, batch):
-            continue
-        if waits and sleep_after:
-            run.rollout.sleep()
-        return batch
+        if not (waits and left and outage_is_over(run, batch)):
+            break
+    if waits and sleep_after:
+        run.rollout.sleep()
+    return batch
 
 
 @stage("reward")
@@ -508,4 +513,6 @@ def _at_most(run: Run) -> int | None:
 
 def _write_jsonl(path, records: list[dict]) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records), encoding="utf-8")
+    text = "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+    # A lone surrogate, which a model can write as an escape in a call's JSON, is kept as that escape.
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -31,7 +31,8 @@ class RolloutWorker(Worker):
         self.world = World()
         if plan.max_turns:
             self.world, tokenizer = build_world(config), load_tokenizer(policy.model)
-            self.encode = encode_chat(tokenizer, self.world.tools) if self.world.chat else encode_text(tokenizer)
+            template = config.data.apply_chat_template_kwargs
+            self.encode = encode_chat(tokenizer, self.world.tools, template) if self.world.chat else encode_text(tokenizer)
             asyncio.run(self.world.check())  # tools that the driver's machine reaches need not be in reach of this one
         self.engine = build_engine(plan.rollout_name, policy.model, policy.rollout, plan.max_model_len, self.device, policy.rollout.seed)
 
@@ -50,25 +51,24 @@ class RolloutWorker(Worker):
         def numbers(name: str) -> torch.Tensor:
             return torch.tensor([getattr(t, name) for t in trajectories])
 
-        of_turns = DataProto()
+        told: dict[str, torch.Tensor] = {}
+        turns: dict[str, np.ndarray] = {}
         if self.plan.max_turns:
-            of_turns = DataProto.from_dict(
-                {name: numbers(name) for name in ("invalid_turns", "truncated_observations", "gen_seconds", "tool_seconds")},
-                {
-                    "segments": object_array([t.segments for t in trajectories]),
-                    "turn_infos": object_array([t.infos for t in trajectories]),
-                },
-            )
+            told = {name: numbers(name) for name in ("invalid_turns", "truncated_observations", "gen_seconds", "tool_seconds")}
+            turns = {
+                "segments": object_array([t.segments for t in trajectories]),
+                "turn_infos": object_array([t.infos for t in trajectories]),
+            }
         versions = [t.weight_versions[-1] if t.weight_versions else -1 for t in trajectories]
         return DataProto.from_dict(
-            {"turns": numbers("turns"), "weight_version": torch.tensor(versions, dtype=torch.int64), **of_turns.batch},
+            {"turns": numbers("turns"), "weight_version": torch.tensor(versions, dtype=torch.int64), **told},
             {
                 "response_ids": [np.asarray(t.response_ids, dtype=np.int64) for t in trajectories],
                 "response_mask": [np.asarray(t.response_mask, dtype=np.int8) for t in trajectories],
                 "rollout_log_probs": [np.asarray(t.log_probs, dtype=np.float32) for t in trajectories],
                 "status": [str(t.status) for t in trajectories],
                 "error": [t.error for t in trajectories],
-                **of_turns.non_tensor_batch,
+                **turns,
             },
         )
 
