@@ -64,7 +64,7 @@ _NO_LORA = "this version trains all weights; LoRA is not part of it"
 _TEXT_ONLY = "this version trains on text only"
 _ONE_PATH = "there is one rollout path: the sampled token ids are the trained ones"
 _CHUNKED = "log-probs and entropy are always computed in chunks, without holding the logits"
-_WORLDS = "tools are a world: env.name=search, calculator, or package.module:World of your own"
+_WORLDS = "tools belong to a world, which env.name chooses"
 _CHECKPOINT = "a checkpoint always holds everything that a resume needs; trainer.export_hf writes the Hugging Face folder"
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
