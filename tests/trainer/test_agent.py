@@ -246,7 +246,7 @@ def test_tools_that_answer_a_check_but_no_sample_are_not_waited_for_for_ever():
     run = waiting(Tools(0), rollout=Rollout([DOWN]))
     with pytest.raises(stages.RolloutFailures, match="100.0% .*ToolError: the retriever at x"):
         stages.generate(run, asked([[5]], ["a"]))
-    assert len(run.rollout.asked) == 4
+    assert len(run.rollout.asked) == 4 and run.world.checks == 3, "nobody waits after the last draw"
 
 
 # Votes
