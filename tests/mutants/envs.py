@@ -14,6 +14,10 @@ TURNS, WORKS = "tests/rollout/test_trajectory.py::test_", "tests/workers/test_we
 AGENTS, SHOWN, VLLM = "tests/trainer/test_agent.py::test_", "tests/trainer/test_samples.py::test_", "tests/rollout/test_vllm.py::test_"
 
 MUTANTS = [
+    # what tools say is text
+    ("a passage ends a turn", STEP, ", split_special_tokens=True", "", TURNS + "a_long_observation_is_cut_inside_its_tags"),
+    ("a tool's words end a turn", CHAT, "split_special_tokens=as_text", "split_special_tokens=False", CHATS + "what_a_tool_says_ends_no_turn"),
+    ("a tool's short words end a turn", CHAT, " and not any(token in words for token in control)", "", CHATS + "what_a_tool_says_ends_no_turn"),
     # the search environment
     ("an empty query is searched for", SEARCH, 'if action == "none" or not content:', 'if action == "none":',
      SEARCHES + "what_is_no_action_is_said_to_the_model_and_nobody_is_asked"),

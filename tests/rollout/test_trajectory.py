@@ -199,6 +199,8 @@ def test_a_long_observation_is_cut_inside_its_tags(ambiguous):
     assert not cut and tokenizer.decode(ids) == "! " + "he" * 40 + " !"
     with pytest.raises(ValueError, match="data.max_obs_length=4 has no room"):
         encode(step, [], 4)
+    ids, _ = encode(Step("he<eos>he"), [], 44)
+    assert tokenizer.eos_token_id not in ids, "what a passage holds is text, also where it looks like the end of a turn"
     request = Request([3], Sampling(1.2, max_tokens=30, seed=5), Counter(), max_turns=2, max_response_tokens=300)
     trajectory = run(engine, dataclasses.replace(request, max_observation_tokens=4))
     assert trajectory.truncated_observations == 2 and trajectory.response_mask.count(0) == 8

@@ -27,27 +27,30 @@ def encode_chat(
     """
     rest = _rest(tokenizer, tools, template_kwargs or {})
     before, _, after = rest(_ANSWERED).partition(_ANSWERED)
+    control = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     never_split = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
+    def encode(text: str, as_text: bool = False) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=as_text)
 
     def observation(step: Step, context: list[int], limit: int) -> tuple[list[int], bool]:
         """Only the tool's words are cut. The end of the model's turn is written where the model did not write it itself."""
-        written = rest(step.before + step.obs + step.after)
+        words = step.before + step.obs + step.after
+        written = rest(words)
         ids = encode(written)
         ended = context[-1:] == ids[:1] and context[-1] in never_split
-        if len(ids) - ended <= limit:
+        if len(ids) - ended <= limit and not any(token in words for token in control):
             return ids[ended:], False
-        # As the template writes them: it may have taken white space off, or made them a JSON string.
-        body = encode(written.removeprefix(before).removesuffix(after))
+        # As the template writes them: it may have taken white space off, or made them a JSON string. What a tool says is text, even
+        # where it looks like the end of a turn.
+        body = encode(written.removeprefix(before).removesuffix(after), as_text=True)
         head, tail = encode(before)[ended:], encode(after)
         room = limit - len(head) - len(tail)
         if room < 1:
             raise ValueError(
                 f"data.max_obs_length={limit} has no room for a tool's answer: the chat template itself needs {len(head) + len(tail)}"
             )
-        return head + body[:room] + tail, True
+        return head + body[:room] + tail, len(body) > room
 
     return observation
 

@@ -49,7 +49,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase) -> EncodeObservation:
     """Observations as plain text behind what the model wrote."""
 
     def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
+        # What stands in a passage is text, even where it looks like the end of a turn.
+        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def observation(step: Step, context: list[int], limit: int) -> tuple[list[int], bool]:
         """Only `step.obs` is cut, in token space, so that the tags around it stay whole."""

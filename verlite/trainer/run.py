@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
-from verlite.config.plan import Plan
+from verlite.config.plan import Plan, max_turns
 from verlite.config.schema import Config
 from verlite.controller.supervise import StopRequest
 from verlite.data.dataset import PromptDataset
@@ -114,4 +114,7 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "data.train_batch_size": config.data.train_batch_size,
         "data.seed": config.data.seed,
         "data.shuffle": config.data.shuffle,
+        "max_turns": max_turns(config),
+        **({"env.name": config.env.name, "data.max_obs_length": config.data.max_obs_length} if max_turns(config) else {}),
+        **({"retriever.topk": config.retriever.topk} if max_turns(config) and config.env.name == "search" else {}),
     }
