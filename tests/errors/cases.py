@@ -491,4 +491,9 @@ CASES = (
         ("64 training prompts", "data.train_files now has 48", "resume with the same data", "trainer.resume_mode=disable"),
         files=fewer_rows_than_before,
     ),
+    Case(
+        "A search agent whose retriever does not answer",
+        "max_turns=2 retriever.url=http://127.0.0.1:1/retrieve",
+        ("the retriever at http://127.0.0.1:1/retrieve does not answer", "verlite serve retriever", "retriever.url"),
+    ),
 )
