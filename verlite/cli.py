@@ -59,7 +59,7 @@ def check(arguments: Arguments = None) -> None:
     plan = make_plan(loaded.config)
     out.print(plan.table())
     if plan.max_turns and (silent := _silent_tools(loaded.config)):
-        out.print(f"note: {silent} A run refuses to start until then.", soft_wrap=True, highlight=False)
+        out.print(f"note: {silent}", soft_wrap=True, highlight=False)
     out.print("The configuration is fine.")
 
 
@@ -163,9 +163,14 @@ def show(
     shown = lowest(samples, worst) if worst else samples[:count]
     out = console()
     out.print(f"{path}: {len(shown)} of {len(samples)} samples", legend(), highlight=False)
-    for sample in shown:
+    for number, sample in enumerate(shown, start=1):
+        try:
+            drawn = picture(sample, whole)
+        except (KeyError, TypeError, AttributeError) as error:
+            typer.echo(f"{path}: sample {number} is not as a run writes it: {type(error).__name__}: {error}", err=True)
+            raise typer.Exit(2) from None
         out.print()
-        out.print(picture(sample, whole))
+        out.print(drawn)
 
 
 @app.command()
@@ -246,16 +251,16 @@ def retriever(
 
 def _silent_tools(config) -> str | None:
     """Why an agent's tools cannot be used now from here."""
-    import asyncio
-
     from verlite.envs.step import ToolError
-    from verlite.envs.world import build_world
+    from verlite.envs.world import build_world, checked
 
     try:
-        asyncio.run(build_world(config).check())
-    except (ToolError, ValueError) as error:
-        return f"{error}."
-    return None
+        return checked(build_world(config))
+    except ToolError as error:
+        return f"{error}. A run refuses to start until then."
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
 
 
 def _check_estimator(name: str, settings: dict, whitens: bool) -> list[str]:

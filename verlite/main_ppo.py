@@ -19,10 +19,14 @@ def main(argv: list[str] | None = None) -> int:
     from verlite.trainer.errors import explain
     from verlite.trainer.ppo import train
     from verlite.trainer.setup import AlreadyComplete, finished, open_run
+    from verlite.trainer.stages import StepUnmade
 
     try:
         with open_run(loaded) as run:
-            train(run)
+            try:
+                train(run)
+            except StepUnmade:
+                run.undo_step()
             return finished(run)
     except AlreadyComplete as done:
         console().print(str(done))

@@ -31,6 +31,7 @@ class Retriever:
     def __init__(self, port: int = 0):
         self.requests: list[dict] = []
         self.delay = 0.0
+        self.delays = lambda body: self.delay
         self.answer = self.usual
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,7 +54,7 @@ class Retriever:
                 break
         body = json.loads(raw)
         self.requests.append(body)
-        await asyncio.sleep(self.delay)
+        await asyncio.sleep(self.delays(body))
         status, answer = self.answer(body)
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})

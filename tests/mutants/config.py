@@ -26,7 +26,7 @@ MUTANTS = [
      "tests/config/test_load.py::test_secrets_are_never_printed"),
     ("an unreadable secret is quoted", SOURCES, 'shown = "***" if hidden else raw', "shown = raw",
      "tests/config/test_load.py::test_secrets_are_never_printed"),
-    ("passwords in addresses are shown", PROBLEMS, 'return URL_PASSWORD.sub(r"\\1***@", str(value))', "return str(value)",
+    ("passwords in addresses are shown", PROBLEMS, 'return URL_PASSWORD.sub(lambda found: f"{found[1] or found[2]}***", str(value))', "return str(value)",
      "tests/config/test_load.py::test_secrets_are_never_printed"),
     ("a path without its first part means any key of that name", PROBLEMS, "1 if key.endswith(\".\" + name) else ", "",
      "tests/config/test_load.py::test_an_unknown_key_names_the_one_that_was_meant"),

@@ -254,10 +254,24 @@ MUTANTS = [
         "tests/rewards/test_qa.py::test_the_table",
     ),
     (
+        "an answer begins in one turn and ends in another",
+        "verlite/rewards/qa.py",
+        "answer := last_answer(text)",
+        "answer := last_answer(solution_str)",
+        "tests/rewards/test_qa.py::test_an_answer_stands_in_one_turn",
+    ),
+    (
+        "form is worth more than being right",
+        "verlite/rewards/qa.py",
+        "if structure_format_score + retrieval_score > 1:",
+        "if False:",
+        "tests/rewards/test_qa.py::test_form_is_never_worth_more_than_a_right_answer",
+    ),
+    (
         "the whole trajectory is searched for an answer",
         "verlite/rewards/qa.py",
-        "    answer = last_answer(solution_str)",
-        '    answer = last_answer("".join(text for _, text in (trajectory or {"segments": [("model", solution_str)]})["segments"]))',
+        ' if who == "model" and (answer := last_answer(text)) is not None]',
+        " if (answer := last_answer(text)) is not None]",
         "tests/rewards/test_qa.py::test_only_what_the_model_says_is_an_answer",
     ),
     (

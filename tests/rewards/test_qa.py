@@ -258,3 +258,19 @@ def test_search_r1s_sources_come_here_with_its_scores() -> None:
 
 def test_it_keeps_the_contract_of_reward_functions() -> None:
     assert check_reward("verlite.rewards.qa:compute_score", dict(FORMAT)) == []
+
+
+def test_an_answer_stands_in_one_turn():
+    """As the environment, which reads turn by turn: a tag that is left open belongs to its turn alone."""
+    turns = [["model", "<answer> hmm <search>q</search>"], ["tool", "..."], ["model", "<answer>Rome</answer>"]]
+    said = "".join(text for who, text in turns if who == "model")
+    assert compute_score("nq", said, "Rome", {"trajectory": {"segments": turns}})["pred"] == "Rome"
+    split = [["model", "<ans"], ["tool", "..."], ["model", "wer>Rome</answer>"]]
+    scored = compute_score("nq", "<answer>Rome</answer>", "Rome", {"trajectory": {"segments": split}})
+    assert scored["pred"] == "" and scored["score"] == 0.0
+
+
+def test_form_is_never_worth_more_than_a_right_answer():
+    with pytest.raises(ValueError, match="structure_format_score . retrieval_score = 0.9 . 0.2 is above 1"):
+        compute_score("nq", "x", "Rome", structure_format_score=0.9, retrieval_score=0.2)
+    assert compute_score("nq", "x", "Rome", structure_format_score=0.8, retrieval_score=0.2)["score"] == 0.0

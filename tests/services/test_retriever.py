@@ -203,6 +203,25 @@ def test_nothing_more_is_searched_for_a_client_that_has_gone(path: Path) -> None
         assert len(made[0].batches) == searched + 1
 
 
+def test_small_requests_whose_clients_have_gone_are_not_searched_either(path: Path) -> None:
+    """A time-out of a client's must not leave work behind that delays its next try."""
+    made, change = slow()
+
+    def leave(base: str) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{base}/retrieve", json={"queries": ["amber"] * 5}, timeout=0.3)
+
+    with serving(path, change, max_batch=5) as base:
+        leavers = [threading.Thread(target=leave, args=[base]) for _ in range(12)]
+        for leaver in leavers:
+            leaver.start()
+        for leaver in leavers:
+            leaver.join()
+        ask(base, {"query": "birch"})
+        time.sleep(0.5)
+        assert len(made[0].batches) < 12, "the first were being searched when they left"
+
+
 class Failing(Slow):
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         if "fail" in queries:

@@ -179,7 +179,17 @@ class Rollout:
 
 
 def waiting(world, wait=5.0, stop=False, limit=0.4, **fields):
-    run = a_run(world=world, stop=SimpleNamespace(requested=stop), tokenizer=tiny_tokenizer(), **fields)
+    run = a_run(world=world, stop=SimpleNamespace(requested=stop), tokenizer=tiny_tokenizer(), **({"rollout": SimpleNamespace()} | fields))
+
+    def silent_tools():
+        """Of two workers: the first one's tools always answer."""
+        try:
+            asyncio.run(world.check())
+        except ToolError as error:
+            return [None, str(error)]
+        return [None, None]
+
+    run.rollout.silent_tools = silent_tools
     run.config.retriever.outage_wait_s = wait
     run.config.actor_rollout_ref.rollout.max_error_rate = limit
     return run
@@ -247,6 +257,12 @@ def test_tools_that_answer_a_check_but_no_sample_are_not_waited_for_for_ever():
     with pytest.raises(stages.RolloutFailures, match="100.0% .*ToolError: the retriever at x"):
         stages.generate(run, asked([[5]], ["a"]))
     assert len(run.rollout.asked) == 4 and run.world.checks == 3, "nobody waits after the last draw"
+
+
+def test_a_stop_while_tools_are_awaited_leaves_the_step_unmade():
+    run = waiting(Tools(10**9), stop=True, rollout=Rollout([DOWN]))
+    with pytest.raises(stages.StepUnmade):
+        stages.generate(run, asked([[5]], ["a"]))
 
 
 # Votes

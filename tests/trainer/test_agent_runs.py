@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import threading
 import time
 
@@ -199,6 +200,23 @@ def test_a_retriever_that_comes_back_costs_time_and_no_numbers(undisturbed, worl
         assert run.wait() == 0, run.text()
     assert "the tools answer again" in " ".join(run.text().split())
     assert numbers(run) == numbers(undisturbed)
+
+
+def test_a_stop_during_an_outage_loses_nothing(undisturbed, world, tmp_path):
+    """A scheduler that ends a waiting run finds a checkpoint of its last whole step, and the run goes on from there."""
+    server, run = disturbed(tmp_path, world, "retriever.outage_wait_s=600")
+    deadline = time.monotonic() + 120
+    while "lost their tools" not in run.text():
+        assert run.process.poll() is None and time.monotonic() < deadline, run.text()
+        time.sleep(0.1)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 75, run.text()
+    assert [line["step"] for line in run.metrics()] == [1] and (run.run_dir / "global_step_1").is_dir()
+    run.assert_nothing_left()
+    with Facts() as again:
+        resumed = launch(tmp_path, "disturbed", world, again.url, "actor_rollout_ref.rollout.max_error_rate=0")
+        assert resumed.wait() == 0, resumed.text()
+    assert numbers(resumed) == numbers(undisturbed)
 
 
 def test_without_a_retriever_no_run_starts(world, tmp_path):

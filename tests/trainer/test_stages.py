@@ -31,7 +31,7 @@ def a_run(**fields) -> SimpleNamespace:
     config.actor_rollout_ref.model = ModelConfig(path="x")
     made = {
         "config": config, "step": 1, "metrics": {}, "stopwatch": Stopwatch(), "display": Screen(), "pad_id": 0, "first_step": True,
-        "drawn": 0, "world": None,
+        "drawn": 0, "world": None, "stop": SimpleNamespace(requested=False),
         "plan": SimpleNamespace(
             critic_warmup=0, placement={"actor": [0]}, needs_old_log_probs=False, correction=RolloutCorrection(), loss_mode="vanilla",
             prompts=2, samples_per_prompt=2, rows=4, gen_prompts=2, filters_groups=False, needs_greedy_baseline=False,

@@ -1,11 +1,12 @@
 """Keys that have no effect in the given configuration, and other things a user should be told. Said only for keys they set."""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from fnmatch import fnmatchcase
 
 from verlite.config import correction, plan, rules
 from verlite.config.names import readers
-from verlite.config.schema import Config
+from verlite.config.schema import Config, RetrieverConfig
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
 CORRECTION = "algorithm.rollout_correction."
@@ -249,7 +250,11 @@ TABLE: tuple[tuple[str, Condition, str], ...] = (
         (name, lambda c: not c.do_search, "do_search is off: every sample is a single turn")
         for name in ("max_turns", "env.*", "retriever.*", "data.max_start_length", "data.max_obs_length")
     ),
-    ("retriever.*", lambda c: c.env.name != "search", "env.name is not search"),
+    *(
+        (f"retriever.{field.name}", lambda c: c.env.name != "search", "env.name is not search")
+        for field in fields(RetrieverConfig)
+        if field.name != "outage_wait_s"  # whose tools they are does not matter
+    ),
     ("env.kwargs*", lambda c: c.env.name in rules.CHOICES["env.name"], "they are for a world of your own"),
 )
 """(key or pattern, when it has no effect, why). The first row that applies to a key is the one that is said."""

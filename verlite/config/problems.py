@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SECRET = re.compile(r"(?i)(token|secret|password|passwd|passphrase|credential|key)s?$")
-URL_PASSWORD = re.compile(r"(://[^/:@\s]+:)[^/@\s]+@")
+URL_PASSWORD = re.compile(r"(://[^/:@\s]*:)[^/@\s]+(?=@)|([?&](?:api_?key|key|token|secret|password)=)[^&\s]+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def display(key: str, value: Any, known: bool = False) -> str:
         return "***"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return URL_PASSWORD.sub(r"\1***@", str(value))
+    return URL_PASSWORD.sub(lambda found: f"{found[1] or found[2]}***", str(value))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

@@ -4,6 +4,7 @@ import ast
 import json
 import operator
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -76,7 +77,8 @@ def calculate(expression: str) -> float:
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has more than {_LONGEST} characters")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        with warnings.catch_warnings(action="ignore"):  # what Python thinks of a model's style is nobody's concern
+            tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError("the expression cannot be read") from error
     return _value(tree.body)

@@ -37,6 +37,10 @@ class _Retry(Exception):
     """This try failed; another may not."""
 
 
+class _Down(_Retry):
+    """Nobody answered at the address: no query is to blame."""
+
+
 class _Refused(Exception):
     """The server understands the request and does not want it."""
 
@@ -77,6 +81,7 @@ class RetrieverClient:
         self._waiting: list[_Question] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._size = config.batch_size  # halved when an answer takes too long, and grows again with each that does not
         self._changed: asyncio.Condition | None = None
         self._http: httpx.AsyncClient | None = None
 
@@ -107,24 +112,28 @@ class RetrieverClient:
             return Found(self._cache[query], cached=True)
         question, cached = self._asked.get(query), True
         if question is None:
-            question, cached = self._ask(query, began + self.config.deadline_s), False
+            question, cached = self._ask(query), False
+        question.deadline = began + self.config.deadline_s  # who joins late has as much time as who asked first
         passages, retries = await asyncio.shield(question.answer)
         return Found(passages, time.monotonic() - began, 0 if cached else retries, cached)
 
-    async def check(self) -> None:
-        """Ask every server one real query. Raises ToolError naming the first that does not answer."""
+    async def check(self) -> str | None:
+        """Ask every server one real query. Returns what is wrong with some of them; raises ToolError when none answers."""
         if self._http is None:
             async with self:
                 return await self.check()
+        silent = []
         for server in self._servers:
             try:
                 await self._negotiate(server)
             except (_Retry, _Refused) as error:
-                raise ToolError(
-                    f"the retriever at {server} does not answer: {error}. Start it (verlite serve retriever --corpus FILE), or correct "
-                    "retriever.url"
-                ) from error
-            server.failures, server.rests_until = 0, 0.0
+                silent.append(f"the retriever at {server} does not answer: {error}")
+                server.failures = _REST_AFTER
+            else:
+                server.failures, server.rests_until = 0, 0.0
+        if len(silent) == len(self._servers):
+            raise ToolError(f"{'; '.join(silent)}. Start it (verlite serve retriever --corpus FILE), or correct retriever.url")
+        return "; ".join(silent) or None
 
     async def _negotiate(self, server: _Server) -> None:
         server.one_by_one = False
@@ -138,13 +147,13 @@ class RetrieverClient:
                 server.one_by_one = False
                 raise
 
-    def _ask(self, query: str, deadline: float) -> _Question:
+    def _ask(self, query: str) -> _Question:
         """Put a query into the next request."""
         loop = asyncio.get_running_loop()
-        question = _Question(query, loop.create_future(), deadline)
+        question = _Question(query, loop.create_future(), 0.0)
         self._asked[query] = question
         self._waiting.append(question)
-        if len(self._waiting) >= self.config.batch_size:
+        if len(self._waiting) >= self._size:
             self._send()
         elif self._timer is None:
             self._timer = loop.call_later(self.config.batch_window_ms / 1000, self._send)
@@ -156,45 +165,60 @@ class RetrieverClient:
             self._timer.cancel()
             self._timer = None
         questions, self._waiting = self._waiting, []
-        together = 1 if any(server.one_by_one for server in self._servers) else self.config.batch_size
+        together = 1 if any(server.one_by_one for server in self._servers) else self._size
         for start in range(0, len(questions), together):
             task = asyncio.get_running_loop().create_task(self._answer(questions[start : start + together]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, questions: list[_Question]) -> None:
-        """Get passages for all questions of a request, or fail each of them."""
+    async def _answer(self, questions: list[_Question], tries: int = 0) -> None:
+        """Get passages for all questions of a request, or fail each of them.
+
+        One query that the server does not want, breaks on or is slow with must not cost the others theirs: a request that failed
+        is asked again in two halves.
+        """
         try:
-            await self._answer_together(questions)
+            tries = await self._answer_together(questions, tries)
+            if tries:
+                half = len(questions) // 2
+                await asyncio.gather(*(self._answer(part, tries) for part in (questions[:half], questions[half:])))
         except _Refused as error:
-            if len(questions) == 1:
-                self._fail(questions[0], f"the retriever refuses the query {questions[0].query[:100]!r}: {error}")
-            else:  # one query that the server does not want must not cost the others theirs
-                await asyncio.gather(*(self._answer([question]) for question in questions))
+            self._fail(questions[0], f"the retriever refuses the query {questions[0].query[:100]!r}: {error}")
         except Exception as error:  # whatever it is: who asked must hear of it, or would wait for ever
             for question in questions:
                 self._fail(question, str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}")
 
-    async def _answer_together(self, questions: list[_Question]) -> None:
-        deadline, tries, last = min(question.deadline for question in questions), 0, "every server is busy or rests"
+    async def _answer_together(self, questions: list[_Question], tries: int) -> int:
+        """0 when all are answered, else the number of tries so far, and the request should be cut in two. `tries` failed before."""
+        last = "every server is busy or rests"
         while True:
+            deadline = max(question.deadline for question in questions)
             left = deadline - time.monotonic()
             server = await self._server(left) if left > 0 else None
             if server is None:
                 raise ToolError(f"no answer within retriever.deadline_s={self.config.deadline_s:g} after {tries} tries; the last: {last}")
+            allowed = deadline - time.monotonic()
             try:
-                answers = await self._post(server, [question.query for question in questions], deadline - time.monotonic())
+                answers = await self._post(server, [question.query for question in questions], allowed)
+            except _Refused:
+                if len(questions) == 1:
+                    raise
+                return tries + 1
             except _Retry as error:
                 server.failures += 1
                 if server.failures >= _REST_AFTER:
                     server.rests_until = time.monotonic() + _REST_S
-                last = f"{server}: {error}"
+                if not tries or allowed > self.config.timeout_s / 10:  # the last, short try says nothing about the cause
+                    last = f"{server}: {error}"
                 tries += 1
+                if len(questions) > 1 and not isinstance(error, _Down):
+                    return tries
             else:
                 server.failures = 0
+                self._size = min(self.config.batch_size, self._size + 1)
                 for question, passages in zip(questions, answers, strict=True):
                     self._keep(question, passages, tries)
-                return
+                return 0
             finally:
                 await self._release(server)
             if any(other.failures == 0 for other in self._servers):
@@ -240,10 +264,11 @@ class RetrieverClient:
         body = {**asked, "topk": self.config.topk, "return_scores": True}
         try:
             response = await asyncio.wait_for(self._http.post(server.url, json=body), limit)  # httpx bounds each read, not their sum
-        except TimeoutError as error:
-            raise _Retry(f"no answer within {limit:.3g} s") from error
+        except (TimeoutError, httpx.ReadTimeout) as error:
+            self._size = max(1, min(self._size, count // 2))
+            raise _Retry(f"no answer to {count} quer{'y' if count == 1 else 'ies'} within {limit:.3g} s") from error
         except httpx.HTTPError as error:
-            raise _Retry(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+            raise _Down(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
         if response.status_code == 429 or response.status_code >= 500:
             raise _Retry(f"HTTP {response.status_code}: {response.text[:200]}")
         if response.status_code != 200:

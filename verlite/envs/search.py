@@ -13,6 +13,7 @@ INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I want to give the "
     "final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
 )
+INFORMATION = ("\n\n<information>", "</information>\n\n")
 NOTHING_FOUND = "No results found."
 FAILED = "The search engine does not answer."
 
@@ -55,9 +56,9 @@ class SearchEnv:
         except ToolError as error:
             if not self._observe_errors:
                 raise
-            return Step(FAILED, "\n\n<information>", "</information>\n\n", info={**info, "error": str(error)})
+            return Step(FAILED, *INFORMATION, info={**info, "error": str(error)})
         info |= {"called": True, "seconds": found.seconds, "retries": found.retries, "cached": found.cached, "hits": len(found.passages)}
-        return Step(passages_text(found.passages) or NOTHING_FOUND, "\n\n<information>", "</information>\n\n", info=info)
+        return Step(passages_text(found.passages) or NOTHING_FOUND, *INFORMATION, info=info)
 
 
 def first_action(text: str) -> tuple[str, str]:

@@ -1,5 +1,7 @@
 """What the trajectories of one worker share, and the table of worlds to choose from with `env.name`."""
 
+import asyncio
+import inspect
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -7,8 +9,8 @@ from verlite.algorithms.lookup import lookup
 from verlite.config.schema import Config, RetrieverConfig
 from verlite.envs.calculator import Calculator
 from verlite.envs.retriever import RetrieverClient
-from verlite.envs.search import SearchEnv
-from verlite.envs.step import Env
+from verlite.envs.search import INFORMATION, SearchEnv
+from verlite.envs.step import Env, ToolError
 
 
 class World:
@@ -21,13 +23,19 @@ class World:
     """True: observations are tool messages of the chat template. False: plain text behind what the model wrote."""
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the tools, which the chat template shows to the model in the prompt."""
+    around: tuple[str, str] = ("", "")
+    """What stands before and after an observation and is never cut; an observation must have room for it and more."""
 
     def env(self, extra_info: Mapping[str, Any]) -> Env:
         """A new environment for one sample; `extra_info` is that of its row in the data."""
         raise NotImplementedError
 
-    async def check(self) -> None:
-        """Raise ToolError when the tools cannot be used now. Called before a run starts, and to see whether an outage is over."""
+    async def check(self) -> str | None:
+        """Raise when the tools cannot be used now; return what is wrong though they can.
+
+        Called outside `async with`: before a run starts, and to see whether an outage is over.
+        """
+        return None
 
     async def __aenter__(self) -> Self:
         return self
@@ -39,6 +47,8 @@ class World:
 class SearchWorld(World):
     """Search-R1's: a search engine behind tags in the text."""
 
+    around = INFORMATION
+
     def __init__(self, retriever: RetrieverConfig) -> None:
         self.client = RetrieverClient(retriever)
         self._observe_errors = retriever.on_error == "observe"
@@ -46,8 +56,8 @@ class SearchWorld(World):
     def env(self, extra_info: Mapping[str, Any]) -> Env:
         return SearchEnv(self.client, observe_errors=self._observe_errors)
 
-    async def check(self) -> None:
-        await self.client.check()
+    async def check(self) -> str | None:
+        return await self.client.check()
 
     async def __aenter__(self) -> Self:
         await self.client.__aenter__()
@@ -77,9 +87,23 @@ def build_world(config: Config) -> World:
         return SearchWorld(config.retriever)
     make = lookup(config.env.name, WORLDS, "env.name")
     try:
-        world = make(**config.env.kwargs)
+        inspect.signature(make).bind(**config.env.kwargs)
     except TypeError as error:
         raise ValueError(f"env.kwargs do not fit env.name={config.env.name}: {error}") from error
+    try:
+        world = make(**config.env.kwargs)
+    except Exception as error:  # a user's own class may raise anything
+        raise ValueError(f"env.name={config.env.name} cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(world, World):
         raise ValueError(f"env.name={config.env.name} makes a {type(world).__name__}, which is no verlite.envs.world.World")
     return world
+
+
+def checked(world: World) -> str | None:
+    """`world.check()` from outside an event loop. Raises ToolError, whatever it was that the world raised."""
+    try:
+        return asyncio.run(world.check())
+    except ToolError:
+        raise
+    except Exception as error:  # a user's own check may raise anything
+        raise ToolError(f"the tools cannot be used: {type(error).__name__}: {error}") from error

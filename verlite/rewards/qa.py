@@ -65,7 +65,8 @@ def compute_score(
         structure is valid; pred, the answer as it was extracted, "" for none.
 
     Raises:
-        ValueError: no gold answer, an unknown method, a score outside [0, 1], or segments of another form.
+        ValueError: no gold answer, an unknown method, a score outside [0, 1], scores for form above a right answer's, or segments of
+            another form.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not one of {', '.join(METHODS)}")
@@ -77,10 +78,15 @@ def compute_score(
     for name, value in scores.items():
         if not 0 <= value <= 1:
             raise ValueError(f"{name}={value} is outside [0, 1]: a right answer scores 1")
+    if structure_format_score + retrieval_score > 1:
+        total = f"{structure_format_score} + {retrieval_score}"
+        raise ValueError(f"structure_format_score + retrieval_score = {total} is above 1: a wrong answer would beat a right one")
     golds = gold_answers(ground_truth)
     trajectory = (extra_info or {}).get("trajectory")
-    blocks = observations([("model", solution_str)] if trajectory is None else trajectory["segments"])
-    answer = last_answer(solution_str)
+    segments = [("model", solution_str)] if trajectory is None else trajectory["segments"]
+    blocks = observations(segments)
+    given = [answer for who, text in segments if who == "model" and (answer := last_answer(text)) is not None]  # no tag spans two turns
+    answer = given[-1] if given else None
     right = answer is not None and matches(answer, golds, method)
     retrieved = blocks is not None and holds(blocks, golds)
     if answer is None:

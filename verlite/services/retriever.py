@@ -141,6 +141,8 @@ class Share:
     """Queries of one request that are searched at once."""
 
     asked: Asked
+    gone: Callable[[], Awaitable[bool]]
+    """Whether who asked has hung up."""
     texts: asyncio.Future[list[str]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -161,9 +163,7 @@ class Desk:
         """JSON of each query's hits, in order. Stops early once the client is `gone`."""
         texts: list[str] = []
         for start in range(0, len(asked.queries), self.max_batch):
-            if start and await gone():
-                raise GONE
-            share = Share(Asked(asked.queries[start : start + self.max_batch], asked.topk, asked.scores))
+            share = Share(Asked(asked.queries[start : start + self.max_batch], asked.topk, asked.scores), gone)
             self._waiting.append(share)
             self._arrival.set()
             texts += await share.texts
@@ -173,7 +173,9 @@ class Desk:
         """Search for whoever waits, forever."""
         while True:
             await self._arrival.wait()
-            shares = self._take()
+            shares = [share for share in self._take() if not await _dropped(share)]
+            if not shares:
+                continue
             loop, batch = asyncio.get_running_loop(), [share.asked for share in shares]
             try:
                 answers = await loop.run_in_executor(self.thread, self._search, batch)
@@ -204,6 +206,13 @@ class Desk:
         documents = [(self.corpus[row], score) for row, score in hits]
         items = [{"document": document, "score": score} if scores else document for document, score in documents]
         return json.dumps(items, ensure_ascii=False, allow_nan=False)
+
+
+async def _dropped(share: Share) -> bool:
+    """Nobody waits for this share any more; whoever still holds it is told so."""
+    if not share.texts.done() and await share.gone():
+        share.texts.set_exception(GONE)
+    return share.texts.done()
 
 
 def bind(host: str, port: int) -> socket.socket:

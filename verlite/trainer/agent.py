@@ -1,6 +1,5 @@
 """What samples of several turns add to a step: their transcripts, their metrics under Search-R1's names, and waiting for tools."""
 
-import asyncio
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -113,15 +112,11 @@ def outage_is_over(run: Run, batch: DataProto) -> bool:
     wait = run.config.retriever.outage_wait_s
     run.display.warn(f"{len(failed)} of {len(batch)} samples lost their tools ({failed[0]}); waiting up to {wait:g} s for them")
     began = time.monotonic()
-    assert run.world
     while not run.stop.requested:
-        try:
-            asyncio.run(run.world.check())
-        except ToolError:
-            if (left := wait - (time.monotonic() - began)) <= 0:
-                break
-            time.sleep(min(_ASK_EVERY_S, left))
-        else:
+        if not any(run.rollout.silent_tools()):  # each from its own machine
             run.display.say(f"the tools answer again after {time.monotonic() - began:.0f} s; sampling the step's prompts anew")
             return True
+        if (left := wait - (time.monotonic() - began)) <= 0:
+            break
+        time.sleep(min(_ASK_EVERY_S, left))
     return False

@@ -23,6 +23,8 @@ from verlite.workers.critic import CriticWorker
 from verlite.workers.reference import ReferenceWorker
 from verlite.workers.rollout import RolloutWorker
 
+AGENT_LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
+
 
 @dataclass
 class Run:
@@ -56,16 +58,23 @@ class Run:
     resumed_step: int = 0
     saved_step: int = 0
     failed_saves: int = 0
+    before: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def steps(self) -> Iterator[int]:
         """The steps that are left. Ends early when a stop was requested (SIGTERM, SIGUSR1)."""
         while self.step < self.total_steps and not self.stop.requested:
+            self.before = self.state()
             self.step += 1
             self.drawn = 0
             self.metrics, self.stopwatch = {}, Stopwatch()
             yield self.step
+
+    def undo_step(self) -> None:
+        """Back to the end of the last step, whose weights the workers still hold: nothing of this one was learnt yet."""
+        self.step, self.metrics = self.before["step"], self.before["metrics"]
+        self.sampler.load_state_dict(self.before["sampler"])
 
     @property
     def first_step(self) -> bool:
@@ -115,6 +124,7 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "data.seed": config.data.seed,
         "data.shuffle": config.data.shuffle,
         "max_turns": max_turns(config),
-        **({"env.name": config.env.name, "data.max_obs_length": config.data.max_obs_length} if max_turns(config) else {}),
+        **({"env.name": config.env.name, "env.kwargs": config.env.kwargs} if max_turns(config) else {}),
+        **({f"data.{name}": getattr(config.data, name) for name in AGENT_LENGTHS} if max_turns(config) else {}),
         **({"retriever.topk": config.retriever.topk} if max_turns(config) and config.env.name == "search" else {}),
     }

@@ -1,6 +1,7 @@
 """A run's kept samples, shown in the terminal: who wrote what, what was trained, what tools answered, what it was worth."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ Sample = dict[str, Any]
 STYLES = {"trained": "green", "not trained": "yellow", "tool": "cyan"}
 """How text is coloured: sampled tokens in the loss, sampled tokens kept out of it, and what tools wrote, which is never trained."""
 LONGEST_PROMPT = 600
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a terminal would obey; models and passages write them too."""
 
 
 def read_samples(run_dir: Path, step: int | None, validation: bool = False) -> tuple[Path, list[Sample]]:
@@ -24,7 +27,8 @@ def read_samples(run_dir: Path, step: int | None, validation: bool = False) -> t
         ValueError: there are none, or the file cannot be read; the message says which steps there are.
     """
     start = "val_step_" if validation else "step_"
-    steps = sorted(int(path.stem.removeprefix(start)) for path in (run_dir / "rollouts").glob(f"{start}[0-9]*.jsonl"))
+    files = [path.stem.removeprefix(start) for path in (run_dir / "rollouts").glob(f"{start}*.jsonl")]
+    steps = sorted(int(name) for name in files if name.isdecimal())
     if not steps:
         raise ValueError(f"{run_dir / 'rollouts'} has no {start}N.jsonl: is it a run directory, with trainer.rollouts_per_step above 0?")
     if step is None:
@@ -60,18 +64,18 @@ def picture(sample: Sample, whole_prompt: bool = False) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(justify="right", style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row("prompt", Text(prompt))
+    grid.add_row("prompt", Text(_shown(prompt)))
     infos, turn = list(sample.get("turn_infos") or []), 0
     trained = sample.get("trained_tokens", 1) > 0
     for who, text in sample.get("transcript") or [["model", sample["response"]]]:
         if who == "model":
             turn += 1
-            grid.add_row(f"turn {turn}", Text(text, style=STYLES["trained" if trained else "not trained"]))
+            grid.add_row(f"turn {turn}", Text(_shown(text), style=STYLES["trained" if trained else "not trained"]))
         else:
-            grid.add_row(_call(infos[turn - 1] if turn <= len(infos) else {}), Text(text.strip("\n"), style=STYLES["tool"]))
+            grid.add_row(_call(infos[turn - 1] if turn <= len(infos) else {}), Text(_shown(text.strip("\n")), style=STYLES["tool"]))
     if sample.get("error"):
-        grid.add_row("error", Text(str(sample["error"]), style="red"))
-    grid.add_row("expected", Text(_plain(sample["ground_truth"])))
+        grid.add_row("error", Text(_shown(str(sample["error"])), style="red"))
+    grid.add_row("expected", Text(_shown(_plain(sample["ground_truth"]))))
     return Group(_head(sample), grid, Text())
 
 
@@ -102,3 +106,8 @@ def _call(info: dict[str, Any]) -> str:
 def _plain(truth: Any) -> str:
     target = truth.get("target", truth) if isinstance(truth, dict) else truth
     return " | ".join(map(str, target)) if isinstance(target, list) else str(target)
+
+
+def _shown(text: str) -> str:
+    """Control characters as visible escapes."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -1,17 +1,16 @@
 """From a checked configuration to a run that is ready to step, and back to nothing: what is started here is ended here."""
 
-import asyncio
 import copy
-import dataclasses
 import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import yaml
 from transformers import PreTrainedTokenizerBase
 
 from verlite.algorithms.advantages import ESTIMATORS
@@ -29,8 +28,8 @@ from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.sampler import PromptSampler
 from verlite.engine.model import ModelError, load_config, load_tokenizer
 from verlite.envs.chat import TemplateError, encode_chat
-from verlite.envs.step import Step, ToolError
-from verlite.envs.world import World, build_world
+from verlite.envs.step import Step, ToolError, encode_text
+from verlite.envs.world import World, build_world, checked
 from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
 from verlite.trainer.display import Display
@@ -137,7 +136,7 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         refuse_changed_settings(config, state.get("critical", {}))
         functions_of(config)
         tokenizer = tokenizer_of(policy.model)
-        world = world_of(config, tokenizer)
+        world = world_of(config, tokenizer, warnings.append)
         limits = longest_prompt(config), world.tools if world else ()
         train_data = PromptDataset(config.data.train_files, tokenizer, config.data, "train", *limits)
         val_data = PromptDataset(config.data.val_files, tokenizer, config.data, "val", *limits) if config.data.val_files else None
@@ -194,7 +193,7 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         if checkpoint:
             finish_metrics(run_dir, state)
         tracking = Tracking(
-            trainer.logger, run_dir, trainer.project_name, trainer.experiment_name, dataclasses.asdict(config), display.warn,
+            trainer.logger, run_dir, trainer.project_name, trainer.experiment_name, yaml.safe_load(dump(loaded)), display.warn,
             resumed_step=state["step"],
         )  # fmt: skip
         stack.callback(tracking.finish)
@@ -223,8 +222,8 @@ def functions_of(config: Config) -> None:
         raise RunRefused(str(error)) from error
 
 
-def world_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> World | None:
-    """The world that an agent's samples act in, whose tools answer; None for single turns.
+def world_of(config: Config, tokenizer: PreTrainedTokenizerBase, warn: Callable[[str], None]) -> World | None:
+    """The world that an agent's samples act in, whose tools answer; None for single turns. What they can live with is a warning.
 
     Raises:
         RunRefused: there is no such world, its tools do not answer, or the chat template cannot carry them or has no room for them.
@@ -233,11 +232,12 @@ def world_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> World | None
         return None
     try:
         world = build_world(config)
-        if world.chat:
-            encode = encode_chat(tokenizer, world.tools, config.data.apply_chat_template_kwargs)
-            limit = config.data.max_obs_length
-            encode(Step("gizmo " * limit), [], limit)  # has room
-        asyncio.run(world.check())
+        template, limit = config.data.apply_chat_template_kwargs, config.data.max_obs_length
+        encode = encode_chat(tokenizer, world.tools, template) if world.chat else encode_text(tokenizer)
+        before, after = world.around
+        encode(Step("gizmo " * limit, before, after), [], limit)  # has room
+        if note := checked(world):
+            warn(note)
     except (ToolError, TemplateError, ValueError) as error:
         raise RunRefused(str(error)) from error
     return world

@@ -39,6 +39,10 @@ class RolloutFailures(Exception):
     """More samples could not be generated than `actor_rollout_ref.rollout.max_error_rate` allows."""
 
 
+class StepUnmade(Exception):
+    """A stop was requested while a step could not go on: it is left unmade, and nothing of it was learnt yet."""
+
+
 class TooFewGroups(Exception):
     """`algorithm.filter_groups` found too few prompts whose samples differ."""
 
@@ -88,6 +92,8 @@ def generate(run: Run, requests: DataProto) -> DataProto:
     batch = answered(run, requests, sleep_after=True)
     failed, limit = ~batch.batch["valid"], run.config.actor_rollout_ref.rollout.max_error_rate
     if (rate := failed.double().mean().item()) > limit:
+        if run.stop.requested:  # while it waited for tools
+            raise StepUnmade
         raise RolloutFailures(
             f"{rate:.1%} of this step's samples could not be generated, more than actor_rollout_ref.rollout.max_error_rate={limit:g} "
             f"allows. The first failure: {batch.non_tensor_batch['error'][failed.nonzero()[0, 0]]}"

@@ -12,8 +12,8 @@ from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
 from verlite.engine.model import load_tokenizer
 from verlite.envs.chat import encode_chat
-from verlite.envs.step import encode_text
-from verlite.envs.world import World, build_world
+from verlite.envs.step import Env, ToolError, encode_text
+from verlite.envs.world import World, build_world, checked
 from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.weights import read_buckets
 from verlite.rollout.build import build_engine
@@ -33,7 +33,7 @@ class RolloutWorker(Worker):
             self.world, tokenizer = build_world(config), load_tokenizer(policy.model)
             template = config.data.apply_chat_template_kwargs
             self.encode = encode_chat(tokenizer, self.world.tools, template) if self.world.chat else encode_text(tokenizer)
-            asyncio.run(self.world.check())  # tools that the driver's machine reaches need not be in reach of this one
+            checked(self.world)  # tools that the driver's machine reaches need not be in reach of this one
         self.engine = build_engine(plan.rollout_name, policy.model, policy.rollout, plan.max_model_len, self.device, policy.rollout.seed)
 
     @register("split")
@@ -78,16 +78,34 @@ class RolloutWorker(Worker):
         return Request(
             prompt_ids,
             sampling,
-            self.world.env(extra_info),
+            self._env(extra_info),
             max_turns=self.plan.max_turns,
             max_response_tokens=self.plan.longest_sequence - len(prompt_ids),
             max_observation_tokens=self.config.data.max_obs_length,
             encode_observation=self.encode,
         )
 
+    def _env(self, extra_info: dict[str, Any]) -> Env:
+        try:
+            return self.world.env(extra_info)
+        except Exception as error:  # a user's own, which may want of a row what it does not have
+            raise ValueError(
+                f"env.name={self.config.env.name} makes no environment for a row with extra_info {extra_info!r:.200}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
     async def _sample(self, requests: list[Request]) -> list[Trajectory]:
         async with self.world:
             return await run_all(self.engine, requests)
+
+    @register("all")
+    def silent_tools(self) -> str | None:
+        """Why this worker's tools cannot be used now."""
+        try:
+            checked(self.world)
+        except ToolError as error:
+            return str(error)
+        return None
 
     @register("all")
     def sleep(self) -> None:
