@@ -1,6 +1,7 @@
 """Learning itself: sampling, scoring, advantages, updates and syncs with the real engines, in one process."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +34,7 @@ def learn(path: str, estimator: str, seed: int, sign: float = 1.0, steps: int = 
     actor = train_engine(path, train=True, lr=2e-2, enable_gradient_checkpointing=False)
     critic = train_engine(path, train=True, lr=2e-2, head="value", enable_gradient_checkpointing=False) if estimator == "gae" else None
     worker, rng, curve = RolloutWorker.__new__(RolloutWorker), random.Random(seed), []
-    worker.engine = rollout_engine(path, pretrained=False)
+    worker.plan, worker.engine = SimpleNamespace(max_turns=0), rollout_engine(path, pretrained=False)
     try:
         for step in range(steps):
             worker.engine.load_weights(actor.export(), step + 1, actor.fingerprint())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def sampled(path: str, sampling: Sampling, longest: int, pad_id: int) -> DataPro
     samplings = [dataclasses.replace(sampling, seed=i, max_tokens=1 + i % longest) for i in range(48)]
     asked = requests([PromptRow(i, ids, [], "s", "1") for i, ids in enumerate(prompts)], [f"u{i}" for i in range(48)], samplings)
     worker = RolloutWorker.__new__(RolloutWorker)
-    worker.engine = rollout_engine(path)
+    worker.plan, worker.engine = SimpleNamespace(max_turns=0), rollout_engine(path)
     try:
         return assemble(asked, worker.generate(asked, sleep_after=False), pad_id)
     finally:
