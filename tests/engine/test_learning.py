@@ -13,6 +13,7 @@ from verlite.config.plan import Micro, Updates
 from verlite.config.schema import Config
 from verlite.data.dataset import PromptRow
 from verlite.engine.micro import MicroBatching
+from verlite.envs.world import World
 from verlite.rollout.types import Sampling
 from verlite.trainer.batch import assemble, requests, seeds
 from verlite.workers.actor import policy_objective
@@ -34,7 +35,7 @@ def learn(path: str, estimator: str, seed: int, sign: float = 1.0, steps: int = 
     actor = train_engine(path, train=True, lr=2e-2, enable_gradient_checkpointing=False)
     critic = train_engine(path, train=True, lr=2e-2, head="value", enable_gradient_checkpointing=False) if estimator == "gae" else None
     worker, rng, curve = RolloutWorker.__new__(RolloutWorker), random.Random(seed), []
-    worker.plan, worker.engine = SimpleNamespace(max_turns=0), rollout_engine(path, pretrained=False)
+    worker.plan, worker.world, worker.engine = SimpleNamespace(max_turns=0), World(), rollout_engine(path, pretrained=False)
     try:
         for step in range(steps):
             worker.engine.load_weights(actor.export(), step + 1, actor.fingerprint())

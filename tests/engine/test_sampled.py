@@ -16,6 +16,7 @@ from tests.rollout.oracle import ask, float64_model, largest_gap, naive_greedy, 
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.data.dataset import PromptRow
 from verlite.engine.micro import MicroBatching
+from verlite.envs.world import World
 from verlite.protocol.data import DataProto
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
@@ -37,7 +38,7 @@ def sampled(path: str, sampling: Sampling, longest: int, pad_id: int) -> DataPro
     samplings = [dataclasses.replace(sampling, seed=i, max_tokens=1 + i % longest) for i in range(48)]
     asked = requests([PromptRow(i, ids, [], "s", "1") for i, ids in enumerate(prompts)], [f"u{i}" for i in range(48)], samplings)
     worker = RolloutWorker.__new__(RolloutWorker)
-    worker.plan, worker.engine = SimpleNamespace(max_turns=0), rollout_engine(path)
+    worker.plan, worker.world, worker.engine = SimpleNamespace(max_turns=0), World(), rollout_engine(path)
     try:
         return assemble(asked, worker.generate(asked, sleep_after=False), pad_id)
     finally:
