@@ -19,7 +19,7 @@ def a_run(tmp_path, **fields) -> Run:
         "val_data": object(),
         "plan": SimpleNamespace(n_devices=1, validates_first=True, placement={"actor": [0, 1]}, longest_prompt=7, longest_response=9),
         "stop": SimpleNamespace(requested=False),
-        "sampler": SimpleNamespace(epoch=0), "tracking": SimpleNamespace(log=lambda step, metrics: None),
+        "sampler": SimpleNamespace(epoch=0, state_dict=dict), "tracking": SimpleNamespace(log=lambda step, metrics: None),
         "step": 0, "version": 0, "resumed_step": 0, "saved_step": 0, "failed_saves": 0, "metrics": {}, "stopwatch": Stopwatch(),
     }  # fmt: skip
     run = Run(**(made | fields))

@@ -65,7 +65,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps that are left. Ends early when a stop was requested (SIGTERM, SIGUSR1)."""
         while self.step < self.total_steps and not self.stop.requested:
-            self.before = self.state()
+            self.before = {"metrics": self.metrics, "sampler": self.sampler.state_dict()}
             self.step += 1
             self.drawn = 0
             self.metrics, self.stopwatch = {}, Stopwatch()
@@ -73,7 +73,7 @@ class Run:
 
     def undo_step(self) -> None:
         """Back to the end of the last step, whose weights the workers still hold: nothing of this one was learnt yet."""
-        self.step, self.metrics = self.before["step"], self.before["metrics"]
+        self.step, self.metrics = self.step - 1, self.before["metrics"]
         self.sampler.load_state_dict(self.before["sampler"])
 
     @property
