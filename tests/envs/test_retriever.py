@@ -141,15 +141,25 @@ def test_one_query_that_a_server_breaks_on_or_is_slow_with_costs_the_others_noth
 
 
 def test_a_server_that_takes_its_time_is_asked_for_less_at_once(server):
-    """20 ms a query: 64 of them take longer than the time-out, and would for ever. What was learnt from the first is kept."""
+    """20 ms a query: 64 of them take longer than the time-out, and would for ever. What was learnt is kept."""
     server.delays = lambda body: 0.02 * len(body["queries"])
     client = client_of(server, timeout_s=0.5, deadline_s=20.0, max_in_flight=1)
-    first, _ = ask(client, *[f"capital {i}" for i in range(64)])
-    tried = len(server.requests)
-    second, _ = ask(client, *[f"metres {i}" for i in range(64)])
-    assert all(answer.passages for answer in first + second)
-    assert max(len(body["queries"]) for body in server.requests[:tried]) == 64
-    assert max(len(body["queries"]) for body in server.requests[tried:]) < 32
+    waves = []
+    for wave in range(3):
+        before = len(server.requests)
+        found, _ = ask(client, *[f"capital {wave} {i}" for i in range(64)])
+        assert all(answer.passages for answer in found)
+        waves.append(max(len(body["queries"]) for body in server.requests[before:]))
+    assert waves == [64, 32, 16], "each wave begins with half of what took too long"
+
+
+def test_one_slow_query_does_not_make_the_others_requests_small(server):
+    server.delays = lambda body: 5.0 if "poison" in body["queries"] else 0.0
+    client = client_of(server, timeout_s=0.2, deadline_s=1.5)
+    ask(client, *[f"capital {i}" for i in range(63)], "poison")
+    before = len(server.requests)
+    ask(client, *[f"metres {i}" for i in range(64)])
+    assert [len(body["queries"]) for body in server.requests[before:]] == [32, 32]
 
 
 def test_who_joins_a_search_late_has_as_much_time(server):

@@ -17,7 +17,9 @@ MUTANTS = [
     # one query's trouble is its own
     ("a request that failed is asked again whole", CLIENT, "if len(questions) > 1 and not isinstance(error, _Down):", "if False:",
      ASKS + "one_query_that_a_server_breaks_on_or_is_slow_with_costs_the_others_nothing"),
-    ("requests never get smaller", CLIENT, "self._size = max(1, min(self._size, count // 2))", "pass", ASKS + "a_server_that_takes_its_time_is_asked_for_less_at_once"),
+    ("one slow query makes all requests small", CLIENT, "if not tries and isinstance(error, _Slow):", "if isinstance(error, _Slow):",
+     ASKS + "one_slow_query_does_not_make_the_others_requests_small"),
+    ("requests never get smaller", CLIENT, "self._size = max(1, len(questions) // 2)", "pass", ASKS + "a_server_that_takes_its_time_is_asked_for_less_at_once"),
     ("who joins late has the first one's time", CLIENT, "question.deadline = began + self", "question.deadline = question.deadline or began + self",
      ASKS + "who_joins_a_search_late_has_as_much_time"),
     ("one silent server keeps a run from starting", CLIENT, "if len(silent) == len(self._servers):", "if silent:", ASKS + "a_check_names_the_server_and_the_remedy"),

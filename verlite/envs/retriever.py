@@ -41,6 +41,10 @@ class _Down(_Retry):
     """Nobody answered at the address: no query is to blame."""
 
 
+class _Slow(_Retry):
+    """No answer in time."""
+
+
 class _Refused(Exception):
     """The server understands the request and does not want it."""
 
@@ -210,12 +214,14 @@ class RetrieverClient:
                     server.rests_until = time.monotonic() + _REST_S
                 if not tries or allowed > self.config.timeout_s / 10:  # the last, short try says nothing about the cause
                     last = f"{server}: {error}"
+                if not tries and isinstance(error, _Slow):  # not for the parts of a request: they are small for one query's sake
+                    self._size = max(1, len(questions) // 2)
                 tries += 1
                 if len(questions) > 1 and not isinstance(error, _Down):
                     return tries
             else:
                 server.failures = 0
-                self._size = min(self.config.batch_size, self._size + 1)
+                self._size = min(self.config.batch_size, self._size + (not tries))
                 for question, passages in zip(questions, answers, strict=True):
                     self._keep(question, passages, tries)
                 return 0
@@ -265,8 +271,7 @@ class RetrieverClient:
         try:
             response = await asyncio.wait_for(self._http.post(server.url, json=body), limit)  # httpx bounds each read, not their sum
         except (TimeoutError, httpx.ReadTimeout) as error:
-            self._size = max(1, min(self._size, count // 2))
-            raise _Retry(f"no answer to {count} quer{'y' if count == 1 else 'ies'} within {limit:.3g} s") from error
+            raise _Slow(f"no answer to {count} quer{'y' if count == 1 else 'ies'} within {limit:.3g} s") from error
         except httpx.HTTPError as error:
             raise _Down(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
         if response.status_code == 429 or response.status_code >= 500:
