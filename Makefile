@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 IN_PARALLEL := -n 2 --dist loadgroup
 
-.PHONY: help setup setup-test quickstart test lint mutants evidence core-test lock clean
+.PHONY: help setup setup-test quickstart test lint mutants evidence benchmark core-test lock clean
 
 help:
 	@sed -n '1,3p' Makefile | sed 's/^# //'
@@ -46,6 +46,16 @@ mutants: setup-test
 # Measure the algorithms and gradients against their references; writes docs/evidence.md.
 evidence: setup-test
 	$(BIN)/python -m tests.evidence
+
+# Measure steps against TRL and the machine's limit; writes recipes/benchmark/results.json and docs/benchmarks.md. Takes half an hour.
+TRL := recipes/benchmark/build/trl
+benchmark: setup-test
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install -q torch==2.13.0
+	$(BIN)/uv pip install -q --python $(TRL)/bin/python -c requirements/core.txt trl==1.16.0
+	$(BIN)/python recipes/benchmark/step.py
+	$(BIN)/python recipes/benchmark/training.py
+	$(BIN)/python recipes/benchmark/report.py
 
 # The core alone, without vLLM: an environment of its own, so that nothing can leak in.
 core-test:

@@ -1,0 +1,97 @@
+"""The two workloads that verlite and its peers are compared on: models with random weights, prompts and a reward.
+
+w25: a Qwen2 of 25.2M parameters, 16 prompts x 8 samples a step, up to 128 new tokens. What computing costs.
+wtiny: a Qwen2 of 0.3M parameters, 64 prompts x 8 samples a step, up to 64 new tokens. What the framework costs.
+
+Both: GRPO, one update a step over all samples, no KL, learning rate 1e-5, temperature 1, float32. Prompts are sums such as "37+48="; the
+reward counts the character 1, so that any text scores.
+"""
+
+import random
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+BUILD = Path(__file__).resolve().parent / "build"
+VOCABULARY = 128
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One of the two; `shape` are arguments of Qwen2Config."""
+
+    prompts: int
+    samples: int
+    new_tokens: int
+    shape: dict[str, int]
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+
+WORKLOADS = {
+    "w25": Workload(16, 8, 128, {
+        "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4,
+    }),
+    "wtiny": Workload(64, 8, 64, {
+        "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }),
+}  # fmt: skip
+
+
+def prompts(count: int, seed: int = 0) -> list[str]:
+    """Sums, all of 4 to 6 characters."""
+    rng = random.Random(seed)
+    return [f"{rng.randint(0, 99)}+{rng.randint(0, 99)}=" for _ in range(count)]
+
+
+def reward(completion: str) -> float:
+    """How often the character 1 is in it."""
+    return float(completion.count("1"))
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    """The same as a reward function of verlite's."""
+    return reward(solution_str)
+
+
+def model_of(name: str) -> Path:
+    """The folder of a workload's model and character tokenizer; made when it is not there."""
+    folder = BUILD / name
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+    # Every id is a token, so that no engine masks any of them.
+    tokens = ["<|endoftext|>", "<|im_end|>", "<bos>", *("Ġ" if c == " " else c for c in string.printable[:95]), "Ċ"]
+    tokens += [f"<x{i}>" for i in range(VOCABULARY - len(tokens))]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)}, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        bos_token="<bos>", unk_token="<|endoftext|>",
+    )  # fmt: skip
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0,
+        **WORKLOADS[name].shape,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tokenizer.save_pretrained(folder)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def data_of(name: str, steps: int) -> Path:
+    """A parquet file with the prompts of so many steps."""
+    file = BUILD / f"{name}-{steps}.parquet"
+    file.parent.mkdir(exist_ok=True)
+    rows = [
+        {"data_source": "benchmark", "prompt": [{"role": "user", "content": text}], "reward_model": {"style": "rule", "ground_truth": ""}}
+        for text in prompts(WORKLOADS[name].prompts * steps)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
