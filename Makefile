@@ -55,6 +55,7 @@ benchmark: setup-test
 	$(BIN)/uv pip install -q --python $(TRL)/bin/python -c requirements/core.txt trl==1.16.0
 	$(BIN)/python recipes/benchmark/step.py
 	$(BIN)/python recipes/benchmark/training.py
+	$(BIN)/python recipes/benchmark/library.py
 	$(BIN)/python recipes/benchmark/report.py
 
 # The core alone, without vLLM: an environment of its own, so that nothing can leak in.

@@ -67,6 +67,9 @@ def tables(results: dict[str, Any]) -> str:
                 f"| {what} | {training[f'{name}_seconds']:.2f} s | {training[f'bare_{name}_seconds']:.2f} s "
                 f"| {training[f'{name}_speed_vs_bare']:.2f} | {training[f'{name}_vs_floor']:.2f} |\n"
             )
+    if library := parts.get("library"):
+        text += "\n| functions, in one process | milliseconds |\n|---|---|\n"
+        text += "".join(f"| {name} | {found:.1f} |\n" for name, found in library["milliseconds"].items())
     return text
 
 
