@@ -47,7 +47,7 @@ mutants: setup-test
 evidence: setup-test
 	$(BIN)/python -m tests.evidence
 
-# Measure steps against TRL and the machine's limit; writes recipes/benchmark/results.json and docs/benchmarks.md. Takes half an hour.
+# Measure steps against TRL and the machine's limit; writes recipes/benchmark/results.json and docs/benchmarks.md. Takes about 40 minutes.
 TRL := recipes/benchmark/build/trl
 benchmark: setup-test
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)

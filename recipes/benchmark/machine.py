@@ -1,19 +1,9 @@
 """What this machine can do at best: the rates that floors are computed from."""
 
-import os
-import platform
 import time
 from collections.abc import Callable
 
 import torch
-
-
-def machine() -> dict[str, object]:
-    """Cores, peak rate of float32 matrix products in FLOP/s, and bytes a second of a copy in memory (read and written counted once)."""
-    return {
-        "cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__,
-        "gemm_flops": gemm_flops(), "copy_bytes_per_s": copy_rate(256 << 20),
-    }  # fmt: skip
 
 
 def gemm_flops(size: int = 2048) -> float:
@@ -45,11 +35,3 @@ def seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()

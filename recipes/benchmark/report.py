@@ -1,4 +1,4 @@
-"""results.json: what was measured last, part by part, with the machine and the day; and the keys that sum it up."""
+"""results.json: what was measured last, part by part, with the day; and the keys that sum it up."""
 
 import json
 import time

@@ -5,6 +5,7 @@ python recipes/benchmark/step.py [w25] [wtiny] [--rounds 3] [--steps 4] [--engin
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -58,16 +59,17 @@ def verlite(name: str, steps: int, engine: str, extra: Sequence[str] = ()) -> di
         folder = Path(scratch) / "run"
         began = time.perf_counter()
         command = [sys.executable, "-m", "verlite.main_ppo", *overrides(name, steps, folder, engine), *extra]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        first = None
-        metrics = folder / "metrics.jsonl"
-        while process.poll() is None and first is None:
-            if metrics.exists() and metrics.stat().st_size:
-                first = time.perf_counter() - began
-            time.sleep(0.05)
-        output, _ = process.communicate()
+        first, metrics, log = None, folder / "metrics.jsonl", Path(scratch) / "log"
+        with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+            try:
+                while process.poll() is None:
+                    if first is None and metrics.exists() and metrics.stat().st_size:
+                        first = time.perf_counter() - began
+                    time.sleep(0.05)
+            finally:
+                process.terminate()
         if process.returncode or first is None:
-            raise SystemExit(f"{' '.join(command)}\n{output}")
+            raise SystemExit(f"{' '.join(command)}\n{log.read_text()}")
         lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     stages = {key.removeprefix("timing_s/") for line in lines for key in line if key.startswith("timing_s/")}
     return {
@@ -80,6 +82,8 @@ def verlite(name: str, steps: int, engine: str, extra: Sequence[str] = ()) -> di
 
 def trl(name: str, steps: int) -> dict:
     """The same by TRL."""
+    if not TRL.exists():
+        raise SystemExit(f"{TRL} is not there: make benchmark installs TRL in an environment of its own")
     done = subprocess.run([TRL, HERE / "trl_grpo.py", name, str(steps)], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -124,13 +128,7 @@ def parameters_of(name: str) -> int:
     from safetensors import safe_open
 
     with safe_open(model_of(name) / "model.safetensors", framework="pt") as file:
-        total = 0
-        for key in file.keys():
-            size = 1
-            for length in file.get_slice(key).get_shape():
-                size *= length
-            total += size
-        return total
+        return sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())
 
 
 def main() -> None:
@@ -142,6 +140,8 @@ def main() -> None:
     args = parser.parse_args()
     names = [word for word in args.rest if word in WORKLOADS] or list(WORKLOADS)
     extra = [word for word in args.rest if word not in WORKLOADS]
+    if wrong := [word for word in extra if "=" not in word]:
+        parser.error(f"{wrong[0]} is neither a workload ({', '.join(WORKLOADS)}) nor an override key=value")
     for name in names:
         found = compare(name, args.rounds, args.steps, args.engine or ENGINES[name], extra)
         keep(f"step_{name}", found)

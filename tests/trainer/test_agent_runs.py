@@ -190,12 +190,16 @@ def test_a_retriever_that_dies_ends_the_run_with_its_name(world, tmp_path):
     run.assert_nothing_left()
 
 
-def test_a_retriever_that_comes_back_costs_time_and_no_numbers(undisturbed, world, tmp_path):
-    server, run = disturbed(tmp_path, world, "retriever.outage_wait_s=60")
+def wait_for_the_outage(run):
     deadline = time.monotonic() + 120
     while "lost their tools" not in run.text():
         assert run.process.poll() is None and time.monotonic() < deadline, run.text()
         time.sleep(0.1)
+
+
+def test_a_retriever_that_comes_back_costs_time_and_no_numbers(undisturbed, world, tmp_path):
+    server, run = disturbed(tmp_path, world, "retriever.outage_wait_s=60")
+    wait_for_the_outage(run)
     with Facts(server.port):
         assert run.wait() == 0, run.text()
     assert "the tools answer again" in " ".join(run.text().split())
@@ -205,10 +209,7 @@ def test_a_retriever_that_comes_back_costs_time_and_no_numbers(undisturbed, worl
 def test_a_stop_during_an_outage_loses_nothing(undisturbed, world, tmp_path):
     """A scheduler that ends a waiting run finds a checkpoint of its last whole step, and the run goes on from there."""
     server, run = disturbed(tmp_path, world, "retriever.outage_wait_s=600")
-    deadline = time.monotonic() + 120
-    while "lost their tools" not in run.text():
-        assert run.process.poll() is None and time.monotonic() < deadline, run.text()
-        time.sleep(0.1)
+    wait_for_the_outage(run)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(60) == 75, run.text()
     assert [line["step"] for line in run.metrics()] == [1] and (run.run_dir / "global_step_1").is_dir()

@@ -5,12 +5,15 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Self
 
+from transformers import PreTrainedTokenizerBase
+
 from verlite.algorithms.lookup import lookup
 from verlite.config.schema import Config, RetrieverConfig
 from verlite.envs.calculator import Calculator
+from verlite.envs.chat import encode_chat
 from verlite.envs.retriever import RetrieverClient
 from verlite.envs.search import INFORMATION, SearchEnv
-from verlite.envs.step import Env, ToolError
+from verlite.envs.step import EncodeObservation, Env, ToolError, encode_text
 
 
 class World:
@@ -97,6 +100,11 @@ def build_world(config: Config) -> World:
     if not isinstance(world, World):
         raise ValueError(f"env.name={config.env.name} makes a {type(world).__name__}, which is no verlite.envs.world.World")
     return world
+
+
+def encoder(world: World, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> EncodeObservation:
+    """How this world's observations become tokens. Raises TemplateError when the chat template cannot carry them."""
+    return encode_chat(tokenizer, world.tools, template_kwargs) if world.chat else encode_text(tokenizer)
 
 
 def checked(world: World) -> str | None:

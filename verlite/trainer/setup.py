@@ -27,9 +27,9 @@ from verlite.controller.worker_group import ready, spawn
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.sampler import PromptSampler
 from verlite.engine.model import ModelError, load_config, load_tokenizer
-from verlite.envs.chat import TemplateError, encode_chat
-from verlite.envs.step import Step, ToolError, encode_text
-from verlite.envs.world import World, build_world, checked
+from verlite.envs.chat import TemplateError
+from verlite.envs.step import Step, ToolError
+from verlite.envs.world import World, build_world, checked, encoder
 from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
 from verlite.trainer.display import Display
@@ -233,7 +233,7 @@ def world_of(config: Config, tokenizer: PreTrainedTokenizerBase, warn: Callable[
     try:
         world = build_world(config)
         template, limit = config.data.apply_chat_template_kwargs, config.data.max_obs_length
-        encode = encode_chat(tokenizer, world.tools, template) if world.chat else encode_text(tokenizer)
+        encode = encoder(world, tokenizer, template)
         before, after = world.around
         encode(Step("gizmo " * limit, before, after), [], limit)  # has room
         if note := checked(world):

@@ -11,9 +11,8 @@ from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
 from verlite.engine.model import load_tokenizer
-from verlite.envs.chat import encode_chat
-from verlite.envs.step import Env, ToolError, encode_text
-from verlite.envs.world import World, build_world, checked
+from verlite.envs.step import Env, ToolError
+from verlite.envs.world import World, build_world, checked, encoder
 from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.weights import read_buckets
 from verlite.rollout.build import build_engine
@@ -32,7 +31,7 @@ class RolloutWorker(Worker):
         if plan.max_turns:
             self.world, tokenizer = build_world(config), load_tokenizer(policy.model)
             template = config.data.apply_chat_template_kwargs
-            self.encode = encode_chat(tokenizer, self.world.tools, template) if self.world.chat else encode_text(tokenizer)
+            self.encode = encoder(self.world, tokenizer, template)
             checked(self.world)  # tools that the driver's machine reaches need not be in reach of this one
         self.engine = build_engine(plan.rollout_name, policy.model, policy.rollout, plan.max_model_len, self.device, policy.rollout.seed)
 
