@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verlite.algorithms.advantages import AdvantageInputs, compute_advantages
-from verlite.algorithms.aggregation import token_weights
-from verlite.algorithms.shaping import mask_truncated, overlong_penalty, rows_with_signal, shape_scores
+from verlite.algorithms.shaping import overlong_penalty, rows_with_signal, shape_scores
 
 
 def test_shape_scores() -> None:
@@ -28,21 +26,6 @@ def test_overlong_penalty() -> None:
     for buffer in (0, 101):
         with pytest.raises(ValueError, match=f"within 1..100.*not {buffer}"):
             overlong_penalty(lengths, 100, buffer)
-
-
-def test_truncated_rows_leave_loss_and_denominators_but_not_the_baseline() -> None:
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    left = mask_truncated(mask, torch.tensor([True, False]))
-    assert left.tolist() == [[0, 0, 0], [1, 1, 0]] and mask[0].all()
-    weights = token_weights(left, "seq-mean-token-sum", tokens=int(left.sum()), sequences=int(left.any(-1).sum()))
-    assert weights.tolist() == [[0, 0, 0], [1, 1, 0]]
-    inputs = AdvantageInputs(
-        token_level_rewards=torch.tensor([[0.0, 0, 0], [0, 1, 0]]), response_mask=mask, uid=np.array(["a", "a"], dtype=object),
-        norm_adv_by_std_in_grpo=False,
-    )  # fmt: skip
-    assert compute_advantages("grpo", inputs)[0][1].tolist() == [0.5, 0.5, 0]
-    nothing = mask_truncated(mask, torch.tensor([True, True]))
-    assert (token_weights(nothing, "token-mean", tokens=0, sequences=0) == 0).all()
 
 
 def test_rows_with_signal() -> None:

@@ -10,6 +10,7 @@ import torch
 from tests.controller.conftest import processes_of
 from tests.controller.workers import Echo, Light
 from verlite.controller import node
+from verlite.controller.columns import Ref, fetch
 from verlite.controller.placement import ResourcesMissing, reserve
 from verlite.controller.worker_group import group, ready, spawn, submit
 from verlite.protocol.data import DataProto
@@ -52,6 +53,38 @@ def test_large_batches_travel_once_and_are_counted(echo, cluster):
     out = echo.double(data)
     assert torch.equal(out.batch["y"], data.batch["x"] * 2)
     assert cluster.sent_bytes - before[0] == 2 * data.nbytes and cluster.received_bytes - before[1] == 2 * data.nbytes + 64 * 8
+
+
+def test_kept_columns_stay_with_their_maker_and_follow_their_rows(echo, cluster):
+    """The driver moves references: rows that it drops, repeats, mixes and deals out to other ranks have their own values there."""
+    x = torch.tensor([[n, 0] for n in (3, 70_000, 1, 80_000, 5, 400_000, 7)])  # some are larger than a chunk
+    asked = DataProto.from_dict({"x": x}, {"uid": [f"u{i}" for i in range(7)]})
+    before = cluster.sent_bytes, cluster.received_bytes
+    spoken = asked.union(echo.speak(asked))
+    assert cluster.received_bytes == before[1], "no array came to the driver"
+    columns = spoken.non_tensor_batch
+    assert (
+        all(isinstance(ref, Ref) for name in ("tokens", "text") for ref in columns[name]) and columns["who"].tolist() == [0] * 4 + [1] * 3
+    )
+    chosen = spoken.select_idxs([5, 0, 3, 0, 6]).select(meta_info_keys=[]).with_meta(assignment=[[1, 4, 2], [3, 0]])
+    heard = echo.listen_to(chosen)
+    numbers = [400_000, 3, 80_000, 3, 7]
+    assert heard.batch["sum"].tolist() == [n * n for n in numbers] and heard.non_tensor_batch["heard"].tolist() == [
+        f"{n}!" for n in numbers
+    ]
+    assert heard.non_tensor_batch["listener"].tolist() == [1, 0, 0, 1, 0]
+    assert cluster.sent_bytes - before[0] < 10_000
+    here = fetch(chosen, ["text"])
+    assert here.non_tensor_batch["text"].tolist() == [f"{n}!" for n in numbers] and isinstance(here.non_tensor_batch["tokens"][0], Ref)
+    assert [len(tokens) for tokens in fetch(chosen).non_tensor_batch["tokens"]] == numbers
+    assert len({ref.chunk for ref in columns["tokens"]}) == 4, "rows of 280 and 320 kB share a chunk of 1 MiB, one of 1.6 MB has its own"
+    none = echo.speak(asked[:0])
+    assert len(none) == 0
+
+
+def test_what_is_no_reference_stays_as_it_is():
+    batch = DataProto.from_dict({}, {"tokens": [[1, 2], [3]]})
+    assert fetch(batch) is batch and fetch(batch, ["tokens"]) is batch
 
 
 def test_ranks_meet_in_torch_distributed_on_loopback(echo, cluster):

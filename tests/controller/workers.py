@@ -96,6 +96,32 @@ class Echo(Worker):
         copies = data.repeat(n)
         return copies.with_batch(sample=torch.arange(n).repeat(len(data)))
 
+    @register("split", keeps=("tokens", "text", "absent"))
+    def speak(self, data: "DataProto") -> "DataProto":
+        """As many tokens as each row's x says, all of them x, and a text."""
+        import numpy as np
+
+        from verlite.protocol.data import DataProto
+
+        numbers = data.batch["x"][:, 0].tolist()
+        columns = {
+            "tokens": [np.full(x, x, dtype=np.int32) for x in numbers],
+            "text": [f"{x}!" for x in numbers],
+            "who": [self.rank] * len(data),
+        }
+        return DataProto.from_dict({}, columns)
+
+    @register("split")
+    def listen_to(self, data: "DataProto") -> "DataProto":
+        """What stands in the rows' columns, as a sum and a text."""
+        import torch
+
+        from verlite.protocol.data import DataProto
+
+        columns = data.non_tensor_batch
+        sums = torch.tensor([int(tokens.sum()) for tokens in columns["tokens"]], dtype=torch.int64)
+        return DataProto.from_dict({"sum": sums}, {"heard": list(columns["text"]), "listener": [self.rank] * len(data)})
+
     @register("split")
     def lose_a_row(self, data: "DataProto") -> "DataProto":
         return data[1:]

@@ -1,24 +1,21 @@
 """Learning itself: sampling, scoring, advantages, updates and syncs with the real engines, in one process."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 
 from tests.engine.batches import engine as train_engine
-from tests.engine.test_sampled import rollout_engine
+from tests.engine.test_sampled import answered, rollout_worker
 from verlite.algorithms.advantages import AdvantageInputs, compute_advantages, place_scores
 from verlite.config.correction import RolloutCorrection
 from verlite.config.plan import Micro, Updates
 from verlite.config.schema import Config
 from verlite.data.dataset import PromptRow
 from verlite.engine.micro import MicroBatching
-from verlite.envs.world import World
 from verlite.rollout.types import Sampling
-from verlite.trainer.batch import assemble, requests, seeds
+from verlite.trainer.batch import requests, seeds
 from verlite.workers.actor import policy_objective
 from verlite.workers.critic import value_objective
-from verlite.workers.rollout import RolloutWorker
 
 MICRO = MicroBatching(max_tokens=400)
 
@@ -34,15 +31,14 @@ def learn(path: str, estimator: str, seed: int, sign: float = 1.0, steps: int = 
     """Mean score of each step's 64 answers of 8 tokens; the score is the share of tokens with an id below 32, at first a quarter."""
     actor = train_engine(path, train=True, lr=2e-2, enable_gradient_checkpointing=False)
     critic = train_engine(path, train=True, lr=2e-2, head="value", enable_gradient_checkpointing=False) if estimator == "gae" else None
-    worker, rng, curve = RolloutWorker.__new__(RolloutWorker), random.Random(seed), []
-    worker.plan, worker.world, worker.engine = SimpleNamespace(max_turns=0), World(), rollout_engine(path, pretrained=False)
+    worker, rng, curve = rollout_worker(path, pretrained=False), random.Random(seed), []
     try:
         for step in range(steps):
             worker.engine.load_weights(actor.export(), step + 1, actor.fingerprint())
             prompts = [PromptRow(i, [rng.randrange(4, 128) for _ in range(4)], [], "s", "") for i in range(8)]
             samplings = [Sampling(max_tokens=8, seed=s, ignore_eos=True) for s in seeds(seed, step, 0, 64)]
             asked = requests([row for row in prompts for _ in range(8)], [f"{i // 8}" for i in range(64)], samplings)
-            batch = assemble(asked, worker.generate(asked, sleep_after=False), 0)
+            batch = answered(worker, asked)
             t = batch.batch
             scores = (t["responses"] < 32).float().mean(1)
             curve.append(float(scores.mean()))

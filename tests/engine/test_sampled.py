@@ -13,15 +13,17 @@ from tests.engine.batches import engine as train_engine
 from tests.engine.batches import ragged_batch
 from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, largest_gap, naive_greedy, naive_log_probs
-from verlite.config.schema import ModelConfig, RolloutConfig
+from verlite.config.schema import Config, ModelConfig, RolloutConfig
 from verlite.data.dataset import PromptRow
 from verlite.engine.micro import MicroBatching
 from verlite.envs.world import World
 from verlite.protocol.data import DataProto
+from verlite.protocol.ragged import padded
+from verlite.rewards.result import RewardResult
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
 from verlite.rollout.types import Sampling
-from verlite.trainer.batch import assemble, requests
+from verlite.trainer.batch import requests
 from verlite.workers.rollout import RolloutWorker
 
 EOS = 1
@@ -31,16 +33,29 @@ def rollout_engine(path: str, pretrained: bool = True) -> BatchedEngine:
     return build_engine("hf", ModelConfig(path=path), RolloutConfig(), 64, torch.device("cpu"), 0, pretrained=pretrained)
 
 
-def sampled(path: str, sampling: Sampling, longest: int, pad_id: int) -> DataProto:
+def rollout_worker(path: str, pretrained: bool = True) -> RolloutWorker:
+    """A worker without Ray, whose rewards are all 0."""
+    worker = RolloutWorker.__new__(RolloutWorker)
+    worker.plan, worker.world, worker.engine = SimpleNamespace(max_turns=0), World(), rollout_engine(path, pretrained)
+    worker.config = SimpleNamespace(reward=Config().reward)
+    worker.scorer = SimpleNamespace(score=lambda items, limit_s: [RewardResult(0.0)] * len(items))
+    return worker
+
+
+def answered(worker: RolloutWorker, asked: DataProto) -> DataProto:
+    """The batch that a run trains on."""
+    return padded(asked.pop(non_tensor_batch_keys=["prompt_ids"])[1].union(worker.generate(asked, sleep_after=False)))
+
+
+def sampled(path: str, sampling: Sampling, longest: int) -> DataProto:
     """The training batch of 48 prompts of 1 to 12 tokens, answered with at most 1 to `longest` tokens, as a run makes it."""
     rng = random.Random(0)
     prompts = [[rng.randrange(4, 128) for _ in range(rng.randrange(1, 13))] for _ in range(48)]
     samplings = [dataclasses.replace(sampling, seed=i, max_tokens=1 + i % longest) for i in range(48)]
     asked = requests([PromptRow(i, ids, [], "s", "1") for i, ids in enumerate(prompts)], [f"u{i}" for i in range(48)], samplings)
-    worker = RolloutWorker.__new__(RolloutWorker)
-    worker.plan, worker.world, worker.engine = SimpleNamespace(max_turns=0), World(), rollout_engine(path)
+    worker = rollout_worker(path)
     try:
-        return assemble(asked, worker.generate(asked, sleep_after=False), pad_id)
+        return answered(worker, asked)
     finally:
         worker.engine.close()
 
@@ -53,7 +68,7 @@ def path(request: pytest.FixtureRequest, tiny_qwen2: str, tiny_gpt2: str) -> str
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_the_trainer_recomputes_the_log_probs_of_the_engine(path: str, temperature: float) -> None:
-    batch = sampled(path, Sampling(temperature), longest=16, pad_id=0)
+    batch = sampled(path, Sampling(temperature), longest=16)
     mask = batch.batch["response_mask"].bool()
     for packed, micro in ((True, MicroBatching(max_tokens=60)), (False, MicroBatching(size=5))):
         again = train_engine(path, use_remove_padding=packed).forward(batch, micro, temperature)["log_probs"]
@@ -61,11 +76,10 @@ def test_the_trainer_recomputes_the_log_probs_of_the_engine(path: str, temperatu
         torch.testing.assert_close(again[mask], batch.batch["rollout_log_probs"][mask], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("pad_id", [0, EOS], ids=["pad", "pad is eos"])
-def test_an_answer_is_trained_up_to_its_end_and_no_further(tmp_path, pad_id: int) -> None:
-    """The EOS that ended it is trained; a truncated answer has none and is trained whole; padding is not, although it may be EOS."""
+def test_an_answer_is_trained_up_to_its_end_and_no_further(tmp_path) -> None:
+    """The EOS that ended it is trained; a truncated answer has none and is trained whole; padding is not."""
     path = tiny_model(tmp_path, "qwen2", initializer_range=0.05)
-    batch = sampled(path, Sampling(1.3), longest=40, pad_id=pad_id)
+    batch = sampled(path, Sampling(1.3), longest=40)
     t, model = batch.batch, float64_model(path)
     log_probs = train_engine(path).forward(batch, MicroBatching(size=7), 1.3)["log_probs"]
     ended = 0
@@ -78,8 +92,8 @@ def test_an_answer_is_trained_up_to_its_end_and_no_further(tmp_path, pad_id: int
         width = t["responses"].shape[1]
         assert t["response_mask"][i].tolist() == [1] * length + [0] * (width - length)
         assert t["attention_mask"][i, -width:].tolist() == t["response_mask"][i].tolist()
-        assert t["responses"][i, length:].tolist() == [pad_id] * (width - length)
-        prompt = batch.non_tensor_batch["prompt_ids"][i]
+        assert t["responses"][i, length:].tolist() == [0] * (width - length)
+        prompt = t["prompts"][i, -t["prompt_length"][i] :].tolist()
         np.testing.assert_allclose(log_probs[i, :length], naive_log_probs(model, prompt, ids, sampling), atol=1e-5)
         assert (log_probs[i, length:] == 0).all()
         ended += done

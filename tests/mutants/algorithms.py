@@ -706,13 +706,6 @@ MUTANTS = [
         f"{T}shaping.py::test_overlong_penalty",
     ),
     (
-        "truncated rows stay",
-        SHAPING,
-        ".masked_fill(truncated.bool().unsqueeze(-1), 0)",
-        ".clone()",
-        f"{T}shaping.py::test_truncated_rows_leave_loss_and_denominators_but_not_the_baseline",
-    ),
-    (
         "failed rows make a group informative",
         SHAPING,
         "if valid is None else valid.bool()",

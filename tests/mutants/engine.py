@@ -1,7 +1,7 @@
 """Bugs to plant in the engine, each with the test that must fail: (name, file, old text, new text, test)."""
 
 ATTENTION, MICRO, MODEL, OPTIM = (f"verlite/engine/{name}.py" for name in ("attention", "micro", "model", "optim"))
-ACTOR, BATCH, SAMPLED = "verlite/workers/actor.py", "verlite/trainer/batch.py", "tests/engine/test_sampled.py::test"
+ACTOR, RAGGED, SAMPLED = "verlite/workers/actor.py", "verlite/protocol/ragged.py", "tests/engine/test_sampled.py::test"
 FSDP, CHECKPOINT, EXPORT = (f"verlite/engine/{name}.py" for name in ("fsdp", "checkpoint", "export"))
 PASSES, UPDATE, STATE = (f"tests/engine/test_{name}.py::test" for name in ("passes", "update", "checkpoint"))
 WEIGHTS, SCHEDULE, LOADING, SOFTMAX = (f"tests/engine/test_{name}.py::test" for name in ("export", "optim", "model", "attention"))
@@ -112,8 +112,8 @@ MUTANTS = [
     ("the EOS of an answer is not trained", "verlite/rollout/types.py", "self.response_mask += [1] * len(completion.ids)",
      'self.response_mask += [1] * (len(completion.ids) - 1) + [int(completion.finish_reason != "stop")]',
      f"{SAMPLED}_an_answer_is_trained_up_to_its_end_and_no_further"),
-    ("real tokens are told by their ids", BATCH,
-     "torch.arange(r)[None] < torch.tensor([len(ids) for ids in response_ids])[:, None],", "responses != pad_id,",
+    ("real tokens are told by their ids", RAGGED,
+     'after = torch.arange(r) < t["response_length"][:, None]', "after = responses != 1",
      f"{SAMPLED}_an_answer_is_trained_up_to_its_end_and_no_further"),
     ("the trainer exports what it read at the start", FSDP, "return export.full_weights(self.model.model, dtype, self.device)",
      'self._first = getattr(self, "_first", None) or list(export.full_weights(self.model.model, dtype, self.device)); return iter(self._first)',

@@ -1,6 +1,10 @@
 """Bugs in what single methods add to the loop, its configuration and its recipes: (name, file, old text, new text, test)."""
 
-STAGES, BATCH, ACTOR, LOOP = (f"verlite/{name}.py" for name in ("trainer/stages", "trainer/batch", "workers/actor", "trainer/ppo"))
+STREAM, STREAMS = "verlite/rewards/stream.py", "tests/rewards/test_stream.py::test_"
+ADVANTAGES = "verlite/algorithms/advantages.py"
+BY_ROW = "tests/trainer/test_agent.py::test_estimators_that_need_no_tokens_say_the_same_without_them"
+TOKENS = "tests/trainer/test_agent.py::test_an_observation_is_as_if_it_had_never_been"
+STAGES, ACTOR, LOOP = (f"verlite/{name}.py" for name in ("trainer/stages", "workers/actor", "trainer/ppo"))
 PLAN, RULES, SETTINGS, INEFFECTIVE = (f"verlite/config/{name}.py" for name in ("plan", "rules", "correction", "ineffective"))
 REWARD_CONTRACT, MODEL = "verlite/rewards/contract.py", "verlite/engine/model.py"
 
@@ -25,10 +29,9 @@ MUTANTS = [
     ("scores are not normalised", STAGES, "reward.mean, reward.std, None if", "0.0, 1.0, None if", SHAPED),
     ("the score is clipped before rloo_token_kl's baseline", STAGES, "None if after_baseline else reward.clip_range", "reward.clip_range",
      STAGE + "rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score"),
-    ("the penalty counts the prompt", STAGES, 't["attention_mask"][:, -t["responses"].shape[1] :].sum(1)', 't["attention_mask"].sum(1)', SHAPED),
+    ("the penalty counts the prompt", STAGES, 'overlong_penalty(t["response_length"]', 'overlong_penalty(t["response_length"] + t["prompt_length"]', SHAPED),
     ("the penalty is forgotten", STAGES, "scores, batch = scores + penalty, batch", "scores, batch = scores, batch", SHAPED),
-    ("raw scores are the shaped ones", STAGES, "raw_scores=scores, token_level_scores=place_scores(scores,",
-     "raw_scores=scores * 0, token_level_scores=place_scores(scores,", SHAPED),
+    ("raw scores are the shaped ones", STAGES, "return batch.with_batch(scores=scores", "return batch.with_batch(raw_scores=scores, scores=scores", SHAPED),
     # dynamic sampling
     ("prompts without a signal are kept", STAGES, "kept = more.select_idxs(rows_with_signal", "kept = more or more.select_idxs(rows_with_signal", KEPT),
     ("a step is overfull", STAGES, "joined = joined[: plan.rows].with_meta", "joined = joined.with_meta", KEPT),
@@ -42,18 +45,15 @@ MUTANTS = [
      STAGE + "without_dynamic_sampling_a_step_is_one_generation"),
     ("generations of a step share uids", STAGES, 'f"{run.step}-{run.drawn + i}"', 'f"{run.step}-{i}"', OWN_IDS),
     ("generations of a step share seeds", STAGES, "run.step, run.drawn, len(wanted)", "run.step, 0, len(wanted)", OWN_IDS),
-    ("joined prompts are padded on the right", BATCH, '"B P": (left, 0)', '"B P": (0, left)', "tests/trainer/test_batch.py::test_joined_batches_are_those_of_one_assembly"),
-    ("joined prompts lose their place", BATCH, '"B S": (left, right)', '"B S": (0, left + right)',
-     "tests/trainer/test_batch.py::test_joined_batches_are_those_of_one_assembly"),
     # rollout correction
     ("the weights do not reach the update", ACTOR, 'rollout_is_weights=rows.get("rollout_is_weights")', "rollout_is_weights=None",
      OBJECTIVE + "importance_weights_and_chosen_tokens_reach_the_loss"),
     ("the chosen tokens do not reach the update", ACTOR, 'extra | {"selected": rows.get("selected_tokens")}', 'extra | {"selected": None}',
      OBJECTIVE + "importance_weights_and_chosen_tokens_reach_the_loss"),
-    ("rejected tokens stay", STAGES, 'mask = mask * ~batch.batch["rejected_tokens"]', "pass", REJECTED),
-    ("rejected responses have no vote", STAGES, "batch = batch.with_batch(rejected_tokens=", "batch = batch.with_batch(response_mask=mask, rejected_tokens=",
-     REJECTED),
-    ("weights are thrown away", STAGES, "return batch if weights is None else batch.with_batch(rollout_is_weights=weights)", "return batch", CORRECTED),
+    ("rejected tokens stay", "verlite/protocol/ragged.py", 'mask = mask * ~tokens["rejected_tokens"]', "pass", REJECTED),
+    ("rejected responses have no vote", STAGES, "batch = batch.with_batch(rejected=rejected.sum(1))",
+     'batch = batch.with_batch(rejected=rejected.sum(1) * 0, trained_tokens=t["trained_tokens"] - rejected.sum(1))', REJECTED),
+    ("weights are thrown away", STAGES, "return batch if weights is None else batch.with_non_tensor(rollout_is_weights=ragged(weights, lengths))", "return batch", CORRECTED),
     ("bypass mode measures old log-probs", STAGES, "if run.plan.correction.bypass_mode:", "if False:", BYPASS),
     ("bypass mode skips the gate", STAGES, "    if not needed and not gate:\n", "    if not needed:\n", BYPASS),
     ("bypass mode keeps the loss", PLAN, "loss_mode=BYPASS_LOSS if corrected.bypass_mode else", "loss_mode=",
@@ -67,9 +67,10 @@ MUTANTS = [
     ("old log-probs are skipped although the estimator needs them", PLAN, " or loss in SELECTORS or asked", " or loss in SELECTORS", ASKED),
     ("old log-probs are skipped with KL in the reward", PLAN, " or config.algorithm.use_kl_in_reward or", " or", ASKED),
     # truncated responses, chosen tokens
-    ("truncated responses are trained", STAGES, "return batch.with_batch(response_mask=mask, **{", "return batch.with_batch(**{", TRUNCATED),
+    ("truncated responses are trained", STAGES, "tokens = tokens.masked_fill(truncated, 0)", "tokens = tokens * 1", TRUNCATED),
     ("finished responses are taken for truncated ones", STAGES, '["status"] == Status.LENGTH', '["status"] == Status.DONE', TRUNCATED),
-    ("truncated responses keep their advantages", STAGES, "batch.batch[name] * mask for name", "batch.batch[name] for name", TRUNCATED),
+    ("a row's number where tokens have their own", ADVANTAGES, 'OUTCOME_ESTIMATORS = frozenset({"grpo",', 'OUTCOME_ESTIMATORS = frozenset({"opo", "grpo",', BY_ROW),
+    ("tokens that have no vote are in the means", STAGES, 'here(batch, "rejected_tokens")["response_mask"]', 'torch.ones_like(adv)', TOKENS),
     ("tokens are chosen with another step's lot", STAGES, "torch.Generator().manual_seed(seed)", "None", CHOSEN),
     ("no tokens are chosen", STAGES, "    if run.plan.loss_mode not in SELECTORS:\n", "    if True:\n", CHOSEN),
     ("sum of squared probabilities without the temperature", MODEL, "sum_pi_squared(hidden, embedding.weight, temperature)",
@@ -97,9 +98,14 @@ MUTANTS = [
     ("chance passes for a score", REWARD_CONTRACT, "if (one.score, one.parts) != (two.score, two.parts)", "if False", CONTRACT),
     ("a constant passes for a score", REWARD_CONTRACT, "if best <= wrong:", "if best < wrong:", CONTRACT),
     ("extra_info is taken for granted", REWARD_CONTRACT, "zip(names, bare, strict=True) if result.score is None", "zip(names, bare, strict=True) if False", CONTRACT),
+    # rewards beside generation
+    ("the last rewards have the time of two steps", STREAM, "min(self._timeout_s, self._ends - time.monotonic())", "self._timeout_s",
+     STREAMS + "what_is_left_at_the_end_has_the_time_of_one_step"),
+    ("samples are scored one by one", STREAM, "while not self._queue.empty():", "while False:", STREAMS + "each_batch_is_what_has_come_since_the_one_before"),
+    ("a failed generation leaves a thread", STREAM, "        self._queue.put(None)\n        self._thread", "        self._thread", STREAMS + "a_generation_that_fails_leaves_no_thread"),
     # the loop as a whole
-    ("advantages with the sign turned", STAGES, "token_level_rewards=rewards, advantages=adv, returns=returns)",
-     "token_level_rewards=rewards, advantages=-adv, returns=returns)", "tests/trainer/test_golden.py"),
+    ("advantages with the sign turned", STAGES, "batch = batch.with_batch(advantages=adv, returns=returns)",
+     "batch = batch.with_batch(advantages=-adv, returns=returns)", "tests/trainer/test_golden.py"),
     ("the critic is updated twice", LOOP, "        update_critic(run, batch)\n", "        update_critic(run, batch)\n        update_critic(run, batch)\n",
      "tests/trainer/test_golden.py"),
 ]  # fmt: skip

@@ -5,24 +5,23 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from tests.models import tiny_tokenizer
-from tests.trainer.test_batch import answers, asked
-from tests.trainer.test_stages import a_run, scorer_of, validated
+from tests.trainer.test_batch import a_step, answers, asked
+from tests.trainer.test_stages import a_run, dense, validated
 from tests.workers.test_objectives import Numbers, config
-from verlite.algorithms.advantages import ESTIMATORS
+from verlite.algorithms.advantages import ESTIMATORS, OUTCOME_ESTIMATORS
 from verlite.algorithms.kl import FixedKLController
 from verlite.engine.fsdp import Counts
 from verlite.envs.step import ToolError
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
-from verlite.rollout.types import Status
 from verlite.trainer import agent, stages
-from verlite.trainer.agent import agent_metrics, outage_is_over, transcripts
-from verlite.trainer.batch import assemble
+from verlite.trainer.agent import agent_metrics, outage_is_over
 from verlite.workers.actor import policy_objective
 from verlite.workers.critic import value_objective
 
@@ -48,14 +47,11 @@ ROWS = [
 
 def stepped(rows=ROWS) -> DataProto:
     """A step's batch of these rows, prompts of one token."""
-    width = max(sum(n for _, n in row[3]) for row in rows)
     lengths = torch.tensor([sum(n for _, n in row[3]) for row in rows])
     masks = [[int(who == "model" and row[1] != "error") for who, n in row[3] for _ in range(n)] for row in rows]
-    real = torch.arange(width) < lengths[:, None]
     return DataProto.from_dict(
         {
-            "responses": torch.full((len(rows), width), 70), "attention_mask": torch.cat([torch.ones(len(rows), 1).bool(), real], 1).long(),
-            "response_mask": torch.tensor([mask + [0] * (width - len(mask)) for mask in masks]),
+            "response_length": lengths, "trained_tokens": torch.tensor([sum(mask) for mask in masks]),
             "turns": torch.tensor([sum(who == "model" for who, _ in row[3]) for row in rows]),
             "invalid_turns": torch.tensor([row[5] for row in rows]), "truncated_observations": torch.tensor([row[6] for row in rows]),
             "gen_seconds": torch.tensor([row[7] for row in rows]), "tool_seconds": torch.tensor([row[8] for row in rows]),
@@ -115,29 +111,9 @@ def test_another_failure_than_a_tools_is_no_outage():
     assert agent_metrics(stepped(rows))["env/tool_error_rate"] == 0
 
 
-def test_transcripts_tell_who_wrote_what():
-    tokenizer = tiny_tokenizer()
-
-    def ids(text):
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    turns = [[*ids("<search>x"), 1], ids("\n\nfound 2"), [*ids("γ"), 0, 3, 1]]
-    rows = [[i for turn in turns for i in turn], [], ids("cut")]
-    width = max(map(len, rows)) + 2
-    batch = DataProto.from_dict(
-        {"responses": torch.tensor([row + [0] * (width - len(row)) for row in rows])},
-        {"segments": object_array([[("model", len(turns[0])), ("tool", len(turns[1])), ("model", len(turns[2]))], [], [("model", 3)]])},
-    )
-    assert transcripts(tokenizer, batch) == [
-        [("model", "<search>x"), ("tool", "\n\nfound 2"), ("model", "γ")],
-        [],
-        [("model", "cut")],
-    ]
-
-
-def of_turns(rows) -> DataProto:
+def of_turns(rows, results=None) -> DataProto:
     """What a rollout worker answers, for rows of (status, error, infos)."""
-    made = answers([([10, 11], [int(status != "error")] * 2, [-0.5, -0.5], status) for status, _, _ in rows])
+    made = answers([([10, 11], [int(status != "error")] * 2, [-0.5, -0.5], status) for status, _, _ in rows], results=results)
     numbers = {name: torch.zeros(len(rows)) for name in ("gen_seconds", "tool_seconds")}
     counts = {name: torch.zeros(len(rows), dtype=torch.int64) for name in ("invalid_turns", "truncated_observations")}
     return made.with_batch(**numbers, **counts).with_non_tensor(
@@ -167,12 +143,12 @@ class Tools:
 class Rollout:
     """Answers one generation after the other; the last one again and again."""
 
-    def __init__(self, *generations):
-        self.generations, self.asked, self.slept = list(generations), [], 0
+    def __init__(self, *generations, results=()):
+        self.generations, self.asked, self.slept, self.results = list(generations), [], 0, iter(results)
 
     def generate(self, requests, sleep_after):
         self.asked.append((requests, sleep_after))
-        return of_turns(self.generations.pop(0) if len(self.generations) > 1 else self.generations[0])
+        return of_turns(self.generations.pop(0) if len(self.generations) > 1 else self.generations[0], self.results)
 
     def sleep(self):
         self.slept += 1
@@ -201,7 +177,7 @@ def patience(monkeypatch):
 
 
 def assembled(rows) -> DataProto:
-    return assemble(asked([[5]] * len(rows), ["a"] * len(rows)), of_turns(rows), 0)
+    return asked([[5]] * len(rows), ["a"] * len(rows)).pop(non_tensor_batch_keys=["prompt_ids"])[1].union(of_turns(rows))
 
 
 @pytest.mark.parametrize(("rows", "limit", "outage"), [
@@ -240,7 +216,7 @@ def test_after_an_outage_the_same_samples_are_drawn_again():
     first, second = (requests.non_tensor_batch for requests, _ in run.rollout.asked)
     assert first["sampling"].tolist() == second["sampling"].tolist() and first["prompt_ids"].tolist() == second["prompt_ids"].tolist()
     assert [sleeps for _, sleeps in run.rollout.asked] == [False, False] and run.rollout.slept == 1, "engines sleep once it is over"
-    assert set(first) == {"prompt_ids", "sampling", "extra_info"}
+    assert set(first) == {"prompt_ids", "sampling", "data_source", "ground_truth", "extra_info"}
 
 
 def test_without_waiting_engines_sleep_at_once_and_nobody_is_asked():
@@ -286,14 +262,12 @@ def valued(rows, uids, failed=(), seed=0, observed=True):
         for name in names:
             values = iter(drawn[i][name].tolist())
             columns[name].append([(-next(values) if "log" in name else next(values)) if m else math.nan for m in mask])
-    batch = assemble(asked([[5, 6]] * len(keep), [uids[i] for i in keep]), answers(made), pad_id=0)
-    width = batch.batch["responses"].shape[1]
-    batch = batch.with_batch(
-        reward_baselines=baselines[keep],
-        **{name: torch.tensor([row + [math.nan] * (width - len(row)) for row in rows]) for name, rows in columns.items()},
-    )
     scores = [RewardResult(rows[i][1]) for i in keep if i not in failed]
-    return stages.scored(a_run(scorer=scorer_of(scores)), batch)
+    batch = a_step([[5, 6]] * len(keep), [uids[i] for i in keep], made, scores).with_batch(reward_baselines=baselines[keep])
+    ragged = {name: object_array([np.array(row, dtype=np.float32) for row in values]) for name, values in columns.items()}
+    run = a_run()
+    run.config.reward.max_error_rate = 1.0
+    return stages.score(run, batch).with_non_tensor(**ragged)
 
 
 WHITEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -309,7 +283,7 @@ def advanced(estimator, batch, kl=False):
     run = a_run(kl=FixedKLController(0.1))
     run.config.algorithm.adv_estimator, run.config.algorithm.use_kl_in_reward = estimator, kl
     run.config.algorithm.gamma, run.config.algorithm.lam = (1.0 if estimator == "rloo_token_kl" else 0.9), 0.8
-    return stages.advantages(run, batch), run.metrics
+    return dense(stages.advantages(run, batch), "advantages", "returns"), run.metrics
 
 
 @pytest.mark.parametrize("kl", [False, True], ids=["", "KL in the reward"])
@@ -322,18 +296,17 @@ def test_a_failed_sample_is_as_if_it_had_never_been(estimator, kl):
         rest = [row for i, row in enumerate(rows) if i != lost]
         with_it = valued(rows, uids, failed=[lost])
         places = [i for i in range(len(rows)) if i != lost]
-        width = max(len(mask) for mask, _ in rest)
-        kept = {name: with_it.batch[name][places] for name in ("old_log_probs", "ref_log_prob", "values", "sum_pi_squared")}
-        without = valued(rest, [uids[i] for i in places])
-        without = without.with_batch(
-            reward_baselines=with_it.batch["reward_baselines"][places], **{name: tensor[:, :width] for name, tensor in kept.items()}
-        )
+        kept = {name: with_it.non_tensor_batch[name][places] for name in ("old_log_probs", "ref_log_prob", "values", "sum_pi_squared")}
+        without = valued(rest, [uids[i] for i in places]).with_non_tensor(**kept)
+        without = without.with_batch(reward_baselines=with_it.batch["reward_baselines"][places])
         one, told = advanced(estimator, with_it, kl)
         two, alone = advanced(estimator, without, kl)
-        for name in ("advantages", "returns", "token_level_rewards"):
-            assert_same(one.batch[name][places][:, :width], two.batch[name], estimator, kl)
-            assert name == "token_level_rewards" or not one.batch[name][lost].any()
-        assert told == pytest.approx(alone, rel=1e-6), "the KL that is told, too"
+        width = two["responses"].shape[1]
+        for name in ("advantages", "returns"):
+            assert_same(one[name][places][:, :width], two[name], estimator, kl)
+            assert not one[name][lost].any()
+        assert_same(one["rewards"][places], two["rewards"], estimator, kl)
+        assert told == pytest.approx(alone, rel=1e-6, abs=2e-6), "the metrics, too"
 
 
 @pytest.mark.parametrize("kl", [False, True], ids=["", "KL in the reward"])
@@ -345,10 +318,22 @@ def test_an_observation_is_as_if_it_had_never_been(estimator, kl):
     two, alone = advanced(estimator, valued(WORDS, uids, observed=False), kl)
     for name in ("advantages", "returns"):
         for i, (mask, _) in enumerate(WORDS):
-            got, want = one.batch[name][i][: len(mask)], two.batch[name][i][: sum(mask)]
+            got, want = one[name][i][: len(mask)], two[name][i][: sum(mask)]
             assert_same(got[torch.tensor(mask).bool()], want, estimator, kl)
             assert not got[~torch.tensor(mask).bool()].any()
-    assert told == pytest.approx(alone, rel=1e-6), "the KL that is told, too"
+    assert told == pytest.approx(alone, rel=1e-6, abs=2e-6), "the metrics, too"
+
+
+@pytest.mark.parametrize("estimator", sorted(OUTCOME_ESTIMATORS))
+def test_estimators_that_need_no_tokens_say_the_same_without_them(estimator, monkeypatch):
+    """One number for each row and its count of trained tokens, or every token: advantages, returns and metrics are the same."""
+    batch = valued([*WORDS, ([1, 1], 1.0), ([1], 0.5)], list("aaabbacc"), failed=[6])
+    by_row, told = advanced(estimator, batch)
+    monkeypatch.setattr(stages, "needs_no_tokens", lambda config: False)
+    by_token, spelled_out = advanced(estimator, batch)
+    for name in ("advantages", "returns", "rewards", "response_mask"):
+        assert torch.equal(by_row[name], by_token[name])
+    assert by_row["advantages"].any() and told == pytest.approx({name: spelled_out[name] for name in told})
 
 
 def test_losses_entropy_and_kl_do_not_see_observations():
@@ -385,33 +370,6 @@ def test_losses_entropy_and_kl_do_not_see_observations():
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-12) and torch.allclose(losses[0][1], losses[1][1], rtol=1e-12, atol=0)
 
 
-def test_what_the_reward_function_hears_of_a_trajectory():
-    """Who wrote what, how it ended, and the model's own words alone as the text; a failed sample is not scored."""
-    heard = []
-    tokenizer = tiny_tokenizer()
-    said, found = (tokenizer.encode(text, add_special_tokens=False) for text in ("ask", "<answer>Paris</answer>"))
-    rows = [
-        (said + found + said, [1] * 3 + [0] * len(found) + [1] * 3, [0.0] * (6 + len(found)), "max_turns"),
-        (said, [0] * 3, [0.0] * 3, "error"),
-    ]
-    made = answers(rows).with_non_tensor(segments=object_array([[("model", 3), ("tool", len(found)), ("model", 3)], [("model", 3)]]))
-    batch = assemble(asked([[5], [6]], ["a", "b"]), made.with_batch(turns=torch.tensor([2, 1])), 0)
-    scorer = SimpleNamespace(score=lambda items: heard.extend(items) or [RewardResult(1.0)] * len(items))
-    run = waiting(Tools(), scorer=scorer)
-    run.response_texts = lambda batch: [
-        tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
-    ]
-    scored = stages.scored(run, batch)
-    (item,) = heard
-    assert item.solution_str == "askask"
-    assert item.extra_info["trajectory"] == {
-        "segments": [("model", "ask"), ("tool", "<answer>Paris</answer>"), ("model", "ask")], "status": "max_turns", "turns": 2,
-    }  # fmt: skip
-    assert "trajectory" not in scored.non_tensor_batch["extra_info"][0], "the data's own column stays as it is"
-    assert scored.batch["token_level_scores"].nonzero().tolist() == [[0, 5 + len(found)]], "on the last trained token"
-    assert scored.non_tensor_batch["status"].tolist() == [Status.MAX_TURNS, Status.ERROR]
-
-
 def test_what_a_model_wrote_never_keeps_its_sample_from_being_written(tmp_path):
     """A lone surrogate, as a call's JSON can hold it, and separators at which Python's splitlines would cut a line."""
     from verlite.trainer.samples import read_samples
@@ -423,22 +381,21 @@ def test_what_a_model_wrote_never_keeps_its_sample_from_being_written(tmp_path):
 
 
 def test_where_the_pad_token_is_the_end_token_no_real_one_is_taken_for_padding():
-    """Ends of turns stand in the prompt of a chat, in the middle of a response and at its end; 1 is both here."""
-    rows = [([10, 1, 7, 1], [1, 1, 0, 1], [-0.5, -0.5, 0.0, -0.5], "done"), ([1], [1], [-0.5], "done")]
-    batch = assemble(asked([[5, 1, 6, 1], [1, 5]], ["a", "b"]), answers(rows), pad_id=1)
-    t = batch.batch
-    assert t["prompts"].tolist() == [[5, 1, 6, 1], [1, 1, 1, 5]] and t["responses"].tolist() == [[10, 1, 7, 1], [1, 1, 1, 1]]
+    """Ends of turns stand in the prompt of a chat, in the middle of a response and at its end; 0 is both here."""
+    rows = [([10, 0, 7, 0], [1, 1, 0, 1], [-0.5, -0.5, 0.0, -0.5], "done"), ([0], [1], [-0.5], "done")]
+    t = dense(a_step([[5, 0, 6, 0], [0, 5]], ["a", "b"], rows))
+    assert t["prompts"].tolist() == [[5, 0, 6, 0], [0, 0, 0, 5]] and t["responses"].tolist() == [[10, 0, 7, 0], [0, 0, 0, 0]]
     assert t["attention_mask"].tolist() == [[1] * 8, [0, 0, 1, 1, 1, 0, 0, 0]]
     assert t["response_mask"].tolist() == [[1, 1, 0, 1], [1, 0, 0, 0]]
-    assert batch.non_tensor_batch["prompt_ids"].tolist() == [[5, 1, 6, 1], [1, 5]]
 
 
 def test_validation_counts_its_last_batch_and_leaves_lost_samples_out_of_every_mean(tmp_path):
     """Three questions in batches of two; the last one's tools fail."""
-    run = validated([RewardResult(1.0), RewardResult(0.0)], run_dir=tmp_path)
+    run = validated([], run_dir=tmp_path)
     run.val_data = type("Data", (), {"__len__": lambda self: 3, "row": staticmethod(run.val_data.row)})()
     run.world, run.tokenizer = Tools(), SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "?")
-    run.rollout = Rollout([FINE, ("max_turns", None, [search(called=True), INVALID])], [DOWN])
+    first = [FINE, ("max_turns", None, [search(called=True), INVALID])]
+    run.rollout = Rollout(first, [DOWN], results=[RewardResult(1.0), RewardResult(0.0)])
     metrics = stages.validate(run)
     assert len(run.rollout.asked) == 2 and metrics["val-aux/error_rate"] == pytest.approx(1 / 3)
     assert metrics["val-core/sums/reward/mean@1"] == 0.5

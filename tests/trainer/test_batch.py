@@ -1,4 +1,4 @@
-"""From ragged answers to padded tensors, and who updates on what."""
+"""Who updates on what, and where."""
 
 import numpy as np
 import pytest
@@ -6,25 +6,22 @@ import torch
 
 from verlite.config.plan import Micro, Updates
 from verlite.data.dataset import PromptRow
-from verlite.protocol import fields
-from verlite.protocol.data import DataProto
-from verlite.rollout.types import Sampling
-from verlite.trainer import batch as batches
-from verlite.trainer.batch import assemble, balance_metrics, pad, requests, seeds, spread, update_numbers
+from verlite.rewards.result import RewardResult
+from verlite.rollout.types import Sampling, Status, Trajectory
+from verlite.trainer.batch import balance_metrics, requests, seeds, spread, update_numbers
+from verlite.workers.rollout import Told, as_columns
 
 
-def answers(rows):
-    """rows: (response ids, mask, log-probs, status)."""
-    return DataProto.from_dict(
-        {"turns": torch.ones(len(rows), dtype=torch.int64), "weight_version": torch.full((len(rows),), 3)},
-        {
-            "response_ids": [r[0] for r in rows],
-            "response_mask": [r[1] for r in rows],
-            "rollout_log_probs": [r[2] for r in rows],
-            "status": [r[3] for r in rows],
-            "error": [None if r[3] != "error" else "Timeout" for r in rows],
-        },
-    )
+def answers(rows, prompts=None, results=None):
+    """What a rollout worker answers to these prompts, for rows of (response ids, mask, log-probs, status); results: the rewards of those
+    that did not fail, 1 where there is none."""
+    prompts, left = prompts or [[5, 6]] * len(rows), iter(results or ())
+    made = [
+        Trajectory(list(prompt), ids, mask, log_probs, Status(status), "Timeout" if status == "error" else None, [3], 1)
+        for prompt, (ids, mask, log_probs, status) in zip(prompts, rows, strict=True)
+    ]
+    scored = {i: next(left, RewardResult(1.0)) for i, row in enumerate(rows) if row[3] != "error"}
+    return as_columns(made, [Told("text")] * len(rows), scored, 0.0, with_turns=False)
 
 
 def asked(prompts, uids):
@@ -32,34 +29,9 @@ def asked(prompts, uids):
     return requests(rows, uids, [Sampling(1.0, 1.0, -1, 4)] * len(rows))
 
 
-def test_assembled_rows_by_hand():
-    batch = assemble(
-        asked([[5, 6], [7, 8, 9]], ["a", "b"]),
-        answers([([10, 0, 11], [1, 0, 1], [-0.5, 0.0, -1.5], "done"), ([12], [1], [-2.0], "length")]),
-        pad_id=0,
-    )
-    t = batch.batch
-    assert t["prompts"].tolist() == [[0, 5, 6], [7, 8, 9]]
-    assert t["responses"].tolist() == [[10, 0, 11], [12, 0, 0]]
-    assert t["input_ids"].tolist() == [[0, 5, 6, 10, 0, 11], [7, 8, 9, 12, 0, 0]]
-    # The sampled 0 in the first row is a real token although 0 is the pad id: lengths decide, not values.
-    assert t["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
-    assert t["position_ids"].tolist() == [[0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 3, 3]]
-    assert t["response_mask"].tolist() == [[1, 0, 1], [1, 0, 0]]
-    assert t["rollout_log_probs"].tolist() == [[-0.5, 0.0, -1.5], [-2.0, 0.0, 0.0]]
-    assert t["valid"].tolist() == [True, True]
-    fields.check(batch)
-
-
-def test_failed_and_empty_rows_keep_their_place():
-    batch = assemble(asked([[5], [6]], ["a", "b"]), answers([([], [], [], "error"), ([], [], [], "length")]), pad_id=0)
-    assert batch.batch["valid"].tolist() == [False, True]
-    assert batch.batch["responses"].shape == (2, 1) and not batch.batch["response_mask"].any()
-
-
-def test_pad_sides():
-    assert pad([[1, 2], [3]], 3, torch.int64, "left", 9).tolist() == [[9, 1, 2], [9, 9, 3]]
-    assert pad([[1.5], []], 2, torch.float32).tolist() == [[1.5, 0.0], [0.0, 0.0]]
+def a_step(prompts, uids, rows, results=None):
+    """The driver's batch after generation."""
+    return asked(prompts, uids).pop(non_tensor_batch_keys=["prompt_ids"])[1].union(answers(rows, prompts, results))
 
 
 def test_seeds_depend_on_run_and_step_alone():
@@ -107,19 +79,3 @@ def test_balance_metrics_by_hand():
     assert {key.removeprefix("global_seqlen/"): value for key, value in metrics.items()} == {
         "min": 4, "max": 16, "minmax_diff": 12, "mean": 10, "balanced_min": 10, "balanced_max": 10,
     }  # fmt: skip
-
-
-def test_joined_batches_are_those_of_one_assembly():
-    """Whatever the widths of the parts: every tensor is that of all rows assembled at once."""
-    rows = [([10, 11], [1, 1], [-0.5, -1.5], "done"), ([12], [1], [-2.0], "done"), ([13, 14, 15], [1, 0, 1], [-1.0, 0.0, -3.0], "length")]
-    prompts, uids = [[5, 6], [5], [7, 8, 9]], ["a", "b", "c"]
-    whole = assemble(asked(prompts, uids), answers(rows), pad_id=3)
-    parts = [assemble(asked([prompts[i]], [uids[i]]), answers([rows[i]]), pad_id=3) for i in range(3)]
-    joined = batches.join(parts, pad_id=3)
-    real = whole.batch["attention_mask"].bool()
-    for name, tensor in whole.batch.items():
-        if name == "position_ids":  # of padding they may be anything
-            assert torch.equal(joined.batch[name][real], tensor[real])
-        else:
-            assert torch.equal(joined.batch[name], tensor), name
-    assert list(joined.non_tensor_batch["uid"]) == uids

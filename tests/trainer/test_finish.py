@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.trainer.test_stages import Screen, a_batch
 from verlite.config.schema import Config, DataConfig
@@ -112,10 +111,3 @@ def test_files_that_the_driver_does_not_see_are_missed(tmp_path, monkeypatch):
     run.step = 1
     finish.save(run)
     assert "2 ranks of the actor wrote" in run.display[0] and "sees the files of 1" in run.display[0] and run.saved_step == 0
-
-
-def test_only_what_the_model_wrote_is_scored(tmp_path):
-    """Token 11 is an observation."""
-    run = a_run(tmp_path, tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids.tolist()))))
-    batch = a_batch(["done"]).with_batch(response_mask=torch.tensor([[1, 0]]))
-    assert run.response_texts(batch) == ["10"]

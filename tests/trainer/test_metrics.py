@@ -4,23 +4,20 @@ import pytest
 import torch
 
 from verlite.protocol.data import DataProto, object_array
-from verlite.trainer.metrics import Stopwatch, batch_metrics, speed_metrics
+from verlite.trainer.metrics import Stopwatch, batch_metrics, speed_metrics, token_metrics
 
 NAN = float("nan")
 
 
 def a_batch(**more) -> DataProto:
-    """Two prompts of two samples; the last sample failed, and of the first the middle token is tool text."""
+    """Two prompts of two samples; the last sample failed."""
     return DataProto.from_dict(
         {
-            "responses": torch.zeros(4, 3, dtype=torch.int64),
-            "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]),
-            "response_mask": torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]),
+            "prompt_length": torch.tensor([1, 1, 2, 2]),
+            "response_length": torch.tensor([3, 1, 2, 0]),
             "valid": torch.tensor([True, True, True, False]),
-            "token_level_scores": torch.tensor([[0.0, 0, 1], [1, 0, 0], [0, 3, 0], [0, 0, 9]]),
-            "token_level_rewards": torch.tensor([[-0.5, 0, 1], [1, 0, 0], [0, 3, 0], [0, 0, 9]]),
-            "advantages": torch.tensor([[1.0, 99, 2], [3, 99, 99], [4, 5, 99], [99, 99, 99]]),
-            "returns": torch.tensor([[1.0, 99, 2], [3, 99, 99], [4, 5, 99], [99, 99, 99]]),
+            "scores": torch.tensor([1.0, 1, 3, 9]),
+            "rewards": torch.tensor([0.5, 1, 3, 9]),
             "raw_scores": torch.tensor([2.0, 2, 5, 99]),
             "overlong_penalty": torch.tensor([0.0, -0.5, -1, -99]),
             "turns": torch.tensor([2, 1, 1, 0]),
@@ -39,8 +36,6 @@ def test_by_hand():
             "reward/raw_score/mean": 3, "reward/raw_score/max": 5, "reward/raw_score/min": 2,
             "reward/overlong_penalty/mean": -0.5, "reward/overlong_penalty/max": 0, "reward/overlong_penalty/min": -1,
             "critic/rewards/mean": 4.5 / 3, "critic/rewards/max": 3, "critic/rewards/min": 0.5,
-            "critic/advantages/mean": 3, "critic/advantages/max": 5, "critic/advantages/min": 1,
-            "critic/returns/mean": 3, "critic/returns/max": 5, "critic/returns/min": 1,
             "response_length/mean": 1.5, "response_length/max": 3, "response_length/min": 0,
             "response_length/clip_ratio": 0.25, "response/aborted_ratio": 0.25,
             "response_length_non_aborted/mean": 2, "response_length_non_aborted/max": 3, "response_length_non_aborted/min": 1,
@@ -52,17 +47,36 @@ def test_by_hand():
     )  # fmt: skip
 
 
+RETURNS = torch.tensor([[1.0, NAN, 2], [3, NAN, NAN], [4, 5, NAN], [NAN, NAN, NAN]])
+TRAINED = torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])  # in the first row the middle token is tool text
+
+
+def test_numbers_of_trained_tokens():
+    metrics = token_metrics(2 * RETURNS, RETURNS, TRAINED, None)
+    assert metrics == {
+        "critic/advantages/mean": 6, "critic/advantages/max": 10, "critic/advantages/min": 2,
+        "critic/returns/mean": 3, "critic/returns/max": 5, "critic/returns/min": 1,
+    }  # fmt: skip
+
+
+def test_one_number_for_a_row_counts_as_often_as_the_row_has_trained_tokens():
+    numbers, counts = torch.tensor([[1.0], [4], [NAN], [-2]]), torch.tensor([[3], [1], [0], [2]])
+    spelled_out = torch.tensor([[1.0, 1, 1], [4, 0, 0], [0, 0, 0], [-2, -2, 0]])
+    tokens = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]])
+    assert token_metrics(numbers, numbers, counts, None) == token_metrics(spelled_out, spelled_out, tokens, None)
+
+
 def test_values_are_compared_with_the_returns():
     values = torch.tensor([[2.0, NAN, 2], [3, NAN, NAN], [3, 5, NAN], [NAN, NAN, NAN]])
-    metrics = batch_metrics(a_batch(values=values), 2, 3)
+    metrics = token_metrics(RETURNS, RETURNS, TRAINED, values)
     assert metrics["critic/values/mean"] == 3
     # returns 1 2 3 4 5, errors -1 0 0 1 0
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - 0.5 / 2.5)
 
 
 def test_nothing_is_left_of_a_batch_without_votes():
-    batch = a_batch(valid=torch.zeros(4, dtype=torch.bool), values=torch.zeros(4, 3))
-    metrics = batch_metrics(batch, 2, 3)
+    metrics = batch_metrics(a_batch(valid=torch.zeros(4, dtype=torch.bool)), 2, 3)
+    metrics |= token_metrics(RETURNS, RETURNS, torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 3))
     assert not any(key.startswith(("critic/", "rollout/zero", "reward/raw", "reward/over")) for key in metrics)
 
 

@@ -5,15 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.trainer.test_batch import answers, asked
+from tests.trainer.test_batch import a_step, answers, asked
+from verlite.algorithms.gap import gap_rows
 from verlite.config.correction import RolloutCorrection
 from verlite.config.schema import Config, DataConfig, ModelConfig
 from verlite.controller.dispatch import join_rows, split_rows
 from verlite.protocol.data import DataProto, object_array
+from verlite.protocol.ragged import ragged
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling
 from verlite.trainer import stages
-from verlite.trainer.batch import assemble
 from verlite.trainer.metrics import Stopwatch
 
 
@@ -30,25 +31,30 @@ def a_run(**fields) -> SimpleNamespace:
     config = Config(data=DataConfig(train_files="x"), reward=Config().reward)
     config.actor_rollout_ref.model = ModelConfig(path="x")
     made = {
-        "config": config, "step": 1, "metrics": {}, "stopwatch": Stopwatch(), "display": Screen(), "pad_id": 0, "first_step": True,
+        "config": config, "step": 1, "metrics": {}, "stopwatch": Stopwatch(), "display": Screen(), "first_step": True,
         "drawn": 0, "world": None, "stop": SimpleNamespace(requested=False),
         "plan": SimpleNamespace(
             critic_warmup=0, placement={"actor": [0]}, needs_old_log_probs=False, correction=RolloutCorrection(), loss_mode="vanilla",
             prompts=2, samples_per_prompt=2, rows=4, gen_prompts=2, filters_groups=False, needs_greedy_baseline=False,
         ),
-        "response_texts": lambda batch: ["text"] * len(batch),
     }  # fmt: skip
     return SimpleNamespace(**(made | fields))
 
 
-def a_batch(statuses=("done", "done", "done")) -> DataProto:
-    """Rows of one prompt with two tokens each."""
+def a_batch(statuses=("done", "done", "done"), results=None) -> DataProto:
+    """Generated rows of two tokens each, and the rewards of those that did not fail."""
     rows = [([10, 11], [1, 1], [-0.5, -1.5], s) if s != "error" else ([], [], [], s) for s in statuses]
-    return assemble(asked([[5, 6]] * len(rows), [f"u{i}" for i in range(len(rows))]), answers(rows), pad_id=0)
+    return a_step([[5, 6]] * len(rows), [f"u{i}" for i in range(len(rows))], rows, results)
 
 
-def scorer_of(results):
-    return SimpleNamespace(score=lambda items: results[: len(items)])
+def dense(batch, *names):
+    """The tokens of the driver's batch and these columns, padded."""
+    return stages.here(batch, *names)
+
+
+def columns(**rows) -> DataProto:
+    """Ragged columns of [B, 2] numbers, as a worker answers."""
+    return DataProto.from_dict({}, {name: ragged(torch.tensor(values), torch.tensor([2] * len(values))) for name, values in rows.items()})
 
 
 GOOD, BAD = RewardResult(1.0), RewardResult(None, error="Timeout", traceback="Traceback: it took too long")
@@ -75,36 +81,34 @@ def test_the_policy_waits_for_the_critics_warm_up_which_only_a_critic_has():
 
 
 def test_a_failed_greedy_answer_is_no_baseline_of_0():
-    batch = a_batch("done done done done error".split())
-    batch = batch.with_non_tensor(
+    batch = a_batch("done done done done error".split(), [RewardResult(0.25), GOOD, GOOD, RewardResult(0.5)]).with_non_tensor(
         uid=object_array(["a", "b", "c", "a", "c"]),
         sampling=object_array([Sampling(1.0, 1.0, -1, 2)] * 3 + [Sampling(0.0, 1.0, -1, 2)] * 2),
     )
-    run = a_run(scorer=scorer_of([RewardResult(0.25), GOOD, GOOD, RewardResult(0.5), BAD]))
-    scored = stages.score(run, batch)
+    scored = stages.score(a_run(), batch)
     # a has the baseline 0.5; the greedy row of c failed, and b has none.
     assert scored.batch["valid"].tolist() == [True, False, False]
     assert scored.batch["reward_baselines"].tolist() == [0.5, 0, 0]
-    assert scored.batch["response_mask"].tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert scored.batch["trained_tokens"].tolist() == [2, 0, 0]
     assert [bool(error) for error in scored.non_tensor_batch["error"]] == [False, True, True]
 
 
 def test_a_failed_reward_takes_its_row_out_and_too_many_stop_the_run():
-    run = a_run(scorer=scorer_of([GOOD, BAD, GOOD]))
+    run, batch = a_run(), a_batch(results=[GOOD, BAD, GOOD])
     run.config.reward.max_error_rate = 0.4
-    scored = stages.score(run, a_batch())
+    scored = stages.score(run, batch)
     assert scored.batch["valid"].tolist() == [True, False, True]
-    assert scored.batch["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
-    assert scored.batch["token_level_scores"].tolist() == [[0, 1], [0, 0], [0, 1]]
+    assert dense(scored)["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
+    assert scored.batch["scores"].tolist() == [1, 0, 1] and scored.non_tensor_batch["error"][1] == "reward: Timeout"
     run.config.reward.max_error_rate = 0.3
     with pytest.raises(stages.RewardFailures, match=r"33.3% of this step's rewards failed(.|\n)*it took too long"):
-        stages.score(run, a_batch())
+        stages.score(run, batch)
 
 
 @pytest.mark.parametrize(("limit", "stops"), [(0.5, False), (0.3, True)])
 def test_too_many_failed_samples_stop_the_run(limit, stops):
     rows = [([10], [1], [-0.5], "done"), ([], [], [], "error"), ([11], [1], [-0.5], "length")]
-    run = a_run(rollout=SimpleNamespace(generate=lambda requests, sleep_after: answers(rows)))
+    run = a_run(rollout=SimpleNamespace(generate=lambda requests, sleep_after: answers(rows, [[5]] * 3)))
     run.config.actor_rollout_ref.rollout.max_error_rate = limit
     if not stops:
         assert stages.generate(run, asked([[5]] * 3, ["a"] * 3)).batch["valid"].tolist() == [True, False, True]
@@ -114,9 +118,14 @@ def test_too_many_failed_samples_stop_the_run(limit, stops):
 
 
 def log_probs(values):
-    return SimpleNamespace(
-        log_probs=lambda batch: DataProto.from_dict({"old_log_probs": torch.tensor(values), "entropys": torch.ones(len(values), 2)})
-    )
+    """An actor that has these log-probs, an entropy of 1 for each token, and measures the gap."""
+
+    def answer(batch):
+        t = dense(batch, "rollout_log_probs")
+        sums = {"gap_sums": gap_rows(torch.tensor(values), t["rollout_log_probs"], t["response_mask"])}
+        return columns(old_log_probs=values).with_batch(entropy_sums=t["trained_tokens"].double(), **sums)
+
+    return SimpleNamespace(log_probs=answer)
 
 
 def gated(values, needed=False, bypass=False, **fields):
@@ -130,19 +139,19 @@ def test_the_start_up_gate_measures_and_where_log_probs_are_skipped_hides_them_f
     run, batch = gated([[-0.5, -1.5], [-0.5, -1.54], [-0.5, -1.5]])
     assert run.metrics["training/log_prob_gap"] == pytest.approx(0.04 / 6, rel=1e-4)
     assert run.metrics["actor/entropy"] == 1
-    assert "old_log_probs" not in batch.batch.keys()
+    assert "old_log_probs" not in batch.non_tensor_batch and "entropy_sums" not in batch.batch.keys()
     run, batch = gated([[-0.5, -1.5]] * 3, needed=True)
-    assert "old_log_probs" in batch.batch.keys()
+    assert dense(batch, "old_log_probs")["old_log_probs"].tolist() == [[-0.5, -1.5]] * 3 and "entropy_sums" in batch.batch.keys()
     run, batch = gated([[9.0, 9.0]] * 3, first_step=False)  # nobody is asked
-    assert run.metrics == {} and "old_log_probs" not in batch.batch.keys()
+    assert run.metrics == {} and "old_log_probs" not in batch.non_tensor_batch
 
 
 @pytest.mark.parametrize("first_step", [True, False])
 def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_still_measures(first_step):
     run, batch = gated([[-0.5, -1.54]] * 3, bypass=True, first_step=first_step)
-    assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
+    assert dense(batch, "old_log_probs")["old_log_probs"].tolist() == [[-0.5, -1.5]] * 3
     assert ("training/log_prob_gap" in run.metrics) == first_step
-    assert "entropys" not in batch.batch.keys()  # the update measures it
+    assert "entropy_sums" not in batch.batch.keys()  # the update measures it
 
 
 def test_the_start_up_gate_says_where_the_gap_is():
@@ -158,40 +167,39 @@ def test_the_start_up_gate_says_where_the_gap_is():
 @pytest.mark.parametrize("balanced", [True, False])
 def test_rows_stay_whole_on_their_way_to_the_ranks_and_back(balanced):
     """Every column of a row is a number made from the row's own, so that a row with another's reward or tokens cannot pass."""
-    number = torch.arange(12)
-    lengths = torch.tensor([3, 9, 1, 7, 2, 8, 4, 6, 5, 9, 1, 2])
-    real = (torch.arange(9) < lengths[:, None]).long()
-    batch = DataProto.from_dict(
-        {"number": number, "input_ids": number[:, None] * 100 + torch.arange(9), "attention_mask": real,
-         "advantages": number[:, None] * 0.5 + torch.zeros(9), "mini_batch": (number % 3)[:, None]},
-        {"uid": [f"u{i // 2}" for i in range(12)]},
-    )  # fmt: skip
+    number, lengths = list(range(12)), [3, 9, 1, 7, 2, 8, 4, 6, 5, 9, 1, 2]
+    rows = [([100 * i + j for j in range(n)], [1] * n, [-float(i)] * n, "done") for i, n in enumerate(lengths)]
+    batch = a_step([[i] for i in number], [f"u{i // 2}" for i in number], rows).with_batch(
+        turns=torch.tensor(number), advantages=torch.tensor(number)[:, None] * 0.5, mini_batch=(torch.tensor(number) % 3)[:, None]
+    )
     run = a_run()
     run.plan.placement, run.config.trainer.balance_batch = {"actor": [0, 1, 2]}, balanced
-    sent = stages.to_ranks(run, batch, "actor")
+    sent = stages.to_ranks(run, batch, "actor", "rollout_log_probs", "values")
+    assert set(sent.non_tensor_batch) == {"prompt_ids", "response_ids", "response_mask", "rollout_log_probs"}
     parts = split_rows(sent, 3)
-    assert sorted(torch.cat([part.batch["number"] for part in parts]).tolist()) == number.tolist()
+    assert sorted(torch.cat([part.batch["turns"] for part in parts]).tolist()) == number
     for part in parts:
-        mine = part.batch["number"]
-        assert torch.equal(part.batch["input_ids"], batch.batch["input_ids"][mine])
-        for name in ("attention_mask", "advantages", "mini_batch"):
-            assert torch.equal(part.batch[name], batch.batch[name][mine])
-    assert balanced == ([part.batch["number"].tolist() for part in parts] != [list(range(i, i + 4)) for i in (0, 4, 8)])
-    answered = [part.select(["number"]).with_batch(values=part.batch["number"] * 2.0) for part in parts]
+        for i, row in enumerate(part.batch["turns"].tolist()):
+            t = dense(part[i : i + 1], "rollout_log_probs")
+            assert t["input_ids"].tolist() == [[row, *rows[row][0]]] and t["rollout_log_probs"].tolist() == [rows[row][2]]
+            assert t["advantages"].tolist() == [[row * 0.5] * lengths[row]] and t["mini_batch"].tolist() == [[row % 3]]
+    assert balanced == ([part.batch["turns"].tolist() for part in parts] != [number[i : i + 4] for i in (0, 4, 8)])
+    answered = [DataProto.from_dict({}, {"values": [[2.0 * i] for i in part.batch["turns"].tolist()]}) for part in parts]
     back = batch.union(join_rows(answered, sent))
-    assert torch.equal(back.batch["values"], number * 2.0) and back.non_tensor_batch["uid"].tolist() == [f"u{i // 2}" for i in range(12)]
+    assert back.non_tensor_batch["values"].tolist() == [[2.0 * i] for i in number]
+    assert back.non_tensor_batch["uid"].tolist() == [f"u{i // 2}" for i in number]
 
 
 def test_the_reference_is_not_the_actor():
     run = a_run(
-        reference=SimpleNamespace(log_probs=lambda batch: DataProto.from_dict({"ref_log_prob": torch.full((len(batch), 2), -7.0)})),
+        reference=SimpleNamespace(log_probs=lambda batch: columns(ref_log_prob=[[-7.0, -7.0]] * len(batch))),
         actor=log_probs([[-0.5, -1.5]] * 3),
     )
     run.plan.placement["ref"] = [0]
     batch = a_batch().with_batch(mini_batch=torch.zeros(3, 1, dtype=torch.int64))
-    assert (stages.reference_log_probs(run, batch).batch["ref_log_prob"] == -7).all()
+    assert (dense(stages.reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -7).all()
     run.reference = None  # no KL term
-    assert "ref_log_prob" not in stages.reference_log_probs(run, batch).batch.keys()
+    assert "ref_log_prob" not in stages.reference_log_probs(run, batch).non_tensor_batch
 
 
 def validated(results, **trainer):
@@ -200,8 +208,7 @@ def validated(results, **trainer):
     sequence = iter(results)
     run = a_run(
         val_data=type("Data", (), {"__len__": lambda self: len(results), "row": staticmethod(data.row)})(),
-        rollout=SimpleNamespace(generate=lambda requests, sleep_after: answers(rows * len(requests))),
-        scorer=SimpleNamespace(score=lambda items: [next(sequence) for _ in items]),
+        rollout=SimpleNamespace(generate=lambda requests, sleep_after: answers(rows * len(requests), results=sequence)),
         tokenizer=SimpleNamespace(decode=lambda ids: "1+1="),
         run_dir=trainer.pop("run_dir"),
     )
@@ -255,25 +262,26 @@ def test_validation_without_any_score_is_no_validation(tmp_path):
 
 def test_scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones_kept():
     rows = [([10] * n, [1] * n, [-0.5] * n, s) for n, s in ((2, "done"), (3, "done"), (4, "length"), (1, "done"))]
-    batch = assemble(asked([[5, 6]] * 4, list("abcd")), answers(rows), pad_id=0)
-    run = a_run(scorer=scorer_of([RewardResult(s) for s in (1.0, 1.0, 0.0, 9.0)]))
+    batch, run = a_step([[5, 6]] * 4, list("abcd"), rows, [RewardResult(s) for s in (1.0, 1.0, 0.0, 9.0)]), a_run()
     reward = run.config.reward
     run.config.data.max_response_length, reward.mean, reward.std, reward.clip_range = 4, 0.5, 0.25, [-3.0, 3.0]
     reward.overlong_buffer.enable, run.plan.overlong_buffer, reward.overlong_buffer.penalty_factor = True, 2, 0.5
     batch = stages.score(run, batch)
     assert batch.batch["raw_scores"].tolist() == [1, 1, 0, 9]
     # (score - 0.5) / 0.25 is 2, 2, -2, 34; clipped at 3; lengths 2, 3, 4, 1 of 4 lose 0, half and all of 0.5, and 0.
-    assert batch.batch["token_level_scores"].tolist() == [[0, 2, 0, 0], [0, 0, 1.75, 0], [0, 0, 0, -2.5], [3, 0, 0, 0]]
+    assert batch.batch["scores"].tolist() == [2, 1.75, -2.5, 3]
     assert batch.batch["overlong_penalty"].tolist() == [0, -0.25, -0.5, 0]
 
 
 def test_rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score():
     for estimator, score in (("grpo", 1.0), ("rloo_token_kl", 9.0)):
-        run = a_run(scorer=scorer_of([RewardResult(9.0), RewardResult(0.0)]))
+        run = a_run()
         run.config.algorithm.adv_estimator, run.config.reward.clip_range = estimator, [-1.0, 1.0]
-        batch = stages.score(run, a_batch(["done", "done"])).with_non_tensor(uid=object_array(["a", "a"]))
-        assert batch.batch["token_level_scores"].sum().item() == score
-        advantages = stages.advantages(run, batch).batch["advantages"]
+        batch = stages.score(run, a_batch(["done", "done"], [RewardResult(9.0), RewardResult(0.0)])).with_non_tensor(
+            uid=object_array(["a", "a"])
+        )
+        assert batch.batch["scores"].sum().item() == score
+        advantages = dense(stages.advantages(run, batch), "advantages")["advantages"]
         if estimator == "rloo_token_kl":  # 9 - 0 and 0 - 9, clipped to 1 and -1
             assert advantages.tolist() == [[1, 1], [-1, -1]]
 
@@ -284,8 +292,8 @@ def filtered(scores, uids, batch=None, **settings):
     run.plan.filters_groups, run.drawn = True, run.drawn + 2
     for key, value in settings.items():
         setattr(run.config.algorithm.filter_groups, key, value)
-    run.scorer = scorer_of([RewardResult(score, parts={"acc": 1.0 - score}) for score in scores])
-    more = stages.score(run, a_batch(["done"] * 4)).with_non_tensor(uid=object_array(uids))
+    results = [RewardResult(score, parts={"acc": 1.0 - score}) for score in scores]
+    more = stages.score(run, a_batch(["done"] * 4, results)).with_non_tensor(uid=object_array(uids))
     return run, stages.gather(run, DataProto() if batch is None else batch, more)
 
 
@@ -340,56 +348,60 @@ def corrected(settings, **batch):
     """Three right answers of one prompt; the rollout's log-probs are -0.5 and -1.5, so that the second's last token has w = exp(-3)."""
     run = a_run()
     run.plan.correction, run.config.algorithm.adv_estimator = settings, "rloo"
-    scored = stages.scored(a_run(scorer=scorer_of([GOOD, RewardResult(0.0), GOOD])), a_batch())
-    old = torch.tensor([[-0.5, -1.5], [-0.5, -4.5], [-0.5, -1.5]])
-    return run, stages.correct(run, scored.with_batch(old_log_probs=old).with_non_tensor(uid=object_array(["a"] * 3)))
+    scored = stages.score(a_run(), a_batch(results=[GOOD, RewardResult(0.0), GOOD])).with_non_tensor(uid=object_array(["a"] * 3))
+    return run, stages.correct(run, scored.union(columns(old_log_probs=[[-0.5, -1.5], [-0.5, -4.5], [-0.5, -1.5]])))
 
 
 def test_correction_weighs_tokens():
     run, batch = corrected(RolloutCorrection())
-    assert run.metrics == {} and "rollout_is_weights" not in batch.batch.keys()
+    assert run.metrics == {} and "rollout_is_weights" not in batch.non_tensor_batch
     run, batch = corrected(RolloutCorrection("token", "0.5_2.0"))
-    assert batch.batch["rollout_is_weights"].tolist() == [[1, 1], [1, 0], [1, 1]]
-    assert not batch.batch["rejected_tokens"].any()
+    assert dense(batch, "rollout_is_weights")["rollout_is_weights"].tolist() == [[1, 1], [1, 0], [1, 1]]
+    assert not any(row.any() for row in batch.non_tensor_batch["rejected_tokens"])
     assert run.metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 6)
 
 
 def test_rejected_tokens_leave_the_loss_but_not_the_baseline():
     for name, left in (("token_k1", [[1, 1], [1, 0], [1, 1]]), ("seq_sum_k1", [[1, 1], [0, 0], [1, 1]])):
         run, batch = corrected(RolloutCorrection(rollout_rs=name, rollout_rs_threshold="0.5_2.0"))
-        assert "rollout_is_weights" not in batch.batch.keys()
+        assert "rollout_is_weights" not in batch.non_tensor_batch
         batch = stages.advantages(run, batch)
-        assert batch.batch["response_mask"].tolist() == left
+        t = dense(batch, "rejected_tokens")
+        assert t["response_mask"].tolist() == left and t["trained_tokens"].tolist() == [sum(row) for row in left]
         # Leave-one-out on 1, 0, 1: the second's 0 counts in the others' baselines, whether or not it is trained on.
-        assert batch.batch["advantages"].tolist() == [[0.5, 0.5], [-1.0 * m for m in left[1]], [0.5, 0.5]]
-        assert batch.batch["token_level_scores"].sum(1).tolist() == [1, 0, 1]
+        assert t["advantages"].tolist() == [[0.5, 0.5], [-1.0 * m for m in left[1]], [0.5, 0.5]]
+        assert t["scores"].tolist() == [1, 0, 1]
+        trained = [0.5] * 4 + [-1.0] * sum(left[1])
+        assert run.metrics["critic/advantages/mean"] == pytest.approx(sum(trained) / len(trained))
 
 
 def advanced(loss_mode="vanilla", truncated=False, **policy_loss):
-    run = a_run(scorer=scorer_of([RewardResult(s) for s in (1.0, 0.0, 0.5)]))
+    run = a_run()
     run.plan.loss_mode, run.config.algorithm.adv_estimator = loss_mode, "grpo"
     run.config.algorithm.norm_adv_by_std_in_grpo, run.config.algorithm.mask_truncated = False, truncated
     for key, value in policy_loss.items():
         setattr(run.config.actor_rollout_ref.actor.policy_loss, key, value)
-    batch = stages.score(run, a_batch(["done", "length", "done"])).with_non_tensor(uid=object_array(["a"] * 3))
-    batch = batch.with_batch(old_log_probs=torch.tensor([[-0.1, -3.0], [-0.1, -1.0], [-0.1, -0.2]]))
-    return run, stages.advantages(run, batch)
+    scored = stages.score(run, a_batch(["done", "length", "done"], [RewardResult(s) for s in (1.0, 0.0, 0.5)]))
+    old = columns(old_log_probs=[[-0.1, -3.0], [-0.1, -1.0], [-0.1, -0.2]])
+    batch = stages.advantages(run, scored.with_non_tensor(uid=object_array(["a"] * 3)).union(old))
+    return run, dense(batch, "advantages", "selected_tokens")
 
 
 def test_truncated_responses_count_in_the_baseline_and_nowhere_else():
-    run, batch = advanced(truncated=True)
-    assert batch.batch["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
-    assert batch.batch["advantages"].tolist() == [[0.5, 0.5], [0, 0], [0, 0]]  # less the mean of 1, 0 and 0.5
+    run, t = advanced(truncated=True)
+    assert t["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
+    assert t["advantages"].tolist() == [[0.5, 0.5], [0, 0], [0, 0]]  # less the mean of 1, 0 and 0.5
+    assert run.metrics["critic/advantages/min"] == 0 and run.metrics["critic/advantages/mean"] == 0.25
     assert run.metrics["response_length/masked_truncated_ratio"] == pytest.approx(1 / 3)
-    _, batch = advanced()
-    assert batch.batch["response_mask"].tolist() == [[1, 1]] * 3 and batch.batch["advantages"][1].tolist() == [-0.5, -0.5]
+    _, t = advanced()
+    assert t["response_mask"].tolist() == [[1, 1]] * 3 and t["advantages"][1].tolist() == [-0.5, -0.5]
 
 
 def test_tokens_of_high_covariance_are_chosen_over_the_whole_step():
     # Advantages 0.5, -0.5 and 0 with mean 0, log-probs with mean -0.75: products 0.325, -1.125; -0.325, 0.125; 0, 0.
-    _, batch = advanced("kl_cov", kl_cov_ratio=0.4)
-    assert batch.batch["selected_tokens"].tolist() == [[True, False], [False, True], [False, False]]
-    assert "selected_tokens" not in advanced()[1].batch.keys()
+    _, t = advanced("kl_cov", kl_cov_ratio=0.4)
+    assert t["selected_tokens"].tolist() == [[True, False], [False, True], [False, False]]
+    assert "selected_tokens" not in advanced()[1].keys()
     # Of the tokens within the bounds clip_cov draws by lot, the same ones for the same seed and step.
-    draws = [advanced("clip_cov", clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4)[1].batch["selected_tokens"] for _ in range(2)]
+    draws = [advanced("clip_cov", clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4)[1]["selected_tokens"] for _ in range(2)]
     assert torch.equal(*draws) and draws[0].sum() == 2

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.protocol.test_ragged import ROWS, thin
+from verlite.algorithms.gap import gap_metrics, gap_totals
 from verlite.config.plan import Micro, Updates
 from verlite.config.schema import Config, DataConfig
 from verlite.protocol.data import DataProto
@@ -70,14 +72,14 @@ def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, m
 
     def forward(batch, micro, temperature, **measures):
         seen.append(temperature)
-        return dict.fromkeys(("log_probs", "entropy", "values"), torch.zeros(1, 1))
+        return dict.fromkeys(("log_probs", "entropy", "values"), torch.zeros(2, 3))
 
     subject = kind.__new__(kind)
     subject.engine = SimpleNamespace(onload=lambda **_: None, offload=lambda: None, forward=forward)
     subject.config, micro = Config(data=DataConfig(train_files="x")), Micro(1, None)
     subject.config.actor_rollout_ref.rollout.temperature = 0.7
     subject.plan = SimpleNamespace(log_prob_micro=micro, ref_micro=micro, value_micro=micro, needs_sum_pi_squared=False)
-    getattr(subject, method)(DataProto.from_dict({"response_mask": torch.ones(1, 1)}))
+    getattr(subject, method)(thin(ROWS))
     assert seen == [temperature]
 
 
@@ -92,3 +94,19 @@ def test_what_the_disk_refuses_is_told_and_everything_else_is_raised():
     assert worker(SimpleNamespace(save=lambda folder: None)).save("here") is None
     with pytest.raises(ZeroDivisionError):
         worker(SimpleNamespace(save=broken)).save("here")
+
+
+def test_log_probs_stay_ragged_and_sums_go_to_the_driver():
+    """Rows of 3 and 1 tokens, of which the middle one of the first is a tool's."""
+    log_probs = torch.tensor([[-0.5, 0.0, -1.0], [-2.25, 0.0, 0.0]])
+    out = {"log_probs": log_probs, "entropy": torch.tensor([[1.0, 0, 2], [4, 0, 0]]), "sum_pi_squared": log_probs}
+    subject = ActorWorker.__new__(ActorWorker)
+    subject.engine = SimpleNamespace(onload=lambda **_: None, offload=lambda: None, forward=lambda *args, **_: out)
+    subject.config = Config(data=DataConfig(train_files="x"))
+    subject.plan = SimpleNamespace(log_prob_micro=Micro(1, None), needs_sum_pi_squared=True)
+    out = subject.log_probs(thin(ROWS))
+    assert [row.tolist() for row in out.non_tensor_batch["old_log_probs"]] == [[-0.5, 0, -1], [-2.25]]
+    assert set(out.non_tensor_batch) == {"old_log_probs", "sum_pi_squared"} == set(ActorWorker.log_probs.__keeps__)
+    assert out.batch["entropy_sums"].tolist() == [3, 4]
+    metrics = gap_metrics(gap_totals(out.batch["gap_sums"]))
+    assert metrics["training/log_prob_gap"] == pytest.approx(0.75 / 3) and metrics["training/log_prob_gap_max"] == 0.5

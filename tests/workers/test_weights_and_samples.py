@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tests.models import tiny_tokenizer
+from verlite.config.schema import Config, DataConfig
 from verlite.envs.step import Step, ToolError, encode_text
 from verlite.envs.world import World
 from verlite.protocol.data import DataProto, object_array
+from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Completion, Sampling
 from verlite.workers.actor import ActorWorker, Export
 from verlite.workers.rollout import RolloutWorker
@@ -80,18 +82,50 @@ class Engine:
         self.slept += 1
 
 
+FAILED = RewardResult(None, error="Timeout", traceback="it hung")
+
+
+class Scores:
+    """Gives these results, one after the other, and remembers what it was asked."""
+
+    def __init__(self, *results):
+        self.results, self.heard = iter(results), []
+
+    def score(self, items, limit_s=None):
+        self.heard += items
+        return [next(self.results, RewardResult(1.0)) for _ in items]
+
+
+def requests(prompts, **columns):
+    made = {
+        "prompt_ids": prompts, "sampling": [Sampling()] * len(prompts), "data_source": [f"s{i}" for i in range(len(prompts))],
+        "ground_truth": list(range(len(prompts))), "extra_info": [{"row": i} for i in range(len(prompts))],
+    }  # fmt: skip
+    return DataProto.from_dict({}, {name: object_array(values) for name, values in (made | columns).items()})
+
+
 @pytest.mark.parametrize("sleep_after", [True, False])
 def test_samples_come_back_row_by_row_and_a_failure_is_one_rows(sleep_after):
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.world, rollout.plan = Engine(), World(), SimpleNamespace(max_turns=0)
-    requests = DataProto.from_dict({}, {"prompt_ids": object_array([[7], [0], [9]]), "sampling": object_array([Sampling()] * 3)})
-    answers = rollout.generate(requests, sleep_after)
+    rollout.config, rollout.scorer = Config(data=DataConfig(train_files="x")), Scores(RewardResult(0.5, parts={"acc": 1.0}), FAILED)
+    answers = rollout.generate(requests([[7], [0], [9]]), sleep_after)
     columns = answers.non_tensor_batch
     assert [ids.tolist() for ids in columns["response_ids"]] == [[7, 7], [], [9, 9]]
     assert [mask.tolist() for mask in columns["response_mask"]] == [[1, 1], [], [1, 1]]
     assert [log_probs.tolist() for log_probs in columns["rollout_log_probs"]] == [[-0.5, -1.5], [], [-0.5, -1.5]]
+    assert [ids.tolist() for ids in columns["prompt_ids"]] == [[7], [0], [9]]
     assert columns["status"].tolist() == ["done", "error", "done"]
-    assert columns["error"].tolist() == [None, "ValueError: refused", None]
+    assert columns["error"].tolist() == [None, "ValueError: refused", "reward: Timeout"]
+    assert answers.batch["valid"].tolist() == [True, False, False] and answers.batch["raw_scores"].tolist() == [0.5, 0, 0]
+    assert columns["reward_parts"].tolist() == [{"acc": 1.0}, {}, {}] and columns["reward_traceback"].tolist() == [None, None, "it hung"]
+    lengths = {name: answers.batch[name].tolist() for name in ("prompt_length", "response_length", "trained_tokens")}
+    assert lengths == {"prompt_length": [1, 1, 1], "response_length": [2, 0, 2], "trained_tokens": [2, 0, 0]}
+    decode, heard = rollout.engine.tokenizer.decode, rollout.scorer.heard
+    assert columns["text"].tolist() == [decode([7, 7]), "", decode([9, 9])]
+    assert [(item.data_source, item.solution_str, item.ground_truth, item.extra_info) for item in heard] == [
+        ("s0", decode([7, 7]), 0, {"row": 0}), ("s2", decode([9, 9]), 2, {"row": 2})
+    ]  # fmt: skip
     assert answers.batch["weight_version"].tolist() == [3, -1, 3] and answers.batch["turns"].tolist() == [1, 0, 1]
     assert rollout.engine.slept == sleep_after
     assert "segments" not in columns and "gen_seconds" not in answers.batch.keys()
@@ -132,18 +166,11 @@ def test_with_turns_each_sample_has_an_environment_of_its_own_row():
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.world = Engine(), Echoes()
     rollout.plan = SimpleNamespace(max_turns=2, longest_sequence=20)
-    rollout.config = SimpleNamespace(data=SimpleNamespace(max_obs_length=4))
+    rollout.config, rollout.scorer = Config(data=DataConfig(train_files="x", max_obs_length=4)), Scores()
     rollout.encode = encode_text(rollout.engine.tokenizer)
     secrets = ["ab", "odd", "longer", "none"]
-    requests = DataProto.from_dict(
-        {},
-        {
-            "prompt_ids": object_array([[7, 8, 9]] * 4),
-            "sampling": object_array([Sampling(max_tokens=5, seed=1)] * 4),
-            "extra_info": object_array([{"secret": secret} for secret in secrets]),
-        },
-    )
-    answers = rollout.generate(requests, False)
+    asked = requests([[7, 8, 9]] * 4, sampling=[Sampling(max_tokens=5, seed=1)] * 4, extra_info=[{"secret": secret} for secret in secrets])
+    answers = rollout.generate(asked, False)
     t, columns = answers.batch, answers.non_tensor_batch
     assert [info["secret"] for info in rollout.world.made] == secrets and rollout.world.inside == 0
     assert rollout.world.visits == 1, "what samples share is open while they run, and closed after them"
@@ -158,7 +185,14 @@ def test_with_turns_each_sample_has_an_environment_of_its_own_row():
     assert [len(infos) for infos in columns["turn_infos"]] == [3, 3, 3, 0] and columns["turn_infos"][1][0] == {"secret": "odd"}
     assert all(sampling.stop == ("!",) for sampling in rollout.engine.samplings)
     assert min(sampling.max_tokens for sampling in rollout.engine.samplings) == 5
+    decode, heard = rollout.engine.tokenizer.decode, rollout.scorer.heard
+    assert columns["transcript"][0] == [("model", decode(said)), ("tool", "ab")] * 2 + [("model", decode(said))]
+    assert columns["transcript"][3] == [("model", decode(said))] and columns["text"].tolist() == [decode(said * 3)] * 3 + [""]
+    assert [item.solution_str for item in heard] == [decode(said * 3)] * 3, "not tools' words, and no failed sample"
+    told = {"segments": columns["transcript"][0], "status": "max_turns", "turns": 3}
+    assert heard[0].extra_info == {"secret": "ab", "trajectory": told}
+    assert asked.non_tensor_batch["extra_info"][0] == {"secret": "ab"}, "the data's own column stays as it is"
     rollout.plan.longest_sequence = 12  # 9 tokens: what is left for the last turn is 1
     rollout.engine.samplings.clear()
-    rollout.generate(requests[:1], False)
+    rollout.generate(asked[:1], False)
     assert [sampling.max_tokens for sampling in rollout.engine.samplings] == [5, 5, 1]

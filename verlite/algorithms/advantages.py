@@ -374,6 +374,8 @@ REQUIRES: dict[str, tuple[str, ...]] = {
     "remax": ("reward_baselines",),
     "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
 }
+OUTCOME_ESTIMATORS = frozenset({"grpo", "grpo_passk", "rloo", "gpg"})
+"""They look at a row's sum of rewards alone and give all its trained tokens one number, so that [B, 1] inputs do: no token is needed."""
 GROUP_ESTIMATORS = frozenset(  # with rollout.n=1 these learn nothing
     {"grpo", "grpo_passk", "rloo", "rloo_token_kl", "reinforce_plus_plus_baseline", "opo", "gpg", "optimal_token_baseline"}
 )

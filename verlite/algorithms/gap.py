@@ -1,6 +1,6 @@
 """How far the trainer's log-probs are from the rollout engine's, for the same sampled tokens.
 
-First sums over tokens, which add up over micro-batches and ranks, then the metrics that are made of them.
+First sums over a row's tokens, which add up over rows, micro-batches and ranks, then the metrics that are made of them.
 """
 
 from collections.abc import Mapping
@@ -8,22 +8,35 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+SUMS = ("tokens", "log", "diff", "diff2", "p", "q", "p2", "q2", "pq")
+MAXIMA = ("log_max", "diff_max")
 
-def gap_sums(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """float64 sums over the tokens of the mask; inputs [b, R]. Entries that end in _max are maxima in place of sums.
+
+def gap_rows(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """[b, G] float64: for each row SUMS over the tokens of the mask, then MAXIMA; inputs [b, R].
 
     With p and q the trainer's and the engine's probability of a token: their log-ratio, their difference, and what their
     correlation needs.
     """
     chosen = mask.bool()
-    a, b = log_prob.detach()[chosen].double(), rollout_log_prob[chosen].double()
-    p, q = a.exp(), b.exp()
+    a, b = (torch.where(chosen, x.detach().double(), 0) for x in (log_prob, rollout_log_prob))
+    p, q = a.exp() * chosen, b.exp() * chosen
     gap, diff = (a - b).abs(), (p - q).abs()
-    sums = {"tokens": torch.ones_like(p), "log": gap, "diff": diff, "diff2": diff**2, "p": p, "q": q, "p2": p**2, "q2": q**2, "pq": p * q}
-    maxima = {"log_max": gap, "diff_max": diff}
-    return {f"gap/{name}": values.sum() for name, values in sums.items()} | {
-        f"gap/{name}": values.max() if values.numel() else values.sum() for name, values in maxima.items()
-    }
+    sums = (chosen, gap, diff, diff**2, p, q, p**2, q**2, p * q)
+    return torch.stack([*(x.double().sum(1) for x in sums), gap.amax(1), diff.amax(1)], dim=1)
+
+
+def gap_totals(rows: Tensor) -> dict[str, Tensor]:
+    """Of `gap_rows` [B, G] over the rows: sums, and maxima for the entries whose name ends in _max, which add up (or not) again."""
+    totals = {name: rows[:, i].sum() for i, name in enumerate(SUMS)}
+    if len(rows):
+        totals |= {name: rows[:, len(SUMS) + i].amax() for i, name in enumerate(MAXIMA)}
+    return {f"gap/{name}": value for name, value in totals.items()}
+
+
+def gap_sums(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """`gap_totals` of [b, R] log-probs."""
+    return gap_totals(gap_rows(log_prob, rollout_log_prob, mask))
 
 
 def gap_metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What happens to scores and groups before advantages: clipping, length penalties, truncated answers, groups without signal."""
+"""What happens to scores and groups before advantages: clipping, length penalties, groups without signal."""
 
 import numpy as np
 import torch
@@ -32,14 +32,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
         raise ValueError(f"overlong buffer must be within 1..{max_length} (max_response_length), not {buffer}")
     excess = lengths.to(torch.float32) - (max_length - buffer)
     return -factor * (excess / buffer).clamp(0, 1)
-
-
-def mask_truncated(response_mask: Tensor, truncated: Tensor) -> Tensor:
-    """response_mask [B, R] without the rows that ended for lack of room, truncated [B] bool: no gradient, no denominator.
-
-    Apply it after the advantages: a truncated row's score still takes part in its group's baseline (DAPO's overlong filtering).
-    """
-    return response_mask.masked_fill(truncated.bool().unsqueeze(-1), 0)
 
 
 def rows_with_signal(metric: Tensor, uid: np.ndarray, valid: Tensor | None = None) -> Tensor:

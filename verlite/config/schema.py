@@ -467,7 +467,7 @@ class RewardConfig:
     max_error_rate: float = 0.05
     """Stop the run when a larger share of a step's rewards failed. A failed reward is never a 0: its sample has no vote."""
     timeout_s: float = 300.0
-    """Longest time for one step's rewards; what is not scored by then counts as failed."""
+    """Longest wait for a step's rewards after its last sample; what is not scored by then counts as failed."""
     item_timeout_s: float = 30.0
     """Longest time for one sample's reward. What takes longer is killed and counts as failed; the others go on."""
     check_ground_truth: bool = True

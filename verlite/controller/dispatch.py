@@ -3,6 +3,8 @@
 split: the first argument is a DataProto whose rows are divided over the ranks; the other arguments go to all.
 all: every rank gets the same arguments.
 rank_zero: only rank 0 is called.
+
+What a split method returns in the columns that it `keeps` stays with its worker; the driver gets references (controller.columns).
 """
 
 from collections.abc import Callable, Sequence
@@ -36,22 +38,23 @@ class _RankZero(Protocol):
 
 
 @overload
-def register(dispatch: Literal["split"]) -> _Split: ...
+def register(dispatch: Literal["split"], keeps: Sequence[str] = ()) -> _Split: ...
 @overload
 def register(dispatch: Literal["all"]) -> _All: ...
 @overload
 def register(dispatch: Literal["rank_zero"]) -> _RankZero: ...
-def register(dispatch: Dispatch) -> Any:
+def register(dispatch: Dispatch, keeps: Sequence[str] = ()) -> Any:
     """Mark a worker method as callable from the driver. Its static type becomes what the driver gets.
 
     split: rows go by data.meta_info["assignment"] (one list of row numbers per rank, each row in exactly one list, lists may be
     empty), else in near-equal consecutive pieces. A rank without rows is called too, with a batch of 0 rows. DataProto results are
-    joined in the caller's row order (a result may hold k rows for each row it was given); other results come as a list by rank.
+    joined in the caller's row order (a result may hold k rows for each row it was given); other results come as a list by rank. References
+    in the batch become values before the method runs, and its object columns named in `keeps` become references after it.
     all: a list of results by rank. rank_zero: rank 0's result.
     """
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
-        method.__dispatch__ = dispatch  # type: ignore[attr-defined]
+        method.__dispatch__, method.__keeps__ = dispatch, keeps  # type: ignore[attr-defined]
         return method
 
     return mark

@@ -108,8 +108,14 @@ class Host:
         if self.worker is None:
             return Failed("WorkerNotBuilt", "its construction failed", "", time.time())
         try:
-            count = len(values) - len(names)
-            return getattr(self.worker, method)(*values[:count], **dict(zip(names, values[count:], strict=True)))
+            count, function = len(values) - len(names), getattr(self.worker, method)
+            arguments, named = values[:count], dict(zip(names, values[count:], strict=True))
+            if getattr(function, "__dispatch__", None) != "split":
+                return function(*arguments, **named)
+            from verlite.controller.columns import fetch, keep  # with torch, which a worker that handles no batches starts without
+
+            result = function(fetch(arguments[0]), *arguments[1:], **named)
+            return keep(result, function.__keeps__) if function.__keeps__ else result
         except BaseException as error:
             return _failed(error)
 

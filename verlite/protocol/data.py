@@ -92,8 +92,9 @@ class DataProto:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
+        """Bytes of the tensors, and of the arrays in object columns."""
+        arrays = (value for column in self.non_tensor_batch.values() for value in column if isinstance(value, np.ndarray))
+        return sum(tensor.nbytes for tensor in self._tensors().values()) + sum(array.nbytes for array in arrays)
 
     def _rows_or_none(self) -> int | None:
         """Number of rows; None for a batch that has no column at all, which may then take columns of any length."""

@@ -35,9 +35,10 @@ class Pool:
     more, alone.
     """
 
-    def __init__(self, target: str, argument_names: Sequence[str], call_limit_s: float, size: int | None = None) -> None:
+    def __init__(self, target: str, argument_names: Sequence[str], call_limit_s: float, size: int | None = None, share: int = 1) -> None:
         self.target, self.argument_names, self.call_limit_s = target, list(argument_names), call_limit_s
-        self.size = size or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MAX_PROCESSES)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.size = size or min(max(1, cores // share), MAX_PROCESSES)
         self._children: list[_Child] = []
         self._load_retries = 0  # what has never loaded fails at once
         self._selector = selectors.DefaultSelector()
@@ -142,7 +143,7 @@ class Pool:
             [sys.executable, "-P", "-c", start, *arguments, path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # several processes share the cores
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # several processes share the cores
             start_new_session=True,  # Ctrl-C is the trainer's to handle; and the group is killed as a whole
         )
 

@@ -51,12 +51,13 @@ class Scorer:
     """Scores responses.
 
     With custom_reward_function.path every item goes to that function, else to the scorer in `routing` that belongs to its
-    data source; reward_kwargs are added to the arguments of either. User code and math-verify run in processes of their own.
+    data source; reward_kwargs are added to the arguments of either. User code and math-verify run in processes of their own, as many
+    as a `share`-th of the machine's cores.
     """
 
-    def __init__(self, custom: CustomRewardConfig, reward: RewardConfig) -> None:
+    def __init__(self, custom: CustomRewardConfig, reward: RewardConfig, share: int = 1) -> None:
         self._custom = f"{_place(custom.path)}:{custom.name}" if custom.path else None
-        self._kwargs, self._reward = dict(custom.reward_kwargs), reward
+        self._kwargs, self._reward, self._share = dict(custom.reward_kwargs), reward, share
         self._names = list({**RewardItem("", "", None).arguments(), **self._kwargs})
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pools: dict[str, Pool] = {}
@@ -80,13 +81,13 @@ class Scorer:
             except FunctionError as error:
                 raise FunctionError(f"custom_reward_function: {error}") from error
 
-    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """One result per item, in order, within reward.timeout_s.
+    def score(self, items: Sequence[RewardItem], limit_s: float | None = None) -> list[RewardResult]:
+        """One result per item, in order, within limit_s, or reward.timeout_s where it is None.
 
         A failed call is a result with an error class and a traceback. Raises FunctionError when the function cannot be
         loaded at all, and UnknownDataSource.
         """
-        deadline = time.monotonic() + self._reward.timeout_s
+        deadline = time.monotonic() + (self._reward.timeout_s if limit_s is None else limit_s)
         results: dict[int, RewardResult] = {}
         for target, numbers in self._by_target(item.data_source for item in items).items() if items else ():
             calls = [{**items[number].arguments(), **self._kwargs} for number in numbers]
@@ -158,7 +159,7 @@ class Scorer:
     def _pool(self, target: str) -> Pool:
         if target not in self._pools:
             limit = self._reward.item_timeout_s if target == self._custom else min(self._reward.item_timeout_s, BUILT_IN_LIMIT_S)
-            self._pools[target] = Pool(target, self._names, limit)
+            self._pools[target] = Pool(target, self._names, limit, share=self._share)
         return self._pools[target]
 
 

@@ -6,7 +6,7 @@ environment sees text, decoded for it alone.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -94,13 +94,21 @@ def _text_view(tokenizer: PreTrainedTokenizerBase, ids: list[int], stop: tuple[s
     return text[: min(ends)] if ends else text
 
 
-async def run_all(engine: Engine, requests: Sequence[Request]) -> list[Trajectory]:
+async def run_all(
+    engine: Engine, requests: Sequence[Request], finished: Callable[[int, Trajectory], None] = lambda number, trajectory: None
+) -> list[Trajectory]:
     """Sample all trajectories at the same time, in the order of `requests`. The engine decides how many run at once.
 
-    A failed sample is a trajectory with status ERROR. Raises EngineError, after cancelling the others, when the engine
-    itself cannot go on.
+    `finished` hears of each, with the number of its request, when it has ended and others may not have. A failed sample is a
+    trajectory with status ERROR. Raises EngineError, after cancelling the others, when the engine itself cannot go on.
     """
-    tasks = [asyncio.create_task(run_trajectory(engine, request)) for request in requests]
+
+    async def run(number: int, request: Request) -> Trajectory:
+        trajectory = await run_trajectory(engine, request)
+        finished(number, trajectory)
+        return trajectory
+
+    tasks = [asyncio.create_task(run(*numbered)) for numbered in enumerate(requests)]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -1,4 +1,4 @@
-"""What samples of several turns add to a step: their transcripts, their metrics under Search-R1's names, and waiting for tools."""
+"""What samples of several turns add to a step: their metrics under Search-R1's names, and waiting for tools."""
 
 import time
 from collections.abc import Iterable
@@ -15,16 +15,6 @@ from verlite.trainer.run import Run
 _ASK_EVERY_S = 2.0
 
 
-def transcripts(tokenizer: Any, batch: DataProto) -> list[list[tuple[str, str]]]:
-    """Each response as (model or tool, text), piece by piece, without special tokens."""
-    told = []
-    for ids, segments in zip(batch.batch["responses"], batch.non_tensor_batch["segments"], strict=True):
-        pieces = ids[: sum(count for _, count in segments)].split([count for _, count in segments])
-        texts = [tokenizer.decode(piece, skip_special_tokens=True) for piece in pieces]
-        told.append([(who, text) for (who, _), text in zip(segments, texts, strict=True)])
-    return told
-
-
 def agent_metrics(batch: DataProto) -> Metrics:
     """`env/*` of one step's samples, and for several data sources the main ones by source. Nothing for single turns.
 
@@ -38,7 +28,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
     metrics = {f"env/status/{name}": (status == name).mean().item() for name in Status}
     metrics["env/tool_error_rate"] = len(_tool_failures(batch)) / len(batch)
     slowest = int((t["gen_seconds"] + t["tool_seconds"]).argmax())
-    lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1)
+    lengths = t["response_length"]
     metrics |= {
         "rollout/slowest/gen_s": t["gen_seconds"][slowest].item(),
         "rollout/slowest/tool_s": t["tool_seconds"][slowest].item(),
@@ -53,7 +43,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
     metrics |= _call_metrics([info for infos in rows.non_tensor_batch["turn_infos"] for info in infos])
     observations = sum(who == "tool" for segments in rows.non_tensor_batch["segments"] for who, _ in segments)
     metrics["env/obs_truncated"] = int(rows.batch["truncated_observations"].sum()) / max(1, observations)
-    metrics["env/trainable_token_frac"] = int(rows.batch["response_mask"].sum()) / max(1, int(lengths[torch.from_numpy(kept)].sum()))
+    metrics["env/trainable_token_frac"] = int(rows.batch["trained_tokens"].sum()) / max(1, int(lengths[torch.from_numpy(kept)].sum()))
     formats = [parts["format_valid"] for parts in rows.non_tensor_batch["reward_parts"] if "format_valid" in parts]
     if formats:
         metrics["env/format_valid"] = sum(formats) / len(formats)

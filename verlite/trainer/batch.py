@@ -1,4 +1,4 @@
-"""Building a step's batch: requests for the rollout, padded tensors from its answers, and the plan of who updates on what."""
+"""Building a step's batch: requests for the rollout, and the plan of who updates on what."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,8 @@ import torch
 from verlite.algorithms.balancing import karmarkar_karp, workload
 from verlite.config.plan import Updates
 from verlite.data.dataset import PromptRow
-from verlite.protocol import fields
 from verlite.protocol.data import DataProto, object_array
 from verlite.rollout.types import Sampling
-
-_RAGGED = ("response_ids", "response_mask", "rollout_log_probs")
 
 
 def requests(rows: list[PromptRow], uids: list[str], samplings: list[Sampling]) -> DataProto:
@@ -35,65 +32,6 @@ def requests(rows: list[PromptRow], uids: list[str], samplings: list[Sampling]) 
 def seeds(seed: int, step: int, drawn: int, count: int) -> list[int]:
     """Seeds of requests after the first `drawn` prompts of a step: a function of these numbers, so that a resumed run samples the same."""
     return np.random.default_rng([seed, step, drawn]).integers(0, 2**31 - 1, count).tolist()
-
-
-def pad(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype, side: str = "right", value: float = 0) -> torch.Tensor:
-    """[B, width] tensor from B ragged rows."""
-    padded = np.full((len(rows), width), value, dtype=np.float32 if dtype.is_floating_point else np.int64)
-    for i, row in enumerate(rows):
-        if len(row):
-            padded[i, slice(width - len(row), None) if side == "left" else slice(0, len(row))] = row
-    return torch.from_numpy(padded).to(dtype)
-
-
-def assemble(requested: DataProto, answered: DataProto, pad_id: int) -> DataProto:
-    """The step's batch from requests and the rollout's ragged answers.
-
-    Adds prompts [B, P], responses [B, R], input_ids, attention_mask and position_ids [B, P+R], response_mask and
-    rollout_log_probs [B, R], valid [B], and all else that the rollout says of a row; P and R are the longest of this batch, R at least 1.
-    """
-    answers = answered.non_tensor_batch
-    prompt_ids, response_ids = requested.non_tensor_batch["prompt_ids"], answers["response_ids"]
-    p, r = max(map(len, prompt_ids)), max(1, max(map(len, response_ids)))
-    prompts = pad(prompt_ids, p, torch.int64, "left", pad_id)
-    responses = pad(response_ids, r, torch.int64, "right", pad_id)
-    # Real tokens are told by lengths, never by ids: the pad id may well be a token that the model can write.
-    attention = torch.cat(
-        [
-            torch.arange(p)[None] >= p - torch.tensor([len(ids) for ids in prompt_ids])[:, None],
-            torch.arange(r)[None] < torch.tensor([len(ids) for ids in response_ids])[:, None],
-        ],
-        dim=1,
-    ).long()
-    return requested.with_batch(
-        prompts=prompts,
-        responses=responses,
-        input_ids=torch.cat([prompts, responses], dim=1),
-        attention_mask=attention,
-        position_ids=(attention.cumsum(1) - 1).clamp(min=0),
-        response_mask=pad(answers["response_mask"], r, torch.int64),
-        rollout_log_probs=pad(answers["rollout_log_probs"], r, torch.float32),
-        valid=torch.tensor([status != "error" for status in answers["status"]]),
-        **answered.batch,
-    ).with_non_tensor(**{name: column for name, column in answers.items() if name not in _RAGGED})
-
-
-def join(parts: Sequence[DataProto], pad_id: int) -> DataProto:
-    """Assembled batches as one: prompts padded on the left and responses on the right to the longest of all. Without meta_info."""
-    p, r = (max(part.batch[name].shape[1] for part in parts) for name in ("prompts", "responses"))
-    return DataProto.concat([_widened(part, p, r, pad_id) for part in parts])
-
-
-def _widened(batch: DataProto, p: int, r: int, pad_id: int) -> DataProto:
-    """Every [B, P], [B, R] and [B, P+R] field with P = p and R = r."""
-    old_p = batch.batch["prompts"].shape[1]
-    left, right = p - old_p, r - batch.batch["responses"].shape[1]
-    sides = {"B P": (left, 0), "B R": (0, right), "B S": (left, right)}
-    tensors = {}
-    for name, tensor in batch.batch.items():
-        fill = pad_id if name in ("prompts", "responses", "input_ids") else 0
-        tensors[name] = torch.nn.functional.pad(tensor, sides.get(fields.FIELDS[name].shape, (0, 0)) if tensor.ndim > 1 else (), value=fill)
-    return DataProto.from_dict(tensors, dict(batch.non_tensor_batch))
 
 
 def update_numbers(uids: Sequence[str], updates: Updates, seed: Sequence[int]) -> torch.Tensor:

@@ -27,7 +27,7 @@ def finish_step(run: Run, batch: DataProto) -> None:
     run.metrics.update(agent_metrics(batch))
     run.metrics.update({"training/global_step": run.step, "training/epoch": run.sampler.epoch, "training/weight_version": run.version})
     run.stopwatch.end_step()
-    tokens, response_tokens = run.metrics["perf/total_num_tokens"], float(batch.batch["response_mask"].sum())
+    tokens, response_tokens = run.metrics["perf/total_num_tokens"], float(batch.batch["trained_tokens"].sum())
     run.metrics.update(speed_metrics(run.stopwatch, tokens, response_tokens, run.plan.n_devices))
     keep_samples(run, batch)
     if run.val_data is not None and trainer.test_freq > 0 and (run.last_step or run.step % trainer.test_freq == 0):

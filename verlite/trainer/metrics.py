@@ -14,31 +14,40 @@ from verlite.protocol.data import DataProto
 Metrics = dict[str, float]
 
 
-def spread(name: str, values: torch.Tensor) -> Metrics:
-    """`name/mean`, `name/max` and `name/min` of a tensor; nothing for an empty one."""
+def spread(name: str, values: torch.Tensor, counts: torch.Tensor | None = None) -> Metrics:
+    """`name/mean`, `name/max` and `name/min` of a tensor, each value as often as `counts` says; nothing where that is never."""
+    if counts is not None:
+        values, counts = values[counts > 0], counts[counts > 0].double()
     if values.numel() == 0:
         return {}
     values = values.double()
-    return {f"{name}/mean": values.mean().item(), f"{name}/max": values.max().item(), f"{name}/min": values.min().item()}
+    mean = values.mean() if counts is None else (values * counts).sum() / counts.sum()
+    return {f"{name}/mean": mean.item(), f"{name}/max": values.max().item(), f"{name}/min": values.min().item()}
+
+
+def token_metrics(advantages: torch.Tensor, returns: torch.Tensor, trained: torch.Tensor, values: torch.Tensor | None) -> Metrics:
+    """Advantages, returns and values over trained tokens: [B, R] each, or [B, 1] for rows with one number and `trained` tokens each."""
+    metrics = spread("critic/advantages", advantages, trained) | spread("critic/returns", returns, trained)
+    if values is not None:
+        chosen = trained.bool()
+        values, returns = values[chosen].double(), returns[chosen].double()
+        metrics |= spread("critic/values", values)
+        if returns.numel() > 1 and (variance := returns.var().item()) > 0:
+            metrics["critic/vf_explained_var"] = 1 - (returns - values).var().item() / variance
+    return metrics
 
 
 def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> Metrics:
-    """Scores, rewards, advantages, values and lengths of one step's B samples.
+    """Scores, rewards and lengths of one step's B samples.
 
     Rows without a vote (`valid` False) are left out of everything but the lengths and the error rates.
-    Token quantities are taken where `response_mask` is 1.
     """
     t = batch.batch
-    valid, width = t["valid"], t["responses"].shape[1]
-    trained = t["response_mask"].bool() & valid[:, None]
-    lengths = t["attention_mask"][:, -width:].sum(1) if width else torch.zeros(len(batch))
-    prompts = t["attention_mask"].sum(1) - lengths
+    valid, lengths, prompts = t["valid"], t["response_length"], t["prompt_length"]
     metrics = {
-        **spread("critic/score", t["token_level_scores"].sum(1)[valid]),
+        **spread("critic/score", t["scores"][valid]),
         **spread("reward/raw_score", t["raw_scores"][valid]),
-        **spread("critic/rewards", t["token_level_rewards"].sum(1)[valid]),
-        **spread("critic/advantages", t["advantages"][trained]),
-        **spread("critic/returns", t["returns"][trained]),
+        **spread("critic/rewards", t["rewards"][valid]),
         **spread("response_length", lengths),
         "response_length/clip_ratio": (lengths >= max_response_length).double().mean().item(),
         "response/aborted_ratio": (lengths == 0).double().mean().item(),
@@ -48,13 +57,8 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         "prompt_length/clip_ratio": (prompts >= max_prompt_length).double().mean().item(),
         "rollout/error_rate": (batch.non_tensor_batch["status"] == "error").mean().item(),
         "reward/error_rate": batch.meta_info["reward_error_rate"],
-        "perf/total_num_tokens": float(t["attention_mask"].sum()),
+        "perf/total_num_tokens": float((prompts + lengths).sum()),
     }
-    if "values" in t.keys():
-        values, returns = t["values"][trained].double(), t["returns"][trained].double()
-        metrics |= spread("critic/values", values)
-        if returns.numel() > 1 and (variance := returns.var().item()) > 0:
-            metrics["critic/vf_explained_var"] = 1 - (returns - values).var().item() / variance
     if "overlong_penalty" in t.keys():
         metrics |= spread("reward/overlong_penalty", t["overlong_penalty"][valid])
     metrics |= group_metrics(batch)
@@ -63,7 +67,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
 
 def group_metrics(batch: DataProto) -> Metrics:
     """Share of prompts whose samples all got the same score: they teach a group estimator nothing."""
-    scores, groups = batch.batch["token_level_scores"].sum(1).tolist(), defaultdict(set)
+    scores, groups = batch.batch["scores"].tolist(), defaultdict(set)
     for uid, score, valid in zip(batch.non_tensor_batch["uid"], scores, batch.batch["valid"].tolist(), strict=True):
         if valid:
             groups[uid].add(score)

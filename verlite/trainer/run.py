@@ -13,8 +13,6 @@ from verlite.controller.supervise import StopRequest
 from verlite.data.dataset import PromptDataset
 from verlite.data.sampler import PromptSampler
 from verlite.envs.world import World
-from verlite.protocol.data import DataProto
-from verlite.rewards.scorer import Scorer
 from verlite.trainer.display import Display
 from verlite.trainer.metrics import Metrics, Stopwatch
 from verlite.trainer.tracking import Tracking
@@ -46,7 +44,6 @@ class Run:
     rollout: RolloutWorker
     critic: CriticWorker | None
     reference: ReferenceWorker | None
-    scorer: Scorer
     kl: FixedKLController | AdaptiveKLController
     tracking: Tracking
     display: Display
@@ -84,17 +81,6 @@ class Run:
     @property
     def last_step(self) -> bool:
         return self.step >= self.total_steps or self.stop.requested
-
-    @property
-    def pad_id(self) -> int:
-        """What fills the places that no mask selects; any id would do."""
-        pad = self.tokenizer.pad_token_id
-        return 0 if pad is None else pad
-
-    def response_texts(self, batch: DataProto) -> list[str]:
-        """What the model itself wrote in each row: tokens with response_mask 1, without special tokens."""
-        masks, responses = batch.batch["response_mask"].bool(), batch.batch["responses"]
-        return [self.tokenizer.decode(ids[mask], skip_special_tokens=True) for ids, mask in zip(responses, masks, strict=True)]
 
     def state(self) -> dict[str, Any]:
         """The driver's part of a checkpoint, as JSON."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +18,7 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.algorithms.lookup import lookup
 from verlite.algorithms.losses import POLICY_LOSSES
 from verlite.config.load import Loaded, dump
+from verlite.config.names import names_a_file
 from verlite.config.plan import Plan, longest_prompt, make_plan, max_turns, prompts_drawn
 from verlite.config.schema import Config, ModelConfig
 from verlite.controller.cluster import connect
@@ -60,6 +61,8 @@ def from_anywhere(config: Config) -> Config:
         for key in ("path", "tokenizer_path"):
             if (value := getattr(model, key)) and os.path.isdir(os.path.expanduser(value)):
                 setattr(model, key, os.path.abspath(os.path.expanduser(value)))
+    if names_a_file(config.custom_reward_function.path or ""):
+        config.custom_reward_function.path = os.path.abspath(os.path.expanduser(config.custom_reward_function.path))
     config.trainer.default_local_dir = os.path.abspath(os.path.expanduser(config.trainer.default_local_dir))
     return config
 
@@ -156,13 +159,12 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         for line in (train_data.report(), val_data and val_data.report(), overlap, *warnings):
             if line:
                 display.say(str(line))
-        scorer = Scorer(config.custom_reward_function, config.reward)
-        stack.callback(scorer.close)
-        scorer.check_signature(train_data.data_sources() + (val_data.data_sources() if val_data else []))
-        if config.reward.check_ground_truth:
-            checked = scorer.self_check([train_data.row(i) for i in range(min(len(train_data), 8))])
-            if told := checked.warning():
-                display.warn(told)
+        with closing(Scorer(config.custom_reward_function, config.reward)) as scorer:  # the workers that generate have their own
+            scorer.check_signature(train_data.data_sources() + (val_data.data_sources() if val_data else []))
+            if config.reward.check_ground_truth:
+                checked = scorer.self_check([train_data.row(i) for i in range(min(len(train_data), 8))])
+                if told := checked.warning():
+                    display.warn(told)
         replace_file(run_dir / "config.yaml", dump(loaded))
 
         with display.phase("starting workers"):
@@ -201,7 +203,7 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         kl = FixedKLController(ctrl.kl_coef) if ctrl.type == "fixed" else AdaptiveKLController(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
         run = Run(
             config, plan, run_dir, tokenizer, train_data, val_data, sampler, total_steps,
-            actor, rollout, critic, reference, scorer, kl, tracking, display, stop, world,
+            actor, rollout, critic, reference, kl, tracking, display, stop, world,
         )  # fmt: skip
         if checkpoint:
             restore(run, checkpoint, state)

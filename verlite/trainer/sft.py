@@ -22,7 +22,7 @@ from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.model import load_tokenizer
 from verlite.protocol.data import DataProto
-from verlite.trainer.batch import pad
+from verlite.protocol.ragged import pad
 from verlite.trainer.export import world_of_one
 from verlite.trainer.tracking import MetricsFile
 

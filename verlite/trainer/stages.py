@@ -9,26 +9,35 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
+from tensordict import TensorDict
 
-from verlite.algorithms.advantages import AdvantageInputs, compute_advantages, place_scores
-from verlite.algorithms.gap import gap_metrics, gap_sums
+from verlite.algorithms.advantages import OUTCOME_ESTIMATORS, AdvantageInputs, compute_advantages, place_scores
+from verlite.algorithms.gap import gap_metrics, gap_totals
 from verlite.algorithms.kl import apply_kl_penalty
 from verlite.algorithms.losses import SELECTORS
 from verlite.algorithms.masked import masked_mean
 from verlite.algorithms.rollout_correction import correct_rollout
-from verlite.algorithms.shaping import mask_truncated, overlong_penalty, rows_with_signal, shape_scores
+from verlite.algorithms.shaping import overlong_penalty, rows_with_signal, shape_scores
+from verlite.config.schema import Config
+from verlite.controller.columns import fetch
 from verlite.data.dataset import PromptRow
 from verlite.protocol import fields
 from verlite.protocol.data import DataProto, object_array
-from verlite.rewards.scorer import RewardItem
+from verlite.protocol.ragged import TOKENS, padded, ragged
 from verlite.rollout.types import Sampling, Status
 from verlite.trainer import batch as batches
-from verlite.trainer.agent import outage_is_over, sample_numbers, transcripts
+from verlite.trainer.agent import outage_is_over, sample_numbers
 from verlite.trainer.evaluation import validation_metrics
-from verlite.trainer.metrics import spread
+from verlite.trainer.metrics import spread, token_metrics
 from verlite.trainer.run import Run
 
 _MOST_DRAWS = 4  # of the same samples, each after an outage
+_UPDATE = (
+    "rollout_log_probs", "old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights", "rejected_tokens", "selected_tokens"
+)  # fmt: skip
+"""What a policy loss may look at beside the tokens."""
+_SHOWN = ("prompt_ids", "text", "transcript")
+"""What a person wants to see of a sample, and the driver does not have."""
 
 
 class RewardFailures(Exception):
@@ -84,13 +93,13 @@ def next_prompts(run: Run) -> DataProto:
 
 @stage("gen")
 def generate(run: Run, requests: DataProto) -> DataProto:
-    """Sample responses: prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs valid status.
+    """Sample responses and score each when it is finished: response_ids response_mask rollout_log_probs raw_scores valid status.
 
     Raises:
         RolloutFailures: more than `rollout.max_error_rate` of the samples failed; the message has the first failure.
     """
     batch = answered(run, requests, sleep_after=True)
-    failed, limit = ~batch.batch["valid"], run.config.actor_rollout_ref.rollout.max_error_rate
+    failed, limit = torch.from_numpy(batch.non_tensor_batch["status"] == Status.ERROR), run.config.actor_rollout_ref.rollout.max_error_rate
     if (rate := failed.double().mean().item()) > limit:
         if run.stop.requested:  # while it waited for tools
             raise StepUnmade
@@ -107,9 +116,10 @@ def answered(run: Run, requests: DataProto, sleep_after: bool) -> DataProto:
     Not for ever: tools that answer a check may fail the samples all the same.
     """
     waits = run.world is not None and run.config.retriever.outage_wait_s > 0
-    asked = requests.select([], ["prompt_ids", "sampling", *(["extra_info"] if run.world else [])])
+    asked = requests.select([], ["prompt_ids", "sampling", "data_source", "ground_truth", "extra_info"])
+    known = requests.pop(non_tensor_batch_keys=["prompt_ids"])[1]
     for left in reversed(range(_MOST_DRAWS)):
-        batch = batches.assemble(requests, run.rollout.generate(asked, sleep_after=sleep_after and not waits), run.pad_id)
+        batch = known.union(run.rollout.generate(asked, sleep_after=sleep_after and not waits))
         if not (waits and left and outage_is_over(run, batch)):
             break
     if waits and sleep_after:
@@ -119,36 +129,43 @@ def answered(run: Run, requests: DataProto, sleep_after: bool) -> DataProto:
 
 @stage("reward")
 def score(run: Run, batch: DataProto) -> DataProto:
-    """Score the sampled text: raw_scores, token_level_scores, valid. Greedy rows become reward_baselines and leave the batch.
+    """What the rewards are worth in training: scores. Greedy rows become reward_baselines and leave the batch.
 
     Raises:
         RewardFailures: more than `reward.max_error_rate` of the scores failed; the message has the first traceback.
     """
-    batch = scored(run, batch)
-    limit, rate = run.config.reward.max_error_rate, batch.meta_info["reward_error_rate"]
+    run.stopwatch.seconds["reward"] += batch.batch["reward_seconds"].max().item()
+    limit, (rate, first_error) = run.config.reward.max_error_rate, reward_failures(batch)
     if rate > limit:
         raise RewardFailures(
             f"{rate:.1%} of this step's rewards failed, more than reward.max_error_rate={limit:g} allows. The first failure:\n"
-            f"{batch.meta_info['reward_first_error'].rstrip()}\n"
+            f"{first_error.rstrip()}\n"
             "Correct the reward function, or raise reward.max_error_rate: samples without a reward are then left out of the update"
         )
-    batch = shaped(run, batch)
+    batch = shaped(run, batch).with_meta(reward_error_rate=rate)
     greedy = torch.tensor([s.temperature == 0 for s in batch.non_tensor_batch["sampling"]])
     if not greedy.any():
         return batch
     return with_baselines(batch.select_idxs(~greedy), batch.select_idxs(greedy))
 
 
+def reward_failures(batch: DataProto) -> tuple[float, str]:
+    """Which share of the completed samples has no reward, and where the first one's failed."""
+    completed = torch.from_numpy(batch.non_tensor_batch["status"] != Status.ERROR)
+    failed = (completed & ~batch.batch["valid"]).nonzero().flatten().tolist()
+    first = batch.non_tensor_batch["reward_traceback"][failed[0]] if failed else ""
+    return len(failed) / max(1, int(completed.sum())), first
+
+
 def shaped(run: Run, batch: DataProto) -> DataProto:
-    """The scores as training takes them: normalised, clipped, and less the penalty for length."""
+    """The scores as training takes them: normalised, clipped, and less the penalty for length; 0 without a trained token."""
     reward, longest, t = run.config.reward, run.config.data.max_response_length, batch.batch
     after_baseline = run.config.algorithm.adv_estimator == "rloo_token_kl"  # which clips what is left of the score then
     scores = shape_scores(t["raw_scores"], reward.mean, reward.std, None if after_baseline else reward.clip_range)
     if reward.overlong_buffer.enable:
-        lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1)
-        penalty = overlong_penalty(lengths, longest, run.plan.overlong_buffer, reward.overlong_buffer.penalty_factor)
+        penalty = overlong_penalty(t["response_length"], longest, run.plan.overlong_buffer, reward.overlong_buffer.penalty_factor)
         scores, batch = scores + penalty, batch.with_batch(overlong_penalty=penalty)
-    return batch.with_batch(token_level_scores=place_scores(scores, t["response_mask"]))
+    return batch.with_batch(scores=scores.masked_fill(t["trained_tokens"] == 0, 0))
 
 
 def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
@@ -177,7 +194,7 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
         run.metrics[key] = before + (value - before) / draws
     run.metrics["train/num_gen_batches"] = float(draws)
     parts = [part for part in (batch, kept) if len(part)]
-    joined = batches.join(parts, run.pad_id) if parts else kept
+    joined = DataProto.concat([part.select(meta_info_keys=[]) for part in parts]) if parts else kept
     joined = joined[: plan.rows].with_meta(reward_error_rate=run.metrics["reward/error_rate"])
     limit = settings.max_num_gen_batches or -(-len(run.train_data) // plan.gen_prompts)
     if len(joined) < plan.rows and draws >= limit:
@@ -194,7 +211,7 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
 def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
     """[B] what must differ between the samples of a prompt."""
     if name in ("score", "seq_reward"):
-        return batch.batch["raw_scores"] if name == "score" else batch.batch["token_level_scores"].sum(1)
+        return batch.batch["raw_scores" if name == "score" else "scores"]
     parts, valid = batch.non_tensor_batch["reward_parts"], batch.batch["valid"].tolist()
     if name == "acc" and not any(name in part for part in parts):  # scorers that only tell right from wrong
         return batch.batch["raw_scores"]
@@ -210,59 +227,18 @@ def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
 
 def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
     """Sampled rows with the score of their prompt's greedy row, reward_baselines. Where that row failed, its prompt has no vote."""
-    scores, valid = greedy.batch["token_level_scores"].sum(1).tolist(), greedy.batch["valid"].tolist()
+    scores, valid = greedy.batch["scores"].tolist(), greedy.batch["valid"].tolist()
     baselines = {uid: score for uid, score, ok in zip(greedy.non_tensor_batch["uid"], scores, valid, strict=True) if ok}
     uids, errors = batch.non_tensor_batch["uid"], list(batch.non_tensor_batch["error"])
     compared = torch.tensor([uid in baselines for uid in uids])
     for row in (batch.batch["valid"] & ~compared).nonzero().flatten().tolist():
         errors[row] = "the greedy answer to this prompt failed, so there is nothing to compare with"
-    return _voting(batch, compared).with_batch(
-        reward_baselines=torch.tensor([baselines.get(uid, 0.0) for uid in uids], dtype=torch.float32)
-    ).with_non_tensor(error=object_array(errors))  # fmt: skip
-
-
-def _voting(batch: DataProto, rows: torch.Tensor) -> DataProto:
-    """A row without a vote is trained on nowhere: its mask goes, so that no loss, mean or count can see it. rows: [B] bool."""
-    valid = batch.batch["valid"] & rows
-    return batch.with_batch(valid=valid, response_mask=batch.batch["response_mask"] * valid[:, None])
-
-
-def scored(run: Run, batch: DataProto) -> DataProto:
-    """Score every row that the rollout completed; a failed reward makes its row invalid, never a silent 0."""
-    t = batch.batch
-    kept = t["valid"].clone()
-    rows = kept.nonzero().flatten().tolist()
-    columns = batch.non_tensor_batch
-    texts = run.response_texts(batch)
-    extra = list(columns["extra_info"])
-    if run.world:
-        batch = batch.with_non_tensor(transcript=object_array(transcripts(run.tokenizer, batch)))
-        columns = batch.non_tensor_batch
-        of_turns = zip(columns["transcript"], columns["status"], batch.batch["turns"].tolist(), strict=True)
-        extra = [
-            {**info, "trajectory": {"segments": segments, "status": str(status), "turns": turns}}
-            for info, (segments, status, turns) in zip(extra, of_turns, strict=True)
-        ]
-    items = [RewardItem(columns["data_source"][i], texts[i], columns["ground_truth"][i], extra[i]) for i in rows]
-    results = run.scorer.score(items)
-    scores, errors = torch.zeros(len(batch)), list(columns["error"])
-    parts: list[dict] = [{} for _ in range(len(batch))]
-    for i, result in zip(rows, results, strict=True):
-        parts[i] = result.parts
-        if result.score is None:
-            kept[i], errors[i] = False, f"reward: {result.error}"
-        else:
-            scores[i] = result.score
-    failed = [r for r in results if r.score is None]
-    batch = _voting(batch, kept)
-    return (
-        batch.with_batch(raw_scores=scores, token_level_scores=place_scores(scores, batch.batch["response_mask"]))
-        .with_non_tensor(error=object_array(errors), reward_parts=object_array(parts), text=object_array(texts))
-        .with_meta(
-            reward_error_rate=len(failed) / max(1, len(results)),
-            reward_first_error=failed[0].traceback or failed[0].error if failed else "",
-        )
-    )
+    valid = batch.batch["valid"] & compared
+    return batch.with_batch(
+        valid=valid,
+        trained_tokens=batch.batch["trained_tokens"] * valid,  # without a vote it is trained on nowhere: no loss, mean or count sees it
+        reward_baselines=torch.tensor([baselines.get(uid, 0.0) for uid in uids], dtype=torch.float32),
+    ).with_non_tensor(error=object_array(errors))
 
 
 def balance(run: Run, batch: DataProto) -> DataProto:
@@ -274,21 +250,32 @@ def balance(run: Run, batch: DataProto) -> DataProto:
     return batch.with_batch(critic_mini_batch=batches.update_numbers(uids, run.plan.critic, [*seed, 1]))
 
 
-def to_ranks(run: Run, batch: DataProto, role: str) -> DataProto:
-    """The batch as one role's ranks take it: rows spread by cost within each update, and the number of updates in an epoch."""
+def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
+    """The batch as one role's ranks take it: rows spread by cost within each update, and the number of updates in an epoch.
+
+    With the numbers of each row, its tokens, and those of the named ragged columns that there are.
+    """
     numbers = batch.batch["critic_mini_batch" if role == "critic" else "mini_batch"][:, 0]
-    lengths = batch.batch["attention_mask"].sum(1)
+    lengths = batch.batch["prompt_length"] + batch.batch["response_length"]
     assignment = batches.spread(numbers, lengths, len(run.plan.placement[role]), run.config.trainer.balance_batch)
     if role == "actor":
         run.metrics.update(batches.balance_metrics(lengths, assignment))
-    return batch.select(batch_keys=None, non_tensor_batch_keys=[]).with_meta(
-        assignment=assignment, updates=int(numbers.max()) + 1, step=run.step
-    )
+    return with_ragged(batch, *columns).with_meta(assignment=assignment, updates=int(numbers.max()) + 1, step=run.step)
+
+
+def with_ragged(batch: DataProto, *columns: str) -> DataProto:
+    """The numbers of each row, its tokens, and those of the named ragged columns that there are; nothing else."""
+    return batch.select(non_tensor_batch_keys=[name for name in (*TOKENS, *columns) if name in batch.non_tensor_batch])
+
+
+def here(batch: DataProto, *columns: str) -> TensorDict:
+    """`with_ragged` as padded tensors on the driver: for what looks at all tokens of a step together."""
+    return padded(fetch(with_ragged(batch, *columns))).batch
 
 
 @stage("old_log_prob")
 def old_log_probs(run: Run, batch: DataProto) -> DataProto:
-    """Log-probs under the policy before this step's updates: old_log_probs, entropys.
+    """Log-probs under the policy before this step's updates: old_log_probs, entropy_sums, gap_sums.
 
     Skipped where they are provably the ones of the update itself (one update, one epoch, and nobody else asks), which then
     measures the same metrics. The first step of a process computes them all the same, since the start-up gate compares
@@ -299,14 +286,13 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     """
     gate, needed = run.first_step, run.plan.needs_old_log_probs
     if run.plan.correction.bypass_mode:
-        batch = batch.with_batch(old_log_probs=batch.batch["rollout_log_probs"])
+        batch = batch.with_non_tensor(old_log_probs=batch.non_tensor_batch["rollout_log_probs"])
     if not needed and not gate:
         return batch
-    answer = run.actor.log_probs(to_ranks(run, batch, "actor"))
-    measured = batch.with_batch(**answer.batch)
-    t = measured.batch
-    gap = gap_metrics(gap_sums(t["old_log_probs"], t["rollout_log_probs"], t["response_mask"]))
-    run.metrics.update(gap | {"actor/entropy": masked_mean(t["entropys"], t["response_mask"]).item()})
+    answer = run.actor.log_probs(to_ranks(run, batch, "actor", "rollout_log_probs"))
+    measured = batch.with_batch(**answer.batch).with_non_tensor(**answer.non_tensor_batch)
+    gap, tokens = gap_metrics(gap_totals(answer.batch["gap_sums"])), batch.batch["trained_tokens"].sum().item()
+    run.metrics.update(gap | {"actor/entropy": answer.batch["entropy_sums"].sum().item() / max(1, tokens)})
     limit = run.config.actor_rollout_ref.rollout.log_prob_gap_limit
     if gate and not gap:
         why = next(filter(None, batch.non_tensor_batch["error"]), "all responses are empty")
@@ -314,13 +300,14 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     if gate and not gap["training/log_prob_gap"] <= limit:
         raise LogProbGap(
             f"mean |log p_train - log p_rollout| is {gap['training/log_prob_gap']:.2e} before the first update; "
-            f"actor_rollout_ref.rollout.log_prob_gap_limit={limit}. {_triage(t)}"
+            f"actor_rollout_ref.rollout.log_prob_gap_limit={limit}. "
+            f"{_triage(here(measured, 'old_log_probs', 'rollout_log_probs'))}"
         )
     # Where they are skipped in later steps the update must not see them now either: a resumed run takes the same numbers.
     return measured if needed else batch
 
 
-def _triage(t) -> str:
+def _triage(t: TensorDict) -> str:
     """Where the gap is says what it comes from."""
     gap = (t["old_log_probs"] - t["rollout_log_probs"]).abs()
     mask = t["response_mask"].bool()
@@ -337,14 +324,15 @@ def _triage(t) -> str:
 
 
 def correct(run: Run, batch: DataProto) -> DataProto:
-    """Importance weights and rejection by `algorithm.rollout_correction`: rollout_is_weights, rejected_tokens."""
+    """Importance weights and rejection by `algorithm.rollout_correction`: rollout_is_weights, rejected_tokens, rejected."""
     if not run.plan.correction.acts_on_batch:
         return batch
-    t = batch.batch
+    t = here(batch, "old_log_probs", "rollout_log_probs")
     weights, mask, metrics = correct_rollout(t["old_log_probs"], t["rollout_log_probs"], t["response_mask"], run.plan.correction)
     run.metrics.update(metrics)
-    batch = batch.with_batch(rejected_tokens=(t["response_mask"] - mask).bool())
-    return batch if weights is None else batch.with_batch(rollout_is_weights=weights)
+    rejected, lengths = (t["response_mask"] - mask).bool(), t["response_length"]
+    batch = batch.with_batch(rejected=rejected.sum(1)).with_non_tensor(rejected_tokens=ragged(rejected, lengths))
+    return batch if weights is None else batch.with_non_tensor(rollout_is_weights=ragged(weights, lengths))
 
 
 @stage("ref")
@@ -361,9 +349,17 @@ def values(run: Run, batch: DataProto) -> DataProto:
 
 @stage("adv")
 def advantages(run: Run, batch: DataProto) -> DataProto:
-    """From scores to token_level_rewards, advantages and returns; then what a few methods do to the batch that is trained on."""
-    algorithm, t = run.config.algorithm, batch.batch
-    rewards = t["token_level_scores"]
+    """From scores to advantages and returns; then what a few methods do to the batch that is trained on.
+
+    Where a row's tokens all get one number, from one number, the tokens stay where they are: advantages and returns are [B, 1].
+    """
+    algorithm, by_row = run.config.algorithm, needs_no_tokens(run.config)
+    if by_row:
+        t = batch.batch.clone(recurse=False)
+        t["response_mask"] = (t["trained_tokens"] > 0).long()[:, None]
+    else:
+        t = here(batch, "old_log_probs", "ref_log_prob", "values", "sum_pi_squared", "rollout_is_weights")
+    scores = rewards = place_scores(t["scores"], t["response_mask"])
     if algorithm.use_kl_in_reward:
         coefficient = run.kl.value
         rewards, kl = apply_kl_penalty(
@@ -378,7 +374,7 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
         valid=t["valid"],
         values=t.get("values"),
         reward_baselines=t.get("reward_baselines"),
-        token_level_scores=t["token_level_scores"],
+        token_level_scores=scores,
         old_log_probs=t.get("old_log_probs"),
         sum_pi_squared=t.get("sum_pi_squared"),
         rollout_is_weights=t.get("rollout_is_weights"),
@@ -389,8 +385,20 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
         extra=algorithm.adv_kwargs,
     )
     adv, returns = compute_advantages(algorithm.adv_estimator, inputs)
-    batch = batch.with_batch(token_level_rewards=rewards, advantages=adv, returns=returns)
-    return fields.check(with_selected_tokens(run, without_untrained(run, batch)))
+    batch = without_untrained(run, batch.with_batch(rewards=rewards.sum(1)))
+    trained = batch.batch["trained_tokens"][:, None] if by_row else here(batch, "rejected_tokens")["response_mask"]
+    run.metrics.update(token_metrics(adv, returns, trained, t.get("values")))
+    if by_row:
+        batch = batch.with_batch(advantages=adv, returns=returns)
+    else:
+        adv, returns = (ragged(values * trained, t["response_length"]) for values in (adv, returns))
+        batch = batch.with_non_tensor(advantages=adv, returns=returns)
+    return fields.check(with_selected_tokens(run, batch))
+
+
+def needs_no_tokens(config: Config) -> bool:
+    """Whether advantages follow from one number of each row."""
+    return config.algorithm.adv_estimator in OUTCOME_ESTIMATORS and not config.algorithm.use_kl_in_reward
 
 
 def without_untrained(run: Run, batch: DataProto) -> DataProto:
@@ -398,39 +406,41 @@ def without_untrained(run: Run, batch: DataProto) -> DataProto:
 
     Only now: their scores are as true as any, and count in the baselines of the others.
     """
-    mask = batch.batch["response_mask"]
-    if "rejected_tokens" in batch.batch.keys():
-        mask = mask * ~batch.batch["rejected_tokens"]
+    tokens = batch.batch["trained_tokens"]
+    if "rejected" in batch.batch.keys():
+        tokens = tokens - batch.batch["rejected"]
     if run.config.algorithm.mask_truncated:
         truncated = torch.from_numpy(batch.non_tensor_batch["status"] == Status.LENGTH)
-        mask = mask_truncated(mask, truncated)
+        tokens = tokens.masked_fill(truncated, 0)
         run.metrics["response_length/masked_truncated_ratio"] = truncated.double().mean().item()
-    return batch.with_batch(response_mask=mask, **{name: batch.batch[name] * mask for name in ("advantages", "returns")})
+    return batch.with_batch(trained_tokens=tokens)
 
 
 def with_selected_tokens(run: Run, batch: DataProto) -> DataProto:
     """For clip_cov and kl_cov: selected_tokens, chosen over the whole step, so that no split into updates changes them."""
-    actor, t = run.config.actor_rollout_ref.actor, batch.batch
+    actor = run.config.actor_rollout_ref.actor
     if run.plan.loss_mode not in SELECTORS:
         return batch
+    t = here(batch, "old_log_probs", "advantages", "rejected_tokens")
     seed = batches.seeds(actor.data_loader_seed, run.step, 0, 1)[0]
     settings = {**vars(actor.policy_loss), "generator": torch.Generator().manual_seed(seed)}
     select = SELECTORS[run.plan.loss_mode]
-    return batch.with_batch(selected_tokens=select(t["old_log_probs"], t["advantages"], t["response_mask"].bool(), settings))
+    selected = select(t["old_log_probs"], t["advantages"], t["response_mask"].bool(), settings)
+    return batch.with_non_tensor(selected_tokens=ragged(selected, t["response_length"]))
 
 
 @stage("update_critic")
 def update_critic(run: Run, batch: DataProto) -> None:
     """Fit the critic to the returns."""
     if run.critic is not None:
-        run.metrics.update(run.critic.update(to_ranks(run, batch, "critic"))[0])
+        run.metrics.update(run.critic.update(to_ranks(run, batch, "critic", "values", "returns", "rejected_tokens"))[0])
 
 
 @stage("update_actor")
 def update_actor(run: Run, batch: DataProto) -> None:
     """Update the policy, once the critic's warm-up is over."""
     if run.step >= run.plan.critic_warmup:
-        run.metrics.update(run.actor.update(to_ranks(run, batch, "actor"))[0])
+        run.metrics.update(run.actor.update(to_ranks(run, batch, "actor", *_UPDATE))[0])
 
 
 @stage("testing")
@@ -445,7 +455,8 @@ def validate(run: Run) -> dict[str, float]:
     size = (data.val_batch_size or len(run.val_data)) * val.n
     sources, uids, rewards, parts, records, turns = [], [], [], [], [], []
     of_turns: dict[str, list[float | None]] = defaultdict(list)
-    first_error = ""
+    first_error, shown = "", _at_most(run)
+    shown = shown if shown is None else max(shown, run.config.trainer.log_val_generations)
     for start in range(0, len(rows), size):
         chunk = rows[start : start + size]
         samplings = [
@@ -453,17 +464,17 @@ def validate(run: Run) -> dict[str, float]:
             for seed in seeds[start : start + size]
         ]
         requests = batches.requests([row for _, row in chunk], [uid for uid, _ in chunk], samplings)
-        batch = scored(run, answered(run, requests, sleep_after=False))
-        valid, totals = batch.batch["valid"].tolist(), batch.batch["token_level_scores"].sum(1).tolist()
+        batch = answered(run, requests, sleep_after=False)
+        valid, totals = batch.batch["valid"].tolist(), batch.batch["raw_scores"].tolist()
         sources += list(batch.non_tensor_batch["data_source"])
         uids += list(batch.non_tensor_batch["uid"])
         rewards += [total if ok else None for total, ok in zip(totals, valid, strict=True)]
         parts += list(batch.non_tensor_batch["reward_parts"])
-        records += sample_records(run, batch)
+        records += sample_records(run, batch[: None if shown is None else max(0, shown - len(records))])
         turns += batch.batch["turns"].tolist()
         for name, values in (sample_numbers(batch) if run.world else {}).items():
             of_turns[name] += [value if ok else None for value, ok in zip(values, valid, strict=True)]
-        first_error = first_error or batch.meta_info["reward_first_error"] or next(filter(None, batch.non_tensor_batch["error"]), "")
+        first_error = first_error or reward_failures(batch)[1] or next(filter(None, batch.non_tensor_batch["error"]), "")
     numeric = sorted({name for p in parts for name, value in p.items() if isinstance(value, (int, float))})
     variables = {"reward": rewards, **of_turns, **{name: [p.get(name) for p in parts] for name in numeric if name != "reward"}}
     _write_jsonl(run.run_dir / "rollouts" / f"val_step_{run.step}.jsonl", records[: _at_most(run)])
@@ -483,8 +494,8 @@ def validate(run: Run) -> dict[str, float]:
 
 def sample_records(run: Run, batch: DataProto) -> list[dict]:
     """What a person wants to see of each sample: prompt, response, score and its parts, status, versions."""
-    t, columns = batch.batch, batch.non_tensor_batch
-    scores = t["token_level_scores"].sum(1).tolist()
+    t, columns = batch.batch, fetch(batch, [name for name in _SHOWN if name in batch.non_tensor_batch]).non_tensor_batch
+    scores = t.get("scores", t["raw_scores"]).tolist()
     return [
         {
             "uid": columns["uid"][i],
@@ -498,8 +509,8 @@ def sample_records(run: Run, batch: DataProto) -> list[dict]:
             "reward_parts": columns["reward_parts"][i],
             "status": columns["status"][i],
             "error": columns["error"][i],
-            "response_tokens": int(t["attention_mask"][i, -t["responses"].shape[1] :].sum()),
-            "trained_tokens": int(t["response_mask"][i].sum()),
+            "response_tokens": int(t["response_length"][i]),
+            "trained_tokens": int(t["trained_tokens"][i]),
             "weight_version": int(t["weight_version"][i]),
             **({name: columns[name][i] for name in ("transcript", "turn_infos") if name in columns}),
         }

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.aggregation import token_weights
-from verlite.algorithms.gap import gap_metrics, gap_sums
+from verlite.algorithms.gap import gap_metrics, gap_rows, gap_sums
 from verlite.algorithms.kl import kl_loss
 from verlite.algorithms.losses import PolicyLossInputs, entropy_sum, policy_loss
 from verlite.config.plan import BYPASS_LOSS, Plan
@@ -15,6 +15,7 @@ from verlite.controller.dispatch import register
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.model import load_tokenizer
 from verlite.protocol.data import DataProto
+from verlite.protocol.ragged import padded, ragged
 from verlite.protocol.weights import Buckets, write_buckets
 from verlite.workers.training import TrainingWorker, cut
 
@@ -49,28 +50,36 @@ class ActorWorker(TrainingWorker):
         self.engine.offload()
         self._exported: Buckets | None = None
 
-    @register("split")
+    @register("split", keeps=("old_log_probs", "sum_pi_squared"))
     def log_probs(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys [b, R] of the responses under the current policy, and sum_pi_squared where the plan needs it."""
+        """Of the responses under the current policy: ragged old_log_probs, and sum_pi_squared where the plan needs it; and each row's
+        entropy_sums [b] and gap_sums [b, G] to what the rollout engine said."""
+        rows = padded(batch)
         self.engine.onload()
         out = self.engine.forward(
-            batch,
+            rows,
             cut(self.plan.log_prob_micro),
             self.config.actor_rollout_ref.rollout.temperature,
             with_entropy=True,
             with_sum_pi_squared=self.plan.needs_sum_pi_squared,
         )
         self.engine.offload()
-        return DataProto.from_dict({"old_log_probs": out.pop("log_probs"), "entropys": out.pop("entropy"), **out})
+        t = rows.batch
+        sums = {
+            "entropy_sums": out.pop("entropy").double().sum(1),
+            "gap_sums": gap_rows(out["log_probs"], t["rollout_log_probs"], t["response_mask"]),
+        }
+        out["old_log_probs"] = out.pop("log_probs")
+        return DataProto.from_dict(sums, {name: ragged(values, t["response_length"]) for name, values in out.items()})
 
     @register("split")
     def update(self, batch: DataProto) -> dict[str, float]:
         """All of the step's policy updates; returns verl's actor/ metrics, equal on every rank."""
         actor = self.config.actor_rollout_ref.actor
-        unmeasured = "entropys" not in batch.batch.keys()
+        unmeasured = "entropy_sums" not in batch.batch.keys()
         with_entropy = actor.calculate_entropy or actor.entropy_coeff != 0 or unmeasured
         metrics = self.update_in_mini_batches(
-            "actor", batch, self.plan.actor, policy_objective(self.config, self.plan), with_entropy=with_entropy
+            "actor", padded(batch), self.plan.actor, policy_objective(self.config, self.plan), with_entropy=with_entropy
         )
         sums = {key: metrics.pop(key) for key in list(metrics) if key.startswith("gap/")}
         return metrics | gap_metrics(sums) | ({"actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else {})

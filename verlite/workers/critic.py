@@ -12,6 +12,7 @@ from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.protocol.data import DataProto
+from verlite.protocol.ragged import padded, ragged
 from verlite.workers.training import TrainingWorker, cut
 
 
@@ -34,18 +35,20 @@ class CriticWorker(TrainingWorker):
         )
         self.engine.offload()
 
-    @register("split")
+    @register("split", keeps=("values",))
     def values(self, batch: DataProto) -> DataProto:
-        """values [b, R]: the value before each response token, 0 where the token is not trained."""
+        """Ragged values: the value before each response token, 0 where the token is not trained."""
+        rows = padded(batch)
         self.engine.onload()
-        out = self.engine.forward(batch, cut(self.plan.value_micro), 1.0)
+        out = self.engine.forward(rows, cut(self.plan.value_micro), 1.0)
         self.engine.offload()
-        return DataProto.from_dict({"values": out["values"] * batch.batch["response_mask"]})
+        t = rows.batch
+        return DataProto.from_dict({}, {"values": ragged(out["values"] * t["response_mask"], t["response_length"])})
 
     @register("split")
     def update(self, batch: DataProto) -> dict[str, float]:
         """All of the step's critic updates; returns verl's critic/ metrics, equal on every rank."""
-        return self.update_in_mini_batches("critic", batch, self.plan.critic, value_objective(self.config, self.plan))
+        return self.update_in_mini_batches("critic", padded(batch), self.plan.critic, value_objective(self.config, self.plan))
 
 
 def value_objective(config: Config, plan: Plan):

@@ -5,6 +5,7 @@ from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.engine.fsdp import TrainEngine
 from verlite.protocol.data import DataProto
+from verlite.protocol.ragged import padded, ragged
 from verlite.workers.training import TrainingWorker, cut
 
 
@@ -27,10 +28,11 @@ class ReferenceWorker(TrainingWorker):
         )
         self.engine.offload()
 
-    @register("split")
+    @register("split", keeps=("ref_log_prob",))
     def log_probs(self, batch: DataProto) -> DataProto:
-        """ref_log_prob [b, R] of the responses."""
+        """Ragged ref_log_prob of the responses."""
+        rows = padded(batch)
         self.engine.onload()
-        out = self.engine.forward(batch, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature)
+        out = self.engine.forward(rows, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature)
         self.engine.offload()
-        return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
+        return DataProto.from_dict({}, {"ref_log_prob": ragged(out["log_probs"], rows.batch["response_length"])})

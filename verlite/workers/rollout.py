@@ -1,6 +1,10 @@
-"""Generation behind Ray: one engine per worker, hundreds of trajectories at once."""
+"""Generation behind Ray: one engine per worker, hundreds of trajectories at once, each scored when it is finished."""
 
 import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,12 +17,23 @@ from verlite.controller.worker import Worker
 from verlite.engine.model import load_tokenizer
 from verlite.envs.step import Env, ToolError
 from verlite.envs.world import World, build_world, checked, encoder
-from verlite.protocol.data import DataProto, object_array
+from verlite.protocol.data import DataProto
 from verlite.protocol.weights import read_buckets
+from verlite.rewards.result import RewardItem, RewardResult
+from verlite.rewards.scorer import Scorer
+from verlite.rewards.stream import Stream
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
-from verlite.rollout.types import Sampling, Trajectory
+from verlite.rollout.types import Sampling, Status, Trajectory
 from verlite.workers.actor import Export
+
+
+@dataclass(frozen=True)
+class Told:
+    """A response as text. transcript: (model or tool, text), piece by piece."""
+
+    text: str = ""
+    transcript: list[tuple[str, str]] = field(default_factory=list)
 
 
 class RolloutWorker(Worker):
@@ -33,43 +48,52 @@ class RolloutWorker(Worker):
             template = config.data.apply_chat_template_kwargs
             self.encode = encoder(self.world, tokenizer, template)
             checked(self.world)  # tools that the driver's machine reaches need not be in reach of this one
+        self.scorer = Scorer(config.custom_reward_function, config.reward, share=self._seat.devices_on_node)
         self.engine = build_engine(plan.rollout_name, policy.model, policy.rollout, plan.max_model_len, self.device, policy.rollout.seed)
 
-    @register("split")
+    @register("split", keeps=("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "text", "transcript"))
     def generate(self, requests: DataProto, sleep_after: bool) -> DataProto:
-        """Ragged answers to [b] requests: response_ids, response_mask, rollout_log_probs as arrays a row; status, error, turns, version.
+        """Answers to [b] requests with their rewards: ragged prompt_ids, response_ids, response_mask, rollout_log_probs, and numbers of
+        each row. A sample is scored as soon as it is finished, while others go on; one whose reward fails is not valid.
 
         With turns also what the world reported: segments, turn_infos, invalid_turns, truncated_observations, gen_seconds, tool_seconds.
         """
         columns = requests.non_tensor_batch
         prompts = zip(columns["prompt_ids"], columns["sampling"], columns.get("extra_info", [{}] * len(requests)), strict=True)
-        trajectories = asyncio.run(self._sample([self._request(*prompt) for prompt in prompts]))
-        if sleep_after:
-            self.engine.sleep()
+        told = [Told()] * len(requests)
+        with Stream(self.scorer, self.config.reward.timeout_s) as rewards:
 
-        def numbers(name: str) -> torch.Tensor:
-            return torch.tensor([getattr(t, name) for t in trajectories])
+            def finished(row: int, trajectory: Trajectory) -> None:
+                told[row] = self._told(trajectory)
+                if trajectory.status != Status.ERROR:
+                    rewards.add(row, self._item(columns, row, trajectory, told[row]))
 
-        told: dict[str, torch.Tensor] = {}
-        turns: dict[str, np.ndarray] = {}
+            trajectories = asyncio.run(self._sample([self._request(*prompt) for prompt in prompts], finished))
+            if sleep_after:
+                self.engine.sleep()
+            began = time.monotonic()
+            results = rewards.results()
+            waited = time.monotonic() - began
+        return as_columns(trajectories, told, results, waited, with_turns=self.plan.max_turns > 0)
+
+    def _told(self, trajectory: Trajectory) -> "Told":
+        """What the model wrote, as text without special tokens; with turns also who wrote what."""
+
+        def text(ids: list[int]) -> str:
+            return str(self.engine.tokenizer.decode(ids, skip_special_tokens=True))
+
+        written = text([token for token, own in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if own])
+        if not self.plan.max_turns:
+            return Told(written)
+        ids = iter(trajectory.response_ids)
+        return Told(written, [(who, text(list(itertools.islice(ids, count)))) for who, count in trajectory.segments])
+
+    def _item(self, columns: Mapping[str, Any], row: int, trajectory: Trajectory, told: "Told") -> RewardItem:
+        extra = columns["extra_info"][row]
         if self.plan.max_turns:
-            told = {name: numbers(name) for name in ("invalid_turns", "truncated_observations", "gen_seconds", "tool_seconds")}
-            turns = {
-                "segments": object_array([t.segments for t in trajectories]),
-                "turn_infos": object_array([t.infos for t in trajectories]),
-            }
-        versions = [t.weight_versions[-1] if t.weight_versions else -1 for t in trajectories]
-        return DataProto.from_dict(
-            {"turns": numbers("turns"), "weight_version": torch.tensor(versions, dtype=torch.int64), **told},
-            {
-                "response_ids": [np.asarray(t.response_ids, dtype=np.int64) for t in trajectories],
-                "response_mask": [np.asarray(t.response_mask, dtype=np.int8) for t in trajectories],
-                "rollout_log_probs": [np.asarray(t.log_probs, dtype=np.float32) for t in trajectories],
-                "status": [str(t.status) for t in trajectories],
-                "error": [t.error for t in trajectories],
-                **turns,
-            },
-        )
+            of_turns = {"segments": told.transcript, "status": str(trajectory.status), "turns": trajectory.turns}
+            extra = {**extra, "trajectory": of_turns}
+        return RewardItem(columns["data_source"][row], told.text, columns["ground_truth"][row], extra)
 
     def _request(self, prompt_ids: list[int], sampling: Sampling, extra_info: dict[str, Any]) -> Request:
         if not self.plan.max_turns:
@@ -93,9 +117,9 @@ class RolloutWorker(Worker):
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    async def _sample(self, requests: list[Request]) -> list[Trajectory]:
+    async def _sample(self, requests: list[Request], finished: Callable[[int, Trajectory], None]) -> list[Trajectory]:
         async with self.world:
-            return await run_all(self.engine, requests)
+            return await run_all(self.engine, requests, finished)
 
     @register("all")
     def silent_tools(self) -> str | None:
@@ -123,9 +147,53 @@ class RolloutWorker(Worker):
         """End the engine and its processes, whose shared memory would otherwise outlive them."""
         if hasattr(self, "engine"):  # not if it failed to start
             self.engine.close()
+            self.scorer.close()
         super().close()
 
     @register("all")
     def wake(self, what: str) -> None:
         """Bring back what sleep freed: "weights" or "kv_cache"."""
         self.engine.wake(what)
+
+
+def as_columns(
+    trajectories: Sequence[Trajectory], told: Sequence[Told], results: Mapping[int, RewardResult], waited: float, with_turns: bool
+) -> DataProto:
+    """Trajectories and the rewards of those that were scored, as columns. waited: seconds for the last rewards."""
+    scored = [results.get(row, RewardResult(None)) for row in range(len(trajectories))]
+    valid = [result.score is not None for result in scored]
+    tensors = {
+        "prompt_length": _whole(len(t.prompt_ids) for t in trajectories),
+        "response_length": _whole(len(t.response_ids) for t in trajectories),
+        "trained_tokens": _whole(sum(t.response_mask) * ok for t, ok in zip(trajectories, valid, strict=True)),
+        "valid": torch.tensor(valid, dtype=torch.bool),
+        "raw_scores": torch.tensor([result.score or 0.0 for result in scored], dtype=torch.float32),
+        "reward_seconds": torch.full((len(trajectories),), waited),
+        "turns": _whole(t.turns for t in trajectories),
+        "weight_version": _whole(t.weight_versions[-1] if t.weight_versions else -1 for t in trajectories),
+    }
+    columns = {
+        "prompt_ids": [np.asarray(t.prompt_ids, dtype=np.int32) for t in trajectories],
+        "response_ids": [np.asarray(t.response_ids, dtype=np.int32) for t in trajectories],
+        "response_mask": [np.asarray(t.response_mask, dtype=np.int8) for t in trajectories],
+        "rollout_log_probs": [np.asarray(t.log_probs, dtype=np.float32) for t in trajectories],
+        "status": [str(t.status) for t in trajectories],
+        "error": [f"reward: {result.error}" if result.error else t.error for t, result in zip(trajectories, scored, strict=True)],
+        "reward_parts": [result.parts for result in scored],
+        "reward_traceback": [result.traceback or result.error for result in scored],
+        "text": [one.text for one in told],
+    }
+    if with_turns:
+        tensors |= {name: _whole(getattr(t, name) for t in trajectories) for name in ("invalid_turns", "truncated_observations")}
+        seconds = {name: [getattr(t, name) for t in trajectories] for name in ("gen_seconds", "tool_seconds")}
+        tensors |= {name: torch.tensor(values, dtype=torch.float32) for name, values in seconds.items()}
+        columns |= {
+            "segments": [t.segments for t in trajectories],
+            "turn_infos": [t.infos for t in trajectories],
+            "transcript": [one.transcript for one in told],
+        }
+    return DataProto.from_dict(tensors, columns)
+
+
+def _whole(numbers: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(numbers), dtype=torch.int64)
