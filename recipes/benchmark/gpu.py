@@ -36,8 +36,10 @@ from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
 from verlite.rollout.build import build_engine, engine_dtype
 
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""FLOP/s of the SXM modules in dense bfloat16, by NVIDIA's data sheets, for GPUs with this in their names."""
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
+}  # fmt: skip
+"""FLOP/s in dense bfloat16 by NVIDIA's data sheets, by the name that the driver gives; other forms of these GPUs have other peaks."""
 
 _QWEN = {"vocab_size": 151_936, "num_key_value_heads": 2, "max_position_embeddings": 32_768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -133,9 +135,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak = next((peak for key, peak in PEAKS.items() if key in name), None)
     rate = 2 * size**3 / median_seconds(lambda: torch.mm(a, b), device)
-    return {"device": name, "torch": torch.__version__, "peak_flops": peak, "gemm_flops": rate}
+    return {"device": name, "torch": torch.__version__, "peak_flops": PEAKS.get(name), "gemm_flops": rate}
 
 
 def measure(name: str, args: argparse.Namespace, path: Path, deadline: float) -> None:
@@ -176,12 +177,18 @@ def measure(name: str, args: argparse.Namespace, path: Path, deadline: float) ->
         trainer.onload(optimizer=True)
         return speed(lambda: trainer.update(batch, cut, 1.0, loss), 3)
 
+    def log_probs(cut: MicroBatching) -> dict[str, Any]:
+        trainer.offload()  # the optimizer stays in host memory
+        trainer.onload()
+        return speed(lambda: trainer.forward(batch, cut, 1.0, with_entropy=True), 1)
+
     for most in micro_batches:
         cut = MicroBatching(max_tokens=most)
         part(f"update, {most} tokens a pass", 40, lambda cut=cut: update(cut))
-        part(f"log-probs, {most} tokens a pass", 20, lambda cut=cut: speed(lambda: trainer.forward(batch, cut, 1.0, with_entropy=True), 1))
+        part(f"log-probs, {most} tokens a pass", 20, lambda cut=cut: log_probs(cut))
 
     def moved() -> dict[str, Any]:
+        trainer.onload(optimizer=True)
         began = time.perf_counter()
         trainer.offload()
         out = time.perf_counter() - began
@@ -200,8 +207,9 @@ def measure(name: str, args: argparse.Namespace, path: Path, deadline: float) ->
 
 
 def generate(engine: str, model: ModelConfig, trainer: TrainEngine, dtype: torch.dtype, sizes: dict[str, tuple]) -> dict[str, Any]:
-    """Start an engine beside the trainer, whose state is in host memory; give it the weights; sample; put it to sleep."""
+    """Start an engine while the trainer's state is in host memory; give it the weights; sample; put it to sleep."""
     prompts, samples, prompt_tokens, new_tokens = sizes["generation"]
+    trainer.offload()
     rollout, began = RolloutConfig(), time.perf_counter()
     built = build_engine(engine, model, rollout, prompt_tokens + new_tokens, trainer.device, 0)
     found: dict[str, Any] = {"start_seconds": time.perf_counter() - began}
@@ -228,7 +236,7 @@ def generate(engine: str, model: ModelConfig, trainer: TrainEngine, dtype: torch
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"])
-    parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["vllm", "hf"])
+    parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or BUILD))

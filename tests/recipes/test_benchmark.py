@@ -97,6 +97,8 @@ def test_flops_are_those_that_torch_counts(script):
     found = module.forward_flops(shape, sum(p.numel() for p in model.parameters()), batch)
     # Ours takes norms and biases, 0.7% of the weights, for matrices; torch leaves them out.
     assert whole_square > 0.05 * expected and found == pytest.approx(expected, rel=0.01)
+    half = batch.with_batch(response_mask=torch.ones(1, 96) * (torch.arange(96) < 48))
+    assert found - module.forward_flops(shape, sum(p.numel() for p in model.parameters()), half) == 2 * 128 * 64 * 48
 
 
 def test_the_gpu_script_runs_on_a_cpu(tmp_path):
