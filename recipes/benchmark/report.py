@@ -64,7 +64,12 @@ MARKED = re.compile(r"(<!-- (\w+), written by recipes/benchmark/report\.py -->\n
 def renew(page: str, results: dict[str, Any]) -> str:
     """The page with new tables between its marks."""
     made = tables(results)
-    return MARKED.sub(lambda mark: f"{mark[1]}\n{made.get(mark[2], 'Not measured.')}\n{mark[3]}", page)
+
+    def filled(mark: re.Match[str]) -> str:
+        shown = made.get(mark[2], "Not measured.\n")
+        return f"{mark[1]}\n{shown}\n{mark[3]}"
+
+    return MARKED.sub(filled, page)
 
 
 if __name__ == "__main__":
