@@ -107,7 +107,7 @@ def _controller(found: dict[str, Any]) -> str:
         f"with {found['samples']} rows of up to {found['longest']}",
     )  # fmt: skip
     share = (
-        f", {found['dispatch_overhead_64']:.1%} of w25's step of {found['step_seconds']:.1f} s" if "dispatch_overhead_64" in found else ""
+        f", {found['dispatch_overhead_64']:.2%} of w25's step of {found['step_seconds']:.1f} s" if "dispatch_overhead_64" in found else ""
     )
     most = max(map(int, found["workers"]))
     more = [
