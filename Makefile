@@ -47,7 +47,8 @@ mutants: setup-test
 evidence: setup-test
 	$(BIN)/python -m tests.evidence
 
-# Measure steps against TRL and the machine's limit; writes recipes/benchmark/results.json and docs/benchmarks.md. Takes about 40 minutes.
+# Measure steps against TRL and the machine's limit, then each part alone; writes recipes/benchmark/results.json, docs/benchmarks.md and
+# its pictures. Takes about an hour. GSM8K=FOLDER has the original train.jsonl; without it the tests' sample is repeated.
 TRL := recipes/benchmark/build/trl
 benchmark: setup-test
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
@@ -56,7 +57,14 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/step.py
 	$(BIN)/python recipes/benchmark/training.py
 	$(BIN)/python recipes/benchmark/library.py
+	$(BIN)/python recipes/benchmark/generation.py
+	$(BIN)/python recipes/benchmark/sync.py
+	$(BIN)/python recipes/benchmark/controller.py
+	$(BIN)/python recipes/benchmark/startup.py
+	$(BIN)/python recipes/benchmark/data.py $(if $(GSM8K),--folder $(GSM8K))
+	$(BIN)/python recipes/benchmark/retriever.py speed --made 100000
 	$(BIN)/python recipes/benchmark/report.py
+	$(BIN)/python recipes/benchmark/picture.py
 
 # The core alone, without vLLM: an environment of its own, so that nothing can leak in.
 core-test:

@@ -1,4 +1,4 @@
-"""The library's own functions on big batches, in one process: estimators, the clipped loss, DataProto, balancing.
+"""The library's own functions on big batches, in one process: estimators, the clipped loss, DataProto, balancing; and two workers.
 
 python recipes/benchmark/library.py [--rounds 7]
 """
@@ -7,7 +7,9 @@ import argparse
 import json
 import pickle
 import statistics
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -18,6 +20,11 @@ from verlite.algorithms.advantages import AdvantageInputs, compute_advantages, p
 from verlite.algorithms.aggregation import token_weights
 from verlite.algorithms.balancing import karmarkar_karp, workload
 from verlite.algorithms.losses import PolicyLossInputs, policy_loss
+from verlite.controller.cluster import connect
+from verlite.controller.dispatch import register
+from verlite.controller.placement import reserve
+from verlite.controller.worker import Worker
+from verlite.controller.worker_group import ready, spawn
 from verlite.protocol.data import DataProto, object_array
 
 ROWS, WIDTHS, SAMPLES = 1024, (2048, 4096), 8
@@ -77,6 +84,31 @@ def calls() -> dict[str, Callable[[], object]]:
     }
 
 
+class Echo(Worker):
+    """Gives back what it gets."""
+
+    @register("split")
+    def echo(self, batch: DataProto) -> DataProto:
+        return batch
+
+
+def workers(rounds: int) -> dict[str, float]:
+    """Milliseconds to start Ray, to start two workers, and to send them 64 MiB and get them back."""
+    found, clusters, pair = {}, [], []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+
+        def start() -> None:
+            pair.append(spawn(Echo, reserve(clusters[0], {"echo": [0, 1]}, devices_per_node=2, kind="cpu"), "echo"))
+            ready(pair[0])
+
+        found["starting Ray"] = 1e3 * seconds(lambda: clusters.append(stack.enter_context(connect(folder, address="local", slots=2))))
+        found["starting 2 workers"] = 1e3 * seconds(start)
+        batch = DataProto.from_dict({"column": torch.randn(ROWS, (64 << 20) // 4 // ROWS)})
+        pair[0].echo(batch)
+        found["64 MiB to 2 workers and back"] = 1e3 * statistics.median(seconds(lambda: pair[0].echo(batch)) for _ in range(rounds))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -85,6 +117,7 @@ def main() -> None:
     for name, call in calls().items():
         call()
         found[name] = 1e3 * statistics.median(seconds(call) for _ in range(rounds))
+    found |= workers(rounds)
     measured = {"gemm_flops": gemm_flops(), "copy_bytes_per_s": copy_rate(256 << 20), "milliseconds": found}
     keep("library", measured)
     print(json.dumps(measured, indent=1))

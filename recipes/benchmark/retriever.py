@@ -5,7 +5,7 @@ python recipes/benchmark/retriever.py speed --corpus corpus.jsonl --questions FI
 python recipes/benchmark/retriever.py speed --made 1000000
 
 Questions are HotpotQA's: [{"question", "supporting_facts": [[title, sentence], ...]}, ...]. --made makes that many passages of about 60
-words and queries of 8, from 200,000 words with Zipf's frequencies.
+words and queries of 8, from 200,000 words with Zipf's frequencies, and keeps what it finds for docs/benchmarks.md.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import psutil
+from report import keep
 
 from verlite.services.index import BM25, open_index
 
@@ -44,8 +45,9 @@ def recall(corpus_path: Path, questions: list[dict], k1: float, b: float) -> Non
     print(f"recall@{TOPK} of titles {kept.mean():.3f}; all titles {np.mean(kept == 1):.2f}, any {np.mean(kept > 0):.2f} of questions")
 
 
-def speed(corpus_path: Path, queries: list[str]) -> None:
+def speed(corpus_path: Path, queries: list[str]) -> dict[str, float]:
     """Print the seconds to build and to load, memory, and queries a second by one client's batches and by several clients' single ones."""
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
         for what in ("built", "loaded"):
@@ -53,14 +55,18 @@ def speed(corpus_path: Path, queries: list[str]) -> None:
             with served(corpus_path, index) as (process, line, address):
                 ready = time.perf_counter() - start
                 size = sum(file.stat().st_size for file in index.iterdir()) / 2**20
+                found[f"{what}_seconds"] = ready
                 print(f"{what} in {ready:.1f} s ({cpu(process):.1f} s of CPU), {line}")
                 print(f"peak memory {peak(process):.0f} MiB, index {size:.0f} MiB", flush=True)
                 if what == "built":
                     continue
                 for batch, clients in ((64, 1), (1, CLIENTS)):
                     rate = measure(address, queries, batch, clients)
+                    found["queries_per_s" if clients == 1 else "single_queries_per_s"] = rate
                     print(f"{rate:.0f} queries/s, {clients} clients with {batch} queries in a request", flush=True)
-                print(f"peak memory {peak(process):.0f} MiB", flush=True)
+                found["peak_mib"] = peak(process)
+                print(f"peak memory {found['peak_mib']:.0f} MiB", flush=True)
+    return found
 
 
 @contextmanager
@@ -134,7 +140,7 @@ def main() -> None:
     if arguments.made:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "corpus.jsonl"
-            speed(path, make(arguments.made, path))
+            keep("retriever", {"passages": arguments.made, **speed(path, make(arguments.made, path))})
         return
     questions = json.loads(arguments.questions.read_text())
     if arguments.what == "recall":

@@ -22,6 +22,9 @@ HERE = Path(__file__).resolve().parent
 TRL = HERE / "build" / "trl" / "bin" / "python"
 MICRO_BATCH_TOKENS = 2048
 ENGINES = {"w25": "vllm", "wtiny": "hf"}
+MILESTONES = (".lock", "config.yaml", "logs/actor_0.log", "logs/rollout_0.log", "metrics.jsonl")
+"""Files that a run writes once it is imported and configured, once data and rewards are ready, when each worker's process is there, and
+after the first step."""
 
 
 def overrides(name: str, steps: int, folder: Path, engine: str) -> list[str]:
@@ -59,22 +62,25 @@ def verlite(name: str, steps: int, engine: str, extra: Sequence[str] = ()) -> di
         folder = Path(scratch) / "run"
         began = time.perf_counter()
         command = [sys.executable, "-m", "verlite.main_ppo", *overrides(name, steps, folder, engine), *extra]
-        first, metrics, log = None, folder / "metrics.jsonl", Path(scratch) / "log"
+        seen, log = {}, Path(scratch) / "log"
         with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
             try:
                 while process.poll() is None:
-                    if first is None and metrics.exists() and metrics.stat().st_size:
-                        first = time.perf_counter() - began
+                    for name in MILESTONES:
+                        file = folder / name
+                        if name not in seen and file.exists() and file.stat().st_size:
+                            seen[name] = time.perf_counter() - began
                     time.sleep(0.05)
             finally:
                 process.terminate()
-        if process.returncode or first is None:
+        if process.returncode or len(seen) < len(MILESTONES):
             raise SystemExit(f"{' '.join(command)}\n{log.read_text()}")
-        lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in (folder / MILESTONES[-1]).read_text(encoding="utf-8").splitlines()]
     stages = {key.removeprefix("timing_s/") for line in lines for key in line if key.startswith("timing_s/")}
     return {
         "steps": [line["timing_s/step"] for line in lines],
-        "first_step": first,
+        "first_step": seen[MILESTONES[-1]],
+        "milestones": seen,
         "tokens": statistics.mean(line["perf/total_num_tokens"] for line in lines),
         "stages": {stage: statistics.median(line.get(f"timing_s/{stage}", 0.0) for line in lines[1:] or lines) for stage in sorted(stages)},
     }

@@ -11,6 +11,7 @@ import random
 import string
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,7 +62,11 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 def model_of(name: str) -> Path:
     """The folder of a workload's model and character tokenizer; made when it is not there."""
-    folder = BUILD / name
+    return model_in(BUILD / name, vocab_size=VOCABULARY, max_position_embeddings=1024, **WORKLOADS[name].shape)
+
+
+def model_in(folder: Path, device: str = "cpu", dtype: str = "float32", **shape: Any) -> Path:
+    """A folder with a Qwen2 of random weights and the character tokenizer; made, on `device`, when it is not there."""
     if (folder / "config.json").exists():
         return folder
     import torch
@@ -75,13 +80,12 @@ def model_of(name: str) -> Path:
         bos_token="<bos>", unk_token="<|endoftext|>",
     )  # fmt: skip
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0,
-        **WORKLOADS[name].shape,
-    )  # fmt: skip
+    config = Qwen2Config(tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0, **shape)
     torch.manual_seed(0)
     tokenizer.save_pretrained(folder)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 

@@ -1,0 +1,163 @@
+"""The tables of docs/benchmarks.md, as Markdown that follows from results.json alone."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+WORKLOADS = ("w25", "wtiny")
+STAGES = ("gen", "reward", "adv", "update_actor", "update_weights")
+"""Of a step, in their order; the others take no time worth a column."""
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Of each part of the page, Markdown of what was measured; parts without results are left out."""
+    parts = results["parts"]
+    found = {"steps": "\n".join((_steps(parts), _stages(parts), _first_steps(parts)))}
+    found["generation"] = "\n".join(_generation(name, parts[f"generation_{name}"]) for name in WORKLOADS if f"generation_{name}" in parts)
+    return found | {part: made(parts[part]) for part, made in _TABLES.items() if part in parts}
+
+
+def table(head: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n".replace("| --- |", "|---|").replace(" --- |", "---|") for cells in lines)
+
+
+def measured_steps(parts: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The workloads whose steps were measured, by name."""
+    return [(name, parts[f"step_{name}"]) for name in WORKLOADS if f"step_{name}" in parts]
+
+
+def _steps(parts: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{name}, engine {step['engine']}, {step['rounds']} x {step['steps_per_round']} steps",
+            f"{step['seconds']:.2f} s", f"{step['trl_seconds']:.2f} s", f"{step['vs_trl']:.2f}", f"{step['vs_trl_per_token']:.2f}",
+            f"{step['floor_seconds']:.2f} s", f"{step['vs_floor']:.2f}",
+        )
+        for name, step in measured_steps(parts)
+    ]  # fmt: skip
+    return table(("whole steps", "verlite", "TRL", "ratio", "ratio by token", "floor", "times the floor"), rows)
+
+
+def _stages(parts: dict[str, Any]) -> str:
+    rows = [
+        (name, *(f"{step['stages'][stage]:.2f} s ({step['stages'][stage] / step['seconds']:.0%})" for stage in STAGES))
+        for name, step in measured_steps(parts)
+    ]
+    return table(("where a step's time goes", *STAGES), rows)
+
+
+def _first_steps(parts: dict[str, Any]) -> str:
+    rows = [
+        (f"{name}, engine {step['engine']}", f"{step['seconds_to_first_step']:.0f} s", f"{step['trl_seconds_to_first_step']:.0f} s")
+        for name, step in measured_steps(parts)
+    ]
+    return table(("from the process's start to the end of the first step", "verlite", "TRL"), rows)
+
+
+def _training(found: dict[str, Any]) -> str:
+    rows = [
+        (
+            what, f"{found[f'{name}_seconds']:.2f} s", f"{found[f'bare_{name}_seconds']:.2f} s",
+            f"{found[f'{name}_speed_vs_bare']:.2f}", f"{found[f'{name}_vs_floor']:.2f}",
+        )
+        for name, what in (("update", "one update"), ("log_prob", "one pass for log-probs"))
+    ]  # fmt: skip
+    return table(
+        ("the training engine alone, w25", "verlite", "bare loop", "verlite's speed over the bare loop's", "times the floor"), rows
+    )
+
+
+def _generation(name: str, found: dict[str, Any]) -> str:
+    speeds = found["tokens_per_s"]
+    rows = [
+        ("bare vLLM without log-probs", "vllm_without_log_probs", f"verlite with vllm: {found['vs_vllm_without_log_probs']:.2f} of this"),
+        ("bare vLLM", "vllm", f"verlite with vllm: {found['vs_vllm']:.2f} of this"),
+        ("verlite, engine vllm", "verlite_vllm", ""),
+        ("verlite, engine hf", "verlite_hf", f"{found['hf_vs_vllm']:.2f} of bare vLLM"),
+    ]
+    head = (f"generation, {name}, {found['tokens']:,} tokens, {found['rounds']} rounds", "tokens/s", "ratio")
+    return table(head, [(what, f"{speeds[side]:,.0f}", ratio) for what, side, ratio in rows])
+
+
+def _sync(found: dict[str, Any]) -> str:
+    names = ("export", "trainer_fingerprint", "load", "engine_fingerprint", "release")
+    rows = [
+        (
+            f"{name}, {one['bytes'] / 1e6:.0f} MB", *(f"{one['parts'][part]:.3f}" for part in names), f"{one['seconds']:.3f}",
+            f"{one['copy_seconds']:.3f}, {one['fresh_copy_seconds']:.3f}", f"{one['vs_memcpy']:.1f}, {one['vs_fresh_memcpy']:.1f}",
+            f"{one['fingerprint_share']:.0%}",
+        )
+        for name, one in found["syncs"].items()
+    ]  # fmt: skip
+    head = (
+        "weight sync, seconds", "export into buckets", "trainer's fingerprint", "load", "engine's fingerprint", "release", "whole",
+        "one copy, to used and to fresh memory", "times that", "fingerprints' share",
+    )  # fmt: skip
+    return table(head, rows)
+
+
+def _controller(found: dict[str, Any]) -> str:
+    rows = [
+        (workers, f"{one['start_seconds']:.1f} s", *(f"{one[f'{call}_ms']:.1f} ms" for call in ("ray", "nothing", "take", "take_large")))
+        for workers, one in found["workers"].items()
+    ]
+    head = (
+        "workers", "start", "plain Ray call", "a call without a batch", "a call with 128 rows of 128 tokens",
+        f"with {found['samples']} rows of up to {found['longest']}",
+    )  # fmt: skip
+    share = (
+        f", {found['dispatch_overhead_64']:.2%} of w25's step of {found['step_seconds']:.1f} s" if "dispatch_overhead_64" in found else ""
+    )
+    most = max(map(int, found["workers"]))
+    more = [
+        (f"the calls of one step with {most} workers", f"{found['calls_ms_per_step']:.0f} ms{share}"),
+        (f"through the driver for each sample of {found['mean_tokens']:.0f} tokens", f"{found['driver_bytes_per_sample'] / 1e3:.1f} kB"),
+        ("most memory of the driver", f"{found['driver_peak_bytes'] / 2**30:.2f} GiB"),
+    ]
+    return table(head, rows) + "\n" + table(("the controller", ""), more)
+
+
+def _startup(found: dict[str, Any]) -> str:
+    engines = [name for name in ("hf", "vllm") if name in found]
+    rows = [(part, *(f"{found[engine]['parts'][part]:.1f} s" for engine in engines)) for part in found[engines[0]]["parts"]]
+    rows.append(("to the end of the first step", *(f"{found[engine]['seconds']:.1f} s" for engine in engines)))
+    rows.append(("the same with empty caches", *(f"{found[engine]['seconds_at_first']:.1f} s" for engine in engines)))
+    return table(("starting, wtiny", *(f"engine {engine}" for engine in engines)), rows)
+
+
+def _data(found: dict[str, Any]) -> str:
+    rows = [
+        ("read, turned into verl's rows and written as parquet", f"{found['preprocess_rows_per_s']:,.0f}"),
+        ("read, checked, put through the template, tokenized and measured", f"{found['load_rows_per_s']:,.0f}"),
+    ]
+    return table((f"{found['rows']:,} rows, {found['repeated']} repeated", "rows/s"), rows)
+
+
+def _retriever(found: dict[str, Any]) -> str:
+    rows = [
+        ("build, until it answers", f"{found['built_seconds']:.1f} s"),
+        ("load, until it answers", f"{found['loaded_seconds']:.1f} s"),
+        ("64 queries in a request, one client", f"{found['queries_per_s']:,.0f} queries/s"),
+        ("one query in a request, 8 clients", f"{found['single_queries_per_s']:,.0f} queries/s"),
+        ("peak memory", f"{found['peak_mib']:,.0f} MiB"),
+    ]
+    return table((f"the retriever, {found['passages']:,} passages", ""), rows)
+
+
+def _library(found: dict[str, Any]) -> str:
+    return table(
+        ("functions in one process, and two workers", "milliseconds"),
+        [(name, f"{taken:.1f}") for name, taken in found["milliseconds"].items()],
+    )
+
+
+_TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "training": _training,
+    "sync": _sync,
+    "controller": _controller,
+    "startup": _startup,
+    "data": _data,
+    "retriever": _retriever,
+    "library": _library,
+}
