@@ -127,6 +127,25 @@ def one_update(path: str, head: str, settings: dict[str, Any]) -> dict[str, Any]
     return {"metrics": metrics, "state": weights_and_moments(subject)}
 
 
+def everything(path: str, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """One engine from its first pass to its last file: log-probs of all rows, an update, export, fingerprint, checkpoint."""
+    subject = engine(path, train=True, lr=1e-2, eps=1e-2, grad_clip=0.5, **settings)
+    log_probs = subject.forward(ragged_batch(), MicroBatching(size=3), TEMPERATURE)["log_probs"]
+    caught = catch_gradients(subject)
+    metrics = subject.update(ragged_batch()[my_rows(list(range(8)))], MicroBatching(size=3), TEMPERATURE, weighted_loss("token-mean"))
+    subject.save(f"{folder}/checkpoint")
+    subject.save_pretrained(f"{folder}/huggingface")
+    return {
+        "log_probs": log_probs,
+        "metrics": metrics,
+        "gradients": caught,
+        "state": weights_and_moments(subject),
+        "export": dict(subject.export()),
+        "fingerprint": subject.fingerprint(),
+        "held": sum(local_part(p).numel() for p in subject.parameters),
+    }
+
+
 def _gradients_again(path: str, case: dict[str, Any], settings: dict[str, Any]) -> Any:
     return gradients(path, [case, case], **settings)
 
@@ -175,9 +194,9 @@ def load_and_train(path: str, steps: int, folder: str) -> dict[str, Any]:
     return train(path, steps, load=folder)
 
 
-def load_state(path: str, folder: str, head: str = "lm") -> dict[str, Any]:
+def load_state(path: str, folder: str, head: str = "lm", fsdp_size: int = -1) -> dict[str, Any]:
     """The state after loading, without training."""
-    subject = engine(path, train=True, head=head)
+    subject = engine(path, train=True, head=head, fsdp_size=fsdp_size)
     subject.load(folder)
     return {"state": weights_and_moments(subject), "fingerprint": subject.fingerprint(), "step": subject.schedule_step}
 
@@ -206,9 +225,9 @@ def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
     return {"before": before, "after": after, "metrics": metrics, "error": error, "lr": (lr_before, lr_after), "recovered": recovered}
 
 
-def uneven_ranks(path: str) -> list[Any]:
+def uneven_ranks(path: str, settings: dict[str, Any] | None = None) -> list[Any]:
     """An update and a forward pass in which all rows are rank 0's, then a step without any trainable token."""
-    subject = engine(path, train=True, lr=0.0, grad_clip=math.inf)
+    subject = engine(path, train=True, lr=0.0, grad_clip=math.inf, **(settings or {}))
     caught = catch_gradients(subject)
     batch = ragged_batch()
     mine = batch if dist.get_rank() == 0 else batch[[]]
@@ -224,6 +243,15 @@ def build(paths: list[str], head: str) -> int | str:
         return engine(paths[dist.get_rank()], head=head).fingerprint()
     except ValueError as error:
         return str(error)
+
+
+def refusal(path: str, settings: dict[str, Any]) -> str:
+    """Why no engine can be built this way."""
+    try:
+        engine(path, **settings)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 def reads(path: str, head: str) -> int:

@@ -187,6 +187,17 @@ def test_the_actors_gradient_is_the_same_on_four_ranks(tiny_qwen2: str, four_ran
     check_gradients(tiny_qwen2, four_ranks, settings, slice(0, None, 5))  # both losses, aggregations and kinds of split
 
 
+def test_a_group_without_rows_takes_part(tiny_qwen2: str, four_ranks: Ranks) -> None:
+    """All rows are the first group's, then there is nothing to train at all: the second group's empty passes need its own exchanges."""
+    metrics, gradients, log_probs, voteless = programs.uneven_ranks(tiny_qwen2)
+    results = four_ranks.call(programs.uneven_ranks, tiny_qwen2, TWO)
+    for theirs, caught, _, nothing in results:
+        assert matrix.difference(caught, gradients) < matrix.TOLERANCE
+        assert theirs == pytest.approx(metrics, rel=1e-5) and nothing == voteless
+    torch.testing.assert_close(results[0][2], log_probs, **EXACT)
+    assert [len(out) for _, _, out, _ in results] == [8, 0, 0, 0]
+
+
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_an_update_makes_the_same_weights(tiny_qwen2: str, two_ranks: Ranks, head: str) -> None:
     alone = programs.one_update(tiny_qwen2, head, {})
@@ -196,3 +207,18 @@ def test_an_update_makes_the_same_weights(tiny_qwen2: str, two_ranks: Ranks, hea
         for name, tensor in alone["state"].items():
             torch.testing.assert_close(result["state"][name], tensor, atol=1e-7, rtol=1e-5)  # steps of 1e-2 g / (|g| + 1e-2), g to 1e-6
     assert math.isfinite(alone["metrics"]["loss"])
+
+
+def test_what_cannot_be_shared_is_refused_before_the_first_pass(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    three_heads = tiny_model(tmp_path, "llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3)
+    for path, settings, why in (
+        (three_heads, TWO, "ulysses_sequence_parallel_size=2 must divide the model's 3 attention heads"),
+        (tiny_qwen2, {"sequence_parallel": 3}, "ulysses_sequence_parallel_size=3 must divide the 2 devices of this role"),
+        (
+            tiny_qwen2,
+            {**TWO, "use_remove_padding": False},
+            "ulysses_sequence_parallel_size=2 cuts packed rows: it needs model.use_remove_padding=True",
+        ),
+        (tiny_qwen2, TWO, "nothing"),
+    ):
+        assert two_ranks.call(programs.refusal, path, settings) == [why, why]
