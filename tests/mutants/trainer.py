@@ -17,6 +17,8 @@ BUCKETS = "tests/protocol/test_weights.py"
 MUTANTS = [
     ("warm-up without a critic", STAGES, "run.step >= run.plan.critic_warmup", "run.step >= run.config.trainer.critic_warmup",
      STAGE + "the_policy_waits_for_the_critics_warm_up_which_only_a_critic_has"),
+    ("ranks that share sequences are spread over one by one", STAGES, "rows[i::shared] for rows in groups for i in range(shared)",
+     "rows for i in range(shared) for rows in groups", STAGE + "ranks_that_share_sequences_are_one_to_spread_over"),
     ("a failed greedy answer counts 0", STAGES, "strict=True) if ok}", "strict=True)}", STAGE + "a_failed_greedy_answer_is_no_baseline_of_0"),
     ("a row without a vote is trained on", STAGES, 'response_mask=batch.batch["response_mask"] * valid[:, None]',
      'response_mask=batch.batch["response_mask"]', STAGE + "a_failed_reward_takes_its_row_out_and_too_many_stop_the_run"),
