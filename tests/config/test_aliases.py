@@ -136,7 +136,7 @@ ACCEPTED = [
     "trainer.max_critic_ckpt_to_keep=2", "trainer.rollout_data_dir=/x", "trainer.validation_data_dir=/x",
     "actor_rollout_ref.hybrid_engine=True",
     f"{ACTOR}fsdp_config.grad_offload=True", "critic.model.fsdp_config.grad_offload=False", "critic.fsdp.grad_offload=False",
-    f"{ACTOR}fsdp_config.wrap_policy.min_num_params=0", f"{ACTOR}ulysses_sequence_parallel_size=1", f"{ACTOR}use_torch_compile=False",
+    f"{ACTOR}fsdp_config.wrap_policy.min_num_params=0", f"{ACTOR}use_torch_compile=False",
     f"{ACTOR}checkpoint.save_contents=[model]", "actor_rollout_ref.model.use_shm=False", f"{ROLLOUT}multi_turn.enable=False",
     "algorithm.use_pf_ppo=False", "trainer.use_legacy_worker_impl=disable", "hydra.run.dir=/x", "global_profiler.steps=[1]",
     "algorithm.state_masking.start_state_marker=x",
@@ -158,7 +158,6 @@ def test_accepted_without_effect(material, untouched, typed):
 
 REFUSED = [
     (f"{ACTOR}strategy=megatron", "only fsdp or fsdp2 is accepted"),
-    (f"{ACTOR}ulysses_sequence_parallel_size=2", "only 1 is accepted"),
     (f"{ROLLOUT}mode=batch", "only sync or async is accepted"),
     (f"{ROLLOUT}do_sample=False", "only true is accepted"),
     (f"{ROLLOUT}multi_turn.enable=True", "max_turns"),

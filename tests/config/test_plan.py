@@ -109,6 +109,17 @@ def test_placement_decides_the_ranks(material):
     assert ("devices", "1 x 8: actor, critic on 0-2; rollout on 3-7") in plan.lines()
 
 
+def test_devices_that_share_sequences_count_as_one(material):
+    line = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    line += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048", "algorithm.use_kl_in_reward=true", "data.train_batch_size=256"]
+    plan = make_plan(material.load(*line, "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2").config)
+    assert plan.sequence_parallel == {"actor": 4, "ref": 2, "critic": 1} and plan.rows_per_rank == (128, 128)
+    found = [plan.actor.micro.max_tokens, plan.log_prob_micro.max_tokens, plan.ref_micro.max_tokens, plan.critic.micro.max_tokens]
+    assert found == [4 * 2048, 4 * 2048, 2 * 2048, 2048]
+    assert "256 samples / 2 groups of 4 devices = 128 each" in plan.sentence()
+    assert make_plan(material.load(*line).config).sequence_parallel["ref"] == 4
+
+
 def test_devices_and_dtypes(material):
     config = material.load().config
     assert (make_plan(config).device, make_plan(config).train_dtype, make_plan(config).rollout_dtype) == ("cpu", "float32", "float32")

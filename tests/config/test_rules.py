@@ -25,6 +25,7 @@ ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "act
 CORRECTION, FILTER = "algorithm.rollout_correction.", "algorithm.filter_groups"
 DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
 KL = f"{ACTOR}use_kl_loss=true"
+SP = f"{ACTOR}ulysses_sequence_parallel_size"
 
 WRONG = [
     # numbers and names that are illegal by themselves
@@ -151,6 +152,19 @@ WRONG = [
     (f"{ACTOR}fsdp_config.fsdp_size=3", f"{ACTOR}fsdp_config.fsdp_size", "must divide the 8 devices"),
     ("cluster.component_placement={actor:0-3,rollout:all,critic:0-2} critic.model.fsdp_config.fsdp_size=2",
      "critic.model.fsdp_config.fsdp_size", "must divide the 3 devices"),
+    (f"{SP}=3", SP, "must divide the 8 devices; Nearest legal: 2 or 4"),
+    (f"{SP}=8", SP, "must divide the model's 4 attention heads; Nearest legal: 4"),
+    (f"{SP}=0", SP, "must be >= 1"),
+    (f"{SP}=2 actor_rollout_ref.model.use_remove_padding=false", SP, "cuts packed rows; actor_rollout_ref.model.use_remove_padding=false"),
+    (f"{SP}=2 {KL} cluster.component_placement={{actor:0-3,rollout:all,critic:all,ref:0-2}}", SP, "must divide the 3 devices"),
+    (f"{KL} {REF}ulysses_sequence_parallel_size=3", f"{REF}ulysses_sequence_parallel_size", "must divide the 8 devices"),
+    ("critic.ulysses_sequence_parallel_size=5", "critic.ulysses_sequence_parallel_size", "must divide the 8 devices"),
+    ("critic.ulysses_sequence_parallel_size=2 critic.model.use_remove_padding=false", "critic.ulysses_sequence_parallel_size",
+     "cuts packed rows; critic.model.use_remove_padding=false"),
+    ("critic.ulysses_sequence_parallel_size=8", "critic.ulysses_sequence_parallel_size", "must divide the model's 4 attention heads"),
+    (f"{DYNAMIC} {SP}=2 {ACTOR}ppo_max_token_len_per_gpu=511 critic.ppo_max_token_len_per_gpu=1024",
+     f"{ACTOR}ppo_max_token_len_per_gpu", "= 1024; at least 512"),
+    (f"{DYNAMIC} {SP}=2 {ACTOR}ppo_max_token_len_per_gpu=512", "critic.ppo_max_token_len_per_gpu", "= 1024; at least 1024"),
     ("trainer.device=cuda", "trainer.n_gpus_per_node", "this machine shows 0 GPUs; trainer.device=cpu"),
     # trainer
     ("trainer.default_hdfs_dir=hdfs://x", "trainer.default_hdfs_dir", "not supported; Use null"),

@@ -1,4 +1,4 @@
-"""One process group for the test process itself (a world of one rank), and two ranks in processes of their own."""
+"""One process group for the test process itself (a world of one rank), and two or four ranks in processes of their own."""
 
 from collections.abc import Iterator
 
@@ -22,6 +22,13 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path_factory.mktemp("two_ranks"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path_factory.mktemp("four_ranks"), world=4)
     yield ranks
     ranks.close()
 

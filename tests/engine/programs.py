@@ -10,15 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.engine.batches import engine, ragged_batch
 from verlite.algorithms.aggregation import token_weights
 from verlite.config.schema import ActorConfig, Config
-from verlite.engine import fsdp
+from verlite.engine import fsdp, ulysses
+from verlite.engine.attention import Sequences, packed_attention
 from verlite.engine.checkpoint import local_part
 from verlite.engine.fsdp import Counts, NonFiniteError, TrainEngine
 from verlite.engine.micro import MicroBatching
+from verlite.protocol.data import DataProto
 from verlite.workers.actor import policy_objective
 
 SCALE = 9.0
@@ -38,23 +40,22 @@ def weighted_loss(mode: str) -> Any:
     return loss_fn
 
 
-def actors_loss(mode: str) -> Any:
+def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
     """The actor's own loss with every term that it can have: clipped PPO, entropy bonus, KL to the reference."""
     config = Config()
     coefficients = {"entropy_coeff": POLICY["entropy_coeff"], "kl_loss_coef": POLICY["kl_loss_coef"], "clip_ratio_c": POLICY["clip_c"]}
     config.actor_rollout_ref.actor = ActorConfig(loss_agg_mode=mode, use_kl_loss=True, kl_loss_type="k3", **coefficients)
     plan: Any = SimpleNamespace(
-        clip_low=POLICY["clip_low"], clip_high=POLICY["clip_high"], loss_scale=SCALE, loss_mode="vanilla", correction=None
+        clip_low=POLICY["clip_low"], clip_high=POLICY["clip_high"], loss_scale=SCALE, loss_mode=loss_mode, correction=None
     )
     return policy_objective(config, plan)
 
 
 def my_rows(rows: list[int]) -> list[int]:
-    """This rank's share of a row order: all of it, or of two ranks an uneven part."""
-    if dist.get_world_size() == 1:
-        return rows
-    cut = len(rows) * 2 // 3
-    return rows[:cut] if dist.get_rank() == 0 else rows[cut:]
+    """This rank's share of a row order, an uneven one: each rank takes two thirds of what is left, the last one all."""
+    for _ in range(dist.get_rank()):
+        rows = rows[len(rows) * 2 // 3 :]
+    return rows if dist.get_rank() == dist.get_world_size() - 1 else rows[: len(rows) * 2 // 3]
 
 
 def catch_gradients(subject: TrainEngine) -> dict[str, Tensor]:
@@ -71,7 +72,7 @@ def catch_gradients(subject: TrainEngine) -> dict[str, Tensor]:
 def gradients(path: str, cases: list[dict[str, Any]], **settings: Any) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     """(metrics, gradients) of one update per case: mode, rows (in order), and size or max_tokens of micro-batches.
 
-    The loss is the actor's where the case gives the columns of the batch that it needs.
+    The loss is the actor's where the case gives the columns of the batch that it needs; `loss` is then its policy loss.
     """
     defaults = {"grad_clip": math.inf, "enable_gradient_checkpointing": False}
     subject = engine(path, train=True, lr=0.0, **(defaults | settings))
@@ -81,7 +82,7 @@ def gradients(path: str, cases: list[dict[str, Any]], **settings: Any) -> list[t
         columns = case.get("columns", {})
         batch = ragged_batch().with_batch(**columns)[my_rows(case["rows"])]
         micro = MicroBatching(size=case.get("size"), max_tokens=case.get("max_tokens"))
-        loss_fn = actors_loss(case["mode"]) if columns else weighted_loss(case["mode"])
+        loss_fn = actors_loss(case["mode"], case.get("loss", "vanilla")) if columns else weighted_loss(case["mode"])
         metrics = subject.update(batch, micro, TEMPERATURE, loss_fn, with_entropy=bool(columns))
         results.append((metrics, dict(caught)))
     return results
@@ -93,6 +94,66 @@ def padded_gradients(path: str, cases: list[dict[str, Any]]) -> Any:
 
 def half_precision_gradients(path: str, cases: list[dict[str, Any]]) -> Any:
     return gradients(path, cases, dtype="bfloat16")
+
+
+def gradients_with(path: str, cases: list[dict[str, Any]], settings: dict[str, Any]) -> Any:
+    return gradients(path, cases, **settings)
+
+
+def shared_attention(tensors: list[Tensor], direction: Tensor, lengths: tuple[int, ...], window: int | None) -> tuple[Tensor, list[Tensor]]:
+    """This rank's slice of packed attention's output, and the gradients of its slices of query, key and value."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    query, key, value = (tensor.chunk(n, 2)[rank].clone().requires_grad_() for tensor in tensors)
+    sequences = Sequences(lengths, torch.tensor([0, *lengths]).cumsum(0).int(), ulysses.neighbours(n, packed=True))
+    out, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, sequences=sequences)
+    gradients = torch.autograd.grad((out * direction.chunk(n, 1)[rank]).sum(), (query, key, value))
+    return out.detach(), list(gradients)
+
+
+def passes(path: str, batch: DataProto, shares: list[list[int]], micro: MicroBatching, head: str, settings: dict[str, Any]) -> Any:
+    """What forward returns for this rank's share of the rows, with everything that can be asked for."""
+    subject = engine(path, head=head, **settings)
+    return subject.forward(batch[shares[dist.get_rank()]], micro, TEMPERATURE, with_entropy=True, with_sum_pi_squared=True)
+
+
+def narrow_passes(path: str, shares: list[list[int]], settings: dict[str, Any]) -> Any:
+    """`passes` of rows that are padded for this rank alone."""
+    t = ragged_batch()[shares[dist.get_rank()]].batch
+    real = t["attention_mask"].any(0).nonzero().flatten()
+    first, last, prompts = int(real[0]), int(real[-1]) + 1, t["prompts"].shape[1]
+    cut = {name: t[name][:, first:last] for name in ("input_ids", "attention_mask", "position_ids")}
+    cut["response_mask"] = t["response_mask"][:, : last - prompts]
+    return engine(path, **settings).forward(DataProto.from_dict(cut), MicroBatching(size=3), TEMPERATURE)
+
+
+def one_update(path: str, head: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Metrics, weights and moments of one update on this rank's rows.
+
+    Adam's epsilon is large: with a small one its first step is a gradient's sign, and rounding decides where a gradient is almost 0.
+    """
+    subject = engine(path, train=True, head=head, lr=1e-2, eps=1e-2, grad_clip=0.5, **settings)
+    loss_fn = weighted_loss("token-mean") if head == "lm" else squared_error
+    metrics = subject.update(ragged_batch()[my_rows(list(range(8)))], MicroBatching(size=3), TEMPERATURE, loss_fn)
+    return {"metrics": metrics, "state": weights_and_moments(subject)}
+
+
+def everything(path: str, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """One engine from its first pass to its last file: log-probs of all rows, an update, export, fingerprint, checkpoint."""
+    subject = engine(path, train=True, lr=1e-2, eps=1e-2, grad_clip=0.5, **settings)
+    log_probs = subject.forward(ragged_batch(), MicroBatching(size=3), TEMPERATURE)["log_probs"]
+    caught = catch_gradients(subject)
+    metrics = subject.update(ragged_batch()[my_rows(list(range(8)))], MicroBatching(size=3), TEMPERATURE, weighted_loss("token-mean"))
+    subject.save(f"{folder}/checkpoint")
+    subject.save_pretrained(f"{folder}/huggingface")
+    return {
+        "log_probs": log_probs,
+        "metrics": metrics,
+        "gradients": caught,
+        "state": weights_and_moments(subject),
+        "export": dict(subject.export()),
+        "fingerprint": subject.fingerprint(),
+        "held": sum(local_part(p).numel() for p in subject.parameters),
+    }
 
 
 def _gradients_again(path: str, case: dict[str, Any], settings: dict[str, Any]) -> Any:
@@ -143,9 +204,9 @@ def load_and_train(path: str, steps: int, folder: str) -> dict[str, Any]:
     return train(path, steps, load=folder)
 
 
-def load_state(path: str, folder: str, head: str = "lm") -> dict[str, Any]:
+def load_state(path: str, folder: str, head: str = "lm", fsdp_size: int = -1) -> dict[str, Any]:
     """The state after loading, without training."""
-    subject = engine(path, train=True, head=head)
+    subject = engine(path, train=True, head=head, fsdp_size=fsdp_size)
     subject.load(folder)
     return {"state": weights_and_moments(subject), "fingerprint": subject.fingerprint(), "step": subject.schedule_step}
 
@@ -174,9 +235,9 @@ def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
     return {"before": before, "after": after, "metrics": metrics, "error": error, "lr": (lr_before, lr_after), "recovered": recovered}
 
 
-def uneven_ranks(path: str) -> list[Any]:
+def uneven_ranks(path: str, settings: dict[str, Any] | None = None) -> list[Any]:
     """An update and a forward pass in which all rows are rank 0's, then a step without any trainable token."""
-    subject = engine(path, train=True, lr=0.0, grad_clip=math.inf)
+    subject = engine(path, train=True, lr=0.0, grad_clip=math.inf, **(settings or {}))
     caught = catch_gradients(subject)
     batch = ragged_batch()
     mine = batch if dist.get_rank() == 0 else batch[[]]
@@ -192,6 +253,15 @@ def build(paths: list[str], head: str) -> int | str:
         return engine(paths[dist.get_rank()], head=head).fingerprint()
     except ValueError as error:
         return str(error)
+
+
+def refusal(path: str, settings: dict[str, Any]) -> str:
+    """Why no engine can be built this way."""
+    try:
+        engine(path, **settings)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 def reads(path: str, head: str) -> int:

@@ -1,4 +1,4 @@
-"""Two gloo ranks that outlive a test: starting them costs more than most tests take."""
+"""Gloo ranks that outlive a test: starting them costs more than most tests take."""
 
 import multiprocessing
 import pickle
@@ -9,21 +9,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-WORLD = 2
 TIMEOUT_S = 120
 
 
 class Ranks:
     """`call(function, *args)` runs a module-level function on each rank and returns their results, rank 0's first."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, world: int = 2):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.engine.programs"])  # so that torch and transformers are imported once for all ranks
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(WORLD):
+        for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, str(folder / "rendezvous"), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, str(folder / "rendezvous"), theirs), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -38,7 +37,7 @@ class Ranks:
                 raise TimeoutError(f"rank {rank} did not finish {function.__name__} in {TIMEOUT_S} s")
             ok, value = pickle.loads(pipe.recv_bytes())
             if not ok:
-                self.close()  # the other rank may wait for this one in a collective
+                self.close()  # the others may wait for this one in a collective
                 raise RuntimeError(f"rank {rank} failed in {function.__name__}:\n{value}")
             results.append(value)
         return results
@@ -49,12 +48,12 @@ class Ranks:
             process.join()
 
 
-def _serve(rank: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())

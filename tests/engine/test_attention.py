@@ -10,11 +10,13 @@ from verlite.engine.attention import Sequences, packed_attention
 LENGTHS = (5, 1, 8, 3)
 
 
-def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+def naive(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None, lengths: tuple[int, ...] = LENGTHS
+) -> torch.Tensor:
     """[1, T, H, D]: each token of each sequence looks back at its own sequence, `window` tokens at most."""
     groups, start = query.shape[1] // key.shape[1], 0
     out = torch.zeros(1, query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype)
-    for length in LENGTHS:
+    for length in lengths:
         for t in range(start, start + length):
             first = start if window is None else max(start, t - window + 1)
             for head in range(query.shape[1]):

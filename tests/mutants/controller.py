@@ -12,8 +12,20 @@ MUTANTS = [
     ("references mix rows up", COLUMNS, "stored[ref.chunk][ref.name][ref.row]", "stored[ref.chunk][ref.name][0]", KEPT),
     ("references mix columns up", COLUMNS, "Ref(chunk, name, row) for row", 'Ref(chunk, "text", row) for row', KEPT),
     ("a call's rows are one chunk", COLUMNS, "if row > start and held + size > CHUNK_BYTES:", "if False:", KEPT),
-    ("kept columns come to the driver", HOST, "return keep(result, function.__keeps__) if function.__keeps__ else result", "return result", KEPT),
-    ("fetching takes what was not asked for", COLUMNS, "wanted = batch.non_tensor_batch if names is None else names", "wanted = batch.non_tensor_batch", KEPT),
+    (
+        "kept columns come to the driver",
+        HOST,
+        "return keep(result, function.__keeps__) if function.__keeps__ else result",
+        "return result",
+        KEPT,
+    ),
+    (
+        "fetching takes what was not asked for",
+        COLUMNS,
+        "wanted = batch.non_tensor_batch if names is None else names",
+        "wanted = batch.non_tensor_batch",
+        KEPT,
+    ),
     (
         "rows come back in the workers' order",
         DISPATCH,

@@ -6,9 +6,11 @@ FSDP, CHECKPOINT, EXPORT = (f"verlite/engine/{name}.py" for name in ("fsdp", "ch
 PASSES, UPDATE, STATE = (f"tests/engine/test_{name}.py::test" for name in ("passes", "update", "checkpoint"))
 WEIGHTS, SCHEDULE, LOADING, SOFTMAX = (f"tests/engine/test_{name}.py::test" for name in ("export", "optim", "model", "attention"))
 
+ULYSSES, SHARED, REPLICAS = "verlite/engine/ulysses.py", "tests/engine/test_ulysses.py::test", "tests/engine/test_replicas.py::test"
+
 MUTANTS = [
     # attention
-    ("sequences see their neighbours", ATTENTION, "sequences.lengths), None", "(query.shape[2],)), None",
+    ("sequences see their neighbours", ATTENTION, "sliding_window, sequences.lengths)", "sliding_window, (query.shape[2],))",
      f"{PASSES}_a_sequence_is_blind_to_its_neighbours_and_to_padding"),
     ("attention looks ahead", ATTENTION, "is_causal=band is None", "is_causal=False", f"{SOFTMAX}_equals_a_written_out_softmax"),
     ("the window is one token longer", ATTENTION, "ones.triu(1 - window)", "ones.triu(-window)", f"{SOFTMAX}_equals_a_written_out_softmax"),
@@ -106,6 +108,45 @@ MUTANTS = [
     ("metrics are rank 0's", FSDP, "dist.all_gather_object(every, mine)", "every = [mine]", f"{UPDATE}_gradient_is_the_same_on_two_ranks"),
     ("the reference has an optimizer", FSDP, "self.optimizer = None if optim is None else build_adamw(self.parameters, optim)",
      "self.optimizer = build_adamw(self.parameters, optim or OptimConfig())", f"{UPDATE}_a_frozen_engine_cannot_be_updated"),
+    # ranks that share their rows' tokens
+    ("heads come back in another order", ULYSSES, "    return _Trade.apply(attended, 1, 2, group)\n",
+     "    return _Trade.apply(attended, 1, 2, group).unflatten(2, (group.size(), -1)).transpose(2, 3).flatten(2, 3)\n",
+     f"{SHARED}_attention_is_that_of_the_whole_row"),
+    ("tokens come in the wrong order", ULYSSES, "torch.cat(received.unbind(), join)", "torch.cat(received.flip(0).unbind(), join)",
+     f"{SHARED}_attention_is_that_of_the_whole_row"),
+    ("attention's gradient stays where it is", ULYSSES, "return _Trade.apply(grad, join, cut, group), None",
+     "return torch.cat(grad.chunk(group.size(), join), cut), None", f"{SHARED}_attention_is_that_of_the_whole_row"),
+    ("key heads are repeated in the wrong order", ULYSSES, "x.repeat_interleave(copies, 1) if", "x.repeat(1, copies, 1, 1) if",
+     f"{SHARED}_attention_is_that_of_the_whole_row"),
+    ("heads that cannot be shared are found in the first step", FSDP, "self_check(self.device, self.sequence_group)", "self_check(self.device)",
+     f"{SHARED}_what_cannot_be_shared_is_refused_before_the_first_pass"),
+    ("the target at the end of a slice is lost", MICRO, "(source >= 0) & (source < each)", "(source >= 0) & (source < each - 1)",
+     f"{SHARED}_log_probs_are_those_of_one_rank"),
+    ("the token after a cut is predicted from the wrong rank", MICRO, "(source >= 0) & (source < each)", "(source >= -1) & (source < each - 1)",
+     f"{SHARED}_log_probs_are_those_of_one_rank"),
+    ("a target on the cut is predicted twice", MICRO, "(source >= 0) & (source < each)", "(source >= -1) & (source < each)",
+     f"{SHARED}_log_probs_are_those_of_one_rank"),
+    ("padding is read", MICRO, "input_ids, position_ids = pad(self.input_ids, (0, padding))", "input_ids, position_ids = pad(self.input_ids, (padding, 0))",
+     f"{SHARED}_log_probs_are_those_of_one_rank"),
+    ("positions begin anew in each slice", MICRO, "position_ids=position_ids[:, here]", "position_ids=position_ids[:, :each]",
+     f"{SHARED}_log_probs_are_those_of_one_rank"),
+    ("other ranks' rows come back too", FSDP, "torch.zeros(rows[\"response_mask\"].shape))[mine] for", "torch.zeros(rows[\"response_mask\"].shape)) for",
+     f"{SHARED}_log_probs_are_those_of_one_rank"),
+    ("gradients are counted by every rank of a group", FSDP, "(loss * self.world_size).backward()",
+     "(loss * self.world_size * (self.sequence_group.size() if self.sequence_group else 1)).backward()",
+     f"{SHARED}_the_actors_gradient_is_the_closed_form"),
+    ("a rank's loss sees its own tokens only", MICRO, "            dist.all_reduce(whole, group=self.sequences.group)  # adds zeros: nothing is rounded\n", "",
+     f"{SHARED}_the_actors_gradient_is_the_closed_form"),
+    ("metrics are counted by every rank of a group", FSDP, "if self.sequence_group is not None and self.sequence_group.rank():", "if False:",
+     f"{SHARED}_the_actors_gradient_is_the_closed_form"),
+    ("tokens are counted by every rank of a group", FSDP, 'mask = mine["response_mask"]', 'mask = self._shared(mine)[0]["response_mask"]',
+     f"{SHARED}_the_actors_gradient_is_the_closed_form"),
+    # replicas
+    ("replicas keep gradients of their own", FSDP, 'mesh_dim_names=("replicate", "shard"))', 'mesh_dim_names=("replicate", "shard"))["shard"]',
+     f"{REPLICAS}_passes_and_updates_are_those_of_one_rank"),
+    ("replicas are one group of shards", FSDP, "if size in (-1, world):", "if True:", f"{REPLICAS}_passes_and_updates_are_those_of_one_rank"),
+    ("a replica's copy counts in the fingerprint", FSDP, "if replica == 0:  # of copies, one counts", "if True:",
+     f"{REPLICAS}_what_leaves_is_whole_and_counted_once"),
     # with the rollout engine
     ("the trainer forgets the temperature that sampled", MODEL, "temperature = temperature / logit_scale(self.model.config)", "temperature = 1.0",
      f"{SAMPLED}_the_trainer_recomputes_the_log_probs_of_the_engine"),

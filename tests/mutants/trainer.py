@@ -19,6 +19,8 @@ PADDED = RAGGEDNESS + "padded_rows_by_hand"
 MUTANTS = [
     ("warm-up without a critic", STAGES, "run.step >= run.plan.critic_warmup", "run.step >= run.config.trainer.critic_warmup",
      STAGE + "the_policy_waits_for_the_critics_warm_up_which_only_a_critic_has"),
+    ("ranks that share sequences are spread over one by one", STAGES, "rows[i::shared] for rows in groups for i in range(shared)",
+     "rows for i in range(shared) for rows in groups", STAGE + "ranks_that_share_sequences_are_one_to_spread_over"),
     ("a failed greedy answer counts 0", STAGES, "strict=True) if ok}", "strict=True)}", STAGE + "a_failed_greedy_answer_is_no_baseline_of_0"),
     ("a row without a vote is trained on", RAGGED, ' * (t["trained_tokens"] > 0)[:, None]', "", RAGGEDNESS + "rows_without_a_vote_and_rejected_tokens_are_not_trained"),
     ("a row without a baseline is trained on", STAGES, 'trained_tokens=batch.batch["trained_tokens"] * valid,', 'trained_tokens=batch.batch["trained_tokens"],',

@@ -182,12 +182,17 @@ def test_two_devices_learn_what_one_does(tmp_path, base):
     ]
     one = launch(tmp_path, "one", base, *options)
     assert one.wait() == 0, one.text()
-    two = launch(tmp_path, "two", base, *options, "trainer.n_gpus_per_node=2")
-    assert two.wait(400) == 0, two.text()
     keys = ["actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "critic/score/mean"]
-    for a, b in zip(one.metrics()[1:], two.metrics()[1:], strict=True):
-        # float32 sums in another order; three steps of Adam amplify that a little
-        assert {k: a[k] for k in keys} == pytest.approx({k: b[k] for k in keys}, rel=2e-3, abs=1e-5)
+    apart: list[str] = []
+    together = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"]
+    for name, how in (("apart", apart), ("together", together)):  # each with rows of its own, or on all rows with half of their tokens
+        two = launch(tmp_path, name, base, *options, "trainer.n_gpus_per_node=2", *how)
+        assert two.wait(400) == 0, two.text()
+        assert ("1 group of 2 devices" in two.text()) == bool(how)
+        for a, b in zip(one.metrics()[1:], two.metrics()[1:], strict=True):
+            assert a.keys() == b.keys()
+            # float32 sums in another order; three steps of Adam amplify that a little
+            assert {k: a[k] for k in keys} == pytest.approx({k: b[k] for k in keys}, rel=2e-3, abs=1e-5)
     # The policy starts as the reference, to float32, and leaves it behind: were the reference updated too, this would stay 0.
     first, *_, last = (line["actor/reward_kl_penalty"] for line in one.metrics()[1:])
     assert abs(first) < 1e-5 and abs(last) > 1e-3

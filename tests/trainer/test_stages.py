@@ -35,6 +35,7 @@ def a_run(**fields) -> SimpleNamespace:
         "drawn": 0, "world": None, "stop": SimpleNamespace(requested=False),
         "plan": SimpleNamespace(
             critic_warmup=0, placement={"actor": [0]}, needs_old_log_probs=False, correction=RolloutCorrection(), loss_mode="vanilla",
+            sequence_parallel={"actor": 1, "ref": 1, "critic": 1},
             prompts=2, samples_per_prompt=2, rows=4, gen_prompts=2, filters_groups=False, needs_greedy_baseline=False,
         ),
     }  # fmt: skip
@@ -188,6 +189,20 @@ def test_rows_stay_whole_on_their_way_to_the_ranks_and_back(balanced):
     back = batch.union(join_rows(answered, sent))
     assert back.non_tensor_batch["values"].tolist() == [[2.0 * i] for i in number]
     assert back.non_tensor_batch["uid"].tolist() == [f"u{i // 2}" for i in number]
+
+
+def test_ranks_that_share_sequences_are_one_to_spread_over():
+    """Four ranks in two groups, an update of two long rows and one of six: each group gets a long one, and each row goes once."""
+    lengths = torch.tensor([9, 9, 2, 2, 2, 2, 2, 2])
+    updates = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1])[:, None]
+    batch = DataProto.from_dict({"prompt_length": lengths - 1, "response_length": lengths * 0 + 1, "mini_batch": updates})
+    run = a_run()
+    run.plan.placement, run.plan.sequence_parallel = {"actor": [0, 1, 2, 3]}, {"actor": 2}
+    first, second, third, fourth = stages.to_ranks(run, batch, "actor").meta_info["assignment"]
+    assert sorted([*first, *second, *third, *fourth]) == list(range(8))
+    assert [len({0, 1} & {*group}) for group in ((*first, *second), (*third, *fourth))] == [1, 1]
+    assert [len(rows) for rows in (first, second, third, fourth)] == [2, 2, 2, 2]
+    assert run.metrics["global_seqlen/balanced_max"] == run.metrics["global_seqlen/balanced_min"] == 15
 
 
 def test_the_reference_is_not_the_actor():

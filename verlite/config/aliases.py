@@ -24,6 +24,9 @@ RENAMED: dict[str, str] = {
     "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
     "critic.optim.clip_grad": "critic.grad_clip",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+    "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
     "critic.fsdp.*": "critic.model.fsdp_config.*",
     "reward.custom_reward_function.*": "custom_reward_function.*",
     "reward_model.overlong_buffer.*": "reward.overlong_buffer.*",
@@ -70,7 +73,6 @@ _CHECKPOINT = "a checkpoint always holds everything that a resume needs; trainer
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.strategy": (("fsdp", "fsdp2"), "training engines always use FSDP2"),
     "actor_rollout_ref.hybrid_engine": ((True,), "placement comes from cluster.component_placement"),
-    "*.ulysses_sequence_parallel_size": ((1,), "sequence parallelism is not part of this version"),
     "*.optim.optimizer": (("AdamW",), "the optimizer is AdamW"),
     "*.optim.optimizer_impl": (("torch.optim",), "the optimizer is torch.optim.AdamW"),
     "*.optim.override_optimizer_config": ((None,), "set optim.lr, betas, eps and weight_decay"),

@@ -80,6 +80,8 @@ class Plan:
     """The roles that this run has: actor and rollout always, ref and critic when something uses them."""
     placement: dict[str, list[int]]
     """Devices of each role, in rank order, numbered over the cluster."""
+    sequence_parallel: dict[str, int]
+    """Of each role that trains or is trained against: neighbouring ranks that run their rows together, each a part of every sequence."""
 
     prompts: int
     """G: prompts per step."""
@@ -88,7 +90,7 @@ class Plan:
     rows: int
     """B = G*N: samples per step."""
     rows_per_rank: tuple[int, int]
-    """Fewest and most of these rows on one of the actor's ranks."""
+    """Fewest and most of these rows on one of the actor's ranks, or groups of ranks that run them together."""
     actor: Updates
     critic: Updates | None
     log_prob_micro: Micro
@@ -174,11 +176,12 @@ class Plan:
     def sentence(self) -> str:
         """The batch arithmetic in one line."""
         low, high = self.rows_per_rank
-        n_ranks = len(self.placement["actor"])
+        n_ranks, shared = len(self.placement["actor"]), self.sequence_parallel["actor"]
         each = f"{high} each" if low == high else f"{low} or {high} each"
         passes = f", {self.actor.epochs} passes" if self.actor.epochs > 1 else ""
+        devices = _count(n_ranks, "device") if shared == 1 else f"{_count(n_ranks // shared, 'group')} of {shared} devices"
         return (
-            f"{self.prompts} prompts x {self.samples_per_prompt} = {self.rows} samples / {n_ranks} device{'s' * (n_ranks > 1)} = {each}; "
+            f"{self.prompts} prompts x {self.samples_per_prompt} = {self.rows} samples / {devices} = {each}; "
             f"{_count(self.actor.per_epoch, 'update')} of {self.actor.mini_rows}{passes}; micro-batches of {self.actor.micro}"
         )
 
@@ -240,7 +243,8 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
     placement = {role: everywhere[role] for role in roles}
     rows = data.train_batch_size * rollout.n
     corrected = correction.settings(algorithm.rollout_correction)
-    ranks = len(placement["actor"])
+    shared = sequence_parallel(config)
+    groups = len(placement["actor"]) // shared["actor"]
     turns = max_turns(config)
 
     actor_updates = Updates(
@@ -248,26 +252,26 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         mini_rows=actor.ppo_mini_batch_size * rollout.n,
         epochs=actor.ppo_epochs,
         per_epoch=data.train_batch_size // actor.ppo_mini_batch_size,
-        micro=_micro(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu),
+        micro=_micro(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu * shared["actor"]),
         shuffle=actor.shuffle,
         loss_agg_mode=actor.loss_agg_mode,
     )
     log_prob = _micro(
         _first(rollout.log_prob_use_dynamic_bsz, actor.use_dynamic_bsz),
         _first(rollout.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu),
-        _first(rollout.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu),
+        _first(rollout.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu) * shared["actor"],
     )
     ref_micro = _micro(
         _first(ref.log_prob_use_dynamic_bsz, actor.use_dynamic_bsz),
         _first(ref.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu),
-        _first(ref.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu),
+        _first(ref.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu) * shared["ref"],
     )
     critic_updates = value_micro = None
     if with_critic:
         mini = _first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)
         dynamic = _first(critic.use_dynamic_bsz, actor.use_dynamic_bsz)
         size = _first(critic.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu)
-        tokens = _first(critic.ppo_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)
+        tokens = _first(critic.ppo_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu) * shared["critic"]
         critic_updates = Updates(
             mini_prompts=mini,
             mini_rows=mini * rollout.n,
@@ -291,10 +295,11 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         device=device,
         roles=roles,
         placement=placement,
+        sequence_parallel=shared,
         prompts=data.train_batch_size,
         samples_per_prompt=rollout.n,
         rows=rows,
-        rows_per_rank=(rows // ranks, math.ceil(rows / ranks)),
+        rows_per_rank=(rows // groups, math.ceil(rows / groups)),
         actor=actor_updates,
         critic=critic_updates,
         log_prob_micro=log_prob,
@@ -431,6 +436,17 @@ def needs_critic(config: Config) -> bool:
 def needs_reference(config: Config) -> bool:
     """Some KL term compares with the reference."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def sequence_parallel(config: Config) -> dict[str, int]:
+    """Ranks that run their rows together, of each role with a training engine."""
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    mine = actor.ulysses_sequence_parallel_size
+    return {
+        "actor": mine,
+        "ref": _first(ref.ulysses_sequence_parallel_size, mine),
+        "critic": config.critic.ulysses_sequence_parallel_size,
+    }
 
 
 def resolve_device(name: str) -> str:

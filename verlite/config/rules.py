@@ -86,6 +86,7 @@ BOUNDS: dict[str, str] = {
     "*.optim.betas": ">= 0 and < 1",
     "*.optim.eps": "> 0",
     "*.fsdp_config.fsdp_size": ">= 1 or -1",
+    "*.ulysses_sequence_parallel_size": ">= 1",
     "*.ppo_mini_batch_size": ">= 1",
     "*_micro_batch_size_per_gpu": ">= 1",
     "*.ppo_max_token_len_per_gpu": ">= 1",
@@ -313,24 +314,26 @@ def _micro_batches(config: Config, ok: Legal, user_keys: Collection[str]) -> Ite
     """Each pass needs a number of samples, or a token budget that holds the longest sequence. null is the actor's."""
     actor = config.actor_rollout_ref.actor
     longest = config.data.max_prompt_length + config.data.max_response_length
-    passes = [("actor_rollout_ref.actor.", "", "ppo_"), ("actor_rollout_ref.rollout.", "log_prob_", "log_prob_")]
-    passes += [("actor_rollout_ref.ref.", "log_prob_", "log_prob_")] if plan.needs_reference(config) else []
-    passes += [("critic.", "", "ppo_")] if plan.needs_critic(config) else []
-    for section, switch, prefix in passes:
+    every = plan.sequence_parallel(config)
+    passes = [("actor_rollout_ref.actor.", "", "ppo_", "actor"), ("actor_rollout_ref.rollout.", "log_prob_", "log_prob_", "actor")]
+    passes += [("actor_rollout_ref.ref.", "log_prob_", "log_prob_", "ref")] if plan.needs_reference(config) else []
+    passes += [("critic.", "", "ppo_", "critic")] if plan.needs_critic(config) else []
+    for section, switch, prefix, role in passes:
         switch_key = f"{section}{switch}use_dynamic_bsz"
         size_key, tokens_key = f"{section}{prefix}micro_batch_size_per_gpu", f"{section}{prefix}max_token_len_per_gpu"
         by_tokens, size, tokens = get(config, switch_key), get(config, size_key), get(config, tokens_key)
         inherits = by_tokens is None or by_tokens == actor.use_dynamic_bsz
         by_tokens = actor.use_dynamic_bsz if by_tokens is None else by_tokens
+        shared = max(1, every[role])
         if by_tokens:
-            # A budget that is inherited is reported once, for the actor, unless the actor itself counts samples.
-            budget = actor.ppo_max_token_len_per_gpu if tokens is None and not inherits else tokens
-            if budget is not None and budget < longest and ok("data.max_prompt_length", "data.max_response_length", tokens_key):
+            # A budget that is inherited is reported once, for the actor, unless the actor itself counts samples or has more devices for it.
+            budget = actor.ppo_max_token_len_per_gpu if tokens is None and (not inherits or shared < every["actor"]) else tokens
+            if budget is not None and budget * shared < longest and ok("data.max_prompt_length", "data.max_response_length", tokens_key):
                 yield Problem(
                     tokens_key,
                     budget,
                     f"is less than data.max_prompt_length + data.max_response_length = {longest}: such a sequence fits no micro-batch",
-                    f"Use at least {longest}; a few times that fills devices better.",
+                    f"Use at least {-(-longest // shared)}; a few times that fills devices better.",
                 )
         elif size is None and (section.endswith("actor.") or (not inherits and actor.ppo_micro_batch_size_per_gpu is None)):
             remedy = f"Start with {size_key}=4, or set {switch_key}=true."
@@ -532,6 +535,34 @@ def _devices(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[
                 f"must divide the {len(placement[ranks_of])} devices",
                 "-1 shards over all of them.",
             )
+    yield from _sequence_parallel(config, ok, placement)
+
+
+def _sequence_parallel(config: Config, ok: Legal, placement: dict[str, list[int]]) -> Iterator[Problem]:
+    """Devices make whole groups of those that run micro-batches together, and micro-batches are packed rows, which can be cut."""
+    said: set[str] = set()
+    for role, key, size in _shared(config, ok):
+        model, devices = "critic.model" if role == "critic" else "actor_rollout_ref.model", len(placement[role])
+        if key in said:
+            continue
+        if devices % size:
+            near = " or ".join(map(str, nearest_divisors(devices, size)))
+            said.add(key)
+            yield Problem(key, size, f"must divide the {devices} devices", f"Nearest legal: {near}.")
+        elif not get(config, f"{model}.use_remove_padding"):
+            said.add(key)
+            yield Problem(key, size, f"cuts packed rows, but {model}.use_remove_padding=false", "Leave one of the two out.")
+
+
+def _shared(config: Config, ok: Legal) -> Iterator[tuple[str, str, int]]:
+    """(role, key, size) where several devices run micro-batches together. A size that is inherited is reported for the actor."""
+    ref = config.actor_rollout_ref.ref.ulysses_sequence_parallel_size
+    has = {"actor": True, "ref": plan.needs_reference(config), "critic": plan.needs_critic(config)}
+    for role, size in plan.sequence_parallel(config).items():
+        section = "critic" if role == "critic" else "actor_rollout_ref.actor" if ref is None else f"actor_rollout_ref.{role}"
+        key = f"{section}.ulysses_sequence_parallel_size"
+        if has[role] and size > 1 and ok(key):
+            yield role, key, size
 
 
 def _splits(ranks: list[int], tp: int, per_node: int) -> str:
@@ -791,6 +822,13 @@ def _models(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[P
                     f"must divide the model's {heads} attention heads",
                     f"Nearest legal: {' or '.join(map(str, nearest_divisors(heads, tp)))}.",
                 )
+        heads = described.get("num_attention_heads")
+        critics = "critic.model.path" if "critic.model.path" in given else "actor_rollout_ref.model.path"
+        here = {shared: size for role, shared, size in _shared(config, ok) if key == (critics if role == "critic" else next(iter(given)))}
+        for shared, size in here.items() if isinstance(heads, int) else ():
+            if heads % size:
+                near = " or ".join(map(str, nearest_divisors(heads, size)))
+                yield Problem(shared, size, f"must divide the model's {heads} attention heads", f"Nearest legal: {near}.")
 
 
 def _tokenizer(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:

@@ -194,6 +194,10 @@ class ActorConfig:
     """Optimizer of the policy."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding, precision and offload of the policy."""
+    ulysses_sequence_parallel_size: int = 1
+    """Neighbouring devices that run each micro-batch together, an equal part of its tokens on each, for sequences whose activations
+    are too large for one. It divides the devices and the model's attention heads. Micro-batch sizes are then those of such a group:
+    use_dynamic_bsz allows it ppo_max_token_len_per_gpu for each of its devices."""
     state_masking: bool = True
     """Agent: keep tool output out of the loss. verlite always does; False is refused."""
 
@@ -210,6 +214,8 @@ class RefConfig:
     """Tokens per micro-batch. null: as actor.ppo_max_token_len_per_gpu."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding, precision and offload of the reference."""
+    ulysses_sequence_parallel_size: Optional[int] = None
+    """Devices that run each micro-batch together. null: as the actor's."""
 
 
 @dataclass
@@ -344,6 +350,8 @@ class CriticConfig:
     """Largest gradient norm."""
     max_nonfinite_updates: int = 3
     """As the actor's."""
+    ulysses_sequence_parallel_size: int = 1
+    """Devices that run each of the critic's micro-batches together; the actor's says nothing about it."""
 
 
 @dataclass

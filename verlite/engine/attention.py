@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from verlite.engine import ulysses
 
 PACKED_ATTENTION = "verlite_packed"
 
@@ -26,10 +29,12 @@ class Sequences:
 
     lengths: tokens of each sequence, in order; their sum is T.
     cu_seqlens: [n + 1] int32 on the model's device: the first token of each sequence, and T.
+    group: the ranks that each hold an equal slice of the row (engine.ulysses). None: this rank holds all of it.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
+    group: ProcessGroup | None = None
 
 
 def packed_attention(
@@ -46,6 +51,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence. query: [1, H, T, D]; key, value: [1, KV, T, D]. Returns ([1, T, H, D], None).
 
+    Where the row is shared by ranks, T is this rank's tokens; each then attends with some of the heads over all of the row.
+
     Raises NotImplementedError for what it does not compute: masks, dropout, score soft-capping, sinks, position biases,
     attention that is not causal, and models that do not hand their keyword arguments down to attention.
     """
@@ -58,10 +65,14 @@ def packed_attention(
             f"{type(module).__name__} did not receive the packing layout: its model does not pass keyword arguments on to attention; "
             "set model.use_remove_padding=False"
         )
+    if sequences.group is not None:
+        query, key, value = ulysses.to_heads(query, key, value, sequences.group)
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= 256
     if flash:
-        return _varlen(query, key, value, scaling, sliding_window, sequences), None
-    return _per_sequence(query, key, value, scaling, sliding_window, sequences.lengths), None
+        out = _varlen(query, key, value, scaling, sliding_window, sequences)
+    else:
+        out = _per_sequence(query, key, value, scaling, sliding_window, sequences.lengths)
+    return (out if sequences.group is None else ulysses.to_tokens(out, sequences.group)), None
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, sequences: Sequences) -> Tensor:

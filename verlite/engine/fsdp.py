@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
-from verlite.engine import checkpoint, export
+from verlite.engine import checkpoint, export, ulysses
 from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model_inputs
 from verlite.engine.model import HeadedModel, ModelError, load_config, load_model, load_skeleton, value_head
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
@@ -51,6 +51,7 @@ class TrainEngine:
 
     head: "lm" for log-probs, "value" for values. optim=None: a frozen model, for forward passes only.
     total_training_steps: needed by schedules that end. device: this rank's; None: cuda where there is one.
+    sequence_parallel: neighbouring ranks that run their rows together, each a part of every sequence (engine.ulysses).
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class TrainEngine:
         max_nonfinite_updates: int = 3,
         device: torch.device | str | None = None,
         seed: int = 0,
+        sequence_parallel: int = 1,
     ):
         torch.manual_seed(seed)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.sequence_group = ulysses.neighbours(sequence_parallel, model.use_remove_padding)
         self.model_config, self.fsdp_config, self.optim_config = model, fsdp, optim
         self.total_training_steps, self.grad_clip, self.max_nonfinite_updates = total_training_steps, grad_clip, max_nonfinite_updates
         hf_model = self._load(head)
@@ -148,7 +151,7 @@ class TrainEngine:
     def _self_check(self) -> None:
         register_fsdp_forward_method(self.model, "self_check")
         self.model.eval()
-        self.model.self_check(self.device)
+        self.model.self_check(self.device, self.sequence_group)
         self._reshard()
 
     # ---- passes
@@ -164,7 +167,8 @@ class TrainEngine:
     ) -> dict[str, Tensor]:
         """{"log_probs" and, if asked for, "entropy" and "sum_pi_squared"} or {"values"}: [b, R] float32 on the CPU, rows in their
         order, 0 where response_mask is 0. All ranks must call it, each with its own rows, of which there may be none."""
-        rows = _rows(batch)
+        own = _rows(batch)
+        rows, mine = self._shared(own)
         self.model.eval()
         parts = micro.split(rows)
         out: dict[str, Tensor] = {}
@@ -178,7 +182,8 @@ class TrainEngine:
         self._reshard()
         asked = {"log_probs": True, "entropy": with_entropy, "sum_pi_squared": with_sum_pi_squared}
         names = ["values"] if self.model.kind == "value" else [name for name, wanted in asked.items() if wanted]
-        return {name: out.get(name, torch.zeros(rows["response_mask"].shape)) for name in names}
+        width = own["response_mask"].shape[1]
+        return {name: out.get(name, torch.zeros(rows["response_mask"].shape))[mine, :width] for name in names}
 
     def update(
         self,
@@ -198,9 +203,10 @@ class TrainEngine:
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer; it can only run forward passes")
-        rows = _rows(batch)
+        mine = _rows(batch)
         self.model.train()
-        mask = rows["response_mask"]
+        mask = mine["response_mask"]
+        rows, _ = self._shared(mine)
         parts = micro.split(rows)
         (tokens, sequences), passes = self._sum_and_max([int(mask.sum()), int(mask.any(-1).sum())], len(parts))
         counts = Counts(tokens, sequences)
@@ -216,6 +222,8 @@ class TrainEngine:
                 continue
             loss, metrics = loss_fn(micro_rows, {name: inputs.spread(values) for name, values in outputs.items()}, counts)
             (loss * self.world_size).backward()  # FSDP averages over ranks; the loss is a sum over them
+            if self.sequence_group is not None and self.sequence_group.rank():
+                continue  # the first of the ranks that share rows counts them
             for name, value in ({"loss": loss} | metrics).items():
                 sums[name] = _both(name, sums[name], value.detach()) if name in sums else value.detach()
         metrics = self._sum_metrics(sums)
@@ -232,9 +240,13 @@ class TrainEngine:
     def _inputs(self, rows: TensorDict, part: Tensor | None) -> tuple[ModelInputs, TensorDict | None]:
         packed = self.model_config.use_remove_padding
         if part is None:
-            return dummy_inputs(packed).to(self.device), None
+            return dummy_inputs(packed).cut(self.sequence_group).to(self.device), None
         micro_rows = rows[part]
-        return model_inputs(micro_rows, packed).to(self.device), micro_rows.to(self.device)
+        return model_inputs(micro_rows, packed).cut(self.sequence_group).to(self.device), micro_rows.to(self.device)
+
+    def _shared(self, rows: TensorDict) -> tuple[TensorDict, slice]:
+        """The rows that this rank runs, and which of them are its own: with sequence parallelism, those of its whole group."""
+        return (rows, slice(None)) if self.sequence_group is None else ulysses.together(rows, self.sequence_group)
 
     def _guard(self, finite: bool, batch: DataProto, dump_dir: Path | None) -> None:
         if finite:

@@ -7,8 +7,10 @@ are, only real tokens are, and only those that predict a trainable token reach t
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.functional import pad
 
 from verlite.algorithms.balancing import micro_batches_by_tokens
 from verlite.algorithms.packing import ResponseTargets, pack, response_targets
@@ -44,6 +46,8 @@ class MicroBatching:
 class ModelInputs:
     """One forward pass over b rows: packed into [1, T], or padded [b, S'] when sequences is None.
 
+    Where ranks share a packed row (`cut`), input_ids, position_ids and targets are this rank's slice, and sequences those of the row.
+
     input_ids, position_ids: [1, T] or [b, S']. attention_mask: None or [b, S'].
     targets: the K trainable tokens; `source` counts in the flattened tokens. shape: (b, R).
     """
@@ -56,9 +60,45 @@ class ModelInputs:
     shape: tuple[int, int]
 
     def spread(self, values: Tensor) -> Tensor:
-        """[K] values at their places in [b, R], 0 elsewhere. Differentiable."""
+        """[K] values at their places in [b, R], 0 elsewhere. Differentiable.
+
+        Of a row that ranks share, every rank gets the values of all of them, but the gradient of its own alone: whatever a loss
+        makes of the whole, each rank that runs its backward pass contributes its own tokens' part, and together once each.
+        """
         b, response_length = self.shape
-        return values.new_zeros(b * response_length).index_copy(0, self.targets.destination, values).view(self.shape)
+        whole = values.new_zeros(b * response_length)
+        if self.sequences is not None and self.sequences.group is not None:
+            whole.index_copy_(0, self.targets.destination, values.detach())
+            dist.all_reduce(whole, group=self.sequences.group)  # adds zeros: nothing is rounded
+        return whole.index_copy(0, self.targets.destination, values).view(self.shape)
+
+    def cut(self, group: dist.ProcessGroup | None) -> "ModelInputs":
+        """This rank's slice of a packed row that the ranks of `group` share, and the targets that it predicts; see engine.ulysses.
+
+        T grows to a multiple of the ranks by a last sequence of padding, which nothing reads. A token keeps its label, also where the
+        next token is in the next rank's slice. Each rank must be given the same row.
+        """
+        if group is None:
+            return self
+        assert self.sequences is not None
+        padding = -self.input_ids.shape[1] % group.size()
+        input_ids, position_ids = pad(self.input_ids, (0, padding)), pad(self.position_ids, (0, padding))
+        lengths, cu_seqlens = self.sequences.lengths, self.sequences.cu_seqlens
+        if padding:
+            lengths, cu_seqlens = (*lengths, padding), pad(cu_seqlens, (0, 1), value=input_ids.shape[1])
+        each = input_ids.shape[1] // group.size()
+        start = group.rank() * each
+        source = self.targets.source - start
+        mine = (source >= 0) & (source < each)
+        targets = ResponseTargets(source[mine], self.targets.labels[mine], self.targets.destination[mine])
+        here = slice(start, start + each)
+        return replace(
+            self,
+            input_ids=input_ids[:, here],
+            position_ids=position_ids[:, here],
+            sequences=Sequences(lengths, cu_seqlens, group),
+            targets=targets,
+        )
 
     def to(self, device: torch.device) -> "ModelInputs":
         """The same on `device`."""

@@ -253,13 +253,16 @@ def balance(run: Run, batch: DataProto) -> DataProto:
 def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
     """The batch as one role's ranks take it: rows spread by cost within each update, and the number of updates in an epoch.
 
-    With the numbers of each row, its tokens, and those of the named ragged columns that there are.
+    With the numbers of each row, its tokens, and those of the named ragged columns that there are. Ranks that run their rows together
+    are one to spread over; which of them brings a row does not matter.
     """
     numbers = batch.batch["critic_mini_batch" if role == "critic" else "mini_batch"][:, 0]
     lengths = batch.batch["prompt_length"] + batch.batch["response_length"]
-    assignment = batches.spread(numbers, lengths, len(run.plan.placement[role]), run.config.trainer.balance_batch)
+    shared = run.plan.sequence_parallel[role]
+    groups = batches.spread(numbers, lengths, len(run.plan.placement[role]) // shared, run.config.trainer.balance_batch)
+    assignment = [rows[i::shared] for rows in groups for i in range(shared)]
     if role == "actor":
-        run.metrics.update(batches.balance_metrics(lengths, assignment))
+        run.metrics.update(batches.balance_metrics(lengths, groups))
     return with_ragged(batch, *columns).with_meta(assignment=assignment, updates=int(numbers.max()) + 1, step=run.step)
 
 

@@ -46,6 +46,7 @@ class ActorWorker(TrainingWorker):
             max_nonfinite_updates=policy.actor.max_nonfinite_updates,
             device=self.device,
             seed=config.data.seed,
+            sequence_parallel=plan.sequence_parallel["actor"],
         )
         self.engine.offload()
         self._exported: Buckets | None = None

@@ -32,6 +32,7 @@ class CriticWorker(TrainingWorker):
             max_nonfinite_updates=critic.max_nonfinite_updates,
             device=self.device,
             seed=config.data.seed,
+            sequence_parallel=plan.sequence_parallel["critic"],
         )
         self.engine.offload()
 

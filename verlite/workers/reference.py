@@ -25,6 +25,7 @@ class ReferenceWorker(TrainingWorker):
             max_nonfinite_updates=0,
             device=self.device,
             seed=config.data.seed,
+            sequence_parallel=plan.sequence_parallel["ref"],
         )
         self.engine.offload()
 
