@@ -6,6 +6,8 @@ import os
 import signal
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.trainer.runs import Launch, quiet, write_reward, write_sums
@@ -228,6 +230,16 @@ def test_too_many_failed_rewards_stop_the_run_with_the_first_traceback(tmp_path,
     run = launch(tmp_path, "reward", base, f"custom_reward_function.path={reward}", *options)
     assert run.wait() == 1, run.text()
     assert "reward.max_error_rate" in run.text() and "ZeroDivisionError" in run.text() and "the scorer broke" in run.text()
+    run.assert_nothing_left()
+
+
+def test_a_refused_run_leaves_nothing_of_what_it_had_begun(tmp_path, base):
+    """Ray and the workers' processes start while the driver is still reading its files."""
+    pq.write_table(pa.table({"question": ["1+1="]}), tmp_path / "bad.parquet")
+    run = launch(tmp_path, "refused", base, f"data.train_files={tmp_path / 'bad.parquet'}")
+    assert run.wait() == 2, run.text()
+    assert "bad.parquet" in run.text() and "Traceback" not in run.text()
+    assert (tmp_path / "refused" / "logs").exists()
     run.assert_nothing_left()
 
 
