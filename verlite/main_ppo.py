@@ -1,7 +1,7 @@
 """`python -m verlite.main_ppo key=value ...`: train a policy by PPO, GRPO or a relative.
 
 Exit codes: 0 done; 1 failed, with the first cause as the last thing printed; 2 the configuration or a file is wrong, nothing was
-started; 75 stopped by SIGTERM or SIGUSR1 with a checkpoint, the same command resumes; 130 interrupted.
+trained; 75 stopped by SIGTERM or SIGUSR1 with a checkpoint, the same command resumes; 130 interrupted.
 """
 
 import sys

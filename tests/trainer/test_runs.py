@@ -6,8 +6,6 @@ import os
 import signal
 
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.trainer.runs import Launch, quiet, write_reward, write_sums
@@ -235,10 +233,10 @@ def test_too_many_failed_rewards_stop_the_run_with_the_first_traceback(tmp_path,
 
 def test_a_refused_run_leaves_nothing_of_what_it_had_begun(tmp_path, base):
     """Ray and the workers' processes start while the driver is still reading its files."""
-    pq.write_table(pa.table({"question": ["1+1="]}), tmp_path / "bad.parquet")
-    run = launch(tmp_path, "refused", base, f"data.train_files={tmp_path / 'bad.parquet'}")
+    (tmp_path / "bad.py").write_text("1 / 0\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")
+    run = launch(tmp_path, "refused", base, f"custom_reward_function.path={tmp_path / 'bad.py'}")
     assert run.wait() == 2, run.text()
-    assert "bad.parquet" in run.text() and "Traceback" not in run.text()
+    assert "ZeroDivisionError" in run.text()
     assert (tmp_path / "refused" / "logs").exists()
     run.assert_nothing_left()
 

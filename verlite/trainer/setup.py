@@ -76,7 +76,7 @@ def open_run(loaded: Loaded, begun: Begun) -> Iterator[Run]:
     """Build everything in the order that fails earliest and cheapest: files, data, rewards, then a cluster of others, then workers.
 
     Raises:
-        RunRefused, CheckpointError, and the data and reward rooms' own errors before any worker is started.
+        RunRefused, CheckpointError, and the data and reward rooms' own errors before any worker is built.
     """
     config, placement = begun.config, begun.placement
     trainer, policy = config.trainer, config.actor_rollout_ref
