@@ -11,7 +11,9 @@ from tests.controller.conftest import processes_of
 from tests.controller.workers import Echo, Light
 from verlite.controller import node
 from verlite.controller.columns import Ref, fetch
+from verlite.controller.hosts import warm
 from verlite.controller.placement import ResourcesMissing, reserve
+from verlite.controller.supervise import presences
 from verlite.controller.worker_group import group, ready, spawn, submit
 from verlite.protocol.data import DataProto
 
@@ -125,6 +127,18 @@ def test_four_roles_share_devices_and_more_devices_than_cores(fresh):
     logs = Path(fresh.run_dir) / "logs"
     assert sorted(path.name for path in logs.glob("[bcd]_*.log")) == ["b_0.log", "b_1.log", "c_0.log", "c_1.log", "d_0.log"]
     assert "b 1 is here" in (logs / "b_1.log").read_text()
+
+
+def test_processes_that_were_started_early_become_the_workers(fresh):
+    """A module that is missing is none of their business."""
+    placement = reserve(fresh, {"a": [0, 1], "b": [1]}, devices_per_node=2)
+    warm(placement, "a", "tests.no_such_module", "wave")
+    waiting = placement.hosts["a"]
+    a, b = spawn(Light, placement, "a"), spawn(Light, placement, "b")
+    ready(a, b)
+    assert group(a).pids == [known.process.pid for known in presences(waiting)] and not placement.hosts
+    assert a.imported("wave") == [True, True] and b.imported("wave") == [False]
+    assert len(fresh.supervisor.members) == 3
 
 
 def test_submitted_calls_overlap_between_roles_and_queue_within_one(fresh):

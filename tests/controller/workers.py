@@ -36,6 +36,10 @@ class Light(Worker):
     def environment(self, *names: str) -> list[str | None]:
         return [os.environ.get(name) for name in names]
 
+    @register("all")
+    def imported(self, module: str) -> bool:
+        return module in sys.modules
+
     @register("rank_zero")
     def add(self, a: int, b: int = 0) -> int:
         return a + b

@@ -19,8 +19,8 @@ from tests.models import tiny_model
 from tests.trainer.runs import write_sums
 from verlite.config.load import compose
 from verlite.trainer import checkpoints
+from verlite.trainer.begin import from_anywhere
 from verlite.trainer.run import critical_settings
-from verlite.trainer.setup import from_anywhere
 
 SUMS = """\
 defaults: [grpo, _self_]

@@ -21,7 +21,7 @@ HEAD = f"""\
 Each mistake below is a test: the command is run, and what it prints and its exit code are compared with this page, which
 `python -m tests.errors.page` writes from [`tests/errors/cases.py`](../tests/errors/cases.py).
 
-Exit codes: 2, the command line or a file is wrong and nothing was started; 1, the run failed, with the first cause as the last thing
+Exit codes: 2, the command line or a file is wrong and nothing was trained; 1, the run failed, with the first cause as the last thing
 printed; 75, stopped on request with a checkpoint; 130, interrupted. `verlite check` finds what can be found without reading all data, and
 lists all of it; [rules.md](rules.md) has its rules in one line each.
 

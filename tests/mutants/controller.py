@@ -2,6 +2,7 @@
 
 CLUSTER, PLACEMENT, DISPATCH = "verlite/controller/cluster.py", "verlite/controller/placement.py", "verlite/controller/dispatch.py"
 GROUP, SUPERVISE, HOST = "verlite/controller/worker_group.py", "verlite/controller/supervise.py", "verlite/controller/host.py"
+HOSTS = "verlite/controller/hosts.py"
 WORKER, NODE, GUARDIAN = "verlite/controller/worker.py", "verlite/controller/node.py", "verlite/controller/guardian.py"
 ROWS, CALLS, FAILURES = "tests/controller/test_dispatch.py::", "tests/controller/test_calls.py::", "tests/controller/test_failures.py::"
 JOINED, ORPHANS, ALONE = "tests/controller/test_joined.py::", "tests/controller/test_orphans.py::", "tests/controller/test_cluster.py::"
@@ -91,7 +92,7 @@ MUTANTS = [
     ),
     (
         "the meeting point is open to the network",
-        GROUP,
+        HOSTS,
         'address="127.0.0.1" if same_node',
         'address="0.0.0.0" if same_node',
         CALLS + "test_ranks_meet_in_torch_distributed_on_loopback",
@@ -126,10 +127,31 @@ MUTANTS = [
     ),
     (
         "all ranks are the first of their node",
-        GROUP,
+        HOSTS,
         "sum(other.node_id == home.node_id for other in homes[:rank])",
         "0",
         CALLS + "test_four_roles_share_devices_and_more_devices_than_cores",
+    ),
+    (
+        "waiting processes are left waiting",
+        GROUP,
+        "placement.hosts.pop(role, None) or start_hosts(placement, role)",
+        "start_hosts(placement, role)",
+        CALLS + "test_processes_that_were_started_early_become_the_workers",
+    ),
+    (
+        "waiting processes import nothing",
+        HOST,
+        "                importlib.import_module(module)\n",
+        "                pass\n",
+        CALLS + "test_processes_that_were_started_early_become_the_workers",
+    ),
+    (
+        "a missing module ends what is imported early",
+        HOST,
+        "            with suppress(Exception):\n",
+        "            with suppress():\n",
+        CALLS + "test_processes_that_were_started_early_become_the_workers",
     ),
     (
         "output goes where Ray puts it",

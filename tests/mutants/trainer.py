@@ -1,6 +1,6 @@
 """Bugs to plant in the loop's stages, the step's end and the roles: (name, file, old text, new text, test)."""
 
-STAGES, FINISH, SETUP, SYNC = (f"verlite/trainer/{name}.py" for name in ("stages", "finish", "setup", "sync"))
+STAGES, FINISH, SETUP, SYNC, BEGIN = (f"verlite/trainer/{name}.py" for name in ("stages", "finish", "setup", "sync", "begin"))
 BATCH, EVALUATION, TRAINING, ACTOR = (
     "verlite/trainer/batch.py", "verlite/trainer/evaluation.py", "verlite/workers/training.py", "verlite/workers/actor.py",
 )  # fmt: skip
@@ -145,9 +145,9 @@ MUTANTS = [
     ("the saved weights get a new version", SETUP, 'run.version = state["version"] - 1', 'run.version = state["version"]', BEGUN),
     ("another run's checkpoint counts as this one's", SETUP, "run.saved_step = run.step if checkpoint.path.parent == run.run_dir else 0", "run.saved_step = run.step", BEGUN),
     ("changed settings pass", SETUP, "if key in saved and saved[key] != now[key]]", "if key not in saved]", BEGUN),
-    ("workers look below their own folder", SETUP, "setattr(model, key, os.path.abspath(os.path.expanduser(value)))", "pass", BEGUN),
-    ("a name on the hub becomes a folder", SETUP, "and os.path.isdir(os.path.expanduser(value)):", ":", BEGUN),
-    ("two runs share a directory", SETUP, "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n", BEGUN),
+    ("workers look below their own folder", BEGIN, "setattr(model, key, os.path.abspath(os.path.expanduser(value)))", "pass", BEGUN),
+    ("a name on the hub becomes a folder", BEGIN, "and os.path.isdir(os.path.expanduser(value)):", ":", BEGUN),
+    ("two runs share a directory", BEGIN, "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n", BEGUN),
     ("the last token of an answer is not trained", SAMPLES, "np.asarray(t.response_mask, dtype=np.int8)", "np.asarray([*t.response_mask[:-1], 0], dtype=np.int8)", PASSED),
     ("the engines keep their old weights", SYNC, "    run.rollout.load_weights(exported, run.version + 1)\n", "",
      RUNS + "a_sync_that_does_nothing_is_caught_and_leaves_nothing"),

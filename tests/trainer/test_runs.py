@@ -236,6 +236,16 @@ def test_too_many_failed_rewards_stop_the_run_with_the_first_traceback(tmp_path,
     run.assert_nothing_left()
 
 
+def test_a_refused_run_leaves_nothing_of_what_it_had_begun(tmp_path, base):
+    """Ray and the workers' processes start while the driver is still reading its files."""
+    (tmp_path / "bad.py").write_text("1 / 0\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")
+    run = launch(tmp_path, "refused", base, f"custom_reward_function.path={tmp_path / 'bad.py'}")
+    assert run.wait() == 2, run.text()
+    assert "ZeroDivisionError" in run.text()
+    assert (tmp_path / "refused" / "logs").exists()
+    run.assert_nothing_left()
+
+
 def test_a_run_directory_belongs_to_one_run(tmp_path, base):
     first = launch(tmp_path, "shared", base, "trainer.total_training_steps=500")
     first.until_step(0)

@@ -125,7 +125,7 @@ def connect(
     global _current
     if _current is not None:
         raise RuntimeError("this process has a cluster already: shut it down first")
-    target = _find(address)
+    target = find(address)
     run_path = Path(run_dir).resolve()
     (run_path / "logs").mkdir(parents=True, exist_ok=True)
     run_id = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -167,7 +167,7 @@ def connect(
     return cluster
 
 
-def _find(address: str | None) -> str | None:
+def find(address: str | None) -> str | None:
     """Address of the cluster to join, known to answer; None to start one."""
     source = "ray_kwargs.ray_init.address" if address else "RAY_ADDRESS"
     wanted = address or os.environ.get("RAY_ADDRESS") or ""

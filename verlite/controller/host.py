@@ -1,6 +1,7 @@
 """The Ray actor around one worker. It prepares the process before the worker's code and its heavy imports are loaded."""
 
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -8,6 +9,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -87,6 +89,12 @@ class Host:
         """Rank 0: open the meeting point of the role's ranks, on a free port that stays bound from now on."""
         self.listener = node.free_listener(self.seat.address)
         return self.listener.getsockname()[:2]
+
+    def load(self, modules: tuple[str, ...]) -> None:
+        """Import what `build` will need, before it is known what to build. What fails here fails there again, and is told."""
+        for module in modules:
+            with suppress(Exception):
+                importlib.import_module(module)
 
     def build(self, worker_class: bytes, names: list[str], rendezvous: tuple[str, int], *values: Any) -> Failed | None:
         """Import the worker's class and construct it."""

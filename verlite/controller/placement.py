@@ -7,10 +7,11 @@ every run. Each is one bundle of a Ray placement group; the roles on a device sh
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verlite.controller.cluster import Cluster
+from verlite.controller.supervise import Member
 
 Kind = Literal["cpu", "cuda"]
 RESOURCE = {"cpu": "CPU", "cuda": "GPU"}
@@ -35,13 +36,18 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices held for a run. roles: for each role, the devices of each of its ranks; all of one rank's devices are on one node."""
+    """Devices held for a run.
+
+    roles: for each role, the devices of each of its ranks; all of one rank's devices are on one node. hosts: processes that were started
+    for a role and wait for its workers.
+    """
 
     cluster: Cluster
     kind: Kind
     slots: tuple[Slot, ...]
     roles: dict[str, tuple[tuple[int, ...], ...]]
     group: Any
+    hosts: dict[str, list[Member]] = field(default_factory=dict)
 
     def share(self, slot: int) -> float:
         """The fraction of a device that each worker on it takes, in Ray's units of 1/10000."""

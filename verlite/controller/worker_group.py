@@ -5,11 +5,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar, cast
 
-from verlite.controller.cluster import RUN_ID, WORKER, WORKERS_OF
 from verlite.controller.dispatch import dispatch_of, join_rows, split_rows
-from verlite.controller.host import Host, Seat
+from verlite.controller.hosts import start_hosts
 from verlite.controller.placement import Placement
-from verlite.controller.supervise import Future, Member, presences
+from verlite.controller.supervise import Future, presences
 from verlite.protocol.data import DataProto
 
 P = ParamSpec("P")
@@ -58,30 +57,12 @@ class WorkerGroup:
         self.worker_class, self.placement, self.role = worker_class, placement, role
         self.cluster = placement.cluster
         self.supervisor = self.cluster.supervisor
-        seats = _seats(placement, role, str(self.cluster.run_dir / "logs"), ray.get_runtime_context().get_node_id())
-        self.members = [self._start(seat, devices[0]) for seat, devices in zip(seats, placement.roles[role], strict=True)]
-        self.supervisor.members += self.members
+        self.members = placement.hosts.pop(role, None) or start_hosts(placement, role)
         rendezvous = self.members[0].handle.listen.remote()
         code, names = ray.put(ray.cloudpickle.dumps(worker_class)), list(kwargs)
         values = [ray.put(value) for value in (*args, *kwargs.values())]
         refs = {member.handle.build.remote(code, names, rendezvous, *values): member for member in self.members}
         self.started: Future[None] = self.supervisor.watch(Future(self.supervisor, role, "construction", refs, lambda values: None))
-
-    def _start(self, seat: Seat, slot: int) -> Member:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        share = self.placement.share(slot)
-        options: dict[str, Any] = {"num_cpus": share} if self.placement.kind == "cpu" else {"num_gpus": share, "num_cpus": share}
-        if not self.cluster.local:  # the processes of a cluster of our own have the first two already
-            marks = {RUN_ID: self.cluster.run_id, WORKERS_OF: self.cluster.run_id}
-            if seat.mark is not None:
-                marks[WORKER] = seat.mark.partition("=")[2]
-            options["runtime_env"] = {"env_vars": marks}
-        where = PlacementGroupSchedulingStrategy(self.placement.group, placement_group_bundle_index=slot)
-        host: Any = ray.remote(Host)
-        handle = host.options(scheduling_strategy=where, max_restarts=0, max_task_retries=0, **options).remote(seat)
-        return Member(handle, seat.role, seat.rank, self.placement.slots[slot].node_id, seat.log, handle.presence.remote())
 
     def __len__(self) -> int:
         return len(self.members)
@@ -163,29 +144,3 @@ class _Proxy:
     def __repr__(self) -> str:
         of = object.__getattribute__(self, "_group")
         return f"<{of.role}: {len(of)} x {of.worker_class.__name__}>"
-
-
-def _seats(placement: Placement, role: str, logs: str, driver_node: str) -> list[Seat]:
-    """The role's ranks with their places."""
-    homes = [placement.slots[devices[0]] for devices in placement.roles[role]]
-    same_node = len({slot.node_id for slot in homes}) == 1
-    seats = []
-    for rank, (home, devices) in enumerate(zip(homes, placement.roles[role], strict=True)):
-        ids = tuple(str(placement.slots[device].gpu_id) for device in devices) if len(devices) > 1 and placement.kind == "cuda" else None
-        seats.append(
-            Seat(
-                role=role,
-                rank=rank,
-                world_size=len(homes),
-                local_rank=sum(other.node_id == home.node_id for other in homes[:rank]),
-                device_kind=placement.kind,
-                devices=len(devices),
-                devices_on_node=home.on_node,
-                address="127.0.0.1" if same_node else home.address,
-                log=f"{logs}/{role}_{rank}.log",
-                threads=int(os.environ.get("OMP_NUM_THREADS") or 0),
-                gpu_ids=ids,
-                mark=None if home.node_id == driver_node else f"{WORKER}={placement.cluster.run_id}/{role}/{rank}",
-            )
-        )
-    return seats

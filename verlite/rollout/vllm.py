@@ -38,7 +38,7 @@ class VLLMCore:
         seed: int,
         pretrained: bool,
     ):
-        _set_environment(rollout, device)
+        set_environment(device)
         from vllm import LLMEngine
 
         args = _engine_args(model, rollout, dtype, device, max_model_len, seed, pretrained)
@@ -231,12 +231,12 @@ def _abandon_reload(model: nn.Module, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
 
 
-def _set_environment(rollout: RolloutConfig, device: torch.device) -> None:
-    """What vLLM reads from the environment when it is imported."""
+def set_environment(device: torch.device | None = None) -> None:
+    """What vLLM reads from the environment: when it is imported, and of the device when it starts."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's loop in this process; sharded workers still get their own
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if device.type == "cpu":
+    if device is not None and device.type == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several engines and trainers share the cores
 
 

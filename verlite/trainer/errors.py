@@ -11,8 +11,8 @@ from verlite.controller.supervise import StuckError, WorkerError
 from verlite.data.dataset import DataError
 from verlite.rewards.child import FunctionError
 from verlite.rewards.routing import UnknownDataSource
+from verlite.trainer.begin import RunRefused
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
-from verlite.trainer.setup import RunRefused
 from verlite.trainer.stages import LogProbGap, RewardFailures, RolloutFailures, TooFewGroups
 
 REFUSED = (RunRefused, DataError, FunctionError, UnknownDataSource, ResourcesMissing, NoCluster, ResumeRefused)

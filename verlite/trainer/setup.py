@@ -1,7 +1,5 @@
 """From a checked configuration to a run that is ready to step, and back to nothing: what is started here is ended here."""
 
-import copy
-import fcntl
 import os
 import shutil
 import sys
@@ -18,11 +16,8 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.algorithms.lookup import lookup
 from verlite.algorithms.losses import POLICY_LOSSES
 from verlite.config.load import Loaded, dump
-from verlite.config.names import names_a_file
-from verlite.config.plan import Plan, longest_prompt, make_plan, max_turns, prompts_drawn
+from verlite.config.plan import longest_prompt, make_plan, max_turns, prompts_drawn
 from verlite.config.schema import Config, ModelConfig
-from verlite.controller.cluster import connect
-from verlite.controller.placement import reserve
 from verlite.controller.supervise import StopRequest
 from verlite.controller.worker_group import ready, spawn
 from verlite.data.dataset import PromptDataset, overlap_note
@@ -33,6 +28,7 @@ from verlite.envs.step import Step, ToolError
 from verlite.envs.world import World, build_world, checked, encoder
 from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
+from verlite.trainer.begin import AlreadyComplete, Begun, RunRefused, held, joined
 from verlite.trainer.display import Display
 from verlite.trainer.finish import save
 from verlite.trainer.run import Run, critical_settings
@@ -44,52 +40,6 @@ from verlite.workers.rollout import RolloutWorker
 
 STEP_FILE = "training_step.txt"
 """In huggingface/: of which step the policy is."""
-
-
-class RunRefused(Exception):
-    """The run cannot start; the message names the key or file, the value, the rule and the remedy."""
-
-
-class AlreadyComplete(Exception):
-    """There is nothing left to do: the checkpoint that would be resumed is the last step's."""
-
-
-def from_anywhere(config: Config) -> Config:
-    """The configuration with absolute paths: workers may live in another folder than the driver. Hub names stay as they are."""
-    config = copy.deepcopy(config)
-    for model in (config.actor_rollout_ref.model, config.critic.model):
-        for key in ("path", "tokenizer_path"):
-            if (value := getattr(model, key)) and os.path.isdir(os.path.expanduser(value)):
-                setattr(model, key, os.path.abspath(os.path.expanduser(value)))
-    if names_a_file(config.custom_reward_function.path or ""):
-        config.custom_reward_function.path = os.path.abspath(os.path.expanduser(config.custom_reward_function.path))
-    config.trainer.default_local_dir = os.path.abspath(os.path.expanduser(config.trainer.default_local_dir))
-    return config
-
-
-def hold(run_dir: Path) -> TextIO:
-    """Take the run directory for this process; the hold ends with the process, however it ends.
-
-    Raises:
-        RunRefused: the directory cannot be written, or another run holds it.
-    """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (run_dir / ".lock").open("a+", encoding="utf-8")
-    except OSError as error:
-        raise RunRefused(f"trainer.default_local_dir={run_dir} cannot be written: {error.strerror}. Choose another directory.") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        raise RunRefused(
-            f"trainer.default_local_dir={run_dir} is in use by process {lock.read().strip() or 'unknown'}. "
-            "End that run, or choose another trainer.default_local_dir or trainer.experiment_name."
-        ) from None
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return lock
 
 
 def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
@@ -122,17 +72,16 @@ def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 @contextmanager
-def open_run(loaded: Loaded) -> Iterator[Run]:
-    """Build everything in the order that fails earliest and cheapest: files, data, rewards, then Ray and workers.
+def open_run(loaded: Loaded, begun: Begun) -> Iterator[Run]:
+    """Build everything in the order that fails earliest and cheapest: files, data, rewards, then a cluster of others, then workers.
 
     Raises:
-        RunRefused, CheckpointError, and the data and reward rooms' own errors before any worker is started.
+        RunRefused, CheckpointError, and the data and reward rooms' own errors before any worker is built.
     """
-    config = from_anywhere(loaded.config)
-    trainer, policy, ray = config.trainer, config.actor_rollout_ref, config.ray_kwargs.ray_init
+    config, placement = begun.config, begun.placement
+    trainer, policy = config.trainer, config.actor_rollout_ref
     run_dir = Path(trainer.default_local_dir)
     with ExitStack() as stack:
-        stack.enter_context(hold(run_dir))
         warnings: list[str] = []
         checkpoint = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warnings.append)
         state = checkpoint.state() if checkpoint else {"step": 0}
@@ -168,14 +117,9 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         replace_file(run_dir / "config.yaml", dump(loaded))
 
         with display.phase("starting workers"):
-            cluster = stack.enter_context(
-                connect(run_dir, address=ray.address, num_cpus=ray.num_cpus, slots=plan.n_devices, call_timeout_s=trainer.phase_timeout_s)
-            )
+            cluster = placement.cluster if placement else stack.enter_context(joined(config, plan, config.ray_kwargs.ray_init.address))
             stop = stack.enter_context(StopRequest(lambda name: display.say(f"{name}: stopping after this step")))
-            placement = reserve(
-                cluster, places(plan), nodes=plan.nnodes, devices_per_node=plan.devices_per_node,
-                kind="auto" if trainer.device == "auto" else plan.device, wait_s=trainer.resource_wait_s,
-            )  # fmt: skip
+            placement = placement or held(cluster, config, plan)
             if placement.kind != plan.device:  # the driver's machine has another kind of device than the cluster
                 plan = make_plan(config, placement.kind)
             display.say_plan(plan)
@@ -260,14 +204,6 @@ def finish_metrics(run_dir: Path, state: dict[str, Any]) -> None:
         file = MetricsFile(path, state["step"])
         file.write(state["step"], state["metrics"])
         file.close()
-
-
-def places(plan: Plan) -> dict[str, list[int] | list[list[int]]]:
-    """Devices of each rank of each role; an engine under tensor parallelism takes several."""
-    tp = plan.tensor_parallel
-    devices = plan.placement["rollout"]
-    engines = [devices[i : i + tp] for i in range(0, len(devices), tp)] if tp > 1 else devices
-    return {**plan.placement, "rollout": engines}
 
 
 def restore(run: Run, checkpoint: checkpoints.Checkpoint, state: dict[str, Any]) -> None:

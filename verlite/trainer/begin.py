@@ -1,0 +1,142 @@
+"""What comes first in a run: it takes its directory, and starts the workers' processes while this one still imports torch.
+
+Nothing heavy is imported here. Importing torch and transformers takes seconds in the driver and in each worker, and so does starting
+Ray: together they take little longer than one of them.
+"""
+
+import copy
+import fcntl
+import importlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from verlite.config.names import names_a_file
+from verlite.config.plan import Plan, make_plan
+from verlite.config.schema import Config
+from verlite.controller.cluster import Cluster, connect, find
+from verlite.controller.hosts import warm
+from verlite.controller.placement import Placement, reserve
+
+NEEDED = "verlite.trainer.setup"
+"""The driver's heavy imports."""
+WORKERS = {
+    "actor": "verlite.workers.actor", "critic": "verlite.workers.critic", "ref": "verlite.workers.reference",
+    "rollout": "verlite.workers.rollout",
+}  # fmt: skip
+
+
+class RunRefused(Exception):
+    """The run cannot start; the message names the key or file, the value, the rule and the remedy."""
+
+
+class AlreadyComplete(Exception):
+    """There is nothing left to do: the checkpoint that would be resumed is the last step's."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """config: as all processes read it. placement: of a local cluster, whose workers' processes are starting; None for a joined one."""
+
+    config: Config
+    placement: Placement | None
+
+
+@contextmanager
+def begin(config: Config) -> Iterator[Begun]:
+    """Hold the run directory; start Ray and the workers' processes, unless that is a cluster's, which others may wait for.
+
+    A cluster of others is left alone until files and data are known to be right.
+
+    Raises:
+        RunRefused: the directory cannot be written, or another run holds it.
+        NoCluster, ResourcesMissing: as `connect` and `reserve`.
+    """
+    config = from_anywhere(config)
+    with ExitStack() as stack:
+        stack.enter_context(hold(Path(config.trainer.default_local_dir)))
+        if find(config.ray_kwargs.ray_init.address) is not None:
+            yield Begun(config, None)
+            return
+        # Ray itself starts in the main thread: its processes end with the thread that started them.
+        imports = threading.Thread(target=_import_quietly, name="imports")
+        imports.start()
+        plan = make_plan(config, count_rows=False)
+        cluster = stack.enter_context(joined(config, plan, "local"))
+        placement = held(cluster, config, plan)
+        for role in plan.roles:
+            more = [f"verlite.rollout.start_{plan.rollout_name}"] if role == "rollout" else []
+            warm(placement, role, WORKERS[role], *more)
+        imports.join()
+        yield Begun(config, placement)
+
+
+def _import_quietly() -> None:
+    with suppress(Exception):  # who needs it imports it again, and is told
+        importlib.import_module(NEEDED)
+
+
+def joined(config: Config, plan: Plan, address: str | None) -> Cluster:
+    """The run's connection to Ray. Raises NoCluster."""
+    ray, trainer = config.ray_kwargs.ray_init, config.trainer
+    return connect(
+        trainer.default_local_dir, address=address, num_cpus=ray.num_cpus, slots=plan.n_devices, call_timeout_s=trainer.phase_timeout_s
+    )
+
+
+def held(cluster: Cluster, config: Config, plan: Plan) -> Placement:
+    """The run's devices. Raises ResourcesMissing."""
+    return reserve(
+        cluster, places(plan), nodes=plan.nnodes, devices_per_node=plan.devices_per_node,
+        kind="auto" if config.trainer.device == "auto" else plan.device, wait_s=config.trainer.resource_wait_s,
+    )  # fmt: skip
+
+
+def places(plan: Plan) -> dict[str, list[int] | list[list[int]]]:
+    """Devices of each rank of each role; an engine under tensor parallelism takes several."""
+    tp = plan.tensor_parallel
+    devices = plan.placement["rollout"]
+    engines = [devices[i : i + tp] for i in range(0, len(devices), tp)] if tp > 1 else devices
+    return {**plan.placement, "rollout": engines}
+
+
+def from_anywhere(config: Config) -> Config:
+    """The configuration with absolute paths: workers may live in another folder than the driver. Hub names stay as they are."""
+    config = copy.deepcopy(config)
+    for model in (config.actor_rollout_ref.model, config.critic.model):
+        for key in ("path", "tokenizer_path"):
+            if (value := getattr(model, key)) and os.path.isdir(os.path.expanduser(value)):
+                setattr(model, key, os.path.abspath(os.path.expanduser(value)))
+    if names_a_file(config.custom_reward_function.path or ""):
+        config.custom_reward_function.path = os.path.abspath(os.path.expanduser(config.custom_reward_function.path))
+    config.trainer.default_local_dir = os.path.abspath(os.path.expanduser(config.trainer.default_local_dir))
+    return config
+
+
+def hold(run_dir: Path) -> TextIO:
+    """Take the run directory for this process; the hold ends with the process, however it ends.
+
+    Raises:
+        RunRefused: the directory cannot be written, or another run holds it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (run_dir / ".lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise RunRefused(f"trainer.default_local_dir={run_dir} cannot be written: {error.strerror}. Choose another directory.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise RunRefused(
+            f"trainer.default_local_dir={run_dir} is in use by process {lock.read().strip() or 'unknown'}. "
+            "End that run, or choose another trainer.default_local_dir or trainer.experiment_name."
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
