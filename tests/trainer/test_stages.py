@@ -35,6 +35,7 @@ def a_run(**fields) -> SimpleNamespace:
         "plan": SimpleNamespace(
             critic_warmup=0, placement={"actor": [0]}, needs_old_log_probs=False, correction=RolloutCorrection(), loss_mode="vanilla",
             prompts=2, samples_per_prompt=2, rows=4, gen_prompts=2, filters_groups=False, needs_greedy_baseline=False,
+            reference_is_actor=False,
         ),
         "response_texts": lambda batch: ["text"] * len(batch),
     }  # fmt: skip
@@ -192,6 +193,9 @@ def test_the_reference_is_not_the_actor():
     assert (stages.reference_log_probs(run, batch).batch["ref_log_prob"] == -7).all()
     run.reference = None  # no KL term
     assert "ref_log_prob" not in stages.reference_log_probs(run, batch).batch.keys()
+    run.plan.reference_is_actor = True  # LoRA
+    run.actor.reference_log_probs = lambda batch: DataProto.from_dict({"ref_log_prob": torch.full((len(batch), 2), -3.0)})
+    assert (stages.reference_log_probs(run, batch).batch["ref_log_prob"] == -3).all()
 
 
 def validated(results, **trainer):

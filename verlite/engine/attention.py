@@ -32,6 +32,7 @@ class Sequences:
     cu_seqlens: Tensor
 
 
+@torch.compiler.disable  # torch.compile would make it anew for each set of lengths
 def packed_attention(
     module: nn.Module,
     query: Tensor,

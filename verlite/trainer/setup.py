@@ -57,7 +57,7 @@ def from_anywhere(config: Config) -> Config:
     """The configuration with absolute paths: workers may live in another folder than the driver. Hub names stay as they are."""
     config = copy.deepcopy(config)
     for model in (config.actor_rollout_ref.model, config.critic.model):
-        for key in ("path", "tokenizer_path"):
+        for key in ("path", "tokenizer_path", "lora_adapter_path"):
             if (value := getattr(model, key)) and os.path.isdir(os.path.expanduser(value)):
                 setattr(model, key, os.path.abspath(os.path.expanduser(value)))
     config.trainer.default_local_dir = os.path.abspath(os.path.expanduser(config.trainer.default_local_dir))
@@ -179,7 +179,7 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
             display.say_plan(plan)
             actor = spawn(ActorWorker, placement, "actor", config, plan, total_steps)
             critic = spawn(CriticWorker, placement, "critic", config, plan, total_steps) if plan.needs_critic else None
-            reference = spawn(ReferenceWorker, placement, "ref", config, plan, total_steps) if plan.needs_reference else None
+            reference = spawn(ReferenceWorker, placement, "ref", config, plan, total_steps) if "ref" in plan.roles else None
             training = [role for role in (actor, critic, reference) if role is not None]
             if checkpoint or placement.kind == "cuda":
                 ready(*training)

@@ -64,6 +64,15 @@ class ActorWorker(TrainingWorker):
         return DataProto.from_dict({"old_log_probs": out.pop("log_probs"), "entropys": out.pop("entropy"), **out})
 
     @register("split")
+    def reference_log_probs(self, batch: DataProto) -> DataProto:
+        """ref_log_prob [b, R] of the responses under the policy without its adapters."""
+        self.engine.onload()
+        with self.engine.without_adapters():
+            out = self.engine.forward(batch, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature)
+        self.engine.offload()
+        return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
+
+    @register("split")
     def update(self, batch: DataProto) -> dict[str, float]:
         """All of the step's policy updates; returns verl's actor/ metrics, equal on every rank."""
         actor = self.config.actor_rollout_ref.actor
