@@ -383,9 +383,8 @@ class TrainEngine:
     def offload(self) -> None:
         """Move to host memory what fsdp_config.param_offload and optimizer_offload name, and free it on the device.
 
-        Nothing else stays there either: no gathered parameters, no gradients, no blocks that the allocator keeps.
+        No pass leaves gathered parameters or gradients, so that nothing else of the model is there then.
         """
-        self._reshard()
         if self.fsdp_config.param_offload:
             self._move_parameters(torch.device("cpu"))
         if self.fsdp_config.optimizer_offload:
