@@ -68,6 +68,9 @@ def material(tmp_path_factory) -> Material:
         (folder / "model" / name).touch()
     described = {"model_type": "qwen2", "num_attention_heads": 4, "max_position_embeddings": 8192}
     (folder / "model" / "config.json").write_text(json.dumps(described))
+    (folder / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / "adapter" / name).touch()
     write_prompts(folder / "empty.parquet", 0)
     write_prompts(folder / "unlabelled.parquet", 9, data_source=None)
     (folder / "reward.py").write_text("def score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")

@@ -11,6 +11,8 @@ VLLM = (f"~{ROLLOUT}name", f"{ROLLOUT}name=vllm")
 KL = f"{ACTOR}use_kl_loss=true"
 REWARD_KL = "algorithm.use_kl_in_reward=true"
 DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
+MODEL = "actor_rollout_ref.model."
+LORA, ADAPTER = f"{MODEL}lora_rank=4", f"{MODEL}lora_adapter_path={{folder}}/adapter"
 VAL = "data.val_files={folder}/test.parquet"
 
 # (the key that is set, what takes its effect away, what gives it back)
@@ -24,6 +26,17 @@ CASES = [
     (f"{ACTOR}kl_loss_type=k1", REWARD_KL, KL),
     (f"{REF}fsdp_config.param_offload=true", "", KL),
     (f"{REF}log_prob_micro_batch_size_per_gpu=3", "", REWARD_KL),
+    (f"{REF}log_prob_micro_batch_size_per_gpu=3", LORA, f"{KL} {LORA}"),
+    (f"{REF}fsdp_config.reshard_after_forward=false", f"{KL} {LORA}", KL),
+    (f"{MODEL}lora_alpha=32", "", LORA),
+    (f"{MODEL}target_modules=[q_proj]", "", LORA),
+    (f"{MODEL}exclude_modules=[q_proj]", "", LORA),
+    ("critic.model.lora_alpha=32", LORA, "critic.model.lora_rank=4"),
+    ("critic.model.lora_rank=4", GRPO, ""),
+    (f"{MODEL}lora_alpha=32", f"{LORA} {ADAPTER}", LORA),
+    (f"{MODEL}lora_rank=8", ADAPTER, ""),
+    (f"{MODEL}enable_activation_offload=true", "", None),
+    ("critic.model.enable_activation_offload=true", "", None),
     ("critic.optim.lr=1e-4", GRPO, ""),
     ("critic.cliprange_value=0.1", GRPO, f"{GRPO} critic.enable=true"),
     ("algorithm.lam=0.9", GRPO, ""),

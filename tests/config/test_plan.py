@@ -196,3 +196,15 @@ def test_presets_and_their_keys_are_the_same(material):
         assert getattr(named, what) == getattr(keyed, what), what
     two = material.load(f"{prefix}rollout_rs=[token_k1,seq_max_k3]", f"{prefix}rollout_rs_threshold=[0.5_2.0,3]").config
     assert [name for name, _, _ in make_plan(two).correction.rejections] == ["token_k1", "seq_max_k3"]
+
+
+def test_with_adapters_the_actor_is_the_reference(material):
+    model, kl = "actor_rollout_ref.model.", "actor_rollout_ref.actor.use_kl_loss=true"
+    for options in ([f"{model}lora_rank=8"], [f"{model}lora_adapter_path={material.folder}/adapter"]):
+        plan = make_plan(material.load(kl, *options).config)
+        assert plan.needs_reference and plan.reference_is_actor and plan.ref_micro is not None
+        assert plan.roles == ("actor", "rollout", "critic") and "ref" not in plan.placement
+        assert not make_plan(material.load(*options).config).reference_is_actor
+    assert not make_plan(material.load(kl).config).reference_is_actor
+    shown = dict(make_plan(material.load(f"{model}lora_rank=8").config).lines())["model"]
+    assert shown == f"{material.folder}/model, LoRA of rank 8 (alpha 16)"

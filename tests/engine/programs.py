@@ -63,7 +63,8 @@ def catch_gradients(subject: TrainEngine) -> dict[str, Tensor]:
     caught: dict[str, Tensor] = {}
 
     def hook(*_: Any) -> None:
-        caught.update({name: p.grad.full_tensor().clone() for name, p in subject.model.model.named_parameters()})
+        named = subject.model.model.named_parameters()
+        caught.update({name: p.grad.full_tensor().clone() for name, p in named if p.requires_grad})
 
     subject.optimizer.register_step_pre_hook(hook)
     return caught
@@ -169,7 +170,7 @@ def weights_and_moments(subject: TrainEngine) -> dict[str, Tensor]:
     state = {}
     for name, parameter in subject.model.model.named_parameters():
         state[name] = parameter.detach().full_tensor().clone()
-        for key, value in subject.optimizer.state[parameter].items():
+        for key, value in subject.optimizer.state[parameter].items() if parameter.requires_grad else ():
             state[f"{name}.{key}"] = value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
     return state
 
@@ -179,9 +180,9 @@ def squared_error(rows: TensorDict, outputs: dict[str, Tensor], counts: Counts) 
     return ((outputs["values"] - rows["advantages"]) * rows["response_mask"]).square().sum() / counts.tokens, {}
 
 
-def train(path: str, steps: int, *, save: str | None = None, load: str | None = None, head: str = "lm") -> dict[str, Any]:
+def train(path: str, steps: int, *, save: str | None = None, load: str | None = None, head: str = "lm", **settings: Any) -> dict[str, Any]:
     """Some training steps of two updates each; rows drawn with torch's generator, so that its state matters."""
-    subject = engine(path, train=True, head=head, lr=1e-2, lr_warmup_steps=3, seed=5)
+    subject = engine(path, train=True, head=head, lr=1e-2, lr_warmup_steps=3, seed=5, **settings)
     loss_fn = weighted_loss("token-mean") if head == "lm" else squared_error
     if load is not None:
         subject.load(load)
@@ -349,3 +350,45 @@ def largest_of_rows(path: str) -> dict[str, float]:
     batch = batch.with_batch(number=torch.arange(len(batch)) * 10)
     rows = [row for row in range(len(batch)) if row % dist.get_world_size() == dist.get_rank()]
     return engine(path, train=True).update(batch[rows], MicroBatching(size=2), 1.0, loss)
+
+
+LORA = {"lora_rank": 4, "lora_alpha": 12}
+
+
+def lora_updates(path: str, folder: str, **settings: Any) -> dict[str, Any]:
+    """Four updates with adapters and a checkpoint after two: everything that there is to see of them."""
+    subject = engine(path, train=True, lr=3e-3, grad_clip=math.inf, **LORA, **settings)
+    caught = catch_gradients(subject)
+    batch = ragged_batch()[my_rows(list(range(8)))]
+    start = {name: p.detach().full_tensor().clone() for name, p in subject.model.model.named_parameters()}
+    history, gradients = [], []
+    for step in range(4):
+        if step == 2:
+            subject.save(f"{folder}/checkpoint")
+        history.append(subject.update(batch, MicroBatching(size=3), TEMPERATURE, weighted_loss("token-mean")))
+        gradients.append(dict(caught))
+    log_probs = subject.forward(batch, MicroBatching(size=3))["log_probs"]
+    with subject.without_adapters():
+        reference = subject.forward(batch, MicroBatching(size=3))["log_probs"]
+    subject.save_pretrained(f"{folder}/hf")
+    resumed = engine(path, train=True, lr=3e-3, grad_clip=math.inf, **LORA, **settings)
+    resumed.load(f"{folder}/checkpoint")
+    again = [resumed.update(batch, MicroBatching(size=3), TEMPERATURE, weighted_loss("token-mean")) for _ in range(2)]
+    return {
+        "start": start,
+        "end": {name: p.detach().full_tensor().clone() for name, p in subject.model.model.named_parameters()},
+        "history": history,
+        "gradients": gradients,
+        "log_probs": log_probs,
+        "reference": reference,
+        "weights": dict(subject.export()),
+        "fingerprints": [subject.fingerprint(), subject.fingerprint(torch.bfloat16)],
+        "bf16": dict(subject.export(torch.bfloat16)),
+        "again": again,
+        "resumed": weights_and_moments(resumed),
+        "state": weights_and_moments(subject),
+    }
+
+
+def lora_updates_on_replicas(path: str, folder: str) -> dict[str, Any]:
+    return lora_updates(path, folder, fsdp_size=1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from tests.engine import programs
 from tests.engine.batches import engine, ragged_batch
@@ -167,6 +168,25 @@ def test_generators_come_back_at_the_same_world_size_only(tiny_qwen2: str, tmp_p
     (tmp_path / "state.json").write_text(json.dumps(state | {"world_size": 2}))
     subject.load(tmp_path)
     assert not torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}, programs.LORA], ids=str)
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_no_pass_leaves_whole_parameters_or_gradients(tiny_qwen2: str, head: str, settings: dict[str, Any]) -> None:
+    """Where they would stay is the memory that the rollout engine wakes up in. Gathered parameters are no DTensors."""
+
+    def left() -> list[str]:
+        return [name for name, p in subject.model.named_parameters() if not isinstance(p, DTensor) or p.grad is not None]
+
+    subject = engine(tiny_qwen2, train=True, head=head, **settings)
+    loss = programs.weighted_loss("token-mean") if head == "lm" else programs.squared_error
+    for rows in (list(range(8)), [4]):  # row 4 has no vote: no pass at all
+        subject.forward(ragged_batch()[rows], MicroBatching(size=3))
+        assert left() == []
+        subject.update(ragged_batch()[rows], MicroBatching(size=3), 1.0, loss)
+        assert left() == []
+    dict(subject.export())
+    assert left() == [] and subject.fingerprint() and left() == []
 
 
 def test_offload_and_onload_change_nothing(tiny_qwen2: str) -> None:

@@ -69,6 +69,8 @@ MUTANTS = [
      "tests/config/test_rules.py::test_rope_scaling_lengthens_the_context"),
     ("validation by default must have files", RULES, ' and "trainer.val_before_train" in user_keys', "",
      "tests/config/test_rules.py::test_the_good_line_is_good"),
+    ("a reference worker starts beside adapters", PLAN, "with_worker = with_reference and not reference_is_actor(config)", "with_worker = with_reference",
+     "tests/config/test_plan.py::test_with_adapters_the_actor_is_the_reference"),
     ("a hidden GPU is visible", PLAN, 'part.strip() not in ("", "-1")', 'part.strip() not in ("",)', "tests/config/test_plan.py::test_gpus_that_are_visible"),
     ("GPUs that the machine has not are visible", PLAN, "min(found, len(", "max(0, len(", "tests/config/test_plan.py::test_gpus_that_are_visible"),
     ("old log-probs have the actor's budget", PLAN, "_first(rollout.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)",

@@ -2,7 +2,8 @@
 
 ATTENTION, MICRO, MODEL, OPTIM = (f"verlite/engine/{name}.py" for name in ("attention", "micro", "model", "optim"))
 ACTOR, RAGGED, SAMPLED = "verlite/workers/actor.py", "verlite/protocol/ragged.py", "tests/engine/test_sampled.py::test"
-FSDP, CHECKPOINT, EXPORT = (f"verlite/engine/{name}.py" for name in ("fsdp", "checkpoint", "export"))
+FSDP, CHECKPOINT, EXPORT, LORA, LAYERS = (f"verlite/engine/{name}.py" for name in ("fsdp", "checkpoint", "export", "lora", "layers"))
+ADAPTERS, RUNNING = (f"tests/engine/test_{name}.py::test" for name in ("lora", "layers"))
 PASSES, UPDATE, STATE = (f"tests/engine/test_{name}.py::test" for name in ("passes", "update", "checkpoint"))
 WEIGHTS, SCHEDULE, LOADING, SOFTMAX = (f"tests/engine/test_{name}.py::test" for name in ("export", "optim", "model", "attention"))
 
@@ -130,6 +131,8 @@ MUTANTS = [
      f"{SHARED}_log_probs_are_those_of_one_rank"),
     ("positions begin anew in each slice", MICRO, "position_ids=position_ids[:, here]", "position_ids=position_ids[:, :each]",
      f"{SHARED}_log_probs_are_those_of_one_rank"),
+    ("rows that a neighbour padded less slide", "verlite/engine/ulysses.py", '"B S": (left, right)', '"B S": (0, left + right)',
+     "tests/engine/test_ulysses.py::test_ranks_that_padded_their_rows_for_themselves"),
     ("other ranks' rows come back too", FSDP, "torch.zeros(rows[\"response_mask\"].shape))[mine] for", "torch.zeros(rows[\"response_mask\"].shape)) for",
      f"{SHARED}_log_probs_are_those_of_one_rank"),
     ("gradients are counted by every rank of a group", FSDP, "(loss * self.world_size).backward()",
@@ -162,8 +165,8 @@ MUTANTS = [
     ("the policy loss has the wrong sign", "verlite/algorithms/losses.py", "    return -inputs.advantages * ratio.clamp(lowest, highest), clipped\n",
      "    return inputs.advantages * ratio.clamp(lowest, highest), clipped\n", "tests/engine/test_learning.py"),
     # state on disk
-    ("moments are not restored", CHECKPOINT, "if optimizer is not None:\n        for name, parameter in model.named_parameters():\n            tensors",
-     "if False:\n        for name, parameter in model.named_parameters():\n            tensors", f"{STATE}_resume_is_exact_on_one_rank"),
+    ("moments are not restored", CHECKPOINT, "if optimizer is not None:\n        for name, parameter in lora.trained(model):\n            tensors",
+     "if False:\n        for name, parameter in lora.trained(model):\n            tensors", f"{STATE}_resume_is_exact_on_one_rank"),
     ("step counts are not restored", CHECKPOINT, '.fill_(state["optimizer_steps"][name])', ".fill_(0)", f"{STATE}_resume_is_exact_on_one_rank"),
     ("the schedule is not restored", FSDP, 'schedule["step"], schedule["updated"]', '0, schedule["updated"]',
      f"{STATE}_resume_is_exact_on_one_rank"),
@@ -175,7 +178,7 @@ MUTANTS = [
      f"{STATE}_generators_come_back_at_the_same_world_size_only"),
     ("Python's generator is not restored", CHECKPOINT, "    random.setstate((version, tuple(internal), gauss))\n", "",
      f"{STATE}_generators_come_back_at_the_same_world_size_only"),
-    ("buffers are not saved", CHECKPOINT, "[*model.named_parameters(), *persistent_buffers(model)]}", "model.named_parameters()}",
+    ("buffers are not saved", CHECKPOINT, "[*lora.trained(model), *persistent_buffers(model)]}", "lora.trained(model)}",
      f"{STATE}_buffers_that_belong_to_the_weights_are_saved"),
     ("every rank looks for NaN in its own shard", CHECKPOINT, "    dist.all_reduce(bad, dist.ReduceOp.MAX)\n", "",
      f"{STATE}_a_nan_on_one_rank_is_refused_by_all"),
@@ -210,6 +213,45 @@ MUTANTS = [
      "return whole", f"{WEIGHTS}_export_holds_one_layer_at_a_time_and_is_a_snapshot"),
     ("the saved config is the training one", FSDP, "config = load_config(self.model_config)", "config = self.model.model.config",
      f"{WEIGHTS}_folder_is_a_hugging_face_model"),
+    # LoRA
+    ("the merge forgets the adapters' scale", LORA, ") * layer.scaling[_NAME]", ")", f"{ADAPTERS}_merged_weights_are_the_adapted_model"),
+    ("a transposed layer is merged like any other", LORA, "(change.t() if layer.fan_in_fan_out else change)", "change", f"{ADAPTERS}_other_layers"),
+    ("the merge is rounded to the dtype of the frozen weights", LORA, "+ change).to(dtype or base.dtype)", "+ change).to(base.dtype)",
+     f"{ADAPTERS}_half_precision_weights_with_float32_adapters"),
+    ("adapters have the dtype of the frozen weights", LORA, "            parameter.data = parameter.data.float()\n", "            pass\n",
+     f"{ADAPTERS}_half_precision_weights_with_float32_adapters"),
+    ("base weights are trained", LORA, "return [(name, parameter) for name, parameter in named if is_adapter(name) or", "return [(name, parameter) for name, parameter in named if name or",
+     f"{ADAPTERS}_only_adapters_learn"),
+    ("a value model's head is frozen beside adapters", LORA, ' or name.split(".")[0] in VALUE_HEADS]', "]", f"{ADAPTERS}_a_value_model_trains_its_head_too"),
+    ("the reference has its adapters on", LORA, "layer.enable_adapters(False)", "layer.enable_adapters(True)",
+     f"{ADAPTERS}_the_reference_is_the_model_without_adapters"),
+    ("the actor forgets to turn its adapters off for the reference", ACTOR, "with self.engine.without_adapters():", "if True:",
+     "tests/workers/test_training.py::test_passes_have_the_temperature_of_the_samples_but_values_have_none"),
+    ("adapters stay off after a reference pass", LORA, "            layer.enable_adapters(True)\n", "            pass\n",
+     f"{ADAPTERS}_the_adapters_are_back_after_a_reference_pass"),
+    ("the fingerprint is of the weights without adapters", FSDP, "return self._fingerprint(export.named_weights(self.model.model, dtype, self.device), dtype)",
+     "return self._fingerprint(lora.frozen(self.model.model) or export.named_weights(self.model.model, dtype, self.device), dtype)",
+     f"{ADAPTERS}_the_checksum_is_that_of_the_merged_weights"),
+    ("the export is of the weights without adapters", EXPORT, "if name in adapted else tensor", "if False else tensor",
+     f"{ADAPTERS}_merged_weights_are_the_adapted_model"),
+    ("adapters are loaded onto any model", FSDP, 'if schedule.get("frozen", 0) != ', 'if False and schedule.get("frozen", 0) != ',
+     f"{ADAPTERS}_a_checkpoint_holds_adapters_and_knows_their_model"),
+    ("an adapter to start from is not read", LORA, "    if config.lora_adapter_path and read_weights:\n", "    if False:\n",
+     f"{ADAPTERS}_peft_loads_the_adapter_and_so_do_we"),
+    ("DoRA is read as LoRA", LORA, '_REFUSED = ("use_dora", ', "_REFUSED = (", f"{ADAPTERS}_an_adapter_that_does_not_fit_is_refused"),
+    ("the output head may have an adapter", LORA, "isinstance(module, Linear) or module in heads)", "isinstance(module, Linear))",
+     f"{ADAPTERS}_layers_that_cannot_be_adapted_are_refused"),
+    # layers
+    ("activations never leave the device", LAYERS, "            module._gradient_checkpointing_func = _offloaded\n", "            pass\n",
+     f"{RUNNING}_activations_that_wait_in_host_memory_give_the_same_gradient"),
+    ("activations leave a CPU", FSDP, 'model.enable_activation_offload and self.device.type == "cuda"', "model.enable_activation_offload",
+     f"{RUNNING}_only_a_gpu_sends_them_away"),
+    ("nothing is compiled", FSDP, "                if self.fsdp_config.use_torch_compile:\n", "                if False:\n",
+     f"{RUNNING}_compiled_layers_compute_the_same_and_are_compiled_once"),
+    ("each set of lengths is compiled anew", ATTENTION, "@torch.compiler.disable  #", "#",
+     f"{RUNNING}_compiled_layers_compute_the_same_and_are_compiled_once"),
+    ("passes leave parameters gathered", FSDP, "            if isinstance(module, FSDPModule):\n", "            if False:\n",
+     f"{STATE}_no_pass_leaves_whole_parameters_or_gradients"),
     # schedule
     ("warm-up starts at zero", OPTIM, "config.lr * (step + 1) / warmup", "config.lr * step / warmup",
      f"{SCHEDULE}_warm_up_reaches_the_peak_and_never_starts_at_zero"),

@@ -7,8 +7,11 @@ import signal
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.trainer.runs import Launch, quiet, write_reward, write_sums
+from verlite.trainer.export import export_checkpoint
 from verlite.trainer.setup import STEP_FILE, exported_step
 
 pytestmark = pytest.mark.timeout(600)
@@ -92,6 +95,36 @@ def test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not(tmp_path, base,
     changed = launch(tmp_path, "killed", base, *options[1:], "trainer.total_training_steps=6", "data.seed=7")
     assert changed.wait() == 2
     assert "data.seed: 42 in the checkpoint, 7 now" in changed.text()
+
+
+def test_adapters_learn_beside_their_own_reference_and_resume_exactly(tmp_path, base, tiny_qwen2):
+    """GRPO with a KL to the policy without its adapters: no worker holds a reference, and the engine samples with the merged weights."""
+    options = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=true", "trainer.save_freq=2"]
+    options += ["actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.val_before_train=false"]
+    whole = launch(tmp_path, "whole", base, *options, "trainer.total_training_steps=4")
+    assert whole.wait() == 0, whole.text()
+    lines = whole.metrics()
+    assert lines[0]["actor/kl_loss"] == 0 and all(line["actor/kl_loss"] > 1e-4 for line in lines[1:])  # B starts at 0
+    assert all(line["actor/grad_norm"] > 0 and line["training/log_prob_gap"] < 1e-5 for line in lines)
+    assert lines[-1]["critic/score/mean"] > lines[0]["critic/score/mean"]
+    assert not [log for log in (whole.run_dir / "logs").iterdir() if log.name.startswith("ref")]
+
+    half = launch(tmp_path, "half", base, *options, "trainer.total_training_steps=2")
+    assert half.wait() == 0, half.text()
+    resumed = launch(tmp_path, "half", base, *options, "trainer.total_training_steps=4")
+    assert resumed.wait() == 0, resumed.text()
+    assert "step 2 of 4" in resumed.text()
+    assert [quiet(line) for line in resumed.metrics()[2:]] == [quiet(line) for line in lines[2:]]
+    weights = [load_file(run.run_dir / "huggingface" / "model.safetensors") for run in (whole, resumed)]
+    assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
+    start = load_file(f"{tiny_qwen2}/model.safetensors")
+    assert {name.split(".")[-2] for name in start if not torch.equal(start[name], weights[0][name])} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    assert (whole.run_dir / "huggingface" / "lora_adapter" / "adapter_config.json").is_file()
+    assert export_checkpoint(whole.run_dir / "global_step_4", tmp_path / "exported") < 1e-5
+    changed = launch(tmp_path, "half", base, *options, "trainer.total_training_steps=6", "actor_rollout_ref.model.lora_alpha=8")
+    assert changed.wait() == 2 and "actor_rollout_ref.model.lora_alpha: 16 in the checkpoint, 8 now" in changed.text()
 
 
 def test_a_kill_between_checkpoint_and_metrics_loses_neither_the_line_nor_the_export(tmp_path, base):

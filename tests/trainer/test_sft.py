@@ -83,6 +83,21 @@ def test_the_command_learns_and_leaves_a_model_that_transformers_loads(tiny_qwen
     assert transformers_loss(exported, examples) == pytest.approx(steps[-1]["val/loss"], abs=1e-4)
 
 
+def test_adapters_learn_and_the_folder_has_both(tiny_qwen2, sums, tmp_path, capsys):
+    code = main(run_options(sums, tiny_qwen2, tmp_path / "run", "model.lora_rank=8", "model.target_modules=[q_proj,v_proj,up_proj]"))
+    assert code == 0, capsys.readouterr()
+    losses = [line["train/loss"] for line in lines(tmp_path / "run")]
+    assert losses[-1] < 0.9 * losses[0]
+    examples = read_examples(str(sums), AutoTokenizer.from_pretrained(tiny_qwen2), SFTDataConfig())
+    adapter = tmp_path / "run" / "huggingface" / "lora_adapter"
+    with world_of_one():
+        merged, adapted = (
+            validation_loss(TrainEngine(model, FSDPConfig(), device="cpu"), examples, MicroBatching(max_tokens=4096))
+            for model in (ModelConfig(path=str(adapter.parent)), ModelConfig(path=tiny_qwen2, lora_adapter_path=str(adapter)))
+        )
+    assert merged == pytest.approx(adapted, abs=1e-5) and merged < losses[0]
+
+
 def test_two_ranks_learn_what_one_does(tiny_qwen2, sums, tmp_path):
     options = ["trainer.total_training_steps=4", "trainer.test_freq=2", "data.train_batch_size=15"]  # 8 rows for one rank, 7 for the other
     assert main(run_options(sums, tiny_qwen2, tmp_path / "one", *options)) == 0

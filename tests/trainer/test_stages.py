@@ -37,6 +37,7 @@ def a_run(**fields) -> SimpleNamespace:
             critic_warmup=0, placement={"actor": [0]}, needs_old_log_probs=False, correction=RolloutCorrection(), loss_mode="vanilla",
             sequence_parallel={"actor": 1, "ref": 1, "critic": 1},
             prompts=2, samples_per_prompt=2, rows=4, gen_prompts=2, filters_groups=False, needs_greedy_baseline=False,
+            reference_is_actor=False,
         ),
     }  # fmt: skip
     return SimpleNamespace(**(made | fields))
@@ -215,6 +216,9 @@ def test_the_reference_is_not_the_actor():
     assert (dense(stages.reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -7).all()
     run.reference = None  # no KL term
     assert "ref_log_prob" not in stages.reference_log_probs(run, batch).non_tensor_batch
+    run.plan.reference_is_actor = True  # LoRA
+    run.actor.reference_log_probs = lambda batch: columns(ref_log_prob=[[-3.0, -3.0]] * len(batch))
+    assert (dense(stages.reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -3).all()
 
 
 def validated(results, **trainer):

@@ -1,5 +1,6 @@
 """What the training roles share: metrics over mini-batches, and saves that the disk refuses."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -65,22 +66,34 @@ def test_each_pass_over_the_rows_has_mini_batches_of_its_own_and_the_schedule_mo
 
 
 @pytest.mark.parametrize(
-    ("kind", "method", "temperature"), [(ActorWorker, "log_probs", 0.7), (ReferenceWorker, "log_probs", 0.7), (CriticWorker, "values", 1.0)]
+    ("kind", "method", "expected"),
+    [
+        (ActorWorker, "log_probs", (0.7, "with adapters")),
+        (ActorWorker, "reference_log_probs", (0.7, "without adapters")),
+        (ReferenceWorker, "log_probs", (0.7, "with adapters")),
+        (CriticWorker, "values", (1.0, "with adapters")),
+    ],
 )
-def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, method, temperature):
-    seen = []
+def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, method, expected):
+    seen, adapters = [], ["with adapters"]
 
     def forward(batch, micro, temperature, **measures):
-        seen.append(temperature)
+        seen.append((temperature, adapters[-1]))
         return dict.fromkeys(("log_probs", "entropy", "values"), torch.zeros(2, 3))
 
+    @contextmanager
+    def without_adapters():
+        adapters.append("without adapters")
+        yield
+        adapters.pop()
+
     subject = kind.__new__(kind)
-    subject.engine = SimpleNamespace(onload=lambda **_: None, offload=lambda: None, forward=forward)
+    subject.engine = SimpleNamespace(onload=lambda **_: None, offload=lambda: None, forward=forward, without_adapters=without_adapters)
     subject.config, micro = Config(data=DataConfig(train_files="x")), Micro(1, None)
     subject.config.actor_rollout_ref.rollout.temperature = 0.7
     subject.plan = SimpleNamespace(log_prob_micro=micro, ref_micro=micro, value_micro=micro, needs_sum_pi_squared=False)
     getattr(subject, method)(thin(ROWS))
-    assert seen == [temperature]
+    assert seen == [expected]
 
 
 def test_what_the_disk_refuses_is_told_and_everything_else_is_raised():

@@ -22,6 +22,8 @@ RENAMED: dict[str, str] = {
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": "actor_rollout_ref.rollout.sync_bucket_mb",
     "actor_rollout_ref.actor.optim.clip_grad": "actor_rollout_ref.actor.grad_clip",
     "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+    "actor_rollout_ref.actor.use_torch_compile": "actor_rollout_ref.actor.fsdp_config.use_torch_compile",
+    "actor_rollout_ref.ref.use_torch_compile": "actor_rollout_ref.ref.fsdp_config.use_torch_compile",
     "critic.optim.clip_grad": "critic.grad_clip",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
@@ -63,7 +65,6 @@ PER_DEVICE: dict[str, str] = {
 
 _NO_REWARD_MODEL = "rewards come from functions in this version: custom_reward_function.path, or the scorer of the data source"
 _WRITTEN_ANYWAY = "samples go to rollouts/ in the run directory; trainer.rollouts_per_step says how many"
-_NO_LORA = "this version trains all weights; LoRA is not part of it"
 _TEXT_ONLY = "this version trains on text only"
 _ONE_PATH = "there is one rollout path: the sampled token ids are the trained ones"
 _CHUNKED = "log-probs and entropy are always computed in chunks, without holding the logits"
@@ -79,14 +80,10 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.optim.total_training_steps": ((-1, None), "schedules follow trainer.total_training_steps or trainer.total_epochs"),
     "*.fsdp_config.offload_policy": ((False,), "use fsdp_config.param_offload and optimizer_offload"),
     "*.checkpoint.async_save": ((False,), "checkpoints are written before the next step"),
-    "*.model.lora_rank": ((0,), _NO_LORA),
-    "*.model.lora_adapter_path": ((None,), _NO_LORA),
     "*.model.hf_config_path": ((None,), "the model's folder holds its config; use model.override_config for single values"),
     "*.model.external_lib": ((None,), "use model.trust_remote_code for a model with its own code"),
     "*.full_determinism": ((False,), "runs with one seed and one placement repeat; that is tested, not switched on"),
     "*.model.mtp.enable": ((False,), "multi-token prediction is not part of this version"),
-    "actor_rollout_ref.model.enable_activation_offload": ((False,), "use model.enable_gradient_checkpointing to save memory"),
-    "critic.model.enable_activation_offload": ((False,), "use model.enable_gradient_checkpointing to save memory"),
     "actor_rollout_ref.actor.freeze_vision_tower": ((False,), _TEXT_ONLY),
     "actor_rollout_ref.actor.use_rollout_log_probs": ((False,), "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs"),
     "actor_rollout_ref.rollout.do_sample": ((True,), "training always samples; rollout.val_kwargs.do_sample is for validation"),
@@ -151,15 +148,11 @@ IGNORED: dict[str, str] = {
     "*.model.use_liger": "attention and log-probs have their own memory-saving path",
     "*.model.use_fused_kernels": _CHUNKED,
     "*.model.fused_kernel_options.*": _CHUNKED,
-    "*.model.lora_alpha": _NO_LORA,
-    "*.model.target_modules": _NO_LORA,
-    "*.model.exclude_modules": _NO_LORA,
     "*.fsdp_config.grad_offload": "FSDP2 frees gradients after each update, so there is nothing to offload",
     "*.fsdp_config.forward_prefetch": "FSDP2 prefetches by itself",
     "*.fsdp_config.use_orig_params": "FSDP2 always keeps the original parameters",
     "*.fsdp_config.wrap_policy.*": "each transformer block is one sharding unit",
     "*.fsdp_config.seed": "training draws no random numbers beyond data.seed, rollout.seed and actor.data_loader_seed",
-    "*.use_torch_compile": "log-probs and entropy run uncompiled",
     "*.entropy_from_logits_with_chunking": _CHUNKED,
     "*.entropy_checkpointing": _CHUNKED,
     "*.checkpoint.save_contents": _CHECKPOINT,

@@ -6,10 +6,10 @@ from fnmatch import fnmatchcase
 
 from verlite.config import correction, plan, rules
 from verlite.config.names import readers
-from verlite.config.schema import Config, RetrieverConfig
+from verlite.config.schema import Config, ModelConfig, RetrieverConfig
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
-CORRECTION = "algorithm.rollout_correction."
+CORRECTION, MODEL = "algorithm.rollout_correction.", "actor_rollout_ref.model."
 Condition = Callable[[Config], bool]
 
 
@@ -96,6 +96,15 @@ def _no_validation(config: Config) -> bool:
     return not plan.files_of(config.data.val_files)
 
 
+def _of_models(name: str, of: Callable[[ModelConfig], bool], why: str) -> tuple[tuple[str, Condition, str], ...]:
+    """A row for each of the models that are trained."""
+    return (MODEL + name, lambda c: of(c.actor_rollout_ref.model), why), ("critic.model." + name, lambda c: of(c.critic.model), why)
+
+
+def _brings_its_own(model: ModelConfig) -> bool:
+    return model.lora_adapter_path is not None
+
+
 TABLE: tuple[tuple[str, Condition, str], ...] = (
     (
         "algorithm.kl_ctrl.kl_coef",
@@ -113,10 +122,18 @@ TABLE: tuple[tuple[str, Condition, str], ...] = (
     ("algorithm.kl_ctrl.target_kl", lambda c: c.algorithm.kl_ctrl.type == "fixed", "algorithm.kl_ctrl.type is fixed"),
     (ACTOR + "kl_loss_*", lambda c: not c.actor_rollout_ref.actor.use_kl_loss, ACTOR + "use_kl_loss is off"),
     (REF + "*", _no_reference, "no KL term is on, so there is no reference"),
+    (REF + "fsdp_config.*", plan.reference_is_actor, "with LoRA the reference is the actor with its adapters off"),
     (REF + "fsdp_config.optimizer_offload", lambda c: True, "the reference has no optimizer"),
     ("critic.[!e]*", _no_critic, "nothing uses a critic: algorithm.adv_estimator is not gae"),
     ("critic.model.tokenizer_path", lambda c: True, "the critic reads the policy's token ids"),
     ("critic.model.custom_chat_template", lambda c: True, "the critic reads the policy's token ids"),
+    *_of_models("lora_alpha", lambda model: not plan.uses_lora(model), "lora_rank is 0: all weights are trained"),
+    *_of_models("*_modules", lambda model: not plan.uses_lora(model), "lora_rank is 0: all weights are trained"),
+    *_of_models("lora_rank", _brings_its_own, "lora_adapter_path brings its own"),
+    *_of_models("lora_alpha", _brings_its_own, "lora_adapter_path brings its own"),
+    *_of_models("*_modules", _brings_its_own, "lora_adapter_path brings its own"),
+    (MODEL + "enable_activation_offload", _on("cpu"), "this run is on CPUs: activations lie in host memory anyway"),
+    ("critic.model.enable_activation_offload", _on("cpu"), "this run is on CPUs: activations lie in host memory anyway"),
     ("algorithm.lam", _estimator_ignores("lam"), "this algorithm.adv_estimator does not use it"),
     ("algorithm.gamma", _estimator_ignores("gamma"), "this estimator gives all tokens of a response one advantage"),
     (

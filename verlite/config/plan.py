@@ -15,7 +15,7 @@ from typing import Any
 from verlite.config import correction, names
 from verlite.config.correction import RolloutCorrection
 from verlite.config.placement import parse
-from verlite.config.schema import Config
+from verlite.config.schema import Config, ModelConfig
 
 ROLES = ("actor", "rollout", "ref", "critic")
 """Every role that can hold devices. Scoring runs on host processes and needs none."""
@@ -102,6 +102,8 @@ class Plan:
 
     needs_critic: bool
     needs_reference: bool
+    reference_is_actor: bool
+    """With LoRA: the actor with its adapters off takes the reference's place."""
     needs_greedy_baseline: bool
     """remax: one greedy sample more per prompt."""
     needs_old_log_probs: bool
@@ -238,7 +240,8 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
     device = device or resolve_device(trainer.device)
     n_devices = trainer.nnodes * trainer.n_gpus_per_node
     with_critic, with_reference = needs_critic(config), needs_reference(config)
-    roles = ("actor", "rollout", *(["ref"] if with_reference else []), *(["critic"] if with_critic else []))
+    with_worker = with_reference and not reference_is_actor(config)
+    roles = ("actor", "rollout", *(["ref"] if with_worker else []), *(["critic"] if with_critic else []))
     everywhere = parse(config.cluster.component_placement, ROLES, n_devices)
     placement = {role: everywhere[role] for role in roles}
     rows = data.train_batch_size * rollout.n
@@ -307,6 +310,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         value_micro=value_micro,
         needs_critic=with_critic,
         needs_reference=with_reference,
+        reference_is_actor=reference_is_actor(config),
         needs_greedy_baseline=algorithm.adv_estimator in NEEDS_GREEDY_BASELINE,
         needs_old_log_probs=_needs_old_log_probs(config, actor_updates, corrected),
         needs_sum_pi_squared=algorithm.adv_estimator in NEEDS_SUM_PI_SQUARED,
@@ -368,10 +372,16 @@ def _words(config: Config) -> list[tuple[str, str]]:
     every = [f"{what} every {n} steps" for what, n in (("validate", trainer.test_freq), ("save", trainer.save_freq)) if n > 0]
     resume = trainer.resume_from_path if trainer.resume_mode == "resume_path" else trainer.resume_mode
     return [
-        ("model", config.actor_rollout_ref.model.path),
+        ("model", _model(config.actor_rollout_ref.model)),
         ("algorithm", ", ".join([algorithm.adv_estimator, loss, *more, *(kl or ["no KL term"]), f"learning rate {actor.optim.lr:g}"])),
         ("run", ", ".join([trainer.default_local_dir, f"resume: {resume}", *every])),
     ]
+
+
+def _model(model: ModelConfig) -> str:
+    if model.lora_adapter_path:
+        return f"{model.path}, LoRA from {model.lora_adapter_path}"
+    return model.path + (f", LoRA of rank {model.lora_rank} (alpha {model.lora_alpha:g})" if model.lora_rank else "")
 
 
 def max_turns(config: Config) -> int:
@@ -447,6 +457,16 @@ def sequence_parallel(config: Config) -> dict[str, int]:
         "ref": _first(ref.ulysses_sequence_parallel_size, mine),
         "critic": config.critic.ulysses_sequence_parallel_size,
     }
+
+
+def uses_lora(model: ModelConfig) -> bool:
+    """Adapters are trained, and not the model's own weights."""
+    return model.lora_rank > 0 or model.lora_adapter_path is not None
+
+
+def reference_is_actor(config: Config) -> bool:
+    """The policy without its adapters is what it started from: no other worker needs to hold that."""
+    return needs_reference(config) and uses_lora(config.actor_rollout_ref.model)
 
 
 def resolve_device(name: str) -> str:

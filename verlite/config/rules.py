@@ -19,7 +19,7 @@ from typing import Any
 from verlite.config import correction, keys, names, plan
 from verlite.config.placement import parse
 from verlite.config.problems import Problem
-from verlite.config.schema import Config
+from verlite.config.schema import Config, ModelConfig
 
 ADVANTAGES, LOSSES = "algorithms/advantages.py", "algorithms/losses.py"
 ESTIMATORS = tuple(names.functions(ADVANTAGES, "ESTIMATORS"))
@@ -77,6 +77,8 @@ BOUNDS: dict[str, str] = {
     "data.seed": ">= 0",
     "data.train_max_samples": ">= 1 or -1",
     "data.val_max_samples": ">= 1 or -1",
+    "*.model.lora_rank": ">= 0",
+    "*.model.lora_alpha": "> 0",
     "*.optim.lr": ">= 0",
     "*.optim.lr_warmup_steps": ">= 0 or -1",
     "*.optim.lr_warmup_steps_ratio": ">= 0 and <= 1",
@@ -379,6 +381,42 @@ def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterato
     for section, optim in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim), ("critic", config.critic.optim)):
         if len(optim.betas) != 2:
             yield Problem(f"{section}.optim.betas", optim.betas, "must be two numbers", "Usual: [0.9,0.999].")
+
+
+def _models_trained(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    yield from model_trained("actor_rollout_ref.model.", config.actor_rollout_ref.model)
+    if plan.needs_critic(config):
+        yield from model_trained("critic.model.", config.critic.model)
+
+
+def model_trained(section: str, model: ModelConfig) -> Iterator[Problem]:
+    """Which layers have adapters, and what is kept of them between the passes."""
+    for name in ("target_modules", "exclude_modules"):
+        value = getattr(model, name)
+        if not (value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))):
+            yield Problem(section + name, value, "must be a list of module names, or a regular expression", "Such as [q_proj,v_proj].")
+    if plan.uses_lora(model) and not model.target_modules:
+        yield Problem(section + "target_modules", model.target_modules, "names no layer to adapt", "Usual: all-linear.")
+    if model.enable_activation_offload and not model.enable_gradient_checkpointing:
+        rule = f"keeps what {section}enable_gradient_checkpointing keeps in host memory, and that is off"
+        yield Problem(section + "enable_activation_offload", True, rule, "Turn both on, or both off.")
+
+
+def adapter_files(section: str, model: ModelConfig) -> Iterator[Problem]:
+    """The adapter to start from is there."""
+    folder = model.lora_adapter_path
+    wanted = ("adapter_config.json", "adapter_model.safetensors")
+    if folder is not None and (missing := [name for name in wanted if not (Path(folder).expanduser() / name).is_file()]):
+        rule = f"is no adapter: it has no {' and no '.join(missing)}"
+        yield Problem(
+            f"{section}lora_adapter_path", folder, rule, "Give a folder that peft wrote, such as a run's huggingface/lora_adapter."
+        )
+
+
+def _adapters(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
+    yield from adapter_files("actor_rollout_ref.model.", config.actor_rollout_ref.model)
+    if plan.needs_critic(config):
+        yield from adapter_files("critic.model.", config.critic.model)
 
 
 def _agent(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
@@ -949,6 +987,7 @@ def unwritable(key: str, value: str) -> Iterator[Problem]:
 RULES = (
     _files_named,
     _batch_sizes,
+    _models_trained,
     _micro_batches,
     _algorithm,
     _agent,
@@ -960,4 +999,4 @@ RULES = (
     _engine_kwargs,
     _trainer,
 )
-FILE_RULES = (_data_files, _models, _tokenizer, _reward_file, _own_functions, _run_directory)
+FILE_RULES = (_data_files, _models, _adapters, _tokenizer, _reward_file, _own_functions, _run_directory)

@@ -74,6 +74,20 @@ class ModelConfig:
     """Values that replace those of the model's config.json."""
     custom_chat_template: Optional[str] = None
     """Jinja chat template that replaces the tokenizer's."""
+    enable_activation_offload: bool = False
+    """GPU: keep each layer's saved input in host memory from the forward to the backward pass. Needs enable_gradient_checkpointing."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank, and leave the model's weights as they are. 0: train all weights. Usual: 16 to 64, with a
+    learning rate about ten times that of full training."""
+    lora_alpha: int = 16
+    """LoRA: an adapter's output is multiplied by lora_alpha / lora_rank."""
+    target_modules: Annotated[Any, "all-linear, a list of module names, or a regular expression"] = "all-linear"
+    """LoRA: the layers with adapters. all-linear: every linear layer but the output head."""
+    exclude_modules: Annotated[Any, "a list of module names, or a regular expression"] = None
+    """LoRA: layers without, of those that target_modules names."""
+    lora_adapter_path: Optional[str] = None
+    """LoRA: folder with an adapter in peft's format to start from; it says rank, alpha and layers itself. A KL term compares with the model
+    without it."""
 
 
 @dataclass
@@ -112,12 +126,14 @@ class FSDPConfig:
     """Free gathered parameters after the forward pass (ZeRO-3). False: keep them until the backward pass (ZeRO-2), and reduce gradients
     once per update instead of once per micro-batch: less communication, more memory."""
     model_dtype: str = "float32"
-    """Dtype of the parameters that the optimizer updates."""
+    """Dtype of the parameters that the optimizer updates. With LoRA: of the frozen ones; adapters are float32."""
     dtype: str = "auto"
     """Compute dtype of both passes: auto (bfloat16 on GPU, float32 on CPU), bfloat16 or float32; for the reference float16 too, which
     training cannot use without loss scaling. Reductions stay float32."""
     fsdp_size: int = -1
     """Devices of one sharding group. -1: all."""
+    use_torch_compile: bool = False
+    """Compile each layer with torch.compile: the first passes take a minute longer. On CPUs it was measured to gain nothing."""
 
 
 @dataclass
@@ -181,7 +197,7 @@ class ActorConfig:
     calculate_entropy: bool = False
     """Measure entropy in updates even with entropy_coeff=0."""
     use_kl_loss: bool = False
-    """Add KL(policy || reference) to the loss; starts a reference worker."""
+    """Add KL(policy || reference) to the loss; starts a reference worker, except with LoRA, where the policy without its adapters is it."""
     kl_loss_coef: float = 0.001
     """Weight of that KL."""
     kl_loss_type: str = "low_var_kl"
@@ -416,7 +432,7 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = True
     """grpo: divide by the group's standard deviation. False: Dr.GRPO."""
     use_kl_in_reward: bool = False
-    """Subtract kl_ctrl.kl_coef * KL(policy || reference) from each token's reward; starts a reference worker."""
+    """Subtract kl_ctrl.kl_coef * KL(policy || reference) from each token's reward; the reference is as for actor.use_kl_loss."""
     kl_penalty: str = "kl"
     """Estimator of that KL: kl/k1, abs, mse/k2, low_var_kl/k3."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)

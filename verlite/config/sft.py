@@ -169,5 +169,7 @@ def _check(config: SFTConfig):
     for key, path in (("model.path", config.model.path), ("model.tokenizer_path", config.model.tokenizer_path)):
         if path and not Path(path).exists() and not rules.HUB_NAME.fullmatch(path):
             yield Problem(key, path, "there is no such folder", "Give a folder, or a name on the hub such as Qwen/Qwen2.5-0.5B.")
+    yield from rules.model_trained("model.", config.model)
+    yield from rules.adapter_files("model.", config.model)
     yield from rules.files_named(config.data.train_files, config.data.val_files)
     yield from rules.unwritable("trainer.default_local_dir", config.trainer.default_local_dir)

@@ -37,6 +37,7 @@ class Sequences:
     group: ProcessGroup | None = None
 
 
+@torch.compiler.disable  # torch.compile would make it anew for each set of lengths
 def packed_attention(
     module: nn.Module,
     query: Tensor,

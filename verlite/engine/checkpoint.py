@@ -1,6 +1,7 @@
 """A training engine's state on disk: torch.distributed.checkpoint in safetensors, and JSON for the rest. Nothing is pickled.
 
-    shards/*.safetensors     parameters, buffers, Adam's moments; one file per rank, loadable by any number of ranks
+    shards/*.safetensors     parameters (of a model with LoRA those that are trained, and not the base, which lies at its model.path),
+                             buffers, Adam's moments; one file per rank, loadable by any number of ranks
     state.json               schedule, Adam's step counts, world size
     rng_rank_N.json          states of Python's, numpy's and torch's generators on rank N
 
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+from verlite.engine import lora
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -37,7 +40,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     with _together(folder):
         (folder / f"rng_rank_{dist.get_rank()}.json").write_text(json.dumps(_rng_state()))
         if dist.get_rank() == 0:
-            steps = {} if optimizer is None else {name: int(optimizer.state[p]["step"]) for name, p in model.named_parameters()}
+            steps = {} if optimizer is None else {name: int(optimizer.state[p]["step"]) for name, p in lora.trained(model)}
             state = {"world_size": dist.get_world_size(), "schedule": schedule, "optimizer_steps": steps}
             (folder / "state.json").write_text(json.dumps(state))
 
@@ -68,7 +71,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     except (OSError, KeyError, ValueError, RuntimeError, dcp.CheckpointException) as error:
         raise ValueError(f"cannot load the checkpoint {folder} into this model: {error}") from error
     if optimizer is not None:
-        for name, parameter in model.named_parameters():
+        for name, parameter in lora.trained(model):
             optimizer.state[parameter]["step"].fill_(state["optimizer_steps"][name])
     if state["world_size"] == dist.get_world_size():
         _set_rng_state(json.loads((folder / f"rng_rank_{dist.get_rank()}.json").read_text()))
@@ -89,9 +92,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]}
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in [*lora.trained(model), *persistent_buffers(model)]}
     if optimizer is not None:
-        for name, parameter in model.named_parameters():
+        for name, parameter in lora.trained(model):
             tensors |= {f"optimizer.{name}.{moment}": optimizer.state[parameter][moment] for moment in _MOMENTS}
     return tensors
 

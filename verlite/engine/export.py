@@ -14,21 +14,25 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from verlite.engine import lora
 from verlite.engine.checkpoint import local_part, persistent_buffers
 
 SHARD_BYTES = 5 << 30
 
 
-def named_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+def named_weights(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers as they lie in the model (sharded or not), tied ones once, under the name that
-    save_pretrained keeps."""
+    save_pretrained keeps. Weights that have adapters come merged with them, in `dtype`, one at a time: all ranks must iterate."""
     tied = set(model._tied_weights_keys or ())
     names: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = names.get(id(parameter))
         if known is None or known[0] in tied:
             names[id(parameter)] = (name, parameter.detach())
-    return [*names.values(), *persistent_buffers(model)]
+    adapted = lora.layers(model)
+    for name, tensor in [*names.values(), *persistent_buffers(model)]:
+        if not lora.is_adapter(name):
+            yield lora.plain(name), lora.merged(adapted[name], dtype, device) if name in adapted else tensor
 
 
 def full_weights(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -36,7 +40,7 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype | None, device: torc
 
     All ranks must iterate in step: each tensor is gathered from them on `device`. At most one decoder layer is held at a time.
     """
-    for _, layer in groupby(named_weights(model), key=lambda item: _layer_of(item[0])):
+    for _, layer in groupby(named_weights(model, dtype, device), key=lambda item: _layer_of(item[0])):
         whole = {name: _gather(tensor, dtype, device) for name, tensor in layer}
         # transformers may hold weights fused or renamed; checkpoints and generation engines know them as on the hub.
         yield from revert_weight_conversion(model, whole).items()

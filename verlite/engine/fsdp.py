@@ -5,6 +5,7 @@ Knows no RL algorithm: the loss is a function that the caller gives. torch.distr
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
-from verlite.engine import checkpoint, export, ulysses
+from verlite.engine import checkpoint, export, lora, ulysses
+from verlite.engine.layers import checkpoint_layers, compile_layer
 from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model_inputs
 from verlite.engine.model import HeadedModel, ModelError, load_config, load_model, load_skeleton, value_head
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
@@ -76,13 +78,15 @@ class TrainEngine:
         self.total_training_steps, self.grad_clip, self.max_nonfinite_updates = total_training_steps, grad_clip, max_nonfinite_updates
         hf_model = self._load(head)
         if optim is not None and model.enable_gradient_checkpointing:
-            hf_model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(hf_model, offload=model.enable_activation_offload and self.device.type == "cuda")
         self.model = HeadedModel(hf_model, head)
-        self.model.requires_grad_(optim is not None)
+        self.model.requires_grad_(False)
+        for _, parameter in lora.trained(hf_model):
+            parameter.requires_grad_(optim is not None)
         self._shard()
         self._require_finite(f"refusing model.path={model.path}")
         self._self_check()
-        self.parameters = list(self.model.parameters())
+        self.parameters = [parameter for _, parameter in lora.trained(hf_model)]
         self.optimizer = None if optim is None else build_adamw(self.parameters, optim)
         self.schedule_step = 0
         self._updated = False  # since the last step of the schedule
@@ -96,6 +100,7 @@ class TrainEngine:
         if self.rank == 0:
             try:
                 hf_model = load_model(self.model_config, kind, dtype)
+                lora.add(hf_model, self.model_config)
                 shared = [None, (_layout(hf_model), getattr(hf_model, "_weight_conversions", None))]
             except ModelError as error:
                 shared = [str(error), None]
@@ -105,6 +110,7 @@ class TrainEngine:
             raise ModelError(shared[0])
         if self.rank > 0:
             hf_model = load_skeleton(self.model_config, kind)
+            lora.add(hf_model, self.model_config, read_weights=False)
             layout, hf_model._weight_conversions = shared[1]
             for name, tensor in [*hf_model.named_parameters(), *hf_model.named_buffers()]:
                 tensor.data = tensor.data.to(layout[name][1])
@@ -140,6 +146,8 @@ class TrainEngine:
         for module in list(hf_model.modules()):
             if type(module).__name__ in (hf_model._no_split_modules or ()):
                 self._receive(module.parameters())
+                if self.fsdp_config.use_torch_compile:
+                    compile_layer(module)
                 fully_shard(module, mp_policy=policy, **options)
         self._receive(p for p in hf_model.parameters() if not isinstance(p, DTensor))
         self._receive(hf_model.buffers())
@@ -184,6 +192,12 @@ class TrainEngine:
         names = ["values"] if self.model.kind == "value" else [name for name, wanted in asked.items() if wanted]
         width = own["response_mask"].shape[1]
         return {name: out.get(name, torch.zeros(rows["response_mask"].shape))[mine, :width] for name in names}
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Forward passes in it are those of the model that LoRA started from: the reference."""
+        with lora.disabled(self.model):
+            yield
 
     def update(
         self,
@@ -319,20 +333,26 @@ class TrainEngine:
     def save_pretrained(
         self, folder: Path | str, tokenizer: PreTrainedTokenizerBase | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Write a Hugging Face folder (rank 0 writes, all ranks must call). The value model becomes a token classification model."""
+        """Write a Hugging Face folder (rank 0 writes, all ranks must call). The value model becomes a token classification model.
+
+        With LoRA the weights are merged, and lora_adapter/ has a policy's adapter alone, as peft reads it.
+        """
         config = load_config(self.model_config)
         if self.model.kind == "value":
             config.num_labels = 1
         export.save_pretrained(Path(folder), self.export(dtype), self.model.model, config, tokenizer, write=self.rank == 0)
+        if self.model.kind == "lm" and lora.layers(self.model):
+            lora.save(Path(folder) / lora.FOLDER, self.model.model, self.model_config.path, self.device, write=self.rank == 0)
         dist.barrier()
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> int:
         """protocol.weights.fingerprint of the weights in `dtype`, over all shards: equal to that of what export(dtype) yields."""
-        mine = []
-        for name, tensor in export.named_weights(self.model.model):
-            replica = self.rank if not isinstance(tensor, DTensor) else self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
-            if replica == 0:  # of copies, one counts
-                mine.append((name, checkpoint.local_part(tensor)))
+        return self._fingerprint(export.named_weights(self.model.model, dtype, self.device), dtype)
+
+    def _fingerprint(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> int:
+        replica = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
+        whose = ((name, tensor, replica if isinstance(tensor, DTensor) else self.rank) for name, tensor in named)
+        mine = ((name, checkpoint.local_part(tensor)) for name, tensor, copy in whose if copy == 0)  # of copies, one counts
         return combine(*self._sum_and_max([fingerprint(mine, dtype)], 0)[0])
 
     def save(self, folder: Path | str) -> None:
@@ -342,6 +362,7 @@ class TrainEngine:
         """
         self._require_finite("refusing to save")
         schedule = {"step": self.schedule_step, "updated": self._updated, "nonfinite_in_a_row": self._nonfinite_in_a_row}
+        schedule["frozen"] = self._fingerprint(lora.frozen(self.model.model), None)
         checkpoint.save(Path(folder), self.model.model, self.optimizer, schedule)
 
     def load(self, folder: Path | str) -> None:
@@ -352,6 +373,8 @@ class TrainEngine:
         """
         schedule = checkpoint.load(Path(folder), self.model.model, self.optimizer)
         self._require_finite(f"refusing the checkpoint {folder}")
+        if schedule.get("frozen", 0) != self._fingerprint(lora.frozen(self.model.model), None):
+            raise ValueError(f"the checkpoint {folder} has adapters to another model than model.path={self.model_config.path}")
         self.schedule_step, self._updated = schedule["step"], schedule["updated"]
         self._nonfinite_in_a_row = schedule["nonfinite_in_a_row"]
         self._set_learning_rate()
@@ -370,7 +393,10 @@ class TrainEngine:
             self._move_optimizer(self.device)
 
     def offload(self) -> None:
-        """Move to host memory what fsdp_config.param_offload and optimizer_offload name, and free it on the device."""
+        """Move to host memory what fsdp_config.param_offload and optimizer_offload name, and free it on the device.
+
+        No pass leaves gathered parameters or gradients, so that nothing else of the model is there then.
+        """
         if self.fsdp_config.param_offload:
             self._move_parameters(torch.device("cpu"))
         if self.fsdp_config.optimizer_offload:

@@ -31,6 +31,9 @@ from verlite.engine.micro import ModelInputs, model_inputs
 # spaces, chunked attention) carry state across the sequences of a packed row.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
+VALUE_HEADS = ("score", "classifier")
+"""What transformers calls the head of a token classification model."""
+
 _OWN_ATTENTION = "{} has an attention of its own, not transformers' common one; set model.use_remove_padding=False"
 
 
@@ -128,7 +131,7 @@ def _architecture(model: ModelConfig, kind: str) -> tuple[Any, PretrainedConfig]
 
 def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
     """Name and module of a token classification model's last layer."""
-    for name in ("score", "classifier"):
+    for name in VALUE_HEADS:
         if isinstance(head := getattr(model, name, None), nn.Linear):
             return name, head
     raise ModelError(f"{type(model).__name__} has no linear layer called score or classifier to use as a value head")

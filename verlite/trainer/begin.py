@@ -108,7 +108,7 @@ def from_anywhere(config: Config) -> Config:
     """The configuration with absolute paths: workers may live in another folder than the driver. Hub names stay as they are."""
     config = copy.deepcopy(config)
     for model in (config.actor_rollout_ref.model, config.critic.model):
-        for key in ("path", "tokenizer_path"):
+        for key in ("path", "tokenizer_path", "lora_adapter_path"):
             if (value := getattr(model, key)) and os.path.isdir(os.path.expanduser(value)):
                 setattr(model, key, os.path.abspath(os.path.expanduser(value)))
     if names_a_file(config.custom_reward_function.path or ""):

@@ -37,7 +37,8 @@ def export_checkpoint(folder: Path, target: Path, dtype: str = "float32") -> flo
         engine = TrainEngine(model, FSDPConfig(), device="cpu")
         engine.load(folder / "actor")
         engine.save_pretrained(target, load_tokenizer(model), getattr(torch, dtype))
-        exported = TrainEngine(replace(model, path=str(target), tokenizer_path=None), FSDPConfig(), device="cpu")
+        merged = replace(model, path=str(target), tokenizer_path=None, lora_rank=0, lora_adapter_path=None)
+        exported = TrainEngine(merged, FSDPConfig(), device="cpu")
         return float((_probe(engine) - _probe(exported)).abs().max())
 
 

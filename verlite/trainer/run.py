@@ -22,6 +22,7 @@ from verlite.workers.reference import ReferenceWorker
 from verlite.workers.rollout import RolloutWorker
 
 AGENT_LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
+LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 
 
 @dataclass
@@ -100,6 +101,7 @@ def critical_settings(config: Config) -> dict[str, Any]:
     model, actor, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     return {
         "actor_rollout_ref.model.path": model.path,
+        **{f"actor_rollout_ref.model.{name}": getattr(model, name) for name in LORA},
         "actor_rollout_ref.rollout.n": rollout.n,
         "actor_rollout_ref.rollout.seed": rollout.seed,
         "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,

@@ -125,7 +125,7 @@ def open_run(loaded: Loaded, begun: Begun) -> Iterator[Run]:
             display.say_plan(plan)
             actor = spawn(ActorWorker, placement, "actor", config, plan, total_steps)
             critic = spawn(CriticWorker, placement, "critic", config, plan, total_steps) if plan.needs_critic else None
-            reference = spawn(ReferenceWorker, placement, "ref", config, plan, total_steps) if plan.needs_reference else None
+            reference = spawn(ReferenceWorker, placement, "ref", config, plan, total_steps) if "ref" in plan.roles else None
             training = [role for role in (actor, critic, reference) if role is not None]
             if checkpoint or placement.kind == "cuda":
                 ready(*training)

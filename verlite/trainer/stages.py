@@ -340,7 +340,9 @@ def correct(run: Run, batch: DataProto) -> DataProto:
 
 @stage("ref")
 def reference_log_probs(run: Run, batch: DataProto) -> DataProto:
-    """Log-probs under the frozen reference: ref_log_prob. Only when a KL term uses it."""
+    """Log-probs under the frozen reference: ref_log_prob. Only when a KL term uses it. With LoRA it is the actor without its adapters."""
+    if run.plan.reference_is_actor:
+        return batch.union(run.actor.reference_log_probs(to_ranks(run, batch, "actor")))
     return batch if run.reference is None else batch.union(run.reference.log_probs(to_ranks(run, batch, "ref")))
 
 

@@ -73,6 +73,16 @@ class ActorWorker(TrainingWorker):
         out["old_log_probs"] = out.pop("log_probs")
         return DataProto.from_dict(sums, {name: ragged(values, t["response_length"]) for name, values in out.items()})
 
+    @register("split", keeps=("ref_log_prob",))
+    def reference_log_probs(self, batch: DataProto) -> DataProto:
+        """Ragged ref_log_prob of the responses under the policy without its adapters."""
+        rows = padded(batch)
+        self.engine.onload()
+        with self.engine.without_adapters():
+            out = self.engine.forward(rows, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature)
+        self.engine.offload()
+        return DataProto.from_dict({}, {"ref_log_prob": ragged(out["log_probs"], rows.batch["response_length"])})
+
     @register("split")
     def update(self, batch: DataProto) -> dict[str, float]:
         """All of the step's policy updates; returns verl's actor/ metrics, equal on every rank."""
