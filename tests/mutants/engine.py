@@ -133,7 +133,7 @@ MUTANTS = [
      f"{SHARED}_log_probs_are_those_of_one_rank"),
     ("rows that a neighbour padded less slide", "verlite/engine/ulysses.py", '"B S": (left, right)', '"B S": (0, left + right)',
      "tests/engine/test_ulysses.py::test_ranks_that_padded_their_rows_for_themselves"),
-    ("other ranks' rows come back too", FSDP, "torch.zeros(rows[\"response_mask\"].shape))[mine] for", "torch.zeros(rows[\"response_mask\"].shape)) for",
+    ("other ranks' rows come back too", FSDP, "torch.zeros(rows[\"response_mask\"].shape))[mine, :width] for", "torch.zeros(rows[\"response_mask\"].shape)) for",
      f"{SHARED}_log_probs_are_those_of_one_rank"),
     ("gradients are counted by every rank of a group", FSDP, "(loss * self.world_size).backward()",
      "(loss * self.world_size * (self.sequence_group.size() if self.sequence_group else 1)).backward()",
