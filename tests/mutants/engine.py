@@ -148,7 +148,7 @@ MUTANTS = [
     ("replicas keep gradients of their own", FSDP, 'mesh_dim_names=("replicate", "shard"))', 'mesh_dim_names=("replicate", "shard"))["shard"]',
      f"{REPLICAS}_passes_and_updates_are_those_of_one_rank"),
     ("replicas are one group of shards", FSDP, "if size in (-1, world):", "if True:", f"{REPLICAS}_passes_and_updates_are_those_of_one_rank"),
-    ("a replica's copy counts in the fingerprint", FSDP, "if replica == 0:  # of copies, one counts", "if True:",
+    ("a replica's copy counts in the fingerprint", FSDP, "if copy == 0)  # of copies, one counts", "if copy is not None)",
      f"{REPLICAS}_what_leaves_is_whole_and_counted_once"),
     # with the rollout engine
     ("the trainer forgets the temperature that sampled", MODEL, "temperature = temperature / logit_scale(self.model.config)", "temperature = 1.0",
