@@ -3,7 +3,7 @@
 import pytest
 
 from tests.models import tiny_tokenizer
-from verlite.data.prompts import PromptTooLong, build_prompt, truncate
+from verlite.data.prompts import PromptTooLong, build_prompt, build_prompts, truncate
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 TEMPLATE = (
@@ -26,6 +26,17 @@ def test_without_a_template_the_contents_are_joined_and_encoded_as_any_text() ->
     tokenizer.chat_template = None
     assert build_prompt(tokenizer, MESSAGES) == tokenizer.encode("Be brief.\n2+2?")
     assert tokenizer.decode(build_prompt(tokenizer, MESSAGES[1:])) == "2+2?"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "none"])
+def test_many_prompts_are_those_of_one_at_a_time(template: str | None) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    conversations = [MESSAGES, MESSAGES[1:], [{"role": "user", "content": "α\u2028 " * 40}], [{"role": "user", "content": ""}]]
+    options = {"think": False} if template else {}
+    alone = [build_prompt(tokenizer, messages, template_kwargs=options) for messages in conversations]
+    assert build_prompts(tokenizer, conversations, template_kwargs=options) == alone and len({len(ids) for ids in alone}) == 4
+    assert build_prompts(tokenizer, []) == []
 
 
 @pytest.mark.parametrize(

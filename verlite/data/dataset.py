@@ -10,10 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verlite.config.schema import DataConfig
-from verlite.data.prompts import PromptTooLong, build_prompt, truncate
+from verlite.data.prompts import PromptTooLong, build_prompt, build_prompts, truncate
 
 Message = dict[str, str]
 OPTIONAL_COLUMNS = ("ability", "extra_info")
+AT_ONCE = 1024
+"""Rows that are tokenised together."""
 
 
 class DataError(ValueError):
@@ -184,17 +186,28 @@ class PromptDataset:
                         raise DataError(f"{self._name(file, row)}: column {column!r} {problem}, as data_preprocess/ writes it")
 
     def _tokenize(self, tokenizer: Any, template_kwargs: Mapping[str, Any], rows: list[tuple[int, int]]) -> list[np.ndarray]:
-        messages = [table[self._key].to_pylist() for table in self._tables]
+        columns = [table[self._key].to_pylist() for table in self._tables]
         prompts = []
-        for file, row in rows:
+        for start in range(0, len(rows), AT_ONCE):
+            part = rows[start : start + AT_ONCE]
+            messages = [_without_nulls(columns[file][row]) for file, row in part]
             try:
-                ids = build_prompt(tokenizer, _without_nulls(messages[file][row]), template_kwargs=template_kwargs)
-            except Exception as error:  # a chat template raises what it likes; whatever it is, the row must be named
-                raise DataError(f"{self._name(file, row)}: the chat template failed: {type(error).__name__}: {error}") from error
-            if not ids:
-                raise DataError(f"{self._name(file, row)}: the prompt has no tokens")
-            prompts.append(np.asarray(ids, dtype=np.int32))
+                made = build_prompts(tokenizer, messages, template_kwargs=template_kwargs)
+            except Exception:  # a chat template raises what it likes; whatever it is, the row must be named
+                made = [self._alone(tokenizer, template_kwargs, place, one) for place, one in zip(part, messages, strict=True)]
+            for (file, row), ids in zip(part, made, strict=True):
+                if not ids:
+                    raise DataError(f"{self._name(file, row)}: the prompt has no tokens")
+                prompts.append(np.asarray(ids, dtype=np.int32))
         return prompts
+
+    def _alone(
+        self, tokenizer: Any, template_kwargs: Mapping[str, Any], place: tuple[int, int], messages: Sequence[Mapping[str, str]]
+    ) -> list[int]:
+        try:
+            return build_prompt(tokenizer, messages, template_kwargs=template_kwargs)
+        except Exception as error:
+            raise DataError(f"{self._name(*place)}: the chat template failed: {type(error).__name__}: {error}") from error
 
 
 def overlap_note(train: PromptDataset, validation: PromptDataset) -> str | None:

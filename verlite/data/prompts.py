@@ -37,6 +37,18 @@ def build_prompt(
     return ids if max_length is None else truncate(ids, max_length, truncation)
 
 
+def build_prompts(
+    tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, str]]], *, template_kwargs: Mapping[str, Any] | None = None
+) -> list[list[int]]:
+    """`build_prompt` of many conversations, which a fast tokenizer encodes on all cores."""
+    if not conversations:
+        return []
+    if tokenizer.chat_template is None:
+        return tokenizer(["\n".join(message["content"] for message in messages) for messages in conversations])["input_ids"]
+    options = {"add_generation_prompt": True, "return_dict": False, **(template_kwargs or {})}
+    return tokenizer.apply_chat_template([list(messages) for messages in conversations], **options)
+
+
 def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:
     """At most `max_length` of the ids: `left` keeps the end, `right` the start, `middle` both ends, `error` raises PromptTooLong.
 

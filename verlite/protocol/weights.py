@@ -55,6 +55,8 @@ def tensor_fingerprint(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     the bits: +1 in one element and -1 in another do not cancel. A change, be it one bit of one element or all of them,
     escapes with probability of about 2^-32. Costs little more than copying the tensor.
     """
+    if tensor.ndim == 2 and tensor.t().is_contiguous():
+        tensor = tensor.t()  # elements are read as they lie: their order does not count, and a copy in another one would cost more
     flat = tensor.detach().reshape(-1)
     if dtype is None or not flat.is_floating_point():
         dtype = flat.dtype
