@@ -25,22 +25,40 @@ from verlite.controller.worker import Worker
 from verlite.controller.worker_group import group, ready, spawn
 from verlite.protocol.data import DataProto, object_array
 
-CALLS = {"nothing": 6, "take": 2}
-"""In one GRPO step: export, offload, wake, load, wake and release take no batch; generate and update do."""
+CALLS = {"nothing": 6, "make": 1, "take": 1}
+"""In one GRPO step: export, offload, wake, load, wake and release take no batch; generate makes the samples, and update takes them."""
 PROMPT = 256
+KEPT = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
 
 
 class Idle(Worker):
-    """Takes calls and does nothing."""
+    """Takes calls and does nothing but what the data plane asks of a worker."""
 
     @register("all")
     def nothing(self) -> None:
         """A call without a batch."""
 
+    @register("split", keeps=KEPT)
+    def make(self, asked: DataProto) -> DataProto:
+        """Samples of the asked lengths, of which the tokens stay here; a few numbers for each row come back."""
+        lengths = asked.batch["response_length"].tolist()
+        numbers = {name: torch.zeros(len(asked)) for name in ("raw_scores", "reward_seconds")}
+        return DataProto.from_dict(
+            numbers | {"trained_tokens": asked.batch["response_length"]},
+            {
+                "prompt_ids": [np.zeros(PROMPT, np.int32) for _ in lengths],
+                "response_ids": [np.zeros(length, np.int32) for length in lengths],
+                "response_mask": [np.ones(length, np.int8) for length in lengths],
+                "rollout_log_probs": [np.zeros(length, np.float32) for length in lengths],
+                "status": ["done"] * len(asked),
+                "reward_parts": [{"acc": 1.0} for _ in lengths],
+            },
+        )
+
     @register("split")
-    def take(self, batch: DataProto) -> DataProto:
-        """A call with a batch; a number for each row comes back."""
-        return DataProto.from_dict({"number": torch.zeros(len(batch))})
+    def take(self, batch: DataProto) -> dict[str, float]:
+        """What an update does with a batch before it computes: it gets the tokens of its rows, from wherever they lie."""
+        return {"tokens": float(sum(len(ids) for ids in batch.non_tensor_batch["response_ids"]))}
 
 
 def lengths(samples: int, longest: int) -> np.ndarray:
@@ -49,15 +67,18 @@ def lengths(samples: int, longest: int) -> np.ndarray:
     return drawn.clip(1, longest).astype(np.int64)
 
 
-def step_batch(samples: int, longest: int) -> DataProto:
-    """The columns that an update takes, as the driver holds them."""
-    response = torch.arange(longest)[None] < torch.from_numpy(lengths(samples, longest))[:, None]
-    attention = torch.cat([torch.ones(samples, PROMPT, dtype=torch.bool), response], 1).long()
-    tensors = {
-        "input_ids": attention, "attention_mask": attention.clone(), "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-        "response_mask": response.long(), "rollout_log_probs": response.float(), "advantages": response.float(),
-    }  # fmt: skip
-    return DataProto.from_dict(tensors, {"uid": object_array([str(row // 8) for row in range(samples)])})
+def asked(response_lengths: np.ndarray) -> DataProto:
+    """What the driver knows before generation."""
+    count = len(response_lengths)
+    numbers = {"response_length": torch.from_numpy(response_lengths), "prompt_length": torch.full((count,), PROMPT)}
+    return DataProto.from_dict(numbers, {"uid": object_array([str(row // 8) for row in range(count)])})
+
+
+def made(idle: Idle, wanted: DataProto) -> DataProto:
+    """The driver's batch after generation, dealt out anew: rows go to other workers than those that made them."""
+    batch = wanted.union(idle.make(wanted)).with_batch(advantages=torch.zeros(len(wanted), 1))
+    workers, order = len(group(idle)), np.random.default_rng(1).permutation(len(wanted))
+    return batch.select(non_tensor_batch_keys=KEPT).with_meta(assignment=[part.tolist() for part in np.array_split(order, workers)])
 
 
 def carried(*values: object) -> int:
@@ -82,12 +103,16 @@ def measure(cluster: Cluster, workers: int, samples: int, longest: int, rounds: 
     found["start_seconds"] = seconds(start)
     handles = [member.handle for member in group(idle[0]).members]
     # Two rows for each of 64 workers, as long as w25's; and the batch of a large step.
-    small, large = step_batch(128, 128), step_batch(samples, longest)
+    small, large = asked(np.full(128, 128)), asked(lengths(samples, longest))
+    of_small, of_large = made(idle[0], small), made(idle[0], large)
+    found["driver_bytes"] = carried(large, idle[0].make(large), of_large)
     calls: dict[str, Callable[[], object]] = {
         "ray": lambda: ray.get([handle.presence.remote() for handle in handles]),
         "nothing": idle[0].nothing,
-        "take": lambda: idle[0].take(small),
-        "take_large": lambda: idle[0].take(large),
+        "make": lambda: idle[0].make(small),
+        "take": lambda: idle[0].take(of_small),
+        "make_large": lambda: idle[0].make(large),
+        "take_large": lambda: idle[0].take(of_large),
     }
     for call in calls.values():
         call()
@@ -105,7 +130,6 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    batch = step_batch(args.samples, args.longest)
     with tempfile.TemporaryDirectory() as folder, connect(folder, address="local", num_cpus=max(args.workers)) as cluster:
         found = {str(count): measure(cluster, count, args.samples, args.longest, args.rounds) for count in args.workers}
     most = found[str(max(args.workers))]
@@ -114,7 +138,7 @@ def main() -> None:
         "mean_tokens": float(lengths(args.samples, args.longest).mean()),
         "workers": found,
         "driver_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-        "driver_bytes_per_sample": carried(batch, torch.zeros(args.samples)) / args.samples,
+        "driver_bytes_per_sample": most["driver_bytes"] / args.samples,
         "calls_ms_per_step": sum(count * most[f"{name}_ms"] for name, count in CALLS.items()),
     }  # fmt: skip
     if "64" in found and (step := read().get("parts", {}).get("step_w25")):

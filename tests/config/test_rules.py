@@ -11,12 +11,12 @@ import torch
 from tensordict import TensorDict
 
 from tests.config.conftest import write_prompts
+from tests.trainer.test_batch import a_step
 from verlite.algorithms import advantages, aggregation, kl, losses
 from verlite.config import ConfigError, ineffective, keys, make_plan, names, plan, rules
 from verlite.config.plan import installed
 from verlite.config.problems import nearest
 from verlite.engine.fsdp import Counts
-from verlite.protocol.data import DataProto, object_array
 from verlite.rewards import routing
 from verlite.trainer import stages
 from verlite.workers.actor import policy_objective
@@ -462,22 +462,15 @@ def test_which_settings_an_algorithm_reads_is_found_in_functions_that_it_calls()
 @pytest.mark.parametrize("name", rules.ESTIMATORS)
 def test_the_loop_gives_each_estimator_that_is_offered_what_it_needs(material, name):
     loaded = material.load(f"algorithm.adv_estimator={name}", f"{ROLLOUT}n=2")
-    shape = (4, 3)
-    given = DataProto.from_dict(
-        {
-            "response_mask": torch.ones(shape, dtype=torch.int64),
-            "token_level_scores": torch.rand(shape),
-            "valid": torch.ones(4, dtype=torch.bool),
-            **({"values": torch.rand(shape)} if name in plan.NEEDS_VALUES else {}),
-            **({"reward_baselines": torch.rand(4)} if name in plan.NEEDS_GREEDY_BASELINE else {}),
-            **({"sum_pi_squared": torch.rand(shape)} if make_plan(loaded.config).needs_sum_pi_squared else {}),
-            **({"old_log_probs": -torch.rand(shape)} if make_plan(loaded.config).needs_old_log_probs else {}),
-        },
-        {"uid": object_array(["a", "a", "b", "b"])},
-    )
-    run = SimpleNamespace(config=loaded.config, plan=make_plan(loaded.config), metrics={})
-    batch = stages.advantages.__wrapped__(run, given)
-    assert batch.batch["advantages"].isfinite().all() and batch.batch["advantages"].any()
+    made = make_plan(loaded.config)
+    given = a_step([[5]] * 4, ["a", "a", "b", "b"], [([6, 7, 8], [1] * 3, [-0.5] * 3, "done")] * 4).with_batch(scores=torch.rand(4))
+    measured = {"values": name in plan.NEEDS_VALUES, "sum_pi_squared": made.needs_sum_pi_squared, "old_log_probs": made.needs_old_log_probs}
+    given = given.with_non_tensor(**{column: list(-torch.rand(4, 3).numpy()) for column, wanted in measured.items() if wanted})
+    if name in plan.NEEDS_GREEDY_BASELINE:
+        given = given.with_batch(reward_baselines=torch.rand(4))
+    run = SimpleNamespace(config=loaded.config, plan=made, metrics={})
+    advantages = stages.here(stages.advantages.__wrapped__(run, given), "advantages")["advantages"]
+    assert advantages.shape == (4, 3) and advantages.isfinite().all() and advantages.any()
 
 
 @pytest.mark.parametrize("name", rules.POLICY_LOSSES)

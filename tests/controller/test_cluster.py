@@ -34,10 +34,10 @@ def test_a_stale_address_is_told_at_once(tmp_path, monkeypatch):
         assert time.monotonic() - start < 10
         monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: stale)
         monkeypatch.setenv("RAY_ADDRESS", "")
-        assert cluster._find(None) is None  # what a crashed `ray start` left behind does not count
+        assert cluster.find(None) is None  # what a crashed `ray start` left behind does not count
         with pytest.raises(ConnectionError, match="RAY_ADDRESS=auto, but no cluster runs"):
             monkeypatch.setenv("RAY_ADDRESS", "auto")
-            cluster._find(None)
+            cluster.find(None)
 
 
 @pytest.mark.parametrize("reply, joined", [(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), True), (b"HTTP/1.1 400 Bad Request", False)])
@@ -47,8 +47,8 @@ def test_a_cluster_that_runs_on_this_machine_is_joined_and_other_servers_are_not
         address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: address)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        assert cluster._find("local") is None
-        assert cluster._find(None) == (address if joined else None)
+        assert cluster.find("local") is None
+        assert cluster.find(None) == (address if joined else None)
 
 
 OWNER = """

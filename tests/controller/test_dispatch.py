@@ -62,5 +62,7 @@ def test_results_that_do_not_fit_the_rows_are_refused():
 def test_only_registered_methods_can_be_called():
     assert [dispatch_of(Light, name) for name in ("seat", "add")] == ["all", "rank_zero"]
     for name in ("not_registered", "rank", "nope"):
-        with pytest.raises(AttributeError, match=f"Light.{name} cannot be called.*add, child, environment, fail, lose, seat, sleep"):
+        with pytest.raises(
+            AttributeError, match=f"Light.{name} cannot be called.*add, child, environment, fail, imported, lose, seat, sleep"
+        ):
             dispatch_of(Light, name)

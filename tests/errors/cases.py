@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 
 from tests.models import tiny_model
 from tests.trainer.runs import write_sums
+from verlite.config.critical import critical_settings
 from verlite.config.load import compose
 from verlite.trainer import checkpoints
 from verlite.trainer.begin import from_anywhere
-from verlite.trainer.run import critical_settings
 
 SUMS = """\
 defaults: [grpo, _self_]

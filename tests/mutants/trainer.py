@@ -144,7 +144,7 @@ MUTANTS = [
     ("a fixed KL weight is the checkpoint's", SETUP, 'if run.config.algorithm.kl_ctrl.type == "adaptive":', "if True:", BEGUN),
     ("the saved weights get a new version", SETUP, 'run.version = state["version"] - 1', 'run.version = state["version"]', BEGUN),
     ("another run's checkpoint counts as this one's", SETUP, "run.saved_step = run.step if checkpoint.path.parent == run.run_dir else 0", "run.saved_step = run.step", BEGUN),
-    ("changed settings pass", SETUP, "if key in saved and saved[key] != now[key]]", "if key not in saved]", BEGUN),
+    ("changed settings pass", BEGIN, "if key in saved and saved[key] != now[key]]", "if key not in saved]", BEGUN),
     ("workers look below their own folder", BEGIN, "setattr(model, key, os.path.abspath(os.path.expanduser(value)))", "pass", BEGUN),
     ("a name on the hub becomes a folder", BEGIN, "and os.path.isdir(os.path.expanduser(value)):", ":", BEGUN),
     ("two runs share a directory", BEGIN, "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n", BEGUN),

@@ -6,10 +6,10 @@ import pytest
 
 from tests.trainer.test_stages import a_run
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
-from verlite.trainer.begin import RunRefused, from_anywhere, hold
+from verlite.config.critical import critical_settings
+from verlite.trainer.begin import RunRefused, from_anywhere, hold, refuse_changed_settings
 from verlite.trainer.checkpoints import Checkpoint
-from verlite.trainer.run import critical_settings
-from verlite.trainer.setup import refuse_changed_settings, restore
+from verlite.trainer.setup import restore
 
 STATE = {"step": 6, "version": 9, "kl_controller": {"value": 0.25}}
 

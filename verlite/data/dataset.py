@@ -75,19 +75,62 @@ class DatasetReport:
         return "; ".join(words) + f"; longest prompt {self.longest} tokens, limit {self.limit}"
 
 
+class RowFiles:
+    """The rows of one split's files, read and checked; no prompt is built yet, so that neither tokenizer nor torch is needed.
+
+    Raises DataError for a file that is missing, unreadable or empty, a missing column, or a row that is not as `data_preprocess`
+    writes it.
+    """
+
+    def __init__(self, files: str | Sequence[str], config: DataConfig, split: str) -> None:
+        self.paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
+        if not self.paths:
+            raise DataError(f"data.{split}_files is empty: name at least one parquet file")
+        self.source_key = config.reward_fn_key
+        self.tables = [_read(path, [config.prompt_key, self.source_key, "reward_model"]) for path in self.paths]
+        checks = {config.prompt_key: _messages_problem, self.source_key: _source_problem, "reward_model": _reward_model_problem}
+        for file, table in enumerate(self.tables):
+            for column, problem_of in checks.items():
+                for row, value in enumerate(table[column].to_pylist()):
+                    problem = problem_of(value)
+                    if problem:
+                        raise DataError(f"{self.name(file, row)}: column {column!r} {problem}, as data_preprocess/ writes it")
+
+    def name(self, file: int, row: int) -> str:
+        """File and row, for messages."""
+        return f"{self.paths[file]} row {row}"
+
+    def data_sources(self) -> list[str]:
+        """The names of all data sources in the files, sorted."""
+        return sorted({source for table in self.tables for source in table[self.source_key].unique().to_pylist()})
+
+    def answers(self, count: int) -> list["Answer"]:
+        """What the first rows say of their answers, at most `count` of them."""
+        rows = [row for table in self.tables for row in table.slice(0, count).to_pylist()][:count]
+        return [Answer(row[self.source_key], row["reward_model"]["ground_truth"], row.get("extra_info") or {}) for row in rows]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a row says of its answer."""
+
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
 class PromptDataset:
     """The prompts of one split. Every row is checked, tokenised and measured when the dataset is made.
 
     Token ids are kept as one flat int32 array, so that a row's prompt is the very prompt that was measured.
     `split` is train or val: which of data.train_max_samples and data.val_max_samples applies.
 
-    Raises DataError for a file that is missing, unreadable or empty, a missing column, a row that is not as
-    `data_preprocess` writes it, a prompt that is too long under data.truncation=error, or no row left.
+    Raises DataError as RowFiles does, and for a prompt that is too long under data.truncation=error, or no row left.
     """
 
     def __init__(
         self,
-        files: str | Sequence[str],
+        files: str | Sequence[str] | RowFiles,
         tokenizer: Any,
         config: DataConfig,
         split: str,
@@ -95,12 +138,8 @@ class PromptDataset:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """longest: the key that limits prompts, and its value; None: data.max_prompt_length. tools: JSON schemas for the chat template."""
-        self._paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
-        if not self._paths:
-            raise DataError(f"data.{split}_files is empty: name at least one parquet file")
-        self._key, self._source_key = config.prompt_key, config.reward_fn_key
-        self._tables = [_read(path, [self._key, self._source_key, "reward_model"]) for path in self._paths]
-        self._check_rows()
+        self._files = files if isinstance(files, RowFiles) else RowFiles(files, config, split)
+        self._key, self._tables, self._name = config.prompt_key, self._files.tables, self._files.name
 
         every_row = [(file, row) for file, table in enumerate(self._tables) for row in range(table.num_rows)]
         rows = _choose(every_row, config, split)
@@ -131,7 +170,7 @@ class PromptDataset:
         self._starts = np.cumsum([0] + [len(prompt) for prompt in prompts])
         self._report = DatasetReport(
             split=split,
-            files=[str(path) for path in self._paths],
+            files=[str(path) for path in self._files.paths],
             rows=len(every_row),
             kept=len(rows),
             dropped=len(lengths) - len(rows),
@@ -151,7 +190,7 @@ class PromptDataset:
             index=i,
             prompt_ids=self.prompt_ids(i).tolist(),
             messages=_without_nulls(values[self._key]),
-            data_source=values[self._source_key],
+            data_source=values[self._files.source_key],
             ground_truth=values["reward_model"]["ground_truth"],
             ability=values.get("ability"),
             extra_info=values.get("extra_info") or {},
@@ -167,23 +206,11 @@ class PromptDataset:
 
     def data_sources(self) -> list[str]:
         """The names of all data sources in the files, sorted."""
-        return sorted({source for table in self._tables for source in table[self._source_key].unique().to_pylist()})
+        return self._files.data_sources()
 
     def report(self) -> DatasetReport:
         """Rows kept, dropped, cut, and the longest prompt."""
         return self._report
-
-    def _name(self, file: int, row: int) -> str:
-        return f"{self._paths[file]} row {row}"
-
-    def _check_rows(self) -> None:
-        checks = {self._key: _messages_problem, self._source_key: _source_problem, "reward_model": _reward_model_problem}
-        for file, table in enumerate(self._tables):
-            for column, problem_of in checks.items():
-                for row, value in enumerate(table[column].to_pylist()):
-                    problem = problem_of(value)
-                    if problem:
-                        raise DataError(f"{self._name(file, row)}: column {column!r} {problem}, as data_preprocess/ writes it")
 
     def _tokenize(self, tokenizer: Any, template_kwargs: Mapping[str, Any], rows: list[tuple[int, int]]) -> list[np.ndarray]:
         columns = [table[self._key].to_pylist() for table in self._tables]

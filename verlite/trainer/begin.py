@@ -9,18 +9,22 @@ import fcntl
 import importlib
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from verlite.config.critical import critical_settings
 from verlite.config.names import names_a_file
 from verlite.config.plan import Plan, make_plan
 from verlite.config.schema import Config
 from verlite.controller.cluster import Cluster, connect, find
 from verlite.controller.hosts import warm
 from verlite.controller.placement import Placement, reserve
+from verlite.data.dataset import RowFiles
+from verlite.rewards.scorer import Scorer
+from verlite.trainer import checkpoints
 
 NEEDED = "verlite.trainer.setup"
 """The driver's heavy imports."""
@@ -40,27 +44,40 @@ class AlreadyComplete(Exception):
 
 @dataclass(frozen=True)
 class Begun:
-    """config: as all processes read it. placement: of a local cluster, whose workers' processes are starting; None for a joined one."""
+    """config: as all processes read it. train, val: rows, checked. checkpoint: to resume. warnings: for the person who started this.
+    placement: of a local cluster, whose workers' processes are starting; None for a joined one."""
 
     config: Config
+    train: RowFiles
+    val: RowFiles | None
+    checkpoint: checkpoints.Checkpoint | None
+    warnings: list[str]
     placement: Placement | None
 
 
 @contextmanager
 def begin(config: Config) -> Iterator[Begun]:
-    """Hold the run directory; start Ray and the workers' processes, unless that is a cluster's, which others may wait for.
-
-    A cluster of others is left alone until files and data are known to be right.
+    """Hold the run directory, and look at what can be looked at without torch: checkpoint, rows, reward function. Then start Ray and the
+    workers' processes, unless that is a cluster's, which others may wait for: it is left alone until prompts are known to be right too.
 
     Raises:
         RunRefused: the directory cannot be written, or another run holds it.
+        CheckpointError, DataError, FunctionError, UnknownDataSource: before Ray is started.
         NoCluster, ResourcesMissing: as `connect` and `reserve`.
     """
     config = from_anywhere(config)
+    trainer, data, warnings = config.trainer, config.data, list[str]()
+    run_dir = Path(trainer.default_local_dir)
     with ExitStack() as stack:
-        stack.enter_context(hold(Path(config.trainer.default_local_dir)))
+        stack.enter_context(hold(run_dir))
+        checkpoint = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warnings.append)
+        refuse_changed_settings(config, checkpoint.state().get("critical", {}) if checkpoint else {})
+        train = RowFiles(data.train_files, data, "train")
+        val = RowFiles(data.val_files, data, "val") if data.val_files else None
+        look_at_rewards(config, train, val, warnings.append)
+        begun = Begun(config, train, val, checkpoint, warnings, None)
         if find(config.ray_kwargs.ray_init.address) is not None:
-            yield Begun(config, None)
+            yield begun
             return
         # Ray itself starts in the main thread: its processes end with the thread that started them.
         imports = threading.Thread(target=_import_quietly, name="imports")
@@ -72,12 +89,36 @@ def begin(config: Config) -> Iterator[Begun]:
             more = [f"verlite.rollout.start_{plan.rollout_name}"] if role == "rollout" else []
             warm(placement, role, WORKERS[role], *more)
         imports.join()
-        yield Begun(config, placement)
+        yield replace(begun, placement=placement)
+
+
+def look_at_rewards(config: Config, train: RowFiles, val: RowFiles | None, warn: Callable[[str], None]) -> None:
+    """Load what will score the data, and try it on answers that are right. Raises FunctionError, UnknownDataSource."""
+    with closing(Scorer(config.custom_reward_function, config.reward)) as scorer:  # the workers that generate have their own
+        scorer.check_signature(train.data_sources() + (val.data_sources() if val else []))
+        if config.reward.check_ground_truth and (told := scorer.self_check(train.answers(8)).warning()):
+            warn(told)
 
 
 def _import_quietly() -> None:
     with suppress(Exception):  # who needs it imports it again, and is told
         importlib.import_module(NEEDED)
+
+
+def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
+    """Refuse to resume with settings that would give other numbers.
+
+    Raises:
+        RunRefused: lists every setting that differs.
+    """
+    now = critical_settings(config)
+    changed = [f"  {key}: {saved[key]!r} in the checkpoint, {now[key]!r} now" for key in now if key in saved and saved[key] != now[key]]
+    if changed:
+        raise RunRefused(
+            "these settings differ from the checkpoint's:\n"
+            + "\n".join(changed)
+            + "\nSet them back, or start afresh with trainer.resume_mode=disable or another trainer.experiment_name."
+        )
 
 
 def joined(config: Config, plan: Plan, address: str | None) -> Cluster:

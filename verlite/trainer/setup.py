@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,12 +26,11 @@ from verlite.engine.model import ModelError, load_config, load_tokenizer
 from verlite.envs.chat import TemplateError
 from verlite.envs.step import Step, ToolError
 from verlite.envs.world import World, build_world, checked, encoder
-from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
 from verlite.trainer.begin import AlreadyComplete, Begun, RunRefused, held, joined
 from verlite.trainer.display import Display
 from verlite.trainer.finish import save
-from verlite.trainer.run import Run, critical_settings
+from verlite.trainer.run import Run
 from verlite.trainer.tracking import MetricsFile, Tracking, read_lines, replace_file
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
@@ -40,22 +39,6 @@ from verlite.workers.rollout import RolloutWorker
 
 STEP_FILE = "training_step.txt"
 """In huggingface/: of which step the policy is."""
-
-
-def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
-    """Refuse to resume with settings that would give other numbers.
-
-    Raises:
-        RunRefused: lists every setting that differs.
-    """
-    now = critical_settings(config)
-    changed = [f"  {key}: {saved[key]!r} in the checkpoint, {now[key]!r} now" for key in now if key in saved and saved[key] != now[key]]
-    if changed:
-        raise RunRefused(
-            "these settings differ from the checkpoint's:\n"
-            + "\n".join(changed)
-            + "\nSet them back, or start afresh with trainer.resume_mode=disable or another trainer.experiment_name."
-        )
 
 
 def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -73,25 +56,22 @@ def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def open_run(loaded: Loaded, begun: Begun) -> Iterator[Run]:
-    """Build everything in the order that fails earliest and cheapest: files, data, rewards, then a cluster of others, then workers.
+    """Build everything in the order that fails earliest and cheapest: tokenizer, prompts, then a cluster of others, then workers.
 
     Raises:
         RunRefused, CheckpointError, and the data and reward rooms' own errors before any worker is built.
     """
-    config, placement = begun.config, begun.placement
+    config, placement, checkpoint, warnings = begun.config, begun.placement, begun.checkpoint, begun.warnings
     trainer, policy = config.trainer, config.actor_rollout_ref
     run_dir = Path(trainer.default_local_dir)
     with ExitStack() as stack:
-        warnings: list[str] = []
-        checkpoint = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warnings.append)
         state = checkpoint.state() if checkpoint else {"step": 0}
-        refuse_changed_settings(config, state.get("critical", {}))
         functions_of(config)
         tokenizer = tokenizer_of(policy.model)
         world = world_of(config, tokenizer, warnings.append)
         limits = longest_prompt(config), world.tools if world else ()
-        train_data = PromptDataset(config.data.train_files, tokenizer, config.data, "train", *limits)
-        val_data = PromptDataset(config.data.val_files, tokenizer, config.data, "val", *limits) if config.data.val_files else None
+        train_data = PromptDataset(begun.train, tokenizer, config.data, "train", *limits)
+        val_data = PromptDataset(begun.val, tokenizer, config.data, "val", *limits) if begun.val else None
         drawn_by, prompts = prompts_drawn(config)
         sampler = PromptSampler(len(train_data), prompts, config.data.seed, config.data.shuffle, drawn_by)
         if checkpoint:
@@ -105,15 +85,11 @@ def open_run(loaded: Loaded, begun: Begun) -> Iterator[Run]:
         display = Display(total_steps, state["step"])
         stack.callback(display.close)
         overlap = overlap_note(train_data, val_data) if val_data else None
-        for line in (train_data.report(), val_data and val_data.report(), overlap, *warnings):
+        for line in (train_data.report(), val_data and val_data.report(), overlap):
             if line:
                 display.say(str(line))
-        with closing(Scorer(config.custom_reward_function, config.reward)) as scorer:  # the workers that generate have their own
-            scorer.check_signature(train_data.data_sources() + (val_data.data_sources() if val_data else []))
-            if config.reward.check_ground_truth:
-                checked = scorer.self_check([train_data.row(i) for i in range(min(len(train_data), 8))])
-                if told := checked.warning():
-                    display.warn(told)
+        for text in warnings:
+            display.warn(text)
         replace_file(run_dir / "config.yaml", dump(loaded))
 
         with display.phase("starting workers"):
