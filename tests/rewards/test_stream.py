@@ -75,6 +75,9 @@ def test_a_scorer_that_fails_is_heard_of():
     scorer.may.release(9)
     with Stream(scorer, 30.0) as stream:
         stream.add("a", item("broken"))
+        until(stream._scored.done)
+        with pytest.raises(FunctionError, match="cannot be loaded"):
+            stream.add("b", item("1"))
         with pytest.raises(FunctionError, match="cannot be loaded"):
             stream.results()
 

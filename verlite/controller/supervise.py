@@ -160,12 +160,12 @@ class Cause:
 
     @property
     def consequence(self) -> bool:
-        """Whether this is how a rank fails when another one has: its collective lost a peer."""
+        """Whether this is how a rank fails when another one has: its collective lost a peer, or the owner of its rows' columns died."""
         if self.type_name is None:
             return False
         lost_peer = r"onnection (closed|reset|refused|was closed)|broken pipe|socket|gloo|nccl|peer|TCPStore|timed? ?out"
         return (
-            self.type_name == "WorkerNotBuilt"
+            self.type_name in ("WorkerNotBuilt", "OwnerDiedError", "ObjectLostError")
             or self.type_name.startswith("Dist")
             or (self.type_name == "RuntimeError" and re.search(lost_peer, self.message, re.IGNORECASE) is not None)
         )
@@ -207,6 +207,8 @@ class Supervisor:
         while all(cause.consequence for cause in causes) and self.outstanding and time.monotonic() < deadline:
             causes += self._take(SLICE_S)
         causes += self._take(0.0)
+        if all(cause.consequence for cause in causes):
+            causes += self._dead()
         causes.sort(key=lambda cause: cause.order)
         self.failure = error = self._report(causes)
         try:
@@ -240,6 +242,19 @@ class Supervisor:
             else:
                 future.values[member.rank] = value
         self.outstanding = [future for future in self.outstanding if future.pending]
+        return causes
+
+    def _dead(self) -> list[Cause]:
+        """Workers that died between two calls, which nobody was waiting for."""
+        import ray
+
+        asked = {member.handle.presence.remote(): member for member in self.members}
+        causes = []
+        for ref in _wait(list(asked), len(asked), LOOK_AROUND_S)[0] if asked else ():
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as error:
+                causes.append(_died(asked[ref], "no call", error))
         return causes
 
     def _report(self, causes: list[Cause]) -> WorkerError:

@@ -45,7 +45,7 @@ def build_prompts(
         return []
     if tokenizer.chat_template is None:
         return tokenizer(["\n".join(message["content"] for message in messages) for messages in conversations])["input_ids"]
-    options = {"add_generation_prompt": True, "return_dict": False, **(template_kwargs or {})}
+    options = {"add_generation_prompt": True, "return_dict": False} | dict(template_kwargs or {})
     return tokenizer.apply_chat_template([list(messages) for messages in conversations], **options)
 
 

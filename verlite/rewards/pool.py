@@ -35,8 +35,16 @@ class Pool:
     more, alone.
     """
 
-    def __init__(self, target: str, argument_names: Sequence[str], call_limit_s: float, size: int | None = None, share: int = 1) -> None:
-        self.target, self.argument_names, self.call_limit_s = target, list(argument_names), call_limit_s
+    def __init__(
+        self,
+        target: str,
+        argument_names: Sequence[str],
+        call_limit_s: float,
+        size: int | None = None,
+        share: int = 1,
+        folder: str | None = None,
+    ) -> None:
+        self.target, self.argument_names, self.call_limit_s, self.folder = target, list(argument_names), call_limit_s, folder
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.size = size or min(max(1, cores // share), MAX_PROCESSES)
         self._children: list[_Child] = []
@@ -143,6 +151,7 @@ class Pool:
             [sys.executable, "-P", "-c", start, *arguments, path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            cwd=self.folder,
             env={**os.environ, "OMP_NUM_THREADS": "1"},  # several processes share the cores
             start_new_session=True,  # Ctrl-C is the trainer's to handle; and the group is killed as a whole
         )

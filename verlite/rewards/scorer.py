@@ -52,12 +52,13 @@ class Scorer:
 
     With custom_reward_function.path every item goes to that function, else to the scorer in `routing` that belongs to its
     data source; reward_kwargs are added to the arguments of either. User code and math-verify run in processes of their own, as many
-    as a `share`-th of the machine's cores.
+    as a `share`-th of the machine's cores, with `folder` as their working directory where there is such a one.
     """
 
-    def __init__(self, custom: CustomRewardConfig, reward: RewardConfig, share: int = 1) -> None:
+    def __init__(self, custom: CustomRewardConfig, reward: RewardConfig, share: int = 1, folder: str | None = None) -> None:
         self._custom = f"{_place(custom.path)}:{custom.name}" if custom.path else None
         self._kwargs, self._reward, self._share = dict(custom.reward_kwargs), reward, share
+        self._folder = folder if folder and Path(folder).is_dir() else None
         self._names = list({**RewardItem("", "", None).arguments(), **self._kwargs})
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pools: dict[str, Pool] = {}
@@ -159,7 +160,7 @@ class Scorer:
     def _pool(self, target: str) -> Pool:
         if target not in self._pools:
             limit = self._reward.item_timeout_s if target == self._custom else min(self._reward.item_timeout_s, BUILT_IN_LIMIT_S)
-            self._pools[target] = Pool(target, self._names, limit, share=self._share)
+            self._pools[target] = Pool(target, self._names, limit, share=self._share, folder=self._folder)
         return self._pools[target]
 
 

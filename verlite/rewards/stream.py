@@ -29,7 +29,9 @@ class Stream:
         self._thread.shutdown(wait=False)
 
     def add(self, key: Any, item: RewardItem) -> None:
-        """Score this item, beside whatever the caller does next."""
+        """Score this item, beside whatever the caller does next. Raises what scoring has raised: nothing will be scored any more."""
+        if self._scored.done():
+            self._scored.result()
         self._queue.put((key, item))
 
     def results(self) -> dict[Any, RewardResult]:

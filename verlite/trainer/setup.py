@@ -110,7 +110,7 @@ def open_run(loaded: Loaded, begun: Begun) -> Iterator[Run]:
                 if critic is not None:
                     critic.load(str(checkpoint.path / "critic"))
             # Last: vLLM takes its share of what is free when it starts, after the others have loaded and offloaded.
-            rollout = spawn(RolloutWorker, placement, "rollout", config, plan)
+            rollout = spawn(RolloutWorker, placement, "rollout", config, plan, os.getcwd())
             ready(*training, rollout)
         if checkpoint:
             finish_metrics(run_dir, state)

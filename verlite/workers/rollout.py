@@ -37,9 +37,9 @@ class Told:
 
 
 class RolloutWorker(Worker):
-    """One generation engine, and the world that its samples act in."""
+    """One generation engine, the world that its samples act in, and what scores them. folder: in which reward functions run."""
 
-    def __init__(self, config: Config, plan: Plan):
+    def __init__(self, config: Config, plan: Plan, folder: str | None = None):
         policy = config.actor_rollout_ref
         self.config, self.plan = config, plan
         self.world = World()
@@ -48,7 +48,9 @@ class RolloutWorker(Worker):
             template = config.data.apply_chat_template_kwargs
             self.encode = encoder(self.world, tokenizer, template)
             checked(self.world)  # tools that the driver's machine reaches need not be in reach of this one
-        self.scorer = Scorer(config.custom_reward_function, config.reward, share=self._seat.devices_on_node)
+        engines_here = max(1, self._seat.devices_on_node // self._seat.devices)
+        self.scorer = Scorer(config.custom_reward_function, config.reward, share=engines_here, folder=folder)
+        self.scorer.check_signature()  # the driver has looked at it too, but this may be another machine
         self.engine = build_engine(plan.rollout_name, policy.model, policy.rollout, plan.max_model_len, self.device, policy.rollout.seed)
 
     @register("split", keeps=("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "text", "transcript"))
