@@ -13,9 +13,8 @@ RESULTS = Path(__file__).resolve().parent / "results.json"
 
 def keep(part: str, measured: dict[str, Any]) -> None:
     """Put one part's results into the file, and renew the keys taken from it."""
-    results = read()
-    results.setdefault("parts", {})[part] = {"date": time.strftime("%Y-%m-%d"), **measured}
-    results["summary"] = summary(results["parts"])
+    parts = read().get("parts", {}) | {part: {"date": time.strftime("%Y-%m-%d"), **measured}}
+    results = {**summary(parts), "parts": parts}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

@@ -6,12 +6,14 @@ import threading
 import time
 
 import pytest
+import torch
 
 from tests.controller.conftest import alive, within
 from tests.controller.workers import Echo, Light
 from verlite.controller.placement import reserve
 from verlite.controller.supervise import StuckError, WorkerError
 from verlite.controller.worker_group import group, ready, spawn, submit
+from verlite.protocol.data import DataProto
 
 
 @pytest.fixture
@@ -65,6 +67,18 @@ def test_a_failure_that_looks_like_a_consequence_waits_for_its_cause(light):
     with pytest.raises(WorkerError, match="light rank 1 failed in lose .killed by SIGKILL") as caught:
         light.lose(1)
     caught.match("then light rank 0 in lose: RuntimeError: .*closed by peer")
+
+
+def test_a_death_between_calls_is_named_when_its_columns_are_missed(fresh):
+    """Who wants them only sees that their owner is gone."""
+    placement = reserve(fresh, {"maker": [0], "reader": [1]}, devices_per_node=2)
+    maker, reader = spawn(Echo, placement, "maker"), spawn(Echo, placement, "reader")
+    spoken = maker.speak(DataProto.from_dict({"x": torch.tensor([[200_000, 0]])}))
+    ready(reader)
+    os.kill(group(maker).pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="maker rank 0 failed in no call .killed by SIGKILL") as caught:
+        reader.listen_to(spoken)
+    caught.match("then reader rank 0 in listen_to: OwnerDiedError")
 
 
 def test_construction_that_fails_is_the_failure_of_the_next_call(fresh):
