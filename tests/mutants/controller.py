@@ -10,7 +10,13 @@ JOINED, ORPHANS, ALONE = "tests/controller/test_joined.py::", "tests/controller/
 COLUMNS, KEPT = "verlite/controller/columns.py", CALLS + "test_kept_columns_stay_with_their_maker_and_follow_their_rows"
 
 MUTANTS = [
-    ("nobody is asked who died", SUPERVISE, "            causes += self._dead()\n", "            pass\n", FAILURES + "test_a_death_between_calls_is_named_when_its_columns_are_missed"),
+    (
+        "nobody is asked who died",
+        SUPERVISE,
+        "            causes += self._dead()\n",
+        "            pass\n",
+        FAILURES + "test_a_death_between_calls_is_named_when_its_columns_are_missed",
+    ),
     ("references mix rows up", COLUMNS, "stored[ref.chunk][ref.name][ref.row]", "stored[ref.chunk][ref.name][0]", KEPT),
     ("references mix columns up", COLUMNS, "Ref(chunk, name, row) for row", 'Ref(chunk, "text", row) for row', KEPT),
     ("a call's rows are one chunk", COLUMNS, "if row > start and held + size > CHUNK_BYTES:", "if False:", KEPT),

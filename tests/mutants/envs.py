@@ -3,6 +3,7 @@
 SEARCH, CHAT, STEP, CALCULATOR, WORLD, CLIENT = (
     f"verlite/envs/{name}.py" for name in ("search", "chat", "step", "calculator", "world", "retriever")
 )  # fmt: skip
+BEGIN = "verlite/trainer/begin.py"
 LOOP, WORKER, AGENT, STAGES, SAMPLES, SETUP = (
     "verlite/rollout/trajectory.py", "verlite/workers/rollout.py", "verlite/trainer/agent.py", "verlite/trainer/stages.py",
     "verlite/trainer/samples.py", "verlite/trainer/setup.py",
@@ -190,5 +191,5 @@ MUTANTS = [
     ("the worst are the best", SAMPLES, 'sample["score"] or 0.0))[:count]', 'sample["score"] or 0.0), reverse=True)[:count]', SHOWN + "the_worst_come_first_and_failures_before_all"),
     ("the oldest step is shown", SAMPLES, "step = steps[-1]", "step = steps[0]", SHOWN + "the_newest_step_is_shown"),
     ("failed samples look trained", SAMPLES, 'style=STYLES["trained" if trained else "not trained"]', 'style=STYLES["trained"]', SHOWN + "colours_tell_what_was_trained"),
-    ("a run starts although its retriever is down", SETUP, "        if note := checked(world):\n            warn(note)\n", "", "tests/trainer/test_agent_runs.py::test_without_a_retriever_no_run_starts"),
+    ("a run starts although its retriever is down", BEGIN, "        if note := checked(build_world(config)):\n            warn(note)\n", "        build_world(config)\n", "tests/trainer/test_agent_runs.py::test_without_a_retriever_no_run_starts"),
 ]  # fmt: skip

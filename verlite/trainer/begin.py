@@ -17,12 +17,14 @@ from typing import Any, TextIO
 
 from verlite.config.critical import critical_settings
 from verlite.config.names import names_a_file
-from verlite.config.plan import Plan, make_plan
+from verlite.config.plan import Plan, make_plan, max_turns
 from verlite.config.schema import Config
 from verlite.controller.cluster import Cluster, connect, find
 from verlite.controller.hosts import warm
 from verlite.controller.placement import Placement, reserve
 from verlite.data.dataset import RowFiles
+from verlite.envs.step import ToolError
+from verlite.envs.world import build_world, checked
 from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
 
@@ -57,8 +59,8 @@ class Begun:
 
 @contextmanager
 def begin(config: Config) -> Iterator[Begun]:
-    """Hold the run directory, and look at what can be looked at without torch: checkpoint, rows, reward function. Then start Ray and the
-    workers' processes, unless that is a cluster's, which others may wait for: it is left alone until prompts are known to be right too.
+    """Hold the run directory, and look at what can be looked at without torch: checkpoint, rows, reward function, tools. Then start
+    Ray and the workers' processes, unless Ray is a cluster's, which others may wait for: that is left alone until prompts are right too.
 
     Raises:
         RunRefused: the directory cannot be written, or another run holds it.
@@ -75,6 +77,7 @@ def begin(config: Config) -> Iterator[Begun]:
         train = RowFiles(data.train_files, data, "train")
         val = RowFiles(data.val_files, data, "val") if data.val_files else None
         look_at_rewards(config, train, val, warnings.append)
+        look_at_tools(config, warnings.append)
         begun = Begun(config, train, val, checkpoint, warnings, None)
         if find(config.ray_kwargs.ray_init.address) is not None:
             yield begun
@@ -119,6 +122,17 @@ def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
             + "\n".join(changed)
             + "\nSet them back, or start afresh with trainer.resume_mode=disable or another trainer.experiment_name."
         )
+
+
+def look_at_tools(config: Config, warn: Callable[[str], None]) -> None:
+    """Ask the tools of an agent's world whether they answer. Raises RunRefused when they do not, or there is no such world."""
+    if not max_turns(config):
+        return
+    try:
+        if note := checked(build_world(config)):
+            warn(note)
+    except (ToolError, ValueError) as error:
+        raise RunRefused(str(error)) from error
 
 
 def joined(config: Config, plan: Plan, address: str | None) -> Cluster:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,8 +24,8 @@ from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.sampler import PromptSampler
 from verlite.engine.model import ModelError, load_config, load_tokenizer
 from verlite.envs.chat import TemplateError
-from verlite.envs.step import Step, ToolError
-from verlite.envs.world import World, build_world, checked, encoder
+from verlite.envs.step import Step
+from verlite.envs.world import World, build_world, encoder
 from verlite.trainer import checkpoints
 from verlite.trainer.begin import AlreadyComplete, Begun, RunRefused, held, joined
 from verlite.trainer.display import Display
@@ -68,7 +68,7 @@ def open_run(loaded: Loaded, begun: Begun) -> Iterator[Run]:
         state = checkpoint.state() if checkpoint else {"step": 0}
         functions_of(config)
         tokenizer = tokenizer_of(policy.model)
-        world = world_of(config, tokenizer, warnings.append)
+        world = world_of(config, tokenizer)
         limits = longest_prompt(config), world.tools if world else ()
         train_data = PromptDataset(begun.train, tokenizer, config.data, "train", *limits)
         val_data = PromptDataset(begun.val, tokenizer, config.data, "val", *limits) if begun.val else None
@@ -144,11 +144,11 @@ def functions_of(config: Config) -> None:
         raise RunRefused(str(error)) from error
 
 
-def world_of(config: Config, tokenizer: PreTrainedTokenizerBase, warn: Callable[[str], None]) -> World | None:
-    """The world that an agent's samples act in, whose tools answer; None for single turns. What they can live with is a warning.
+def world_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> World | None:
+    """The world that an agent's samples act in; None for single turns.
 
     Raises:
-        RunRefused: there is no such world, its tools do not answer, or the chat template cannot carry them or has no room for them.
+        RunRefused: there is no such world, or the chat template cannot carry its tools or has no room for them.
     """
     if not max_turns(config):
         return None
@@ -158,9 +158,7 @@ def world_of(config: Config, tokenizer: PreTrainedTokenizerBase, warn: Callable[
         encode = encoder(world, tokenizer, template)
         before, after = world.around
         encode(Step("gizmo " * limit, before, after), [], limit)  # has room
-        if note := checked(world):
-            warn(note)
-    except (ToolError, TemplateError, ValueError) as error:
+    except (TemplateError, ValueError) as error:
         raise RunRefused(str(error)) from error
     return world
 
