@@ -44,6 +44,7 @@ def overrides(name: str, steps: int, folder: Path, engine: str) -> list[str]:
         "actor_rollout_ref.actor.optim.lr=1e-5",
         f"actor_rollout_ref.rollout.name={engine}",
         f"actor_rollout_ref.rollout.n={workload.samples}",
+        f"actor_rollout_ref.rollout.max_num_seqs={workload.prompts * workload.samples}",  # all at once, as TRL does
         f"custom_reward_function.path={HERE / 'workload.py'}",
         "reward.check_ground_truth=false",
         "trainer.n_gpus_per_node=1",

@@ -97,14 +97,17 @@ def _sync(found: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+CALLS = ("ray", "nothing", "make", "take", "make_large", "take_large")
+
+
 def _controller(found: dict[str, Any]) -> str:
     rows = [
-        (workers, f"{one['start_seconds']:.1f} s", *(f"{one[f'{call}_ms']:.1f} ms" for call in ("ray", "nothing", "take", "take_large")))
+        (workers, f"{one['start_seconds']:.1f} s", *(f"{one[f'{call}_ms']:.1f} ms" for call in CALLS))
         for workers, one in found["workers"].items()
     ]
     head = (
-        "workers", "start", "plain Ray call", "a call without a batch", "a call with 128 rows of 128 tokens",
-        f"with {found['samples']} rows of up to {found['longest']}",
+        "workers", "start", "plain Ray call", "a call without a batch", "128 samples of 128 tokens made", "taken elsewhere",
+        f"{found['samples']} of up to {found['longest']} made", "taken elsewhere",
     )  # fmt: skip
     share = (
         f", {found['dispatch_overhead_64']:.2%} of w25's step of {found['step_seconds']:.1f} s" if "dispatch_overhead_64" in found else ""
