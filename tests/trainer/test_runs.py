@@ -270,12 +270,18 @@ def test_too_many_failed_rewards_stop_the_run_with_the_first_traceback(tmp_path,
 
 
 def test_a_refused_run_leaves_nothing_of_what_it_had_begun(tmp_path, base):
-    """Ray and the workers' processes start while the driver is still reading its files."""
+    """Ray and the workers' processes start while the driver is still reading its prompts."""
+    run = launch(tmp_path, "refused", base, "data.max_prompt_length=1")
+    assert run.wait() == 2, run.text()
+    assert "data.max_prompt_length" in run.text() and (tmp_path / "refused" / "logs").exists()
+    run.assert_nothing_left()
+
+
+def test_what_can_be_seen_without_torch_is_refused_before_ray_starts(tmp_path, base):
     (tmp_path / "bad.py").write_text("1 / 0\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")
     run = launch(tmp_path, "refused", base, f"custom_reward_function.path={tmp_path / 'bad.py'}")
     assert run.wait() == 2, run.text()
-    assert "ZeroDivisionError" in run.text()
-    assert (tmp_path / "refused" / "logs").exists()
+    assert "ZeroDivisionError" in run.text() and not (tmp_path / "refused" / "logs").exists()
     run.assert_nothing_left()
 
 
