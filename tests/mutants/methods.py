@@ -18,6 +18,7 @@ TRUNCATED = STAGE + "truncated_responses_count_in_the_baseline_and_nowhere_else"
 CHOSEN = STAGE + "tokens_of_high_covariance_are_chosen_over_the_whole_step"
 BYPASS = STAGE + "in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_still_measures"
 OWN_IDS = STAGE + "the_prompts_of_a_step_have_ids_and_seeds_of_their_own_over_generations"
+SCORER = "tests/rewards/test_scorer.py::test_"
 OBJECTIVE = "tests/workers/test_objectives.py::test_"
 WRONG = "tests/config/test_rules.py::test_wrong_lines"
 ASKED = "tests/config/test_plan.py::test_old_log_probs_are_computed_where_somebody_asks"
@@ -25,6 +26,23 @@ RECIPE = "tests/recipes/test_methods.py::test_a_recipe_is_its_method"
 CONTRACT = "tests/rewards/test_contract.py::test_what_is_wrong_is_said_once"
 
 MUTANTS = [
+    # rewards beside generation
+    ("reward functions run in the worker's folder", "verlite/rewards/scorer.py", "folder=self._folder)", "folder=None)",
+     SCORER + "functions_run_in_the_folder_that_is_named_where_there_is_such_a_one"),
+    ("a folder of another machine ends reward functions", "verlite/rewards/scorer.py", "folder if folder and Path(folder).is_dir() else None", "folder",
+     SCORER + "functions_run_in_the_folder_that_is_named_where_there_is_such_a_one"),
+    ("every engine takes all cores for rewards", "verlite/rewards/scorer.py", "share=self._share, ", "",
+     SCORER + "engines_of_one_machine_share_its_cores"),
+    ("arrays in object columns weigh nothing", "verlite/protocol/data.py", " + sum(array.nbytes for array in arrays)", "",
+     "tests/protocol/test_data.py::test_bytes_count_tensors_and_arrays_in_object_columns"),
+    ("the fastest worker's wait for rewards is told", STAGES, '["reward_seconds"].max()', '["reward_seconds"].min()',
+     STAGE + "the_wait_for_rewards_is_the_slowest_workers"),
+    ("the wait for rewards is measured before it", "verlite/workers/rollout.py",
+     "            results = rewards.results()\n            waited = time.monotonic() - began\n",
+     "            waited = time.monotonic() - began\n            results = rewards.results()\n",
+     "tests/workers/test_weights_and_samples.py::test_the_wait_for_the_last_rewards_is_told"),
+    ("a complete run starts Ray", "verlite/trainer/begin.py", "if nothing_to_do or find(", "if find(",
+     "tests/trainer/test_runs.py::test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not[one update a step]"),
     # scores
     ("scores are not normalised", STAGES, "reward.mean, reward.std, None if", "0.0, 1.0, None if", SHAPED),
     ("the score is clipped before rloo_token_kl's baseline", STAGES, "None if after_baseline else reward.clip_range", "reward.clip_range",

@@ -9,6 +9,10 @@ DRAW, TEST_DRAW = "verlite/rollout/sampling.py", "tests/rollout/test_sampling.py
 TYPES = "verlite/rollout/types.py"
 
 MUTANTS = [
+    ("requests that start together enter one by one", THREAD, "            await asyncio.sleep(0)  # until every task that was started with this one has come here\n", "",
+     TEST_THREAD + "test_requests_that_start_together_run_together_on_a_slow_machine"),
+    ("a cancelled request is run", THREAD, "            if future.cancelled():\n                return\n", "",
+     TEST_THREAD + "test_a_request_cancelled_before_it_starts_is_never_run"),
     ("the hash is linear", WEIGHTS, "        bits.bitwise_xor_(torch.bitwise_right_shift(bits, 15, out=shifted[: bits.numel()]))\n", "",
      TEST_WEIGHTS + "test_sees_changes_whose_bits_cancel"),
     ("minus zero counts", WEIGHTS, "value.add_(0)", "value.mul_(1)",

@@ -194,6 +194,11 @@ def test_pickle_moves_tensors_out_of_band_and_bit_for_bit():
     assert again.meta_info == data.meta_info and again.non_tensor_batch["uid"].tolist() == data.non_tensor_batch["uid"].tolist()
 
 
+def test_bytes_count_tensors_and_arrays_in_object_columns():
+    ragged = [np.zeros(3, np.int32), np.zeros(5, np.float32), "text"]
+    assert DataProto.from_dict({"a": torch.zeros(3, 2, dtype=torch.int64)}, {"b": ragged}).nbytes == 48 + 12 + 20
+
+
 def test_pickle_sends_only_the_rows_of_a_view():
     big = DataProto.from_dict({"x": torch.zeros(1000, 100)})
     assert len(pickle.dumps(big[10:12], protocol=5)) < 2000

@@ -82,5 +82,5 @@ def test_ragged_is_the_way_back():
 
 
 def test_pad_sides():
-    assert pad([[1, 2], [3]], 3, torch.int64, "left", 9).tolist() == [[9, 1, 2], [9, 9, 3]]
+    assert pad([[1, 2], [3]], 3, torch.int64, "left").tolist() == [[0, 1, 2], [0, 0, 3]]
     assert pad([[1.5], []], 2, torch.float32).tolist() == [[1.5, 0.0], [0.0, 0.0]]

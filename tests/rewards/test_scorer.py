@@ -153,6 +153,32 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert [result.error for result in results] == [None, "Died", None, None, None, None]
 
 
+def test_functions_run_in_the_folder_that_is_named_where_there_is_such_a_one(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info): return {'score': 1, 'cwd': os.getcwd()}"
+    )
+    there = tmp_path / "there"
+    there.mkdir()
+    for folder, seen in ((str(there), str(there)), (str(tmp_path / "elsewhere"), os.getcwd()), (None, os.getcwd())):
+        scorer = Scorer(CustomRewardConfig(path=str(path)), RewardConfig(), folder=folder)
+        assert scorer.score(items("x"))[0].parts["cwd"] == seen
+        scorer.close()
+
+
+def test_engines_of_one_machine_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os, time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    time.sleep(0.01); return {'score': 1, 'pid': os.getpid()}"
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    for share, processes in ((1, 6), (2, 3), (9, 1)):
+        scorer = Scorer(CustomRewardConfig(path=str(path)), RewardConfig(), share=share)
+        assert len({result.parts["pid"] for result in scorer.score(items(*"x" * 200))}) == processes
+        scorer.close()
+
+
 def test_arguments_are_verls(make: MakeScorer) -> None:
     source = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):

@@ -114,6 +114,36 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_finish(tiny_qwen2):
     engine.close()
 
 
+def test_requests_that_start_together_run_together_on_a_slow_machine(tiny_qwen2):
+    engine, core = start(tiny_qwen2)
+    running = []
+    core.fault = lambda: running.append(core.pending())
+
+    class Slow(list):
+        def __iter__(self):
+            time.sleep(0.02)
+            return super().__iter__()
+
+    asyncio.run(run_all(engine, [Request(Slow([5, i]), SAMPLING) for i in range(8)]))
+    assert running == [8] * 30
+    engine.close()
+
+
+def test_a_request_cancelled_before_it_starts_is_never_run(tiny_qwen2):
+    engine, core = start(tiny_qwen2)
+
+    async def cancel_at_once():
+        dropped, kept = (asyncio.create_task(engine.generate([5, i], SAMPLING)) for i in (6, 7))
+        asyncio.get_running_loop().call_soon(dropped.cancel)
+        return await kept
+
+    running = []
+    core.fault = lambda: running.append(core.pending())
+    assert len(asyncio.run(cancel_at_once()).ids) == 30
+    assert running == [1] * 30
+    engine.close()
+
+
 def test_closing_ends_running_requests_and_later_ones(tiny_qwen2):
     engine, core = start(tiny_qwen2)
     core.fault = lambda: time.sleep(0.02)

@@ -95,6 +95,12 @@ def test_a_failed_greedy_answer_is_no_baseline_of_0():
     assert [bool(error) for error in scored.non_tensor_batch["error"]] == [False, True, True]
 
 
+def test_the_wait_for_rewards_is_the_slowest_workers():
+    run, batch = a_run(), a_batch()
+    stages.score(run, batch.with_batch(reward_seconds=torch.tensor([100.0, 100.0, 250.0])))
+    assert 250 <= run.stopwatch.seconds["reward"] < 260
+
+
 def test_a_failed_reward_takes_its_row_out_and_too_many_stop_the_run():
     run, batch = a_run(), a_batch(results=[GOOD, BAD, GOOD])
     run.config.reward.max_error_rate = 0.4

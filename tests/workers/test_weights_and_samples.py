@@ -1,5 +1,6 @@
 """What passes between actor and rollout workers on one node, and what comes back as samples; engines are made up."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,20 @@ def test_samples_come_back_row_by_row_and_a_failure_is_one_rows(sleep_after):
     assert answers.batch["weight_version"].tolist() == [3, -1, 3] and answers.batch["turns"].tolist() == [1, 0, 1]
     assert rollout.engine.slept == sleep_after
     assert "segments" not in columns and "gen_seconds" not in answers.batch.keys()
+
+
+class SlowScores(Scores):
+    def score(self, items, limit_s=None):
+        time.sleep(0.3)
+        return super().score(items, limit_s)
+
+
+def test_the_wait_for_the_last_rewards_is_told():
+    rollout = Rollout.__new__(Rollout)
+    rollout.engine, rollout.world, rollout.plan = Engine(), World(), SimpleNamespace(max_turns=0)
+    rollout.config, rollout.scorer = Config(data=DataConfig(train_files="x")), SlowScores()
+    waited = rollout.generate(requests([[7]]), False).batch["reward_seconds"].tolist()
+    assert len(waited) == 1 and 0.2 < waited[0] < 10
 
 
 class Echoes(World):

@@ -23,9 +23,9 @@ def ragged(values: torch.Tensor, lengths: torch.Tensor) -> np.ndarray:
     return object_array([row[:length].numpy().copy() for row, length in zip(values.cpu(), lengths.tolist(), strict=True)])
 
 
-def pad(rows: Sequence[Any] | np.ndarray, width: int, dtype: torch.dtype, side: str = "right", value: float = 0) -> torch.Tensor:
-    """[b, width] tensor from b ragged rows of numbers."""
-    padded = np.full((len(rows), width), value, dtype=np.float32 if dtype.is_floating_point else np.int64)
+def pad(rows: Sequence[Any] | np.ndarray, width: int, dtype: torch.dtype, side: str = "right") -> torch.Tensor:
+    """[b, width] tensor from b ragged rows of numbers, 0 where they end or have not begun."""
+    padded = np.zeros((len(rows), width), dtype=np.float32 if dtype.is_floating_point else np.int64)
     for i, row in enumerate(rows):
         if len(row):
             padded[i, slice(width - len(row), None) if side == "left" else slice(0, len(row))] = row

@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verlite.rollout.types import Completion, EngineError, Sampling, WeightSyncError
-
-_BURST_GAP_S = 0.002
 
 
 class Finished(NamedTuple):
@@ -89,6 +88,7 @@ class BatchedEngine:
         self._death: EngineError | None = None
         self._fingerprint: int | None = None
         self._jobs: queue.SimpleQueue[Callable[[Core], None]] = queue.SimpleQueue()
+        self._starting: queue.SimpleQueue[Callable[[Core], None]] = queue.SimpleQueue()
         self._waiting: dict[int, Future[Completion]] = {}
         self._request_ids = itertools.count()
         self._last_step = time.monotonic()
@@ -99,12 +99,15 @@ class BatchedEngine:
         self.tokenizer = started.result()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Continue a prompt; see `Engine.generate`."""
+        """Continue a prompt; see `Engine.generate`. Requests of tasks that start together enter the core together, however slow the
+        machine: which rows share a step decides the last bits of their numbers, and equal runs must have equal numbers."""
         self._check_ready()
         request_id, ids = next(self._request_ids), [int(i) for i in prompt_ids]
         future: Future[Completion] = Future()
 
         def add(core: Core) -> None:
+            if future.cancelled():
+                return
             try:
                 self._check_ready()
                 _check_prompt(ids, core)
@@ -119,11 +122,13 @@ class BatchedEngine:
             self._waiting.pop(request_id, None)
             core.abort(request_id)
 
-        self._jobs.put(add)
-        if self._death is not None:  # the thread may have ended without seeing this job
-            raise self._death
+        self._starting.put(add)
         began, waiter = time.monotonic(), asyncio.wrap_future(future)
         try:
+            await asyncio.sleep(0)  # until every task that was started with this one has come here
+            self._send_starting()
+            if self._death is not None:  # the thread may have ended without seeing these jobs
+                raise self._death
             while True:  # long queues are fine; an engine that finishes no step is not
                 silent = time.monotonic() - max(began, self._last_step)
                 if silent >= self._timeout:
@@ -137,7 +142,21 @@ class BatchedEngine:
         finally:
             if not waiter.done():
                 waiter.cancel()
+                future.cancel()
                 self._jobs.put(abort)
+
+    def _send_starting(self) -> None:
+        together: list[Callable[[Core], None]] = []
+        with suppress(queue.Empty):
+            while True:
+                together.append(self._starting.get_nowait())
+
+        def add_all(core: Core) -> None:
+            for add in together:
+                add(core)
+
+        if together:
+            self._jobs.put(add_all)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int, expected_fingerprint: int) -> None:
         """Replace all weights, all or nothing; see `Engine.load_weights`. `named` is consumed on the engine's thread."""
@@ -261,15 +280,9 @@ class BatchedEngine:
         core.close()
 
     def _take_jobs(self, core: Core) -> None:
-        """Run what was asked for. With nothing to generate, wait for a job, then for the rest of a burst: requests that
-        start together share their prompts' computation."""
+        """Run what was asked for. With nothing to generate, wait for a job."""
         if not core.pending():
             self._jobs.get()(core)
-            while core.pending():
-                try:
-                    self._jobs.get(timeout=_BURST_GAP_S)(core)
-                except queue.Empty:
-                    break
         while not self._jobs.empty():
             self._jobs.get()(core)
 

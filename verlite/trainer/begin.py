@@ -60,7 +60,8 @@ class Begun:
 @contextmanager
 def begin(config: Config) -> Iterator[Begun]:
     """Hold the run directory, and look at what can be looked at without torch: checkpoint, rows, reward function, tools. Then start
-    Ray and the workers' processes, unless Ray is a cluster's, which others may wait for: that is left alone until prompts are right too.
+    Ray and the workers' processes, unless the run is already complete, or Ray is a cluster's, which others may wait for: that is left
+    alone until prompts are right too.
 
     Raises:
         RunRefused: the directory cannot be written, or another run holds it.
@@ -79,13 +80,14 @@ def begin(config: Config) -> Iterator[Begun]:
         look_at_rewards(config, train, val, warnings.append)
         look_at_tools(config, warnings.append)
         begun = Begun(config, train, val, checkpoint, warnings, None)
-        if find(config.ray_kwargs.ray_init.address) is not None:
+        plan = make_plan(config)
+        nothing_to_do = checkpoint is not None and plan.total_steps is not None and checkpoint.step >= plan.total_steps
+        if nothing_to_do or find(config.ray_kwargs.ray_init.address) is not None:
             yield begun
             return
         # Ray itself starts in the main thread: its processes end with the thread that started them.
         imports = threading.Thread(target=_import_quietly, name="imports")
         imports.start()
-        plan = make_plan(config, count_rows=False)
         cluster = stack.enter_context(joined(config, plan, "local"))
         placement = held(cluster, config, plan)
         for role in plan.roles:
@@ -93,14 +95,6 @@ def begin(config: Config) -> Iterator[Begun]:
             warm(placement, role, WORKERS[role], *more)
         imports.join()
         yield replace(begun, placement=placement)
-
-
-def look_at_rewards(config: Config, train: RowFiles, val: RowFiles | None, warn: Callable[[str], None]) -> None:
-    """Load what will score the data, and try it on answers that are right. Raises FunctionError, UnknownDataSource."""
-    with closing(Scorer(config.custom_reward_function, config.reward)) as scorer:  # the workers that generate have their own
-        scorer.check_signature(train.data_sources() + (val.data_sources() if val else []))
-        if config.reward.check_ground_truth and (told := scorer.self_check(train.answers(8)).warning()):
-            warn(told)
 
 
 def _import_quietly() -> None:
@@ -122,6 +116,14 @@ def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
             + "\n".join(changed)
             + "\nSet them back, or start afresh with trainer.resume_mode=disable or another trainer.experiment_name."
         )
+
+
+def look_at_rewards(config: Config, train: RowFiles, val: RowFiles | None, warn: Callable[[str], None]) -> None:
+    """Load what will score the data, and try it on answers that are right. Raises FunctionError, UnknownDataSource."""
+    with closing(Scorer(config.custom_reward_function, config.reward)) as scorer:  # the workers that generate have their own
+        scorer.check_signature(train.data_sources() + (val.data_sources() if val else []))
+        if config.reward.check_ground_truth and (told := scorer.self_check(train.answers(8)).warning()):
+            warn(told)
 
 
 def look_at_tools(config: Config, warn: Callable[[str], None]) -> None:

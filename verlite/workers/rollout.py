@@ -61,7 +61,7 @@ class RolloutWorker(Worker):
         With turns also what the world reported: segments, turn_infos, invalid_turns, truncated_observations, gen_seconds, tool_seconds.
         """
         columns = requests.non_tensor_batch
-        prompts = zip(columns["prompt_ids"], columns["sampling"], columns.get("extra_info", [{}] * len(requests)), strict=True)
+        prompts = zip(columns["prompt_ids"], columns["sampling"], columns["extra_info"], strict=True)
         told = [Told()] * len(requests)
         with Stream(self.scorer, self.config.reward.timeout_s) as rewards:
 
