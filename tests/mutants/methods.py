@@ -42,7 +42,7 @@ MUTANTS = [
      "            waited = time.monotonic() - began\n            results = rewards.results()\n",
      "tests/workers/test_weights_and_samples.py::test_the_wait_for_the_last_rewards_is_told"),
     ("a complete run starts Ray", "verlite/trainer/begin.py", "if nothing_to_do or find(", "if find(",
-     "tests/trainer/test_runs.py::test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not[one update a step]"),
+     "tests/trainer/test_runs.py::test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not[one_update_a_step]"),
     # scores
     ("scores are not normalised", STAGES, "reward.mean, reward.std, None if", "0.0, 1.0, None if", SHAPED),
     ("the score is clipped before rloo_token_kl's baseline", STAGES, "None if after_baseline else reward.clip_range", "reward.clip_range",

@@ -58,7 +58,7 @@ Tracking.log = faulty
 """.replace("STEP", str(step))
 
 
-@pytest.mark.parametrize("mini_batch", [4, 8], ids=["two updates a step", "one update a step"])
+@pytest.mark.parametrize("mini_batch", [4, 8], ids=["two_updates_a_step", "one_update_a_step"])
 def test_a_killed_run_resumes_to_the_numbers_of_one_that_was_not(tmp_path, base, mini_batch):
     options = ["trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=1"]
     options.append(f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}")
