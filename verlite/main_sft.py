@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     # torch and transformers are imported only for a configuration that can run.
     from verlite.data.dataset import DataError
-    from verlite.engine.model import ModelError
+    from verlite.engine.folder import ModelError
     from verlite.trainer.sft import train
 
     try:

@@ -21,7 +21,7 @@ from workload import model_of
 from verlite.config.schema import DataConfig, ModelConfig
 from verlite.data.dataset import PromptDataset
 from verlite.data.preprocess import make_rows, read_file, write_parquet
-from verlite.engine.model import load_tokenizer
+from verlite.engine.folder import load_tokenizer
 
 TOP = Path(__file__).resolve().parents[2]
 

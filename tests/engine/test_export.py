@@ -14,8 +14,8 @@ from tests.engine.batches import engine, ragged_batch
 from tests.engine.ranks import Ranks
 from tests.models import tiny_model
 from verlite.engine import export
+from verlite.engine.folder import load_tokenizer
 from verlite.engine.micro import MicroBatching
-from verlite.engine.model import load_tokenizer
 from verlite.protocol.weights import fingerprint
 
 MOE = {"num_experts": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2}

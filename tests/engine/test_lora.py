@@ -13,8 +13,8 @@ from tests.engine import programs
 from tests.engine.batches import engine, naive_log_probs, ragged_batch
 from tests.engine.ranks import Ranks
 from tests.models import tiny_model
+from verlite.engine.folder import ModelError
 from verlite.engine.micro import MicroBatching
-from verlite.engine.model import ModelError
 from verlite.protocol.weights import fingerprint
 
 ALL = MicroBatching(size=8)

@@ -13,8 +13,8 @@ from tests.engine.ranks import Ranks
 from tests.models import tiny_model
 from verlite.config.schema import ModelConfig
 from verlite.engine import model
+from verlite.engine.folder import load_config, load_tokenizer
 from verlite.engine.fsdp import NonFiniteError
-from verlite.engine.model import load_config, load_tokenizer
 
 
 def test_a_path_that_is_no_model(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from verlite.config.load import compose
 from verlite.config.schema import DataConfig, ModelConfig
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.supervised import read_examples
-from verlite.engine.model import load_tokenizer
+from verlite.engine.folder import load_tokenizer
 from verlite.rewards.exact import compute_score
 
 

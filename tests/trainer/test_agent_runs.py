@@ -14,7 +14,7 @@ from recipes.search import make
 from tests.envs.retriever import Retriever, free_port
 from tests.trainer.runs import Launch, quiet
 from verlite.config.schema import ModelConfig
-from verlite.engine.model import load_tokenizer
+from verlite.engine.folder import load_tokenizer
 
 pytestmark = pytest.mark.timeout(600)
 

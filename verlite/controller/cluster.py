@@ -242,21 +242,24 @@ def _kill_ray(run_id: str, guardian_pid: int) -> None:
 
 @contextmanager
 def _lean_head() -> Iterator[None]:
-    """Start a head node without autoscaler, log monitor and dashboard process.
+    """Start a head node without autoscaler, log monitor and dashboard process, and its agent as where the dashboard is not installed.
 
     Ray has no option for it, and they are half of its start-up time. Where a version of Ray has no such method, it starts as usual.
     """
+    from ray._private import utils
     from ray._private.node import Node
 
-    names = [name for name in ("start_monitor", "start_log_monitor", "start_api_server") if hasattr(Node, name)]
-    saved = {name: getattr(Node, name) for name in names}
-    for name in names:
-        setattr(Node, name, lambda self, *args, **kwargs: None)
+    nothing = ((Node, name, lambda self, *args, **kwargs: None) for name in ("start_monitor", "start_log_monitor", "start_api_server"))
+    no_dashboard = (utils, "get_dashboard_dependency_error", lambda: ImportError("not used"))  # else the driver imports it all to see
+    changes = [change for change in (*nothing, no_dashboard) if hasattr(*change[:2])]
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
+        for change in changes:
+            setattr(*change)
         yield
     finally:
-        for name, method in saved.items():
-            setattr(Node, name, method)
+        for original in saved:
+            setattr(*original)
 
 
 def _redirect_ray_messages(path: Path) -> None:

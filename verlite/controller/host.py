@@ -1,6 +1,7 @@
 """The Ray actor around one worker. It prepares the process before the worker's code and its heavy imports are loaded."""
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -91,10 +92,8 @@ class Host:
         return self.listener.getsockname()[:2]
 
     def load(self, modules: tuple[str, ...]) -> None:
-        """Import what `build` will need, before it is known what to build. What fails here fails there again, and is told."""
-        for module in modules:
-            with suppress(Exception):
-                importlib.import_module(module)
+        """Import what `build` will need, before it is known what to build."""
+        import_ahead(*modules)
 
     def build(self, worker_class: bytes, names: list[str], rendezvous: tuple[str, int], *values: Any) -> Failed | None:
         """Import the worker's class and construct it."""
@@ -135,6 +134,20 @@ class Host:
             return None
         except BaseException as error:
             return _failed(error)
+
+
+def import_ahead(*modules: str) -> None:
+    """Import before it is needed. What fails here fails again where it is needed, and is told there.
+
+    Without collecting garbage, of which imports make little: looking for it takes an eighth of their time.
+    """
+    gc.disable()
+    try:
+        for module in modules:
+            with suppress(Exception):
+                importlib.import_module(module)
+    finally:
+        gc.enable()
 
 
 def make_visible(gpu_ids: tuple[str, ...]) -> None:

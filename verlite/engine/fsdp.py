@@ -21,9 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine import checkpoint, export, lora, ulysses
+from verlite.engine.folder import ModelError, load_config
 from verlite.engine.layers import checkpoint_layers, compile_layer
 from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model_inputs
-from verlite.engine.model import HeadedModel, ModelError, load_config, load_model, load_skeleton, value_head
+from verlite.engine.model import HeadedModel, load_model, load_skeleton, value_head
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
 from verlite.protocol.data import DataProto
 from verlite.protocol.weights import combine, fingerprint

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from verlite.config.plan import uses_lora
 from verlite.config.schema import ModelConfig
-from verlite.engine.model import VALUE_HEADS, ModelError
+from verlite.engine.folder import ModelError
+from verlite.engine.model import VALUE_HEADS
 
 FOLDER = "lora_adapter"
 """Of a Hugging Face folder: the adapter in peft's own format."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:  # a run is looked at before anything heavy is imported
+    from transformers import PreTrainedTokenizerBase
 
 
 class ToolError(Exception):
@@ -45,7 +46,7 @@ EncodeObservation = Callable[[Step, list[int], int], tuple[list[int], bool]]
 """(step, the context's ids, most tokens) -> the observation's ids, and whether it was cut."""
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase) -> EncodeObservation:
+def encode_text(tokenizer: "PreTrainedTokenizerBase") -> EncodeObservation:
     """Observations as plain text behind what the model wrote."""
 
     def encode(text: str) -> list[int]:

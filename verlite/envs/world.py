@@ -3,17 +3,17 @@
 import asyncio
 import inspect
 from collections.abc import Mapping
-from typing import Any, Self
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Self
 
 from verlite.algorithms.lookup import lookup
 from verlite.config.schema import Config, RetrieverConfig
 from verlite.envs.calculator import Calculator
 from verlite.envs.chat import encode_chat
-from verlite.envs.retriever import RetrieverClient
 from verlite.envs.search import INFORMATION, SearchEnv
 from verlite.envs.step import EncodeObservation, Env, ToolError, encode_text
+
+if TYPE_CHECKING:  # a run is looked at before anything heavy is imported
+    from transformers import PreTrainedTokenizerBase
 
 
 class World:
@@ -53,6 +53,8 @@ class SearchWorld(World):
     around = INFORMATION
 
     def __init__(self, retriever: RetrieverConfig) -> None:
+        from verlite.envs.retriever import RetrieverClient  # with an HTTP client, which nothing else needs
+
         self.client = RetrieverClient(retriever)
         self._observe_errors = retriever.on_error == "observe"
 
@@ -102,7 +104,7 @@ def build_world(config: Config) -> World:
     return world
 
 
-def encoder(world: World, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> EncodeObservation:
+def encoder(world: World, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any]) -> EncodeObservation:
     """How this world's observations become tokens. Raises TemplateError when the chat template cannot carry them."""
     return encode_chat(tokenizer, world.tools, template_kwargs) if world.chat else encode_text(tokenizer)
 

@@ -6,11 +6,10 @@ Ray: together they take little longer than one of them.
 
 import copy
 import fcntl
-import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +19,7 @@ from verlite.config.names import names_a_file
 from verlite.config.plan import Plan, make_plan, max_turns
 from verlite.config.schema import Config
 from verlite.controller.cluster import Cluster, connect, find
+from verlite.controller.host import import_ahead
 from verlite.controller.hosts import warm
 from verlite.controller.placement import Placement, reserve
 from verlite.data.dataset import RowFiles
@@ -31,9 +31,12 @@ from verlite.trainer import checkpoints
 NEEDED = "verlite.trainer.setup"
 """The driver's heavy imports."""
 WORKERS = {
-    "actor": "verlite.workers.actor", "critic": "verlite.workers.critic", "ref": "verlite.workers.reference",
-    "rollout": "verlite.workers.rollout",
-}  # fmt: skip
+    "actor": ("verlite.workers.actor", "verlite.engine.fsdp"),
+    "critic": ("verlite.workers.critic", "verlite.engine.fsdp"),
+    "ref": ("verlite.workers.reference", "verlite.engine.fsdp"),
+    "rollout": ("verlite.workers.rollout",),
+}
+"""Theirs; a rollout worker's engine has its own."""
 
 
 class RunRefused(Exception):
@@ -86,20 +89,15 @@ def begin(config: Config) -> Iterator[Begun]:
             yield begun
             return
         # Ray itself starts in the main thread: its processes end with the thread that started them.
-        imports = threading.Thread(target=_import_quietly, name="imports")
+        imports = threading.Thread(target=import_ahead, args=(NEEDED,), name="imports")
         imports.start()
         cluster = stack.enter_context(joined(config, plan, "local"))
         placement = held(cluster, config, plan)
         for role in plan.roles:
             more = [f"verlite.rollout.start_{plan.rollout_name}"] if role == "rollout" else []
-            warm(placement, role, WORKERS[role], *more)
+            warm(placement, role, *WORKERS[role], *more)
         imports.join()
         yield replace(begun, placement=placement)
-
-
-def _import_quietly() -> None:
-    with suppress(Exception):  # who needs it imports it again, and is told
-        importlib.import_module(NEEDED)
 
 
 def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:

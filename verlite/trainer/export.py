@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from verlite.config.schema import FSDPConfig, ModelConfig
+from verlite.engine.folder import load_tokenizer
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
-from verlite.engine.model import load_tokenizer
 from verlite.protocol.data import DataProto
 from verlite.trainer.checkpoints import Checkpoint, CheckpointError, defect, step_of
 

@@ -22,7 +22,7 @@ from verlite.controller.supervise import StopRequest
 from verlite.controller.worker_group import ready, spawn
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.sampler import PromptSampler
-from verlite.engine.model import ModelError, load_config, load_tokenizer
+from verlite.engine.folder import ModelError, load_config, load_tokenizer
 from verlite.envs.chat import TemplateError
 from verlite.envs.step import Step
 from verlite.envs.world import World, build_world, encoder

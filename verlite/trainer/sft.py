@@ -18,9 +18,9 @@ from verlite.config.sft import SFTConfig
 from verlite.config.show import console
 from verlite.data.sampler import PromptSampler
 from verlite.data.supervised import Example, read_examples
+from verlite.engine.folder import load_tokenizer
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
-from verlite.engine.model import load_tokenizer
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import pad
 from verlite.trainer.export import world_of_one

@@ -1,6 +1,7 @@
 """The policy in training: log-probs, updates, weights for the rollout engine."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -12,12 +13,14 @@ from verlite.algorithms.losses import PolicyLossInputs, entropy_sum, policy_loss
 from verlite.config.plan import BYPASS_LOSS, Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
-from verlite.engine.fsdp import Counts, TrainEngine
-from verlite.engine.model import load_tokenizer
+from verlite.engine.folder import load_tokenizer
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import padded, ragged
 from verlite.protocol.weights import Buckets, write_buckets
 from verlite.workers.training import TrainingWorker, cut
+
+if TYPE_CHECKING:
+    from verlite.engine.fsdp import Counts
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class ActorWorker(TrainingWorker):
     """One rank of the policy."""
 
     def __init__(self, config: Config, plan: Plan, total_steps: int):
+        from verlite.engine.fsdp import TrainEngine  # its libraries take seconds, and the driver only names this class
+
         super().__init__(config, plan, total_steps)
         policy = config.actor_rollout_ref
         self.engine = TrainEngine(
@@ -141,7 +146,7 @@ def policy_objective(config: Config, plan: Plan):
         **chosen.kwargs,
     }
 
-    def objective(rows: TensorDict, outputs: dict[str, torch.Tensor], counts: Counts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def objective(rows: TensorDict, outputs: dict[str, torch.Tensor], counts: "Counts") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_probs = outputs["log_probs"]
         mask = rows["response_mask"]
         weights = token_weights(

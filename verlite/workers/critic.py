@@ -1,6 +1,7 @@
 """The value function: values and updates."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -10,16 +11,20 @@ from verlite.algorithms.losses import value_loss
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
-from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import padded, ragged
 from verlite.workers.training import TrainingWorker, cut
+
+if TYPE_CHECKING:
+    from verlite.engine.fsdp import Counts
 
 
 class CriticWorker(TrainingWorker):
     """One rank of the critic: a causal LM's body with a scalar head."""
 
     def __init__(self, config: Config, plan: Plan, total_steps: int):
+        from verlite.engine.fsdp import TrainEngine  # its libraries take seconds, and the driver only names this class
+
         super().__init__(config, plan, total_steps)
         critic = config.critic
         self.engine = TrainEngine(
@@ -55,7 +60,7 @@ class CriticWorker(TrainingWorker):
 def value_objective(config: Config, plan: Plan):
     """The critic's loss as the engine calls it, aggregated over the whole optimizer step as the policy's is."""
 
-    def objective(rows: TensorDict, outputs: dict[str, torch.Tensor], counts: Counts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def objective(rows: TensorDict, outputs: dict[str, torch.Tensor], counts: "Counts") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask = rows["response_mask"]
         weights = token_weights(mask, plan.critic.loss_agg_mode, tokens=counts.tokens, sequences=counts.sequences, scale=plan.loss_scale)
         loss, metrics = value_loss(

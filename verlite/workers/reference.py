@@ -3,7 +3,6 @@
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
-from verlite.engine.fsdp import TrainEngine
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import padded, ragged
 from verlite.workers.training import TrainingWorker, cut
@@ -13,6 +12,8 @@ class ReferenceWorker(TrainingWorker):
     """One rank of the reference. It has no optimizer, so nothing can change it."""
 
     def __init__(self, config: Config, plan: Plan, total_steps: int):
+        from verlite.engine.fsdp import TrainEngine  # its libraries take seconds, and the driver only names this class
+
         super().__init__(config, plan, total_steps)
         policy = config.actor_rollout_ref
         self.engine = TrainEngine(

@@ -14,7 +14,7 @@ from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
-from verlite.engine.model import load_tokenizer
+from verlite.engine.folder import load_tokenizer
 from verlite.envs.step import Env, ToolError
 from verlite.envs.world import World, build_world, checked, encoder
 from verlite.protocol.data import DataProto

@@ -2,6 +2,7 @@
 
 import resource
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,15 +10,17 @@ from verlite.config.plan import Micro, Plan, Updates
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
-from verlite.engine.fsdp import TrainEngine
-from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
+
+if TYPE_CHECKING:
+    from verlite.engine.fsdp import TrainEngine
+    from verlite.engine.micro import MicroBatching
 
 
 class TrainingWorker(Worker):
     """One rank of a model under FSDP2. Subclasses make the engine and name their losses."""
 
-    engine: TrainEngine
+    engine: "TrainEngine"
 
     def __init__(self, config: Config, plan: Plan, total_steps: int):
         self.config, self.plan, self.total_steps = config, plan, total_steps
@@ -75,6 +78,8 @@ class TrainingWorker(Worker):
         return peak
 
 
-def cut(micro: Micro) -> MicroBatching:
+def cut(micro: Micro) -> "MicroBatching":
     """The plan's micro-batches as the engine takes them."""
+    from verlite.engine.micro import MicroBatching
+
     return MicroBatching(max_tokens=micro.max_tokens) if micro.max_tokens is not None else MicroBatching(size=micro.size)
