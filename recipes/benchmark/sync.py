@@ -9,9 +9,11 @@ import argparse
 import json
 import multiprocessing
 import statistics
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from workload import BUILD, VOCABULARY, model_in, model_of
 
 from verlite.config.schema import FSDPConfig, ModelConfig, RolloutConfig
 from verlite.engine.fsdp import TrainEngine
-from verlite.protocol.weights import read_buckets, write_buckets
+from verlite.protocol.weights import read_buckets, tensor_fingerprint, write_buckets
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
 
@@ -57,15 +59,27 @@ class Copy:
 def sync(trainer: TrainEngine, engine: BatchedEngine, version: int, bucket_bytes: int, dtype: torch.dtype) -> dict[str, float]:
     """Seconds of one sync's parts, in the order of trainer.sync, and its bytes."""
     results: dict[str, Any] = {}
+    hashed = 0.0
+
+    def hashing(*args: Any) -> int:
+        nonlocal hashed
+        began = time.perf_counter()
+        found = tensor_fingerprint(*args)
+        hashed += time.perf_counter() - began
+        return found
 
     def timed(call: Callable[[], object], name: str) -> float:
         return seconds(lambda: results.__setitem__(name, call()))
 
     found = {"trainer_fingerprint": timed(lambda: trainer.fingerprint(dtype), "expected")}
-    found["export"] = timed(lambda: write_buckets(trainer.export(dtype), bucket_bytes), "buckets")
+    found["export"] = timed(lambda: write_buckets(trainer.export(dtype, snapshot=False), bucket_bytes), "buckets")
     buckets = results["buckets"]
-    whole = timed(lambda: engine.load_weights(read_buckets(buckets.paths), version, results["expected"]), "load")
-    found["engine_fingerprint"] = timed(engine.fingerprint, "again")  # the same work as the one inside load_weights
+    with mock.patch("verlite.rollout.vllm.tensor_fingerprint", hashing):
+        whole = timed(lambda: engine.load_weights(read_buckets(buckets.paths), version, results["expected"]), "load")
+        while_loading, hashed = hashed, 0.0
+        again = timed(engine.fingerprint, "again")  # the same work as the one inside load_weights
+        while_loading -= hashed  # vLLM's weights are summed as they are packed
+    found["engine_fingerprint"] = again + while_loading
     found["load"] = whole - found["engine_fingerprint"]
     found["release"] = timed(buckets.close, "closed")
     return found | {"bytes": buckets.bytes}

@@ -250,6 +250,33 @@ def test_a_stale_output_layer_is_caught(synced, model, monkeypatch):
         load(synced, moved(model, 1e-6), synced.version + 1)
 
 
+def kernels(engine):
+    model = engine._call(lambda core: core.engine.model_executor.driver_worker.worker.model_runner.get_model())
+    return [module for module in model.modules() if hasattr(module, "cpu_linear")]
+
+
+def test_what_a_kernel_really_computes_with_is_asked_of_it(synced, model, monkeypatch):
+    """A weight is summed as it is packed. One that is packed wrongly all the same, by a millionth, is found at its first sync."""
+    from vllm import _custom_ops
+
+    pack = _custom_ops.create_onednn_mm
+    monkeypatch.setattr(_custom_ops, "create_onednn_mm", lambda weight, size: pack(weight * (1 + 1e-6), size))
+    with pytest.raises(WeightSyncError, match="with weights that are not those it was given"):
+        load(synced, moved(model, 0.1), synced.version + 1)
+
+
+def test_a_kernel_that_was_packed_behind_our_back_is_read_whole(synced, model):
+    expected = fingerprint(weights_of(model))
+    layer = next(m for m in kernels(synced) if not m.weight.numel())
+    real = layer.cpu_linear
+    layer.cpu_linear = lambda x, weight, bias: real(x, weight, bias)
+    assert synced.fingerprint() == expected
+    layer.cpu_linear = lambda x, weight, bias: real(x * (1 + 1e-6), weight, bias)
+    assert synced.fingerprint() != expected
+    layer.cpu_linear = real
+    assert synced.fingerprint() == expected
+
+
 def broken_off(pairs):
     yield from pairs[:5]
     raise OSError("connection lost")

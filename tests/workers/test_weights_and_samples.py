@@ -36,7 +36,7 @@ def exporter(local_rank: int) -> tuple[Actor, list]:
     made.local_rank, made._exported = local_rank, None
     made.engine = SimpleNamespace(
         onload=lambda: None,
-        export=lambda dtype: ((name, asked.append(name) or tensor.to(dtype)) for name, tensor in WEIGHTS),
+        export=lambda dtype, snapshot: ((name, asked.append(name) or tensor.to(dtype)) for name, tensor in WEIGHTS),
         fingerprint=lambda dtype: ("fingerprint in", dtype),
     )
     made.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(sync_bucket_mb=1)))

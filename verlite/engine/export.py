@@ -35,13 +35,17 @@ def named_weights(model: PreTrainedModel, dtype: torch.dtype | None, device: tor
             yield lora.plain(name), lora.merged(adapted[name], dtype, device) if name in adapted else tensor
 
 
-def full_weights(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def full_weights(
+    model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device, snapshot: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """(name as in the Hugging Face checkpoint, whole tensor on the CPU), cast to `dtype` (None: as they are).
+
+    Without `snapshot` they may be the model's own, which its next update changes.
 
     All ranks must iterate in step: each tensor is gathered from them on `device`. At most one decoder layer is held at a time.
     """
     for _, layer in groupby(named_weights(model, dtype, device), key=lambda item: _layer_of(item[0])):
-        whole = {name: _gather(tensor, dtype, device) for name, tensor in layer}
+        whole = {name: _gather(tensor, dtype, device, snapshot) for name, tensor in layer}
         # transformers may hold weights fused or renamed; checkpoints and generation engines know them as on the hub.
         yield from revert_weight_conversion(model, whole).items()
 
@@ -51,11 +55,11 @@ def _layer_of(name: str) -> str:
     return numbered.group() if numbered else name
 
 
-def _gather(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+def _gather(tensor: Tensor, dtype: torch.dtype | None, device: torch.device, snapshot: bool) -> Tensor:
     cast = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
     whole = (cast.full_tensor() if isinstance(cast, DTensor) else cast).cpu()
-    # A world of one rank needs no copy to gather; the caller still gets a snapshot, which the next update does not change.
-    return whole.clone() if whole.data_ptr() == local_part(tensor).data_ptr() else whole
+    # A world of one rank needs no copy to gather.
+    return whole.clone() if snapshot and whole.data_ptr() == local_part(tensor).data_ptr() else whole
 
 
 def save_pretrained(

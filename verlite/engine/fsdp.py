@@ -324,12 +324,13 @@ class TrainEngine:
 
     # ---- weights out, state to and from disk
 
-    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export(self, dtype: torch.dtype | None = None, snapshot: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor on the CPU) for each weight, one layer in memory at a time; tied weights once.
 
-        All ranks must iterate to the end. Works while parameters are offloaded.
+        All ranks must iterate to the end. Works while parameters are offloaded. snapshot=False, for who copies each weight at once: a
+        tensor may be the model's own.
         """
-        return export.full_weights(self.model.model, dtype, self.device)
+        return export.full_weights(self.model.model, dtype, self.device, snapshot)
 
     def save_pretrained(
         self, folder: Path | str, tokenizer: PreTrainedTokenizerBase | None = None, dtype: torch.dtype | None = None

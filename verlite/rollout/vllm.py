@@ -2,16 +2,19 @@
 
 Two facts decide how weights are checked here (vLLM 0.32):
 - On a CPU, vLLM packs each linear layer's weight for oneDNN and drops the original. The packed form cannot be read, but a
-  matrix product with the identity gives every weight back exactly: all other terms are zeros. So the checksum is taken
-  through the very kernels that generate, at the cost of one prompt as long as the widest layer.
+  matrix product with the identity gives every weight back exactly: all other terms are zeros. That costs one prompt as long as
+  the widest layer, so a weight that a sync brings is summed as it is packed (`_noting`), and afterwards some of its columns are asked of
+  the very kernel that generates. What was packed in any other way is read whole.
 - With tied embeddings on a CPU, `reload_weights` renews the embedding but not the output layer's packed copy of it. It
   would go on generating with the old output weights. `_repack_tied_heads` repairs that; the checksum would show it.
 """
 
 import os
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,8 @@ from verlite.rollout.batched import Finished
 from verlite.rollout.types import Sampling
 
 _IDENTITY_ROWS = 256  # rows of the identity per product: bounds the memory of the unpacked block
+_PROBES = 16  # columns of a packed weight that are read back
+_choose = random.Random(0)  # other ones at every sync; no other random numbers are disturbed
 
 
 class VLLMCore:
@@ -144,12 +149,13 @@ class WorkerExtension:
     def verlite_load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Load full weights by Hugging Face names; this worker keeps its shard."""
         model = self.model_runner.get_model()
-        try:
-            self.reload_weights(weights_iterator=named)
-        except BaseException:
-            _abandon_reload(model, self.model_config)
-            raise
-        _repack_tied_heads(model)
+        with _noting(model, self.rank, self.model_config.dtype):
+            try:
+                self.reload_weights(weights_iterator=named)
+            except BaseException:
+                _abandon_reload(model, self.model_config)
+                raise
+            _repack_tied_heads(model)
 
     def verlite_load_buckets(self, paths: list[str]) -> None:
         """The same from files."""
@@ -164,15 +170,14 @@ class WorkerExtension:
         for name, module in model.named_modules(remove_duplicate=True):
             weights = {key: p for key, p in module.named_parameters(recurse=False) if p.numel() and p.data_ptr() not in seen}
             seen.update(p.data_ptr() for p in weights.values())
-            if hasattr(module, "cpu_linear") and not _is_only_looked_up(module, heads):
-                packed = _unpacked(module, dtype)
-                kept = module.weight
-                if kept.numel() and tensor_fingerprint(kept, dtype) != tensor_fingerprint(packed, dtype):
-                    raise RuntimeError(f"vLLM computes {name} with weights that are not those it holds for it")
-                if not kept.numel():
-                    weights["weight"] = packed
             for key, weight in weights.items():
-                found |= _by_shard(f"{name}.{key}", weight, module, self.rank, dtype)
+                found |= {f"{name}.{key}{part}": value for part, value in _parts(weight, module, self.rank, dtype).items()}
+            if hasattr(module, "cpu_linear") and not _is_only_looked_up(module, heads):
+                packed, kept = _packed_parts(name, module, self.rank, dtype), module.weight
+                if not kept.numel():
+                    found |= {f"{name}.weight{part}": value for part, value in packed.items()}
+                elif tensor_fingerprint(kept, dtype) != combine(*packed.values()):
+                    raise RuntimeError(f"vLLM computes {name} with weights that are not those it holds for it")
         return found
 
 
@@ -185,16 +190,57 @@ def combine_shards(workers: list[dict[str, int]]) -> int:
     return total
 
 
-def _by_shard(name: str, weight: Tensor, module: nn.Module, rank: int, dtype: torch.dtype) -> dict[str, int]:
-    """The checksum of one weight; of fused q, k, v in two parts, because several workers can share key-value heads."""
+def _parts(weight: Tensor, module: Any, rank: int, dtype: torch.dtype) -> dict[str, int]:
+    """The checksum of one weight, under ""; of fused q, k, v in two parts, because several workers can share key-value heads."""
     replicas = getattr(module, "num_kv_head_replicas", 1)
     if replicas == 1:
-        return {name: tensor_fingerprint(weight, dtype)}
+        return {"": tensor_fingerprint(weight, dtype)}
     q_rows = module.num_heads * module.head_size
-    return {
-        f"{name}[q]": tensor_fingerprint(weight[:q_rows], dtype),
-        f"{name}[kv {rank // replicas}]": tensor_fingerprint(weight[q_rows:], dtype),
-    }
+    return {"[q]": tensor_fingerprint(weight[:q_rows], dtype), f"[kv {rank // replicas}]": tensor_fingerprint(weight[q_rows:], dtype)}
+
+
+class _Packed(NamedTuple):
+    """What is known of a weight that was packed into `kernel`: its checksum's parts, and the numbers in some columns [out, c]."""
+
+    kernel: Any
+    parts: dict[str, int]
+    columns: list[int]
+    numbers: Tensor
+
+
+@contextmanager
+def _noting(model: nn.Module, rank: int, dtype: torch.dtype) -> Iterator[None]:
+    """Meanwhile, note of every linear layer's weight what is packed for the CPU (`_Packed`)."""
+    methods = {id(module.quant_method): module.quant_method for module in model.modules() if hasattr(module, "cpu_linear")}
+
+    def noting(pack: Callable[[Any], None]) -> Callable[[Any], None]:
+        def pack_and_note(layer: Any) -> None:
+            weight = layer.weight.detach()
+            pack(layer)
+            columns = _choose.sample(range(weight.shape[1]), min(_PROBES, weight.shape[1]))
+            layer.verlite_packed = _Packed(layer.cpu_linear, _parts(weight, layer, rank, dtype), columns, weight[:, columns].clone())
+
+        return pack_and_note
+
+    for method in methods.values():
+        method.process_weights_after_loading = noting(method.process_weights_after_loading)
+    try:
+        yield
+    finally:
+        for method in methods.values():
+            del method.process_weights_after_loading  # the class's own is back
+
+
+def _packed_parts(name: str, module: Any, rank: int, dtype: torch.dtype) -> dict[str, int]:
+    """The checksum's parts of the weight that a layer's kernel computes with. RuntimeError: it is not the one that was packed."""
+    noted: _Packed | None = getattr(module, "verlite_packed", None)
+    if noted is None or noted.kernel is not module.cpu_linear:
+        return _parts(_unpacked(module, dtype), module, rank, dtype)
+    rows = torch.zeros(len(noted.columns), _width(module), dtype=dtype)
+    rows[range(len(noted.columns)), noted.columns] = 1
+    if not torch.equal(module.cpu_linear(rows, module.weight, None).t(), noted.numbers):
+        raise RuntimeError(f"vLLM computes {name} with weights that are not those it was given")
+    return noted.parts
 
 
 def _is_only_looked_up(module: nn.Module, heads: list[nn.Module]) -> bool:
@@ -204,9 +250,13 @@ def _is_only_looked_up(module: nn.Module, heads: list[nn.Module]) -> bool:
 
 def _unpacked(module: Any, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of a layer that vLLM packed for the CPU, exactly, by multiplying with the identity."""
-    size = module.input_size_per_partition if hasattr(module, "input_size_per_partition") else module.embedding_dim
-    identity = torch.eye(size, dtype=dtype)
+    identity = torch.eye(_width(module), dtype=dtype)
     return torch.cat([module.cpu_linear(rows, module.weight, None) for rows in identity.split(_IDENTITY_ROWS)]).t()
+
+
+def _width(module: Any) -> int:
+    """Numbers that go into a layer."""
+    return int(module.input_size_per_partition if hasattr(module, "input_size_per_partition") else module.embedding_dim)
 
 
 def _repack_tied_heads(model: nn.Module) -> None:

@@ -106,7 +106,7 @@ class ActorWorker(TrainingWorker):
         self.engine.onload()
         rollout = self.config.actor_rollout_ref.rollout
         dtype = getattr(torch, self.plan.rollout_dtype)
-        weights = self.engine.export(dtype)
+        weights = self.engine.export(dtype, snapshot=False)
         fingerprint = self.engine.fingerprint(dtype)
         if self.local_rank:
             for _ in weights:
