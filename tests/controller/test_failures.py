@@ -10,6 +10,7 @@ import torch
 
 from tests.controller.conftest import alive, within
 from tests.controller.workers import Echo, Light
+from verlite.controller.columns import fetch
 from verlite.controller.placement import reserve
 from verlite.controller.supervise import StuckError, WorkerError
 from verlite.controller.worker_group import group, ready, spawn, submit
@@ -79,6 +80,14 @@ def test_a_death_between_calls_is_named_when_its_columns_are_missed(fresh):
     with pytest.raises(WorkerError, match="maker rank 0 failed in no call .killed by SIGKILL") as caught:
         reader.listen_to(spoken)
     caught.match("then reader rank 0 in listen_to: OwnerDiedError")
+
+
+def test_a_death_between_calls_is_named_when_the_driver_misses_its_columns(fresh):
+    maker = spawn(Echo, reserve(fresh, {"maker": [0]}, devices_per_node=1), "maker")
+    spoken = maker.speak(DataProto.from_dict({"x": torch.tensor([[200_000, 0]])}))
+    os.kill(group(maker).pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="maker rank 0 failed in no call .killed by SIGKILL"):
+        fetch(spoken)
 
 
 def test_construction_that_fails_is_the_failure_of_the_next_call(fresh):

@@ -19,14 +19,14 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path_factory.mktemp("two_ranks"))
     yield ranks
     ranks.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path_factory.mktemp("four_ranks"), world=4)
     yield ranks

@@ -1,4 +1,4 @@
-"""Gloo ranks that outlive a test: starting them costs more than most tests take."""
+"""Gloo ranks that outlive a test, since starting them costs more than most tests take, but not a file: idle ones go on polling."""
 
 import multiprocessing
 import pickle
@@ -57,7 +57,7 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
-        except EOFError:  # the test session is over
+        except EOFError:  # the tests that used it are over
             return
         try:
             answer = (True, function(*args))

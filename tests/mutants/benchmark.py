@@ -18,6 +18,6 @@ MUTANTS = [
      TESTS + "test_bars_are_as_long_as_the_seconds_they_stand_for"),
     ("each side's bar is a share of itself", PICTURE, "taken / max(sides.values())", "taken / taken",
      TESTS + "test_bars_are_as_long_as_the_seconds_they_stand_for"),
-    ("the first step counts twice", STARTUP, "end - step - rollout", "end - rollout",
+    ("the first step counts twice", STARTUP, "end - step - imported", "end - imported",
      TESTS + "test_the_seconds_to_the_first_step_are_all_accounted_for"),
 ]  # fmt: skip

@@ -17,6 +17,13 @@ MUTANTS = [
         "            pass\n",
         FAILURES + "test_a_death_between_calls_is_named_when_its_columns_are_missed",
     ),
+    (
+        "the driver hears from Ray alone that columns are gone",
+        COLUMNS,
+        "            cluster.supervisor.look_for_dead()\n",
+        "            pass\n",
+        FAILURES + "test_a_death_between_calls_is_named_when_the_driver_misses_its_columns",
+    ),
     ("references mix rows up", COLUMNS, "stored[ref.chunk][ref.name][ref.row]", "stored[ref.chunk][ref.name][0]", KEPT),
     ("references mix columns up", COLUMNS, "Ref(chunk, name, row) for row", 'Ref(chunk, "text", row) for row', KEPT),
     ("a call's rows are one chunk", COLUMNS, "if row > start and held + size > CHUNK_BYTES:", "if False:", KEPT),

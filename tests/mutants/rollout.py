@@ -88,7 +88,7 @@ MUTANTS = [
      "            if core is None:\n                raise WeightSyncError(", TEST_THREAD + "test_weights_do_not_change_under_running_requests"),
     ("the dead are silent", THREAD, "                future.set_exception(self._death)\n", "                pass\n",
      TEST_THREAD + "test_death_in_a_step_reaches_everyone_and_stays"),
-    ("cancelled requests go on", THREAD, "                waiter.cancel()\n                self._jobs.put(abort)\n", "                waiter.cancel()\n",
+    ("cancelled requests go on", THREAD, "                future.cancel()\n                self._jobs.put(abort)\n", "                future.cancel()\n",
      TEST_THREAD + "test_a_cancelled_request_leaves_the_batch_and_the_others_finish"),
     ("caches are not reset after a sync", THREAD, "                core.reset_caches()\n", "",
      TEST_VLLM + "test_generation_after_a_sync_uses_the_new_weights_and_no_old_cache"),

@@ -70,9 +70,9 @@ def test_ratios_are_of_our_speed_to_theirs(script):
 
 def test_the_seconds_to_the_first_step_are_all_accounted_for(script):
     module = script("startup")
-    milestones = dict(zip(module.MILESTONES, (3.0, 4.5, 7.0, 8.0, 20.0), strict=True))
-    parts = module.parts({"milestones": milestones, "steps": [2.0], "first_step": 20.0})
-    assert list(parts.values()) == [3.0, 1.5, 2.5, 1.0, 10.0, 2.0]
+    for imported, parts in ((9.5, [3.0, 5.0, 1.5, 8.5, 2.0]), (4.5, [3.0, 5.0, 0.0, 10.0, 2.0])):
+        milestones = dict(zip(module.MILESTONES, (3.0, imported, 7.0, 8.0, 20.0), strict=True))
+        assert list(module.parts({"milestones": milestones, "steps": [2.0], "first_step": 20.0}).values()) == parts
 
 
 def test_lengths_are_spread_as_they_say(script):

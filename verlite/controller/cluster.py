@@ -167,6 +167,11 @@ def connect(
     return cluster
 
 
+def current() -> Cluster | None:
+    """The cluster that this process has started or joined; workers have none."""
+    return _current
+
+
 def find(address: str | None) -> str | None:
     """Address of the cluster to join, known to answer; None to start one."""
     source = "ray_kwargs.ray_init.address" if address else "RAY_ADDRESS"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from verlite.controller.cluster import current
 from verlite.protocol.data import DataProto, object_array
 
 CHUNK_BYTES = 1 << 20
@@ -40,7 +41,10 @@ def keep(batch: DataProto, names: Iterable[str]) -> DataProto:
 
 
 def fetch(batch: DataProto, names: Iterable[str] | None = None) -> DataProto:
-    """The batch with values in place of references, of these columns or of all. What is no reference stays as it is."""
+    """The batch with values in place of references, of these columns or of all. What is no reference stays as it is.
+
+    Raises WorkerError in the driver when the worker that kept them has died.
+    """
     wanted = batch.non_tensor_batch if names is None else names
     columns = {name: batch.non_tensor_batch[name] for name in wanted if _refers(batch.non_tensor_batch[name])}
     if not columns:
@@ -48,7 +52,12 @@ def fetch(batch: DataProto, names: Iterable[str] | None = None) -> DataProto:
     import ray
 
     chunks = list({ref.chunk: None for column in columns.values() for ref in column})
-    stored = dict(zip(chunks, ray.get(chunks), strict=True))
+    try:
+        stored = dict(zip(chunks, ray.get(chunks), strict=True))
+    except ray.exceptions.ObjectLostError:
+        if cluster := current():  # a worker's own failure is told by its supervisor
+            cluster.supervisor.look_for_dead()
+        raise
     return batch.with_non_tensor(
         **{name: object_array([stored[ref.chunk][ref.name][ref.row] for ref in column]) for name, column in columns.items()}
     )

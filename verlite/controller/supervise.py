@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from verlite.controller import node
 from verlite.controller.host import Failed, Presence
@@ -209,6 +209,15 @@ class Supervisor:
         causes += self._take(0.0)
         if all(cause.consequence for cause in causes):
             causes += self._dead()
+        self._fail(causes)
+
+    def look_for_dead(self) -> None:
+        """Raise WorkerError if a worker has died between two calls, which nobody was waiting for."""
+        if causes := self._dead():
+            self._fail(causes)
+
+    def _fail(self, causes: list[Cause]) -> NoReturn:
+        """End all workers, and raise the first cause."""
         causes.sort(key=lambda cause: cause.order)
         self.failure = error = self._report(causes)
         try:
@@ -245,7 +254,7 @@ class Supervisor:
         return causes
 
     def _dead(self) -> list[Cause]:
-        """Workers that died between two calls, which nobody was waiting for."""
+        """Workers that died between two calls."""
         import ray
 
         asked = {member.handle.presence.remote(): member for member in self.members}
