@@ -86,6 +86,8 @@ def test_a_death_between_calls_is_named_when_the_driver_misses_its_columns(fresh
     maker = spawn(Echo, reserve(fresh, {"maker": [0]}, devices_per_node=1), "maker")
     spoken = maker.speak(DataProto.from_dict({"x": torch.tensor([[200_000, 0]])}))
     os.kill(group(maker).pids[0], signal.SIGKILL)
+    assert within(20, lambda: fresh.supervisor._dead()), "Ray has not seen it"
+    time.sleep(2)  # until then the object store may still have the values
     with pytest.raises(WorkerError, match="maker rank 0 failed in no call .killed by SIGKILL"):
         fetch(spoken)
 
