@@ -9,6 +9,7 @@ import torch
 
 from tests.rollout.oracle import ask, load
 from verlite.config.schema import ModelConfig
+from verlite.envs.step import Step
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.hf import HFCore
 from verlite.rollout.trajectory import Request, run_all
@@ -126,6 +127,28 @@ def test_requests_that_start_together_run_together_on_a_slow_machine(tiny_qwen2)
 
     asyncio.run(run_all(engine, [Request(Slow([5, i]), SAMPLING) for i in range(8)]))
     assert running == [8] * 30
+    engine.close()
+
+
+class Again:
+    """Lets the model speak again whatever it said."""
+
+    stop = tuple("abcdefghijklmnopqrstuvwxyz")
+
+    async def step(self, text, last):
+        return Step("more")
+
+
+def test_turns_that_one_step_has_woken_run_together(tiny_qwen2):
+    """Equal samples end each turn in the same step."""
+    engine, core = start(tiny_qwen2)
+    running = []
+    core.fault = lambda: running.append(core.pending())
+    request = Request([5, 6], Sampling(1.2, max_tokens=40, seed=3), Again(), max_turns=3, max_response_tokens=50)
+    for _ in range(20):
+        trajectories = asyncio.run(run_all(engine, [request] * 8))
+        assert [t.turns for t in trajectories] == [4] * 8
+    assert set(running) == {8}
     engine.close()
 
 

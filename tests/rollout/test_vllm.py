@@ -255,14 +255,48 @@ def kernels(engine):
     return [module for module in model.modules() if hasattr(module, "cpu_linear")]
 
 
+def spoiled(column):
+    """A weight [in, out] of which one input column, or all, is wrong by a millionth."""
+
+    def spoil(weight):
+        wrong = weight.clone()
+        wrong[column] *= 1 + 1e-6
+        return wrong
+
+    return spoil
+
+
 def test_what_a_kernel_really_computes_with_is_asked_of_it(synced, model, monkeypatch):
-    """A weight is summed as it is packed. One that is packed wrongly all the same, by a millionth, is found at its first sync."""
+    """Weights are summed as they are packed. Those that are packed wrongly all the same are found: one column at the first sync."""
     from vllm import _custom_ops
 
     pack = _custom_ops.create_onednn_mm
-    monkeypatch.setattr(_custom_ops, "create_onednn_mm", lambda weight, size: pack(weight * (1 + 1e-6), size))
+    spoil = spoiled(slice(None))
+    monkeypatch.setattr(_custom_ops, "create_onednn_mm", lambda weight, size: pack(spoil(weight), size))
     with pytest.raises(WeightSyncError, match="with weights that are not those it was given"):
         load(synced, moved(model, 0.1), synced.version + 1)
+    for module in kernels(synced):
+        if hasattr(module, "verlite_read"):
+            del module.verlite_read
+    spoil = spoiled(3)
+    with pytest.raises(WeightSyncError, match="with weights that are not those it was given"):
+        load(synced, moved(model, 0.1), synced.version + 1)
+
+
+def test_after_the_first_sync_no_kernel_is_read_whole(synced, model, monkeypatch):
+    def unpacked(*args):
+        raise RuntimeError("read whole")
+
+    monkeypatch.setattr("verlite.rollout.vllm._unpacked", unpacked)
+    load(synced, moved(model, 0.1), synced.version + 1)
+
+
+def test_weights_that_are_not_finite_are_not_blamed_on_vllm_alone(synced, model):
+    broken = moved(model, 0.1)
+    with torch.no_grad():
+        broken.model.layers[1].mlp.down_proj.weight[3, :] = torch.inf
+    with pytest.raises(WeightSyncError, match="down_proj with weights that are not those it was given, or those are not finite"):
+        load(synced, broken, synced.version + 1)
 
 
 def test_a_kernel_that_was_packed_behind_our_back_is_read_whole(synced, model):

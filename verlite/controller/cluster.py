@@ -247,16 +247,19 @@ def _kill_ray(run_id: str, guardian_pid: int) -> None:
 
 @contextmanager
 def _lean_head() -> Iterator[None]:
-    """Start a head node without autoscaler, log monitor and dashboard process, and its agent as where the dashboard is not installed.
+    """Start a head node without autoscaler, log monitor and dashboard process. Its agent gets no servers, and this process does not
+    import the dashboard to see whether it could have them.
 
     Ray has no option for it, and they are half of its start-up time. Where a version of Ray has no such method, it starts as usual.
     """
+    from ray import _raylet
     from ray._private import utils
     from ray._private.node import Node
 
     nothing = ((Node, name, lambda self, *args, **kwargs: None) for name in ("start_monitor", "start_log_monitor", "start_api_server"))
-    no_dashboard = (utils, "get_dashboard_dependency_error", lambda: ImportError("not used"))  # else the driver imports it all to see
-    changes = [change for change in (*nothing, no_dashboard) if hasattr(*change[:2])]
+    no_dashboard = (utils, "get_dashboard_dependency_error", lambda: ImportError("not used"))
+    tells = hasattr(_raylet, "persist_port")  # an agent without servers says that it has none; else Ray complains on the terminal
+    changes = [change for change in (*nothing, *([no_dashboard] if tells else [])) if hasattr(*change[:2])]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
         for change in changes:

@@ -141,13 +141,15 @@ def import_ahead(*modules: str) -> None:
 
     Without collecting garbage, of which imports make little: looking for it takes an eighth of their time.
     """
+    collects = gc.isenabled()
     gc.disable()
     try:
         for module in modules:
             with suppress(Exception):
                 importlib.import_module(module)
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def make_visible(gpu_ids: tuple[str, ...]) -> None:

@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from verlite.rollout.types import Completion, EngineError, Sampling, WeightSyncError
 
+Waiter = asyncio.Future[Completion]
+
 
 class Finished(NamedTuple):
     """A request that a step finished; fields as in Completion."""
@@ -89,7 +91,8 @@ class BatchedEngine:
         self._fingerprint: int | None = None
         self._jobs: queue.SimpleQueue[Callable[[Core], None]] = queue.SimpleQueue()
         self._starting: queue.SimpleQueue[Callable[[Core], None]] = queue.SimpleQueue()
-        self._waiting: dict[int, Future[Completion]] = {}
+        self._sending = threading.Lock()
+        self._waiting: dict[int, Waiter] = {}
         self._request_ids = itertools.count()
         self._last_step = time.monotonic()
         self._closing = False
@@ -99,33 +102,35 @@ class BatchedEngine:
         self.tokenizer = started.result()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Continue a prompt; see `Engine.generate`. Requests of tasks that start together enter the core together, however slow the
-        machine: which rows share a step decides the last bits of their numbers, and equal runs must have equal numbers."""
+        """Continue a prompt; see `Engine.generate`.
+
+        Requests of tasks that start together, or that the same step has woken, enter the core together, however slow the machine: which
+        rows share a step decides the last bits of their numbers, and equal runs must have equal numbers.
+        """
         self._check_ready()
         request_id, ids = next(self._request_ids), [int(i) for i in prompt_ids]
-        future: Future[Completion] = Future()
+        waiter: Waiter = asyncio.get_running_loop().create_future()
 
         def add(core: Core) -> None:
-            if future.cancelled():
+            if waiter.cancelled():
                 return
             try:
                 self._check_ready()
                 _check_prompt(ids, core)
                 core.add(request_id, ids, sampling)
             except Exception as error:  # belongs to this request alone
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(error)
+                _answer([(waiter, error)])
             else:
-                self._waiting[request_id] = future
+                self._waiting[request_id] = waiter
 
         def abort(core: Core) -> None:
             self._waiting.pop(request_id, None)
             core.abort(request_id)
 
         self._starting.put(add)
-        began, waiter = time.monotonic(), asyncio.wrap_future(future)
+        began = time.monotonic()
         try:
-            await asyncio.sleep(0)  # until every task that was started with this one has come here
+            await asyncio.sleep(0)  # until every task that was started or woken with this one has come here
             self._send_starting()
             if self._death is not None:  # the thread may have ended without seeing these jobs
                 raise self._death
@@ -142,21 +147,20 @@ class BatchedEngine:
         finally:
             if not waiter.done():
                 waiter.cancel()
-                future.cancel()
                 self._jobs.put(abort)
 
     def _send_starting(self) -> None:
         together: list[Callable[[Core], None]] = []
-        with suppress(queue.Empty):
-            while True:
-                together.append(self._starting.get_nowait())
 
         def add_all(core: Core) -> None:
             for add in together:
                 add(core)
 
-        if together:
-            self._jobs.put(add_all)
+        with self._sending:  # whoever finds nothing to send must know that his own was sent
+            while not self._starting.empty():
+                together.append(self._starting.get())
+            if together:
+                self._jobs.put(add_all)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int, expected_fingerprint: int) -> None:
         """Replace all weights, all or nothing; see `Engine.load_weights`. `named` is consumed on the engine's thread."""
@@ -264,8 +268,7 @@ class BatchedEngine:
             while not self._closing:
                 self._take_jobs(core)
                 if core.pending():
-                    for finished in core.step():
-                        self._resolve(finished)
+                    self._resolve(core.step())
                     self._last_step = time.monotonic()
             self._death = EngineError("the engine was closed")
         except BaseException as error:  # nothing may end this thread without a word to those who wait
@@ -273,9 +276,7 @@ class BatchedEngine:
             self._death.__cause__ = error
         while not self._jobs.empty():
             self._jobs.get()(core)
-        for future in self._waiting.values():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(self._death)
+        _answer([(waiter, self._death) for waiter in self._waiting.values()])
         self._waiting.clear()
         core.close()
 
@@ -286,10 +287,26 @@ class BatchedEngine:
         while not self._jobs.empty():
             self._jobs.get()(core)
 
-    def _resolve(self, finished: Finished) -> None:
-        future = self._waiting.pop(finished.request_id, None)
-        if future is not None and future.set_running_or_notify_cancel():
-            future.set_result(Completion(finished.ids, finished.log_probs, finished.finish_reason, self.version))
+    def _resolve(self, step: list[Finished]) -> None:
+        done = [(self._waiting.pop(one.request_id, None), one) for one in step]
+        _answer([(waiter, Completion(*one[1:], self.version)) for waiter, one in done if waiter is not None])
+
+
+def _answer(answers: list[tuple[Waiter, Completion | Exception]]) -> None:
+    """Wake those who wait in other threads: all of one event loop in the same turn of it."""
+
+    def wake(mine: list[tuple[Waiter, Completion | Exception]]) -> None:
+        for waiter, answer in mine:
+            if waiter.done():  # it was cancelled
+                continue
+            if isinstance(answer, Exception):
+                waiter.set_exception(answer)
+            else:
+                waiter.set_result(answer)
+
+    for loop in {waiter.get_loop(): None for waiter, _ in answers}:
+        with suppress(RuntimeError):  # the loop was closed, and with it all who waited
+            loop.call_soon_threadsafe(wake, [(waiter, answer) for waiter, answer in answers if waiter.get_loop() is loop])
 
 
 def _check_prompt(ids: list[int], core: Core) -> None:

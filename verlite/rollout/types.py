@@ -162,7 +162,7 @@ class Engine(Protocol):
         ...
 
     def fingerprint(self) -> int:
-        """`protocol.weights.fingerprint` of the weights that the engine really computes with."""
+        """`protocol.weights.fingerprint` of the weights that the engine really computes with (how vLLM's can be seen: `rollout.vllm`)."""
         ...
 
     def sleep(self) -> None:

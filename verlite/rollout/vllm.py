@@ -3,8 +3,9 @@
 Two facts decide how weights are checked here (vLLM 0.32):
 - On a CPU, vLLM packs each linear layer's weight for oneDNN and drops the original. The packed form cannot be read, but a
   matrix product with the identity gives every weight back exactly: all other terms are zeros. That costs one prompt as long as
-  the widest layer, so a weight that a sync brings is summed as it is packed (`_noting`), and afterwards some of its columns are asked of
-  the very kernel that generates. What was packed in any other way is read whole.
+  the widest layer, so it is done at the first sync alone. From then on a weight that a sync brings is summed as it is packed
+  (`_noting`), and some of its columns are asked of the very kernel that generates. A kernel that mispacks some columns at a later sync and
+  none at the first would go unseen; one that was not packed anew, or in any other way, is read whole.
 - With tied embeddings on a CPU, `reload_weights` renews the embedding but not the output layer's packed copy of it. It
   would go on generating with the old output weights. `_repack_tied_heads` repairs that; the checksum would show it.
 """
@@ -218,7 +219,7 @@ def _noting(model: nn.Module, rank: int, dtype: torch.dtype) -> Iterator[None]:
             weight = layer.weight.detach()
             pack(layer)
             columns = _choose.sample(range(weight.shape[1]), min(_PROBES, weight.shape[1]))
-            layer.verlite_packed = _Packed(layer.cpu_linear, _parts(weight, layer, rank, dtype), columns, weight[:, columns].clone())
+            layer.verlite_packed = _Packed(layer.cpu_linear, _parts(weight, layer, rank, dtype), columns, weight[:, columns])
 
         return pack_and_note
 
@@ -236,10 +237,16 @@ def _packed_parts(name: str, module: Any, rank: int, dtype: torch.dtype) -> dict
     noted: _Packed | None = getattr(module, "verlite_packed", None)
     if noted is None or noted.kernel is not module.cpu_linear:
         return _parts(_unpacked(module, dtype), module, rank, dtype)
+    if not hasattr(module, "verlite_read"):
+        if _parts(_unpacked(module, dtype), module, rank, dtype) != noted.parts:
+            raise RuntimeError(f"vLLM computes {name} with weights that are not those it was given")
+        module.verlite_read = True
+        return noted.parts
     rows = torch.zeros(len(noted.columns), _width(module), dtype=dtype)
     rows[range(len(noted.columns)), noted.columns] = 1
-    if not torch.equal(module.cpu_linear(rows, module.weight, None).t(), noted.numbers):
-        raise RuntimeError(f"vLLM computes {name} with weights that are not those it was given")
+    if not torch.equal(numbers := module.cpu_linear(rows, module.weight, None).t(), noted.numbers):
+        finite = "" if numbers.isfinite().all() else ", or those are not finite"
+        raise RuntimeError(f"vLLM computes {name} with weights that are not those it was given{finite}")
     return noted.parts
 
 

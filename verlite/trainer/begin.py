@@ -50,7 +50,7 @@ class AlreadyComplete(Exception):
 @dataclass(frozen=True)
 class Begun:
     """config: as all processes read it. train, val: rows, checked. checkpoint: to resume. warnings: for the person who started this.
-    placement: of a local cluster, whose workers' processes are starting; None for a joined one."""
+    placement: of a local cluster, whose workers' processes are starting; None for a joined one, and where there may be nothing to do."""
 
     config: Config
     train: RowFiles
