@@ -133,7 +133,7 @@ MUTANTS = [
      TEST_VLLM + "test_fingerprint_is_the_trainers"),
     ("packed weights are not looked at", VLLM, "                if not kept.numel():\n                    found", "                if kept is None:\n                    found",
      TEST_VLLM + "test_fingerprint_is_the_trainers"),
-    ("a kernel is believed to have packed what it was given", VLLM, "if not torch.equal(module.cpu_linear(rows, module.weight, None).t(), noted.numbers):", "if False:",
+    ("a kernel is believed to have packed what it was given", VLLM, "if not torch.equal(numbers := module.cpu_linear(rows, module.weight, None).t(), noted.numbers):", "if False:",
      TEST_VLLM + "test_what_a_kernel_really_computes_with_is_asked_of_it"),
     ("no kernel is ever read whole", VLLM, '    if not hasattr(module, "verlite_read"):\n', "    if False:\n",
      TEST_VLLM + "test_what_a_kernel_really_computes_with_is_asked_of_it"),
