@@ -11,6 +11,20 @@ COLUMNS, KEPT = "verlite/controller/columns.py", CALLS + "test_kept_columns_stay
 
 MUTANTS = [
     (
+        "imports switch the collector on",
+        HOST,
+        "        if collects:\n            gc.enable()\n",
+        "        gc.enable()\n",
+        "tests/controller/test_host.py::test_imports_ahead_say_nothing_and_leave_the_collector_as_it_was",
+    ),
+    (
+        "imports leave the collector off",
+        HOST,
+        "        if collects:\n            gc.enable()\n",
+        "        pass\n",
+        "tests/controller/test_host.py::test_imports_ahead_say_nothing_and_leave_the_collector_as_it_was",
+    ),
+    (
         "nobody is asked who died",
         SUPERVISE,
         "            causes += self._dead()\n",
