@@ -25,8 +25,8 @@ from verlite.controller.worker import Worker
 from verlite.controller.worker_group import group, ready, spawn
 from verlite.protocol.data import DataProto, object_array
 
-CALLS = {"nothing": 6, "make": 1, "take": 1}
-"""In one GRPO step: export, offload, wake, load, wake and release take no batch; generate makes the samples, and update takes them."""
+CALLS = {"nothing": 3, "make": 1, "take": 1}
+"""In one GRPO step: export, load and release take no batch; generate makes the samples, and update takes them."""
 PROMPT = 256
 KEPT = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
 

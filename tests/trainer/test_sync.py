@@ -27,10 +27,7 @@ class Calls(list):
 EXPORTED = [SimpleNamespace(bytes=7)]
 IN_ORDER = [
     ("actor", "export_weights"),
-    ("actor", "offload"),
-    ("rollout", "wake", "weights"),
     ("rollout", "load_weights", EXPORTED, 4),
-    ("rollout", "wake", "kv_cache"),
     ("actor", "release_export"),
 ]
 
@@ -40,7 +37,7 @@ def synced(fails=None):
     return book, a_run(actor=Calls(book, "actor"), rollout=Calls(book, "rollout", fails), version=3)
 
 
-def test_memory_is_free_before_it_is_taken_and_the_copy_goes_last():
+def test_the_trainer_exports_before_engines_load_and_the_copy_goes_last():
     book, run = synced()
     sync_weights(run)
     assert book == IN_ORDER
@@ -51,4 +48,4 @@ def test_a_sync_that_fails_leaves_the_version():
     book, run = synced("load_weights")
     with pytest.raises(RuntimeError, match="load_weights"):
         sync_weights(run)
-    assert run.version == 3 and book == IN_ORDER[:4]
+    assert run.version == 3 and book == IN_ORDER[:2]

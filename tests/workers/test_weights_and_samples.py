@@ -32,10 +32,12 @@ class Rollout(OnNode, RolloutWorker):
 
 
 def exporter(local_rank: int) -> tuple[Actor, list]:
+    """An actor's rank, and what its engine is asked for."""
     asked, made = [], Actor.__new__(Actor)
     made.local_rank, made._exported = local_rank, None
     made.engine = SimpleNamespace(
-        onload=lambda: None,
+        onload=lambda: asked.append("onload"),
+        offload=lambda: asked.append("offload"),
         export=lambda dtype, snapshot: ((name, asked.append(name) or tensor.to(dtype)) for name, tensor in WEIGHTS),
         fingerprint=lambda dtype: ("fingerprint in", dtype),
     )
@@ -45,18 +47,21 @@ def exporter(local_rank: int) -> tuple[Actor, list]:
 
 
 def test_one_rank_of_a_node_writes_the_engines_dtype_and_the_others_take_part():
-    (first, _), (second, asked) = exporter(0), exporter(1)
+    (first, asked), (second, gathered) = exporter(0), exporter(1)
     exports = [first.export_weights(), second.export_weights()]
-    assert asked == ["a", "b"], "gathering needs every rank"
+    assert gathered == asked == ["onload", "a", "b", "offload"], "gathering needs every rank, and no rank keeps memory that engines take"
     assert [bool(e.paths) for e in exports] == [True, False] and exports[1].bytes == 0 < exports[0].bytes
     assert all(e.fingerprint == ("fingerprint in", torch.bfloat16) for e in exports)
 
-    loaded = []
+    told = []
     rollout = Rollout.__new__(Rollout)
-    rollout.engine = SimpleNamespace(load_weights=lambda named, version, found: loaded.append((dict(named), version, found)))
+    rollout.engine = SimpleNamespace(
+        wake=told.append, load_weights=lambda named, version, found: told.append((dict(named), version, found))
+    )
     elsewhere = Export("there", ["/nowhere"], 1, 0)
     rollout.load_weights([elsewhere, *exports[::-1]], 5)
-    ((named, version, found),) = loaded
+    before, (named, version, found), after = told
+    assert (before, after) == ("weights", "kv_cache"), "the cache takes its room when loading needs none any more"
     assert (version, found) == (5, ("fingerprint in", torch.bfloat16))
     assert all(torch.equal(named[name], tensor.bfloat16()) for name, tensor in WEIGHTS)
     with pytest.raises(RuntimeError, match="no actor rank on node here"):

@@ -102,7 +102,7 @@ class ActorWorker(TrainingWorker):
 
     @register("all")
     def export_weights(self) -> Export:
-        """Stream the full weights into memory files, one copy per node; every rank takes part in gathering them."""
+        """Stream the full weights into memory files, one copy per node, and free device memory; every rank takes part in gathering them."""
         self.engine.onload()
         rollout = self.config.actor_rollout_ref.rollout
         dtype = getattr(torch, self.plan.rollout_dtype)
@@ -111,9 +111,11 @@ class ActorWorker(TrainingWorker):
         if self.local_rank:
             for _ in weights:
                 pass
-            return Export(self.node_id, [], 0, fingerprint)
-        self._exported = write_buckets(weights, rollout.sync_bucket_mb * 2**20)
-        return Export(self.node_id, self._exported.paths, self._exported.bytes, fingerprint)
+        else:
+            self._exported = write_buckets(weights, rollout.sync_bucket_mb * 2**20)
+        self.engine.offload()
+        paths, size = (self._exported.paths, self._exported.bytes) if self._exported else ([], 0)
+        return Export(self.node_id, paths, size, fingerprint)
 
     @register("all")
     def release_export(self) -> None:

@@ -134,16 +134,19 @@ class RolloutWorker(Worker):
 
     @register("all")
     def sleep(self) -> None:
-        """Free device memory until `wake`."""
+        """Free device memory until `load_weights`."""
         self.engine.sleep()
 
     @register("all")
     def load_weights(self, exports: list[Export], version: int) -> None:
-        """Load this node's copy of the trainer's weights, compare fingerprints, reset caches, and only then take the version."""
+        """Take back the memory that sleep freed, load this node's copy of the trainer's weights, compare fingerprints, reset caches, and
+        only then take the version."""
         mine = next((e for e in exports if e.paths and e.node_id == self.node_id), None)
         if mine is None:
             raise RuntimeError(f"no actor rank on node {self.node_id} wrote weights there: place the actor on every node of the rollout")
+        self.engine.wake("weights")
         self.engine.load_weights(read_buckets(mine.paths), version, mine.fingerprint)
+        self.engine.wake("kv_cache")  # only now: on a device it needs the room that loading has used
 
     def close(self) -> None:
         """End the engine and its processes, whose shared memory would otherwise outlive them."""
@@ -151,12 +154,6 @@ class RolloutWorker(Worker):
             self.engine.close()
             self.scorer.close()
         super().close()
-
-    @register("all")
-    def wake(self, what: str) -> None:
-        """Bring back what sleep freed: "weights" or "kv_cache"."""
-        self.engine.wake(what)
-
 
 def as_columns(
     trajectories: Sequence[Trajectory], told: Sequence[Told], results: Mapping[int, RewardResult], waited: float, with_turns: bool

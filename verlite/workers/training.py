@@ -42,11 +42,6 @@ class TrainingWorker(Worker):
         self.engine.load(folder)
         self.engine.offload()
 
-    @register("all")
-    def offload(self) -> None:
-        """Free device memory of what the configuration keeps in host memory between phases."""
-        self.engine.offload()
-
     def update_in_mini_batches(self, role: str, batch: DataProto, updates: Updates, loss, **options) -> dict[str, float]:
         """One optimizer step per mini-batch and epoch; returns means over the steps that have a metric, equal on every rank.
 
