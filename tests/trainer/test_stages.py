@@ -311,9 +311,23 @@ def test_rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score():
             assert advantages.tolist() == [[1, 1], [-1, -1]]
 
 
+class Engines:
+    """Give the same answers again and again, and count how often they were sent to sleep."""
+
+    def __init__(self):
+        self.slept = 0
+
+    def generate(self, requests, sleep_after):
+        self.slept += sleep_after
+        return answers([([10], [1], [-0.5], "done")] * len(requests), [[5]] * len(requests))
+
+    def sleep(self):
+        self.slept += 1
+
+
 def filtered(scores, uids, batch=None, **settings):
     """A generation of four samples with these scores, gathered."""
-    run = settings.pop("run", None) or a_run(drawn=0, train_data=range(settings.pop("data", 8)))
+    run = settings.pop("run", None) or a_run(drawn=0, train_data=range(settings.pop("data", 8)), rollout=Engines())
     run.plan.filters_groups, run.drawn = True, run.drawn + 2
     for key, value in settings.items():
         setattr(run.config.algorithm.filter_groups, key, value)
@@ -355,9 +369,19 @@ def test_dynamic_sampling_that_never_fills_a_step_stops_the_run(limit, data, las
         filtered([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
 
 
+def test_engines_stay_awake_until_the_last_generation_of_a_step():
+    """On a GPU sleep frees their weights, and the next generation would find none."""
+    run, batch = filtered([1, 1, 0, 1], ["a", "a", "b", "b"])
+    stages.generate(run, asked([[5]] * 4, "ccdd"))
+    assert run.rollout.slept == 0
+    filtered([0, 1, 0, 1], ["c", "c", "d", "d"], batch, run=run)
+    assert run.rollout.slept == 1
+
+
 def test_without_dynamic_sampling_a_step_is_one_generation():
-    run, more = a_run(), a_batch()
-    assert stages.gather(run, DataProto(), more) is more
+    run, more = a_run(rollout=Engines()), a_batch()
+    stages.generate(run, asked([[5]], ["a"]))
+    assert stages.gather(run, DataProto(), more) is more and run.rollout.slept == 1
 
 
 def test_the_prompts_of_a_step_have_ids_and_seeds_of_their_own_over_generations():

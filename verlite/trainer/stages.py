@@ -98,7 +98,7 @@ def generate(run: Run, requests: DataProto) -> DataProto:
     Raises:
         RolloutFailures: more than `rollout.max_error_rate` of the samples failed; the message has the first failure.
     """
-    batch = answered(run, requests, sleep_after=True)
+    batch = answered(run, requests, sleep_after=not run.plan.filters_groups)  # the next generation of the step needs their weights
     failed, limit = torch.from_numpy(batch.non_tensor_batch["status"] == Status.ERROR), run.config.actor_rollout_ref.rollout.max_error_rate
     if (rate := failed.double().mean().item()) > limit:
         if run.stop.requested:  # while it waited for tools
@@ -172,7 +172,7 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
     """The step's samples so far, and those of another generation.
 
     With `algorithm.filter_groups` (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2) only prompts whose samples differ are
-    kept, until there are `data.train_batch_size` of them; further ones are dropped.
+    kept, until there are `data.train_batch_size` of them; further ones are dropped, and the engines sleep.
 
     Raises:
         TooFewGroups: `filter_groups.max_num_gen_batches` generations, or those of one pass over the data, did not fill the step.
@@ -205,6 +205,8 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
             "prompts, raise actor_rollout_ref.rollout.n or temperature, allow more with algorithm.filter_groups.max_num_gen_batches, "
             "or train on all with algorithm.filter_groups.enable=false"
         )
+    if len(joined) == plan.rows:
+        run.rollout.sleep()
     return joined
 
 

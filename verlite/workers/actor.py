@@ -1,6 +1,6 @@
 """The policy in training: log-probs, updates, weights for the rollout engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,20 +102,21 @@ class ActorWorker(TrainingWorker):
 
     @register("all")
     def export_weights(self) -> Export:
-        """Stream the full weights into memory files, one copy per node, and free device memory; every rank takes part in gathering them."""
+        """Stream the full weights, which every rank helps to gather, into memory files, one copy per node; then free device memory."""
         self.engine.onload()
         rollout = self.config.actor_rollout_ref.rollout
         dtype = getattr(torch, self.plan.rollout_dtype)
         weights = self.engine.export(dtype, snapshot=False)
         fingerprint = self.engine.fingerprint(dtype)
+        export = Export(self.node_id, [], 0, fingerprint)
         if self.local_rank:
             for _ in weights:
                 pass
         else:
             self._exported = write_buckets(weights, rollout.sync_bucket_mb * 2**20)
+            export = replace(export, paths=self._exported.paths, bytes=self._exported.bytes)
         self.engine.offload()
-        paths, size = (self._exported.paths, self._exported.bytes) if self._exported else ([], 0)
-        return Export(self.node_id, paths, size, fingerprint)
+        return export
 
     @register("all")
     def release_export(self) -> None:

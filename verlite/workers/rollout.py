@@ -139,8 +139,8 @@ class RolloutWorker(Worker):
 
     @register("all")
     def load_weights(self, exports: list[Export], version: int) -> None:
-        """Take back the memory that sleep freed, load this node's copy of the trainer's weights, compare fingerprints, reset caches, and
-        only then take the version."""
+        """Take back the weights' memory, load this node's copy of the trainer's weights, reset caches, compare fingerprints, and only then
+        take the version; last, take back the caches' memory."""
         mine = next((e for e in exports if e.paths and e.node_id == self.node_id), None)
         if mine is None:
             raise RuntimeError(f"no actor rank on node {self.node_id} wrote weights there: place the actor on every node of the rollout")
@@ -154,6 +154,7 @@ class RolloutWorker(Worker):
             self.engine.close()
             self.scorer.close()
         super().close()
+
 
 def as_columns(
     trajectories: Sequence[Trajectory], told: Sequence[Told], results: Mapping[int, RewardResult], waited: float, with_turns: bool
