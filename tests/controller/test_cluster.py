@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.controller.conftest import alive, within
-from verlite.controller import cluster, node, supervise
+from verlite.controller import cluster, guardian, node, supervise
 from verlite.controller.supervise import StopRequest, Terminated
 
 
@@ -85,6 +85,27 @@ def test_a_guardian_spares_the_owners_children_only_when_the_owner_leaves_in_ord
     finally:
         if alive(child):
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_guardian_knows_rays_agents_by_their_files_when_their_title_lies_over_their_mark(tmp_path):
+    (tmp_path / "other").mkdir()
+    (folder := tmp_path / "temporary").mkdir()
+    places = {"ray::Agent": folder, "ray::Another": tmp_path / "other", "tracker": folder}
+    started = {
+        title: subprocess.Popen(["bash", "-c", f"exec -a {title} sleep 1000 > {place}/log"], env={"PATH": os.environ["PATH"]})
+        for title, place in places.items()
+    }
+    try:
+        assert within(10, lambda: all((place / "log").exists() for place in places.values()))
+        watch = guardian.start("MARK_ALL=nobody", "MARK_WORKERS=nobody", str(folder))
+        assert within(10, lambda: all(b"sleep" not in Path(f"/proc/{one.pid}/cmdline").read_bytes() for one in started.values()))
+        guardian.dismiss(watch)
+        assert started["ray::Agent"].wait(10) == -signal.SIGKILL
+        assert started["ray::Another"].poll() is started["tracker"].poll() is None
+    finally:
+        for one in started.values():
+            one.kill()
+            one.wait()
 
 
 def test_stop_request_keeps_the_first_signal_and_raises_on_the_second_sigterm():

@@ -280,6 +280,27 @@ MUTANTS = [
         JOINED + "test_ranks_are_spread_in_a_stable_order_and_a_lost_node_ends_the_run",
     ),
     (
+        "the guardian looks at marks alone",
+        GUARDIAN,
+        "(marked(entry), *map(writing, folders))",
+        "(marked(entry),)",
+        ALONE + "test_a_guardian_knows_rays_agents_by_their_files_when_their_title_lies_over_their_mark",
+    ),
+    (
+        "the guardian kills who writes there, Ray's or not",
+        GUARDIAN,
+        "if titled and any(",
+        "if any(",
+        ALONE + "test_a_guardian_knows_rays_agents_by_their_files_when_their_title_lies_over_their_mark",
+    ),
+    (
+        "the guardian kills other runs' agents",
+        GUARDIAN,
+        'path.startswith(folder + "/")',
+        "True",
+        ALONE + "test_a_guardian_knows_rays_agents_by_their_files_when_their_title_lies_over_their_mark",
+    ),
+    (
         "the guardian does nothing",
         GUARDIAN,
         "                os.kill(pid, signal.SIGKILL)",
@@ -296,15 +317,15 @@ MUTANTS = [
     (
         "the guardian always spares",
         GUARDIAN,
-        "sweep(workers if orderly else everything)",
-        "sweep(workers)",
+        "sweep(workers if orderly else everything,",
+        "sweep(workers,",
         ALONE + "test_a_guardian_spares_the_owners_children_only_when_the_owner_leaves_in_order",
     ),
     (
         "the guardian never spares",
         GUARDIAN,
-        "sweep(workers if orderly else everything)",
-        "sweep(everything)",
+        "sweep(workers if orderly else everything,",
+        "sweep(everything,",
         ALONE + "test_a_guardian_spares_the_owners_children_only_when_the_owner_leaves_in_order",
     ),
     (

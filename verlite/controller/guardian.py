@@ -5,7 +5,7 @@
 It watches its parent, the process OWNER. When the owner is gone, in whatever way (kill -9 included), every process that was started
 with ALL=ID in its environment is killed, also one that is stopped. When the owner writes something to the guardian's input, it
 leaves in order: then only those with WORKERS=ID are killed, and the owner's own children, such as a tracker that still uploads,
-are left alone. The folder is removed. It needs /proc, so it does nothing on systems other than Linux. Standard library only: it
+are left alone. Either way the processes of Ray's that write into the folder are killed, and it is removed. It needs /proc, so it does nothing on systems other than Linux. Standard library only: it
 must be small and start at once.
 """
 
@@ -50,11 +50,27 @@ def marked(entry: str) -> list[int]:
     return found
 
 
-def sweep(entry: str) -> None:
-    """Kill marked processes until two looks in a row find none."""
+def writing(folder: str) -> list[int]:
+    """Ray's agents and workers that have files of the folder open. The title that such a process gives itself lies over the first part of
+    what its environment was, and the mark may have been there."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                titled = file.read(5) == b"ray::"
+            paths = (os.readlink(f"/proc/{name}/fd/{number}") for number in os.listdir(f"/proc/{name}/fd"))
+            if titled and any(path.startswith(folder + "/") for path in paths):
+                found.append(int(name))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+def sweep(entry: str, *folders: str) -> None:
+    """Kill marked processes, and Ray's of these folders, until two looks in a row find none."""
     quiet, deadline = 0, time.monotonic() + PATIENCE_S
     while quiet < 2 and time.monotonic() < deadline:
-        pids = marked(entry)
+        pids = [pid for found in (marked(entry), *map(writing, folders)) for pid in found]
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -74,7 +90,7 @@ def main(owner: int, everything: str, workers: str, *folders: str) -> None:
             if not orderly:
                 time.sleep(0.25)
     if os.path.isdir("/proc/self"):
-        sweep(workers if orderly else everything)
+        sweep(workers if orderly else everything, *folders)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
