@@ -5,8 +5,8 @@
 It watches its parent, the process OWNER. When the owner is gone, in whatever way (kill -9 included), every process that was started
 with ALL=ID in its environment is killed, also one that is stopped. When the owner writes something to the guardian's input, it
 leaves in order: then only those with WORKERS=ID are killed, and the owner's own children, such as a tracker that still uploads,
-are left alone. Either way the processes of Ray's that write into the folder are killed, and it is removed. It needs /proc, so it does nothing on systems other than Linux. Standard library only: it
-must be small and start at once.
+are left alone. Either way Ray's processes that write into the folder are killed, and the folder is removed. It needs /proc, so it
+does nothing on systems other than Linux. Standard library only: it must be small and start at once.
 """
 
 import os
