@@ -88,9 +88,9 @@ def test_a_guardian_spares_the_owners_children_only_when_the_owner_leaves_in_ord
 
 
 def test_a_guardian_knows_rays_agents_by_their_files_when_their_title_lies_over_their_mark(tmp_path):
-    (tmp_path / "other").mkdir()
-    (folder := tmp_path / "temporary").mkdir()
-    places = {"ray::Agent": folder, "ray::Another": tmp_path / "other", "tracker": folder}
+    folder, another = tmp_path / "temporary", tmp_path / "temporary-2"
+    folder.mkdir(), another.mkdir()
+    places = {"ray::Agent": folder, "ray::Another": another, "tracker": folder}
     started = {
         title: subprocess.Popen(["bash", "-c", f"exec -a {title} sleep 1000 > {place}/log"], env={"PATH": os.environ["PATH"]})
         for title, place in places.items()

@@ -289,15 +289,15 @@ MUTANTS = [
     (
         "the guardian kills who writes there, Ray's or not",
         GUARDIAN,
-        "if titled and any(",
-        "if any(",
+        'if file.read(5) != b"ray::":',
+        "if False:",
         ALONE + "test_a_guardian_knows_rays_agents_by_their_files_when_their_title_lies_over_their_mark",
     ),
     (
         "the guardian kills other runs' agents",
         GUARDIAN,
         'path.startswith(folder + "/")',
-        "True",
+        "path.startswith(folder)",
         ALONE + "test_a_guardian_knows_rays_agents_by_their_files_when_their_title_lies_over_their_mark",
     ),
     (

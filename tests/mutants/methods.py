@@ -55,7 +55,7 @@ MUTANTS = [
     ("a step is overfull", STAGES, "joined = joined[: plan.rows].with_meta", "joined = joined.with_meta", KEPT),
     ("engines sleep between the generations of a step", STAGES, "sleep_after=not run.plan.filters_groups", "sleep_after=True",
      STAGE + "engines_stay_awake_until_the_last_generation_of_a_step"),
-    ("engines never sleep after dynamic sampling", STAGES, "    if len(joined) == plan.rows:\n        run.rollout.sleep()\n", "",
+    ("engines never sleep after dynamic sampling", STAGES, "    if len(joined) == plan.rows:\n        _sleep(run)\n", "",
      STAGE + "engines_stay_awake_until_the_last_generation_of_a_step"),
     ("only the last generation counts", STAGES, "for part in (batch, kept) if len(part)", "for part in (kept,) if len(part)", KEPT),
     ("shares are those of the last generation", STAGES, "run.metrics[key] = before + (value - before) / draws", "run.metrics[key] = value", KEPT),

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -138,13 +138,13 @@ def connect(
         if "RAY_AUTH_MODE" not in os.environ:  # else Ray would write a token into the home directory
             changes |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         if temp_dir is None:
-            temp_dir = private_dir = tempfile.mkdtemp(prefix="verlite-", dir="/tmp")  # paths of sockets must be short
+            temp_dir = private_dir = os.path.realpath(tempfile.mkdtemp(prefix="verlite-", dir="/tmp"))  # paths of sockets must be short
     undo = {name: os.environ.get(name) for name in changes}
     _set_environment(changes)
     watch = guardian.start(f"{RUN_ID}={run_id}", f"{WORKERS_OF}={run_id}", private_dir)
     try:
         if target is None:
-            _start_local(num_cpus or max(node.cores(), slots), temp_dir, lambda: _kill_ray(run_id, watch.pid))
+            _start_local(num_cpus or max(node.cores(), slots), temp_dir, lambda: _kill_ray(run_id, watch.pid, private_dir))
         else:
             import ray
 
@@ -238,11 +238,13 @@ def _start_local(num_cpus: int, temp_dir: str | None, clean: Callable[[], None])
                 raise
 
 
-def _kill_ray(run_id: str, guardian_pid: int) -> None:
+def _kill_ray(run_id: str, guardian_pid: int, private_dir: str | None) -> None:
     """End what a failed start has left."""
     if os.path.isdir("/proc/self"):
-        for pid in set(guardian.marked(f"{WORKERS_OF}={run_id}")) - {guardian_pid}:
-            os.kill(pid, signal.SIGKILL)
+        writing = guardian.writing(private_dir) if private_dir else []
+        for pid in {*guardian.marked(f"{WORKERS_OF}={run_id}"), *writing} - {guardian_pid}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

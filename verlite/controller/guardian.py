@@ -51,15 +51,16 @@ def marked(entry: str) -> list[int]:
 
 
 def writing(folder: str) -> list[int]:
-    """Ray's agents and workers that have files of the folder open. The title that such a process gives itself lies over the first part of
-    what its environment was, and the mark may have been there."""
+    """Ray's agents and workers, except this process and its parent, that have files of the folder (a path without links) open. To give
+    itself a title such a process blanks the first part of what its environment was, and the mark may have been there."""
     found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    for name in set(filter(str.isdigit, os.listdir("/proc"))) - {str(os.getpid()), str(os.getppid())}:
         try:
             with open(f"/proc/{name}/cmdline", "rb") as file:
-                titled = file.read(5) == b"ray::"
+                if file.read(5) != b"ray::":
+                    continue
             paths = (os.readlink(f"/proc/{name}/fd/{number}") for number in os.listdir(f"/proc/{name}/fd"))
-            if titled and any(path.startswith(folder + "/") for path in paths):
+            if any(path.startswith(folder + "/") for path in paths):
                 found.append(int(name))
         except OSError:  # ended meanwhile, or another user's
             continue

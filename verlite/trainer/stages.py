@@ -206,8 +206,13 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
             "or train on all with algorithm.filter_groups.enable=false"
         )
     if len(joined) == plan.rows:
-        run.rollout.sleep()
+        _sleep(run)
     return joined
+
+
+@stage("gen")
+def _sleep(run: Run) -> None:
+    run.rollout.sleep()
 
 
 def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
