@@ -206,10 +206,13 @@ def test_nothing_more_is_searched_for_a_client_that_has_gone(path: Path) -> None
 def test_small_requests_whose_clients_have_gone_are_not_searched_either(path: Path) -> None:
     """A time-out of a client's must not leave work behind that delays its next try."""
     made, change = slow()
+    left = []
 
-    def leave(base: str) -> None:
-        with pytest.raises(httpx.ReadTimeout):
+    def leave(base: str) -> None:  # the first are answered in time
+        try:
             httpx.post(f"{base}/retrieve", json={"queries": ["amber"] * 5}, timeout=0.3)
+        except httpx.ReadTimeout:
+            left.append(base)
 
     with serving(path, change, max_batch=5) as base:
         leavers = [threading.Thread(target=leave, args=[base]) for _ in range(12)]
@@ -219,7 +222,7 @@ def test_small_requests_whose_clients_have_gone_are_not_searched_either(path: Pa
             leaver.join()
         ask(base, {"query": "birch"})
         time.sleep(0.5)
-        assert len(made[0].batches) < 12, "the first were being searched when they left"
+        assert left and len(made[0].batches) < 12, "the first were being searched when they left"
 
 
 class Failing(Slow):
