@@ -87,7 +87,8 @@ def test_a_guardian_spares_the_owners_children_only_when_the_owner_leaves_in_ord
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_guardian_knows_rays_agents_by_their_files_when_their_title_lies_over_their_mark(tmp_path):
+@pytest.mark.parametrize("failed_start", [False, True])
+def test_rays_agents_are_known_by_their_files_when_their_title_lies_over_their_mark(failed_start, tmp_path, monkeypatch):
     folder, another = tmp_path / "temporary", tmp_path / "temporary-2"
     folder.mkdir(), another.mkdir()
     places = {"ray::Agent": folder, "ray::Another": another, "tracker": folder}
@@ -97,10 +98,17 @@ def test_a_guardian_knows_rays_agents_by_their_files_when_their_title_lies_over_
     }
     try:
         assert within(10, lambda: all((place / "log").exists() for place in places.values()))
-        watch = guardian.start("MARK_ALL=nobody", "MARK_WORKERS=nobody", str(folder))
         assert within(10, lambda: all(b"sleep" not in Path(f"/proc/{one.pid}/cmdline").read_bytes() for one in started.values()))
-        guardian.dismiss(watch)
-        assert started["ray::Agent"].wait(10) == -signal.SIGKILL
+        agent = started["ray::Agent"]
+        for who in ("getpid", "getppid"):  # the process that looks, and the guardian's owner
+            with monkeypatch.context() as as_agent:
+                as_agent.setattr(os, who, lambda: agent.pid)
+                assert guardian.writing(str(folder)) == []
+        if failed_start:
+            cluster._kill_ray("nobody", 0, str(folder))
+        else:
+            guardian.dismiss(guardian.start("MARK_ALL=nobody", "MARK_WORKERS=nobody", str(folder)))
+        assert agent.wait(10) == -signal.SIGKILL
         assert started["ray::Another"].poll() is started["tracker"].poll() is None
     finally:
         for one in started.values():
