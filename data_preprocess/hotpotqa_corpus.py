@@ -20,16 +20,26 @@ def articles(value: Any, where: str) -> Iterator[tuple[str, str]]:
     """(title, text) of each article in a file's JSON value. Raises DataError."""
     rows = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(rows, list):
-        raise DataError(f"{where}: a {type(value).__name__}, expected an object of titles or a list of articles or questions")
+        raise DataError(
+            f"{where}: a {type(value).__name__}, expected an object of titles or a list of articles or questions"
+        )
     for place, row in enumerate(rows):
         if isinstance(row, dict) and "context" in row:
             yield from articles(row["context"], f"{where} entry {place} context")
             continue
-        title, text = (row.get("title"), row.get("text")) if isinstance(row, dict) else row if _is_pair(row) else (None, None)
+        title, text = (
+            (row.get("title"), row.get("text"))
+            if isinstance(row, dict)
+            else row
+            if _is_pair(row)
+            else (None, None)
+        )
         if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
             text = "".join(text)  # HotpotQA's sentences begin with their space
         if not isinstance(title, str) or not isinstance(text, str):
-            raise DataError(f"{where} entry {place}: expected a title with its sentences, or title and text, or a question with context")
+            raise DataError(
+                f"{where} entry {place}: expected a title with its sentences, or title and text, or a question with context"
+            )
         if text.strip():
             yield " ".join(title.split()), " ".join(text.split())
 
@@ -39,10 +49,21 @@ def _is_pair(row: Any) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--articles", nargs="+", required=True, metavar="FILE", help="JSON files of articles or questions")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--local_save_dir", "--local_dir", default="~/data/hotpotqa", help="where corpus.jsonl goes (default ~/data/hotpotqa)"
+        "--articles",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON files of articles or questions",
+    )
+    parser.add_argument(
+        "--local_save_dir",
+        "--local_dir",
+        default="~/data/hotpotqa",
+        help="where corpus.jsonl goes (default ~/data/hotpotqa)",
     )
     arguments = parser.parse_args()
     try:
@@ -56,7 +77,8 @@ def main() -> None:
         if not found:
             raise DataError(f"{', '.join(arguments.articles)}: no article has a text")
         lines = (
-            json.dumps({"id": str(row), "contents": f'"{title}"\n{text}'}, ensure_ascii=False) for row, (title, text) in enumerate(found)
+            json.dumps({"id": str(row), "contents": f'"{title}"\n{text}'}, ensure_ascii=False)
+            for row, (title, text) in enumerate(found)
         )
         path = Path(arguments.local_save_dir).expanduser() / "corpus.jsonl"
         size = write_text("".join(f"{line}\n" for line in lines), path)

@@ -8,7 +8,11 @@ from typing import Any
 from verlite.data.preprocess import Source, main
 from verlite.rewards.math import last_boxed
 
-SOURCE = Source("DigitalLearningGmbH/MATH-lighteval", revision="0530c78699ea5e8eb5530600900e1f328b48acad", folder="data")
+SOURCE = Source(
+    "DigitalLearningGmbH/MATH-lighteval",
+    revision="0530c78699ea5e8eb5530600900e1f328b48acad",
+    folder="data",
+)
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 

@@ -16,7 +16,9 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a random 2-layer Llama with tied embeddings."""
-    return tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama", tie_word_embeddings=True)
+    return tiny_model(
+        tmp_path_factory.mktemp("models") / "llama", "llama", tie_word_embeddings=True
+    )
 
 
 def pytest_configure() -> None:

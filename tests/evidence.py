@@ -8,7 +8,15 @@ from pathlib import Path
 
 import torch
 
-from tests.algorithms.differential import BATCHES, ROOMS, SMALL, Comparison, Found, largest_differences, reference_of
+from tests.algorithms.differential import (
+    BATCHES,
+    ROOMS,
+    SMALL,
+    Comparison,
+    Found,
+    largest_differences,
+    reference_of,
+)
 from tests.algorithms.reference import random_case
 from tests.engine import matrix
 from tests.engine.ranks import Ranks
@@ -56,7 +64,9 @@ large number: log-ratios are limited to 20, so a squared ratio goes up to 2e17, 
 HAZARDS = {
     "have rows of different lengths": lambda c: len(set(c.mask.sum(1).tolist())) > 1,
     "have tool text between trained tokens": lambda c: any(
-        0 in row[row.index(1) : len(row) - row[::-1].index(1)] for row in c.mask.tolist() if 1 in row
+        0 in row[row.index(1) : len(row) - row[::-1].index(1)]
+        for row in c.mask.tolist()
+        if 1 in row
     ),
     "have a row without a trained token": lambda c: bool((~c.mask.bool().any(1)).any()),
     "have a row that is not valid": lambda c: not bool(c.valid.all()),
@@ -64,8 +74,12 @@ HAZARDS = {
     "have a group of several with equal scores": lambda c: any(
         len(c.group(i)) > 1 and len({c.score(j) for j in c.group(i)}) == 1 for i in c.voters()
     ),
-    "have a sampled token of probability 0 under the policy": lambda c: bool((c.log_prob == -torch.inf).any()),
-    "have one of probability 0 under the reference": lambda c: bool((reference_of(c)[c.mask.bool()] == -torch.inf).any()),
+    "have a sampled token of probability 0 under the policy": lambda c: bool(
+        (c.log_prob == -torch.inf).any()
+    ),
+    "have one of probability 0 under the reference": lambda c: bool(
+        (reference_of(c)[c.mask.bool()] == -torch.inf).any()
+    ),
     "have a log-ratio beyond 20": lambda c: bool(((c.log_prob - c.old).abs() > 20).any()),
 }
 
@@ -83,16 +97,28 @@ def short(x: float) -> str:
 def matrix_rows(path: str, ranks: Ranks) -> Iterator[list[str]]:
     given = matrix.columns(path)
     for mode in AGGREGATION_MODES:
-        found = {key: gradients for key, (_, gradients) in matrix.arrangements(path, mode, given, ranks).items()}
+        found = {
+            key: gradients
+            for key, (_, gradients) in matrix.arrangements(path, mode, given, ranks).items()
+        }
         base = found["1 rank", "packed", "all rows at once, in order"]
         _, exact = matrix.closed_form(path, mode, given)
         away = {key: matrix.difference(gradients, base) for key, gradients in found.items()}
         closed = max(matrix.difference(gradients, exact) for gradients in found.values())
-        yield [mode, *(short(away[key]) for key in COLUMNS.values()), short(max(away.values())), short(closed)]
+        yield [
+            mode,
+            *(short(away[key]) for key in COLUMNS.values()),
+            short(max(away.values())),
+            short(closed),
+        ]
 
 
 COLUMNS: dict[str, matrix.Key] = {
-    **{split: ("1 rank", "packed", f"{split}, in order") for split in matrix.SPLITS if split != "all rows at once"},
+    **{
+        split: ("1 rank", "packed", f"{split}, in order")
+        for split in matrix.SPLITS
+        if split != "all rows at once"
+    },
     "shuffled": ("1 rank", "packed", "all rows at once, shuffled"),
     "padded": ("1 rank", "padded", "all rows at once, in order"),
     "2 ranks": ("2 ranks", "packed", "all rows at once, in order"),
@@ -105,15 +131,24 @@ def contents() -> str:
     return "\n".join(f"- {sum(map(hazard, cases))} {what}" for what, hazard in HAZARDS.items())
 
 
-def room_rows(comparisons: dict[str, Comparison], found: dict[str, dict[str, Found]], results: list[str]) -> Iterator[list[str]]:
+def room_rows(
+    comparisons: dict[str, Comparison], found: dict[str, dict[str, Found]], results: list[str]
+) -> Iterator[list[str]]:
     for name, comparison in comparisons.items():
-        cells = [f"{short(one.absolute)} / {short(one.relative)}" if (one := found[name].get(what)) else "" for what in results]
+        cells = [
+            f"{short(one.absolute)} / {short(one.relative)}"
+            if (one := found[name].get(what))
+            else ""
+            for what in results
+        ]
         yield [f"`{name}`", str(BATCHES), *cells, f"{comparison.tolerance:g}"]
 
 
 def page() -> Iterator[str]:
     yield HEAD.rstrip("\n")
-    yield MATRIX.format(others=ARRANGEMENTS - 1, every=ARRANGEMENTS, tolerance=matrix.TOLERANCE).rstrip("\n")
+    yield MATRIX.format(
+        others=ARRANGEMENTS - 1, every=ARRANGEMENTS, tolerance=matrix.TOLERANCE
+    ).rstrip("\n")
     with tempfile.TemporaryDirectory() as folder, world_of_one():
         ranks = Ranks(Path(folder))
         try:
@@ -126,7 +161,10 @@ def page() -> Iterator[str]:
         found = {name: largest_differences(comparison) for name, comparison in comparisons.items()}
         results = list(dict.fromkeys(what for one in found.values() for what in one))
         yield f"\n### {room}"
-        yield from table(["function", "batches", *results, "tolerance"], list(room_rows(comparisons, found, results)))
+        yield from table(
+            ["function", "batches", *results, "tolerance"],
+            list(room_rows(comparisons, found, results)),
+        )
         for name, one in found.items():
             if any(not f.relative <= comparisons[name].tolerance for f in one.values()):
                 raise SystemExit(f"{room}, {name}: {one}")

@@ -20,7 +20,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     It is a byte-level BPE without merges because AutoTokenizer puts a Qwen2 model's vocabulary into a byte-level BPE whatever
     tokenizer.json says.
     """
-    spelled = {"\n": "\u010a", " ": "\u0120"}  # byte-level BPE's names of the bytes that do not print
+    spelled = {
+        "\n": "\u010a",
+        " ": "\u0120",
+    }  # byte-level BPE's names of the bytes that do not print
     vocab = {token: i for i, token in enumerate(SPECIAL + [spelled.get(c, c) for c in ASCII])}
     tokenizer = Tokenizer(BPE(vocab, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

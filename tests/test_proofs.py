@@ -17,13 +17,21 @@ def test_every_trap_has_tests_that_exist() -> None:
         named = re.findall(r"`(tests/[^`]*?\.py)::(\w+)`", cell)
         assert named and len(named) == cell.count("::"), f"{trap}: {cell}"
         for path, function in named:
-            assert f"def {function}(" in (TOP / path).read_text(encoding="utf-8"), f"{trap}: {path}::{function}"
+            assert f"def {function}(" in (TOP / path).read_text(encoding="utf-8"), (
+                f"{trap}: {path}::{function}"
+            )
 
 
 def test_the_evidence_has_every_comparison_with_the_tolerance_that_is_asserted() -> None:
     text = (TOP / "docs" / "evidence.md").read_text(encoding="utf-8")
     for room, comparisons in ROOMS.items():
         _, _, section = text.partition(f"### {room}\n")
-        rows = re.findall(r"^\| `([^`]+)` \| (\d+) \|.* \| ([^ ]+) \|$", section.partition("\n### ")[0], re.MULTILINE)
-        assert rows == [(name, str(BATCHES), f"{one.tolerance:g}") for name, one in comparisons.items()], f"{room}: make evidence"
+        rows = re.findall(
+            r"^\| `([^`]+)` \| (\d+) \|.* \| ([^ ]+) \|$",
+            section.partition("\n### ")[0],
+            re.MULTILINE,
+        )
+        assert rows == [
+            (name, str(BATCHES), f"{one.tolerance:g}") for name, one in comparisons.items()
+        ], f"{room}: make evidence"
     assert all(f"| {mode} | " in text for mode in AGGREGATION_MODES)

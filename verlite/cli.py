@@ -13,7 +13,9 @@ app = typer.Typer(
     help="Reinforcement learning for language models. Training itself is `python -m verlite.main_ppo key=value ...`.",
 )
 
-serve = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Run a service that training asks over HTTP.")
+serve = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Run a service that training asks over HTTP."
+)
 app.add_typer(serve, name="serve")
 
 
@@ -39,8 +41,15 @@ class FaissIndex(StrEnum):
     HNSW64 = "HNSW64"
 
 
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="The training command's arguments, as they are.")]
-PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": ["--help"]}
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="The training command's arguments, as they are."),
+]
+PASS_THROUGH = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": ["--help"],
+}
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -66,7 +75,9 @@ def check(arguments: Arguments = None) -> None:
 @app.command(context_settings=PASS_THROUGH)
 def plan(
     arguments: Arguments = None,
-    config: Annotated[bool, typer.Option("--config", help="Print every value and where it comes from, as YAML.")] = False,
+    config: Annotated[
+        bool, typer.Option("--config", help="Print every value and where it comes from, as YAML.")
+    ] = False,
 ) -> None:
     """Print what a training command amounts to: batch sizes, updates, engines, devices."""
     from verlite.config.load import dump
@@ -81,7 +92,11 @@ def plan(
 
 
 @app.command()
-def explain(key: Annotated[str, typer.Argument(help="A key, a section, an old name, or the end of one: actor.optim.lr")] = "") -> None:
+def explain(
+    key: Annotated[
+        str, typer.Argument(help="A key, a section, an old name, or the end of one: actor.optim.lr")
+    ] = "",
+) -> None:
     """Say what a configuration key means, its type, its default and its legal values."""
     from verlite.config.explain import explain as text_of
 
@@ -95,7 +110,9 @@ def explain(key: Annotated[str, typer.Argument(help="A key, a section, an old na
 @app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A global_step_N folder.")],
-    target: Annotated[str, typer.Argument(help="The Hugging Face folder to write; must not have anything in it.")],
+    target: Annotated[
+        str, typer.Argument(help="The Hugging Face folder to write; must not have anything in it.")
+    ],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
 ) -> None:
     """Turn a checkpoint into a Hugging Face model folder, reload it, and compare the two. Needs no Ray and no GPU."""
@@ -109,13 +126,19 @@ def export(
     except CheckpointError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    print(f"wrote {target} in {dtype}; reloaded, its log-probs differ from the checkpoint's by at most {difference:.1e}")
+    print(
+        f"wrote {target} in {dtype}; reloaded, its log-probs differ from the checkpoint's by at most {difference:.1e}"
+    )
 
 
 @app.command()
 def curve(
-    run_dir: Annotated[str, typer.Argument(help="A run directory: the folder that has metrics.jsonl.")],
-    picture: Annotated[str, typer.Option(help="Where the picture goes; its ending says its format.")] = "RUN_DIR/reward_curve.png",
+    run_dir: Annotated[
+        str, typer.Argument(help="A run directory: the folder that has metrics.jsonl.")
+    ],
+    picture: Annotated[
+        str, typer.Option(help="Where the picture goes; its ending says its format.")
+    ] = "RUN_DIR/reward_curve.png",
 ) -> None:
     """Show a run's reward over its steps, in the terminal and as a picture. Works while the run is going on."""
     from pathlib import Path
@@ -135,7 +158,9 @@ def curve(
     for name, points in curves.items():
         if points:
             (first, begin), (last, end) = points[0], points[-1]
-            print(f"mean reward {name}: {begin:.3f} at step {first}, {end:.3f} at step {last}\n{plot(points)}\n")
+            print(
+                f"mean reward {name}: {begin:.3f} at step {first}, {end:.3f} at step {last}\n{plot(points)}\n"
+            )
     print(f"wrote {target}")
 
 
@@ -143,9 +168,14 @@ def curve(
 def show(
     run_dir: Annotated[str, typer.Argument(help="A run directory: the folder that has rollouts/.")],
     step: Annotated[int | None, typer.Option(help="Of which step; without it the newest.")] = None,
-    worst: Annotated[int | None, typer.Option(metavar="K", min=1, help="Only the K samples with the lowest scores.")] = None,
+    worst: Annotated[
+        int | None,
+        typer.Option(metavar="K", min=1, help="Only the K samples with the lowest scores."),
+    ] = None,
     count: Annotated[int, typer.Option(metavar="K", min=1, help="At most this many samples.")] = 4,
-    validation: Annotated[bool, typer.Option("--val", help="Samples of the validation after the step.")] = False,
+    validation: Annotated[
+        bool, typer.Option("--val", help="Samples of the validation after the step.")
+    ] = False,
     whole: Annotated[bool, typer.Option("--whole", help="Print long prompts whole.")] = False,
 ) -> None:
     """Print a step's samples: turns, tool calls and what they answered, rewards, and which text was trained."""
@@ -167,7 +197,10 @@ def show(
         try:
             drawn = picture(sample, whole)
         except (KeyError, TypeError, AttributeError) as error:
-            typer.echo(f"{path}: sample {number} is not as a run writes it: {type(error).__name__}: {error}", err=True)
+            typer.echo(
+                f"{path}: sample {number} is not as a run writes it: {type(error).__name__}: {error}",
+                err=True,
+            )
             raise typer.Exit(2) from None
         out.print()
         out.print(drawn)
@@ -176,9 +209,20 @@ def show(
 @app.command()
 def contract(
     kind: Annotated[Kind, typer.Argument(help="What the function is.")],
-    function: Annotated[str, typer.Argument(help="package.module:function; a reward also as FILE.py or FILE.py:function.")],
-    whitens: Annotated[bool, typer.Option("--whitens", help="The estimator compares with the whole batch on purpose.")] = False,
-    kwargs: Annotated[str, typer.Option(help="Its settings as JSON: adv_kwargs, policy_loss.kwargs or reward_kwargs.")] = "{}",
+    function: Annotated[
+        str,
+        typer.Argument(
+            help="package.module:function; a reward also as FILE.py or FILE.py:function."
+        ),
+    ],
+    whitens: Annotated[
+        bool,
+        typer.Option("--whitens", help="The estimator compares with the whole batch on purpose."),
+    ] = False,
+    kwargs: Annotated[
+        str,
+        typer.Option(help="Its settings as JSON: adv_kwargs, policy_loss.kwargs or reward_kwargs."),
+    ] = "{}",
 ) -> None:
     """Try a reward, advantage estimator or policy loss of your own on small known inputs. Exit code 1 if anything is wrong with it."""
     import json
@@ -188,7 +232,9 @@ def contract(
     try:
         settings = json.loads(kwargs)
         if not isinstance(settings, dict):
-            raise ValueError(f"--kwargs {kwargs}: expected a JSON object, such as '{{\"alpha\": 0.5}}'")
+            raise ValueError(
+                f"--kwargs {kwargs}: expected a JSON object, such as '{{\"alpha\": 0.5}}'"
+            )
         problems = _CONTRACTS[kind](function, settings, whitens)
     except ValueError as error:
         typer.echo(str(error), err=True)
@@ -202,22 +248,49 @@ def contract(
 
 @serve.command()
 def retriever(
-    corpus: Annotated[str, typer.Option(help="Passages, .jsonl or .jsonl.gz: id and contents, or id, title and text.")],
-    index: Annotated[str | None, typer.Option(metavar="DIR", help="Keep the index here: built once, loaded from then on.")] = None,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build the index of --index again, whatever is there.")] = False,
-    retriever: Annotated[Retriever, typer.Option(help="dense needs pip install 'verlite[dense]'.")] = Retriever.bm25,
-    topk: Annotated[int, typer.Option(min=1, max=100, help="Passages for a query, where a request does not say.")] = 3,
-    host: Annotated[str, typer.Option(help="Address to listen on. The default is reached from this machine only.")] = "127.0.0.1",
+    corpus: Annotated[
+        str,
+        typer.Option(help="Passages, .jsonl or .jsonl.gz: id and contents, or id, title and text."),
+    ],
+    index: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Keep the index here: built once, loaded from then on."),
+    ] = None,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Build the index of --index again, whatever is there.")
+    ] = False,
+    retriever: Annotated[
+        Retriever, typer.Option(help="dense needs pip install 'verlite[dense]'.")
+    ] = Retriever.bm25,
+    topk: Annotated[
+        int,
+        typer.Option(min=1, max=100, help="Passages for a query, where a request does not say."),
+    ] = 3,
+    host: Annotated[
+        str,
+        typer.Option(help="Address to listen on. The default is reached from this machine only."),
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     k1: Annotated[float, typer.Option(min=0, help="bm25: how much a repeated word adds.")] = 0.9,
-    b: Annotated[float, typer.Option(min=0, max=1, help="bm25: how much a passage's length counts.")] = 0.4,
-    model: Annotated[str, typer.Option(help="dense: encoder, a sentence-transformers name or folder.")] = "intfloat/e5-base-v2",
-    faiss_index: Annotated[FaissIndex, typer.Option(help="dense: Flat is exact, HNSW64 quicker on a large corpus.")] = FaissIndex.Flat,
+    b: Annotated[
+        float, typer.Option(min=0, max=1, help="bm25: how much a passage's length counts.")
+    ] = 0.4,
+    model: Annotated[
+        str, typer.Option(help="dense: encoder, a sentence-transformers name or folder.")
+    ] = "intfloat/e5-base-v2",
+    faiss_index: Annotated[
+        FaissIndex, typer.Option(help="dense: Flat is exact, HNSW64 quicker on a large corpus.")
+    ] = FaissIndex.Flat,
     query_prefix: Annotated[str, typer.Option(help="dense: text before each query.")] = "query: ",
-    passage_prefix: Annotated[str, typer.Option(help="dense: text before each passage.")] = "passage: ",
+    passage_prefix: Annotated[
+        str, typer.Option(help="dense: text before each passage.")
+    ] = "passage: ",
     max_batch: Annotated[int, typer.Option(min=1, help="Queries that are searched at once.")] = 32,
-    max_queries: Annotated[int, typer.Option(min=1, help="Queries that one request may have.")] = 1024,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes that one request may have.")] = 1 << 20,
+    max_queries: Annotated[
+        int, typer.Option(min=1, help="Queries that one request may have.")
+    ] = 1024,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes that one request may have.")] = 1
+    << 20,
 ) -> None:
     """Search a corpus over HTTP: POST /retrieve, in Search-R1's wire format. docs/retriever.md describes it."""
     from pathlib import Path
@@ -233,7 +306,9 @@ def retriever(
         raise typer.Exit(1) from None
     try:
         if rebuild and index is None:
-            raise ServiceError("--rebuild: has no effect without --index, which says what to rebuild")
+            raise ServiceError(
+                "--rebuild: has no effect without --index, which says what to rebuild"
+            )
         if retriever == Retriever.dense:
             from verlite.services.dense import Dense
 
@@ -241,7 +316,9 @@ def retriever(
         else:
             finder = BM25(k1, b)
         with progress() as track:
-            passages = open_index(Path(corpus), finder, Path(index) if index else None, rebuild, track)
+            passages = open_index(
+                Path(corpus), finder, Path(index) if index else None, rebuild, track
+            )
     except (ServiceError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -251,11 +328,11 @@ def retriever(
 
 def _silent_tools(config) -> str | None:
     """Why an agent's tools cannot be used now from here."""
+    from verlite.envs.factory import build_env_factory, checked
     from verlite.envs.step import ToolError
-    from verlite.envs.world import build_world, checked
 
     try:
-        return checked(build_world(config))
+        return checked(build_env_factory(config))
     except ToolError as error:
         return f"{error}. A run refuses to start until then."
     except ValueError as error:
@@ -286,7 +363,11 @@ def _check_reward(name: str, settings: dict, whitens: bool) -> list[str]:
 
 
 _CONTRACTS = {Kind.reward: _check_reward, Kind.estimator: _check_estimator, Kind.loss: _check_loss}
-_ARTICLES = {Kind.reward: "a reward function", Kind.estimator: "an advantage estimator", Kind.loss: "a policy loss"}
+_ARTICLES = {
+    Kind.reward: "a reward function",
+    Kind.estimator: "an advantage estimator",
+    Kind.loss: "a policy loss",
+}
 
 
 def _load(arguments: list[str] | None):

@@ -41,12 +41,12 @@ def run(loaded: Loaded, begun: "Begun") -> int:
     """Train, and return the exit code."""
     from verlite.trainer.ppo import train
     from verlite.trainer.setup import finished, open_run
-    from verlite.trainer.stages import StepUnmade
+    from verlite.trainer.stages import StepAborted
 
     with open_run(loaded, begun) as opened:
         try:
             train(opened)
-        except StepUnmade:
+        except StepAborted:
             opened.undo_step()
         return finished(opened)
 

@@ -15,7 +15,9 @@ from verlite.config.show import console
 
 def main(argv: list[str] | None = None) -> int:
     """Check the configuration, train, and return the exit code."""
-    config_name, config_dir, overrides, help_wanted = parse_argv(sys.argv[1:] if argv is None else argv)
+    config_name, config_dir, overrides, help_wanted = parse_argv(
+        sys.argv[1:] if argv is None else argv
+    )
     if help_wanted:
         print(help_text())
         return 0

@@ -70,15 +70,22 @@ def lengths(samples: int, longest: int) -> np.ndarray:
 def asked(response_lengths: np.ndarray) -> DataProto:
     """What the driver knows before generation."""
     count = len(response_lengths)
-    numbers = {"response_length": torch.from_numpy(response_lengths), "prompt_length": torch.full((count,), PROMPT)}
-    return DataProto.from_dict(numbers, {"uid": object_array([str(row // 8) for row in range(count)])})
+    numbers = {
+        "response_length": torch.from_numpy(response_lengths),
+        "prompt_length": torch.full((count,), PROMPT),
+    }
+    return DataProto.from_dict(
+        numbers, {"uid": object_array([str(row // 8) for row in range(count)])}
+    )
 
 
 def made(idle: Idle, wanted: DataProto) -> DataProto:
     """The driver's batch after generation, dealt out anew: rows go to other workers than those that made them."""
     batch = wanted.union(idle.make(wanted)).with_batch(advantages=torch.zeros(len(wanted), 1))
     workers, order = len(group(idle)), np.random.default_rng(1).permutation(len(wanted))
-    return batch.select(non_tensor_batch_keys=KEPT).with_meta(assignment=[part.tolist() for part in np.array_split(order, workers)])
+    return batch.select(non_tensor_batch_keys=KEPT).with_meta(
+        assignment=[part.tolist() for part in np.array_split(order, workers)]
+    )
 
 
 def carried(*values: object) -> int:
@@ -88,12 +95,16 @@ def carried(*values: object) -> int:
     return sum(len(ray.cloudpickle.dumps(value, protocol=5)) for value in values)
 
 
-def measure(cluster: Cluster, workers: int, samples: int, longest: int, rounds: int) -> dict[str, float]:
+def measure(
+    cluster: Cluster, workers: int, samples: int, longest: int, rounds: int
+) -> dict[str, float]:
     """Seconds to start so many workers, and milliseconds of each kind of call; medians of rounds in turn."""
     import ray
 
     found: dict[str, float] = {}
-    placement = reserve(cluster, {"idle": list(range(workers))}, devices_per_node=workers, kind="cpu")
+    placement = reserve(
+        cluster, {"idle": list(range(workers))}, devices_per_node=workers, kind="cpu"
+    )
     idle: list[Idle] = []
 
     def start() -> None:
@@ -124,23 +135,33 @@ def measure(cluster: Cluster, workers: int, samples: int, longest: int, rounds: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8, 32, 64])
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, connect(folder, address="local", num_cpus=max(args.workers)) as cluster:
-        found = {str(count): measure(cluster, count, args.samples, args.longest, args.rounds) for count in args.workers}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        connect(folder, address="local", num_cpus=max(args.workers)) as cluster,
+    ):
+        found = {
+            str(count): measure(cluster, count, args.samples, args.longest, args.rounds)
+            for count in args.workers
+        }
     most = found[str(max(args.workers))]
     kept = {
-        "rounds": args.rounds, "samples": args.samples, "longest": args.longest,
+        "rounds": args.rounds,
+        "samples": args.samples,
+        "longest": args.longest,
         "mean_tokens": float(lengths(args.samples, args.longest).mean()),
         "workers": found,
         "driver_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         "driver_bytes_per_sample": most["driver_bytes"] / args.samples,
         "calls_ms_per_step": sum(count * most[f"{name}_ms"] for name, count in CALLS.items()),
-    }  # fmt: skip
+    }
     if "64" in found and (step := read().get("parts", {}).get("step_w25")):
         kept["step_seconds"] = step["seconds"]
         kept["dispatch_overhead_64"] = kept["calls_ms_per_step"] / 1e3 / step["seconds"]

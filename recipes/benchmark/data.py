@@ -43,7 +43,9 @@ def preprocess(source: Path, target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=TOP / "tests" / "samples" / "gsm8k")
     parser.add_argument("--rows", type=int, default=747_300)
     args = parser.parse_args()
@@ -52,13 +54,20 @@ def main() -> None:
         examples, parquet = Path(folder) / "train.jsonl", Path(folder) / "train.parquet"
         repeated(args.folder / "train.jsonl", args.rows, examples)
         preprocessing = seconds(lambda: preprocess(examples, parquet))
-        loading = seconds(lambda: PromptDataset(str(parquet), tokenizer, DataConfig(max_prompt_length=4096), "train"))
+        loading = seconds(
+            lambda: PromptDataset(
+                str(parquet), tokenizer, DataConfig(max_prompt_length=4096), "train"
+            )
+        )
         size = examples.stat().st_size
     found = {
-        "rows": args.rows, "bytes": size, "repeated": f"{args.folder.parent.name}/{args.folder.name}",
-        "preprocess_rows_per_s": args.rows / preprocessing, "load_rows_per_s": args.rows / loading,
+        "rows": args.rows,
+        "bytes": size,
+        "repeated": f"{args.folder.parent.name}/{args.folder.name}",
+        "preprocess_rows_per_s": args.rows / preprocessing,
+        "load_rows_per_s": args.rows / loading,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-    }  # fmt: skip
+    }
     keep("data", found)
     print(json.dumps(found, indent=1))
 

@@ -37,8 +37,18 @@ def verlite(name: str, engine: str) -> dict[str, Round]:
     from verlite.rollout.build import build_engine
 
     workload, device = WORKLOADS[name], torch.device("cpu")
-    built = build_engine(engine, ModelConfig(path=str(model_of(name))), RolloutConfig(), LONGEST, device, 0, pretrained=True)
-    return {f"verlite_{engine}": lambda ids: sampled(built, ids, workload.samples, workload.new_tokens)}
+    built = build_engine(
+        engine,
+        ModelConfig(path=str(model_of(name))),
+        RolloutConfig(),
+        LONGEST,
+        device,
+        0,
+        pretrained=True,
+    )
+    return {
+        f"verlite_{engine}": lambda ids: sampled(built, ids, workload.samples, workload.new_tokens)
+    }
 
 
 def sampled(engine: Engine, ids: Prompts, samples: int, new_tokens: int) -> None:
@@ -54,7 +64,11 @@ def sampled(engine: Engine, ids: Prompts, samples: int, new_tokens: int) -> None
 
 def bare(name: str) -> dict[str, Round]:
     """vLLM alone, with log-probs and without, and with the settings that verlite's engine has too."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -62,20 +76,37 @@ def bare(name: str) -> dict[str, Round]:
 
     workload, ours = WORKLOADS[name], RolloutConfig()
     llm = LLM(
-        str(model_of(name)), dtype="float32", max_model_len=LONGEST, max_num_seqs=ours.max_num_seqs, seed=0,
-        max_num_batched_tokens=ours.max_num_batched_tokens, enable_prefix_caching=ours.enable_prefix_caching,
-        kv_cache_memory_bytes=int(ours.kv_cache_gb * 2**30), logprobs_mode="processed_logprobs",
-    )  # fmt: skip
+        str(model_of(name)),
+        dtype="float32",
+        max_model_len=LONGEST,
+        max_num_seqs=ours.max_num_seqs,
+        seed=0,
+        max_num_batched_tokens=ours.max_num_batched_tokens,
+        enable_prefix_caching=ours.enable_prefix_caching,
+        kv_cache_memory_bytes=int(ours.kv_cache_gb * 2**30),
+        logprobs_mode="processed_logprobs",
+    )
 
     def samples(ids: Prompts, log_probs: int | None) -> None:
         parameters = SamplingParams(
-            n=workload.samples, max_tokens=workload.new_tokens, ignore_eos=True, detokenize=False,
-            logprobs=log_probs, flat_logprobs=log_probs is not None,
-        )  # fmt: skip
-        made = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in ids], parameters, use_tqdm=False)
-        assert all(len(one.token_ids) == workload.new_tokens for answer in made for one in answer.outputs)
+            n=workload.samples,
+            max_tokens=workload.new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=log_probs,
+            flat_logprobs=log_probs is not None,
+        )
+        made = llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in ids], parameters, use_tqdm=False
+        )
+        assert all(
+            len(one.token_ids) == workload.new_tokens for answer in made for one in answer.outputs
+        )
 
-    return {"vllm": lambda ids: samples(ids, 0), "vllm_without_log_probs": lambda ids: samples(ids, None)}
+    return {
+        "vllm": lambda ids: samples(ids, 0),
+        "vllm_without_log_probs": lambda ids: samples(ids, None),
+    }
 
 
 PROCESSES: dict[str, Callable[[str], dict[str, Round]]] = {
@@ -112,15 +143,23 @@ def compare(name: str, rounds: int) -> dict:
             time.sleep(0.5)  # until the last side's threads sleep
             pipe.send((side, ids))
             found[side].append(pipe.recv())
-        print(f"{name} round {number}: {', '.join(f'{side} {times[-1]:.2f} s' for side, times in found.items())}", flush=True)
+        print(
+            f"{name} round {number}: {', '.join(f'{side} {times[-1]:.2f} s' for side, times in found.items())}",
+            flush=True,
+        )
     for pipe in set(pipes.values()):
         pipe.send(None)
     tokens = workload.rows * workload.new_tokens
     return {
         "rounds": rounds,
         "tokens": tokens,
-        "tokens_per_s": {side: tokens / statistics.median(times[1:]) for side, times in found.items()},
-        **{f"vs_{side}": ratio(found[side], found["verlite_vllm"]) for side in ("vllm", "vllm_without_log_probs")},
+        "tokens_per_s": {
+            side: tokens / statistics.median(times[1:]) for side, times in found.items()
+        },
+        **{
+            f"vs_{side}": ratio(found[side], found["verlite_vllm"])
+            for side in ("vllm", "vllm_without_log_probs")
+        },
         "hf_vs_vllm": ratio(found["vllm"], found["verlite_hf"]),
         "seconds": found,
     }
@@ -132,7 +171,9 @@ def ratio(theirs: list[float], ours: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

@@ -37,19 +37,45 @@ from verlite.protocol.data import DataProto
 from verlite.rollout.build import build_engine, engine_dtype
 
 PEAKS = {
-    "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
-}  # fmt: skip
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+}
 """FLOP/s in dense bfloat16 by NVIDIA's data sheets, by the name that the driver gives; other forms of these GPUs have other peaks."""
 
-_QWEN = {"vocab_size": 151_936, "num_key_value_heads": 2, "max_position_embeddings": 32_768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+_QWEN = {
+    "vocab_size": 151_936,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+}
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": {**_QWEN, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
-    "1.5b": {**_QWEN, "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
-    "tiny": {
-        "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "intermediate_size": 128, "max_position_embeddings": 1024,
+    "0.5b": {
+        **_QWEN,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "intermediate_size": 4864,
     },
-}  # fmt: skip
+    "1.5b": {
+        **_QWEN,
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "intermediate_size": 8960,
+    },
+    "tiny": {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 128,
+        "max_position_embeddings": 1024,
+    },
+}
 # Tokens of a micro-batch; sequences of an update and the longest; prompts and samples of each, tokens of a prompt and of an answer.
 SIZES = {"training": ((4096, 16_384), 48, 2048), "generation": (32, 8, 128, 256)}
 TINY_SIZES = {"training": ((256, 1024), 12, 128), "generation": (4, 2, 8, 16)}
@@ -66,7 +92,9 @@ class Parts:
         """One part, which takes about `needs` seconds; its peak memory goes with it."""
         began, left = time.time(), self.deadline - time.time()
         if needs > left:
-            self._write(name, {"skipped": f"takes about {needs:.0f} s, and {max(left, 0):.0f} s were left"})
+            self._write(
+                name, {"skipped": f"takes about {needs:.0f} s, and {max(left, 0):.0f} s were left"}
+            )
             return
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -99,20 +127,27 @@ def rows(sequences: int, longest: int) -> DataProto:
     lengths = torch.linspace(longest // 4, longest, sequences).long()
     attention = (torch.arange(longest)[None] < lengths[:, None]).long()
     response_mask = attention[:, prompt:]
-    return DataProto.from_dict({
-        "input_ids": torch.randint(3, 128, attention.shape, generator=generator) * attention,
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-        "response_mask": response_mask,
-        "advantages": torch.randn(sequences, 1, generator=generator) * response_mask,
-    })  # fmt: skip
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.randint(3, 128, attention.shape, generator=generator) * attention,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+            "advantages": torch.randn(sequences, 1, generator=generator) * response_mask,
+        }
+    )
 
 
 def forward_flops(shape: dict[str, Any], parameters: int, batch: DataProto) -> float:
     """Of one pass over a batch; see the module's docstring. `parameters` counts the tied embedding once."""
-    lengths, trained = batch.batch["attention_mask"].sum(1).double(), int(batch.batch["response_mask"].sum())
+    lengths, trained = (
+        batch.batch["attention_mask"].sum(1).double(),
+        int(batch.batch["response_mask"].sum()),
+    )
     head = shape["vocab_size"] * shape["hidden_size"]
-    attention = 2 * shape["num_hidden_layers"] * shape["hidden_size"] * float(lengths.square().sum())
+    attention = (
+        2 * shape["num_hidden_layers"] * shape["hidden_size"] * float(lengths.square().sum())
+    )
     return 2 * (parameters - head) * float(lengths.sum()) + 2 * head * trained + attention
 
 
@@ -136,21 +171,36 @@ def machine(device: torch.device) -> dict[str, Any]:
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     rate = 2 * size**3 / median_seconds(lambda: torch.mm(a, b), device)
-    return {"device": name, "torch": torch.__version__, "peak_flops": PEAKS.get(name), "gemm_flops": rate}
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "peak_flops": PEAKS.get(name),
+        "gemm_flops": rate,
+    }
 
 
 def measure(name: str, args: argparse.Namespace, path: Path, deadline: float) -> None:
     """All parts of one shape."""
-    device, shape, sizes = torch.device(args.device), SHAPES[name], TINY_SIZES if name == "tiny" else SIZES
+    device, shape, sizes = (
+        torch.device(args.device),
+        SHAPES[name],
+        TINY_SIZES if name == "tiny" else SIZES,
+    )
     part, cuda = Parts(path, name, device, deadline), device.type == "cuda"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     dtype, held, known = engine_dtype("auto", device), {}, {}
 
     def load() -> dict[str, Any]:
-        folder = model_in(BUILD / f"qwen-{name}", args.device, str(dtype).removeprefix("torch."), **shape)
+        folder = model_in(
+            BUILD / f"qwen-{name}", args.device, str(dtype).removeprefix("torch."), **shape
+        )
         held["model"] = ModelConfig(path=str(folder))
         offload = FSDPConfig(param_offload=True, optimizer_offload=True)
-        held["trainer"] = TrainEngine(held["model"], offload, OptimConfig(lr=1e-6), total_training_steps=1000, device=device)
+        held["trainer"] = TrainEngine(
+            held["model"], offload, OptimConfig(lr=1e-6), total_training_steps=1000, device=device
+        )
         return {"parameters": sum(parameter.numel() for parameter in held["trainer"].parameters)}
 
     def machine_part() -> dict[str, Any]:
@@ -165,13 +215,22 @@ def measure(name: str, args: argparse.Namespace, path: Path, deadline: float) ->
     parameters = sum(parameter.numel() for parameter in trainer.parameters)
     micro_batches, sequences, longest = sizes["training"]
     batch = rows(sequences, longest)
-    tokens, flops = int(batch.batch["attention_mask"].sum()), forward_flops(shape, parameters, batch)
+    tokens, flops = (
+        int(batch.batch["attention_mask"].sum()),
+        forward_flops(shape, parameters, batch),
+    )
 
     def speed(call: Callable[[], object], passes: int) -> dict[str, Any]:
         took = median_seconds(call, device)
         rate = passes * flops / took
         mfu = {"mfu": rate / known["peak_flops"]} if known.get("peak_flops") else {}
-        return {"seconds": took, "tokens": tokens, "tokens_per_s": tokens / took, "flops": rate, **mfu}
+        return {
+            "seconds": took,
+            "tokens": tokens,
+            "tokens_per_s": tokens / took,
+            "flops": rate,
+            **mfu,
+        }
 
     def update(cut: MicroBatching) -> dict[str, Any]:
         trainer.onload(optimizer=True)
@@ -206,7 +265,13 @@ def measure(name: str, args: argparse.Namespace, path: Path, deadline: float) ->
         )
 
 
-def generate(engine: str, model: ModelConfig, trainer: TrainEngine, dtype: torch.dtype, sizes: dict[str, tuple]) -> dict[str, Any]:
+def generate(
+    engine: str,
+    model: ModelConfig,
+    trainer: TrainEngine,
+    dtype: torch.dtype,
+    sizes: dict[str, tuple],
+) -> dict[str, Any]:
     """Start an engine while the trainer's state is in host memory; give it the weights; sample; put it to sleep."""
     prompts, samples, prompt_tokens, new_tokens = sizes["generation"]
     trainer.offload()
@@ -215,9 +280,14 @@ def generate(engine: str, model: ModelConfig, trainer: TrainEngine, dtype: torch
     found: dict[str, Any] = {"start_seconds": time.perf_counter() - began}
     try:
         trainer.onload()  # as workers.actor does before an export
-        syncs = [sync(trainer, built, version, rollout.sync_bucket_mb << 20, dtype) for version in range(3)]
+        syncs = [
+            sync(trainer, built, version, rollout.sync_bucket_mb << 20, dtype)
+            for version in range(3)
+        ]
         trainer.offload()
-        ids = torch.randint(3, 128, (prompts, prompt_tokens), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(
+            3, 128, (prompts, prompt_tokens), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         took = median_seconds(lambda: sampled(built, ids, samples, new_tokens), trainer.device)
         began = time.perf_counter()
         built.sleep()
@@ -234,7 +304,9 @@ def generate(engine: str, model: ModelConfig, trainer: TrainEngine, dtype: torch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"])
     parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -246,7 +318,9 @@ def main() -> None:
     path.unlink(missing_ok=True)
     for number, name in enumerate(args.shapes, 1):
         deadline = began + args.seconds * number / len(args.shapes)
-        process = multiprocessing.get_context("spawn").Process(target=measure, args=(name, args, path, deadline))
+        process = multiprocessing.get_context("spawn").Process(
+            target=measure, args=(name, args, path, deadline)
+        )
         process.start()
         process.join(began + args.seconds - time.time())
         if process.exitcode is None:

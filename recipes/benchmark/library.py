@@ -33,7 +33,9 @@ ROWS, WIDTHS, SAMPLES = 1024, (2048, 4096), 8
 def inputs(width: int) -> AdvantageInputs:
     """Ragged responses up to `width` tokens, scored at their end, in groups of SAMPLES."""
     generator = torch.Generator().manual_seed(0)
-    mask = (torch.arange(width)[None] < torch.randint(1, width + 1, (ROWS, 1), generator=generator)).long()
+    mask = (
+        torch.arange(width)[None] < torch.randint(1, width + 1, (ROWS, 1), generator=generator)
+    ).long()
     return AdvantageInputs(
         token_level_rewards=place_scores(torch.randn(ROWS, generator=generator), mask),
         response_mask=mask,
@@ -56,7 +58,14 @@ def clipped_loss(width: int) -> Callable[[], object]:
         weights = token_weights(mask, "token-mean", tokens=tokens, sequences=ROWS)
         loss, _ = policy_loss(
             "vanilla",
-            PolicyLossInputs(log_prob=new, old_log_prob=old, advantages=advantages, response_mask=mask, weights=weights, tokens=tokens),
+            PolicyLossInputs(
+                log_prob=new,
+                old_log_prob=old,
+                advantages=advantages,
+                response_mask=mask,
+                weights=weights,
+                tokens=tokens,
+            ),
         )
         torch.autograd.grad(loss, new)
 
@@ -69,9 +78,14 @@ def calls() -> dict[str, Callable[[], object]]:
     for width in WIDTHS:
         batch = inputs(width)
         for name in ("gae", "grpo", "reinforce_plus_plus"):
-            found[f"{name} {ROWS} x {width}"] = lambda name=name, batch=batch: compute_advantages(name, batch)
+            found[f"{name} {ROWS} x {width}"] = lambda name=name, batch=batch: compute_advantages(
+                name, batch
+            )
         found[f"clipped loss, forward and backward {ROWS} x {width}"] = clipped_loss(width)
-    data = DataProto.from_dict({f"column{i}": torch.randn(ROWS, 4096) for i in range(10)}, {"uid": [str(i) for i in range(ROWS)]})
+    data = DataProto.from_dict(
+        {f"column{i}": torch.randn(ROWS, 4096) for i in range(10)},
+        {"uid": [str(i) for i in range(ROWS)]},
+    )
     parts, dumped = data.chunk(8), pickle.dumps(data, protocol=5)
     lengths = np.random.default_rng(0).integers(1, 8192, 8192)
     return found | {
@@ -79,7 +93,9 @@ def calls() -> dict[str, Callable[[], object]]:
         "DataProto: concat of 8": lambda: DataProto.concat(parts),
         "DataProto: serialise": lambda: pickle.dumps(data, protocol=5),
         "DataProto: load": lambda: pickle.loads(dumped),
-        "balancing 8192 lengths over 64 ranks, equal counts": lambda: karmarkar_karp(workload(lengths), 64, equal_size=True),
+        "balancing 8192 lengths over 64 ranks, equal counts": lambda: karmarkar_karp(
+            workload(lengths), 64, equal_size=True
+        ),
         "balancing 8192 lengths over 64 ranks": lambda: karmarkar_karp(workload(lengths), 64),
     }
 
@@ -98,19 +114,31 @@ def workers(rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
         def start() -> None:
-            pair.append(spawn(Echo, reserve(clusters[0], {"echo": [0, 1]}, devices_per_node=2, kind="cpu"), "echo"))
+            pair.append(
+                spawn(
+                    Echo,
+                    reserve(clusters[0], {"echo": [0, 1]}, devices_per_node=2, kind="cpu"),
+                    "echo",
+                )
+            )
             ready(pair[0])
 
-        found["starting Ray"] = 1e3 * seconds(lambda: clusters.append(stack.enter_context(connect(folder, address="local", slots=2))))
+        found["starting Ray"] = 1e3 * seconds(
+            lambda: clusters.append(stack.enter_context(connect(folder, address="local", slots=2)))
+        )
         found["starting 2 workers"] = 1e3 * seconds(start)
         batch = DataProto.from_dict({"column": torch.randn(ROWS, (64 << 20) // 4 // ROWS)})
         pair[0].echo(batch)
-        found["64 MiB to 2 workers and back"] = 1e3 * statistics.median(seconds(lambda: pair[0].echo(batch)) for _ in range(rounds))
+        found["64 MiB to 2 workers and back"] = 1e3 * statistics.median(
+            seconds(lambda: pair[0].echo(batch)) for _ in range(rounds)
+        )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     found = {}
@@ -118,7 +146,11 @@ def main() -> None:
         call()
         found[name] = 1e3 * statistics.median(seconds(call) for _ in range(rounds))
     found |= workers(rounds)
-    measured = {"gemm_flops": gemm_flops(), "copy_bytes_per_s": copy_rate(256 << 20), "milliseconds": found}
+    measured = {
+        "gemm_flops": gemm_flops(),
+        "copy_bytes_per_s": copy_rate(256 << 20),
+        "milliseconds": found,
+    }
     keep("library", measured)
     print(json.dumps(measured, indent=1))
 

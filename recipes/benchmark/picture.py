@@ -16,7 +16,13 @@ def step_picture(results: dict[str, Any]) -> str:
     for part, step in measured_steps(results["parts"]):
         stages = {stage: step["stages"][stage] for stage in STAGES}
         stages["rest"] = max(0.0, step["seconds"] - sum(stages.values()))
-        bars.append((part, [(name, taken / step["seconds"]) for name, taken in stages.items()], f"{step['seconds']:.2f} s"))
+        bars.append(
+            (
+                part,
+                [(name, taken / step["seconds"]) for name, taken in stages.items()],
+                f"{step['seconds']:.2f} s",
+            )
+        )
     legend = [(stage, colour) for stage, colour in zip((*STAGES, "rest"), COLOURS, strict=True)]
     return _drawn("Where a step's time goes", bars, legend)
 
@@ -25,14 +31,22 @@ def comparison_picture(results: dict[str, Any]) -> str:
     """Three bars a workload, in shares of its longest: verlite, TRL, and the floor by FLOPs."""
     bars = []
     for part, step in measured_steps(results["parts"]):
-        sides = {"verlite": step["seconds"], "TRL": step["trl_seconds"], "floor": step["floor_seconds"]}
+        sides = {
+            "verlite": step["seconds"],
+            "TRL": step["trl_seconds"],
+            "floor": step["floor_seconds"],
+        }
         for number, (side, taken) in enumerate(sides.items()):
             empty = [("", 0.0)] * number  # so that each side has its own colour
-            bars.append((f"{part}, {side}", [*empty, (side, taken / max(sides.values()))], f"{taken:.2f} s"))
+            bars.append(
+                (f"{part}, {side}", [*empty, (side, taken / max(sides.values()))], f"{taken:.2f} s")
+            )
     return _drawn("Seconds of a step", bars, [])
 
 
-def _drawn(title: str, bars: list[tuple[str, list[tuple[str, float]], str]], legend: list[tuple[str, str]]) -> str:
+def _drawn(
+    title: str, bars: list[tuple[str, list[tuple[str, float]], str]], legend: list[tuple[str, str]]
+) -> str:
     """Bars of pieces, each (name, share of the full width), under a title; the figure stands behind the bar."""
     lines = [_text(LEFT, 24, title, weight="bold")]
     x = LEFT
@@ -46,7 +60,9 @@ def _drawn(title: str, bars: list[tuple[str, list[tuple[str, float]], str]], leg
         for (name, share), colour in zip(pieces, COLOURS, strict=False):
             lines.append(_box(x, y, share * PIXELS, BAR, colour, f"{name} {share:.0%}"))
             if share > 0.08 and len(pieces) == len(COLOURS):
-                lines.append(_text(x + share * PIXELS / 2, y + BAR - 8, f"{share:.0%}", anchor="middle"))
+                lines.append(
+                    _text(x + share * PIXELS / 2, y + BAR - 8, f"{share:.0%}", anchor="middle")
+                )
             x += share * PIXELS
         lines.append(_text(x + 8, y + BAR - 8, figure))
         y += BAR + GAP
@@ -58,7 +74,9 @@ def _drawn(title: str, bars: list[tuple[str, list[tuple[str, float]], str]], leg
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{text}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{text}</text>'
+    )
 
 
 def _box(x: float, y: float, width: float, height: float, colour: str, name: str) -> str:

@@ -57,7 +57,10 @@ def summary(parts: dict[str, Any]) -> dict[str, float]:
 
 
 PAGE = RESULTS.parents[2] / "docs" / "benchmarks.md"
-MARKED = re.compile(r"(<!-- (\w+), written by recipes/benchmark/report\.py -->\n).*?(<!-- until here -->\n)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (\w+), written by recipes/benchmark/report\.py -->\n).*?(<!-- until here -->\n)",
+    re.DOTALL,
+)
 
 
 def renew(page: str, results: dict[str, Any]) -> str:

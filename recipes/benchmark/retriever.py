@@ -36,13 +36,17 @@ def recall(corpus_path: Path, questions: list[dict], k1: float, b: float) -> Non
     index = BM25(k1, b)
     corpus = open_index(corpus_path, index, None, False, lambda items, **shown: items)
     shares = []
-    for question, found in zip(questions, index.search([question["question"] for question in questions], TOPK), strict=True):
+    for question, found in zip(
+        questions, index.search([question["question"] for question in questions], TOPK), strict=True
+    ):
         wanted = {title for title, _ in question["supporting_facts"]}
         titles = {corpus[row]["contents"].split("\n")[0].strip('"') for row, _ in found}
         shares.append(len(wanted & titles) / len(wanted))
     kept = np.array(shares)
     print(f"{len(corpus)} passages, {len(questions)} questions, k1={k1} b={b}")
-    print(f"recall@{TOPK} of titles {kept.mean():.3f}; all titles {np.mean(kept == 1):.2f}, any {np.mean(kept > 0):.2f} of questions")
+    print(
+        f"recall@{TOPK} of titles {kept.mean():.3f}; all titles {np.mean(kept == 1):.2f}, any {np.mean(kept > 0):.2f} of questions"
+    )
 
 
 def speed(corpus_path: Path, queries: list[str]) -> dict[str, float]:
@@ -63,7 +67,10 @@ def speed(corpus_path: Path, queries: list[str]) -> dict[str, float]:
                 for batch, clients in ((64, 1), (1, CLIENTS)):
                     rate = measure(address, queries, batch, clients)
                     found["queries_per_s" if clients == 1 else "single_queries_per_s"] = rate
-                    print(f"{rate:.0f} queries/s, {clients} clients with {batch} queries in a request", flush=True)
+                    print(
+                        f"{rate:.0f} queries/s, {clients} clients with {batch} queries in a request",
+                        flush=True,
+                    )
                 found["peak_mib"] = peak(process)
                 print(f"peak memory {found['peak_mib']:.0f} MiB", flush=True)
     return found
@@ -71,7 +78,19 @@ def speed(corpus_path: Path, queries: list[str]) -> dict[str, float]:
 
 @contextmanager
 def served(corpus_path: Path, index: Path) -> Iterator[tuple[subprocess.Popen, str, str]]:
-    line = [sys.executable, "-m", "verlite.cli", "serve", "retriever", "--port", "0", "--corpus", str(corpus_path), "--index", str(index)]
+    line = [
+        sys.executable,
+        "-m",
+        "verlite.cli",
+        "serve",
+        "retriever",
+        "--port",
+        "0",
+        "--corpus",
+        str(corpus_path),
+        "--index",
+        str(index),
+    ]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -90,8 +109,15 @@ def measure(address: str, queries: list[str], batch: int, clients: int) -> float
         chosen, asked = np.random.default_rng(client_number), 0
         with httpx.Client(timeout=300) as client:
             while time.perf_counter() < end:
-                body = {"queries": [queries[i] for i in chosen.integers(len(queries), size=batch)], "topk": TOPK, "return_scores": True}
-                assert len(client.post(address, json=body).raise_for_status().json()["result"]) == batch
+                body = {
+                    "queries": [queries[i] for i in chosen.integers(len(queries), size=batch)],
+                    "topk": TOPK,
+                    "return_scores": True,
+                }
+                assert (
+                    len(client.post(address, json=body).raise_for_status().json()["result"])
+                    == batch
+                )
                 asked += batch
         return asked
 
@@ -120,16 +146,28 @@ def make(rows: int, path: Path) -> list[str]:
     steps = np.cumsum(share / share.sum())
 
     def text(length: int) -> str:
-        return " ".join(words[np.searchsorted(steps, chosen.random(length)).clip(max=len(words) - 1)])
+        return " ".join(
+            words[np.searchsorted(steps, chosen.random(length)).clip(max=len(words) - 1)]
+        )
 
     with open(path, "w") as file:
         for row in range(rows):
-            file.write(json.dumps({"id": str(row), "contents": f'"{text(2)}"\n{text(int(chosen.integers(40, 80)))}'}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "id": str(row),
+                        "contents": f'"{text(2)}"\n{text(int(chosen.integers(40, 80)))}',
+                    }
+                )
+                + "\n"
+            )
     return [text(8) for _ in range(1000)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["recall", "speed"])
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--questions", type=Path)
@@ -140,7 +178,9 @@ def main() -> None:
     if arguments.made:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "corpus.jsonl"
-            keep("retriever", {"passages": arguments.made, **speed(path, make(arguments.made, path))})
+            keep(
+                "retriever", {"passages": arguments.made, **speed(path, make(arguments.made, path))}
+            )
         return
     questions = json.loads(arguments.questions.read_text())
     if arguments.what == "recall":

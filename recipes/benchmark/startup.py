@@ -30,11 +30,19 @@ def parts(run: dict) -> dict[str, float]:
     ready, imported, actor, rollout, end = (run["milestones"][name] for name in MILESTONES)
     started, step = max(actor, rollout), run["steps"][0]
     imported = max(started, imported)  # by the driver; the workers take a little longer
-    return dict(zip(PARTS, (ready, started - ready, imported - started, end - step - imported, step), strict=True))
+    return dict(
+        zip(
+            PARTS,
+            (ready, started - ready, imported - started, end - step - imported, step),
+            strict=True,
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"])
     args = parser.parse_args()
@@ -45,12 +53,16 @@ def main() -> None:
         for number in range(args.rounds + 1):
             for engine in args.engines:
                 runs[engine].append(verlite(WORKLOAD, 1, engine))
-                print(f"round {number}, {engine}: {runs[engine][-1]['first_step']:.1f} s", flush=True)
+                print(
+                    f"round {number}, {engine}: {runs[engine][-1]['first_step']:.1f} s", flush=True
+                )
     found = {
         engine: {
             "seconds": statistics.median(run["first_step"] for run in done[1:]),
             "seconds_at_first": done[0]["first_step"],
-            "parts": {part: statistics.median(parts(run)[part] for run in done[1:]) for part in PARTS},
+            "parts": {
+                part: statistics.median(parts(run)[part] for run in done[1:]) for part in PARTS
+            },
         }
         for engine, done in runs.items()
     }

@@ -62,9 +62,18 @@ def verlite(name: str, steps: int, engine: str, extra: Sequence[str] = ()) -> di
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
         folder = Path(scratch) / "run"
         began = time.perf_counter()
-        command = [sys.executable, "-m", "verlite.main_ppo", *overrides(name, steps, folder, engine), *extra]
+        command = [
+            sys.executable,
+            "-m",
+            "verlite.main_ppo",
+            *overrides(name, steps, folder, engine),
+            *extra,
+        ]
         seen, log = {}, Path(scratch) / "log"
-        with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        with (
+            log.open("w") as output,
+            subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process,
+        ):
             try:
                 while process.poll() is None:
                     for name in MILESTONES:
@@ -76,22 +85,39 @@ def verlite(name: str, steps: int, engine: str, extra: Sequence[str] = ()) -> di
                 process.terminate()
         if process.returncode or len(seen) < len(MILESTONES):
             raise SystemExit(f"{' '.join(command)}\n{log.read_text()}")
-        lines = [json.loads(line) for line in (folder / MILESTONES[-1]).read_text(encoding="utf-8").splitlines()]
-    stages = {key.removeprefix("timing_s/") for line in lines for key in line if key.startswith("timing_s/")}
+        lines = [
+            json.loads(line)
+            for line in (folder / MILESTONES[-1]).read_text(encoding="utf-8").splitlines()
+        ]
+    stages = {
+        key.removeprefix("timing_s/")
+        for line in lines
+        for key in line
+        if key.startswith("timing_s/")
+    }
     return {
         "steps": [line["timing_s/step"] for line in lines],
         "first_step": seen[MILESTONES[-1]],
         "milestones": seen,
         "tokens": statistics.mean(line["perf/total_num_tokens"] for line in lines),
-        "stages": {stage: statistics.median(line.get(f"timing_s/{stage}", 0.0) for line in lines[1:] or lines) for stage in sorted(stages)},
+        "stages": {
+            stage: statistics.median(
+                line.get(f"timing_s/{stage}", 0.0) for line in lines[1:] or lines
+            )
+            for stage in sorted(stages)
+        },
     }
 
 
 def trl(name: str, steps: int) -> dict:
     """The same by TRL."""
     if not TRL.exists():
-        raise SystemExit(f"{TRL} is not there: make benchmark installs TRL in an environment of its own")
-    done = subprocess.run([TRL, HERE / "trl_grpo.py", name, str(steps)], capture_output=True, text=True)
+        raise SystemExit(
+            f"{TRL} is not there: make benchmark installs TRL in an environment of its own"
+        )
+    done = subprocess.run(
+        [TRL, HERE / "trl_grpo.py", name, str(steps)], capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
@@ -105,21 +131,34 @@ def compare(name: str, rounds: int, steps: int, engine: str, extra: Sequence[str
         peaks.append(gemm_flops())
         theirs.append(trl(name, steps + 1))
         ours.append(verlite(name, steps + 1, engine, extra))
-        print(f"{name} round {number}: TRL {median([theirs[-1]]):.2f} s, verlite {median([ours[-1]]):.2f} s a step", flush=True)
+        print(
+            f"{name} round {number}: TRL {median([theirs[-1]]):.2f} s, verlite {median([ours[-1]]):.2f} s a step",
+            flush=True,
+        )
     parameters = parameters_of(name)
     tokens = statistics.median(run["tokens"] for run in ours)
     floor = (6 + 2) * parameters * tokens / statistics.median(peaks)
     return {
-        "engine": engine, "parameters": parameters, "rounds": rounds, "steps_per_round": steps,
-        "tokens_per_step": tokens, "trl_tokens_per_step": statistics.median(r["tokens"] for r in theirs),
-        "seconds": median(ours), "trl_seconds": median(theirs), "floor_seconds": floor,
-        "vs_trl": median(ours) / median(theirs), "vs_floor": median(ours) / floor,
+        "engine": engine,
+        "parameters": parameters,
+        "rounds": rounds,
+        "steps_per_round": steps,
+        "tokens_per_step": tokens,
+        "trl_tokens_per_step": statistics.median(r["tokens"] for r in theirs),
+        "seconds": median(ours),
+        "trl_seconds": median(theirs),
+        "floor_seconds": floor,
+        "vs_trl": median(ours) / median(theirs),
+        "vs_floor": median(ours) / floor,
         "vs_trl_per_token": per_token(ours) / per_token(theirs),
         "seconds_to_first_step": statistics.median(run["first_step"] for run in ours),
         "trl_seconds_to_first_step": statistics.median(run["first_step"] for run in theirs),
-        "stages": {stage: statistics.median(run["stages"][stage] for run in ours) for stage in ours[0]["stages"]},
+        "stages": {
+            stage: statistics.median(run["stages"][stage] for run in ours)
+            for stage in ours[0]["stages"]
+        },
         "all": {"verlite": [run["steps"] for run in ours], "trl": [run["steps"] for run in theirs]},
-    }  # fmt: skip
+    }
 
 
 def median(runs: list[dict]) -> float:
@@ -139,7 +178,9 @@ def parameters_of(name: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rest", nargs="*", help="workloads, and overrides for verlite")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
@@ -148,7 +189,9 @@ def main() -> None:
     names = [word for word in args.rest if word in WORKLOADS] or list(WORKLOADS)
     extra = [word for word in args.rest if word not in WORKLOADS]
     if wrong := [word for word in extra if "=" not in word]:
-        parser.error(f"{wrong[0]} is neither a workload ({', '.join(WORKLOADS)}) nor an override key=value")
+        parser.error(
+            f"{wrong[0]} is neither a workload ({', '.join(WORKLOADS)}) nor an override key=value"
+        )
     for name in names:
         found = compare(name, args.rounds, args.steps, args.engine or ENGINES[name], extra)
         keep(f"step_{name}", found)

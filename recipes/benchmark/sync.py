@@ -30,17 +30,26 @@ from verlite.rollout.build import build_engine
 MODELS = {
     "w25": lambda: model_of("w25"),
     "w128": lambda: model_in(
-        BUILD / "w128", vocab_size=VOCABULARY, max_position_embeddings=1024, hidden_size=1024, num_hidden_layers=11,
-        intermediate_size=2816, num_attention_heads=16, num_key_value_heads=8,
+        BUILD / "w128",
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        hidden_size=1024,
+        num_hidden_layers=11,
+        intermediate_size=2816,
+        num_attention_heads=16,
+        num_key_value_heads=8,
     ),
-}  # fmt: skip
+}
 
 
 class Copy:
     """A plain copy, by one thread, of as many bytes, to memory that is there already."""
 
     def __init__(self, size: int) -> None:
-        self.source, self.target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        self.source, self.target = (
+            torch.ones(size, dtype=torch.uint8),
+            torch.zeros(size, dtype=torch.uint8),
+        )
 
     def __call__(self) -> None:
         self._with_one_thread(lambda: self.target.copy_(self.source))
@@ -56,7 +65,9 @@ class Copy:
         torch.set_num_threads(threads)
 
 
-def sync(trainer: TrainEngine, engine: BatchedEngine, version: int, bucket_bytes: int, dtype: torch.dtype) -> dict[str, float]:
+def sync(
+    trainer: TrainEngine, engine: BatchedEngine, version: int, bucket_bytes: int, dtype: torch.dtype
+) -> dict[str, float]:
     """Seconds of one sync's parts, in the order of trainer.sync, and its bytes."""
     results: dict[str, Any] = {}
     hashed = 0.0
@@ -72,10 +83,15 @@ def sync(trainer: TrainEngine, engine: BatchedEngine, version: int, bucket_bytes
         return seconds(lambda: results.__setitem__(name, call()))
 
     found = {"trainer_fingerprint": timed(lambda: trainer.fingerprint(dtype), "expected")}
-    found["export"] = timed(lambda: write_buckets(trainer.export(dtype, snapshot=False), bucket_bytes), "buckets")
+    found["export"] = timed(
+        lambda: write_buckets(trainer.export(dtype, snapshot=False), bucket_bytes), "buckets"
+    )
     buckets = results["buckets"]
     with mock.patch("verlite.rollout.vllm.tensor_fingerprint", hashing):
-        whole = timed(lambda: engine.load_weights(read_buckets(buckets.paths), version, results["expected"]), "load")
+        whole = timed(
+            lambda: engine.load_weights(read_buckets(buckets.paths), version, results["expected"]),
+            "load",
+        )
         while_loading, hashed = hashed, 0.0
         again = timed(engine.fingerprint, "again")  # the same work as the one inside load_weights
         while_loading -= hashed  # vLLM's weights are summed as they are packed
@@ -110,16 +126,23 @@ def measure(name: str, engine: str, rounds: int) -> dict:
         "fresh_copy_seconds": statistics.median(fresh),
         "seconds": statistics.median(wholes),
         "parts": {part: statistics.median(one[part] for one in syncs) for part in parts},
-        "vs_memcpy": statistics.median(whole / one for whole, one in zip(wholes, copies, strict=True)),
-        "vs_fresh_memcpy": statistics.median(whole / one for whole, one in zip(wholes, fresh, strict=True)),
+        "vs_memcpy": statistics.median(
+            whole / one for whole, one in zip(wholes, copies, strict=True)
+        ),
+        "vs_fresh_memcpy": statistics.median(
+            whole / one for whole, one in zip(wholes, fresh, strict=True)
+        ),
         "fingerprint_share": statistics.median(
-            (one["trainer_fingerprint"] + one["engine_fingerprint"]) / whole for whole, one in zip(wholes, syncs, strict=True)
+            (one["trainer_fingerprint"] + one["engine_fingerprint"]) / whole
+            for whole, one in zip(wholes, syncs, strict=True)
         ),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"])
@@ -128,7 +151,9 @@ def main() -> None:
     for name in args.models:
         for engine in args.engines:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                found[f"{name}, {engine}"] = pool.submit(measure, name, engine, args.rounds).result()
+                found[f"{name}, {engine}"] = pool.submit(
+                    measure, name, engine, args.rounds
+                ).result()
     kept = {"rounds": args.rounds, "gemm_flops": gemm_flops(), "syncs": found}
     keep("sync", kept)
     print(json.dumps(kept, indent=1))

@@ -12,14 +12,21 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     """Of each part of the page, Markdown of what was measured; parts without results are left out."""
     parts = results["parts"]
     found = {"steps": "\n".join((_steps(parts), _stages(parts), _first_steps(parts)))}
-    found["generation"] = "\n".join(_generation(name, parts[f"generation_{name}"]) for name in WORKLOADS if f"generation_{name}" in parts)
+    found["generation"] = "\n".join(
+        _generation(name, parts[f"generation_{name}"])
+        for name in WORKLOADS
+        if f"generation_{name}" in parts
+    )
     return found | {part: made(parts[part]) for part, made in _TABLES.items() if part in parts}
 
 
 def table(head: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n".replace("| --- |", "|---|").replace(" --- |", "---|") for cells in lines)
+    return "".join(
+        f"| {' | '.join(cells)} |\n".replace("| --- |", "|---|").replace(" --- |", "---|")
+        for cells in lines
+    )
 
 
 def measured_steps(parts: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -31,17 +38,30 @@ def _steps(parts: dict[str, Any]) -> str:
     rows = [
         (
             f"{name}, engine {step['engine']}, {step['rounds']} x {step['steps_per_round']} steps",
-            f"{step['seconds']:.2f} s", f"{step['trl_seconds']:.2f} s", f"{step['vs_trl']:.2f}", f"{step['vs_trl_per_token']:.2f}",
-            f"{step['floor_seconds']:.2f} s", f"{step['vs_floor']:.2f}",
+            f"{step['seconds']:.2f} s",
+            f"{step['trl_seconds']:.2f} s",
+            f"{step['vs_trl']:.2f}",
+            f"{step['vs_trl_per_token']:.2f}",
+            f"{step['floor_seconds']:.2f} s",
+            f"{step['vs_floor']:.2f}",
         )
         for name, step in measured_steps(parts)
-    ]  # fmt: skip
-    return table(("whole steps", "verlite", "TRL", "ratio", "ratio by token", "floor", "times the floor"), rows)
+    ]
+    return table(
+        ("whole steps", "verlite", "TRL", "ratio", "ratio by token", "floor", "times the floor"),
+        rows,
+    )
 
 
 def _stages(parts: dict[str, Any]) -> str:
     rows = [
-        (name, *(f"{step['stages'][stage]:.2f} s ({step['stages'][stage] / step['seconds']:.0%})" for stage in STAGES))
+        (
+            name,
+            *(
+                f"{step['stages'][stage]:.2f} s ({step['stages'][stage] / step['seconds']:.0%})"
+                for stage in STAGES
+            ),
+        )
         for name, step in measured_steps(parts)
     ]
     return table(("where a step's time goes", *STAGES), rows)
@@ -49,7 +69,11 @@ def _stages(parts: dict[str, Any]) -> str:
 
 def _first_steps(parts: dict[str, Any]) -> str:
     rows = [
-        (f"{name}, engine {step['engine']}", f"{step['seconds_to_first_step']:.0f} s", f"{step['trl_seconds_to_first_step']:.0f} s")
+        (
+            f"{name}, engine {step['engine']}",
+            f"{step['seconds_to_first_step']:.0f} s",
+            f"{step['trl_seconds_to_first_step']:.0f} s",
+        )
         for name, step in measured_steps(parts)
     ]
     return table(("from the process's start to the end of the first step", "verlite", "TRL"), rows)
@@ -58,25 +82,43 @@ def _first_steps(parts: dict[str, Any]) -> str:
 def _training(found: dict[str, Any]) -> str:
     rows = [
         (
-            what, f"{found[f'{name}_seconds']:.2f} s", f"{found[f'bare_{name}_seconds']:.2f} s",
-            f"{found[f'{name}_speed_vs_bare']:.2f}", f"{found[f'{name}_vs_floor']:.2f}",
+            what,
+            f"{found[f'{name}_seconds']:.2f} s",
+            f"{found[f'bare_{name}_seconds']:.2f} s",
+            f"{found[f'{name}_speed_vs_bare']:.2f}",
+            f"{found[f'{name}_vs_floor']:.2f}",
         )
         for name, what in (("update", "one update"), ("log_prob", "one pass for log-probs"))
-    ]  # fmt: skip
+    ]
     return table(
-        ("the training engine alone, w25", "verlite", "bare loop", "verlite's speed over the bare loop's", "times the floor"), rows
+        (
+            "the training engine alone, w25",
+            "verlite",
+            "bare loop",
+            "verlite's speed over the bare loop's",
+            "times the floor",
+        ),
+        rows,
     )
 
 
 def _generation(name: str, found: dict[str, Any]) -> str:
     speeds = found["tokens_per_s"]
     rows = [
-        ("bare vLLM without log-probs", "vllm_without_log_probs", f"verlite with vllm: {found['vs_vllm_without_log_probs']:.2f} of this"),
+        (
+            "bare vLLM without log-probs",
+            "vllm_without_log_probs",
+            f"verlite with vllm: {found['vs_vllm_without_log_probs']:.2f} of this",
+        ),
         ("bare vLLM", "vllm", f"verlite with vllm: {found['vs_vllm']:.2f} of this"),
         ("verlite, engine vllm", "verlite_vllm", ""),
         ("verlite, engine hf", "verlite_hf", f"{found['hf_vs_vllm']:.2f} of bare vLLM"),
     ]
-    head = (f"generation, {name}, {found['tokens']:,} tokens, {found['rounds']} rounds", "tokens/s", "ratio")
+    head = (
+        f"generation, {name}, {found['tokens']:,} tokens, {found['rounds']} rounds",
+        "tokens/s",
+        "ratio",
+    )
     return table(head, [(what, f"{speeds[side]:,.0f}", ratio) for what, side, ratio in rows])
 
 
@@ -84,16 +126,27 @@ def _sync(found: dict[str, Any]) -> str:
     names = ("export", "trainer_fingerprint", "load", "engine_fingerprint", "release")
     rows = [
         (
-            f"{name}, {one['bytes'] / 1e6:.0f} MB", *(f"{one['parts'][part]:.3f}" for part in names), f"{one['seconds']:.3f}",
-            f"{one['copy_seconds']:.3f}, {one['fresh_copy_seconds']:.3f}", f"{one['vs_memcpy']:.1f}, {one['vs_fresh_memcpy']:.1f}",
+            f"{name}, {one['bytes'] / 1e6:.0f} MB",
+            *(f"{one['parts'][part]:.3f}" for part in names),
+            f"{one['seconds']:.3f}",
+            f"{one['copy_seconds']:.3f}, {one['fresh_copy_seconds']:.3f}",
+            f"{one['vs_memcpy']:.1f}, {one['vs_fresh_memcpy']:.1f}",
             f"{one['fingerprint_share']:.0%}",
         )
         for name, one in found["syncs"].items()
-    ]  # fmt: skip
+    ]
     head = (
-        "weight sync, seconds", "export into buckets", "trainer's fingerprint", "load", "engine's fingerprint", "release", "whole",
-        "one copy, to used and to fresh memory", "times that", "fingerprints' share",
-    )  # fmt: skip
+        "weight sync, seconds",
+        "export into buckets",
+        "trainer's fingerprint",
+        "load",
+        "engine's fingerprint",
+        "release",
+        "whole",
+        "one copy, to used and to fresh memory",
+        "times that",
+        "fingerprints' share",
+    )
     return table(head, rows)
 
 
@@ -102,20 +155,38 @@ CALLS = ("ray", "nothing", "make", "take", "make_large", "take_large")
 
 def _controller(found: dict[str, Any]) -> str:
     rows = [
-        (workers, f"{one['start_seconds']:.1f} s", *(f"{one[f'{call}_ms']:.1f} ms" for call in CALLS))
+        (
+            workers,
+            f"{one['start_seconds']:.1f} s",
+            *(f"{one[f'{call}_ms']:.1f} ms" for call in CALLS),
+        )
         for workers, one in found["workers"].items()
     ]
     head = (
-        "workers", "start", "plain Ray call", "a call without a batch", "128 samples of 128 tokens made", "taken elsewhere",
-        f"{found['samples']} of up to {found['longest']} made", "taken elsewhere",
-    )  # fmt: skip
+        "workers",
+        "start",
+        "plain Ray call",
+        "a call without a batch",
+        "128 samples of 128 tokens made",
+        "taken elsewhere",
+        f"{found['samples']} of up to {found['longest']} made",
+        "taken elsewhere",
+    )
     share = (
-        f", {found['dispatch_overhead_64']:.2%} of w25's step of {found['step_seconds']:.1f} s" if "dispatch_overhead_64" in found else ""
+        f", {found['dispatch_overhead_64']:.2%} of w25's step of {found['step_seconds']:.1f} s"
+        if "dispatch_overhead_64" in found
+        else ""
     )
     most = max(map(int, found["workers"]))
     more = [
-        (f"the calls of one step with {most} workers", f"{found['calls_ms_per_step']:.0f} ms{share}"),
-        (f"through the driver for each sample of {found['mean_tokens']:.0f} tokens", f"{found['driver_bytes_per_sample'] / 1e3:.1f} kB"),
+        (
+            f"the calls of one step with {most} workers",
+            f"{found['calls_ms_per_step']:.0f} ms{share}",
+        ),
+        (
+            f"through the driver for each sample of {found['mean_tokens']:.0f} tokens",
+            f"{found['driver_bytes_per_sample'] / 1e3:.1f} kB",
+        ),
         ("most memory of the driver", f"{found['driver_peak_bytes'] / 2**30:.2f} GiB"),
     ]
     return table(head, rows) + "\n" + table(("the controller", ""), more)
@@ -123,16 +194,35 @@ def _controller(found: dict[str, Any]) -> str:
 
 def _startup(found: dict[str, Any]) -> str:
     engines = [name for name in ("hf", "vllm") if name in found]
-    rows = [(part, *(f"{found[engine]['parts'][part]:.1f} s" for engine in engines)) for part in found[engines[0]]["parts"]]
-    rows.append(("to the end of the first step", *(f"{found[engine]['seconds']:.1f} s" for engine in engines)))
-    rows.append(("the same with empty caches", *(f"{found[engine]['seconds_at_first']:.1f} s" for engine in engines)))
+    rows = [
+        (part, *(f"{found[engine]['parts'][part]:.1f} s" for engine in engines))
+        for part in found[engines[0]]["parts"]
+    ]
+    rows.append(
+        (
+            "to the end of the first step",
+            *(f"{found[engine]['seconds']:.1f} s" for engine in engines),
+        )
+    )
+    rows.append(
+        (
+            "the same with empty caches",
+            *(f"{found[engine]['seconds_at_first']:.1f} s" for engine in engines),
+        )
+    )
     return table(("starting, wtiny", *(f"engine {engine}" for engine in engines)), rows)
 
 
 def _data(found: dict[str, Any]) -> str:
     rows = [
-        ("read, turned into verl's rows and written as parquet", f"{found['preprocess_rows_per_s']:,.0f}"),
-        ("read, checked, put through the template, tokenized and measured", f"{found['load_rows_per_s']:,.0f}"),
+        (
+            "read, turned into verl's rows and written as parquet",
+            f"{found['preprocess_rows_per_s']:,.0f}",
+        ),
+        (
+            "read, checked, put through the template, tokenized and measured",
+            f"{found['load_rows_per_s']:,.0f}",
+        ),
     ]
     return table((f"{found['rows']:,} rows, {found['repeated']} repeated", "rows/s"), rows)
 

@@ -41,20 +41,30 @@ def rows(name: str) -> DataProto:
     advantages = torch.randn(workload.rows, 1, generator=generator) * real
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     return DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": attention, "position_ids": positions, "response_mask": real.long(), "advantages": advantages}
+        {
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": positions,
+            "response_mask": real.long(),
+            "advantages": advantages,
+        }
     )
 
 
 def loss(micro, outputs: dict, counts: Counts) -> tuple[torch.Tensor, dict]:
     """The policy gradient where the ratio is 1."""
-    return -(outputs["log_probs"] * micro["advantages"] * micro["response_mask"]).sum() / counts.tokens, {}
+    return -(
+        outputs["log_probs"] * micro["advantages"] * micro["response_mask"]
+    ).sum() / counts.tokens, {}
 
 
 class Bare:
     """The loop by hand."""
 
     def __init__(self, name: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model_of(name), attn_implementation="sdpa")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_of(name), attn_implementation="sdpa"
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def parts(self, batch: DataProto) -> list[torch.Tensor]:
@@ -73,7 +83,9 @@ class Bare:
         ids, mask = t["input_ids"][:, :width], t["attention_mask"][:, :width]
         logits = self.model(input_ids=ids, attention_mask=mask).logits[:, PROMPT - 1 : -1]
         labels = ids[:, PROMPT:]
-        return -F.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), t["advantages"][:, : labels.shape[1]]
+        return -F.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), t["advantages"][
+            :, : labels.shape[1]
+        ]
 
     def update(self, batch: DataProto) -> None:
         tokens = int(batch.batch["response_mask"].sum())
@@ -90,28 +102,50 @@ class Bare:
             self.log_probs(batch, part)
 
 
-def in_turns(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> tuple[float, float, float]:
+def in_turns(
+    ours: Callable[[], object], theirs: Callable[[], object], rounds: int
+) -> tuple[float, float, float]:
     """Median seconds of each, and the median of the pairs' ratios; the first of each does not count."""
     ours(), theirs()
     pairs = [(seconds(ours), seconds(theirs)) for _ in range(rounds)]
-    return (*(statistics.median(column) for column in zip(*pairs, strict=True)), statistics.median(a / b for a, b in pairs))
+    return (
+        *(statistics.median(column) for column in zip(*pairs, strict=True)),
+        statistics.median(a / b for a, b in pairs),
+    )
 
 
 def measure(name: str, rounds: int) -> dict:
     """Updates and log-prob passes of both in turns."""
-    engine, bare, batch, cut = engine_of(name), Bare(name), rows(name), MicroBatching(max_tokens=MICRO_BATCH_TOKENS)
-    parameters, tokens = sum(p.numel() for p in bare.model.parameters()), int(batch.batch["attention_mask"].sum())
+    engine, bare, batch, cut = (
+        engine_of(name),
+        Bare(name),
+        rows(name),
+        MicroBatching(max_tokens=MICRO_BATCH_TOKENS),
+    )
+    parameters, tokens = (
+        sum(p.numel() for p in bare.model.parameters()),
+        int(batch.batch["attention_mask"].sum()),
+    )
     peak = gemm_flops()
-    update, bare_update, update_ratio = in_turns(lambda: engine.update(batch, cut, 1.0, loss), lambda: bare.update(batch), rounds)
-    forward, bare_forward, forward_ratio = in_turns(lambda: engine.forward(batch, cut, 1.0), lambda: bare.forward(batch), rounds)
+    update, bare_update, update_ratio = in_turns(
+        lambda: engine.update(batch, cut, 1.0, loss), lambda: bare.update(batch), rounds
+    )
+    forward, bare_forward, forward_ratio = in_turns(
+        lambda: engine.forward(batch, cut, 1.0), lambda: bare.forward(batch), rounds
+    )
     peak = statistics.median([peak, gemm_flops()])
     return {
-        "tokens": tokens, "gemm_flops": peak,
-        "update_seconds": update, "bare_update_seconds": bare_update, "update_speed_vs_bare": 1 / update_ratio,
+        "tokens": tokens,
+        "gemm_flops": peak,
+        "update_seconds": update,
+        "bare_update_seconds": bare_update,
+        "update_speed_vs_bare": 1 / update_ratio,
         "update_vs_floor": update / (6 * parameters * tokens / peak),
-        "log_prob_seconds": forward, "bare_log_prob_seconds": bare_forward, "log_prob_speed_vs_bare": 1 / forward_ratio,
+        "log_prob_seconds": forward,
+        "bare_log_prob_seconds": bare_forward,
+        "log_prob_speed_vs_bare": 1 / forward_ratio,
         "log_prob_vs_floor": forward / (2 * parameters * tokens / peak),
-    }  # fmt: skip
+    }
 
 
 def engine_of(name: str) -> TrainEngine:
@@ -121,19 +155,31 @@ def engine_of(name: str) -> TrainEngine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="show where the time of one update goes instead")
+    parser.add_argument(
+        "--profile", action="store_true", help="show where the time of one update goes instead"
+    )
     args = parser.parse_args()
     with free_listener("127.0.0.1") as listener:
         port = listener.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     if args.profile:
-        engine, batch, cut = engine_of("w25"), rows("w25"), MicroBatching(max_tokens=MICRO_BATCH_TOKENS)
+        engine, batch, cut = (
+            engine_of("w25"),
+            rows("w25"),
+            MicroBatching(max_tokens=MICRO_BATCH_TOKENS),
+        )
         engine.update(batch, cut, 1.0, loss)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             engine.update(batch, cut, 1.0, loss)
-        print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
+        print(
+            profile.key_averages().table(
+                sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60
+            )
+        )
     else:
         found = measure("w25", args.rounds)
         keep("training", found)

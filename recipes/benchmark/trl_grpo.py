@@ -41,18 +41,36 @@ def main(name: str, steps: int) -> None:
     trainer = GRPOTrainer(
         model=str(model_of(name)),
         reward_funcs=lambda completions, **_: [reward(text) for text in completions],
-        train_dataset=Dataset.from_list([{"prompt": text} for text in prompts(workload.prompts * steps)]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": text} for text in prompts(workload.prompts * steps)]
+        ),
         args=GRPOConfig(
-            output_dir=tempfile.mkdtemp(), max_steps=steps, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
-            per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=workload.rows // MICRO_BATCH,
-            generation_batch_size=workload.rows, num_generations=workload.samples, max_completion_length=workload.new_tokens,
-            learning_rate=1e-5, beta=0.0, gradient_checkpointing=False, logging_steps=1, disable_tqdm=True,
+            output_dir=tempfile.mkdtemp(),
+            max_steps=steps,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            per_device_train_batch_size=MICRO_BATCH,
+            gradient_accumulation_steps=workload.rows // MICRO_BATCH,
+            generation_batch_size=workload.rows,
+            num_generations=workload.samples,
+            max_completion_length=workload.new_tokens,
+            learning_rate=1e-5,
+            beta=0.0,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            disable_tqdm=True,
         ),
         callbacks=[timer],
-    )  # fmt: skip
+    )
     trainer.train()
     tokens = [log["num_tokens"] for log in trainer.state.log_history if "num_tokens" in log]
-    print(json.dumps({"steps": timer.seconds, "first_step": timer.first, "tokens": tokens[-1] / len(tokens)}))
+    print(
+        json.dumps(
+            {"steps": timer.seconds, "first_step": timer.first, "tokens": tokens[-1] / len(tokens)}
+        )
+    )
 
 
 if __name__ == "__main__":

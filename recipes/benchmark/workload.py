@@ -35,13 +35,31 @@ class Workload:
 
 
 WORKLOADS = {
-    "w25": Workload(16, 8, 128, {
-        "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4,
-    }),
-    "wtiny": Workload(64, 8, 64, {
-        "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-    }),
-}  # fmt: skip
+    "w25": Workload(
+        16,
+        8,
+        128,
+        {
+            "hidden_size": 512,
+            "num_hidden_layers": 8,
+            "intermediate_size": 1536,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "wtiny": Workload(
+        64,
+        8,
+        64,
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+}
 
 
 def prompts(count: int, seed: int = 0) -> list[str]:
@@ -55,14 +73,18 @@ def reward(completion: str) -> float:
     return float(completion.count("1"))
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict
+) -> float:
     """The same as a reward function of verlite's."""
     return reward(solution_str)
 
 
 def model_of(name: str) -> Path:
     """The folder of a workload's model and character tokenizer; made when it is not there."""
-    return model_in(BUILD / name, vocab_size=VOCABULARY, max_position_embeddings=1024, **WORKLOADS[name].shape)
+    return model_in(
+        BUILD / name, vocab_size=VOCABULARY, max_position_embeddings=1024, **WORKLOADS[name].shape
+    )
 
 
 def model_in(folder: Path, device: str = "cpu", dtype: str = "float32", **shape: Any) -> Path:
@@ -73,14 +95,26 @@ def model_in(folder: Path, device: str = "cpu", dtype: str = "float32", **shape:
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
     # Every id is a token, so that no engine masks any of them.
-    tokens = ["<|endoftext|>", "<|im_end|>", "<bos>", *("Ġ" if c == " " else c for c in string.printable[:95]), "Ċ"]
+    tokens = [
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<bos>",
+        *("Ġ" if c == " " else c for c in string.printable[:95]),
+        "Ċ",
+    ]
     tokens += [f"<x{i}>" for i in range(VOCABULARY - len(tokens))]
     tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(tokens)}, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        bos_token="<bos>", unk_token="<|endoftext|>",
-    )  # fmt: skip
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[],
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        bos_token="<bos>",
+        unk_token="<|endoftext|>",
+    )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    config = Qwen2Config(tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0, **shape)
+    config = Qwen2Config(
+        tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0, **shape
+    )
     torch.manual_seed(0)
     tokenizer.save_pretrained(folder)
     with torch.device(device):
@@ -94,7 +128,11 @@ def data_of(name: str, steps: int) -> Path:
     file = BUILD / f"{name}-{steps}.parquet"
     file.parent.mkdir(exist_ok=True)
     rows = [
-        {"data_source": "benchmark", "prompt": [{"role": "user", "content": text}], "reward_model": {"style": "rule", "ground_truth": ""}}
+        {
+            "data_source": "benchmark",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+        }
         for text in prompts(WORKLOADS[name].prompts * steps)
     ]
     pq.write_table(pa.Table.from_pylist(rows), file)

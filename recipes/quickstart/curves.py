@@ -35,7 +35,10 @@ def measure(seed: int) -> None:
     """Train by each method from one warm-up; what is there already is kept."""
     folder = f"{BUILD}/seed_{seed}"
     warm_up = [argument.replace(BUILD, folder) for argument in WARM_UP]
-    commands = [["recipes/quickstart/make.py", "--folder", folder, "--seed", str(seed)], [*warm_up, f"trainer.seed={seed}"]]
+    commands = [
+        ["recipes/quickstart/make.py", "--folder", folder, "--seed", str(seed)],
+        [*warm_up, f"trainer.seed={seed}"],
+    ]
     if not (ROOT / folder / "warm_up" / "huggingface").is_dir():
         for command in commands:
             subprocess.run([sys.executable, *command], check=True)
@@ -43,11 +46,28 @@ def measure(seed: int) -> None:
         run_dir = f"{folder}/{slug(method)}"
         if (ROOT / run_dir / "huggingface").is_dir():
             continue
-        files = [f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet"]
-        model = [f"actor_rollout_ref.model.path={folder}/warm_up/huggingface", "critic.model.enable_gradient_checkpointing=false"]
+        files = [
+            f"data.train_files={folder}/train.parquet",
+            f"data.val_files={folder}/test.parquet",
+        ]
+        model = [
+            f"actor_rollout_ref.model.path={folder}/warm_up/huggingface",
+            "critic.model.enable_gradient_checkpointing=false",
+        ]
         seeds = [f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"]
         model = model[: 2 if method == "PPO" else 1]
-        subprocess.run([sys.executable, *TRAIN, *files, *model, *seeds, *overrides, f"trainer.default_local_dir={run_dir}"], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                *TRAIN,
+                *files,
+                *model,
+                *seeds,
+                *overrides,
+                f"trainer.default_local_dir={run_dir}",
+            ],
+            check=True,
+        )
 
 
 def slug(method: str) -> str:
@@ -66,10 +86,16 @@ def draw(seeds: list[int]) -> None:
         for number, seed in enumerate(seeds):
             curve = read_curve(ROOT / BUILD / f"seed_{seed}" / slug(method) / "metrics.jsonl")
             (held_out,) = curve.validation.values()
-            panel.plot(*zip(*curve.training, strict=True), color=f"C{number}", linewidth=0.9, alpha=0.7)
-            panel.plot(*zip(*held_out, strict=True), color=f"C{number}", linewidth=2, label=f"seed {seed}")
+            panel.plot(
+                *zip(*curve.training, strict=True), color=f"C{number}", linewidth=0.9, alpha=0.7
+            )
+            panel.plot(
+                *zip(*held_out, strict=True), color=f"C{number}", linewidth=2, label=f"seed {seed}"
+            )
             marks = {step: f"{value:.1%}" for step, value in held_out}
-            print(f"{method}, seed {seed}: held out {marks}; samples {curve.training[0][1]:.1%} -> {curve.training[-1][1]:.1%}")
+            print(
+                f"{method}, seed {seed}: held out {marks}; samples {curve.training[0][1]:.1%} -> {curve.training[-1][1]:.1%}"
+            )
         panel.set(title=method, xlabel="training step", ylim=(-0.03, 1.03))
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
@@ -80,7 +106,9 @@ def draw(seeds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     chosen = parser.parse_args().seeds
     os.chdir(ROOT)

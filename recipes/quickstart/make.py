@@ -56,13 +56,23 @@ def make_data(folder: Path, seed: int) -> None:
     train, test = problems(seed)
     rng = random.Random(seed + 1)
     for split, sums in (("train", train), ("test", test)):
-        write_parquet([rl_row(split, i, a, b) for i, (a, b) in enumerate(sums)], folder / f"{split}.parquet")
-    demonstrations = [{"prompt": f"{a}+{b}=", "response": work(a, b, CARELESSNESS, rng)} for a, b in train]
+        write_parquet(
+            [rl_row(split, i, a, b) for i, (a, b) in enumerate(sums)], folder / f"{split}.parquet"
+        )
+    demonstrations = [
+        {"prompt": f"{a}+{b}=", "response": work(a, b, CARELESSNESS, rng)} for a, b in train
+    ]
     write_parquet(demonstrations, folder / "warm_up.parquet")
-    right = sum(work(a, b) == row["response"] for (a, b), row in zip(train, demonstrations, strict=True))
-    print(f"{folder}: {len(train)} sums to learn from, {len(test)} held out; {right / len(train):.0%} of the demonstrations are right")
+    right = sum(
+        work(a, b) == row["response"] for (a, b), row in zip(train, demonstrations, strict=True)
+    )
+    print(
+        f"{folder}: {len(train)} sums to learn from, {len(test)} held out; {right / len(train):.0%} of the demonstrations are right"
+    )
     for (a, b), row in list(zip(train, demonstrations, strict=True))[:4]:
-        note = "" if row["response"] == work(a, b) else f"  (forgot to carry, right is {work(a, b)})"
+        note = (
+            "" if row["response"] == work(a, b) else f"  (forgot to carry, right is {work(a, b)})"
+        )
         print(f"  {row['prompt']}{row['response']}{note}")
 
 
@@ -74,19 +84,34 @@ def make_model(folder: Path, seed: int) -> None:
 
     disable_progress_bar()
 
-    characters = [{" ": "Ġ"}.get(c, c) for c in string.printable[:95]] + ["Ċ"]  # space and newline as byte-level BPE spells them
+    characters = [{" ": "Ġ"}.get(c, c) for c in string.printable[:95]] + [
+        "Ċ"
+    ]  # space and newline as byte-level BPE spells them
     vocabulary = ["<pad>", "<eos>", *characters]
     tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+        vocab={token: i for i, token in enumerate(vocabulary)},
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<pad>",
     )
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     # The usual initializer_range of 0.02 is meant for wide models: in one this narrow the signal all but dies, and learning
     # starts several times later. Heads of 32 are the smallest that vLLM runs on a CPU.
     config = Qwen2Config(
-        vocab_size=len(vocabulary), hidden_size=128, num_hidden_layers=2, intermediate_size=256, num_attention_heads=4,
-        num_key_value_heads=4, initializer_range=0.07, max_position_embeddings=64, tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(vocabulary),
+        hidden_size=128,
+        num_hidden_layers=2,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        initializer_range=0.07,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
@@ -95,7 +120,9 @@ def make_model(folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

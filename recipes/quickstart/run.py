@@ -20,10 +20,17 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = "recipes/quickstart/build"
 MAKE = ["recipes/quickstart/make.py"]
 WARM_UP = [
-    "-m", "verlite.main_sft", f"data.train_files={BUILD}/warm_up.parquet", "data.train_batch_size=64",
-    f"model.path={BUILD}/model", "model.enable_gradient_checkpointing=false", "optim.lr=1e-3", "optim.lr_scheduler_type=constant",
-    "trainer.total_training_steps=450", f"trainer.default_local_dir={BUILD}/warm_up",
-]  # fmt: skip
+    "-m",
+    "verlite.main_sft",
+    f"data.train_files={BUILD}/warm_up.parquet",
+    "data.train_batch_size=64",
+    f"model.path={BUILD}/model",
+    "model.enable_gradient_checkpointing=false",
+    "optim.lr=1e-3",
+    "optim.lr_scheduler_type=constant",
+    "trainer.total_training_steps=450",
+    f"trainer.default_local_dir={BUILD}/warm_up",
+]
 # resume_mode: a second quickstart would otherwise find the first one's last checkpoint, and be done.
 TRAIN = ["-m", "verlite.main_ppo", "--config-name", "quickstart", "trainer.resume_mode=disable"]
 SAMPLES_SHOWN = 5
@@ -55,12 +62,21 @@ def show(run_dir: Path, out) -> None:
     """Samples of the first and the last step, the curve, and the accuracies before and after."""
     curve = read_curve(run_dir / "metrics.jsonl")
     for step in (curve.training[0][0], curve.training[-1][0]):
-        out.print(f"step {step:>3} wrote  {'   '.join(samples(run_dir / 'rollouts' / f'step_{step}.jsonl'))}", highlight=False)
-    out.print(f"\nmean reward of the samples of each step\n{plot(curve.training)}\n", highlight=False)
+        out.print(
+            f"step {step:>3} wrote  {'   '.join(samples(run_dir / 'rollouts' / f'step_{step}.jsonl'))}",
+            highlight=False,
+        )
+    out.print(
+        f"\nmean reward of the samples of each step\n{plot(curve.training)}\n", highlight=False
+    )
     draw(curve, run_dir / "reward_curve.png", "quickstart: column addition")
     out.print(f"reward curve  {run_dir / 'reward_curve.png'}", highlight=False)
     (_, before), *_, (_, after) = next(iter(curve.validation.values()))
-    out.print(f"right on held-out sums: {before:.1%} before, {after:.1%} after", style="bold", highlight=False)
+    out.print(
+        f"right on held-out sums: {before:.1%} before, {after:.1%} after",
+        style="bold",
+        highlight=False,
+    )
 
 
 def samples(file: Path) -> list[str]:
@@ -68,7 +84,10 @@ def samples(file: Path) -> list[str]:
     by_prompt: dict[str, str] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         sample = json.loads(line)
-        by_prompt.setdefault(sample["prompt"], f"{sample['prompt']}{sample['response']} {'✓' if sample['score'] else '✗'}")
+        by_prompt.setdefault(
+            sample["prompt"],
+            f"{sample['prompt']}{sample['response']} {'✓' if sample['score'] else '✗'}",
+        )
     return list(by_prompt.values())[:SAMPLES_SHOWN]
 
 

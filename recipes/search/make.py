@@ -46,7 +46,9 @@ def passage(name: str, kind: str, value: str) -> str:
     return f'"{name}"\nThe {kind} of {name} is {value}.'
 
 
-def demonstration(world: dict[str, dict[str, str]], name: str, kind: str, rng: random.Random) -> str:
+def demonstration(
+    world: dict[str, dict[str, str]], name: str, kind: str, rng: random.Random
+) -> str:
     """How a careless pupil works: now and then guesses, searches for something else, or copies from the wrong passage."""
     if rng.random() < 0.65:
         return f"<answer>{rng.choice(VALUES[kind])}</answer>"
@@ -77,23 +79,44 @@ def make_data(folder: Path, seed: int) -> None:
     rng = random.Random(seed + 1)
     names = list(world)
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [{"contents": passage(name, kind, value)} for name, values in world.items() for kind, value in values.items()]
+    rows = [
+        {"contents": passage(name, kind, value)}
+        for name, values in world.items()
+        for kind, value in values.items()
+    ]
     rng.shuffle(rows)
-    corpora = {"corpus.jsonl": rows, "nothing.jsonl": [{"contents": '"Nothing"\nThis corpus is void.'}]}
+    corpora = {
+        "corpus.jsonl": rows,
+        "nothing.jsonl": [{"contents": '"Nothing"\nThis corpus is void.'}],
+    }
     for file, contents in corpora.items():
-        (folder / file).write_text("".join(json.dumps({"id": str(i), **row}) + "\n" for i, row in enumerate(contents)), encoding="utf-8")
+        (folder / file).write_text(
+            "".join(json.dumps({"id": str(i), **row}) + "\n" for i, row in enumerate(contents)),
+            encoding="utf-8",
+        )
     splits = {"test": names[:HELD_OUT], "train": names[HELD_OUT:]}
     for split, chosen in splits.items():
         asked = [(name, kind) for name in chosen for kind in VALUES]
         rng.shuffle(asked)
-        questions = [rl_row(split, i, name, kind, world[name][kind]) for i, (name, kind) in enumerate(asked)]
+        questions = [
+            rl_row(split, i, name, kind, world[name][kind]) for i, (name, kind) in enumerate(asked)
+        ]
         write_parquet(questions, folder / f"{split}.parquet")
     shown = [(name, rng.choice(list(VALUES))) for name in splits["train"] for _ in range(12)]
     seen = {name: world[name] for name in splits["train"]}
-    demonstrations = [{"prompt": question(name, kind), "response": demonstration(seen, name, kind, rng)} for name, kind in shown]
+    demonstrations = [
+        {"prompt": question(name, kind), "response": demonstration(seen, name, kind, rng)}
+        for name, kind in shown
+    ]
     write_parquet(demonstrations, folder / "warm_up.parquet")
-    right = sum(f"<answer>{world[n][k]}</answer>" in row["response"] for (n, k), row in zip(shown, demonstrations, strict=True))
-    print(f"{folder}: {len(rows)} facts; {3 * len(splits['train'])} questions to learn from, {3 * HELD_OUT} held out; ", end="")
+    right = sum(
+        f"<answer>{world[n][k]}</answer>" in row["response"]
+        for (n, k), row in zip(shown, demonstrations, strict=True)
+    )
+    print(
+        f"{folder}: {len(rows)} facts; {3 * len(splits['train'])} questions to learn from, {3 * HELD_OUT} held out; ",
+        end="",
+    )
     print(f"{right / len(shown):.0%} of {len(shown)} demonstrations are right")
     for row in demonstrations[:3]:
         print(f"  {row['prompt'].strip()} {row['response']!r}")
@@ -107,21 +130,54 @@ def make_model(folder: Path, seed: int) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    characters = [{" ": "Ġ"}.get(c, c) for c in string.printable[:95]] + ["Ċ"]  # space and newline as byte-level BPE spells them
+    characters = [{" ": "Ġ"}.get(c, c) for c in string.printable[:95]] + [
+        "Ċ"
+    ]  # space and newline as byte-level BPE spells them
     vocabulary = ["<pad>", "<eos>", *characters]
     tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+        vocab={token: i for i, token in enumerate(vocabulary)},
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<pad>",
     )
-    words = [*TAGS, *FIRST, *LAST, *VALUES, *(value for values in VALUES.values() for value in values)]
-    words += ["Which ", " is ", " of ", "The ", "'s?\n", "Doc ", '(Title: "', '") ', ".\n", "\n\n", "No results found."]
+    words = [
+        *TAGS,
+        *FIRST,
+        *LAST,
+        *VALUES,
+        *(value for values in VALUES.values() for value in values),
+    ]
+    words += [
+        "Which ",
+        " is ",
+        " of ",
+        "The ",
+        "'s?\n",
+        "Doc ",
+        '(Title: "',
+        '") ',
+        ".\n",
+        "\n\n",
+        "No results found.",
+    ]
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     # As the quickstart's, for the same reasons: heads of 32 are the smallest that vLLM runs on a CPU.
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=3, intermediate_size=256, num_attention_heads=4,
-        num_key_value_heads=4, initializer_range=0.07, max_position_embeddings=512, tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=3,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        initializer_range=0.07,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
@@ -130,7 +186,9 @@ def make_model(folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

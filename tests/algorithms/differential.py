@@ -15,7 +15,13 @@ from tests.algorithms.reference import Case, random_case
 from verlite.algorithms.advantages import ESTIMATORS, AdvantageInputs, compute_advantages
 from verlite.algorithms.aggregation import AGGREGATION_MODES, token_weights
 from verlite.algorithms.kl import KL_KINDS, apply_kl_penalty, kl_estimate, kl_loss
-from verlite.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, entropy_sum, policy_loss, value_loss
+from verlite.algorithms.losses import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    entropy_sum,
+    policy_loss,
+    value_loss,
+)
 from verlite.algorithms.rollout_correction import correct_rollout
 from verlite.config.correction import PRESETS, REJECTIONS, RolloutCorrection
 
@@ -52,13 +58,21 @@ def largest_differences(comparison: Comparison) -> dict[str, Found]:
     for seed in range(BATCHES):
         for what, actual, expected, size in comparison.pairs(seed):
             got, want = (np.asarray(x, dtype=np.float64) for x in (actual, expected))
-            assert got.shape == want.shape, f"{comparison.name}, {what}: shape {got.shape}, expected {want.shape}"
-            assert np.isfinite(want).all(), f"{comparison.name}, {what}, batch {seed}: the reference is not finite"
+            assert got.shape == want.shape, (
+                f"{comparison.name}, {what}: shape {got.shape}, expected {want.shape}"
+            )
+            assert np.isfinite(want).all(), (
+                f"{comparison.name}, {what}, batch {seed}: the reference is not finite"
+            )
             gap = np.nan_to_num(np.abs(got - want), nan=math.inf)
             relative = float((gap / np.maximum(np.abs(want), size)).max(initial=0))
             before = found.get(what, Found(0.0, -1.0, seed))
             worst = seed if relative > before.relative else before.seed
-            found[what] = Found(max(before.absolute, float(gap.max(initial=0))), max(before.relative, relative), worst)
+            found[what] = Found(
+                max(before.absolute, float(gap.max(initial=0))),
+                max(before.relative, relative),
+                worst,
+            )
     return found
 
 
@@ -75,13 +89,23 @@ def check(comparison: Comparison) -> None:
 
 def inputs_of(case: Case, **settings: Any) -> AdvantageInputs:
     return AdvantageInputs(
-        token_level_rewards=case.rewards, response_mask=case.mask, uid=case.uid, valid=case.valid, values=case.values,
-        reward_baselines=case.baselines, old_log_probs=case.old, token_level_scores=case.scores, sum_pi_squared=case.pi_squared,
-        rollout_is_weights=case.is_weights if settings.pop("weighted", False) else None, **settings,
-    )  # fmt: skip
+        token_level_rewards=case.rewards,
+        response_mask=case.mask,
+        uid=case.uid,
+        valid=case.valid,
+        values=case.values,
+        reward_baselines=case.baselines,
+        old_log_probs=case.old,
+        token_level_scores=case.scores,
+        sum_pi_squared=case.pi_squared,
+        rollout_is_weights=case.is_weights if settings.pop("weighted", False) else None,
+        **settings,
+    )
 
 
-def expected_advantages(name: str, case: Case, gamma: float, lam: float, by_std: bool) -> tuple[np.ndarray, np.ndarray]:
+def expected_advantages(
+    name: str, case: Case, gamma: float, lam: float, by_std: bool
+) -> tuple[np.ndarray, np.ndarray]:
     match name:
         case "gae":
             return reference.gae(case, gamma, lam)
@@ -113,8 +137,18 @@ def expected_advantages(name: str, case: Case, gamma: float, lam: float, by_std:
 def advantage_pairs(name: str, seed: int) -> Iterator[Pair]:
     case = random_case(seed)
     gamma, lam, by_std = [(1.0, 1.0, True), (0.9, 0.8, False), (1.0, 0.95, True)][seed % 3]
-    inputs = inputs_of(case, gamma=gamma, lam=lam, norm_adv_by_std_in_grpo=by_std, weighted=by_std, reward_clip_range=(-0.5, 0.8))
-    actual, expected = compute_advantages(name, inputs), expected_advantages(name, case, gamma, lam, by_std)
+    inputs = inputs_of(
+        case,
+        gamma=gamma,
+        lam=lam,
+        norm_adv_by_std_in_grpo=by_std,
+        weighted=by_std,
+        reward_clip_range=(-0.5, 0.8),
+    )
+    actual, expected = (
+        compute_advantages(name, inputs),
+        expected_advantages(name, case, gamma, lam, by_std),
+    )
     for what, got, want in zip(("advantages", "returns"), actual, expected, strict=True):
         assert got.dtype == torch.float32
         yield what, got, want, SMALL
@@ -122,8 +156,17 @@ def advantage_pairs(name: str, seed: int) -> Iterator[Pair]:
 
 # Policy losses
 
-SETTINGS = [dict(clip_low=0.2, clip_high=0.2, clip_c=3.0), dict(clip_low=0.1, clip_high=0.3, clip_c=1.5)]
-REJECT = RolloutCorrection("token", 1.5, rollout_rs="seq_mean_k1,token_k3", rollout_rs_threshold="0.5_2.0,3", bypass_mode=True)
+SETTINGS = [
+    dict(clip_low=0.2, clip_high=0.2, clip_c=3.0),
+    dict(clip_low=0.1, clip_high=0.3, clip_c=1.5),
+]
+REJECT = RolloutCorrection(
+    "token",
+    1.5,
+    rollout_rs="seq_mean_k1,token_k3",
+    rollout_rs_threshold="0.5_2.0,3",
+    bypass_mode=True,
+)
 EXTRA: dict[str, dict[str, Any]] = {
     "bypass_mode": {"rollout_correction": REJECT},
     "clip_cov": {"selected": lambda case: case.values.nan_to_num() > 0.8},
@@ -131,21 +174,44 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
-def run(name: str, case: Case, mode: str = "token-mean", rows: slice = slice(None), is_weights=None, extra=None, **settings: Any):
+def run(
+    name: str,
+    case: Case,
+    mode: str = "token-mean",
+    rows: slice = slice(None),
+    is_weights=None,
+    extra=None,
+    **settings: Any,
+):
     """Loss, gradient in log_prob, metrics; `rows` is a micro-batch of the case."""
     log_prob = case.log_prob[rows].clone().requires_grad_()
     counts = {"tokens": int(case.mask.sum()), "sequences": int(case.mask.any(-1).sum())}
-    extra = {k: v(case)[rows] if callable(v) else v for k, v in (EXTRA.get(name, {}) if extra is None else extra).items()}
-    loss, metrics = policy_loss(name, PolicyLossInputs(
-        log_prob=log_prob, old_log_prob=case.old[rows], advantages=case.advantages[rows], response_mask=case.mask[rows],
-        weights=token_weights(case.mask[rows], mode, scale=7.0, **counts), tokens=counts["tokens"], loss_agg_mode=mode,
-        rollout_is_weights=None if is_weights is None else is_weights[rows], extra=extra, **settings,
-    ))  # fmt: skip
+    extra = {
+        k: v(case)[rows] if callable(v) else v
+        for k, v in (EXTRA.get(name, {}) if extra is None else extra).items()
+    }
+    loss, metrics = policy_loss(
+        name,
+        PolicyLossInputs(
+            log_prob=log_prob,
+            old_log_prob=case.old[rows],
+            advantages=case.advantages[rows],
+            response_mask=case.mask[rows],
+            weights=token_weights(case.mask[rows], mode, scale=7.0, **counts),
+            tokens=counts["tokens"],
+            loss_agg_mode=mode,
+            rollout_is_weights=None if is_weights is None else is_weights[rows],
+            extra=extra,
+            **settings,
+        ),
+    )
     loss.backward()
     return loss.detach(), log_prob.grad, metrics
 
 
-def reference_row(name: str, case: Case, i: int, weights: dict[int, float], s: dict) -> tuple[float, dict[int, float]]:
+def reference_row(
+    name: str, case: Case, i: int, weights: dict[int, float], s: dict
+) -> tuple[float, dict[int, float]]:
     """A row's part of the loss, and the derivative for each of its tokens; weights by column."""
     if name == "gspo":
         return reference.gspo_row(case, i, weights, s)
@@ -153,7 +219,10 @@ def reference_row(name: str, case: Case, i: int, weights: dict[int, float], s: d
         return reference.geo_mean_row(case, i, weights, s)
     if name == "bypass_mode":
         rules = (("seq_mean_k1", 0.5, 2.0), ("token_k3", 0, 3))
-        gone = [reference.rejected(case, i, rule, low, high, case.log_prob, case.old) for rule, low, high in rules]
+        gone = [
+            reference.rejected(case, i, rule, low, high, case.log_prob, case.old)
+            for rule, low, high in rules
+        ]
         weights = {t: 0.0 if any(g[t] for g in gone) else w for t, w in weights.items()}
     selected = case.values.nan_to_num() > 0.8
     ratios = reference.importance(case, i, "token", case.log_prob, case.old)
@@ -170,13 +239,21 @@ def reference_row(name: str, case: Case, i: int, weights: dict[int, float], s: d
             case "cispo":
                 value, slope = reference.cispo_token(new, old, advantage, s)
             case "dppo_tv" | "dppo_kl":
-                value, slope = reference.dppo_token(new, old, advantage, s, name.removeprefix("dppo_"))
+                value, slope = reference.dppo_token(
+                    new, old, advantage, s, name.removeprefix("dppo_")
+                )
             case "clip_cov":
-                value, slope = (0.0, 0.0) if selected[i, t] else reference.ppo_token(new, old, advantage, s)
+                value, slope = (
+                    (0.0, 0.0) if selected[i, t] else reference.ppo_token(new, old, advantage, s)
+                )
             case "kl_cov":
-                value, slope = reference.kl_cov_token(new, old, advantage, s | {"ppo_kl_coef": 0.7}, bool(selected[i, t]))
+                value, slope = reference.kl_cov_token(
+                    new, old, advantage, s | {"ppo_kl_coef": 0.7}, bool(selected[i, t])
+                )
             case "bypass_mode" if s.get("loss_type") == "reinforce":
-                value, slope = reference.weighted_gradient_token(min(ratios[t], 1.5), new, advantage)
+                value, slope = reference.weighted_gradient_token(
+                    min(ratios[t], 1.5), new, advantage
+                )
             case "bypass_mode":
                 value, slope = reference.ppo_token(new, old, advantage, s, worst=s["clip_c"])
             case _:
@@ -187,16 +264,27 @@ def reference_row(name: str, case: Case, i: int, weights: dict[int, float], s: d
 
 def policy_pairs(name: str, seed: int, loss_type: str = "ppo_clip") -> Iterator[Pair]:
     case, settings, mode = random_case(seed), SETTINGS[seed % 2], AGGREGATION_MODES[seed % 5]
-    is_weights = torch.rand(case.shape, generator=torch.Generator().manual_seed(seed)) if seed % 3 == 0 else None
-    extra = {"rollout_correction": replace(REJECT, loss_type=loss_type)} if name == "bypass_mode" else None
+    is_weights = (
+        torch.rand(case.shape, generator=torch.Generator().manual_seed(seed))
+        if seed % 3 == 0
+        else None
+    )
+    extra = (
+        {"rollout_correction": replace(REJECT, loss_type=loss_type)}
+        if name == "bypass_mode"
+        else None
+    )
     loss, gradient, _ = run(name, case, mode, is_weights=is_weights, extra=extra, **settings)
     want, size, slopes = 0.0, SMALL, np.zeros(case.shape)
     for i, row_weight in enumerate(reference.row_weights(case.mask, mode, 7.0)):
         weights = {
-            t: row_weight * (1 if is_weights is None else float(is_weights[i, t])) for t in case.mask[i].nonzero().flatten().tolist()
+            t: row_weight * (1 if is_weights is None else float(is_weights[i, t]))
+            for t in case.mask[i].nonzero().flatten().tolist()
         }
         if weights:
-            row, row_slopes = reference_row(name, case, i, weights, settings | {"loss_type": loss_type})
+            row, row_slopes = reference_row(
+                name, case, i, weights, settings | {"loss_type": loss_type}
+            )
             want, size = want + row, size + abs(row)
             slopes[i, list(row_slopes)] = list(row_slopes.values())
     yield "loss", loss, want, size
@@ -211,7 +299,9 @@ def value_pairs(seed: int) -> Iterator[Pair]:
     tokens = int(case.mask.sum())
     weights = token_weights(case.mask, "token-mean", tokens=tokens, sequences=1)
     values = case.values.clone().requires_grad_()
-    loss, metrics = value_loss(values, case.ref, case.old, case.mask, weights, cliprange=0.5, tokens=tokens)
+    loss, metrics = value_loss(
+        values, case.ref, case.old, case.mask, weights, cliprange=0.5, tokens=tokens
+    )
     loss.backward()
     want, slopes, clipped, total = 0.0, np.zeros(case.shape), 0, 0.0
     for i, t in case.mask.nonzero().tolist():
@@ -236,20 +326,36 @@ def entropy_pairs(seed: int) -> Iterator[Pair]:
     total = entropy_sum(entropy, case.mask, token_weights(case.mask, mode, scale=7.0, **counts))
     total.backward()
     slopes = _weights(case, mode)
-    yield "value", total.detach(), sum(slopes[i, t] * float(case.is_weights[i, t]) for i, t in case.mask.nonzero().tolist()), SMALL
+    yield (
+        "value",
+        total.detach(),
+        sum(slopes[i, t] * float(case.is_weights[i, t]) for i, t in case.mask.nonzero().tolist()),
+        SMALL,
+    )
     yield "gradient", entropy.grad, slopes, SMALL
 
 
 def aggregation_pairs(mode: str, seed: int) -> Iterator[Pair]:
     case = random_case(seed)
-    counts = {"tokens": int(case.mask.sum()), "sequences": int(case.mask.any(-1).sum()), "scale": 7.0}
+    counts = {
+        "tokens": int(case.mask.sum()),
+        "sequences": int(case.mask.any(-1).sum()),
+        "scale": 7.0,
+    }
     for micro in (1, 2, 3, len(case.mask)):
-        yield "weights", torch.cat([token_weights(part, mode, **counts) for part in case.mask.split(micro)]), _weights(case, mode), SMALL
+        yield (
+            "weights",
+            torch.cat([token_weights(part, mode, **counts) for part in case.mask.split(micro)]),
+            _weights(case, mode),
+            SMALL,
+        )
 
 
 def _weights(case: Case, mode: str) -> np.ndarray:
     weights = reference.row_weights(case.mask, mode, 7.0)
-    return np.array([[w * m for m in row] for w, row in zip(weights, case.mask.tolist(), strict=True)])
+    return np.array(
+        [[w * m for m in row] for w, row in zip(weights, case.mask.tolist(), strict=True)]
+    )
 
 
 # KL
@@ -271,7 +377,12 @@ def kl_pairs(kind: str, seed: int) -> Iterator[Pair]:
         values[i, t], slope = reference.kl_token(kind, float(case.log_prob[i, t]), float(ref[i, t]))
         slopes[i, t] = weights[i, t] * slope
         size += weights[i, t] * abs(values[i, t])
-    yield "value", torch.where(case.mask.bool(), kl_estimate(case.log_prob, ref, kind), 0), values, SMALL
+    yield (
+        "value",
+        torch.where(case.mask.bool(), kl_estimate(case.log_prob, ref, kind), 0),
+        values,
+        SMALL,
+    )
     yield "loss", loss.detach(), (values * weights).sum(), size
     yield "gradient", log_prob.grad, slopes, SMALL
 
@@ -279,7 +390,9 @@ def kl_pairs(kind: str, seed: int) -> Iterator[Pair]:
 def penalty_pairs(kind: str, seed: int) -> Iterator[Pair]:
     case = random_case(seed)
     ref = reference_of(case)
-    rewards, current = apply_kl_penalty(case.rewards.nan_to_num(), case.old, ref, case.mask, 0.3, kind)
+    rewards, current = apply_kl_penalty(
+        case.rewards.nan_to_num(), case.old, ref, case.mask, 0.3, kind
+    )
     assert rewards.dtype == torch.float32
     want, mean = reference.apply_kl(case, ref, 0.3, kind)
     yield "rewards", rewards, want, SMALL
@@ -291,14 +404,25 @@ def penalty_pairs(kind: str, seed: int) -> Iterator[Pair]:
 BOUNDS = {"k1": "0.6_1.4", "k2": 0.3, "k3": 0.2}
 CORRECTIONS: dict[str, RolloutCorrection] = {
     **PRESETS,
-    **{f"{name} alone": RolloutCorrection(rollout_rs=name, rollout_rs_threshold=BOUNDS[name[-2:]]) for name in REJECTIONS},
     **{
-        f"{level} weights, {threshold}{', normalised' * normalise}": RolloutCorrection(level, threshold, normalise)
-        for level in ("token", "sequence") for threshold in (2.0, "0.5_1.5") for normalise in (False, True)
+        f"{name} alone": RolloutCorrection(rollout_rs=name, rollout_rs_threshold=BOUNDS[name[-2:]])
+        for name in REJECTIONS
     },
-    "two rules, one bound each": RolloutCorrection("token", 1.5, rollout_rs="seq_mean_k1,token_k3", rollout_rs_threshold="0.5_2.0,3"),
-    "two rules, one bound": RolloutCorrection(rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold=1.5),
-}  # fmt: skip
+    **{
+        f"{level} weights, {threshold}{', normalised' * normalise}": RolloutCorrection(
+            level, threshold, normalise
+        )
+        for level in ("token", "sequence")
+        for threshold in (2.0, "0.5_1.5")
+        for normalise in (False, True)
+    },
+    "two rules, one bound each": RolloutCorrection(
+        "token", 1.5, rollout_rs="seq_mean_k1,token_k3", rollout_rs_threshold="0.5_2.0,3"
+    ),
+    "two rules, one bound": RolloutCorrection(
+        rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold=1.5
+    ),
+}
 
 
 def correction_pairs(settings: RolloutCorrection, seed: int) -> Iterator[Pair]:
@@ -308,9 +432,13 @@ def correction_pairs(settings: RolloutCorrection, seed: int) -> Iterator[Pair]:
     weights, mask, metrics = correct_rollout(case.old, case.log_prob, case.mask, settings)
     assert torch.equal(case.mask, before) and mask.dtype == before.dtype
     want_weights, want_mask, want = reference.corrected(
-        case, settings.rollout_is, settings.rollout_is_threshold, settings.rollout_is_batch_normalize,
-        settings.rollout_rs, settings.rollout_rs_threshold,
-    )  # fmt: skip
+        case,
+        settings.rollout_is,
+        settings.rollout_is_threshold,
+        settings.rollout_is_batch_normalize,
+        settings.rollout_rs,
+        settings.rollout_rs_threshold,
+    )
     yield "mask", mask, want_mask, SMALL
     assert (weights is None) == (want_weights is None)
     if weights is not None:
@@ -325,17 +453,32 @@ def correction_pairs(settings: RolloutCorrection, seed: int) -> Iterator[Pair]:
 # float32 rounds to 6e-8. A sum of cancelling terms, a division by a small deviation, or exp of a log-ratio up to 20 multiplies that
 # by up to a thousand; each tolerance is a few times what is found. Masks are compared exactly by any of them.
 ROOMS: dict[str, dict[str, Comparison]] = {
-    "Advantage estimators": {name: Comparison(name, partial(advantage_pairs, name), 2e-4) for name in ESTIMATORS},
+    "Advantage estimators": {
+        name: Comparison(name, partial(advantage_pairs, name), 2e-4) for name in ESTIMATORS
+    },
     "Policy losses": {
         **{name: Comparison(name, partial(policy_pairs, name), 2e-4) for name in POLICY_LOSSES},
-        "bypass_mode, reinforce": Comparison("bypass_mode, reinforce", partial(policy_pairs, "bypass_mode", loss_type="reinforce"), 2e-4),
+        "bypass_mode, reinforce": Comparison(
+            "bypass_mode, reinforce",
+            partial(policy_pairs, "bypass_mode", loss_type="reinforce"),
+            2e-4,
+        ),
     },
     "Value loss and entropy": {
         "value_loss": Comparison("value_loss", value_pairs, 1e-5),
         "entropy_sum": Comparison("entropy_sum", entropy_pairs, 1e-5),
     },
-    "Aggregation": {mode: Comparison(mode, partial(aggregation_pairs, mode), 1e-6) for mode in AGGREGATION_MODES},
+    "Aggregation": {
+        mode: Comparison(mode, partial(aggregation_pairs, mode), 1e-6) for mode in AGGREGATION_MODES
+    },
     "KL in the loss": {kind: Comparison(kind, partial(kl_pairs, kind), 5e-5) for kind in KL_KINDS},
-    "KL in the reward": {kind: Comparison(kind, partial(penalty_pairs, kind), 1e-5) for kind in KL_KINDS if not kind.endswith("+")},
-    "Rollout correction": {name: Comparison(name, partial(correction_pairs, settings), 1e-5) for name, settings in CORRECTIONS.items()},
+    "KL in the reward": {
+        kind: Comparison(kind, partial(penalty_pairs, kind), 1e-5)
+        for kind in KL_KINDS
+        if not kind.endswith("+")
+    },
+    "Rollout correction": {
+        name: Comparison(name, partial(correction_pairs, settings), 1e-5)
+        for name, settings in CORRECTIONS.items()
+    },
 }

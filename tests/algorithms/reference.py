@@ -41,7 +41,10 @@ class Case:
     @cached_property
     def columns(self) -> list[list[int]]:
         """Trainable columns of each row; none for rows that are not valid."""
-        return [[t for t, m in enumerate(row) if m and ok] for row, ok in zip(self.mask.tolist(), self.valid.tolist(), strict=True)]
+        return [
+            [t for t, m in enumerate(row) if m and ok]
+            for row, ok in zip(self.mask.tolist(), self.valid.tolist(), strict=True)
+        ]
 
     @cached_property
     def row_scores(self) -> list[float]:
@@ -81,7 +84,9 @@ def random_case(seed: int) -> Case:
     valid = torch.tensor([rng.random() > 0.15 for _ in range(rows)])
 
     def field(scale: float = 1.0) -> Tensor:
-        return (torch.randn(rows, width, generator=generator) * scale).masked_fill(mask == 0, math.nan)
+        return (torch.randn(rows, width, generator=generator) * scale).masked_fill(
+            mask == 0, math.nan
+        )
 
     rewards = field(0.1)
     equal = rng.random() < 0.2
@@ -92,19 +97,36 @@ def random_case(seed: int) -> Case:
         if columns:
             rewards[i, columns[-1]] = 1.0 if equal else float(rng.choice([0, 1, rng.random(), -3]))
     if rng.random() < 0.3:
-        rewards = rewards.masked_fill(~valid.unsqueeze(1), math.nan)  # a failed reward has any value
+        rewards = rewards.masked_fill(
+            ~valid.unsqueeze(1), math.nan
+        )  # a failed reward has any value
     old = -field().abs()
     log_prob = (old + field(rng.choice([0.01, 0.3, 3.0]))).clamp(max=-1e-3)
     for i, t in mask.nonzero().tolist():
         if rng.random() < 0.03:
-            old[i, t], log_prob[i, t] = rng.choice([(-65.0, -5.0), (-5.0, -65.0), (-5.0, -math.inf)])
+            old[i, t], log_prob[i, t] = rng.choice(
+                [(-65.0, -5.0), (-5.0, -65.0), (-5.0, -math.inf)]
+            )
     advantages = field()
     advantages[torch.rand(rows, width, generator=generator) < 0.1] = 0
     advantages = advantages.masked_fill(mask == 0, math.nan)
     scores = rewards - field(0.2)
     pi_squared = torch.rand(rows, width, generator=generator).masked_fill(mask == 0, math.nan)
-    return Case(rewards, mask, np.array(uid, dtype=object), valid, field(), old, log_prob, old + field(0.5), advantages,
-                torch.randn(rows, generator=generator), scores, pi_squared, field().abs())  # fmt: skip
+    return Case(
+        rewards,
+        mask,
+        np.array(uid, dtype=object),
+        valid,
+        field(),
+        old,
+        log_prob,
+        old + field(0.5),
+        advantages,
+        torch.randn(rows, generator=generator),
+        scores,
+        pi_squared,
+        field().abs(),
+    )
 
 
 def zeros(case: Case) -> np.ndarray:
@@ -117,7 +139,9 @@ def whiten(x: np.ndarray, case: Case) -> np.ndarray:
     if not kept:
         return out
     mean = sum(x[i, t] for i, t in kept) / len(kept)
-    variance = sum((x[i, t] - mean) ** 2 for i, t in kept) / (len(kept) - 1) if len(kept) > 1 else 0.0
+    variance = (
+        sum((x[i, t] - mean) ** 2 for i, t in kept) / (len(kept) - 1) if len(kept) > 1 else 0.0
+    )
     for i, t in kept:
         out[i, t] = (x[i, t] - mean) / math.sqrt(variance + 1e-8)
     return out
@@ -159,7 +183,11 @@ def gae(case: Case, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
             total = 0.0
             for m in range(n, len(columns)):  # the sum of the definition, no recursion
                 upcoming = float(case.values[i, columns[m + 1]]) if m + 1 < len(columns) else 0.0
-                delta = float(case.rewards[i, columns[m]]) + gamma * upcoming - float(case.values[i, columns[m]])
+                delta = (
+                    float(case.rewards[i, columns[m]])
+                    + gamma * upcoming
+                    - float(case.values[i, columns[m]])
+                )
                 total += (gamma * lam) ** (m - n) * delta
             raw[i, t] = total
             returns[i, t] = total + float(case.values[i, t])
@@ -167,7 +195,12 @@ def gae(case: Case, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def grpo(case: Case, by_std: bool) -> np.ndarray:
-    return spread_rows(case, lambda i: (case.score(i) - group_mean(case, i)) / (group_std(case, i) + 1e-6 if by_std else 1.0))
+    return spread_rows(
+        case,
+        lambda i: (
+            (case.score(i) - group_mean(case, i)) / (group_std(case, i) + 1e-6 if by_std else 1.0)
+        ),
+    )
 
 
 def rloo(case: Case) -> np.ndarray:
@@ -209,7 +242,9 @@ def grpo_passk(case: Case, by_std: bool) -> np.ndarray:
 def opo(case: Case) -> np.ndarray:
     def one(i: int) -> float:
         lengths = {j: len(case.kept(j)) for j in case.group(i)}
-        return case.score(i) - sum(n * case.score(j) for j, n in lengths.items()) / sum(lengths.values())
+        return case.score(i) - sum(n * case.score(j) for j, n in lengths.items()) / sum(
+            lengths.values()
+        )
 
     return spread_rows(case, one)
 
@@ -224,14 +259,20 @@ def rloo_token_kl(case: Case, low: float, high: float) -> np.ndarray:
     out = zeros(case)
     for i in case.voters():
         others = [case.pure_score(j) for j in case.group(i) if j != i]
-        score = min(max(case.pure_score(i) - sum(others) / len(others), low), high) if others else 0.0
+        score = (
+            min(max(case.pure_score(i) - sum(others) / len(others), low), high) if others else 0.0
+        )
         columns = case.kept(i)
         for n, t in enumerate(columns):
-            out[i, t] = score + sum(float(case.rewards[i, u]) - float(case.scores[i, u]) for u in columns[n:])
+            out[i, t] = score + sum(
+                float(case.rewards[i, u]) - float(case.scores[i, u]) for u in columns[n:]
+            )
     return out
 
 
-def optimal_token_baseline(case: Case, gamma: float, weighted: bool) -> tuple[np.ndarray, np.ndarray]:
+def optimal_token_baseline(
+    case: Case, gamma: float, weighted: bool
+) -> tuple[np.ndarray, np.ndarray]:
     returns, out = to_go(case, gamma), zeros(case)
 
     def energy(i: int, rank: int) -> float:
@@ -249,7 +290,9 @@ def optimal_token_baseline(case: Case, gamma: float, weighted: bool) -> tuple[np
             baseline = 0.0
             if len(there) > 1:
                 below = sum(energy(j, rank) for j in there)
-                baseline = sum(returns[j, case.kept(j)[rank]] * energy(j, rank) for j in there) / max(below, 1e-8)
+                baseline = sum(
+                    returns[j, case.kept(j)[rank]] * energy(j, rank) for j in there
+                ) / max(below, 1e-8)
             out[i, t] = returns[i, t] - baseline
     return out, returns
 
@@ -280,7 +323,9 @@ def ratio_gradient(new: float, old: float) -> float:
     return math.exp(log_ratio(new, old)) if inside else 0.0
 
 
-def ppo_token(new: float, old: float, advantage: float, s: dict, worst: float = math.inf) -> tuple[float, float]:
+def ppo_token(
+    new: float, old: float, advantage: float, s: dict, worst: float = math.inf
+) -> tuple[float, float]:
     """Clipped PPO of one token, as the papers write it: loss and its derivative in log_prob."""
     ratio = math.exp(log_ratio(new, old))
     clipped = min(max(ratio, 1 - s["clip_low"]), 1 + s["clip_high"])
@@ -297,7 +342,9 @@ def sapo_token(new: float, old: float, advantage: float, s: dict) -> tuple[float
     tau = 1.0 if advantage > 0 else 1.05
     x = tau * (math.exp(log_ratio(new, old)) - 1)
     sigmoid = 1 / (1 + math.exp(-x)) if x > -700 else 0.0
-    return -advantage * sigmoid * 4 / tau, -advantage * 4 * sigmoid * (1 - sigmoid) * ratio_gradient(new, old)
+    return -advantage * sigmoid * 4 / tau, -advantage * 4 * sigmoid * (
+        1 - sigmoid
+    ) * ratio_gradient(new, old)
 
 
 def weighted_gradient_token(factor: float, new: float, advantage: float) -> tuple[float, float]:
@@ -310,19 +357,25 @@ def cispo_token(new: float, old: float, advantage: float, s: dict) -> tuple[floa
     return weighted_gradient_token(factor, new, advantage)
 
 
-def dppo_token(new: float, old: float, advantage: float, s: dict, distance: str) -> tuple[float, float]:
+def dppo_token(
+    new: float, old: float, advantage: float, s: dict, distance: str
+) -> tuple[float, float]:
     p, p_old = math.exp(max(new, -1e4)), math.exp(max(old, -1e4))
     if distance == "tv":
         inside = p - p_old <= s["clip_high"] if advantage > 0 else p_old - p <= s["clip_low"]
     else:
-        kl = p_old * (max(old, -1e4) - max(new, -1e4)) + (1 - p_old) * math.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
+        kl = p_old * (max(old, -1e4) - max(new, -1e4)) + (1 - p_old) * math.log(
+            (1 - p_old + 1e-8) / (1 - p + 1e-8)
+        )
         outside = kl > (s["clip_high"] if advantage > 0 else s["clip_low"])
         inside = not (outside and (p > p_old if advantage > 0 else p < p_old))
     factor = min(math.exp(log_ratio(new, old)), s["clip_c"]) if inside else 0.0
     return weighted_gradient_token(factor, new, advantage)
 
 
-def kl_cov_token(new: float, old: float, advantage: float, s: dict, selected: bool) -> tuple[float, float]:
+def kl_cov_token(
+    new: float, old: float, advantage: float, s: dict, selected: bool
+) -> tuple[float, float]:
     d = log_ratio(new, old)
     loss, slope = -advantage * math.exp(d), -advantage * ratio_gradient(new, old)
     if selected:
@@ -350,20 +403,30 @@ def kl_token(kind: str, new: float, ref: float) -> tuple[float, float]:
     return value, slope if new >= -1e4 else 0.0
 
 
-def gspo_row(case: Case, i: int, weights: dict[int, float], s: dict) -> tuple[float, dict[int, float]]:
-    mean = sum(max(float(case.log_prob[i, t]), -1e4) - float(case.old[i, t]) for t in weights) / len(weights)
+def gspo_row(
+    case: Case, i: int, weights: dict[int, float], s: dict
+) -> tuple[float, dict[int, float]]:
+    mean = sum(
+        max(float(case.log_prob[i, t]), -1e4) - float(case.old[i, t]) for t in weights
+    ) / len(weights)
     ratio = math.exp(min(mean, 10))
     loss, slopes = 0.0, {}
     for t, w in weights.items():
         advantage = float(case.advantages[i, t])
         clipped = min(max(ratio, 1 - s["clip_low"]), 1 + s["clip_high"])
-        moving = mean <= 10 and -advantage * ratio >= -advantage * clipped and math.isfinite(float(case.log_prob[i, t]))
+        moving = (
+            mean <= 10
+            and -advantage * ratio >= -advantage * clipped
+            and math.isfinite(float(case.log_prob[i, t]))
+        )
         loss += w * max(-advantage * ratio, -advantage * clipped)
         slopes[t] = -w * advantage * ratio if moving else 0.0
     return loss, slopes
 
 
-def geo_mean_row(case: Case, i: int, weights: dict[int, float], s: dict) -> tuple[float, dict[int, float]]:
+def geo_mean_row(
+    case: Case, i: int, weights: dict[int, float], s: dict
+) -> tuple[float, dict[int, float]]:
     bounded, moving = {}, {}
     for t in weights:
         new, old, advantage = (float(x[i, t]) for x in (case.log_prob, case.old, case.advantages))
@@ -376,12 +439,18 @@ def geo_mean_row(case: Case, i: int, weights: dict[int, float], s: dict) -> tupl
             bounded[t], moving[t] = 0.0, False
         moving[t] = moving[t] and bool(ratio_gradient(new, old))
     n = len(weights)
-    row = -sum(float(case.advantages[i, t]) for t in weights) / n * math.exp(sum(bounded.values()) / n)
+    row = (
+        -sum(float(case.advantages[i, t]) for t in weights)
+        / n
+        * math.exp(sum(bounded.values()) / n)
+    )
     total = sum(weights.values())
     return total * row, {t: total * row / n if moving[t] else 0.0 for t in weights}
 
 
-def rejected(case: Case, i: int, name: str, low: float, high: float, a: Tensor, b: Tensor) -> dict[int, bool]:
+def rejected(
+    case: Case, i: int, name: str, low: float, high: float, a: Tensor, b: Tensor
+) -> dict[int, bool]:
     """Which tokens of a row a rejection rule takes out; bounds of k1 are ratios. a: trainer's log-probs, b: rollout's."""
     columns = case.mask[i].nonzero().flatten().tolist()
     d = {t: max(float(a[i, t]), -1e4) - max(float(b[i, t]), -1e4) for t in columns}
@@ -418,7 +487,11 @@ def apply_kl(case: Case, ref: Tensor, coef: float, kind: str) -> tuple[np.ndarra
     """Rewards less the penalty, and the mean over rows of the mean KL of a row."""
     out, means = case.rewards.nan_to_num().double().numpy().copy(), []
     for i, mask in enumerate(case.mask.tolist()):
-        row = {t: kl_token(kind, float(case.old[i, t]), float(ref[i, t]))[0] for t, m in enumerate(mask) if m}
+        row = {
+            t: kl_token(kind, float(case.old[i, t]), float(ref[i, t]))[0]
+            for t, m in enumerate(mask)
+            if m
+        }
         for t, kl in row.items():
             out[i, t] -= coef * kl
         means += [sum(row.values()) / len(row)] if row else []
@@ -450,9 +523,17 @@ def off_policy(case: Case) -> dict[str, float]:
     for i, mask in enumerate(case.mask.tolist()):
         tokens = [t for t, m in enumerate(mask) if m]
         if tokens:
-            rows.append([(max(float(case.old[i, t]), -1e4), max(float(case.log_prob[i, t]), -1e4)) for t in tokens])
+            rows.append(
+                [
+                    (max(float(case.old[i, t]), -1e4), max(float(case.log_prob[i, t]), -1e4))
+                    for t in tokens
+                ]
+            )
     d = [a - b for row in rows for a, b in row]
-    trained, sampled = [-mean([a for a, _ in row]) for row in rows], [-mean([b for _, b in row]) for row in rows]
+    trained, sampled = (
+        [-mean([a for a, _ in row]) for row in rows],
+        [-mean([b for _, b in row]) for row in rows],
+    )
     gap = [a - b for a, b in zip(trained, sampled, strict=True)]
     return {
         "kl": mean([-x for x in d]),
@@ -478,7 +559,12 @@ def bounds(threshold: float | str, single_low: float) -> tuple[float, float]:
 
 
 def corrected(
-    case: Case, level: str | None, threshold: float | str, normalize: bool, rules: str | None, limits: float | str | None
+    case: Case,
+    level: str | None,
+    threshold: float | str,
+    normalize: bool,
+    rules: str | None,
+    limits: float | str | None,
 ) -> tuple[np.ndarray | None, np.ndarray, dict[str, float]]:
     """Importance weights, what is left of the mask, and all metrics, for settings as a user writes them."""
     rows = [i for i, mask in enumerate(case.mask.tolist()) if any(mask)]
@@ -493,7 +579,10 @@ def corrected(
         for i, row in ratios.items():
             for t, ratio in row.items():
                 weights[i, t] = min(ratio, high) if truncate else ratio * (low <= ratio <= high)
-        flat, means = [r for row in ratios.values() for r in row.values()], [mean(list(row.values())) for row in ratios.values()]
+        flat, means = (
+            [r for row in ratios.values() for r in row.values()],
+            [mean(list(row.values())) for row in ratios.values()],
+        )
         applied = [float(weights[i, t]) for i, row in ratios.items() for t in row]
         metrics |= {
             "rollout_is_mean": mean(flat),
@@ -502,7 +591,8 @@ def corrected(
             "rollout_is_std": deviation(flat),
             "rollout_is_ratio_fraction_high": mean([float(r > high) for r in flat]),
             "rollout_is_ratio_fraction_low": mean([float(r < low) for r in flat]),
-            "rollout_is_eff_sample_size": mean(applied) ** 2 / max(mean([w * w for w in applied]), 1e-12),
+            "rollout_is_eff_sample_size": mean(applied) ** 2
+            / max(mean([w * w for w in applied]), 1e-12),
             "rollout_is_seq_mean": mean(means),
             "rollout_is_seq_std": deviation(means),
             "rollout_is_seq_max": max(means),
@@ -510,16 +600,27 @@ def corrected(
             "rollout_is_seq_max_deviation": max(abs(m - 1) for m in means),
         }
         if normalize:
-            factor = mean([mean([float(weights[i, t]) for t in ratios[i]]) for i in rows]) if level == "sequence" else mean(applied)
+            factor = (
+                mean([mean([float(weights[i, t]) for t in ratios[i]]) for i in rows])
+                if level == "sequence"
+                else mean(applied)
+            )
             weights /= factor if factor > 1e-8 else 1.0
             metrics["rollout_is_batch_norm_factor"] = factor
     left = case.mask.double().numpy().copy()
     if rules:
         names, thresholds = [name.strip() for name in rules.split(",")], str(limits).split(",")
         total = left.sum()
-        for name, limit in zip(names, thresholds * len(names) if len(thresholds) == 1 else thresholds, strict=False):
+        for name, limit in zip(
+            names, thresholds * len(names) if len(thresholds) == 1 else thresholds, strict=False
+        ):
             low, high = bounds(limit, 1)
-            gone = {(i, t) for i in rows for t, out in rejected(case, i, name, low, high, case.old, case.log_prob).items() if out}
+            gone = {
+                (i, t)
+                for i in rows
+                for t, out in rejected(case, i, name, low, high, case.old, case.log_prob).items()
+                if out
+            }
             metrics[f"rollout_rs_{name}_masked_fraction"] = len(gone) / total
             for place in gone:
                 left[place] = 0

@@ -28,9 +28,11 @@ def fields_of(case: Case) -> dict:
 def group_inputs(rewards: list[float], uid: list[str], **settings) -> AdvantageInputs:
     """One-token responses."""
     return AdvantageInputs(
-        token_level_rewards=torch.tensor(rewards).unsqueeze(1), response_mask=torch.ones(len(rewards), 1, dtype=torch.int64),
-        uid=np.array(uid, dtype=object), **settings,
-    )  # fmt: skip
+        token_level_rewards=torch.tensor(rewards).unsqueeze(1),
+        response_mask=torch.ones(len(rewards), 1, dtype=torch.int64),
+        uid=np.array(uid, dtype=object),
+        **settings,
+    )
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -43,8 +45,17 @@ def test_order_of_rows_does_not_matter(name: str) -> None:
     for seed in range(20):
         case = random_case(seed)
         order = torch.randperm(len(case.uid), generator=torch.Generator().manual_seed(seed))
-        moved = Case(**{key: x[order.numpy()] if isinstance(x, np.ndarray) else x[order] for key, x in fields_of(case).items()})
-        for before, after in zip(compute_advantages(name, inputs_of(case)), compute_advantages(name, inputs_of(moved)), strict=True):
+        moved = Case(
+            **{
+                key: x[order.numpy()] if isinstance(x, np.ndarray) else x[order]
+                for key, x in fields_of(case).items()
+            }
+        )
+        for before, after in zip(
+            compute_advantages(name, inputs_of(case)),
+            compute_advantages(name, inputs_of(moved)),
+            strict=True,
+        ):
             torch.testing.assert_close(before[order], after)
 
 
@@ -52,9 +63,19 @@ def test_order_of_rows_does_not_matter(name: str) -> None:
 def test_padding_columns_do_not_matter(name: str) -> None:
     case = random_case(3)
     rows, width = case.shape
-    wider = Case(**{k: torch.cat([x, x.new_full((rows, 5), 0 if k == "mask" else NAN)], 1) if torch.is_tensor(x) and x.dim() == 2 else x
-                    for k, x in fields_of(case).items()})  # fmt: skip
-    for before, after in zip(compute_advantages(name, inputs_of(case)), compute_advantages(name, inputs_of(wider)), strict=True):
+    wider = Case(
+        **{
+            k: torch.cat([x, x.new_full((rows, 5), 0 if k == "mask" else NAN)], 1)
+            if torch.is_tensor(x) and x.dim() == 2
+            else x
+            for k, x in fields_of(case).items()
+        }
+    )
+    for before, after in zip(
+        compute_advantages(name, inputs_of(case)),
+        compute_advantages(name, inputs_of(wider)),
+        strict=True,
+    ):
         torch.testing.assert_close(torch.cat([before, torch.zeros(rows, 5)], 1), after)
 
 
@@ -70,7 +91,11 @@ def test_failed_rows_have_no_vote(name: str) -> None:
     others = [i for i in range(len(case.uid)) if i != 1]
     without = Case(**{key: x[others] for key, x in fields_of(case).items()})
     case.rewards[1] = case.values[1] = NAN
-    for full, small in zip(compute_advantages(name, inputs_of(case)), compute_advantages(name, inputs_of(without)), strict=True):
+    for full, small in zip(
+        compute_advantages(name, inputs_of(case)),
+        compute_advantages(name, inputs_of(without)),
+        strict=True,
+    ):
         torch.testing.assert_close(full[others], small)
         assert (full[1] == 0).all()
 
@@ -85,19 +110,30 @@ def test_batch_without_any_trainable_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(GROUP_ESTIMATORS))
 def test_group_of_one_and_equal_rewards_give_exactly_zero(name: str) -> None:
-    for rewards, uid in (([5.0, 0.1, 0.1, 0.1], ["a", "b", "b", "b"]), ([0.7] * 3, ["a", "b", "c"])):
+    for rewards, uid in (
+        ([5.0, 0.1, 0.1, 0.1], ["a", "b", "b", "b"]),
+        ([0.7] * 3, ["a", "b", "c"]),
+    ):
         ones = torch.ones(len(rewards), 1)
-        advantages, _ = compute_advantages(name, group_inputs(rewards, uid, old_log_probs=-ones, sum_pi_squared=ones / 2))
+        advantages, _ = compute_advantages(
+            name, group_inputs(rewards, uid, old_log_probs=-ones, sum_pi_squared=ones / 2)
+        )
         # The token baseline is a weighted mean, which rounds; the others' means of equal numbers are exact.
-        assert advantages.abs().max() <= (1e-6 if name == "optimal_token_baseline" else 0), advantages
+        assert advantages.abs().max() <= (1e-6 if name == "optimal_token_baseline" else 0), (
+            advantages
+        )
 
 
 def test_gae_hand_example() -> None:
     """Three tokens, gamma 0.5, lambda 0.5, a tool token between the second and the third; whitening undone."""
     inputs = AdvantageInputs(
-        token_level_rewards=torch.tensor([[0.0, 0.0, NAN, 1.0, NAN]]), values=torch.tensor([[0.2, 0.4, NAN, 0.6, NAN]]),
-        response_mask=torch.tensor([[1, 1, 0, 1, 0]]), uid=np.array(["a"], dtype=object), gamma=0.5, lam=0.5,
-    )  # fmt: skip
+        token_level_rewards=torch.tensor([[0.0, 0.0, NAN, 1.0, NAN]]),
+        values=torch.tensor([[0.2, 0.4, NAN, 0.6, NAN]]),
+        response_mask=torch.tensor([[1, 1, 0, 1, 0]]),
+        uid=np.array(["a"], dtype=object),
+        gamma=0.5,
+        lam=0.5,
+    )
     advantages, returns = compute_advantages("gae", inputs)
     # Last: 1 - 0.6 = 0.4. Second: 0.5 * 0.6 - 0.4 + 0.25 * 0.4 = 0. First: 0.5 * 0.4 - 0.2 + 0.25 * 0 = 0.
     torch.testing.assert_close(returns, torch.tensor([[0.2, 0.4, 0.0, 1.0, 0.0]]))
@@ -108,11 +144,20 @@ def test_gae_hand_example() -> None:
 def test_grpo_and_rloo_hand_example() -> None:
     inputs = group_inputs([1.0, 0.0, 0.0, 3.0, 5.0], ["a", "a", "a", "b", "b"])
     scores = torch.tensor([1.0, 0.0, 0.0])
-    grpo = torch.cat([(scores - 1 / 3) / (scores.std() + 1e-6), torch.tensor([-1.0, 1.0]) / (2**0.5 + 1e-6)])
+    grpo = torch.cat(
+        [(scores - 1 / 3) / (scores.std() + 1e-6), torch.tensor([-1.0, 1.0]) / (2**0.5 + 1e-6)]
+    )
     torch.testing.assert_close(compute_advantages("grpo", inputs)[0].squeeze(1), grpo)
-    torch.testing.assert_close(compute_advantages("rloo", inputs)[0].squeeze(1), torch.tensor([1.0, -0.5, -0.5, -2.0, 2.0]))
-    inputs = group_inputs([1.0, 0.0, 0.0, 3.0, 5.0], ["a", "a", "a", "b", "b"], norm_adv_by_std_in_grpo=False)
-    torch.testing.assert_close(compute_advantages("grpo", inputs)[0].squeeze(1), torch.tensor([2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]))
+    torch.testing.assert_close(
+        compute_advantages("rloo", inputs)[0].squeeze(1), torch.tensor([1.0, -0.5, -0.5, -2.0, 2.0])
+    )
+    inputs = group_inputs(
+        [1.0, 0.0, 0.0, 3.0, 5.0], ["a", "a", "a", "b", "b"], norm_adv_by_std_in_grpo=False
+    )
+    torch.testing.assert_close(
+        compute_advantages("grpo", inputs)[0].squeeze(1),
+        torch.tensor([2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]),
+    )
 
 
 def test_rloo_token_kl_hand_example() -> None:
@@ -120,37 +165,57 @@ def test_rloo_token_kl_hand_example() -> None:
     scores = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     rewards = scores - torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     inputs = AdvantageInputs(
-        token_level_rewards=rewards, token_level_scores=scores, response_mask=torch.ones(2, 2), uid=np.array(["a", "a"], dtype=object)
+        token_level_rewards=rewards,
+        token_level_scores=scores,
+        response_mask=torch.ones(2, 2),
+        uid=np.array(["a", "a"], dtype=object),
     )
-    torch.testing.assert_close(compute_advantages("rloo_token_kl", inputs)[0], torch.tensor([[0.7, 0.8], [-1.7, -1.4]]))
-    torch.testing.assert_close(compute_advantages("rloo", inputs)[0], torch.tensor([[1.4, 1.4], [-1.4, -1.4]]))
+    torch.testing.assert_close(
+        compute_advantages("rloo_token_kl", inputs)[0], torch.tensor([[0.7, 0.8], [-1.7, -1.4]])
+    )
+    torch.testing.assert_close(
+        compute_advantages("rloo", inputs)[0], torch.tensor([[1.4, 1.4], [-1.4, -1.4]])
+    )
 
 
 def test_opo_gpg_and_passk_hand_examples() -> None:
     inputs = AdvantageInputs(
         token_level_rewards=torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 4.0], [0.0, 0.0, 0.0]]),
-        response_mask=torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]]), uid=np.array(["a"] * 3, dtype=object),
+        response_mask=torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]]),
+        uid=np.array(["a"] * 3, dtype=object),
         norm_adv_by_std_in_grpo=False,
-    )  # fmt: skip
+    )
     baseline = (1 * 1 + 3 * 4 + 2 * 0) / 6
-    torch.testing.assert_close(compute_advantages("opo", inputs)[0][:, 0], torch.tensor([1 - baseline, 4 - baseline, -baseline]))
-    torch.testing.assert_close(compute_advantages("gpg", inputs)[0][:, 0], 3 / 2 * (torch.tensor([1.0, 4.0, 0.0]) - 5 / 3))
+    torch.testing.assert_close(
+        compute_advantages("opo", inputs)[0][:, 0],
+        torch.tensor([1 - baseline, 4 - baseline, -baseline]),
+    )
+    torch.testing.assert_close(
+        compute_advantages("gpg", inputs)[0][:, 0], 3 / 2 * (torch.tensor([1.0, 4.0, 0.0]) - 5 / 3)
+    )
     assert compute_advantages("grpo_passk", inputs)[0].tolist() == [[0, 0, 0], [3, 3, 3], [0, 0, 0]]
 
 
 def test_a_broken_reward_of_a_valid_row_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"row 1 \(uid b\) has reward nan.*valid=False"):
-        compute_advantages("gae", AdvantageInputs(
-            token_level_rewards=torch.tensor([[1.0], [NAN]]), response_mask=torch.ones(2, 1), values=torch.zeros(2, 1),
-            uid=np.array(["a", "b"], dtype=object),
-        ))  # fmt: skip
+        compute_advantages(
+            "gae",
+            AdvantageInputs(
+                token_level_rewards=torch.tensor([[1.0], [NAN]]),
+                response_mask=torch.ones(2, 1),
+                values=torch.zeros(2, 1),
+                uid=np.array(["a", "b"], dtype=object),
+            ),
+        )
 
 
 def test_missing_inputs_unknown_names_and_wrong_shapes_are_errors() -> None:
     inputs = group_inputs([1.0, 2.0], ["a", "a"])
     with pytest.raises(ValueError, match="adv_estimator=gae needs values"):
         compute_advantages("gae", inputs)
-    with pytest.raises(ValueError, match="adv_estimator=optimal_token_baseline needs old_log_probs"):
+    with pytest.raises(
+        ValueError, match="adv_estimator=optimal_token_baseline needs old_log_probs"
+    ):
         compute_advantages("optimal_token_baseline", inputs)
     with pytest.raises(ValueError, match="adv_estimator=remax needs reward_baselines"):
         compute_advantages("remax", inputs)
@@ -166,7 +231,10 @@ def test_missing_inputs_unknown_names_and_wrong_shapes_are_errors() -> None:
 
 def test_a_result_that_is_not_finite_names_its_row() -> None:
     inputs = group_inputs([1.0, 2.0, 3.0], ["a", "b", "b"])
-    with pytest.raises(ValueError, match=r"returned advantages that are not finite, first in row 0 \(uid a\), in 1 of 3 rows"):
+    with pytest.raises(
+        ValueError,
+        match=r"returned advantages that are not finite, first in row 0 \(uid a\), in 1 of 3 rows",
+    ):
         compute_advantages("tests.algorithms.test_advantages:lonely_means", inputs)
     with pytest.raises(ValueError, match=r"returned returns that are not finite, first in row 1"):
         compute_advantages("tests.algorithms.test_advantages:endless_returns", inputs)
@@ -197,7 +265,9 @@ def test_scores_lie_on_the_last_trainable_token() -> None:
         mask = random_case(seed).mask
         scores = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed))
         placed = place_scores(scores, mask)
-        assert torch.equal((placed * mask).sum(1), placed.sum(1)) and torch.equal(placed.sum(1), scores * mask.any(1))
+        assert torch.equal((placed * mask).sum(1), placed.sum(1)) and torch.equal(
+            placed.sum(1), scores * mask.any(1)
+        )
 
 
 def test_discounted_to_go() -> None:
@@ -205,4 +275,7 @@ def test_discounted_to_go() -> None:
     assert discounted_to_go(x, mask, 0.5).tolist() == [[1 + 0.5 * 4, 4, 2 + 0.5 * 4, 4]]
     assert discounted_to_go(x, mask, 1.0).tolist() == [[7, 6, 6, 4]]
     assert x.tolist() == [[1, 0, 2, 4]]
-    assert discounted_to_go(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool), 0.5).shape == (2, 0)
+    assert discounted_to_go(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool), 0.5).shape == (
+        2,
+        0,
+    )

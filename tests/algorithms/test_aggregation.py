@@ -12,8 +12,17 @@ def test_hand_values() -> None:
     mask = torch.zeros(2, 12)
     mask[0, 0], mask[1, :9] = 1, 1
     losses = torch.tensor([[1.0], [2.0]]).expand(2, 12)
-    got = {m: float((losses * token_weights(mask, m, tokens=10, sequences=2, scale=20)).sum()) for m in AGGREGATION_MODES}
-    want = {"token-mean": 1.9, "token-sum": 19, "seq-mean-token-sum": 9.5, "seq-mean-token-mean": 1.5, "seq-mean-token-sum-norm": 0.475}
+    got = {
+        m: float((losses * token_weights(mask, m, tokens=10, sequences=2, scale=20)).sum())
+        for m in AGGREGATION_MODES
+    }
+    want = {
+        "token-mean": 1.9,
+        "token-sum": 19,
+        "seq-mean-token-sum": 9.5,
+        "seq-mean-token-mean": 1.5,
+        "seq-mean-token-sum-norm": 0.475,
+    }
     assert got == pytest.approx(want)
 
 

@@ -19,7 +19,9 @@ def naive_differencing(weights, k: int) -> list[float]:
     while len(states) > 1:
         states.sort(key=lambda s: s[-1] - s[0])
         left, right = states[0], states[1]
-        states = [sorted((a + b for a, b in zip(left, reversed(right), strict=True)), reverse=True)] + states[2:]
+        states = [
+            sorted((a + b for a, b in zip(left, reversed(right), strict=True)), reverse=True)
+        ] + states[2:]
     return states[0]
 
 

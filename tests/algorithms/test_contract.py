@@ -23,13 +23,19 @@ def test_built_in_estimators_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"clip_cov", "kl_cov"}))
 def test_built_in_losses_pass(name: str) -> None:
-    assert check_policy_loss(POLICY_LOSSES[name], {"rollout_correction": RolloutCorrection(bypass_mode=True)}) == []
+    assert (
+        check_policy_loss(
+            POLICY_LOSSES[name], {"rollout_correction": RolloutCorrection(bypass_mode=True)}
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_losses_that_look_at_the_whole_micro_batch_are_told_so(name: str) -> None:
     assert any(
-        "sum over micro-batches" in problem for problem in check_policy_loss(POLICY_LOSSES[name], {"clip_cov_lb": 0, "clip_cov_ub": 99})
+        "sum over micro-batches" in problem
+        for problem in check_policy_loss(POLICY_LOSSES[name], {"clip_cov_lb": 0, "clip_cov_ub": 99})
     )
 
 
@@ -82,7 +88,9 @@ def in_place(inputs: AdvantageInputs):
 
 def counts_failed_rows(inputs: AdvantageInputs):
     total = torch.zeros_like(inputs.groups.sizes).index_add_(0, inputs.groups.group, inputs.scores)
-    size = torch.zeros_like(total).index_add_(0, inputs.groups.group, torch.ones_like(inputs.scores))
+    size = torch.zeros_like(total).index_add_(
+        0, inputs.groups.group, torch.ones_like(inputs.scores)
+    )
     return per_row(inputs, inputs.scores - (total / size)[inputs.groups.group])
 
 
@@ -128,7 +136,9 @@ def unmasked(inputs: PolicyLossInputs):
 
 
 def overflowing(inputs: PolicyLossInputs):
-    return inputs.total(-inputs.advantages * (3 * (inputs.log_prob - inputs.old_log_prob)).exp()), {}
+    return inputs.total(
+        -inputs.advantages * (3 * (inputs.log_prob - inputs.old_log_prob)).exp()
+    ), {}
 
 
 def no_gradient(inputs: PolicyLossInputs):

@@ -28,7 +28,9 @@ def test_metrics_are_those_of_all_tokens_at_once():
             "training/rollout_probs_diff_mean": diff.mean().item(),
             "training/rollout_probs_diff_max": diff.max().item(),
             "training/rollout_probs_diff_std": diff.std().item(),
-            "training/rollout_actor_probs_pearson_corr": torch.corrcoef(torch.stack([x.exp(), y.exp()]))[0, 1].item(),
+            "training/rollout_actor_probs_pearson_corr": torch.corrcoef(
+                torch.stack([x.exp(), y.exp()])
+            )[0, 1].item(),
         },
         rel=1e-9,
     )
@@ -37,7 +39,10 @@ def test_metrics_are_those_of_all_tokens_at_once():
 def test_parts_add_up():
     a, b, mask = draw()
     parts = [gap_sums(a[rows], b[rows], mask[rows]) for rows in ([0, 1, 2], [2], [3], [4, 5])]
-    total = {name: (max if name.endswith("_max") else sum)(part[name] for part in parts) for name in parts[0]}
+    total = {
+        name: (max if name.endswith("_max") else sum)(part[name] for part in parts)
+        for name in parts[0]
+    }
     assert gap_metrics(total) == pytest.approx(gap_metrics(gap_sums(a, b, mask)), rel=1e-12)
 
 
@@ -46,6 +51,13 @@ def test_nothing_to_compare_gives_nothing_and_equal_numbers_no_gap():
     assert gap_metrics(gap_sums(a, a, torch.zeros_like(mask))) == {}
     assert gap_metrics({}) == {}
     same = gap_metrics(gap_sums(a, a, mask))
-    assert same["training/log_prob_gap"] == 0 and same["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1)
+    assert same["training/log_prob_gap"] == 0 and same[
+        "training/rollout_actor_probs_pearson_corr"
+    ] == pytest.approx(1)
     one = torch.full((2, 2), -0.5)
-    assert gap_metrics(gap_sums(one, one, torch.ones(2, 2)))["training/rollout_actor_probs_pearson_corr"] == 0
+    assert (
+        gap_metrics(gap_sums(one, one, torch.ones(2, 2)))[
+            "training/rollout_actor_probs_pearson_corr"
+        ]
+        == 0
+    )

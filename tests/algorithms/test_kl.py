@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from tests.algorithms.differential import ROOMS, check
-from verlite.algorithms.kl import KL_KINDS, AdaptiveKLController, FixedKLController, kl_estimate, kl_loss
+from verlite.algorithms.kl import (
+    KL_KINDS,
+    AdaptiveKLController,
+    FixedKLController,
+    kl_estimate,
+    kl_loss,
+)
 
 VALUES = {  # of d, from the formulas
     "k1": lambda d: d,
@@ -26,11 +32,16 @@ def base(kind: str) -> str:
 def test_values(kind: str) -> None:
     d = torch.tensor([0.0, 1e-3, -1e-3, 0.5, -0.5, 2.0, -2.0, 5.0, -5.0], dtype=torch.float64)
     got = kl_estimate(d - 7, torch.full_like(d, -7), kind)
-    torch.testing.assert_close(got, torch.tensor([VALUES[base(kind)](x) for x in d.tolist()], dtype=torch.float64))
+    torch.testing.assert_close(
+        got, torch.tensor([VALUES[base(kind)](x) for x in d.tolist()], dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
-@pytest.mark.parametrize("new,ref", [(-60, 0), (0, -60), (-5000, 0), (-math.inf, -1), (-1, -math.inf), (-math.inf, -math.inf)])
+@pytest.mark.parametrize(
+    "new,ref",
+    [(-60, 0), (0, -60), (-5000, 0), (-math.inf, -1), (-1, -math.inf), (-math.inf, -math.inf)],
+)
 def test_extremes_keep_value_and_gradient_finite(kind: str, new: float, ref: float) -> None:
     log_prob = torch.tensor([float(new)], requires_grad=True)
     value = kl_estimate(log_prob, torch.tensor([float(ref)]), kind)
@@ -40,7 +51,9 @@ def test_extremes_keep_value_and_gradient_finite(kind: str, new: float, ref: flo
 
 def test_k3_keeps_its_digits_near_zero() -> None:
     d = torch.tensor([1e-3, -2e-3])
-    torch.testing.assert_close(kl_estimate(d, torch.zeros(2), "k3"), d.square() / 2 - d**3 / 6, rtol=2e-4, atol=0)
+    torch.testing.assert_close(
+        kl_estimate(d, torch.zeros(2), "k3"), d.square() / 2 - d**3 / 6, rtol=2e-4, atol=0
+    )
 
 
 def test_unknown_kind() -> None:
@@ -51,7 +64,9 @@ def test_unknown_kind() -> None:
 def expected_gradient(kind: str) -> dict[str, torch.Tensor]:
     """Gradients with respect to logits of a 5-action softmax, all expectations as exact sums in float64."""
     torch.manual_seed(0)
-    logits, ref = torch.randn(2, 5, dtype=torch.float64).mul(0.7).unbind()  # k3 stays under its limit of 10
+    logits, ref = (
+        torch.randn(2, 5, dtype=torch.float64).mul(0.7).unbind()
+    )  # k3 stays under its limit of 10
     ref = ref.log_softmax(0)
     sampling = logits.softmax(0)
 

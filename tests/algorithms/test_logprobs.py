@@ -12,7 +12,10 @@ T, H, V = 7, 5, 11
 
 def sample(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for n in (T, V))
+    hidden, weight = (
+        torch.randn(n, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for n in (T, V)
+    )
     return hidden, weight, torch.randint(V, (T,), generator=generator)
 
 
@@ -20,7 +23,9 @@ def oracle(hidden, weight, labels, temperature: float) -> tuple[list[float], lis
     """Log-prob and entropy of each token by the definition, in Python floats."""
     log_probs, entropies = [], []
     for h, label in zip(hidden.tolist(), labels.tolist(), strict=True):
-        logits = [sum(a * b for a, b in zip(h, w, strict=True)) / temperature for w in weight.tolist()]
+        logits = [
+            sum(a * b for a, b in zip(h, w, strict=True)) / temperature for w in weight.tolist()
+        ]
         total = sum(math.exp(x) for x in logits)
         log_probs.append(math.log(math.exp(logits[label]) / total))
         entropies.append(-sum(math.exp(x) / total * math.log(math.exp(x) / total) for x in logits))
@@ -31,11 +36,15 @@ def oracle(hidden, weight, labels, temperature: float) -> tuple[list[float], lis
 @pytest.mark.parametrize("chunk", [1, 2, 7, 100, None])
 def test_agrees_with_the_oracle(temperature: float, chunk: int | None) -> None:
     hidden, weight, labels = sample()
-    log_probs, entropy = token_log_probs(hidden, weight, labels, temperature, chunk, with_entropy=True)
+    log_probs, entropy = token_log_probs(
+        hidden, weight, labels, temperature, chunk, with_entropy=True
+    )
     want_log_probs, want_entropy = oracle(hidden, weight, labels, temperature)
     assert log_probs.tolist() == pytest.approx(want_log_probs, rel=1e-12)
     assert entropy.tolist() == pytest.approx(want_entropy, rel=1e-12)
-    log_probs, entropy = log_probs_from_logits(hidden @ weight.T, labels, temperature, with_entropy=True)
+    log_probs, entropy = log_probs_from_logits(
+        hidden @ weight.T, labels, temperature, with_entropy=True
+    )
     assert log_probs.tolist() == pytest.approx(want_log_probs, rel=1e-12)
     assert entropy.tolist() == pytest.approx(want_entropy, rel=1e-12)
 
@@ -59,7 +68,9 @@ def test_gradients_agree_with_unchunked_logits(dtype: torch.dtype, tolerance: fl
         if chunked:
             log_probs, entropy = token_log_probs(hidden, weight, labels, 1.3, 2, with_entropy=True)
         else:
-            log_probs, entropy = log_probs_from_logits(hidden @ weight.T, labels, 1.3, with_entropy=True)
+            log_probs, entropy = log_probs_from_logits(
+                hidden @ weight.T, labels, 1.3, with_entropy=True
+            )
         assert log_probs.dtype == entropy.dtype == torch.float32
         (log_probs * torch.arange(T) + entropy.square()).sum().backward()
         assert hidden.grad.dtype == weight.grad.dtype == dtype
@@ -73,34 +84,56 @@ def test_log_softmax_is_float32_for_bfloat16_inputs() -> None:
     hidden, weight, labels = sample(torch.bfloat16)
     logits = (hidden @ weight.T).double()
     log_probs, _ = token_log_probs(hidden, weight, labels, 0.7)
-    torch.testing.assert_close(log_probs.double(), (logits / 0.7).log_softmax(-1)[torch.arange(T), labels], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        log_probs.double(),
+        (logits / 0.7).log_softmax(-1)[torch.arange(T), labels],
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 def test_forbidden_tokens_and_uniform_logits() -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0, -math.inf]], requires_grad=True)
     log_probs, entropy = log_probs_from_logits(logits, torch.tensor([0]), with_entropy=True)
     (log_probs + entropy).sum().backward()
-    assert log_probs.item() == pytest.approx(math.log(0.5)) and entropy.item() == pytest.approx(math.log(2))
+    assert log_probs.item() == pytest.approx(math.log(0.5)) and entropy.item() == pytest.approx(
+        math.log(2)
+    )
     assert logits.grad.isfinite().all()
-    hidden, weight = torch.tensor([[1.0]], requires_grad=True), torch.tensor([[0.0], [-math.inf], [0.0]])
+    hidden, weight = (
+        torch.tensor([[1.0]], requires_grad=True),
+        torch.tensor([[0.0], [-math.inf], [0.0]]),
+    )
     log_probs, entropy = token_log_probs(hidden, weight, torch.tensor([2]), with_entropy=True)
-    assert log_probs.item() == pytest.approx(math.log(0.5)) and entropy.item() == pytest.approx(math.log(2))
-    _, entropy = token_log_probs(torch.zeros(3, H), torch.randn(V, H), torch.zeros(3, dtype=torch.int64), with_entropy=True)
+    assert log_probs.item() == pytest.approx(math.log(0.5)) and entropy.item() == pytest.approx(
+        math.log(2)
+    )
+    _, entropy = token_log_probs(
+        torch.zeros(3, H), torch.randn(V, H), torch.zeros(3, dtype=torch.int64), with_entropy=True
+    )
     torch.testing.assert_close(entropy, torch.full((3,), math.log(V)))
 
 
 def test_large_logits_do_not_overflow() -> None:
     weight = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
-    log_probs, entropy = token_log_probs(torch.tensor([[1.0], [1.0]]), weight, torch.tensor([0, 1]), with_entropy=True)
+    log_probs, entropy = token_log_probs(
+        torch.tensor([[1.0], [1.0]]), weight, torch.tensor([0, 1]), with_entropy=True
+    )
     (log_probs + entropy).sum().backward()
-    assert log_probs.tolist() == [0, -2000] and entropy.tolist() == [0, 0] and weight.grad.isfinite().all()
+    assert (
+        log_probs.tolist() == [0, -2000]
+        and entropy.tolist() == [0, 0]
+        and weight.grad.isfinite().all()
+    )
 
 
 def test_sum_pi_squared() -> None:
     hidden, weight, labels = sample()
     want = []
     for h in hidden.tolist():
-        weights = [math.exp(sum(a * b for a, b in zip(h, w, strict=True)) / 0.7) for w in weight.tolist()]
+        weights = [
+            math.exp(sum(a * b for a, b in zip(h, w, strict=True)) / 0.7) for w in weight.tolist()
+        ]
         want.append(sum((x / sum(weights)) ** 2 for x in weights))
     for chunk in (2, None):
         got = sum_pi_squared(hidden, weight, 0.7, chunk)
@@ -108,7 +141,11 @@ def test_sum_pi_squared() -> None:
 
 
 def test_no_tokens() -> None:
-    hidden, weight, labels = torch.zeros(0, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    hidden, weight, labels = (
+        torch.zeros(0, H, requires_grad=True),
+        torch.randn(V, H, requires_grad=True),
+        torch.zeros(0, dtype=torch.int64),
+    )
     log_probs, entropy = token_log_probs(hidden, weight, labels, with_entropy=True)
     (log_probs.sum() + entropy.sum()).backward()
     assert log_probs.shape == entropy.shape == (0,) and (weight.grad == 0).all()
@@ -117,7 +154,10 @@ def test_no_tokens() -> None:
 def test_memory_stays_within_a_chunk() -> None:
     """No tensor larger than the chunk's logits is allocated, forward or backward, and none of that size is kept."""
     tokens, vocabulary, chunk = 512, 1024, 16
-    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    hidden, weight = (
+        torch.randn(tokens, 8, requires_grad=True),
+        torch.randn(vocabulary, 8, requires_grad=True),
+    )
     labels = torch.randint(vocabulary, (tokens,))
     with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile:
         log_probs, _ = token_log_probs(hidden, weight, labels, 0.9, chunk)
@@ -125,7 +165,9 @@ def test_memory_stays_within_a_chunk() -> None:
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert largest <= 4 * chunk * vocabulary, largest
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t, lambda t: t
+    ):
         token_log_probs(hidden, weight, labels, 0.9, chunk, with_entropy=True)
     assert sum(saved) == hidden.numel() + weight.numel() + 3 * tokens
 
@@ -144,7 +186,11 @@ def test_an_entropy_that_is_only_looked_at_changes_no_gradient() -> None:
 
 def test_an_entropy_alone_has_its_own_gradient() -> None:
     torch.manual_seed(1)
-    hidden, weight, labels = torch.randn(5, 4).double(), torch.randn(11, 4).double(), torch.randint(11, (5,))
+    hidden, weight, labels = (
+        torch.randn(5, 4).double(),
+        torch.randn(11, 4).double(),
+        torch.randint(11, (5,)),
+    )
     h, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     _, entropy = token_log_probs(h, weight, labels, chunk=2, with_entropy=True)
     assert entropy is not None

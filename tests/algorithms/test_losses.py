@@ -36,13 +36,24 @@ def test_vanilla_metrics_agree_with_the_naive_reference() -> None:
         metrics = run("vanilla", case, **settings)[2]
         clipped = clipped_low = divergence = count = 0.0
         for i, t in case.mask.nonzero().tolist():
-            new, old, advantage = (float(x[i, t]) for x in (case.log_prob, case.old, case.advantages))
+            new, old, advantage = (
+                float(x[i, t]) for x in (case.log_prob, case.old, case.advantages)
+            )
             ratio = math.exp(reference.log_ratio(new, old))
-            clipped += -advantage * min(max(ratio, 1 - settings["clip_low"]), 1 + settings["clip_high"]) > -advantage * ratio
+            clipped += (
+                -advantage * min(max(ratio, 1 - settings["clip_low"]), 1 + settings["clip_high"])
+                > -advantage * ratio
+            )
             clipped_low += advantage < 0 and ratio > settings["clip_c"]
             divergence, count = divergence - reference.log_ratio(new, old), count + 1
-        for key, total in (("pg_clipfrac", clipped), ("pg_clipfrac_lower", clipped_low), ("ppo_kl", divergence)):
-            assert float(metrics[f"actor/{key}"]) == pytest.approx(total / max(count, 1), rel=1e-4, abs=1e-5)
+        for key, total in (
+            ("pg_clipfrac", clipped),
+            ("pg_clipfrac_lower", clipped_low),
+            ("ppo_kl", divergence),
+        ):
+            assert float(metrics[f"actor/{key}"]) == pytest.approx(
+                total / max(count, 1), rel=1e-4, abs=1e-5
+            )
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -51,7 +62,10 @@ def test_micro_batches_add_up(name: str, mode: str) -> None:
     case = random_case(5)
     loss, gradient, metrics = run(name, case, mode)
     for micro in (1, 2, 3):
-        parts = [run(name, case, mode, slice(start, start + micro)) for start in range(0, case.shape[0], micro)]
+        parts = [
+            run(name, case, mode, slice(start, start + micro))
+            for start in range(0, case.shape[0], micro)
+        ]
         torch.testing.assert_close(sum(p[0] for p in parts), loss)
         torch.testing.assert_close(torch.cat([p[1] for p in parts]), gradient)
         for key, value in metrics.items():
@@ -64,11 +78,19 @@ def test_micro_batches_add_up(name: str, mode: str) -> None:
 def test_extremes_keep_value_and_gradient_finite(name: str, gap: float, advantage: float) -> None:
     case = random_case(1)
     case.mask[:, 0] = 1
-    case.old[:, 0], case.log_prob[:, 0], case.advantages[:, 0] = -70, -70 + gap if gap < math.inf else 0, advantage
+    case.old[:, 0], case.log_prob[:, 0], case.advantages[:, 0] = (
+        -70,
+        -70 + gap if gap < math.inf else 0,
+        advantage,
+    )
     if gap == math.inf:
         case.old[:, 0] = -math.inf
     loss, gradient, metrics = run(name, case)
-    assert loss.isfinite() and gradient.isfinite().all() and all(m.isfinite() for m in metrics.values())
+    assert (
+        loss.isfinite()
+        and gradient.isfinite().all()
+        and all(m.isfinite() for m in metrics.values())
+    )
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -83,10 +105,16 @@ def test_nothing_to_train_gives_zero(name: str) -> None:
 def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     case = random_case(4)
     case.log_prob = case.old.clone()
-    advantage = case.advantages.nan_to_num().sum(-1, keepdim=True).expand(case.shape)  # one per row, as geo_mean wants
+    advantage = (
+        case.advantages.nan_to_num().sum(-1, keepdim=True).expand(case.shape)
+    )  # one per row, as geo_mean wants
     case.advantages = advantage.contiguous()
-    _, gradient, metrics = run(name, case, "seq-mean-token-mean", extra={"rollout_correction": REJECT})
-    want = -advantage * token_weights(case.mask, "seq-mean-token-mean", tokens=1, sequences=int(case.mask.any(-1).sum()))
+    _, gradient, metrics = run(
+        name, case, "seq-mean-token-mean", extra={"rollout_correction": REJECT}
+    )
+    want = -advantage * token_weights(
+        case.mask, "seq-mean-token-mean", tokens=1, sequences=int(case.mask.any(-1).sum())
+    )
     torch.testing.assert_close(gradient, want)
     assert all(value == 0 for value in metrics.values())
 
@@ -96,23 +124,39 @@ def test_selection_by_covariance() -> None:
     advantages = torch.tensor([[4.0, 0.0, 2.0, -2.0, NAN]])
     mask = torch.tensor([[True, True, True, True, False]])
     # Means -3 and 1: covariances 6, -1, 0, 9.
-    assert select_kl_cov(log_prob, advantages, mask, {"kl_cov_ratio": 0.5}).tolist() == [[True, False, False, True, False]]
-    assert select_kl_cov(log_prob, advantages, mask, {}).tolist() == [[False, False, False, True, False]]
+    assert select_kl_cov(log_prob, advantages, mask, {"kl_cov_ratio": 0.5}).tolist() == [
+        [True, False, False, True, False]
+    ]
+    assert select_kl_cov(log_prob, advantages, mask, {}).tolist() == [
+        [False, False, False, True, False]
+    ]
     band = {"clip_cov_lb": 1.0, "clip_cov_ub": 8.0}
-    assert select_clip_cov(log_prob, advantages, mask, band).tolist() == [[True, False, False, False, False]]
+    assert select_clip_cov(log_prob, advantages, mask, band).tolist() == [
+        [True, False, False, False, False]
+    ]
     assert not select_clip_cov(log_prob, advantages, mask, band | {"clip_cov_ub": 2.0}).any()
     for ratio, count in ((0.0001, 1), (0.5, 2), (1.0, 2)):
-        selected = select_clip_cov(log_prob, advantages, mask, {"clip_cov_ratio": ratio, "clip_cov_ub": 99.0})
+        selected = select_clip_cov(
+            log_prob, advantages, mask, {"clip_cov_ratio": ratio, "clip_cov_ub": 99.0}
+        )
         assert selected.sum() == count and not selected[0, [1, 2, 4]].any()
     nothing = torch.zeros_like(mask)
-    assert not select_kl_cov(log_prob, advantages, nothing, {}).any() and not select_clip_cov(log_prob, advantages, nothing, {}).any()
+    assert (
+        not select_kl_cov(log_prob, advantages, nothing, {}).any()
+        and not select_clip_cov(log_prob, advantages, nothing, {}).any()
+    )
 
 
 def test_clip_cov_leaves_clipped_tokens_alone() -> None:
-    log_prob, advantages = torch.tensor([[-1.0, -2.0, -3.0, -6.0]]), torch.tensor([[3.0, -1.0, 1.0, -3.0]])
+    log_prob, advantages = (
+        torch.tensor([[-1.0, -2.0, -3.0, -6.0]]),
+        torch.tensor([[3.0, -1.0, 1.0, -3.0]]),
+    )
     mask, clipped = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[True, False, False, False]])
     settings = {"clip_cov_ratio": 1.0, "clip_cov_ub": 99.0}
-    assert select_clip_cov(log_prob, advantages, mask, settings, clipped).tolist() == [[False, False, False, True]]
+    assert select_clip_cov(log_prob, advantages, mask, settings, clipped).tolist() == [
+        [False, False, False, True]
+    ]
 
 
 @pytest.mark.parametrize("name,select", [("clip_cov", select_clip_cov), ("kl_cov", select_kl_cov)])
@@ -132,9 +176,17 @@ def test_dual_clip_hand_values() -> None:
     log_prob = ratios.log().requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0]])
     ones = torch.ones(1, 7)
-    loss, metrics = policy_loss("vanilla", PolicyLossInputs(
-        log_prob=log_prob, old_log_prob=torch.zeros(1, 7), advantages=advantages, response_mask=ones, weights=ones, tokens=7,
-    ))  # fmt: skip
+    loss, metrics = policy_loss(
+        "vanilla",
+        PolicyLossInputs(
+            log_prob=log_prob,
+            old_log_prob=torch.zeros(1, 7),
+            advantages=advantages,
+            response_mask=ones,
+            weights=ones,
+            tokens=7,
+        ),
+    )
     loss.backward()
     assert loss.item() == pytest.approx(-0.5 - 1.0 - 1.2 + 0.8 + 1.0 + 1.5 + 3.0)
     torch.testing.assert_close(log_prob.grad, torch.tensor([[-0.5, -1.0, 0.0, 0.0, 1.0, 1.5, 0.0]]))
@@ -144,10 +196,14 @@ def test_dual_clip_hand_values() -> None:
 
 def test_errors() -> None:
     one = torch.ones(1, 1)
-    good = dict(log_prob=one, old_log_prob=one, advantages=one, response_mask=one, weights=one, tokens=1)
+    good = dict(
+        log_prob=one, old_log_prob=one, advantages=one, response_mask=one, weights=one, tokens=1
+    )
     with pytest.raises(ValueError, match="unknown policy loss 'vanila': did you mean vanilla"):
         policy_loss("vanila", PolicyLossInputs(**good))
-    with pytest.raises(ValueError, match=r"advantages has shape \(1, 2\), but log_prob has \(1, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"advantages has shape \(1, 2\), but log_prob has \(1, 1\)"
+    ):
         policy_loss("vanilla", PolicyLossInputs(**good | {"advantages": torch.ones(1, 2)}))
 
 

@@ -19,7 +19,9 @@ def test_hand_values() -> None:
     assert masked_mean(X, MASK, dim=0).tolist() == [1, 10, 4]
     assert masked_var(X, MASK) == statistics.variance([1, 4, 10])
     deviation = math.sqrt(statistics.variance([1, 4, 10]) + 1e-8)
-    torch.testing.assert_close(masked_whiten(X, MASK), torch.tensor([[-4, 0, -1], [0, 5, 0]]) / deviation)
+    torch.testing.assert_close(
+        masked_whiten(X, MASK), torch.tensor([[-4, 0, -1], [0, 5, 0]]) / deviation
+    )
 
 
 @pytest.mark.parametrize("function", [masked_sum, masked_mean, masked_var, masked_whiten])

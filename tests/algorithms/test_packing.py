@@ -40,7 +40,9 @@ def test_round_trip_and_targets_against_loops(seed: int) -> None:
     ids, mask, position = batch(seed)
     rows, columns = ids.shape
     packed = pack(ids, mask, position)
-    back = torch.zeros(rows * columns, dtype=torch.int64).index_copy(0, packed.indices, packed.input_ids)
+    back = torch.zeros(rows * columns, dtype=torch.int64).index_copy(
+        0, packed.indices, packed.input_ids
+    )
     assert torch.equal(back.view(rows, columns), ids * mask)
     assert torch.equal(packed.position_ids, position[mask.bool()])
     starts = packed.cu_seqlens.tolist()
@@ -51,13 +53,28 @@ def test_round_trip_and_targets_against_loops(seed: int) -> None:
 
     targets = response_targets(packed, columns, R)
     where = {flat: k for k, flat in enumerate(packed.indices.tolist())}
-    want = [(where[i * columns + P + j - 1], int(ids[i, P + j]), i * R + j) for i in range(rows) for j in range(R) if mask[i, P + j]]
-    got = list(zip(targets.source.tolist(), targets.labels.tolist(), targets.destination.tolist(), strict=True))
+    want = [
+        (where[i * columns + P + j - 1], int(ids[i, P + j]), i * R + j)
+        for i in range(rows)
+        for j in range(R)
+        if mask[i, P + j]
+    ]
+    got = list(
+        zip(
+            targets.source.tolist(),
+            targets.labels.tolist(),
+            targets.destination.tolist(),
+            strict=True,
+        )
+    )
     assert got == want
 
 
 def test_a_response_without_a_prompt_has_no_first_target() -> None:
-    ids, mask = torch.tensor([[0, 0, 7, 8], [0, 5, 6, 0]]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
+    ids, mask = (
+        torch.tensor([[0, 0, 7, 8], [0, 5, 6, 0]]),
+        torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]),
+    )
     targets = response_targets(pack(ids, mask, mask), 4, 2)
     assert targets.labels.tolist() == [8, 6] and targets.destination.tolist() == [1, 2]
 

@@ -14,12 +14,21 @@ def correct(case: Case, settings: RolloutCorrection):
     return correct_rollout(case.old, case.log_prob, case.mask, settings)
 
 
-@pytest.mark.parametrize("name", [name for name, settings in CORRECTIONS.items() if settings.rollout_is])
+@pytest.mark.parametrize(
+    "name", [name for name, settings in CORRECTIONS.items() if settings.rollout_is]
+)
 def test_weights_agree_with_the_naive_reference(name: str) -> None:
     check(ROOMS["Rollout correction"][name])
 
 
-@pytest.mark.parametrize("name", [name for name, settings in CORRECTIONS.items() if settings.rollout_rs and not settings.rollout_is])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, settings in CORRECTIONS.items()
+        if settings.rollout_rs and not settings.rollout_is
+    ],
+)
 def test_rejection_agrees_with_the_naive_reference(name: str) -> None:
     check(ROOMS["Rollout correction"][name])
 
@@ -27,7 +36,9 @@ def test_rejection_agrees_with_the_naive_reference(name: str) -> None:
 def test_rules_combine_and_a_single_ratio_bound_is_symmetric() -> None:
     log_ratio = torch.tensor([[0.1, -0.1, 0.5], [0.0, 0.0, 0.0], [-0.5, 0.0, 0.0]])
     rollout = torch.full((3, 3), -5.0)
-    settings = RolloutCorrection(rollout_rs="token_k1, seq_max_k2", rollout_rs_threshold="1.2, 0.1251")
+    settings = RolloutCorrection(
+        rollout_rs="token_k1, seq_max_k2", rollout_rs_threshold="1.2, 0.1251"
+    )
     _, mask, metrics = correct_rollout(rollout + log_ratio, rollout, torch.ones(3, 3), settings)
     assert mask.tolist() == [[1, 1, 0], [1, 1, 1], [0, 1, 1]]
     both = RolloutCorrection(rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold="1.2,0.12")
@@ -38,7 +49,14 @@ def test_rules_combine_and_a_single_ratio_bound_is_symmetric() -> None:
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("name", [name for name, settings in CORRECTIONS.items() if not settings.rollout_rs and not settings.rollout_is])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, settings in CORRECTIONS.items()
+        if not settings.rollout_rs and not settings.rollout_is
+    ],
+)
 def test_metrics_agree_with_the_naive_reference(name: str) -> None:
     check(ROOMS["Rollout correction"][name])
 
@@ -69,10 +87,16 @@ def test_equal_engines_need_no_correction() -> None:
         (dict(rollout_is_threshold=-1), "rollout_is_threshold=-1: write one positive number"),
         (dict(rollout_is_threshold="2_0.5"), "low below high"),
         (dict(rollout_rs="token_k1"), "needs rollout_rs_threshold"),
-        (dict(rollout_rs="token_k4", rollout_rs_threshold=1), "rollout_rs=token_k4: choose from token_k1"),
+        (
+            dict(rollout_rs="token_k4", rollout_rs_threshold=1),
+            "rollout_rs=token_k4: choose from token_k1",
+        ),
         (dict(rollout_rs="token_k3", rollout_rs_threshold="0.1_1"), "upper bound only"),
         (dict(rollout_rs="token_k1,token_k2", rollout_rs_threshold="1,2,3"), "3 for the 2 entries"),
-        (dict(rollout_rs="token_k1", rollout_rs_threshold="0_2"), "lower bound of a ratio must be above 0"),
+        (
+            dict(rollout_rs="token_k1", rollout_rs_threshold="0_2"),
+            "lower bound of a ratio must be above 0",
+        ),
         (dict(rollout_rs="token_k1", rollout_rs_threshold="much"), "rollout_rs_threshold=much"),
         (dict(bypass_mode=True, loss_type="dpo"), "loss_type=dpo: choose ppo_clip or reinforce"),
         (dict(bypass_mode=True, rollout_is_batch_normalize=True), "turn one of them off"),

@@ -33,5 +33,23 @@ def test_rows_with_signal() -> None:
     metric = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, math.nan, 1.0])
     valid = torch.tensor([True] * 6 + [False, False, True])
     # a differs; b is equal; c is alone; d has one valid row; e too, beside a failed one whose metric is NaN.
-    assert rows_with_signal(metric, uid, valid).tolist() == [True, False, True, False, False, False, False, False, False]
-    assert rows_with_signal(metric[:7], uid[:7]).tolist() == [True, False, True, False, False, True, True]
+    assert rows_with_signal(metric, uid, valid).tolist() == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
+    assert rows_with_signal(metric[:7], uid[:7]).tolist() == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]

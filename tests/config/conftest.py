@@ -73,7 +73,9 @@ def material(tmp_path_factory) -> Material:
         (folder / "adapter" / name).touch()
     write_prompts(folder / "empty.parquet", 0)
     write_prompts(folder / "unlabelled.parquet", 9, data_source=None)
-    (folder / "reward.py").write_text("def score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")
+    (folder / "reward.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n"
+    )
     (odd := folder / "odd").mkdir()
     write_prompts(odd / "unscored.parquet", 9, data_source="my/sums")
     write_prompts(odd / "unanswered.parquet", 9, reward_model={"style": "rule"})

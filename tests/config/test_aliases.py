@@ -6,7 +6,11 @@ from tests.config.conftest import write_prompts
 from verlite.config import ConfigError, aliases, keys
 from verlite.config.ineffective import TABLE
 
-ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
+ACTOR, REF, ROLLOUT = (
+    "actor_rollout_ref.actor.",
+    "actor_rollout_ref.ref.",
+    "actor_rollout_ref.rollout.",
+)
 
 
 def value_of(config, name):
@@ -22,7 +26,11 @@ RENAMES = [
     ("data.trust_remote_code=true", "actor_rollout_ref.model.trust_remote_code", True),
     (f"{ROLLOUT}n_agent=5", f"{ROLLOUT}n", 5),
     (f"{ROLLOUT}response_length=64", "data.max_response_length", 64),
-    (f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes=64", f"{ROLLOUT}sync_bucket_mb", 64),
+    (
+        f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes=64",
+        f"{ROLLOUT}sync_bucket_mb",
+        64,
+    ),
     (f"{ACTOR}optim.clip_grad=0.5", f"{ACTOR}grad_clip", 0.5),
     (f"{ACTOR}optim.warmup_style=cosine", f"{ACTOR}optim.lr_scheduler_type", "cosine"),
     (f"{ACTOR}optim.warmup_style=null", f"{ACTOR}optim.lr_scheduler_type", "constant"),
@@ -32,8 +40,16 @@ RENAMES = [
     ("critic.fsdp.param_offload=true", "critic.model.fsdp_config.param_offload", True),
     ("critic.fsdp={optimizer_offload:true}", "critic.model.fsdp_config.optimizer_offload", True),
     ("+reward.custom_reward_function.name=f", "custom_reward_function.name", "f"),
-    ("reward.reward_kwargs.method=flexible", "custom_reward_function.reward_kwargs", {"method": "flexible"}),
-    ("reward.reward_kwargs={method:flexible}", "custom_reward_function.reward_kwargs", {"method": "flexible"}),
+    (
+        "reward.reward_kwargs.method=flexible",
+        "custom_reward_function.reward_kwargs",
+        {"method": "flexible"},
+    ),
+    (
+        "reward.reward_kwargs={method:flexible}",
+        "custom_reward_function.reward_kwargs",
+        {"method": "flexible"},
+    ),
     ("ray_init.num_cpus=8", "ray_kwargs.ray_init.num_cpus", 8),
 ]
 
@@ -54,17 +70,27 @@ def test_search_r1s_scores_for_form_go_to_the_scorer(material, tmp_path):
     questions = write_prompts(tmp_path / "questions.parquet", 2048, data_source="nq")
     loaded = material.load("~data.train_files", f"data.train_files={questions}", *line)
     assert loaded.config.custom_reward_function.reward_kwargs == typed
-    renamed = [f"reward_model.{name} is now called custom_reward_function.reward_kwargs.{name}" for name in typed]
+    renamed = [
+        f"reward_model.{name} is now called custom_reward_function.reward_kwargs.{name}"
+        for name in typed
+    ]
     assert [note for note in loaded.notes if "reward_model" in note] == renamed
     with pytest.raises(ConfigError) as error:
         material.load(*line[:1])  # GSM8K's has no such score
     (problem,) = error.value.problems
-    assert problem.key == "reward_model.structure_format_score" and "gsm8k:compute_score has no such parameter" in problem.rule
+    assert (
+        problem.key == "reward_model.structure_format_score"
+        and "gsm8k:compute_score has no such parameter" in problem.rule
+    )
 
 
 def test_every_new_name_exists():
     for new in [*aliases.RENAMED.values(), *aliases.PER_DEVICE.values(), *aliases.NULL_MEANS]:
-        assert keys.find(new.replace("*", "param_offload")) or keys.find(new.removesuffix(".*")) or aliases.lookup(aliases.IGNORED, new)
+        assert (
+            keys.find(new.replace("*", "param_offload"))
+            or keys.find(new.removesuffix(".*"))
+            or aliases.lookup(aliases.IGNORED, new)
+        )
     for old in [*aliases.RENAMED, *aliases.PER_DEVICE]:
         assert "*" in old or keys.find(old) is None, f"{old} is in the schema, so it is no old name"
 
@@ -84,7 +110,11 @@ def test_reasons_name_keys_that_exist():
         for word in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", reason):
             if word.split(".")[0] in ("metrics", "torch"):
                 continue
-            found = any(key == word or key.endswith("." + word) for key in endings) or keys.find(word) or "engine_kwargs" in word
+            found = (
+                any(key == word or key.endswith("." + word) for key in endings)
+                or keys.find(word)
+                or "engine_kwargs" in word
+            )
             assert found, f"{word!r} in {reason!r}"
 
 
@@ -111,7 +141,9 @@ def test_sizes_over_all_devices_are_divided(material, key, devices, value, size,
 
 def test_the_actors_own_devices_count(material):
     loaded = material.load(
-        f"~{ACTOR}ppo_micro_batch_size_per_gpu", f"{ACTOR}ppo_micro_batch_size=64", "cluster.component_placement={actor:0-3,rollout:4-7}"
+        f"~{ACTOR}ppo_micro_batch_size_per_gpu",
+        f"{ACTOR}ppo_micro_batch_size=64",
+        "cluster.component_placement={actor:0-3,rollout:4-7}",
     )
     assert loaded.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 16
 
@@ -124,25 +156,51 @@ def test_an_old_size_that_is_no_size(material):
     with pytest.raises(ConfigError) as error:
         material.load(f"{ROLLOUT}log_prob_micro_batch_size=big")
     (problem,) = error.value.problems
-    assert (problem.key, problem.rule) == (f"{ROLLOUT}log_prob_micro_batch_size", "expected a whole number from 1, got text")
+    assert (problem.key, problem.rule) == (
+        f"{ROLLOUT}log_prob_micro_batch_size",
+        "expected a whole number from 1, got text",
+    )
 
 
 ACCEPTED = [
-    f"{ACTOR}strategy=fsdp", f"{ACTOR}strategy=fsdp2", f"{REF}strategy=fsdp", "critic.strategy=fsdp2", f"{ROLLOUT}mode=async",
+    f"{ACTOR}strategy=fsdp",
+    f"{ACTOR}strategy=fsdp2",
+    f"{REF}strategy=fsdp",
+    "critic.strategy=fsdp2",
+    f"{ROLLOUT}mode=async",
     f"{ROLLOUT}mode=sync",
-    f"{ROLLOUT}load_format=dummy_dtensor", f"{ROLLOUT}do_sample=True", f"{ROLLOUT}calculate_log_probs=True", "data.return_raw_chat=True",
-    "data.return_raw_input_ids=True", "data.return_full_prompt=True", "data.filter_overlong_prompts_workers=8", "reward_model.enable=False",
-    "reward_model.reward_manager=naive", "reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.log=True",
-    "reward_model.reward_kwargs.max_resp_len=512", "algorithm.filter_groups.max_inflight_gen_batches=2",
-    "reward_model.strategy=fsdp", "trainer.ray_wait_register_center_timeout=300",
-    "trainer.max_critic_ckpt_to_keep=2", "trainer.rollout_data_dir=/x", "trainer.validation_data_dir=/x",
+    f"{ROLLOUT}load_format=dummy_dtensor",
+    f"{ROLLOUT}do_sample=True",
+    f"{ROLLOUT}calculate_log_probs=True",
+    "data.return_raw_chat=True",
+    "data.return_raw_input_ids=True",
+    "data.return_full_prompt=True",
+    "data.filter_overlong_prompts_workers=8",
+    "reward_model.enable=False",
+    "reward_model.reward_manager=naive",
+    "reward_manager.name=dapo",
+    "reward.reward_kwargs.overlong_buffer_cfg.log=True",
+    "reward_model.reward_kwargs.max_resp_len=512",
+    "algorithm.filter_groups.max_inflight_gen_batches=2",
+    "reward_model.strategy=fsdp",
+    "trainer.ray_wait_register_center_timeout=300",
+    "trainer.max_critic_ckpt_to_keep=2",
+    "trainer.rollout_data_dir=/x",
+    "trainer.validation_data_dir=/x",
     "actor_rollout_ref.hybrid_engine=True",
-    f"{ACTOR}fsdp_config.grad_offload=True", "critic.model.fsdp_config.grad_offload=False", "critic.fsdp.grad_offload=False",
+    f"{ACTOR}fsdp_config.grad_offload=True",
+    "critic.model.fsdp_config.grad_offload=False",
+    "critic.fsdp.grad_offload=False",
     f"{ACTOR}fsdp_config.wrap_policy.min_num_params=0",
-    f"{ACTOR}checkpoint.save_contents=[model]", "actor_rollout_ref.model.use_shm=False", f"{ROLLOUT}multi_turn.enable=False",
-    "algorithm.use_pf_ppo=False", "trainer.use_legacy_worker_impl=disable", "hydra.run.dir=/x", "global_profiler.steps=[1]",
+    f"{ACTOR}checkpoint.save_contents=[model]",
+    "actor_rollout_ref.model.use_shm=False",
+    f"{ROLLOUT}multi_turn.enable=False",
+    "algorithm.use_pf_ppo=False",
+    "trainer.use_legacy_worker_impl=disable",
+    "hydra.run.dir=/x",
+    "global_profiler.steps=[1]",
     "algorithm.state_masking.start_state_marker=x",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +247,12 @@ def test_refused_with_what_to_use(material, typed, words):
 
 @pytest.mark.parametrize(
     "typed",
-    ["data.train_data_num=0", f"{ROLLOUT}n_agent=0", "reward.reward_kwargs.methd=flexible", "reward.reward_kwargs={methd:flexible}"],
+    [
+        "data.train_data_num=0",
+        f"{ROLLOUT}n_agent=0",
+        "reward.reward_kwargs.methd=flexible",
+        "reward.reward_kwargs={methd:flexible}",
+    ],
 )
 def test_a_violated_rule_is_said_under_the_name_that_was_typed(material, typed):
     with pytest.raises(ConfigError) as error:
@@ -204,10 +267,17 @@ def test_both_names_of_one_key(material):
     (problem,) = error.value.problems
     assert problem.key == "data.train_data_num"
     assert "data.train_max_samples=1500 is set too" in problem.rule
-    assert material.load("data.train_max_samples=1500", "data.train_data_num=1500").config.data.train_max_samples == 1500
+    assert (
+        material.load(
+            "data.train_max_samples=1500", "data.train_data_num=1500"
+        ).config.data.train_max_samples
+        == 1500
+    )
 
 
-@pytest.mark.parametrize("line", [("n=1", "n_agent=5"), ("n_agent=5", "n=1"), ("n=5", "n_agent=1"), ("n_agent=1", "n=5")])
+@pytest.mark.parametrize(
+    "line", [("n=1", "n_agent=5"), ("n_agent=5", "n=1"), ("n=5", "n_agent=1"), ("n_agent=1", "n=5")]
+)
 def test_search_r1s_two_group_sizes_multiply(material, line):
     loaded = material.load(*(ROLLOUT + text for text in line), "algorithm.adv_estimator=grpo")
     assert loaded.config.actor_rollout_ref.rollout.n == 5
@@ -220,4 +290,7 @@ def test_search_r1s_mini_batches_counted_samples(material):
 
 def test_an_old_name_of_a_key_without_effect_is_said_once(material):
     (note,) = material.load(f"{REF}log_prob_micro_batch_size=16").notes
-    assert note == f"{REF}log_prob_micro_batch_size has no effect: no KL term is on, so there is no reference"
+    assert (
+        note
+        == f"{REF}log_prob_micro_batch_size has no effect: no KL term is on, so there is no reference"
+    )

@@ -47,13 +47,24 @@ def test_every_rule_has_a_row(material, monkeypatch):
     for added, _ in ROWS:
         with suppress(ConfigError):
             material.load(*added.replace("DIR", str(material.folder)).split(" "))
-    places = [node for node in ast.walk(ast.parse(inspect.getsource(rules))) if isinstance(node, ast.Call)]
-    lines = {node.lineno: ast.unparse(node) for node in places if ast.unparse(node.func) == "Problem"}
-    missing = [text for line, text in lines.items() if line not in reached and not any(words in text for words in ELSEWHERE)]
+    places = [
+        node for node in ast.walk(ast.parse(inspect.getsource(rules))) if isinstance(node, ast.Call)
+    ]
+    lines = {
+        node.lineno: ast.unparse(node) for node in places if ast.unparse(node.func) == "Problem"
+    }
+    missing = [
+        text
+        for line, text in lines.items()
+        if line not in reached and not any(words in text for words in ELSEWHERE)
+    ]
     assert missing == []
 
 
 def test_the_page_on_configuration_shows_lines_that_work(material):
     text = (PAGE.parent / "configuration.md").read_text()
     (placement,) = re.findall(r"'(\+?cluster\.component_placement=.*)'", text)
-    assert material.load(placement).config.cluster.component_placement == {"actor,critic": "0-3", "rollout": "4-7"}
+    assert material.load(placement).config.cluster.component_placement == {
+        "actor,critic": "0-3",
+        "rollout": "4-7",
+    }

@@ -32,7 +32,9 @@ def test_old_names():
     assert "only fsdp or fsdp2 is accepted" in explain("actor_rollout_ref.actor.strategy")
     assert "without effect" in explain("trainer.rollout_data_dir")
     assert "refused" in explain("actor_rollout_ref.actor.megatron.x")
-    assert "an entry of actor_rollout_ref.rollout.engine_kwargs" in explain("actor_rollout_ref.rollout.engine_kwargs.vllm.x")
+    assert "an entry of actor_rollout_ref.rollout.engine_kwargs" in explain(
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.x"
+    )
 
 
 def test_an_unknown_key():

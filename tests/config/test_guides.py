@@ -61,9 +61,18 @@ def test_search_r1(material):
         "6548 tokens, but 4596 fit (data.max_prompt_length + data.max_response_length): a sample that gets there ends, status length",
     ]
     plan = make_plan(loaded.config)
-    assert (plan.max_turns, plan.longest_prompt, plan.longest_sequence, plan.max_model_len) == (4, 2048, 4596, 4596)
+    assert (plan.max_turns, plan.longest_prompt, plan.longest_sequence, plan.max_model_len) == (
+        4,
+        2048,
+        4596,
+        4596,
+    )
     assert loaded.config.trainer.experiment_name == "--search-r1-ppo-qwen2.5-7b-em-multinode-2"
-    assert (loaded.config.data.train_max_samples, loaded.config.data.shuffle, loaded.config.trainer.val_before_train) == (-1, True, False)
+    assert (
+        loaded.config.data.train_max_samples,
+        loaded.config.data.shuffle,
+        loaded.config.trainer.val_before_train,
+    ) == (-1, True, False)
     assert make_plan(loaded.config).total_steps == 1005
 
 
@@ -78,7 +87,12 @@ def test_dstack(material):
     loaded = compose(None, arguments("dstack.sh", material))
     unused = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu has no effect: no KL term is on, so there is no reference"
     if installed("vllm"):
-        assert loaded.notes == [NO_KL, unused, ON_CPU, "actor_rollout_ref.rollout.name=auto chose vllm"]
+        assert loaded.notes == [
+            NO_KL,
+            unused,
+            ON_CPU,
+            "actor_rollout_ref.rollout.name=auto chose vllm",
+        ]
     else:
         names = "actor_rollout_ref.rollout.tensor_model_parallel_size, actor_rollout_ref.rollout.gpu_memory_utilization"
         assert loaded.notes == [
@@ -134,6 +148,8 @@ def test_a_grpo_line_as_verl_users_write_it(material):
         f"trainer.default_local_dir={material.folder}/run",
     ]
     loaded = compose(None, line)
-    assert loaded.notes == ["data.truncation has no effect: data.filter_overlong_prompts drops what would be truncated"]
+    assert loaded.notes == [
+        "data.truncation has no effect: data.filter_overlong_prompts drops what would be truncated"
+    ]
     assert loaded.config.trainer.logger == ["console", "wandb"]
     assert make_plan(loaded.config).roles == ("actor", "rollout", "ref")

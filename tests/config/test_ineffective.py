@@ -5,7 +5,11 @@ import pytest
 from verlite.config.plan import installed
 
 CORRECTION = "algorithm.rollout_correction."
-ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
+ACTOR, REF, ROLLOUT = (
+    "actor_rollout_ref.actor.",
+    "actor_rollout_ref.ref.",
+    "actor_rollout_ref.rollout.",
+)
 GRPO = f"algorithm.adv_estimator=grpo {ROLLOUT}n=4"
 VLLM = (f"~{ROLLOUT}name", f"{ROLLOUT}name=vllm")
 KL = f"{ACTOR}use_kl_loss=true"
@@ -41,36 +45,91 @@ CASES = [
     ("critic.cliprange_value=0.1", GRPO, f"{GRPO} critic.enable=true"),
     ("algorithm.lam=0.9", GRPO, ""),
     ("algorithm.gamma=0.9", GRPO, "algorithm.adv_estimator=remax"),
-    ("algorithm.gamma=0.9", f"algorithm.adv_estimator=rloo {ROLLOUT}n=4", "algorithm.adv_estimator=mine:f"),
+    (
+        "algorithm.gamma=0.9",
+        f"algorithm.adv_estimator=rloo {ROLLOUT}n=4",
+        "algorithm.adv_estimator=mine:f",
+    ),
     ("algorithm.norm_adv_by_std_in_grpo=false", "", GRPO),
-    ("algorithm.norm_adv_by_std_in_grpo=false", f"algorithm.adv_estimator=opo {ROLLOUT}n=4",
-     f"algorithm.adv_estimator=grpo_passk {ROLLOUT}n=4"),
-    (f"{ACTOR}clip_ratio=0.1", f"{ACTOR}clip_ratio_low=0.2 {ACTOR}clip_ratio_high=0.3", f"{ACTOR}clip_ratio_high=0.3"),
+    (
+        "algorithm.norm_adv_by_std_in_grpo=false",
+        f"algorithm.adv_estimator=opo {ROLLOUT}n=4",
+        f"algorithm.adv_estimator=grpo_passk {ROLLOUT}n=4",
+    ),
+    (
+        f"{ACTOR}clip_ratio=0.1",
+        f"{ACTOR}clip_ratio_low=0.2 {ACTOR}clip_ratio_high=0.3",
+        f"{ACTOR}clip_ratio_high=0.3",
+    ),
     (f"{ACTOR}loss_scale_factor=100", "", f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm"),
     (f"{ACTOR}loss_scale_factor=100", "", "critic.loss_agg_mode=seq-mean-token-sum-norm"),
     (f"{ACTOR}loss_scale_factor=100", f"{GRPO} critic.loss_agg_mode=seq-mean-token-sum-norm", None),
-    (f"{ACTOR}clip_ratio=0.1", f"{ACTOR}policy_loss.loss_mode=gpg", f"{ACTOR}policy_loss.loss_mode=cispo"),
-    (f"{ACTOR}clip_ratio_low=0.1", f"{ACTOR}policy_loss.loss_mode=gpg", f"{ACTOR}policy_loss.loss_mode=mine:f"),
+    (
+        f"{ACTOR}clip_ratio=0.1",
+        f"{ACTOR}policy_loss.loss_mode=gpg",
+        f"{ACTOR}policy_loss.loss_mode=cispo",
+    ),
+    (
+        f"{ACTOR}clip_ratio_low=0.1",
+        f"{ACTOR}policy_loss.loss_mode=gpg",
+        f"{ACTOR}policy_loss.loss_mode=mine:f",
+    ),
     (f"{ACTOR}clip_ratio_high=0.1", f"{ACTOR}policy_loss.loss_mode=gpg", ""),
-    (f"{ACTOR}clip_ratio_c=4", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}policy_loss.loss_mode=dppo_kl"),
+    (
+        f"{ACTOR}clip_ratio_c=4",
+        f"{ACTOR}policy_loss.loss_mode=gspo",
+        f"{ACTOR}policy_loss.loss_mode=dppo_kl",
+    ),
     (f"{ACTOR}tau_pos=2", "", f"{ACTOR}policy_loss.loss_mode=sapo"),
-    (f"{ACTOR}tau_neg=2", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}policy_loss.loss_mode=mine:f"),
-    (f"{ACTOR}policy_loss.clip_cov_ratio=0.1", f"{ACTOR}policy_loss.loss_mode=kl_cov", f"{ACTOR}policy_loss.loss_mode=clip_cov"),
-    (f"{ACTOR}policy_loss.kl_cov_ratio=0.1", f"{ACTOR}policy_loss.loss_mode=clip_cov", f"{ACTOR}policy_loss.loss_mode=kl_cov"),
+    (
+        f"{ACTOR}tau_neg=2",
+        f"{ACTOR}policy_loss.loss_mode=gspo",
+        f"{ACTOR}policy_loss.loss_mode=mine:f",
+    ),
+    (
+        f"{ACTOR}policy_loss.clip_cov_ratio=0.1",
+        f"{ACTOR}policy_loss.loss_mode=kl_cov",
+        f"{ACTOR}policy_loss.loss_mode=clip_cov",
+    ),
+    (
+        f"{ACTOR}policy_loss.kl_cov_ratio=0.1",
+        f"{ACTOR}policy_loss.loss_mode=clip_cov",
+        f"{ACTOR}policy_loss.loss_mode=kl_cov",
+    ),
     (f"{ACTOR}policy_loss.ppo_kl_coef=0.2", "", f"{ACTOR}policy_loss.loss_mode=kl_cov"),
     (f"{ACTOR}policy_loss.kwargs.a=1", "", f"{ACTOR}policy_loss.loss_mode=mine:f"),
     ("algorithm.adv_kwargs.a=1", "", "algorithm.adv_estimator=mine:f"),
-    ("algorithm.filter_groups.metric=acc", f"{ROLLOUT}n=2", f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true"),
-    ("data.gen_batch_size=1500", f"{ROLLOUT}n=2", f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true"),
+    (
+        "algorithm.filter_groups.metric=acc",
+        f"{ROLLOUT}n=2",
+        f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true",
+    ),
+    (
+        "data.gen_batch_size=1500",
+        f"{ROLLOUT}n=2",
+        f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true",
+    ),
     ("reward.overlong_buffer.len=100", "", "reward.overlong_buffer.enable=true"),
     (f"{CORRECTION}rollout_is_threshold=3", "", f"{CORRECTION}rollout_is=token"),
-    (f"{CORRECTION}rollout_is=token", f"{CORRECTION}bypass_mode=true", f"{CORRECTION}bypass_mode=true {CORRECTION}loss_type=reinforce"),
+    (
+        f"{CORRECTION}rollout_is=token",
+        f"{CORRECTION}bypass_mode=true",
+        f"{CORRECTION}bypass_mode=true {CORRECTION}loss_type=reinforce",
+    ),
     (f"{CORRECTION}rollout_rs_threshold=2", "", f"{CORRECTION}rollout_rs=token_k1"),
     (f"{CORRECTION}loss_type=reinforce", "", f"{CORRECTION}bypass_mode=true"),
     (f"{ACTOR}ppo_micro_batch_size_per_gpu=2", DYNAMIC, f"{DYNAMIC} critic.use_dynamic_bsz=false"),
     (f"{ACTOR}ppo_max_token_len_per_gpu=9999", "", f"{ROLLOUT}log_prob_use_dynamic_bsz=true"),
-    (f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=2", f"{ROLLOUT}log_prob_use_dynamic_bsz=true", ""),
-    (f"{ROLLOUT}log_prob_max_token_len_per_gpu=9999", "", f"{ROLLOUT}log_prob_use_dynamic_bsz=true"),
+    (
+        f"{ROLLOUT}log_prob_micro_batch_size_per_gpu=2",
+        f"{ROLLOUT}log_prob_use_dynamic_bsz=true",
+        "",
+    ),
+    (
+        f"{ROLLOUT}log_prob_max_token_len_per_gpu=9999",
+        "",
+        f"{ROLLOUT}log_prob_use_dynamic_bsz=true",
+    ),
     (f"{REF}log_prob_max_token_len_per_gpu=9999", KL, f"{KL} {REF}log_prob_use_dynamic_bsz=true"),
     ("critic.ppo_max_token_len_per_gpu=9999", "", "critic.use_dynamic_bsz=true"),
     ("critic.forward_micro_batch_size_per_gpu=2", "critic.use_dynamic_bsz=true", ""),
@@ -103,13 +162,15 @@ CASES = [
     ("env.kwargs.depth=4", "max_turns=4", "max_turns=4 env.name=os:path"),
     ("data.max_obs_length=4", "max_turns=4 do_search=false", "max_turns=4"),
     ("data.max_start_length=4", "", "max_turns=4"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("key", "off", "on"), CASES, ids=[f"{key} {off}" for key, off, _ in CASES])
 def test_no_effect_is_said(material, key, off, on):
     def said(rest: str) -> bool:
-        line = [text.replace("{folder}", str(material.folder)) for text in (rest + " " + key).split()]
+        line = [
+            text.replace("{folder}", str(material.folder)) for text in (rest + " " + key).split()
+        ]
         notes = [note for note in material.load(*line).notes if " no effect: " in note]
         return sum(key.split("=")[0] in note.split(" ha")[0].split(", ") for note in notes) == 1
 
@@ -132,10 +193,18 @@ def test_arguments_of_the_built_in_scorer_have_an_effect(material):
 
 @pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
 def test_vllm_on_cpus_and_on_gpus(material):
-    on_cpu = material.load(*VLLM, f"{ROLLOUT}gpu_memory_utilization=0.4", f"{ROLLOUT}kv_cache_gb=2").notes
-    assert on_cpu == [f"{ROLLOUT}gpu_memory_utilization has no effect: this run is on CPUs; the cache's size there is {ROLLOUT}kv_cache_gb"]
+    on_cpu = material.load(
+        *VLLM, f"{ROLLOUT}gpu_memory_utilization=0.4", f"{ROLLOUT}kv_cache_gb=2"
+    ).notes
+    assert on_cpu == [
+        f"{ROLLOUT}gpu_memory_utilization has no effect: this run is on CPUs; the cache's size there is {ROLLOUT}kv_cache_gb"
+    ]
     on_gpu = material.load(
-        *VLLM, f"{ROLLOUT}gpu_memory_utilization=0.4", f"{ROLLOUT}kv_cache_gb=2", "trainer.device=cuda", "trainer.nnodes=2"
+        *VLLM,
+        f"{ROLLOUT}gpu_memory_utilization=0.4",
+        f"{ROLLOUT}kv_cache_gb=2",
+        "trainer.device=cuda",
+        "trainer.nnodes=2",
     ).notes
     assert on_gpu == [
         f"{ROLLOUT}kv_cache_gb has no effect: this run is on GPUs; the cache's size there follows from {ROLLOUT}gpu_memory_utilization"
@@ -150,10 +219,20 @@ def test_remarks(material):
         assert note.startswith(f"{alone}: samples come from a cut distribution")
     val = f"data.val_files={material.folder}/test.parquet"
     assert "all the same" in material.load(val, f"{ROLLOUT}val_kwargs.n=4").notes[0]
-    assert "is greedy although" in material.load(val, f"{ROLLOUT}val_kwargs.do_sample=true").notes[0]
+    assert (
+        "is greedy although" in material.load(val, f"{ROLLOUT}val_kwargs.do_sample=true").notes[0]
+    )
     (note,) = material.load(f"{ACTOR}policy_loss.loss_mode=gspo").notes
-    assert note == f"{ACTOR}loss_agg_mode=token-mean: the paper of policy_loss.loss_mode=gspo uses seq-mean-token-mean"
-    assert material.load(f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-mean").notes == []
+    assert (
+        note
+        == f"{ACTOR}loss_agg_mode=token-mean: the paper of policy_loss.loss_mode=gspo uses seq-mean-token-mean"
+    )
+    assert (
+        material.load(
+            f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-mean"
+        ).notes
+        == []
+    )
     assert "auto chose" in material.load(f"~{ROLLOUT}name").notes[0]
 
 
@@ -164,10 +243,16 @@ def test_remarks(material):
         (f"{KL} {ACTOR}kl_loss_coef=0", "changes nothing"),
         (f"{KL} {ACTOR}kl_loss_type=k1", "the expected gradient of this estimator is 0"),
         (f"{REWARD_KL} algorithm.kl_ctrl.kl_coef=0", "changes nothing"),
-        (f"{GRPO} algorithm.filter_groups.enable=true", "trainer.total_training_steps says how long the run is"),
+        (
+            f"{GRPO} algorithm.filter_groups.enable=true",
+            "trainer.total_training_steps says how long the run is",
+        ),
         (f"{REWARD_KL} algorithm.kl_penalty=k1+", "a reward has no gradient"),
         (f"algorithm.adv_estimator=rloo_token_kl {ROLLOUT}n=2", "is rloo with clipped advantages"),
-        (f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true trainer.total_training_steps=9", "the critic never learns their values"),
+        (
+            f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true trainer.total_training_steps=9",
+            "the critic never learns their values",
+        ),
     ],
 )
 def test_remarks_on_settings_that_are_rarely_meant(material, settings, said):
@@ -175,11 +260,21 @@ def test_remarks_on_settings_that_are_rarely_meant(material, settings, said):
     assert said in note
 
 
-@pytest.mark.parametrize("settings", [KL, REWARD_KL, f"{KL} {ACTOR}kl_loss_type=k1+", f"{REWARD_KL} algorithm.kl_penalty=k2",
-                                      f"{REWARD_KL} algorithm.adv_estimator=rloo_token_kl {ROLLOUT}n=2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        KL,
+        REWARD_KL,
+        f"{KL} {ACTOR}kl_loss_type=k1+",
+        f"{REWARD_KL} algorithm.kl_penalty=k2",
+        f"{REWARD_KL} algorithm.adv_estimator=rloo_token_kl {ROLLOUT}n=2",
+    ],
+)
 def test_no_remark_on_settings_that_are_meant(material, settings):
     assert material.load(*settings.split()).notes == []
 
 
 def test_a_budget_of_exactly_the_longest_sequence_is_enough(material):
-    material.load(DYNAMIC, f"{ACTOR}ppo_max_token_len_per_gpu=1024")  # 512 prompt + 512 response tokens
+    material.load(
+        DYNAMIC, f"{ACTOR}ppo_max_token_len_per_gpu=1024"
+    )  # 512 prompt + 512 response tokens

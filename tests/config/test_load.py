@@ -26,8 +26,12 @@ def test_a_plus_before_a_known_key_changes_nothing(material, prefix):
 
 
 def test_tilde_is_the_default_again(material):
-    loaded = material.load("trainer.total_epochs=7", "~trainer.total_epochs", f"{ROLLOUT}engine_kwargs={{hf:{{a:1,b:2}}}}",
-                           f"~{ROLLOUT}engine_kwargs.hf.a")  # fmt: skip
+    loaded = material.load(
+        "trainer.total_epochs=7",
+        "~trainer.total_epochs",
+        f"{ROLLOUT}engine_kwargs={{hf:{{a:1,b:2}}}}",
+        f"~{ROLLOUT}engine_kwargs.hf.a",
+    )
     assert loaded.config.trainer.total_epochs == 30
     assert loaded.provenance["trainer.total_epochs"] == "default"
     assert loaded.config.actor_rollout_ref.rollout.engine_kwargs == {"hf": {"b": 2}}
@@ -54,7 +58,10 @@ def test_tilde_of_what_is_not_there(material):
         ("rollout.n=1", "actor_rollout_ref.rollout.n"),
         ("actor_rollout_ref.actor.lr=1", "actor_rollout_ref.actor.optim.lr"),
         ("trainer.kl_coef=1", "algorithm.kl_ctrl.kl_coef"),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_device=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_device=1",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        ),
         ("trainer.n_gpu_per_node=1", "trainer.n_gpus_per_node"),
         ("adv_estimator=gae", "algorithm.adv_estimator"),
     ],
@@ -96,10 +103,22 @@ def test_a_wrong_type_names_the_expected_one(material, typed, rule):
         ("data.shuffle", "data.shuffle", "is no override"),
         ("--epochs=3", "--epochs=3", "there is no such option"),
         ("data.seed=1,2", "data.seed", "a comma outside brackets asks for several runs"),
-        ("trainer.logger=console,wandb", "trainer.logger", "a comma outside brackets asks for several runs"),
+        (
+            "trainer.logger=console,wandb",
+            "trainer.logger",
+            "a comma outside brackets asks for several runs",
+        ),
         ("trainer.logger=[console", "trainer.logger", "cannot be read: "),
-        ("trainer.experiment_name=${trainer.nothing}", "trainer.experiment_name", "Interpolation key 'trainer.nothing' not found"),
-        ("trainer.experiment_name=${oc.env:NO_SUCH_VARIABLE}", "trainer.experiment_name", "KeyError raised while resolving interpolation"),
+        (
+            "trainer.experiment_name=${trainer.nothing}",
+            "trainer.experiment_name",
+            "Interpolation key 'trainer.nothing' not found",
+        ),
+        (
+            "trainer.experiment_name=${oc.env:NO_SUCH_VARIABLE}",
+            "trainer.experiment_name",
+            "KeyError raised while resolving interpolation",
+        ),
     ],
 )
 def test_what_cannot_be_read_says_so(material, typed, key, rule):
@@ -110,7 +129,11 @@ def test_what_cannot_be_read_says_so(material, typed, key, rule):
 
 def test_text_is_taken_as_it_stands(material):
     """Hydra's grammar has no reading for these; a shell user means them literally."""
-    loaded = material.load("trainer.experiment_name=lr=1e-6,n=5", "trainer.project_name=~x(y)", "trainer.resume_from_path=~/a")
+    loaded = material.load(
+        "trainer.experiment_name=lr=1e-6,n=5",
+        "trainer.project_name=~x(y)",
+        "trainer.resume_from_path=~/a",
+    )
     assert loaded.config.trainer.experiment_name == "lr=1e-6,n=5"
     assert loaded.config.trainer.project_name == "~x(y)"
     assert not loaded.config.trainer.resume_from_path.startswith("~")
@@ -120,26 +143,39 @@ def test_text_is_taken_as_it_stands(material):
 def test_a_name_that_looks_like_a_number_is_kept(material, name):
     """Hydra reads these as numbers and truth values; written back they would be other names."""
     loaded = material.load(
-        f"trainer.experiment_name={name}", f"data.tokenizer={name}", "~trainer.default_local_dir",
+        f"trainer.experiment_name={name}",
+        f"data.tokenizer={name}",
+        "~trainer.default_local_dir",
         "custom_reward_function.reward_kwargs.method=strict",
-    )  # fmt: skip
+    )
     assert loaded.config.trainer.experiment_name == name
     assert loaded.config.trainer.default_local_dir == f"checkpoints/verlite_examples/{name}"
     assert loaded.config.actor_rollout_ref.model.tokenizer_path == name
     (problem,) = problems(material, f"data.train_files={name}")
     assert problem.value == name
-    assert material.load("actor_rollout_ref.model.tokenizer_path=null").config.actor_rollout_ref.model.tokenizer_path is None
+    assert (
+        material.load(
+            "actor_rollout_ref.model.tokenizer_path=null"
+        ).config.actor_rollout_ref.model.tokenizer_path
+        is None
+    )
 
 
 def test_values_of_every_kind(material):
     loaded = material.load(
-        "trainer.logger=console", f"{ACTOR}optim={{lr:2e-5,betas:[0.8,0.9]}}", f"{ROLLOUT}engine_kwargs.hf.x.y=3",
-        "trainer.experiment_name='a b'", "cluster.component_placement.actor=0-3,6",
+        "trainer.logger=console",
+        f"{ACTOR}optim={{lr:2e-5,betas:[0.8,0.9]}}",
+        f"{ROLLOUT}engine_kwargs.hf.x.y=3",
+        "trainer.experiment_name='a b'",
+        "cluster.component_placement.actor=0-3,6",
         "cluster.component_placement.rollout=7",
-    )  # fmt: skip
+    )
     config = loaded.config
     assert config.trainer.logger == ["console"]
-    assert (config.actor_rollout_ref.actor.optim.lr, config.actor_rollout_ref.actor.optim.betas) == (2e-5, [0.8, 0.9])
+    assert (
+        config.actor_rollout_ref.actor.optim.lr,
+        config.actor_rollout_ref.actor.optim.betas,
+    ) == (2e-5, [0.8, 0.9])
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"hf": {"x": {"y": 3}}}
     assert config.trainer.experiment_name == "a b"
     assert config.cluster.component_placement == {"actor": "0-3,6", "rollout": "7"}
@@ -155,13 +191,24 @@ def test_a_mapping_may_have_quoted_keys(material):
 
 def test_everything_wrong_is_found_in_one_pass(material):
     found = problems(
-        material, "data.shufle=false", "data.train_batch_size=x", f"{ROLLOUT}top_p=2", "algorithm.adv_estimator=groo",
-        "data.val_files=/nowhere.parquet", f"{ACTOR}megatron.tp=2", f"{ACTOR}strategy=megatron",
-    )  # fmt: skip
+        material,
+        "data.shufle=false",
+        "data.train_batch_size=x",
+        f"{ROLLOUT}top_p=2",
+        "algorithm.adv_estimator=groo",
+        "data.val_files=/nowhere.parquet",
+        f"{ACTOR}megatron.tp=2",
+        f"{ACTOR}strategy=megatron",
+    )
     assert [p.key for p in found] == [
-        "data.shufle", "data.train_batch_size", f"{ACTOR}megatron.tp", f"{ACTOR}strategy",
-        "algorithm.adv_estimator", f"{ROLLOUT}top_p", "data.val_files",
-    ]  # fmt: skip
+        "data.shufle",
+        "data.train_batch_size",
+        f"{ACTOR}megatron.tp",
+        f"{ACTOR}strategy",
+        "algorithm.adv_estimator",
+        f"{ROLLOUT}top_p",
+        "data.val_files",
+    ]
 
 
 def test_what_must_be_given():
@@ -175,7 +222,11 @@ def test_what_must_be_given():
 
 
 def test_a_mistyped_required_key_is_reported_once(material):
-    (problem,) = [p for p in problems(material, "~data.train_files", "data.train_file=x") if "train_file" in p.key]
+    (problem,) = [
+        p
+        for p in problems(material, "~data.train_files", "data.train_file=x")
+        if "train_file" in p.key
+    ]
     assert problem.key == "data.train_file"
 
 
@@ -185,7 +236,11 @@ def test_a_mistyped_required_key_is_reported_once(material):
 def test_our_own_files(material):
     assert material.load().config.algorithm.adv_estimator == "gae"
     grpo = material.load(config_name="grpo").config
-    assert (grpo.algorithm.adv_estimator, grpo.actor_rollout_ref.rollout.n, grpo.actor_rollout_ref.actor.use_kl_loss) == ("grpo", 5, True)
+    assert (
+        grpo.algorithm.adv_estimator,
+        grpo.actor_rollout_ref.rollout.n,
+        grpo.actor_rollout_ref.actor.use_kl_loss,
+    ) == ("grpo", 5, True)
 
 
 def test_a_users_file_on_top_of_ours(material, tmp_path):
@@ -197,16 +252,33 @@ def test_a_users_file_on_top_of_ours(material, tmp_path):
     )
     loaded = material.load("data.seed=6", config_name="mine", config_dir=tmp_path)
     config = loaded.config
-    assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n, config.data.seed) == ("grpo", 3, 6)
+    assert (
+        config.algorithm.adv_estimator,
+        config.actor_rollout_ref.rollout.n,
+        config.data.seed,
+    ) == ("grpo", 3, 6)
     assert config.cluster.component_placement == {"actor, rollout": "0-3", "ref": "4"}
-    names = "algorithm.adv_estimator", f"{ROLLOUT}n", "data.seed", "data.shuffle", f"{ROLLOUT}engine_kwargs", "trainer.n_gpus_per_node"
+    names = (
+        "algorithm.adv_estimator",
+        f"{ROLLOUT}n",
+        "data.seed",
+        "data.shuffle",
+        f"{ROLLOUT}engine_kwargs",
+        "trainer.n_gpus_per_node",
+    )
     origins = {key: loaded.provenance[key] for key in names}
     assert origins == {
-        "algorithm.adv_estimator": "grpo.yaml", f"{ROLLOUT}n": "mine.yaml", "data.seed": "command line", "data.shuffle": "default",
-        f"{ROLLOUT}engine_kwargs": "mine.yaml", "trainer.n_gpus_per_node": "command line",
-    }  # fmt: skip
+        "algorithm.adv_estimator": "grpo.yaml",
+        f"{ROLLOUT}n": "mine.yaml",
+        "data.seed": "command line",
+        "data.shuffle": "default",
+        f"{ROLLOUT}engine_kwargs": "mine.yaml",
+        "trainer.n_gpus_per_node": "command line",
+    }
     assert {f"{ROLLOUT}n", "data.seed"} <= loaded.user_keys
-    assert "algorithm.adv_estimator" not in loaded.user_keys  # our own files' choices are not the user's
+    assert (
+        "algorithm.adv_estimator" not in loaded.user_keys
+    )  # our own files' choices are not the user's
     assert f"{ROLLOUT}n_agent is now called {ROLLOUT}n" in loaded.notes
 
 
@@ -217,12 +289,21 @@ def test_our_files_choices_are_not_held_against_the_user(material):
 
 def test_groups_of_a_users_folder(material, tmp_path):
     (tmp_path / "size").mkdir()
-    (tmp_path / "size" / "small.yaml").write_text("# @package _global_\ndata:\n  train_batch_size: 256\n")
-    (tmp_path / "size" / "large.yaml").write_text("# @package _global_\ndata:\n  train_batch_size: 512\n")
+    (tmp_path / "size" / "small.yaml").write_text(
+        "# @package _global_\ndata:\n  train_batch_size: 256\n"
+    )
+    (tmp_path / "size" / "large.yaml").write_text(
+        "# @package _global_\ndata:\n  train_batch_size: 512\n"
+    )
     (tmp_path / "mine.yaml").write_text("defaults:\n  - ppo_trainer\n  - size: small\n  - _self_\n")
-    assert material.load(config_name="mine", config_dir=tmp_path).config.data.train_batch_size == 256
+    assert (
+        material.load(config_name="mine", config_dir=tmp_path).config.data.train_batch_size == 256
+    )
     chosen = material.load("size=large", config_name="mine", config_dir=tmp_path)
-    assert (chosen.config.data.train_batch_size, chosen.provenance["data.train_batch_size"]) == (512, "size/large.yaml")
+    assert (chosen.config.data.train_batch_size, chosen.provenance["data.train_batch_size"]) == (
+        512,
+        "size/large.yaml",
+    )
 
 
 def test_a_folder_of_ones_own_without_a_name_means_ppo_trainer(material, tmp_path):
@@ -274,33 +355,48 @@ def test_dump_says_where_values_come_from_and_loads_again(material, tmp_path):
 
 
 def test_interpolations_are_resolved(material):
-    loaded = material.load("~trainer.default_local_dir", "trainer.project_name=p", "trainer.experiment_name=e")
+    loaded = material.load(
+        "~trainer.default_local_dir", "trainer.project_name=p", "trainer.experiment_name=e"
+    )
     assert loaded.config.trainer.default_local_dir == "checkpoints/p/e"
     assert "default_local_dir: checkpoints/p/e" in dump(loaded)
 
 
 def test_secrets_are_never_printed(material, tmp_path):
     reward = tmp_path / "reward.py"
-    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs): return 0\n")
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs): return 0\n"
+    )
     kwargs = "custom_reward_function.reward_kwargs"
     given = [
-        f"custom_reward_function.path={reward}", f"{kwargs}.api_key=hunter2", f"{kwargs}.judge={{auth_token:hunter2,max_tokens:16}}",
-        "retriever.url=http://me:hunter2@localhost:8000/retrieve", "max_turns=1",
-    ]  # fmt: skip
+        f"custom_reward_function.path={reward}",
+        f"{kwargs}.api_key=hunter2",
+        f"{kwargs}.judge={{auth_token:hunter2,max_tokens:16}}",
+        "retriever.url=http://me:hunter2@localhost:8000/retrieve",
+        "max_turns=1",
+    ]
     loaded = material.load(*given)
     assert loaded.config.custom_reward_function.reward_kwargs["api_key"] == "hunter2"
     text = dump(loaded)
     assert "hunter2" not in text + "".join(loaded.notes)
     dumped = yaml.safe_load(text)
-    assert dumped["custom_reward_function"]["reward_kwargs"] == {"api_key": "***", "judge": {"auth_token": "***", "max_tokens": 16}}
+    assert dumped["custom_reward_function"]["reward_kwargs"] == {
+        "api_key": "***",
+        "judge": {"auth_token": "***", "max_tokens": 16},
+    }
     assert dumped["data"]["prompt_key"] == "prompt"
     assert dumped["retriever"]["url"] == "http://me:***@localhost:8000/retrieve"
     with pytest.raises(ConfigError) as error:
         material.load(
-            *given, "trainer.wandb_api_key=hunter2", "+wandb.password=a(hunter2)", f"{kwargs}.secret=[hunter2",
+            *given,
+            "trainer.wandb_api_key=hunter2",
+            "+wandb.password=a(hunter2)",
+            f"{kwargs}.secret=[hunter2",
             f"{kwargs}.api_key=hunter2,x",
-            f"{kwargs}.api_key=other", "retriever.url=ftp://me:hunter2@x", "wandb={api_key:hunter2}",
-        )  # fmt: skip
+            f"{kwargs}.api_key=other",
+            "retriever.url=ftp://me:hunter2@x",
+            "wandb={api_key:hunter2}",
+        )
     from rich.console import Console
 
     console = Console(width=200, record=True, quiet=True)
@@ -325,7 +421,10 @@ def test_options_may_stand_anywhere(argv):
 
 
 def test_main_argv(material, capsys):
-    assert main_argv(["--config-name", "grpo", *material.good]).config.algorithm.adv_estimator == "grpo"
+    assert (
+        main_argv(["--config-name", "grpo", *material.good]).config.algorithm.adv_estimator
+        == "grpo"
+    )
     with pytest.raises(SystemExit) as stop:
         main_argv(["--help"])
     assert stop.value.code == 0

@@ -11,12 +11,23 @@ def test_without_a_mapping_all_roles_share_all_devices():
 
 def test_roles_with_one_placement_and_roles_that_follow_the_actor():
     placed = parse({"actor, critic": "0-3", "rollout": "4-5,7"}, ROLES, 8)
-    assert placed == {"actor": [0, 1, 2, 3], "critic": [0, 1, 2, 3], "rollout": [4, 5, 7], "ref": [0, 1, 2, 3]}
+    assert placed == {
+        "actor": [0, 1, 2, 3],
+        "critic": [0, 1, 2, 3],
+        "rollout": [4, 5, 7],
+        "ref": [0, 1, 2, 3],
+    }
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("all", [0, 1, 2, 3]), ("ALL:0-3", [0, 1, 2, 3]), ("2", [2]), ("0-1:0-1,3:2", [0, 1, 3]), ("0, 2-3,", [0, 2, 3])],
+    [
+        ("all", [0, 1, 2, 3]),
+        ("ALL:0-3", [0, 1, 2, 3]),
+        ("2", [2]),
+        ("0-1:0-1,3:2", [0, 1, 3]),
+        ("0, 2-3,", [0, 2, 3]),
+    ],
 )
 def test_devices(text, expected):
     assert devices(text, 4) == expected

@@ -9,12 +9,22 @@ from verlite.config.plan import Micro, installed
 
 def test_the_arithmetic_of_a_large_run(material):
     # 512 prompts x 5 = 2560 samples, 320 on each of 8 devices; minis of 256 x 5 = 1280, so 2 updates; 160 rows a device in each.
-    plan = make_plan(material.load("data.train_batch_size=512", "actor_rollout_ref.rollout.n=5").config)
-    assert (plan.n_devices, plan.rows, plan.rows_per_rank) == (8, 2560, (320, 320))
-    assert (plan.actor.mini_prompts, plan.actor.mini_rows, plan.actor.per_epoch, plan.actor.per_step) == (256, 1280, 2, 2)
+    plan = make_plan(
+        material.load("data.train_batch_size=512", "actor_rollout_ref.rollout.n=5").config
+    )
+    assert (plan.n_devices, plan.batch_size, plan.rows_per_rank) == (8, 2560, (320, 320))
+    assert (
+        plan.actor.mini_prompts,
+        plan.actor.mini_rows,
+        plan.actor.per_epoch,
+        plan.actor.per_step,
+    ) == (256, 1280, 2, 2)
     assert plan.actor.mini_rows / plan.n_devices / plan.actor.micro.size == 40
     assert (plan.steps_per_epoch, plan.total_steps) == (4, 120)  # 2048 rows, 30 epochs
-    assert plan.sentence() == "512 prompts x 5 = 2560 samples / 8 devices = 320 each; 2 updates of 1280; micro-batches of 4"
+    assert (
+        plan.sentence()
+        == "512 prompts x 5 = 2560 samples / 8 devices = 320 each; 2 updates of 1280; micro-batches of 4"
+    )
 
 
 def test_uneven_rows_are_told_not_refused(material):
@@ -28,8 +38,16 @@ def test_uneven_rows_are_told_not_refused(material):
         ).config
     )
     assert plan.rows_per_rank == (2, 3)
-    assert plan.sentence() == "10 prompts x 1 = 10 samples / 4 devices = 2 or 3 each; 2 updates of 5, 3 passes; micro-batches of 4"
-    assert (plan.actor.per_step, plan.train_rows, plan.steps_per_epoch, plan.total_steps) == (6, 25, 2, 60)
+    assert (
+        plan.sentence()
+        == "10 prompts x 1 = 10 samples / 4 devices = 2 or 3 each; 2 updates of 5, 3 passes; micro-batches of 4"
+    )
+    assert (plan.actor.per_step, plan.train_rows, plan.steps_per_epoch, plan.total_steps) == (
+        6,
+        25,
+        2,
+        60,
+    )
     assert plan.steps(19) == (1, 30)
 
 
@@ -46,7 +64,12 @@ def test_null_is_the_actors(material):
         ).config
     )
     assert plan.roles == ("actor", "rollout", "ref", "critic")
-    assert (plan.critic.epochs, plan.critic.shuffle, plan.critic.loss_agg_mode, plan.critic.mini_prompts) == (2, True, "token-sum", 256)
+    assert (
+        plan.critic.epochs,
+        plan.critic.shuffle,
+        plan.critic.loss_agg_mode,
+        plan.critic.mini_prompts,
+    ) == (2, True, "token-sum", 256)
     assert (plan.log_prob_micro, plan.ref_micro) == (Micro(4, None), Micro(7, None))
     assert (plan.critic.micro, plan.value_micro) == (Micro(4, None), Micro(9, None))
     assert (plan.clip_low, plan.clip_high, plan.loss_scale) == (0.2, 0.28, 512.0)
@@ -71,17 +94,31 @@ def test_the_critics_own_values(material):
 def test_grpo_needs_no_critic(material):
     plan = make_plan(material.load(config_name="grpo").config)
     assert plan.roles == ("actor", "rollout", "ref")
-    assert (plan.critic, plan.value_micro, plan.critic_model_path, plan.needs_greedy_baseline) == (None, None, None, False)
-    assert make_plan(material.load("trainer.critic_warmup=3", config_name="grpo").config).critic_warmup == 0
+    assert (plan.critic, plan.value_micro, plan.critic_model_path, plan.needs_greedy_baseline) == (
+        None,
+        None,
+        None,
+        False,
+    )
+    assert (
+        make_plan(material.load("trainer.critic_warmup=3", config_name="grpo").config).critic_warmup
+        == 0
+    )
 
 
 def test_dynamic_micro_batches(material):
     plan = make_plan(
-        material.load("actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=false").config
+        material.load(
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=false",
+        ).config
     )
     assert plan.actor.micro == Micro(None, 16384)
     assert plan.log_prob_micro == Micro(4, None)
-    budgets = ("actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=2048")
+    budgets = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=2048",
+    )
     plan = make_plan(material.load(*budgets).config)
     assert (plan.actor.micro, plan.log_prob_micro) == (Micro(None, 16384), Micro(None, 2048))
 
@@ -95,13 +132,22 @@ def test_what_is_given_wins(material):
             "actor_rollout_ref.rollout.dtype=bfloat16",
         ).config
     )
-    assert (plan.max_model_len, plan.loss_scale, plan.train_dtype, plan.rollout_dtype) == (2000, 100.0, "float32", "bfloat16")
+    assert (plan.max_model_len, plan.loss_scale, plan.train_dtype, plan.rollout_dtype) == (
+        2000,
+        100.0,
+        "float32",
+        "bfloat16",
+    )
     assert make_plan(material.load().config).max_model_len == 1024
 
 
 def test_placement_decides_the_ranks(material):
     plan = make_plan(
-        material.load("cluster.component_placement={actor:0-2,rollout:3-7}", "trainer.nnodes=1", "data.train_batch_size=256").config
+        material.load(
+            "cluster.component_placement={actor:0-2,rollout:3-7}",
+            "trainer.nnodes=1",
+            "data.train_batch_size=256",
+        ).config
     )
     assert plan.placement == {"actor": [0, 1, 2], "rollout": [3, 4, 5, 6, 7], "critic": [0, 1, 2]}
     assert plan.rows_per_rank == (85, 86)
@@ -110,11 +156,28 @@ def test_placement_decides_the_ranks(material):
 
 
 def test_devices_that_share_sequences_count_as_one(material):
-    line = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
-    line += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048", "algorithm.use_kl_in_reward=true", "data.train_batch_size=256"]
-    plan = make_plan(material.load(*line, "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2").config)
-    assert plan.sequence_parallel == {"actor": 4, "ref": 2, "critic": 1} and plan.rows_per_rank == (128, 128)
-    found = [plan.actor.micro.max_tokens, plan.log_prob_micro.max_tokens, plan.ref_micro.max_tokens, plan.critic.micro.max_tokens]
+    line = [
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    ]
+    line += [
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
+        "algorithm.use_kl_in_reward=true",
+        "data.train_batch_size=256",
+    ]
+    plan = make_plan(
+        material.load(*line, "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2").config
+    )
+    assert plan.sequence_parallel == {"actor": 4, "ref": 2, "critic": 1} and plan.rows_per_rank == (
+        128,
+        128,
+    )
+    found = [
+        plan.actor.micro.max_tokens,
+        plan.log_prob_micro.max_tokens,
+        plan.ref_micro.max_tokens,
+        plan.critic.micro.max_tokens,
+    ]
     assert found == [4 * 2048, 4 * 2048, 2 * 2048, 2048]
     assert "256 samples / 2 groups of 4 devices = 128 each" in plan.sentence()
     assert make_plan(material.load(*line).config).sequence_parallel["ref"] == 4
@@ -122,43 +185,77 @@ def test_devices_that_share_sequences_count_as_one(material):
 
 def test_devices_and_dtypes(material):
     config = material.load().config
-    assert (make_plan(config).device, make_plan(config).train_dtype, make_plan(config).rollout_dtype) == ("cpu", "float32", "float32")
+    assert (
+        make_plan(config).device,
+        make_plan(config).train_dtype,
+        make_plan(config).rollout_dtype,
+    ) == ("cpu", "float32", "float32")
     on_gpu = make_plan(config, device="cuda")
-    assert (on_gpu.device, on_gpu.train_dtype, on_gpu.rollout_dtype) == ("cuda", "bfloat16", "bfloat16")
+    assert (on_gpu.device, on_gpu.train_dtype, on_gpu.rollout_dtype) == (
+        "cuda",
+        "bfloat16",
+        "bfloat16",
+    )
 
 
 @pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
 def test_tensor_parallel_engines(material):
-    config = material.load("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2").config
-    assert (make_plan(config, device="cuda").tensor_parallel, make_plan(config, device="cuda").engines) == (2, 4)
-    assert (make_plan(config, device="cpu").tensor_parallel, make_plan(config, device="cpu").engines) == (1, 8)
+    config = material.load(
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ).config
+    assert (
+        make_plan(config, device="cuda").tensor_parallel,
+        make_plan(config, device="cuda").engines,
+    ) == (2, 4)
+    assert (
+        make_plan(config, device="cpu").tensor_parallel,
+        make_plan(config, device="cpu").engines,
+    ) == (1, 8)
 
 
 def test_validation(material):
     val = f"data.val_files={material.folder}/test.parquet"
     plain, with_files = make_plan(material.load().config), make_plan(material.load(val).config)
     assert (plain.validates, plain.validates_first, plain.val_rows) == (False, False, None)
-    assert (with_files.validates, with_files.validates_first, with_files.val_rows) == (True, True, 300)
-    only = make_plan(material.load(val, "trainer.val_only=true", "trainer.val_before_train=false").config)
+    assert (with_files.validates, with_files.validates_first, with_files.val_rows) == (
+        True,
+        True,
+        300,
+    )
+    only = make_plan(
+        material.load(val, "trainer.val_only=true", "trainer.val_before_train=false").config
+    )
     assert only.validates_first
     assert make_plan(material.load(val, "data.val_max_samples=7").config).val_rows == 7
     for freq, validates in ((5, True), (-1, False)):
-        between = make_plan(material.load(val, "trainer.val_before_train=false", f"trainer.test_freq={freq}").config)
+        between = make_plan(
+            material.load(val, "trainer.val_before_train=false", f"trainer.test_freq={freq}").config
+        )
         assert (between.validates, between.validates_first) == (validates, False)
 
 
-@pytest.mark.parametrize(("chosen", "visible"), [(None, 4), ("", 0), ("-1", 0), ("0,2", 2), ("0,1,2,3,4,5", 4)])
+@pytest.mark.parametrize(
+    ("chosen", "visible"), [(None, 4), ("", 0), ("-1", 0), ("0,2", 2), ("0,1,2,3,4,5", 4)]
+)
 def test_gpus_that_are_visible(monkeypatch, chosen, visible):
     """On a machine with four."""
     monkeypatch.setattr(plans.Path, "glob", lambda folder, pattern: iter(range(4)))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES") if chosen is None else monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES") if chosen is None else monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", chosen
+    )
     assert plans.visible_gpus() == visible
 
 
 def test_rows_may_stay_uncounted(material):
     plan = make_plan(material.load().config, count_rows=False)
     assert (plan.train_rows, plan.steps_per_epoch, plan.total_steps) == (None, None, None)
-    assert make_plan(material.load("trainer.total_training_steps=9").config, count_rows=False).total_steps == 9
+    assert (
+        make_plan(
+            material.load("trainer.total_training_steps=9").config, count_rows=False
+        ).total_steps
+        == 9
+    )
 
 
 ASKING = [
@@ -169,7 +266,10 @@ ASKING = [
     ("{actor}ppo_mini_batch_size=1024 algorithm.rollout_correction.preset=icepop", True),
     ("{actor}ppo_mini_batch_size=1024 algorithm.rollout_correction.preset=disabled", False),
     ("{actor}ppo_mini_batch_size=1024 {actor}policy_loss.loss_mode=kl_cov", True),
-    ("{actor}ppo_mini_batch_size=1024 {rollout}n=2 algorithm.adv_estimator=optimal_token_baseline", True),
+    (
+        "{actor}ppo_mini_batch_size=1024 {rollout}n=2 algorithm.adv_estimator=optimal_token_baseline",
+        True,
+    ),
     ("{actor}ppo_mini_batch_size=1024 algorithm.adv_estimator=mine:f", True),
     ("{actor}ppo_mini_batch_size=1024 {rollout}n=2 algorithm.adv_estimator=rloo", False),
 ]
@@ -177,30 +277,56 @@ ASKING = [
 
 @pytest.mark.parametrize(("settings", "needed"), ASKING)
 def test_old_log_probs_are_computed_where_somebody_asks(material, settings, needed):
-    settings = settings.format(actor="actor_rollout_ref.actor.", rollout="actor_rollout_ref.rollout.").split()
+    settings = settings.format(
+        actor="actor_rollout_ref.actor.", rollout="actor_rollout_ref.rollout."
+    ).split()
     assert make_plan(material.load(*settings).config).needs_old_log_probs is needed
 
 
 def test_bypass_mode_brings_its_loss_and_saves_the_pass(material):
     plan = make_plan(material.load("algorithm.rollout_correction.preset=bypass_pg_is").config)
-    assert (plan.loss_mode, plan.needs_old_log_probs, plan.correction.loss_type) == ("bypass_mode", False, "reinforce")
+    assert (plan.loss_mode, plan.needs_old_log_probs, plan.correction.loss_type) == (
+        "bypass_mode",
+        False,
+        "reinforce",
+    )
     assert make_plan(material.load().config).loss_mode == "vanilla"
 
 
 def test_presets_and_their_keys_are_the_same(material):
     prefix = "algorithm.rollout_correction."
-    written = [f"{prefix}rollout_is=token", f"{prefix}rollout_rs=seq_mean_k3", f"{prefix}rollout_rs_threshold=0.01"]
+    written = [
+        f"{prefix}rollout_is=token",
+        f"{prefix}rollout_rs=seq_mean_k3",
+        f"{prefix}rollout_rs_threshold=0.01",
+    ]
     named = make_plan(material.load(f"{prefix}preset=decoupled_k3_rs_token_tis").config).correction
     keyed = make_plan(material.load(*written).config).correction
-    for what in ("rollout_is", "is_band", "is_truncated", "rejections", "bypass_mode", "loss_type", "acts_on_batch"):
+    for what in (
+        "rollout_is",
+        "is_band",
+        "is_truncated",
+        "rejections",
+        "bypass_mode",
+        "loss_type",
+        "acts_on_batch",
+    ):
         assert getattr(named, what) == getattr(keyed, what), what
-    two = material.load(f"{prefix}rollout_rs=[token_k1,seq_max_k3]", f"{prefix}rollout_rs_threshold=[0.5_2.0,3]").config
-    assert [name for name, _, _ in make_plan(two).correction.rejections] == ["token_k1", "seq_max_k3"]
+    two = material.load(
+        f"{prefix}rollout_rs=[token_k1,seq_max_k3]", f"{prefix}rollout_rs_threshold=[0.5_2.0,3]"
+    ).config
+    assert [name for name, _, _ in make_plan(two).correction.rejections] == [
+        "token_k1",
+        "seq_max_k3",
+    ]
 
 
 def test_with_adapters_the_actor_is_the_reference(material):
     model, kl = "actor_rollout_ref.model.", "actor_rollout_ref.actor.use_kl_loss=true"
-    for options in ([f"{model}lora_rank=8"], [f"{model}lora_adapter_path={material.folder}/adapter"]):
+    for options in (
+        [f"{model}lora_rank=8"],
+        [f"{model}lora_adapter_path={material.folder}/adapter"],
+    ):
         plan = make_plan(material.load(kl, *options).config)
         assert plan.needs_reference and plan.reference_is_actor and plan.ref_micro is not None
         assert plan.roles == ("actor", "rollout", "critic") and "ref" not in plan.placement

@@ -21,7 +21,11 @@ from verlite.rewards import routing
 from verlite.trainer import stages
 from verlite.workers.actor import policy_objective
 
-ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout."
+ACTOR, REF, ROLLOUT = (
+    "actor_rollout_ref.actor.",
+    "actor_rollout_ref.ref.",
+    "actor_rollout_ref.rollout.",
+)
 CORRECTION, FILTER = "algorithm.rollout_correction.", "algorithm.filter_groups"
 DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
 KL = f"{ACTOR}use_kl_loss=true"
@@ -32,24 +36,44 @@ WRONG = [
     ("data.train_batch_size=0", "data.train_batch_size", "must be >= 1"),
     ("data.max_response_length=0", "data.max_response_length", "must be >= 1"),
     ("data.train_max_samples=0", "data.train_max_samples", "must be >= 1 or -1; -1 uses all rows"),
-    ("data.truncation=middel", "data.truncation", "no such name; Did you mean middle; error, left, right, middle"),
+    (
+        "data.truncation=middel",
+        "data.truncation",
+        "no such name; Did you mean middle; error, left, right, middle",
+    ),
     (f"{ACTOR}ppo_mini_batch_size=0", f"{ACTOR}ppo_mini_batch_size", "must be >= 1"),
-    (f"{ACTOR}ppo_micro_batch_size_per_gpu=0", f"{ACTOR}ppo_micro_batch_size_per_gpu", "must be >= 1"),
+    (
+        f"{ACTOR}ppo_micro_batch_size_per_gpu=0",
+        f"{ACTOR}ppo_micro_batch_size_per_gpu",
+        "must be >= 1",
+    ),
     (f"{ACTOR}ppo_epochs=0", f"{ACTOR}ppo_epochs", "must be >= 1"),
     (f"{ACTOR}clip_ratio=0", f"{ACTOR}clip_ratio", "must be > 0"),
     (f"{ACTOR}clip_ratio_low=-0.1", f"{ACTOR}clip_ratio_low", "must be > 0"),
     (f"{ACTOR}clip_ratio_low=1.5", f"{ACTOR}clip_ratio_low", "at most 1"),
     (f"{ACTOR}clip_ratio_high=0", f"{ACTOR}clip_ratio_high", "must be > 0"),
     (f"{ACTOR}clip_ratio_c=1", f"{ACTOR}clip_ratio_c", "must be > 1"),
-    (f"{ACTOR}clip_ratio_c=1.1", f"{ACTOR}clip_ratio_c", "more than 1 + the upper clip range = 1.2"),
+    (
+        f"{ACTOR}clip_ratio_c=1.1",
+        f"{ACTOR}clip_ratio_c",
+        "more than 1 + the upper clip range = 1.2",
+    ),
     (f"{ACTOR}optim.lr=-1", f"{ACTOR}optim.lr", "must be >= 0"),
     (f"{ACTOR}optim.lr=nan", f"{ACTOR}optim.lr", "must be >= 0"),
     ("critic.optim.lr=inf", "critic.optim.lr", "must be >= 0"),
     (f"{ACTOR}optim.betas=[0.9]", f"{ACTOR}optim.betas", "two numbers"),
     (f"{ACTOR}optim.betas=[0.9,1.0]", f"{ACTOR}optim.betas", "must be >= 0 and < 1"),
-    (f"{ACTOR}optim.lr_scheduler_type=linear", f"{ACTOR}optim.lr_scheduler_type", "no such name; constant, cosine"),
+    (
+        f"{ACTOR}optim.lr_scheduler_type=linear",
+        f"{ACTOR}optim.lr_scheduler_type",
+        "no such name; constant, cosine",
+    ),
     (f"{ACTOR}fsdp_config.dtype=fp16", f"{ACTOR}fsdp_config.dtype", "no such name; bfloat16"),
-    (f"{ACTOR}fsdp_config.dtype=float16", f"{ACTOR}fsdp_config.dtype", "no such name; auto, float32, bfloat16"),
+    (
+        f"{ACTOR}fsdp_config.dtype=float16",
+        f"{ACTOR}fsdp_config.dtype",
+        "no such name; auto, float32, bfloat16",
+    ),
     ("data.seed=-1", "data.seed", "must be >= 0"),
     (f"{ACTOR}data_loader_seed=-1", f"{ACTOR}data_loader_seed", "must be >= 0"),
     (f"{ROLLOUT}seed=-1", f"{ROLLOUT}seed", "must be >= 0"),
@@ -58,63 +82,191 @@ WRONG = [
     ("reward.item_timeout_s=0", "reward.item_timeout_s", "must be > 0"),
     ("reward.timeout_s=-1", "reward.timeout_s", "must be > 0"),
     ("trainer.save_freq=-2", "trainer.save_freq", "must be >= 1 or -1"),
-    (f"{ROLLOUT}engine_kwargs.vlm.foo=1", f"{ROLLOUT}engine_kwargs.vlm", "there is no such engine; Did you mean vllm; Legal: vllm, hf"),
+    (
+        f"{ROLLOUT}engine_kwargs.vlm.foo=1",
+        f"{ROLLOUT}engine_kwargs.vlm",
+        "there is no such engine; Did you mean vllm; Legal: vllm, hf",
+    ),
     (f"{ROLLOUT}engine_kwargs.vllm=3", f"{ROLLOUT}engine_kwargs.vllm", "must be a mapping"),
-    (f"{ACTOR}policy_loss.loss_mode=bypass_mode", f"{ACTOR}policy_loss.loss_mode", "no such name; rollout_correction.bypass_mode=true"),
-    (f"{ACTOR}policy_loss.loss_mode=clip-cov", f"{ACTOR}policy_loss.loss_mode", "no such name; Did you mean clip_cov"),
-    (f"{ACTOR}policy_loss.clip_cov_ratio=0", f"{ACTOR}policy_loss.clip_cov_ratio", "must be > 0 and <= 1"),
-    (f"{ACTOR}policy_loss.loss_mode=clip_cov {ACTOR}policy_loss.clip_cov_ub=0.5", f"{ACTOR}policy_loss.clip_cov_ub", "above clip_cov_lb=1"),
+    (
+        f"{ACTOR}policy_loss.loss_mode=bypass_mode",
+        f"{ACTOR}policy_loss.loss_mode",
+        "no such name; rollout_correction.bypass_mode=true",
+    ),
+    (
+        f"{ACTOR}policy_loss.loss_mode=clip-cov",
+        f"{ACTOR}policy_loss.loss_mode",
+        "no such name; Did you mean clip_cov",
+    ),
+    (
+        f"{ACTOR}policy_loss.clip_cov_ratio=0",
+        f"{ACTOR}policy_loss.clip_cov_ratio",
+        "must be > 0 and <= 1",
+    ),
+    (
+        f"{ACTOR}policy_loss.loss_mode=clip_cov {ACTOR}policy_loss.clip_cov_ub=0.5",
+        f"{ACTOR}policy_loss.clip_cov_ub",
+        "above clip_cov_lb=1",
+    ),
     (f"{ACTOR}tau_neg=0", f"{ACTOR}tau_neg", "must be > 0"),
-    ("algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0", "algorithm.kl_ctrl.kl_coef",
-     "so 0 stays 0; use_kl_in_reward=false"),
+    (
+        "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0",
+        "algorithm.kl_ctrl.kl_coef",
+        "so 0 stays 0; use_kl_in_reward=false",
+    ),
     ("reward.std=0", "reward.std", "must be > 0"),
     ("reward.clip_range=[1,-1]", "reward.clip_range", "the lower one first"),
     ("reward.clip_range=[1]", "reward.clip_range", "must be two numbers"),
-    ("reward.overlong_buffer.enable=true reward.overlong_buffer.len=600", "reward.overlong_buffer.len", "more than; 512"),
+    (
+        "reward.overlong_buffer.enable=true reward.overlong_buffer.len=600",
+        "reward.overlong_buffer.len",
+        "more than; 512",
+    ),
     (f"{FILTER}.enable=true", f"{ROLLOUT}n", "never differs from itself; leaves no prompt"),
-    (f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.max_num_gen_batches=3 data.gen_batch_size=300", f"{FILTER}.max_num_gen_batches",
-     "300 prompts never fill data.train_batch_size=1024; at least 7"),
-    (f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.metric=seq_final_reward", f"{FILTER}.metric", "KL penalty; seq_reward or score"),
-    (f"{FILTER}.enable=true {ROLLOUT}n=4 data.gen_batch_size=4096", "data.gen_batch_size", "only 2048 rows; at most 2048"),
+    (
+        f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.max_num_gen_batches=3 data.gen_batch_size=300",
+        f"{FILTER}.max_num_gen_batches",
+        "300 prompts never fill data.train_batch_size=1024; at least 7",
+    ),
+    (
+        f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.metric=seq_final_reward",
+        f"{FILTER}.metric",
+        "KL penalty; seq_reward or score",
+    ),
+    (
+        f"{FILTER}.enable=true {ROLLOUT}n=4 data.gen_batch_size=4096",
+        "data.gen_batch_size",
+        "only 2048 rows; at most 2048",
+    ),
     (f"{CORRECTION}preset=icepopp", f"{CORRECTION}preset", "no such name; Did you mean icepop"),
-    (f"{CORRECTION}preset=icepop {CORRECTION}rollout_is=token", f"{CORRECTION}rollout_is",
-     "preset=icepop is set too; rollout_is=token rollout_is_threshold=0.5_5.0"),
-    (f"{CORRECTION}rollout_is=tokens", f"{CORRECTION}rollout_is", "no such name; Did you mean token; sequence"),
-    (f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=5.0_0.5", f"{CORRECTION}rollout_is_threshold", "low below high"),
-    (f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=0.55", f"{CORRECTION}rollout_is_threshold", "leaves out 1"),
-    (f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=0.5_0.9", f"{CORRECTION}rollout_is_threshold", "leaves out 1"),
-    (f"{CORRECTION}rollout_rs=seq_mean_k1 {CORRECTION}rollout_rs_threshold=1.1_2.0", f"{CORRECTION}rollout_rs_threshold", "leaves out 1"),
-    (f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.metric=accuracy", f"{FILTER}.metric", "return a score and nothing beside it"),
-    (f"{FILTER}.enable=true {ROLLOUT}n=4 data.train_batch_size=4096 data.gen_batch_size=64", "data.train_batch_size", "only 2048 rows"),
-    ("algorithm.adv_estimator=grpo_vectorized", "algorithm.adv_estimator", "no such name; grpo is the same"),
-    (f"{CORRECTION}rollout_rs=seq_mean_k1", f"{CORRECTION}rollout_rs", "needs rollout_rs_threshold"),
-    (f"{CORRECTION}rollout_rs=seq_mean_k9 {CORRECTION}rollout_rs_threshold=1", f"{CORRECTION}rollout_rs", "choose from; seq_mean_k3"),
-    (f"{CORRECTION}rollout_rs=[token_k2,token_k3] {CORRECTION}rollout_rs_threshold=[1,2,3]", f"{CORRECTION}rollout_rs_threshold",
-     "3 for the 2 entries"),
-    (f"{CORRECTION}bypass_mode=true {ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}policy_loss.loss_mode", "a loss of its own; ppo_clip"),
-    (f"{CORRECTION}bypass_mode=true algorithm.adv_estimator=optimal_token_baseline {ROLLOUT}n=2", "algorithm.adv_estimator", "saves"),
-    (f"{ACTOR}loss_agg_mode=token_mean", f"{ACTOR}loss_agg_mode", "no such name; Did you mean token-mean"),
-    (f"{ACTOR}policy_loss.loss_mode=vanila", f"{ACTOR}policy_loss.loss_mode", "no such name; Did you mean vanilla"),
+    (
+        f"{CORRECTION}preset=icepop {CORRECTION}rollout_is=token",
+        f"{CORRECTION}rollout_is",
+        "preset=icepop is set too; rollout_is=token rollout_is_threshold=0.5_5.0",
+    ),
+    (
+        f"{CORRECTION}rollout_is=tokens",
+        f"{CORRECTION}rollout_is",
+        "no such name; Did you mean token; sequence",
+    ),
+    (
+        f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=5.0_0.5",
+        f"{CORRECTION}rollout_is_threshold",
+        "low below high",
+    ),
+    (
+        f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=0.55",
+        f"{CORRECTION}rollout_is_threshold",
+        "leaves out 1",
+    ),
+    (
+        f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=0.5_0.9",
+        f"{CORRECTION}rollout_is_threshold",
+        "leaves out 1",
+    ),
+    (
+        f"{CORRECTION}rollout_rs=seq_mean_k1 {CORRECTION}rollout_rs_threshold=1.1_2.0",
+        f"{CORRECTION}rollout_rs_threshold",
+        "leaves out 1",
+    ),
+    (
+        f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.metric=accuracy",
+        f"{FILTER}.metric",
+        "return a score and nothing beside it",
+    ),
+    (
+        f"{FILTER}.enable=true {ROLLOUT}n=4 data.train_batch_size=4096 data.gen_batch_size=64",
+        "data.train_batch_size",
+        "only 2048 rows",
+    ),
+    (
+        "algorithm.adv_estimator=grpo_vectorized",
+        "algorithm.adv_estimator",
+        "no such name; grpo is the same",
+    ),
+    (
+        f"{CORRECTION}rollout_rs=seq_mean_k1",
+        f"{CORRECTION}rollout_rs",
+        "needs rollout_rs_threshold",
+    ),
+    (
+        f"{CORRECTION}rollout_rs=seq_mean_k9 {CORRECTION}rollout_rs_threshold=1",
+        f"{CORRECTION}rollout_rs",
+        "choose from; seq_mean_k3",
+    ),
+    (
+        f"{CORRECTION}rollout_rs=[token_k2,token_k3] {CORRECTION}rollout_rs_threshold=[1,2,3]",
+        f"{CORRECTION}rollout_rs_threshold",
+        "3 for the 2 entries",
+    ),
+    (
+        f"{CORRECTION}bypass_mode=true {ACTOR}policy_loss.loss_mode=gspo",
+        f"{ACTOR}policy_loss.loss_mode",
+        "a loss of its own; ppo_clip",
+    ),
+    (
+        f"{CORRECTION}bypass_mode=true algorithm.adv_estimator=optimal_token_baseline {ROLLOUT}n=2",
+        "algorithm.adv_estimator",
+        "saves",
+    ),
+    (
+        f"{ACTOR}loss_agg_mode=token_mean",
+        f"{ACTOR}loss_agg_mode",
+        "no such name; Did you mean token-mean",
+    ),
+    (
+        f"{ACTOR}policy_loss.loss_mode=vanila",
+        f"{ACTOR}policy_loss.loss_mode",
+        "no such name; Did you mean vanilla",
+    ),
     (f"{ACTOR}kl_loss_type=k4", f"{ACTOR}kl_loss_type", "no such name; k3"),
     (f"{ACTOR}state_masking=false", f"{ACTOR}state_masking", "always kept out of the loss"),
-    ("algorithm.adv_estimator=grppo", "algorithm.adv_estimator", "no such name; Did you mean grpo; package.module:function of your own"),
+    (
+        "algorithm.adv_estimator=grppo",
+        "algorithm.adv_estimator",
+        "no such name; Did you mean grpo; package.module:function of your own",
+    ),
     ("algorithm.adv_estimator=mine.py", "algorithm.adv_estimator", "no such name"),
     ("algorithm.kl_penalty=full", "algorithm.kl_penalty", "no such name"),
     ("algorithm.kl_ctrl.type=adaptiv", "algorithm.kl_ctrl.type", "Did you mean adaptive"),
-    ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=0", "algorithm.kl_ctrl.horizon", "must be > 0"),
+    (
+        "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=0",
+        "algorithm.kl_ctrl.horizon",
+        "must be > 0",
+    ),
     ("algorithm.kl_ctrl.target_kl=0", "algorithm.kl_ctrl.target_kl", "must be > 0"),
     ("algorithm.gamma=1.1", "algorithm.gamma", "must be >= 0 and <= 1"),
     ("algorithm.no_think_rl=true", "algorithm.no_think_rl", "only false"),
-    (f"{ROLLOUT}temperature=0", f"{ROLLOUT}temperature", "must be > 0; Training samples; val_kwargs"),
+    (
+        f"{ROLLOUT}temperature=0",
+        f"{ROLLOUT}temperature",
+        "must be > 0; Training samples; val_kwargs",
+    ),
     (f"{ROLLOUT}top_p=0", f"{ROLLOUT}top_p", "must be > 0 and <= 1"),
     (f"{ROLLOUT}top_p=1.2", f"{ROLLOUT}top_p", "must be > 0 and <= 1"),
     (f"{ROLLOUT}top_k=0", f"{ROLLOUT}top_k", "must be >= 1 or -1"),
     (f"{ROLLOUT}n=0", f"{ROLLOUT}n", "must be >= 1"),
-    (f"{ROLLOUT}name=sglang", f"{ROLLOUT}name", "no such name; auto, vllm, hf; SGLang is not part of verlite"),
-    (f"{ROLLOUT}gpu_memory_utilization=1", f"{ROLLOUT}gpu_memory_utilization", "must be > 0 and < 1"),
-    ("trainer.logger=[console,mlflow]", "trainer.logger", "no such name; console, wandb, tensorboard"),
+    (
+        f"{ROLLOUT}name=sglang",
+        f"{ROLLOUT}name",
+        "no such name; auto, vllm, hf; SGLang is not part of verlite",
+    ),
+    (
+        f"{ROLLOUT}gpu_memory_utilization=1",
+        f"{ROLLOUT}gpu_memory_utilization",
+        "must be > 0 and < 1",
+    ),
+    (
+        "trainer.logger=[console,mlflow]",
+        "trainer.logger",
+        "no such name; console, wandb, tensorboard",
+    ),
     ("trainer.logger=file", "trainer.logger", "metrics.jsonl is always written"),
-    ("trainer.resume_mode=never", "trainer.resume_mode", "no such name; auto, disable, resume_path"),
+    (
+        "trainer.resume_mode=never",
+        "trainer.resume_mode",
+        "no such name; auto, disable, resume_path",
+    ),
     ("trainer.device=gpu", "trainer.device", "no such name; auto, cuda, cpu"),
     ("trainer.nnodes=0", "trainer.nnodes", "must be >= 1"),
     ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node", "must be >= 1"),
@@ -123,22 +275,62 @@ WRONG = [
     ("trainer.total_training_steps=0", "trainer.total_training_steps", "must be >= 1"),
     ("reward.max_error_rate=2", "reward.max_error_rate", "must be >= 0 and <= 1"),
     # batch arithmetic
-    ("data.train_batch_size=128", f"{ACTOR}ppo_mini_batch_size", "more than data.train_batch_size=128; Use 128"),
-    (f"{ACTOR}ppo_mini_batch_size=300", f"{ACTOR}ppo_mini_batch_size", "does not divide data.train_batch_size=1024; 256 or 512"),
-    ("critic.ppo_mini_batch_size=2048", "critic.ppo_mini_batch_size", "more than data.train_batch_size=1024"),
+    (
+        "data.train_batch_size=128",
+        f"{ACTOR}ppo_mini_batch_size",
+        "more than data.train_batch_size=128; Use 128",
+    ),
+    (
+        f"{ACTOR}ppo_mini_batch_size=300",
+        f"{ACTOR}ppo_mini_batch_size",
+        "does not divide data.train_batch_size=1024; 256 or 512",
+    ),
+    (
+        "critic.ppo_mini_batch_size=2048",
+        "critic.ppo_mini_batch_size",
+        "more than data.train_batch_size=1024",
+    ),
     ("critic.ppo_mini_batch_size=3", "critic.ppo_mini_batch_size", "does not divide; 2 or 4"),
-    (f"~{ACTOR}ppo_micro_batch_size_per_gpu", f"{ACTOR}ppo_micro_batch_size_per_gpu", "must be given; use_dynamic_bsz=true"),
-    (f"~{ACTOR}ppo_micro_batch_size_per_gpu {DYNAMIC} {ROLLOUT}log_prob_use_dynamic_bsz=false",
-     f"{ROLLOUT}log_prob_micro_batch_size_per_gpu", "must be given"),
-    (f"~{ACTOR}ppo_micro_batch_size_per_gpu {DYNAMIC} {KL} {REF}log_prob_use_dynamic_bsz=false",
-     f"{REF}log_prob_micro_batch_size_per_gpu", "must be given; log_prob_use_dynamic_bsz=true"),
-    (f"~{ACTOR}ppo_micro_batch_size_per_gpu {DYNAMIC} critic.use_dynamic_bsz=false",
-     "critic.ppo_micro_batch_size_per_gpu", "must be given"),
-    (f"{ACTOR}ppo_micro_batch_size=64", f"{ACTOR}ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu=4 is set too; Keep only"),
-    (f"{DYNAMIC} {ACTOR}ppo_max_token_len_per_gpu=1000", f"{ACTOR}ppo_max_token_len_per_gpu", "= 1024; at least 1024"),
-    (f"{DYNAMIC} critic.ppo_max_token_len_per_gpu=1023", "critic.ppo_max_token_len_per_gpu", "= 1024"),
-    (f"{ROLLOUT}log_prob_use_dynamic_bsz=true {ACTOR}ppo_max_token_len_per_gpu=9",
-     f"{ROLLOUT}log_prob_max_token_len_per_gpu", "is less than; at least 1024"),
+    (
+        f"~{ACTOR}ppo_micro_batch_size_per_gpu",
+        f"{ACTOR}ppo_micro_batch_size_per_gpu",
+        "must be given; use_dynamic_bsz=true",
+    ),
+    (
+        f"~{ACTOR}ppo_micro_batch_size_per_gpu {DYNAMIC} {ROLLOUT}log_prob_use_dynamic_bsz=false",
+        f"{ROLLOUT}log_prob_micro_batch_size_per_gpu",
+        "must be given",
+    ),
+    (
+        f"~{ACTOR}ppo_micro_batch_size_per_gpu {DYNAMIC} {KL} {REF}log_prob_use_dynamic_bsz=false",
+        f"{REF}log_prob_micro_batch_size_per_gpu",
+        "must be given; log_prob_use_dynamic_bsz=true",
+    ),
+    (
+        f"~{ACTOR}ppo_micro_batch_size_per_gpu {DYNAMIC} critic.use_dynamic_bsz=false",
+        "critic.ppo_micro_batch_size_per_gpu",
+        "must be given",
+    ),
+    (
+        f"{ACTOR}ppo_micro_batch_size=64",
+        f"{ACTOR}ppo_micro_batch_size",
+        "ppo_micro_batch_size_per_gpu=4 is set too; Keep only",
+    ),
+    (
+        f"{DYNAMIC} {ACTOR}ppo_max_token_len_per_gpu=1000",
+        f"{ACTOR}ppo_max_token_len_per_gpu",
+        "= 1024; at least 1024",
+    ),
+    (
+        f"{DYNAMIC} critic.ppo_max_token_len_per_gpu=1023",
+        "critic.ppo_max_token_len_per_gpu",
+        "= 1024",
+    ),
+    (
+        f"{ROLLOUT}log_prob_use_dynamic_bsz=true {ACTOR}ppo_max_token_len_per_gpu=9",
+        f"{ROLLOUT}log_prob_max_token_len_per_gpu",
+        "is less than; at least 1024",
+    ),
     (f"{ROLLOUT}max_model_len=1000", f"{ROLLOUT}max_model_len", "is less than; = 1024"),
     # algorithm
     ("algorithm.adv_estimator=grpo", f"{ROLLOUT}n", "at least 2; grpo; Use 4 to 16"),
@@ -146,26 +338,79 @@ WRONG = [
     ("algorithm.adv_estimator=reinforce_plus_plus_baseline", f"{ROLLOUT}n", "at least 2"),
     ("critic.enable=false", "critic.enable", "gae needs a critic"),
     # devices
-    ("cluster.component_placement={actor:0-9}", "cluster.component_placement", "names device 9; 0-7"),
-    ("cluster.component_placement={rollout:0-3}", "cluster.component_placement", "'actor' is not placed"),
-    ("cluster.component_placement={actor:all,judge:0}", "cluster.component_placement", "'judge' is no role"),
-    (f"{ACTOR}fsdp_config.fsdp_size=3", f"{ACTOR}fsdp_config.fsdp_size", "must divide the 8 devices"),
-    ("cluster.component_placement={actor:0-3,rollout:all,critic:0-2} critic.model.fsdp_config.fsdp_size=2",
-     "critic.model.fsdp_config.fsdp_size", "must divide the 3 devices"),
+    (
+        "cluster.component_placement={actor:0-9}",
+        "cluster.component_placement",
+        "names device 9; 0-7",
+    ),
+    (
+        "cluster.component_placement={rollout:0-3}",
+        "cluster.component_placement",
+        "'actor' is not placed",
+    ),
+    (
+        "cluster.component_placement={actor:all,judge:0}",
+        "cluster.component_placement",
+        "'judge' is no role",
+    ),
+    (
+        f"{ACTOR}fsdp_config.fsdp_size=3",
+        f"{ACTOR}fsdp_config.fsdp_size",
+        "must divide the 8 devices",
+    ),
+    (
+        "cluster.component_placement={actor:0-3,rollout:all,critic:0-2} critic.model.fsdp_config.fsdp_size=2",
+        "critic.model.fsdp_config.fsdp_size",
+        "must divide the 3 devices",
+    ),
     (f"{SP}=3", SP, "must divide the 8 devices; Nearest legal: 2 or 4"),
     (f"{SP}=8", SP, "must divide the model's 4 attention heads; Nearest legal: 4"),
     (f"{SP}=0", SP, "must be >= 1"),
-    (f"{SP}=2 actor_rollout_ref.model.use_remove_padding=false", SP, "cuts packed rows; actor_rollout_ref.model.use_remove_padding=false"),
-    (f"{SP}=2 {KL} cluster.component_placement={{actor:0-3,rollout:all,critic:all,ref:0-2}}", SP, "must divide the 3 devices"),
-    (f"{KL} {REF}ulysses_sequence_parallel_size=3", f"{REF}ulysses_sequence_parallel_size", "must divide the 8 devices"),
-    ("critic.ulysses_sequence_parallel_size=5", "critic.ulysses_sequence_parallel_size", "must divide the 8 devices"),
-    ("critic.ulysses_sequence_parallel_size=2 critic.model.use_remove_padding=false", "critic.ulysses_sequence_parallel_size",
-     "cuts packed rows; critic.model.use_remove_padding=false"),
-    ("critic.ulysses_sequence_parallel_size=8", "critic.ulysses_sequence_parallel_size", "must divide the model's 4 attention heads"),
-    (f"{DYNAMIC} {SP}=2 {ACTOR}ppo_max_token_len_per_gpu=511 critic.ppo_max_token_len_per_gpu=1024",
-     f"{ACTOR}ppo_max_token_len_per_gpu", "= 1024; at least 512"),
-    (f"{DYNAMIC} {SP}=2 {ACTOR}ppo_max_token_len_per_gpu=512", "critic.ppo_max_token_len_per_gpu", "= 1024; at least 1024"),
-    ("trainer.device=cuda", "trainer.n_gpus_per_node", "this machine shows 0 GPUs; trainer.device=cpu"),
+    (
+        f"{SP}=2 actor_rollout_ref.model.use_remove_padding=false",
+        SP,
+        "cuts packed rows; actor_rollout_ref.model.use_remove_padding=false",
+    ),
+    (
+        f"{SP}=2 {KL} cluster.component_placement={{actor:0-3,rollout:all,critic:all,ref:0-2}}",
+        SP,
+        "must divide the 3 devices",
+    ),
+    (
+        f"{KL} {REF}ulysses_sequence_parallel_size=3",
+        f"{REF}ulysses_sequence_parallel_size",
+        "must divide the 8 devices",
+    ),
+    (
+        "critic.ulysses_sequence_parallel_size=5",
+        "critic.ulysses_sequence_parallel_size",
+        "must divide the 8 devices",
+    ),
+    (
+        "critic.ulysses_sequence_parallel_size=2 critic.model.use_remove_padding=false",
+        "critic.ulysses_sequence_parallel_size",
+        "cuts packed rows; critic.model.use_remove_padding=false",
+    ),
+    (
+        "critic.ulysses_sequence_parallel_size=8",
+        "critic.ulysses_sequence_parallel_size",
+        "must divide the model's 4 attention heads",
+    ),
+    (
+        f"{DYNAMIC} {SP}=2 {ACTOR}ppo_max_token_len_per_gpu=511 critic.ppo_max_token_len_per_gpu=1024",
+        f"{ACTOR}ppo_max_token_len_per_gpu",
+        "= 1024; at least 512",
+    ),
+    (
+        f"{DYNAMIC} {SP}=2 {ACTOR}ppo_max_token_len_per_gpu=512",
+        "critic.ppo_max_token_len_per_gpu",
+        "= 1024; at least 1024",
+    ),
+    (
+        "trainer.device=cuda",
+        "trainer.n_gpus_per_node",
+        "this machine shows 0 GPUs; trainer.device=cpu",
+    ),
     # trainer
     ("trainer.default_hdfs_dir=hdfs://x", "trainer.default_hdfs_dir", "not supported; Use null"),
     ("trainer.test_freq=5", "trainer.test_freq", "nothing to validate on; data.val_files"),
@@ -173,14 +418,34 @@ WRONG = [
     ("trainer.val_before_train=true", "trainer.val_before_train", "nothing to validate on"),
     ("trainer.resume_mode=resume_path", "trainer.resume_from_path", "needs it; global_step_N"),
     ("ray_kwargs.ray_init.address=head:0", "ray_kwargs.ray_init.address", "0 is no port; 1-65535"),
-    ("ray_kwargs.ray_init.address=ray://head:123456", "ray_kwargs.ray_init.address", "123456 is no port"),
-    ("ray_kwargs.ray_init.address=http://head:8265", "ray_kwargs.ray_init.address", "inside the cluster; ray job submit --address=http"),
-    ("trainer.device=cpu ray_kwargs.ray_init.num_cpus=2", "ray_kwargs.ray_init.num_cpus", "less than the 8 devices; at least 8"),
-    ("max_turns=2 data.max_start_length=600", "data.max_start_length", "is more than data.max_prompt_length=512"),
-    ("max_turns=2 reward.overlong_buffer.enable=true", "reward.overlong_buffer.enable", "is for single turns"),
+    (
+        "ray_kwargs.ray_init.address=ray://head:123456",
+        "ray_kwargs.ray_init.address",
+        "123456 is no port",
+    ),
+    (
+        "ray_kwargs.ray_init.address=http://head:8265",
+        "ray_kwargs.ray_init.address",
+        "inside the cluster; ray job submit --address=http",
+    ),
+    (
+        "trainer.device=cpu ray_kwargs.ray_init.num_cpus=2",
+        "ray_kwargs.ray_init.num_cpus",
+        "less than the 8 devices; at least 8",
+    ),
+    (
+        "max_turns=2 data.max_start_length=600",
+        "data.max_start_length",
+        "is more than data.max_prompt_length=512",
+    ),
+    (
+        "max_turns=2 reward.overlong_buffer.enable=true",
+        "reward.overlong_buffer.enable",
+        "is for single turns",
+    ),
     ("max_turns=2 retriever.url=[]", "retriever.url", "names no retriever"),
     ("env.name=serach", "env.name", "Did you mean search?"),
-    ("max_turns=2 env.name=no.module:World", "env.name", "there is no module"),
+    ("max_turns=2 env.name=no.module:EnvFactory", "env.name", "there is no module"),
     ("retriever.on_error=zero", "retriever.on_error", "Legal: mask, observe"),
     ("retriever.deadline_s=0", "retriever.deadline_s", "> 0"),
     ("retriever.url=127.0.0.1:8000", "retriever.url", "is no http address"),
@@ -192,30 +457,84 @@ WRONG = [
     ("data.train_files=[]", "data.train_files", "must name at least one parquet file"),
     ("data.train_files=['']", "data.train_files", "must name at least one parquet file"),
     ("data.val_files=['']", "data.val_files", "must name at least one parquet file"),
-    ("data.train_files=[{folder}/train.parquet,'']", "data.train_files", "one of the names is empty"),
-    ("actor_rollout_ref.model.tokenizer_path=/nope", "actor_rollout_ref.model.tokenizer_path", "no such folder; on the hub"),
-    ("actor_rollout_ref.model.tokenizer_path={folder}", "actor_rollout_ref.model.tokenizer_path", "has no tokenizer; tokenizer.json"),
-    ("custom_reward_function.reward_kwargs.methd=flexible", "custom_reward_function.reward_kwargs.methd",
-     "gsm8k:compute_score has no such parameter; Its parameters: data_source; method"),
-    ("custom_reward_function.path={folder}/reward.py custom_reward_function.name=score custom_reward_function.reward_kwargs.zzz=1",
-     "custom_reward_function.reward_kwargs.zzz", "score in; has no such parameter, and no **kwargs"),
+    (
+        "data.train_files=[{folder}/train.parquet,'']",
+        "data.train_files",
+        "one of the names is empty",
+    ),
+    (
+        "actor_rollout_ref.model.tokenizer_path=/nope",
+        "actor_rollout_ref.model.tokenizer_path",
+        "no such folder; on the hub",
+    ),
+    (
+        "actor_rollout_ref.model.tokenizer_path={folder}",
+        "actor_rollout_ref.model.tokenizer_path",
+        "has no tokenizer; tokenizer.json",
+    ),
+    (
+        "custom_reward_function.reward_kwargs.methd=flexible",
+        "custom_reward_function.reward_kwargs.methd",
+        "gsm8k:compute_score has no such parameter; Its parameters: data_source; method",
+    ),
+    (
+        "custom_reward_function.path={folder}/reward.py custom_reward_function.name=score custom_reward_function.reward_kwargs.zzz=1",
+        "custom_reward_function.reward_kwargs.zzz",
+        "score in; has no such parameter, and no **kwargs",
+    ),
     ("data.train_files=/nowhere/train.parquet", "data.train_files", "no such file; / exists"),
-    ("data.train_files={folder}/tain.parquet", "data.train_files", "no such file; test.parquet, train.parquet"),
-    ("data.val_files=[{folder}/test.parquet,{folder}/no.parquet]", "data.val_files", "no such file"),
+    (
+        "data.train_files={folder}/tain.parquet",
+        "data.train_files",
+        "no such file; test.parquet, train.parquet",
+    ),
+    (
+        "data.val_files=[{folder}/test.parquet,{folder}/no.parquet]",
+        "data.val_files",
+        "no such file",
+    ),
     ("data.val_files={folder}/model/config.json", "data.val_files", "cannot be read as parquet"),
     ("data.val_files={folder}/model", "data.val_files", "no such file"),
-    ("data.prompt_key=question", "data.train_files", "no column 'question'; it has data_source, prompt, ability; data.prompt_key"),
+    (
+        "data.prompt_key=question",
+        "data.train_files",
+        "no column 'question'; it has data_source, prompt, ability; data.prompt_key",
+    ),
     ("data.train_batch_size=4096", "data.train_batch_size", "only 2048 rows; at most 2048"),
-    ("data.train_max_samples=100", "data.train_batch_size", "only 100 rows (data.train_max_samples=100)"),
-    ("actor_rollout_ref.model.path=/nowhere", "actor_rollout_ref.model.path", "no such folder; on the hub"),
+    (
+        "data.train_max_samples=100",
+        "data.train_batch_size",
+        "only 100 rows (data.train_max_samples=100)",
+    ),
+    (
+        "actor_rollout_ref.model.path=/nowhere",
+        "actor_rollout_ref.model.path",
+        "no such folder; on the hub",
+    ),
     ("actor_rollout_ref.model.path={folder}", "actor_rollout_ref.model.path", "has no config.json"),
     ("critic.model.path={folder}/nowhere", "critic.model.path", "no such folder"),
-    ("data.max_prompt_length=8000", "data.max_response_length", "8512 tokens; knows 8192 positions"),
+    (
+        "data.max_prompt_length=8000",
+        "data.max_response_length",
+        "8512 tokens; knows 8192 positions",
+    ),
     ("custom_reward_function.path={folder}/none.py", "custom_reward_function.path", "no such file"),
-    ("trainer.default_local_dir={folder}/train.parquet/run", "trainer.default_local_dir", "is a file"),
-    ("trainer.resume_mode=resume_path trainer.resume_from_path={folder}", "trainer.resume_from_path", "is no global_step_N folder"),
-    ("trainer.resume_mode=resume_path trainer.resume_from_path={folder}/global_step_7", "trainer.resume_from_path", "no such folder"),
-]  # fmt: skip
+    (
+        "trainer.default_local_dir={folder}/train.parquet/run",
+        "trainer.default_local_dir",
+        "is a file",
+    ),
+    (
+        "trainer.resume_mode=resume_path trainer.resume_from_path={folder}",
+        "trainer.resume_from_path",
+        "is no global_step_N folder",
+    ),
+    (
+        "trainer.resume_mode=resume_path trainer.resume_from_path={folder}/global_step_7",
+        "trainer.resume_from_path",
+        "no such folder",
+    ),
+]
 
 
 @pytest.mark.parametrize(("typed", "key", "words"), WRONG, ids=[typed for typed, _, _ in WRONG])
@@ -246,14 +565,24 @@ def test_a_cluster_has_devices_of_its_own(material, monkeypatch):
     ("typed", "words"),
     [
         ("tensor_model_parallel_size=3", "must divide the 8 rollout devices; Legal: 1, 2, 4, 8"),
-        ("tensor_model_parallel_size=8 trainer.n_gpus_per_node=4 trainer.nnodes=2", "would reach over two machines of 4; Legal: 1, 2, 4"),
-        ("tensor_model_parallel_size=2 cluster.component_placement={actor:0-3,rollout:4-6}",
-         "must divide the 3 rollout devices; Legal: 1, 3"),
-        ("tensor_model_parallel_size=2 trainer.n_gpus_per_node=3 trainer.nnodes=2 cluster.component_placement={actor:all,rollout:0-3}",
-         "devices 2-3 would reach over two machines of 3; Legal: 1"),
-        ("tensor_model_parallel_size=8", "must divide the model's 4 attention heads; Nearest legal: 4"),
+        (
+            "tensor_model_parallel_size=8 trainer.n_gpus_per_node=4 trainer.nnodes=2",
+            "would reach over two machines of 4; Legal: 1, 2, 4",
+        ),
+        (
+            "tensor_model_parallel_size=2 cluster.component_placement={actor:0-3,rollout:4-6}",
+            "must divide the 3 rollout devices; Legal: 1, 3",
+        ),
+        (
+            "tensor_model_parallel_size=2 trainer.n_gpus_per_node=3 trainer.nnodes=2 cluster.component_placement={actor:all,rollout:0-3}",
+            "devices 2-3 would reach over two machines of 3; Legal: 1",
+        ),
+        (
+            "tensor_model_parallel_size=8",
+            "must divide the model's 4 attention heads; Nearest legal: 4",
+        ),
     ],
-)  # fmt: skip
+)
 def test_engines_must_fit_the_devices(material, typed, words):
     first, *rest = typed.split(" ")
     with pytest.raises(ConfigError) as error:
@@ -274,20 +603,31 @@ def test_vllm_must_be_installed(material):
 
 @pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
 def test_a_prompt_must_fit_an_engine_step_without_chunks(material):
-    lines = (f"{ROLLOUT}name=vllm", f"{ROLLOUT}enable_chunked_prefill=false", f"{ROLLOUT}max_num_batched_tokens=1000")
+    lines = (
+        f"{ROLLOUT}name=vllm",
+        f"{ROLLOUT}enable_chunked_prefill=false",
+        f"{ROLLOUT}max_num_batched_tokens=1000",
+    )
     with pytest.raises(ConfigError) as error:
         material.load(*lines)
     assert [p.key for p in error.value.problems] == [f"{ROLLOUT}max_num_batched_tokens"]
     material.load(*lines[:1], lines[2])
     with pytest.raises(ConfigError, match="must hold the longest sequence, 2000 tokens"):
-        material.load(*lines[:2], f"{ROLLOUT}max_num_batched_tokens=1500", f"{ROLLOUT}max_model_len=2000")
+        material.load(
+            *lines[:2], f"{ROLLOUT}max_num_batched_tokens=1500", f"{ROLLOUT}max_model_len=2000"
+        )
 
 
 def test_files_with_nothing_usable_in_them(material, tmp_path):
     empty = write_prompts(tmp_path / "empty.parquet", 0)
-    unlabelled = write_prompts(tmp_path / "unlabelled.parquet", 2, data_source=None, reward_model=None)
+    unlabelled = write_prompts(
+        tmp_path / "unlabelled.parquet", 2, data_source=None, reward_model=None
+    )
     with pytest.raises(ConfigError) as error:
-        material.load(f"data.train_files=[{material.folder}/train.parquet,{empty}]", f"data.val_files={unlabelled}")
+        material.load(
+            f"data.train_files=[{material.folder}/train.parquet,{empty}]",
+            f"data.val_files={unlabelled}",
+        )
     assert [(p.key, p.value, p.rule) for p in error.value.problems] == [
         ("data.train_files", str(empty), "holds no rows"),
         ("data.val_files", str(unlabelled), "has no column 'data_source'; it has prompt, ability"),
@@ -300,17 +640,29 @@ def test_rows_that_nothing_can_score_are_told(material, tmp_path):
     with pytest.raises(ConfigError) as error:
         material.load(f"data.val_files={strange}")
     (problem,) = error.value.problems
-    assert (problem.key, problem.value, problem.rule) == ("data.val_files", str(strange), "no scorer belongs to data source 'my/sums'")
+    assert (problem.key, problem.value, problem.rule) == (
+        "data.val_files",
+        str(strange),
+        "no scorer belongs to data source 'my/sums'",
+    )
     assert "custom_reward_function.path" in problem.remedy and "openai/gsm8k" in problem.remedy
     for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
         table = pq.read_table(strange)
-        pq.write_table(table.set_column(0, "data_source", pa.array(["my/sums"] * 2).cast(kind)), tmp_path / "other.parquet")
+        pq.write_table(
+            table.set_column(0, "data_source", pa.array(["my/sums"] * 2).cast(kind)),
+            tmp_path / "other.parquet",
+        )
         with pytest.raises(ConfigError, match="no scorer belongs to data source 'my/sums'"):
             material.load(f"data.val_files={tmp_path}/other.parquet")
-    own = [f"custom_reward_function.path={material.folder}/reward.py", "custom_reward_function.name=score"]
+    own = [
+        f"custom_reward_function.path={material.folder}/reward.py",
+        "custom_reward_function.name=score",
+    ]
     material.load(f"data.val_files={strange}", *own)
     for source in ("aime2024", "math_dapo_reasoning"):
-        material.load(f"data.val_files={write_prompts(tmp_path / 'known.parquet', 2, data_source=source)}")
+        material.load(
+            f"data.val_files={write_prompts(tmp_path / 'known.parquet', 2, data_source=source)}"
+        )
 
 
 @pytest.mark.parametrize("column", [{"style": "rule"}, "4"])
@@ -320,7 +672,10 @@ def test_a_reward_model_must_hold_a_ground_truth(material, tmp_path, column):
         material.load(f"data.val_files={bare}")
     (problem,) = error.value.problems
     assert (problem.key, problem.value) == ("data.val_files", str(bare))
-    assert "column 'reward_model' holds s" in problem.rule and "expected {style, ground_truth}" in problem.rule
+    assert (
+        "column 'reward_model' holds s" in problem.rule
+        and "expected {style, ground_truth}" in problem.rule
+    )
 
 
 def test_a_parquet_file_may_have_any_name(material, tmp_path):
@@ -334,9 +689,15 @@ def test_a_model_folder_needs_a_tokenizer_unless_one_is_named(material, tmp_path
         material.load(f"actor_rollout_ref.model.path={tmp_path}")
     (problem,) = error.value.problems
     assert (problem.key, problem.value) == ("actor_rollout_ref.model.path", str(tmp_path))
-    assert "has no tokenizer" in problem.rule and "actor_rollout_ref.model.tokenizer_path" in problem.remedy
+    assert (
+        "has no tokenizer" in problem.rule
+        and "actor_rollout_ref.model.tokenizer_path" in problem.remedy
+    )
     for elsewhere in (material.folder / "model", "Qwen/Qwen2.5-0.5B"):
-        material.load(f"actor_rollout_ref.model.path={tmp_path}", f"actor_rollout_ref.model.tokenizer_path={elsewhere}")
+        material.load(
+            f"actor_rollout_ref.model.path={tmp_path}",
+            f"actor_rollout_ref.model.tokenizer_path={elsewhere}",
+        )
     (tmp_path / "vocab.json").touch()
     material.load(f"actor_rollout_ref.model.path={tmp_path}")
 
@@ -344,7 +705,11 @@ def test_a_model_folder_needs_a_tokenizer_unless_one_is_named(material, tmp_path
 def test_a_reward_function_that_takes_everything_takes_all_kwargs(material, tmp_path):
     file = tmp_path / "reward.py"
     kwargs = [f"custom_reward_function.path={file}", "custom_reward_function.reward_kwargs.bonus=1"]
-    for parameters in ("**row", "data_source, solution_str, ground_truth, extra_info, bonus", "data_source, *, bonus=0"):
+    for parameters in (
+        "**row",
+        "data_source, solution_str, ground_truth, extra_info, bonus",
+        "data_source, *, bonus=0",
+    ):
         file.write_text(f"def compute_score({parameters}): pass\n")
         material.load(*kwargs)
 
@@ -359,9 +724,14 @@ def test_rope_scaling_lengthens_the_context(material, tmp_path):
     described = json.loads((material.folder / "model" / "config.json").read_text())
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
-    (tmp_path / "config.json").write_text(json.dumps(described | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(described | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    )
     material.load(f"actor_rollout_ref.model.path={tmp_path}", "data.max_prompt_length=8000")
-    material.load("data.max_prompt_length=8000", "actor_rollout_ref.model.override_config.max_position_embeddings=16384")
+    material.load(
+        "data.max_prompt_length=8000",
+        "actor_rollout_ref.model.override_config.max_position_embeddings=16384",
+    )
 
 
 def test_names_on_the_hub_need_no_folder(material):
@@ -387,7 +757,13 @@ def test_a_reward_file_is_read_without_being_run(material, tmp_path, source, key
 
 
 @pytest.mark.parametrize(
-    "source", ["async def compute_score(**k): pass", "from x import compute_score", "compute_score = print", "from x import *"]
+    "source",
+    [
+        "async def compute_score(**k): pass",
+        "from x import compute_score",
+        "compute_score = print",
+        "from x import *",
+    ],
 )
 def test_reward_functions_may_come_from_anywhere(material, tmp_path, source):
     file = tmp_path / "reward.py"
@@ -404,11 +780,15 @@ def test_a_run_directory_that_cannot_be_written(material, tmp_path):
 
 def test_own_functions_are_legal_names_where_they_exist(material, tmp_path, monkeypatch):
     (tmp_path / "my").mkdir()
-    (tmp_path / "my" / "module.py").write_text("raise SystemExit('is not imported')\ndef estimator(inputs): ...\n")
+    (tmp_path / "my" / "module.py").write_text(
+        "raise SystemExit('is not imported')\ndef estimator(inputs): ...\n"
+    )
     (tmp_path / "my_loss.py").write_text("from somewhere import f\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
-    material.load("algorithm.adv_estimator=my.module:estimator", f"{ACTOR}policy_loss.loss_mode=my_loss:f")
+    material.load(
+        "algorithm.adv_estimator=my.module:estimator", f"{ACTOR}policy_loss.loss_mode=my_loss:f"
+    )
     wrong = {
         "broken:f": "broken is no Python: invalid syntax",
         "my.modul:estimator": "no module my.modul",
@@ -431,7 +811,11 @@ def test_names_are_those_of_the_algorithms():
     assert {*rules.POLICY_LOSSES, plan.BYPASS_LOSS} == set(losses.POLICY_LOSSES)
     assert plan.SELECTORS.keys() == losses.SELECTORS.keys()
     assert rules.GROUP_ESTIMATORS == advantages.GROUP_ESTIMATORS
-    assert (plan.NEEDS_VALUES, plan.NEEDS_GREEDY_BASELINE, plan.NEEDS_SUM_PI_SQUARED) == ({"gae"}, {"remax"}, {"optimal_token_baseline"})
+    assert (plan.NEEDS_VALUES, plan.NEEDS_GREEDY_BASELINE, plan.NEEDS_SUM_PI_SQUARED) == (
+        {"gae"},
+        {"remax"},
+        {"optimal_token_baseline"},
+    )
     assert rules.PAPER_AGGREGATION == losses.PAPER_AGGREGATION
     assert rules.AGGREGATION_MODES == aggregation.AGGREGATION_MODES
     assert rules.KL_KINDS == kl.KL_KINDS
@@ -455,7 +839,9 @@ def test_settings_that_only_look_wrong(material, settings):
 
 def test_which_settings_an_algorithm_reads_is_found_in_functions_that_it_calls():
     assert names.readers(rules.ADVANTAGES, "ESTIMATORS", "lam") == ["gae"]
-    assert "reinforce_plus_plus" in names.readers(rules.ADVANTAGES, "ESTIMATORS", "gamma")  # through rewards_to_go
+    assert "reinforce_plus_plus" in names.readers(
+        rules.ADVANTAGES, "ESTIMATORS", "gamma"
+    )  # through rewards_to_go
     assert {"vanilla", "dppo_tv"} <= set(names.readers(rules.LOSSES, "POLICY_LOSSES", "clip_c"))
 
 
@@ -463,9 +849,17 @@ def test_which_settings_an_algorithm_reads_is_found_in_functions_that_it_calls()
 def test_the_loop_gives_each_estimator_that_is_offered_what_it_needs(material, name):
     loaded = material.load(f"algorithm.adv_estimator={name}", f"{ROLLOUT}n=2")
     made = make_plan(loaded.config)
-    given = a_step([[5]] * 4, ["a", "a", "b", "b"], [([6, 7, 8], [1] * 3, [-0.5] * 3, "done")] * 4).with_batch(scores=torch.rand(4))
-    measured = {"values": name in plan.NEEDS_VALUES, "sum_pi_squared": made.needs_sum_pi_squared, "old_log_probs": made.needs_old_log_probs}
-    given = given.with_non_tensor(**{column: list(-torch.rand(4, 3).numpy()) for column, wanted in measured.items() if wanted})
+    given = a_step(
+        [[5]] * 4, ["a", "a", "b", "b"], [([6, 7, 8], [1] * 3, [-0.5] * 3, "done")] * 4
+    ).with_batch(scores=torch.rand(4))
+    measured = {
+        "values": name in plan.NEEDS_VALUES,
+        "sum_pi_squared": made.needs_sum_pi_squared,
+        "old_log_probs": made.needs_old_log_probs,
+    }
+    given = given.with_non_tensor(
+        **{column: list(-torch.rand(4, 3).numpy()) for column, wanted in measured.items() if wanted}
+    )
     if name in plan.NEEDS_GREEDY_BASELINE:
         given = given.with_batch(reward_baselines=torch.rand(4))
     run = SimpleNamespace(config=loaded.config, plan=made, metrics={})
@@ -476,8 +870,18 @@ def test_the_loop_gives_each_estimator_that_is_offered_what_it_needs(material, n
 @pytest.mark.parametrize("name", rules.POLICY_LOSSES)
 def test_the_loop_gives_each_policy_loss_that_is_offered_what_it_needs(material, name):
     config = material.load(f"{ACTOR}policy_loss.loss_mode={name}").config
-    mask, log_probs = torch.ones(2, 3, dtype=torch.int64), torch.full((2, 3), -1.0, requires_grad=True)
-    rows = TensorDict({"response_mask": mask, "old_log_probs": log_probs.detach() - 0.1, "advantages": torch.ones(2, 3)}, [2])
+    mask, log_probs = (
+        torch.ones(2, 3, dtype=torch.int64),
+        torch.full((2, 3), -1.0, requires_grad=True),
+    )
+    rows = TensorDict(
+        {
+            "response_mask": mask,
+            "old_log_probs": log_probs.detach() - 0.1,
+            "advantages": torch.ones(2, 3),
+        },
+        [2],
+    )
     counts = Counts(tokens=6, sequences=2)
     loss, _ = policy_objective(config, make_plan(config))(rows, {"log_probs": log_probs}, counts)
     loss.backward()
@@ -486,14 +890,23 @@ def test_the_loop_gives_each_policy_loss_that_is_offered_what_it_needs(material,
 
 def test_every_number_has_a_bound():
     numeric = {key.name for key in keys.keys().values() if "number" in key.type}
-    thresholds = {f"{CORRECTION}rollout_is_threshold", f"{CORRECTION}rollout_rs_threshold"}  # a rule of their own reads them
+    thresholds = {
+        f"{CORRECTION}rollout_is_threshold",
+        f"{CORRECTION}rollout_rs_threshold",
+    }  # a rule of their own reads them
     assert {name for name in numeric if not rules.bound(name)} == thresholds
 
 
 def test_every_rule_is_about_keys_that_exist():
     from fnmatch import fnmatchcase
 
-    patterns = [*rules.CHOICES, *rules.BOUNDS, *rules.OWN_FUNCTION, *rules._REMEDIES, *(row[0] for row in ineffective.TABLE)]
+    patterns = [
+        *rules.CHOICES,
+        *rules.BOUNDS,
+        *rules.OWN_FUNCTION,
+        *rules._REMEDIES,
+        *(row[0] for row in ineffective.TABLE),
+    ]
     for pattern in patterns:
         if "engine_kwargs." not in pattern:
             assert any(fnmatchcase(key, pattern) for key in keys.leaves()), pattern
@@ -501,10 +914,19 @@ def test_every_rule_is_about_keys_that_exist():
 
 @pytest.mark.parametrize(
     ("value", "words", "legal"),
-    [(1, ">= 1 or -1", True), (-1, ">= 1 or -1", True), (0, ">= 1 or -1", False), (1, "> 0 and <= 1", True), (0, "> 0 and <= 1", False),
-     (1.5, "> 0 and <= 1", False),
-     (-2, "finite", True), (float("inf"), "finite", False), (float("nan"), ">= 0", False), (float("inf"), ">= 0", False)],
-)  # fmt: skip
+    [
+        (1, ">= 1 or -1", True),
+        (-1, ">= 1 or -1", True),
+        (0, ">= 1 or -1", False),
+        (1, "> 0 and <= 1", True),
+        (0, "> 0 and <= 1", False),
+        (1.5, "> 0 and <= 1", False),
+        (-2, "finite", True),
+        (float("inf"), "finite", False),
+        (float("nan"), ">= 0", False),
+        (float("inf"), ">= 0", False),
+    ],
+)
 def test_bounds_mean_what_they_say(value, words, legal):
     assert rules.within(value, words) is legal
 

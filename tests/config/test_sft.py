@@ -10,7 +10,11 @@ from verlite.main_sft import main
 WRONG = [
     ("data.train_files=null", "data.train_files", "must name at least one parquet file"),
     ("data.train_files=[]", "data.train_files", "must name at least one parquet file"),
-    ("data.train_files={a:1}", "data.train_files", "expected a file or a list of files, got a mapping"),
+    (
+        "data.train_files={a:1}",
+        "data.train_files",
+        "expected a file or a list of files, got a mapping",
+    ),
     ("data.max_length=0", "data.max_length", "must be >= 1"),
     ("data.truncation=left", "data.truncation", "must be one of error, right"),
     ("optim.lr=-1", "optim.lr", "must be >= 0"),
@@ -22,13 +26,24 @@ WRONG = [
     ("trainer.seed=-1", "trainer.seed", "must be >= 0"),
     ("trainer.device=cuda", "trainer.device", "shows no GPU"),
     ("model.path=/nonexistent", "model.path", "there is no such folder; on the hub"),
-    ("model.tokenizer_path=/nonexistent", "model.tokenizer_path", "there is no such folder; on the hub"),
-    ("trainer.default_local_dir={folder}/train.parquet/run", "trainer.default_local_dir", "is a file"),
+    (
+        "model.tokenizer_path=/nonexistent",
+        "model.tokenizer_path",
+        "there is no such folder; on the hub",
+    ),
+    (
+        "trainer.default_local_dir={folder}/train.parquet/run",
+        "trainer.default_local_dir",
+        "is a file",
+    ),
 ]
 
 
 def line(material, *overrides: str) -> list[str]:
-    right = [f"data.train_files={material.folder}/train.parquet", f"model.path={material.folder}/model"]
+    right = [
+        f"data.train_files={material.folder}/train.parquet",
+        f"model.path={material.folder}/model",
+    ]
     return [*right, f"trainer.default_local_dir={material.folder}/sft", *overrides]
 
 
@@ -43,7 +58,10 @@ def test_wrong_lines(material, typed, key, words):
 
 
 def test_the_right_line_is_right(material):
-    assert compose(overrides=line(material, "trainer.experiment_name=2024_11")).trainer.experiment_name == "2024_11"
+    assert (
+        compose(overrides=line(material, "trainer.experiment_name=2024_11")).trainer.experiment_name
+        == "2024_11"
+    )
 
 
 def test_only_files_of_this_schema_are_offered(material):
@@ -57,6 +75,16 @@ def test_only_files_of_this_schema_are_offered(material):
 def test_a_path_that_is_no_model_is_one_message(material, tmp_path, path, capsys):
     path = path.replace("{folder}", str(tmp_path))
     file = write_prompts(tmp_path / "train.parquet", 2)
-    assert main([f"data.train_files={file}", f"model.path={path}", f"trainer.default_local_dir={tmp_path}/run", "trainer.device=cpu"]) == 2
+    assert (
+        main(
+            [
+                f"data.train_files={file}",
+                f"model.path={path}",
+                f"trainer.default_local_dir={tmp_path}/run",
+                "trainer.device=cpu",
+            ]
+        )
+        == 2
+    )
     told = capsys.readouterr().err
     assert f"model.path={path}" in told and "Traceback" not in told

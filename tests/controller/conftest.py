@@ -16,11 +16,19 @@ from verlite.controller.supervise import Supervisor
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Eight CPU slots, however many cores there are. Leaving it restores what connecting changed."""
     before = dict(os.environ), signal.getsignal(signal.SIGTERM)
-    with connect(tmp_path_factory.mktemp("run"), address="local", num_cpus=8, call_timeout_s=120) as cluster:
+    with connect(
+        tmp_path_factory.mktemp("run"), address="local", num_cpus=8, call_timeout_s=120
+    ) as cluster:
         yield cluster
     after = dict(os.environ), signal.getsignal(signal.SIGTERM)
-    changed = {name for name in before[0].keys() | after[0].keys() if before[0].get(name) != after[0].get(name)}
-    assert before[1] == after[1] and not [name for name in changed if name.startswith(("RAY_AUTH", "RAY_ENABLE", "VERLITE"))]
+    changed = {
+        name
+        for name in before[0].keys() | after[0].keys()
+        if before[0].get(name) != after[0].get(name)
+    }
+    assert before[1] == after[1] and not [
+        name for name in changed if name.startswith(("RAY_AUTH", "RAY_ENABLE", "VERLITE"))
+    ]
     assert not processes_of(cluster.run_id)
 
 

@@ -15,11 +15,15 @@ from verlite.controller.worker_group import group, ready, spawn
 
 def main(run_dir: str, end: str) -> None:
     with connect(run_dir, address="local", num_cpus=2) as cluster:
-        worker = spawn(Light, reserve(cluster, {"light": [0]}, devices_per_node=1, kind="cpu"), "light")
+        worker = spawn(
+            Light, reserve(cluster, {"light": [0]}, devices_per_node=1, kind="cpu"), "light"
+        )
         ready(worker)
         worker.child()
         # A fork keeps the driver's open files, also its end of the guardian's pipe, and carries no mark of the run.
-        multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,), daemon=True).start()
+        multiprocessing.get_context("fork").Process(
+            target=time.sleep, args=(20,), daemon=True
+        ).start()
         if end == "frozen":
             os.kill(group(worker).pids[0], signal.SIGSTOP)
         if end == "request":

@@ -11,7 +11,7 @@ from tests.controller.conftest import processes_of
 from tests.controller.workers import Echo, Light
 from verlite.controller import node
 from verlite.controller.columns import Ref, fetch
-from verlite.controller.hosts import warm
+from verlite.controller.hosts import prestart
 from verlite.controller.placement import ResourcesMissing, reserve
 from verlite.controller.supervise import presences
 from verlite.controller.worker_group import group, ready, spawn, submit
@@ -31,14 +31,24 @@ def batch(rows: int = 5, width: int = 2) -> DataProto:
 
 def test_split_divides_rows_and_puts_them_back(echo):
     out = echo.double(batch(), plus=1)
-    assert out.batch["y"].tolist() == (batch().batch["x"] * 2 + 1).tolist() and out.batch["rank"].tolist() == [0, 0, 0, 1, 1]
-    assert out.non_tensor_batch["uid"].tolist() == [f"u{i}" for i in range(5)] and out.meta_info == {"step": 7}
+    assert out.batch["y"].tolist() == (batch().batch["x"] * 2 + 1).tolist() and out.batch[
+        "rank"
+    ].tolist() == [0, 0, 0, 1, 1]
+    assert out.non_tensor_batch["uid"].tolist() == [
+        f"u{i}" for i in range(5)
+    ] and out.meta_info == {"step": 7}
 
 
 def test_split_follows_the_assignment_also_without_rows_for_a_rank(echo):
     out = echo.samples(batch().with_meta(assignment=[[4, 0], [3, 1, 2]]), 2)
-    assert out.batch["x"][:, 0].tolist() == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8] and out.batch["sample"].tolist() == [0, 1] * 5
-    assert echo.double(batch().with_meta(assignment=[[], [4, 3, 2, 1, 0]])).batch["rank"].tolist() == [1] * 5
+    assert (
+        out.batch["x"][:, 0].tolist() == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8]
+        and out.batch["sample"].tolist() == [0, 1] * 5
+    )
+    assert (
+        echo.double(batch().with_meta(assignment=[[], [4, 3, 2, 1, 0]])).batch["rank"].tolist()
+        == [1] * 5
+    )
     assert echo.rows(batch(1), 9) == [(1, 9, {"step": 7}), (0, 9, {"step": 7})]
 
 
@@ -54,32 +64,46 @@ def test_large_batches_travel_once_and_are_counted(echo, cluster):
     assert cluster.sent_bytes - before[0] == data.nbytes
     out = echo.double(data)
     assert torch.equal(out.batch["y"], data.batch["x"] * 2)
-    assert cluster.sent_bytes - before[0] == 2 * data.nbytes and cluster.received_bytes - before[1] == 2 * data.nbytes + 64 * 8
+    assert (
+        cluster.sent_bytes - before[0] == 2 * data.nbytes
+        and cluster.received_bytes - before[1] == 2 * data.nbytes + 64 * 8
+    )
 
 
 def test_kept_columns_stay_with_their_maker_and_follow_their_rows(echo, cluster):
     """The driver moves references: rows that it drops, repeats, mixes and deals out to other ranks have their own values there."""
-    x = torch.tensor([[n, 0] for n in (3, 70_000, 1, 80_000, 5, 400_000, 7)])  # some are larger than a chunk
+    x = torch.tensor(
+        [[n, 0] for n in (3, 70_000, 1, 80_000, 5, 400_000, 7)]
+    )  # some are larger than a chunk
     asked = DataProto.from_dict({"x": x}, {"uid": [f"u{i}" for i in range(7)]})
     before = cluster.sent_bytes, cluster.received_bytes
     spoken = asked.union(echo.speak(asked))
     assert cluster.received_bytes == before[1], "no array came to the driver"
     columns = spoken.non_tensor_batch
     assert (
-        all(isinstance(ref, Ref) for name in ("tokens", "text") for ref in columns[name]) and columns["who"].tolist() == [0] * 4 + [1] * 3
+        all(isinstance(ref, Ref) for name in ("tokens", "text") for ref in columns[name])
+        and columns["who"].tolist() == [0] * 4 + [1] * 3
     )
-    chosen = spoken.select_idxs([5, 0, 3, 0, 6]).select(meta_info_keys=[]).with_meta(assignment=[[1, 4, 2], [3, 0]])
+    chosen = (
+        spoken.select_idxs([5, 0, 3, 0, 6])
+        .select(meta_info_keys=[])
+        .with_meta(assignment=[[1, 4, 2], [3, 0]])
+    )
     heard = echo.listen_to(chosen)
     numbers = [400_000, 3, 80_000, 3, 7]
-    assert heard.batch["sum"].tolist() == [n * n for n in numbers] and heard.non_tensor_batch["heard"].tolist() == [
-        f"{n}!" for n in numbers
-    ]
+    assert heard.batch["sum"].tolist() == [n * n for n in numbers] and heard.non_tensor_batch[
+        "heard"
+    ].tolist() == [f"{n}!" for n in numbers]
     assert heard.non_tensor_batch["listener"].tolist() == [1, 0, 0, 1, 0]
     assert cluster.sent_bytes - before[0] < 10_000
     here = fetch(chosen, ["text"])
-    assert here.non_tensor_batch["text"].tolist() == [f"{n}!" for n in numbers] and isinstance(here.non_tensor_batch["tokens"][0], Ref)
+    assert here.non_tensor_batch["text"].tolist() == [f"{n}!" for n in numbers] and isinstance(
+        here.non_tensor_batch["tokens"][0], Ref
+    )
     assert [len(tokens) for tokens in fetch(chosen).non_tensor_batch["tokens"]] == numbers
-    assert len({ref.chunk for ref in columns["tokens"]}) == 4, "rows of 280 and 320 kB share a chunk of 1 MiB, one of 1.6 MB has its own"
+    assert len({ref.chunk for ref in columns["tokens"]}) == 4, (
+        "rows of 280 and 320 kB share a chunk of 1 MiB, one of 1.6 MB has its own"
+    )
     none = echo.speak(asked[:0])
     assert len(none) == 0
 
@@ -92,8 +116,17 @@ def test_what_is_no_reference_stays_as_it_is():
 def test_ranks_meet_in_torch_distributed_on_loopback(echo, cluster):
     assert echo.all_reduce() == [3.0, 3.0]
     assert echo.all_reduce() == [3.0, 3.0]  # joining twice is joining once
-    sockets = [c for process in processes_of(cluster.run_id) for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
-    assert len(sockets) > 5 and {c.laddr.ip for c in sockets} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    sockets = [
+        c
+        for process in processes_of(cluster.run_id)
+        for c in process.net_connections()
+        if c.status == psutil.CONN_LISTEN
+    ]
+    assert len(sockets) > 5 and {c.laddr.ip for c in sockets} <= {
+        "127.0.0.1",
+        "::ffff:127.0.0.1",
+        "::1",
+    }
 
 
 def test_threads_are_shared_out_over_the_devices(echo, monkeypatch):
@@ -113,30 +146,42 @@ def test_wrong_calls_say_what_is_wrong(echo):
 
 def test_four_roles_share_devices_and_more_devices_than_cores(fresh):
     """Roles on one slot, roles on some slots, a worker with two slots; eight processes."""
-    placement = reserve(fresh, {"a": [0, 1, 2], "b": [0, 1], "c": [2, 1], "d": [[0, 2]]}, devices_per_node=6)
+    placement = reserve(
+        fresh, {"a": [0, 1, 2], "b": [0, 1], "c": [2, 1], "d": [[0, 2]]}, devices_per_node=6
+    )
     assert [placement.share(slot) for slot in range(4)] == [0.3333, 0.3333, 0.3333, 1.0]
     workers = [spawn(Light, placement, role) for role in "abcd"]
     ready(*workers)
     a, b, c, d = workers
-    assert [seat[:3] for seat in a.seat()] == [(0, 3, 0), (1, 3, 1), (2, 3, 2)] and [seat[:3] for seat in d.seat()] == [(0, 1, 0)]
+    assert [seat[:3] for seat in a.seat()] == [(0, 3, 0), (1, 3, 1), (2, 3, 2)] and [
+        seat[:3] for seat in d.seat()
+    ] == [(0, 1, 0)]
     assert group(a).node_ids == [seat[3] for seat in a.seat()] and len(group(b)) == 2
     assert all(psutil.pid_exists(pid) for worker in workers for pid in group(worker).pids)
     assert repr(c) == "<c: 2 x Light>" and repr(c.seat) == "<c.seat of 2 ranks>"
     assert a.environment("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME") == [["", "lo"]] * 3
     assert a.add(1, b=2) == 3
     logs = Path(fresh.run_dir) / "logs"
-    assert sorted(path.name for path in logs.glob("[bcd]_*.log")) == ["b_0.log", "b_1.log", "c_0.log", "c_1.log", "d_0.log"]
+    assert sorted(path.name for path in logs.glob("[bcd]_*.log")) == [
+        "b_0.log",
+        "b_1.log",
+        "c_0.log",
+        "c_1.log",
+        "d_0.log",
+    ]
     assert "b 1 is here" in (logs / "b_1.log").read_text()
 
 
 def test_processes_that_were_started_early_become_the_workers(fresh):
     """A module that is missing is none of their business."""
     placement = reserve(fresh, {"a": [0, 1], "b": [1]}, devices_per_node=2)
-    warm(placement, "a", "tests.no_such_module", "wave")
+    prestart(placement, "a", "tests.no_such_module", "wave")
     waiting = placement.hosts["a"]
     a, b = spawn(Light, placement, "a"), spawn(Light, placement, "b")
     ready(a, b)
-    assert group(a).pids == [known.process.pid for known in presences(waiting)] and not placement.hosts
+    assert (
+        group(a).pids == [known.process.pid for known in presences(waiting)] and not placement.hosts
+    )
     assert a.imported("wave") == [True, True] and b.imported("wave") == [False]
     assert len(fresh.supervisor.members) == 3
 
@@ -163,7 +208,9 @@ def test_devices_that_do_not_exist(fresh):
             reserve(fresh, roles, devices_per_node=2)
     with pytest.raises(ValueError, match="different nodes"):
         reserve(fresh, {"a": [[1, 2]]}, nodes=2, devices_per_node=2)
-    with pytest.raises(ResourcesMissing, match=r"(?s)needs 1 node\(s\) with 99 CPU each.*127.0.0.1 +99 +8 "):
+    with pytest.raises(
+        ResourcesMissing, match=r"(?s)needs 1 node\(s\) with 99 CPU each.*127.0.0.1 +99 +8 "
+    ):
         reserve(fresh, {"a": [0]}, devices_per_node=99)
     with pytest.raises(ResourcesMissing, match="GPU needed"):
         reserve(fresh, {"a": [0]}, devices_per_node=1, kind="cuda", wait_s=0.5)

@@ -19,7 +19,9 @@ from verlite.controller.supervise import StopRequest, Terminated
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://127.0.0.1:8265"])
 def test_addresses_of_other_services_name_the_right_command(address, tmp_path):
-    with pytest.raises(ConnectionError, match=f"address={address}.*ray job submit --address={address}"):
+    with pytest.raises(
+        ConnectionError, match=f"address={address}.*ray job submit --address={address}"
+    ):
         cluster.connect(tmp_path, address=address)
 
 
@@ -40,8 +42,13 @@ def test_a_stale_address_is_told_at_once(tmp_path, monkeypatch):
             cluster.find(None)
 
 
-@pytest.mark.parametrize("reply, joined", [(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), True), (b"HTTP/1.1 400 Bad Request", False)])
-def test_a_cluster_that_runs_on_this_machine_is_joined_and_other_servers_are_not(reply, joined, monkeypatch):
+@pytest.mark.parametrize(
+    "reply, joined",
+    [(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), True), (b"HTTP/1.1 400 Bad Request", False)],
+)
+def test_a_cluster_that_runs_on_this_machine_is_joined_and_other_servers_are_not(
+    reply, joined, monkeypatch
+):
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=lambda: server.accept()[0].sendall(reply), daemon=True).start()
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -66,11 +73,15 @@ guardian.dismiss(watch)
 
 
 @pytest.mark.parametrize("orderly", [True, False])
-def test_a_guardian_spares_the_owners_children_only_when_the_owner_leaves_in_order(orderly, tmp_path):
+def test_a_guardian_spares_the_owners_children_only_when_the_owner_leaves_in_order(
+    orderly, tmp_path
+):
     folder = tmp_path / "temporary"
     folder.mkdir()
     code = OWNER.format(mark=f"test-{os.getpid()}-{orderly}", folder=folder)
-    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     worker, child = map(int, owner.stdout.readline().split())
     os.kill(worker, signal.SIGSTOP)
     assert alive(worker) and alive(child) and folder.exists()
@@ -88,17 +99,28 @@ def test_a_guardian_spares_the_owners_children_only_when_the_owner_leaves_in_ord
 
 
 @pytest.mark.parametrize("failed_start", [False, True])
-def test_rays_agents_are_known_by_their_files_when_their_title_lies_over_their_mark(failed_start, tmp_path, monkeypatch):
+def test_rays_agents_are_known_by_their_files_when_their_title_lies_over_their_mark(
+    failed_start, tmp_path, monkeypatch
+):
     folder, another = tmp_path / "temporary", tmp_path / "temporary-2"
     folder.mkdir(), another.mkdir()
     places = {"ray::Agent": folder, "ray::Another": another, "tracker": folder}
     started = {
-        title: subprocess.Popen(["bash", "-c", f"exec -a {title} sleep 1000 > {place}/log"], env={"PATH": os.environ["PATH"]})
+        title: subprocess.Popen(
+            ["bash", "-c", f"exec -a {title} sleep 1000 > {place}/log"],
+            env={"PATH": os.environ["PATH"]},
+        )
         for title, place in places.items()
     }
     try:
         assert within(10, lambda: all((place / "log").exists() for place in places.values()))
-        assert within(10, lambda: all(b"sleep" not in Path(f"/proc/{one.pid}/cmdline").read_bytes() for one in started.values()))
+        assert within(
+            10,
+            lambda: all(
+                b"sleep" not in Path(f"/proc/{one.pid}/cmdline").read_bytes()
+                for one in started.values()
+            ),
+        )
         agent = started["ray::Agent"]
         for who in ("getpid", "getppid"):  # the process that looks, and the guardian's owner
             with monkeypatch.context() as as_agent:
@@ -181,7 +203,10 @@ def test_what_a_machine_says_of_itself(tmp_path):
     assert node.interface_of("127.0.0.1") == "lo" and node.interface_of("203.0.113.9") is None
     log = tmp_path / "log"
     log.write_text("".join(f"line {i}\n" for i in range(1000)))
-    assert node.tail(str(log), 2) == "line 998\nline 999" and node.tail(str(tmp_path / "none"), 2) == ""
+    assert (
+        node.tail(str(log), 2) == "line 998\nline 999"
+        and node.tail(str(tmp_path / "none"), 2) == ""
+    )
 
 
 def test_a_process_number_that_another_process_has_now_is_left_alone():
@@ -190,7 +215,12 @@ def test_a_process_number_that_another_process_has_now_is_left_alone():
     assert "gone" not in (node.process_state(me), node.process_state(process))
     os.kill(other.pid, signal.SIGSTOP)
     assert within(5, lambda: node.process_state(process) == "stopped by a signal")
-    node.send_signal([node.Process(other.pid, process.started - 1), node.Process(2**22 + 1, 1)], signal.SIGKILL)
-    assert other.poll() is None and node.process_state(node.Process(other.pid, process.started - 1)) == "gone"
+    node.send_signal(
+        [node.Process(other.pid, process.started - 1), node.Process(2**22 + 1, 1)], signal.SIGKILL
+    )
+    assert (
+        other.poll() is None
+        and node.process_state(node.Process(other.pid, process.started - 1)) == "gone"
+    )
     node.send_signal([process], signal.SIGKILL)
     assert other.wait() == -signal.SIGKILL and node.process_state(process) == "gone"

@@ -7,11 +7,19 @@ from tests.controller.workers import Light
 from verlite.controller.dispatch import dispatch_of, join_rows, split_rows
 from verlite.protocol.data import DataProto
 
-ASSIGNMENTS = [None, [[0, 1, 2], [3, 4]], [[4, 0], [3, 1, 2]], [[], [2, 4, 1, 3, 0]], [[3], [], [0, 4], [2, 1]]]
+ASSIGNMENTS = [
+    None,
+    [[0, 1, 2], [3, 4]],
+    [[4, 0], [3, 1, 2]],
+    [[], [2, 4, 1, 3, 0]],
+    [[3], [], [0, 4], [2, 1]],
+]
 
 
 def batch(assignment: object = None, rows: int = 5) -> DataProto:
-    data = DataProto.from_dict({"x": torch.arange(rows)}, {"uid": [f"u{i}" for i in range(rows)]}, {"step": 7})
+    data = DataProto.from_dict(
+        {"x": torch.arange(rows)}, {"uid": [f"u{i}" for i in range(rows)]}, {"step": 7}
+    )
     return data if assignment is None else data.with_meta(assignment=assignment)
 
 
@@ -43,7 +51,10 @@ def test_other_results_are_a_list_by_rank():
     assert join_rows([batch(), None], batch())[1] is None
 
 
-@pytest.mark.parametrize("assignment", [[[0, 1, 2], [3]], [[0, 1, 2], [3, 4, 4]], [[0, 1, 2, 3, 5], []], [[0, 1, 2, 3, 4]]])
+@pytest.mark.parametrize(
+    "assignment",
+    [[[0, 1, 2], [3]], [[0, 1, 2], [3, 4, 4]], [[0, 1, 2, 3, 5], []], [[0, 1, 2, 3, 4]]],
+)
 def test_an_assignment_that_loses_or_doubles_rows_is_refused(assignment):
     with pytest.raises(ValueError, match="assignment"):
         split_rows(batch(assignment), 2)
@@ -52,7 +63,11 @@ def test_an_assignment_that_loses_or_doubles_rows_is_refused(assignment):
 def test_results_that_do_not_fit_the_rows_are_refused():
     data = batch()
     parts = split_rows(data, 2)
-    for results in ([parts[0], parts[1][1:]], [parts[0].repeat(2), parts[1]], [parts[0], parts[1].repeat(2)]):
+    for results in (
+        [parts[0], parts[1][1:]],
+        [parts[0].repeat(2), parts[1]],
+        [parts[0], parts[1].repeat(2)],
+    ):
         with pytest.raises(ValueError, match=r"given \[3, 2\] rows and returned"):
             join_rows(results, data)
     with pytest.raises(ValueError, match=r"given \[1, 0\] rows and returned \[1, 1\]"):
@@ -63,6 +78,7 @@ def test_only_registered_methods_can_be_called():
     assert [dispatch_of(Light, name) for name in ("seat", "add")] == ["all", "rank_zero"]
     for name in ("not_registered", "rank", "nope"):
         with pytest.raises(
-            AttributeError, match=f"Light.{name} cannot be called.*add, child, environment, fail, imported, lose, seat, sleep"
+            AttributeError,
+            match=f"Light.{name} cannot be called.*add, child, environment, fail, imported, lose, seat, sleep",
         ):
             dispatch_of(Light, name)

@@ -43,7 +43,13 @@ def test_the_cause_is_named_and_the_others_do_not_wait(light, how, kind, excepti
     with pytest.raises(WorkerError, match=rf"light rank 1 failed in fail \({kind}\)") as caught:
         light.fail(1, how)
     error = caught.value
-    assert (error.role, error.rank, error.method, error.kind, error.exception_type) == ("light", 1, "fail", kind, exception)
+    assert (error.role, error.rank, error.method, error.kind, error.exception_type) == (
+        "light",
+        1,
+        "fail",
+        kind,
+        exception,
+    )
     caught.match(says)
     caught.match("light_1.log")
     assert time.monotonic() - start < 10 and within(10, lambda: not any(alive(pid) for pid in pids))
@@ -65,7 +71,9 @@ def test_a_peer_that_died_is_the_cause_and_not_the_broken_collective(fresh):
 
 
 def test_a_failure_that_looks_like_a_consequence_waits_for_its_cause(light):
-    with pytest.raises(WorkerError, match="light rank 1 failed in lose .killed by SIGKILL") as caught:
+    with pytest.raises(
+        WorkerError, match="light rank 1 failed in lose .killed by SIGKILL"
+    ) as caught:
         light.lose(1)
     caught.match("then light rank 0 in lose: RuntimeError: .*closed by peer")
 
@@ -77,7 +85,9 @@ def test_a_death_between_calls_is_named_when_its_columns_are_missed(fresh):
     spoken = maker.speak(DataProto.from_dict({"x": torch.tensor([[200_000, 0]])}))
     ready(reader)
     os.kill(group(maker).pids[0], signal.SIGKILL)
-    with pytest.raises(WorkerError, match="maker rank 0 failed in no call .killed by SIGKILL") as caught:
+    with pytest.raises(
+        WorkerError, match="maker rank 0 failed in no call .killed by SIGKILL"
+    ) as caught:
         reader.listen_to(spoken)
     caught.match("then reader rank 0 in listen_to: OwnerDiedError")
 
@@ -93,8 +103,12 @@ def test_a_death_between_calls_is_named_when_the_driver_misses_its_columns(fresh
 
 
 def test_construction_that_fails_is_the_failure_of_the_next_call(fresh):
-    worker = spawn(Light, reserve(fresh, {"light": [0, 1]}, devices_per_node=2), "light", fail_on_rank=1)
-    with pytest.raises(WorkerError, match="light rank 1 failed in construction.*FileNotFoundError: no such model") as caught:
+    worker = spawn(
+        Light, reserve(fresh, {"light": [0, 1]}, devices_per_node=2), "light", fail_on_rank=1
+    )
+    with pytest.raises(
+        WorkerError, match="light rank 1 failed in construction.*FileNotFoundError: no such model"
+    ) as caught:
         worker.seat()
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
@@ -115,14 +129,20 @@ def test_a_role_that_nobody_waits_for_is_watched_too(fresh):
 def test_a_frozen_rank_is_named_and_killed(light):
     pids = group(light).pids
     os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(StuckError, match=r"(?s)light.sleep did not finish within 2 s.*rank 1: process \d+ is stopped") as caught:
+    with pytest.raises(
+        StuckError,
+        match=r"(?s)light.sleep did not finish within 2 s.*rank 1: process \d+ is stopped",
+    ) as caught:
         submit(light.sleep, 0.0).result(timeout_s=2)
     assert (caught.value.finished, caught.value.unfinished) == ([0], [1])
     assert within(10, lambda: not any(alive(pid) for pid in pids))
 
 
 def test_a_stuck_rank_shows_where_it_is(light, fresh):
-    with pytest.raises(StuckError, match='(?s)not finished: 0, 1.*rank 0: process [0-9]+ is sleeping.*workers.py", line [0-9]+ in sleep'):
+    with pytest.raises(
+        StuckError,
+        match='(?s)not finished: 0, 1.*rank 0: process [0-9]+ is sleeping.*workers.py", line [0-9]+ in sleep',
+    ):
         submit(light.sleep, 1000).result(timeout_s=1)
     assert "most recent call first" in (fresh.run_dir / "logs" / "light_1.log").read_text()
 

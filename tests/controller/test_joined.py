@@ -21,7 +21,9 @@ def nodes(monkeypatch_module):
     from ray.cluster_utils import Cluster as Nodes
 
     with _lean_head():
-        nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        nodes = Nodes(
+            initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+        )
         nodes.add_node(num_cpus=2)
     yield nodes
     nodes.shutdown()
@@ -35,7 +37,9 @@ def monkeypatch_module():
 
 @pytest.fixture(scope="module")
 def joined(nodes, tmp_path_factory):
-    with connect(tmp_path_factory.mktemp("run"), address=nodes.address, call_timeout_s=120) as cluster:
+    with connect(
+        tmp_path_factory.mktemp("run"), address=nodes.address, call_timeout_s=120
+    ) as cluster:
         yield cluster
 
 
@@ -47,7 +51,12 @@ def test_too_few_nodes_are_a_table_after_a_bounded_wait(joined, capsys):
     caught.match(r"needs 3 node\(s\) with 2 CPU each")
     lines = [line.split() for line in str(caught.value).splitlines()]
     assert lines[1] == ["node", "CPU", "needed", "CPU", "total", "CPU", "free"]
-    assert lines[2] == lines[3] == ["127.0.0.1", "2", "2", "2"] and lines[4][:4] == ["(node", "3:", "has", "not"]
+    assert lines[2] == lines[3] == ["127.0.0.1", "2", "2", "2"] and lines[4][:4] == [
+        "(node",
+        "3:",
+        "has",
+        "not",
+    ]
     assert "waiting for devices: 2 of 3 nodes" in capsys.readouterr().err
 
 
@@ -58,18 +67,28 @@ def test_devices_of_another_run_are_not_free(joined):
     start = time.monotonic()
     with pytest.raises(ResourcesMissing, match="127.0.0.1 +2 +2 +1"):
         reserve(joined, {"a": [0]}, nodes=2, devices_per_node=2, wait_s=1)
-    assert time.monotonic() - start < 9, "Ray was asked for what it could not give, and made us wait for it"
+    assert time.monotonic() - start < 9, (
+        "Ray was asked for what it could not give, and made us wait for it"
+    )
     ray.util.remove_placement_group(first.group)
 
 
 def test_ranks_are_spread_in_a_stable_order_and_a_lost_node_ends_the_run(joined, nodes):
-    placement = reserve(joined, {"a": [0, 1, 2, 3], "b": [3]}, nodes=2, devices_per_node=2, wait_s=30)
-    assert [slot.node_id for slot in placement.slots] == [node for node in sorted({s.node_id for s in placement.slots}) for _ in range(2)]
+    placement = reserve(
+        joined, {"a": [0, 1, 2, 3], "b": [3]}, nodes=2, devices_per_node=2, wait_s=30
+    )
+    assert [slot.node_id for slot in placement.slots] == [
+        node for node in sorted({s.node_id for s in placement.slots}) for _ in range(2)
+    ]
     a, b = spawn(Light, placement, "a"), spawn(Light, placement, "b")
     ready(a, b)
     seats = a.seat()
     assert [seat[:3] for seat in seats] == [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)]
-    assert [seat[3] for seat in seats] == [slot.node_id for slot in placement.slots] == group(a).node_ids
+    assert (
+        [seat[3] for seat in seats]
+        == [slot.node_id for slot in placement.slots]
+        == group(a).node_ids
+    )
     assert a.environment("VERLITE_RUN_ID") == [[joined.run_id]] * 4
     pids, children = [*group(a).pids, *group(b).pids], a.child()
     other = next(node for node in nodes.list_all_nodes() if node is not nodes.head_node)

@@ -24,14 +24,25 @@ ENDS = {
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """A driver that ends in a given way; the next one is started too, since starting is mostly waiting."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+    }
     started = {}
 
     def run(end):
         order = list(ENDS)
         for name in order[order.index(end) : order.index(end) + 2]:
             if name not in started:
-                command = [sys.executable, "-m", "tests.controller.driver", str(tmp_path_factory.mktemp(name)), name]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "tests.controller.driver",
+                    str(tmp_path_factory.mktemp(name)),
+                    name,
+                ]
                 started[name] = subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes)
         return started[end]
 

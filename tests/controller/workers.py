@@ -69,7 +69,10 @@ class Light(Worker):
             ctypes.string_at(0)
         if how == "exit":
             sys.exit(3)
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "abort": signal.SIGABRT}[how])
+        os.kill(
+            os.getpid(),
+            {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "abort": signal.SIGABRT}[how],
+        )
         time.sleep(1000)
 
     @register("all")
@@ -100,7 +103,7 @@ class Echo(Worker):
         copies = data.repeat(n)
         return copies.with_batch(sample=torch.arange(n).repeat(len(data)))
 
-    @register("split", keeps=("tokens", "text", "absent"))
+    @register("split", keep_remote=("tokens", "text", "absent"))
     def speak(self, data: "DataProto") -> "DataProto":
         """As many tokens as each row's x says, all of them x, and a text."""
         import numpy as np
@@ -124,7 +127,9 @@ class Echo(Worker):
 
         columns = data.non_tensor_batch
         sums = torch.tensor([int(tokens.sum()) for tokens in columns["tokens"]], dtype=torch.int64)
-        return DataProto.from_dict({"sum": sums}, {"heard": list(columns["text"]), "listener": [self.rank] * len(data)})
+        return DataProto.from_dict(
+            {"sum": sums}, {"heard": list(columns["text"]), "listener": [self.rank] * len(data)}
+        )
 
     @register("split")
     def lose_a_row(self, data: "DataProto") -> "DataProto":

@@ -40,7 +40,12 @@ def test_rows_come_back_as_written(tmp_path: Path) -> None:
     third = data.row(2)
     assert third.messages == [{"role": "user", "content": "xxx"}]
     assert third.prompt_ids == build_prompt(tiny_tokenizer(), third.messages)
-    assert (third.index, third.data_source, third.ground_truth, third.ability) == (2, "openai/gsm8k", "4", "math")
+    assert (third.index, third.data_source, third.ground_truth, third.ability) == (
+        2,
+        "openai/gsm8k",
+        "4",
+        "math",
+    )
     assert third.extra_info == {"split": "train", "index": 3}
     assert data.where(2) == f"{path} row 2"
     assert str(data.report()) == f"train: 5 prompts from {path}; longest prompt 5 tokens, limit 512"
@@ -48,11 +53,19 @@ def test_rows_come_back_as_written(tmp_path: Path) -> None:
 
 def test_files_with_different_columns_are_read_together(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "who?"}]
-    question = {"data_source": "nq", "prompt": chat, "reward_model": {"ground_truth": {"target": ["a", "b"]}}, "id": 7}
+    question = {
+        "data_source": "nq",
+        "prompt": chat,
+        "reward_model": {"ground_truth": {"target": ["a", "b"]}},
+        "id": 7,
+    }
     data = load([write(tmp_path / "a.parquet", row()), write(tmp_path / "b.parquet", question)])
     assert data.row(1).ground_truth == {"target": ["a", "b"]}
     assert (data.row(1).ability, data.row(1).extra_info) == (None, {})
-    assert data.where(1).endswith("b.parquet row 0") and data.data_sources() == ["nq", "openai/gsm8k"]
+    assert data.where(1).endswith("b.parquet row 0") and data.data_sources() == [
+        "nq",
+        "openai/gsm8k",
+    ]
 
 
 def test_a_file_is_known_by_its_content_not_by_its_name(tmp_path: Path) -> None:
@@ -60,9 +73,17 @@ def test_a_file_is_known_by_its_content_not_by_its_name(tmp_path: Path) -> None:
 
 
 def test_other_column_names(tmp_path: Path) -> None:
-    mine = {"chat": [{"role": "user", "content": "hi"}], "kind": "mine", "reward_model": {"ground_truth": None}}
+    mine = {
+        "chat": [{"role": "user", "content": "hi"}],
+        "kind": "mine",
+        "reward_model": {"ground_truth": None},
+    }
     only = load(write(tmp_path / "a.parquet", mine), prompt_key="chat", reward_fn_key="kind").row(0)
-    assert (only.messages[0]["content"], only.data_source, only.ground_truth) == ("hi", "mine", None)
+    assert (only.messages[0]["content"], only.data_source, only.ground_truth) == (
+        "hi",
+        "mine",
+        None,
+    )
 
 
 def test_a_template_sees_no_columns_that_a_message_does_not_have(tmp_path: Path) -> None:
@@ -77,13 +98,25 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     assert [len(data.row(i).prompt_ids) for i in range(len(data))] == [3, 4, 5]
     assert data.where(1).endswith("row 2")
     report = data.report()
-    assert (report.rows, report.kept, report.dropped, report.truncated, report.longest) == (5, 3, 2, 0, 9)
+    assert (report.rows, report.kept, report.dropped, report.truncated, report.longest) == (
+        5,
+        3,
+        2,
+        0,
+        9,
+    )
     assert "2 dropped for more than 5 tokens; longest prompt 9 tokens, limit 5" in str(report)
 
 
-@pytest.mark.parametrize(("truncation", "text"), [("left", "cdefg"), ("right", "abcde"), ("middle", "abefg")])
+@pytest.mark.parametrize(
+    ("truncation", "text"), [("left", "cdefg"), ("right", "abcde"), ("middle", "abefg")]
+)
 def test_overlong_prompts_are_cut_and_counted(tmp_path: Path, truncation: str, text: str) -> None:
-    data = load(write(tmp_path / "a.parquet", row("abcdefg"), row("abc")), max_prompt_length=5, truncation=truncation)
+    data = load(
+        write(tmp_path / "a.parquet", row("abcdefg"), row("abc")),
+        max_prompt_length=5,
+        truncation=truncation,
+    )
     assert tiny_tokenizer().decode(data.row(0).prompt_ids) == text
     assert (data.report().truncated, data.report().kept) == (1, 2)
 
@@ -101,25 +134,40 @@ def test_max_samples(tmp_path: Path) -> None:
     assert chosen(train_max_samples=10, shuffle=False) == list(range(10))
     assert chosen("val", val_max_samples=10, train_max_samples=5) == list(range(10))
     assert len(chosen(train_max_samples=1000)) == 100
-    assert "10 of 100 rows chosen by data.train_max_samples" in str(load(path, train_max_samples=10).report())
+    assert "10 of 100 rows chosen by data.train_max_samples" in str(
+        load(path, train_max_samples=10).report()
+    )
 
 
 def test_shared_prompts_are_told(tmp_path: Path) -> None:
     train = load(write(tmp_path / "a.parquet", row("a"), row("b"), row("c")))
     validation = load(write(tmp_path / "b.parquet", row("x"), row("b"), row("c")), "val")
     note = overlap_note(train, validation)
-    assert note is not None and note.startswith("2 of 3 validation prompts are also training prompts") and "b.parquet row 1" in note
+    assert (
+        note is not None
+        and note.startswith("2 of 3 validation prompts are also training prompts")
+        and "b.parquet row 1" in note
+    )
     assert overlap_note(train, load(write(tmp_path / "c.parquet", row("d")), "val")) is None
 
 
 WRONG_ROWS = {
-    "text for messages": ([row(prompt="2+2?")], "row 0: column 'prompt' is '2+2?', expected a list of messages {role, content}"),
-    "no messages": ([row(), row(prompt=[])], "row 1: column 'prompt' is [], expected a list of messages {role, content}"),
+    "text for messages": (
+        [row(prompt="2+2?")],
+        "row 0: column 'prompt' is '2+2?', expected a list of messages {role, content}",
+    ),
+    "no messages": (
+        [row(), row(prompt=[])],
+        "row 1: column 'prompt' is [], expected a list of messages {role, content}",
+    ),
     "null content": (
         [row(), row(None)],
         "row 1: column 'prompt' has the message {'role': 'user', 'content': None}, expected role and content, both text",
     ),
-    "null source": ([row(), row(data_source=None)], "row 1: column 'data_source' is None, expected the name of the data source"),
+    "null source": (
+        [row(), row(data_source=None)],
+        "row 1: column 'data_source' is None, expected the name of the data source",
+    ),
     "no ground truth": (
         [row(reward_model={"style": "rule"})],
         "row 0: column 'reward_model' is {'style': 'rule'}, expected {style, ground_truth}",
@@ -134,7 +182,9 @@ def test_a_wrong_row_is_named(tmp_path: Path, case: str) -> None:
     path = write(tmp_path / "a.parquet", *rows)
     with pytest.raises(DataError) as caught:
         load(path)
-    assert str(caught.value) == f"{path} {said}" + (", as data_preprocess/ writes it" if "column" in said else "")
+    assert str(caught.value) == f"{path} {said}" + (
+        ", as data_preprocess/ writes it" if "column" in said else ""
+    )
 
 
 def test_wrong_files_are_named(tmp_path: Path) -> None:
@@ -145,7 +195,9 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
 
     good = write(tmp_path / "good.parquet", row("abcdefgh"), row("abc"))
     missing = str(tmp_path / "missing.parquet")
-    assert message([good, missing]).startswith(f"{missing} does not exist: make it with data_preprocess/")
+    assert message([good, missing]).startswith(
+        f"{missing} does not exist: make it with data_preprocess/"
+    )
     (tmp_path / "a.jsonl").write_text("{}")
     assert "a.jsonl cannot be read as parquet" in message(str(tmp_path / "a.jsonl"))
     assert "is not a parquet file" in message(str(tmp_path))
@@ -154,23 +206,40 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "empty.parquet")
     pq.write_table(pa.Table.from_pylist([]), tmp_path / "nothing.parquet")
     for name in ("empty", "nothing"):
-        assert message(str(tmp_path / f"{name}.parquet")) == f"{tmp_path / name}.parquet has no rows"
-    bare = write(tmp_path / "bare.parquet", {"prompt": [{"role": "user", "content": "a"}], "answer": "b"})
-    assert message(bare) == f"{bare} has no column 'data_source', 'reward_model'; its columns are prompt, answer"
+        assert (
+            message(str(tmp_path / f"{name}.parquet")) == f"{tmp_path / name}.parquet has no rows"
+        )
+    bare = write(
+        tmp_path / "bare.parquet", {"prompt": [{"role": "user", "content": "a"}], "answer": "b"}
+    )
+    assert (
+        message(bare)
+        == f"{bare} has no column 'data_source', 'reward_model'; its columns are prompt, answer"
+    )
     assert message([]) == "data.train_files is empty: name at least one parquet file"
-    assert message(good, train_max_samples=0) == "data.train_max_samples=0 leaves no prompt; -1 takes all"
+    assert (
+        message(good, train_max_samples=0)
+        == "data.train_max_samples=0 leaves no prompt; -1 takes all"
+    )
     assert message(good, max_prompt_length=2, filter_overlong_prompts=True) == (
         "data.train_files: all 2 prompts have more than data.max_prompt_length=2 tokens, the shortest 3, so "
         "data.filter_overlong_prompts leaves none. Raise data.max_prompt_length"
     )
     too_long = message(good, max_prompt_length=5)
-    assert too_long.startswith(f"{good} row 0: the prompt has 8 tokens, 5 are allowed by data.max_prompt_length; 1 of 2 prompts")
-    assert "data.filter_overlong_prompts=True" in too_long and "data.truncation=left, right or middle" in too_long
+    assert too_long.startswith(
+        f"{good} row 0: the prompt has 8 tokens, 5 are allowed by data.max_prompt_length; 1 of 2 prompts"
+    )
+    assert (
+        "data.filter_overlong_prompts=True" in too_long
+        and "data.truncation=left, right or middle" in too_long
+    )
 
 
 def test_a_template_that_refuses_a_chat_names_the_row(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}{{ messages[0].content }}"
     path = write(tmp_path / "a.parquet", row(), row(prompt=[{"role": "system", "content": "a"}]))
-    with pytest.raises(DataError, match="a.parquet row 1: the chat template failed: TemplateError: no system role"):
+    with pytest.raises(
+        DataError, match="a.parquet row 1: the chat template failed: TemplateError: no system role"
+    ):
         PromptDataset(path, tokenizer, DataConfig(), "train")

@@ -18,7 +18,9 @@ def test_a_template_writes_the_whole_prompt_with_its_special_tokens_once() -> No
     ids = build_prompt(tokenizer, MESSAGES)
     assert tokenizer.decode(ids) == "<bos><system>Be brief.\n<user>2+2?\n<assistant>"
     assert ids.count(tokenizer.bos_token_id) == 1 and all(type(i) is int for i in ids)
-    assert tokenizer.decode(build_prompt(tokenizer, MESSAGES, template_kwargs={"think": False})).endswith("<assistant><empty>")
+    assert tokenizer.decode(
+        build_prompt(tokenizer, MESSAGES, template_kwargs={"think": False})
+    ).endswith("<assistant><empty>")
 
 
 def test_without_a_template_the_contents_are_joined_and_encoded_as_any_text() -> None:
@@ -32,10 +34,20 @@ def test_without_a_template_the_contents_are_joined_and_encoded_as_any_text() ->
 def test_many_prompts_are_those_of_one_at_a_time(template: str | None) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    conversations = [MESSAGES, MESSAGES[1:], [{"role": "user", "content": "α\u2028 " * 40}], [{"role": "user", "content": ""}]]
+    conversations = [
+        MESSAGES,
+        MESSAGES[1:],
+        [{"role": "user", "content": "α\u2028 " * 40}],
+        [{"role": "user", "content": ""}],
+    ]
     options = {"think": False} if template else {}
-    alone = [build_prompt(tokenizer, messages, template_kwargs=options) for messages in conversations]
-    assert build_prompts(tokenizer, conversations, template_kwargs=options) == alone and len({len(ids) for ids in alone}) == 4
+    alone = [
+        build_prompt(tokenizer, messages, template_kwargs=options) for messages in conversations
+    ]
+    assert (
+        build_prompts(tokenizer, conversations, template_kwargs=options) == alone
+        and len({len(ids) for ids in alone}) == 4
+    )
     assert build_prompts(tokenizer, []) == []
 
 
@@ -59,6 +71,10 @@ def test_too_long_and_unknown_modes_are_errors() -> None:
     with pytest.raises(PromptTooLong, match="the prompt has 13 tokens, 12 are allowed") as caught:
         build_prompt(tokenizer, MESSAGES, max_length=12)
     assert (caught.value.length, caught.value.limit) == (13, 12)
-    assert build_prompt(tokenizer, MESSAGES, max_length=4, truncation="left") == tokenizer.encode("2+2?")
-    with pytest.raises(ValueError, match="data.truncation='centre' is not one of error, left, right, middle"):
+    assert build_prompt(tokenizer, MESSAGES, max_length=4, truncation="left") == tokenizer.encode(
+        "2+2?"
+    )
+    with pytest.raises(
+        ValueError, match="data.truncation='centre' is not one of error, left, right, middle"
+    ):
         build_prompt(tokenizer, MESSAGES, max_length=100, truncation="centre")

@@ -49,7 +49,9 @@ def test_any_resume_continues_exactly(size: int) -> None:
 def test_a_state_of_other_data_is_refused() -> None:
     state = PromptSampler(10, 3, seed=7).state_dict()
     assert state == {"seed": 7, "shuffle": True, "epoch": 0, "position": 0, "size": 10}
-    with pytest.raises(ValueError, match="counted 10 training prompts, data.train_files now has 11"):
+    with pytest.raises(
+        ValueError, match="counted 10 training prompts, data.train_files now has 11"
+    ):
         PromptSampler(11, 3, seed=7).load_state_dict(state)
     with pytest.raises(ValueError, match="data.seed=7, but now data.seed=8"):
         PromptSampler(10, 3, seed=8).load_state_dict(state)
@@ -62,7 +64,9 @@ def test_a_state_of_other_data_is_refused() -> None:
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="data.train_batch_size=11 is more than the 10 training prompts"):
+    with pytest.raises(
+        ValueError, match="data.train_batch_size=11 is more than the 10 training prompts"
+    ):
         PromptSampler(10, 11)
     with pytest.raises(ValueError, match="data.train_batch_size=0 must be at least 1"):
         PromptSampler(10, 0)

@@ -20,8 +20,13 @@ def parquet(path, rows):
     return str(path)
 
 
-def test_text_and_messages_become_the_same_tokens_and_the_response_ends_with_eos(tmp_path, tokenizer):
-    text = parquet(tmp_path / "text.parquet", [{"prompt": "3+4=", "response": "7"}, {"prompt": "5+8=", "response": "13"}])
+def test_text_and_messages_become_the_same_tokens_and_the_response_ends_with_eos(
+    tmp_path, tokenizer
+):
+    text = parquet(
+        tmp_path / "text.parquet",
+        [{"prompt": "3+4=", "response": "7"}, {"prompt": "5+8=", "response": "13"}],
+    )
     chat = parquet(
         tmp_path / "chat.parquet",
         [
@@ -38,22 +43,39 @@ def test_text_and_messages_become_the_same_tokens_and_the_response_ends_with_eos
 
 
 def test_a_long_example_is_refused_or_loses_its_end(tmp_path, tokenizer):
-    file = parquet(tmp_path / "long.parquet", [{"prompt": "1+1=", "response": "2"}, {"prompt": "12+34=", "response": "46"}])
-    with pytest.raises(DataError, match=r"long.parquet row 1: 9 tokens, data.max_length=8 .* data.truncation=right"):
+    file = parquet(
+        tmp_path / "long.parquet",
+        [{"prompt": "1+1=", "response": "2"}, {"prompt": "12+34=", "response": "46"}],
+    )
+    with pytest.raises(
+        DataError, match=r"long.parquet row 1: 9 tokens, data.max_length=8 .* data.truncation=right"
+    ):
         read_examples(file, tokenizer, SFTDataConfig(max_length=8))
     cut = read_examples(file, tokenizer, SFTDataConfig(max_length=8, truncation="right"))
     assert cut[1] == (tokenizer.encode("12+34="), tokenizer.encode("46"))
     assert cut[0][1][-1] == tokenizer.eos_token_id
-    with pytest.raises(DataError, match=r"row 1: the prompt's 6 tokens leave no room for a response in data.max_length=6"):
+    with pytest.raises(
+        DataError,
+        match=r"row 1: the prompt's 6 tokens leave no room for a response in data.max_length=6",
+    ):
         read_examples(file, tokenizer, SFTDataConfig(max_length=6, truncation="right"))
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "1+1="}], r"has no column 'response'; its columns are prompt \(data.prompt_key, data.response_key\)"),
-        ([{"prompt": "1+1=", "response": None}], r"bad.parquet row 0: column 'response' is 'None', expected text"),
-        ([{"prompt": 3, "response": "4"}], r"row 0: column 'prompt' is '3', expected text or a list of messages"),
+        (
+            [{"prompt": "1+1="}],
+            r"has no column 'response'; its columns are prompt \(data.prompt_key, data.response_key\)",
+        ),
+        (
+            [{"prompt": "1+1=", "response": None}],
+            r"bad.parquet row 0: column 'response' is 'None', expected text",
+        ),
+        (
+            [{"prompt": 3, "response": "4"}],
+            r"row 0: column 'prompt' is '3', expected text or a list of messages",
+        ),
         ([{"prompt": "", "response": "4"}], r"row 0: the prompt has no tokens"),
     ],
 )
@@ -64,8 +86,15 @@ def test_a_wrong_row_is_named(tmp_path, tokenizer, rows, message):
 
 def test_a_wrong_file_is_named(tmp_path, tokenizer):
     (tmp_path / "text.parquet").write_text("no parquet")
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string()), "response": pa.array([], pa.string())}), tmp_path / "empty.parquet")
-    for name, message in [("gone", "does not exist"), ("text", "cannot be read as parquet"), ("empty", "has no rows")]:
+    pq.write_table(
+        pa.table({"prompt": pa.array([], pa.string()), "response": pa.array([], pa.string())}),
+        tmp_path / "empty.parquet",
+    )
+    for name, message in [
+        ("gone", "does not exist"),
+        ("text", "cannot be read as parquet"),
+        ("empty", "has no rows"),
+    ]:
         with pytest.raises(DataError, match=f"{name}.parquet {message}"):
             read_examples(str(tmp_path / f"{name}.parquet"), tokenizer, SFTDataConfig())
     with pytest.raises(DataError, match="data.train_files is empty"):

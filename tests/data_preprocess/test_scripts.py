@@ -20,7 +20,9 @@ SAMPLES = ROOT / "tests/samples"
 
 
 def test_gsm8k_rows_are_verls(run: Run, tmp_path: Path) -> None:
-    done = run("gsm8k.py", "--local_dir", tmp_path / "out", "--local_dataset_path", SAMPLES / "gsm8k")
+    done = run(
+        "gsm8k.py", "--local_dir", tmp_path / "out", "--local_dataset_path", SAMPLES / "gsm8k"
+    )
     assert done.returncode == 0, done.stderr
     train, test = (pq.read_table(tmp_path / f"out/{split}.parquet") for split in ("train", "test"))
     assert train.column_names == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
@@ -39,24 +41,40 @@ def test_gsm8k_rows_are_verls(run: Run, tmp_path: Path) -> None:
         ],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "18"},
-        "extra_info": {"split": "test", "index": 0, "answer": original["answer"], "question": original["question"]},
+        "extra_info": {
+            "split": "test",
+            "index": 0,
+            "answer": original["answer"],
+            "question": original["question"],
+        },
     }
     assert [row["extra_info"]["index"] for row in train.to_pylist()] == list(range(20))
     size = (tmp_path / "out/train.parquet").stat().st_size
     longest = max(len(row["prompt"][0]["content"]) for row in train.to_pylist())
-    assert f"train.parquet: 20 rows, longest prompt {longest} characters, {size} bytes" in done.stdout
+    assert (
+        f"train.parquet: 20 rows, longest prompt {longest} characters, {size} bytes" in done.stdout
+    )
     assert done.stdout.count('"data_source": "openai/gsm8k"') == 3  # examples
 
 
 def test_a_ground_truth_has_no_commas(run: Run, tmp_path: Path) -> None:
     for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text('{"question": "How much?", "answer": "It is\\n#### -1,234,567"}')
-    assert run("gsm8k.py", "--local_dir", tmp_path, "--local_dataset_path", tmp_path).returncode == 0
-    assert pq.read_table(tmp_path / "train.parquet").to_pylist()[0]["reward_model"]["ground_truth"] == "-1234567"
+        (tmp_path / f"{split}.jsonl").write_text(
+            '{"question": "How much?", "answer": "It is\\n#### -1,234,567"}'
+        )
+    assert (
+        run("gsm8k.py", "--local_dir", tmp_path, "--local_dataset_path", tmp_path).returncode == 0
+    )
+    assert (
+        pq.read_table(tmp_path / "train.parquet").to_pylist()[0]["reward_model"]["ground_truth"]
+        == "-1234567"
+    )
 
 
 def test_math_rows_are_verls(run: Run, tmp_path: Path) -> None:
-    done = run("math_dataset.py", "--local_save_dir", tmp_path, "--local_dataset_path", SAMPLES / "math")
+    done = run(
+        "math_dataset.py", "--local_save_dir", tmp_path, "--local_dataset_path", SAMPLES / "math"
+    )
     assert done.returncode == 0, done.stderr
     rows = pq.read_table(tmp_path / "test.parquet").to_pylist()
     assert (
@@ -67,7 +85,10 @@ def test_math_rows_are_verls(run: Run, tmp_path: Path) -> None:
             "type": "Algebra",
             "data_source": "DigitalLearningGmbH/MATH-lighteval",
             "prompt": [
-                {"role": "user", "content": "Expand $(x+1)^2$. Let's think step by step and output the final answer within \\boxed{}."}
+                {
+                    "role": "user",
+                    "content": "Expand $(x+1)^2$. Let's think step by step and output the final answer within \\boxed{}.",
+                }
             ],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": "x^2+2x+1"},
@@ -75,17 +96,29 @@ def test_math_rows_are_verls(run: Run, tmp_path: Path) -> None:
         }
     )
     truths = [row["reward_model"]["ground_truth"] for row in rows]
-    assert truths == ["x^2+2x+1", "\\text{composite}", "6", "\\begin{pmatrix} 2 \\\\ -1 \\end{pmatrix}"]
+    assert truths == [
+        "x^2+2x+1",
+        "\\text{composite}",
+        "6",
+        "\\begin{pmatrix} 2 \\\\ -1 \\end{pmatrix}",
+    ]
 
 
 @pytest.mark.parametrize("script", ["gsm8k.py", "math_dataset.py"])
-def test_every_ground_truth_scores_and_every_prompt_is_used(run: Run, tmp_path: Path, script: str) -> None:
+def test_every_ground_truth_scores_and_every_prompt_is_used(
+    run: Run, tmp_path: Path, script: str
+) -> None:
     folder = SAMPLES / ("gsm8k" if script == "gsm8k.py" else "math")
     assert run(script, "--local_dir", tmp_path, "--local_dataset_path", folder).returncode == 0
     scorer = Scorer(CustomRewardConfig(), RewardConfig())
     try:
         for split in ("train", "test"):
-            data = PromptDataset(str(tmp_path / f"{split}.parquet"), tiny_tokenizer(), DataConfig(max_prompt_length=1024), "val")
+            data = PromptDataset(
+                str(tmp_path / f"{split}.parquet"),
+                tiny_tokenizer(),
+                DataConfig(max_prompt_length=1024),
+                "val",
+            )
             check = scorer.self_check([data.row(i) for i in range(len(data))])
             assert check.checked == data.report().rows and check.warning() is None
     finally:
@@ -95,7 +128,9 @@ def test_every_ground_truth_scores_and_every_prompt_is_used(run: Run, tmp_path: 
 def test_the_hubs_parquet_layout_and_single_json_files_are_read(run: Run, tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     for split in ("train", "test"):
-        examples = [json.loads(line) for line in (SAMPLES / f"gsm8k/{split}.jsonl").read_text().splitlines()]
+        examples = [
+            json.loads(line) for line in (SAMPLES / f"gsm8k/{split}.jsonl").read_text().splitlines()
+        ]
         for part in range(2):
             write_parquet(examples[part::2], hub / f"main/{split}-0000{part}-of-00002.parquet")
             for number, example in enumerate(examples[:3]):
@@ -103,7 +138,12 @@ def test_the_hubs_parquet_layout_and_single_json_files_are_read(run: Run, tmp_pa
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(example, indent=2))
     for folder, rows in ((hub, 20), (tmp_path / "single", 3)):
-        assert run("gsm8k.py", "--local_dir", tmp_path / "out", "--local_dataset_path", folder).returncode == 0
+        assert (
+            run(
+                "gsm8k.py", "--local_dir", tmp_path / "out", "--local_dataset_path", folder
+            ).returncode
+            == 0
+        )
         assert pq.read_table(tmp_path / "out/train.parquet").num_rows == rows
 
 
@@ -116,13 +156,18 @@ GOOD = '{"question": "q", "answer": "a #### 1"}\n'
         (GOOD + '{"question": "q", "answer"\n', "test.jsonl:2: not JSON: Expecting ':' delimiter"),
         (GOOD + "\n" + "[1]\n", "test.jsonl:3: a list, expected an object"),
         (GOOD + '{"question": "q"}', "test.jsonl:2: the example has no 'answer'; it has question"),
-        (GOOD + '{"question": "q", "answer": "five"}', 'test.jsonl:2: the answer has no "#### number"'),
+        (
+            GOOD + '{"question": "q", "answer": "five"}',
+            'test.jsonl:2: the answer has no "#### number"',
+        ),
         (GOOD + '{"question": "q", "answer": 5}', "test.jsonl:2: "),
         ("\n", "the test split has no examples"),
         (None, "has none of test.jsonl, test.parquet"),
     ],
 )
-def test_a_wrong_input_is_named_and_nothing_is_written(run: Run, tmp_path: Path, test_file: str | None, said: str) -> None:
+def test_a_wrong_input_is_named_and_nothing_is_written(
+    run: Run, tmp_path: Path, test_file: str | None, said: str
+) -> None:
     (tmp_path / "train.jsonl").write_text(GOOD)
     if test_file is not None:
         (tmp_path / "test.jsonl").write_text(test_file)
@@ -133,18 +178,33 @@ def test_a_wrong_input_is_named_and_nothing_is_written(run: Run, tmp_path: Path,
 
 def test_wrong_options_are_named(run: Run, tmp_path: Path) -> None:
     refused = run("gsm8k.py", "--hdfs_dir", "hdfs://x")
-    assert refused.returncode == 2 and "--hdfs_dir is not supported; copy the files with: hdfs dfs -put" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "--hdfs_dir is not supported; copy the files with: hdfs dfs -put" in refused.stderr
+    )
     missing = run("gsm8k.py", "--local_dataset_path", tmp_path / "none", "--local_dir", tmp_path)
     assert missing.returncode == 1 and "none is not a folder" in missing.stderr
     (tmp_path / "file").touch()
-    unwritable = run("gsm8k.py", "--local_dir", tmp_path / "file", "--local_dataset_path", SAMPLES / "gsm8k")
+    unwritable = run(
+        "gsm8k.py", "--local_dir", tmp_path / "file", "--local_dataset_path", SAMPLES / "gsm8k"
+    )
     assert unwritable.returncode == 1 and "File exists" in unwritable.stderr
 
 
 def test_a_script_stands_alone_and_says_what_to_do_without_the_hub(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "data_preprocess/gsm8k.py", "--local_dir", tmp_path]
-    offline = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, cwd=tmp_path)
-    assert offline.returncode == 1 and "openai/gsm8k cannot be downloaded" in offline.stderr and "--local_dataset_path" in offline.stderr
+    offline = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+    )
+    assert (
+        offline.returncode == 1
+        and "openai/gsm8k cannot be downloaded" in offline.stderr
+        and "--local_dataset_path" in offline.stderr
+    )
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -169,7 +229,9 @@ def test_hotpotqa_articles_become_a_corpus(run: Run, tmp_path: Path) -> None:
         path.write_text(json.dumps(value))
     done = run("hotpotqa_corpus.py", "--articles", *paths, "--local_save_dir", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in (tmp_path / "out/corpus.jsonl").read_text().splitlines()] == [
+    assert [
+        json.loads(line) for line in (tmp_path / "out/corpus.jsonl").read_text().splitlines()
+    ] == [
         {"id": "0", "contents": '"One"\nIt is first. It has two lines.'},
         {"id": "1", "contents": '"Two"\nSecond.'},
         {"id": "2", "contents": '"Two"\nAnother.'},
@@ -188,8 +250,18 @@ def test_hotpotqa_articles_become_a_corpus(run: Run, tmp_path: Path) -> None:
         ('[["One", [3]]]', "a.json entry 0: expected a title"),
     ],
 )
-def test_hotpotqa_files_that_cannot_be_used_are_one_line(run: Run, tmp_path: Path, text: str, said: str) -> None:
+def test_hotpotqa_files_that_cannot_be_used_are_one_line(
+    run: Run, tmp_path: Path, text: str, said: str
+) -> None:
     (tmp_path / "a.json").write_text(text)
-    done = run("hotpotqa_corpus.py", "--articles", tmp_path / "a.json", "--local_save_dir", tmp_path / "out")
-    assert (done.returncode, said in done.stderr, done.stderr.count("\n")) == (1, True, 1), done.stderr
+    done = run(
+        "hotpotqa_corpus.py",
+        "--articles",
+        tmp_path / "a.json",
+        "--local_save_dir",
+        tmp_path / "out",
+    )
+    assert (done.returncode, said in done.stderr, done.stderr.count("\n")) == (1, True, 1), (
+        done.stderr
+    )
     assert not (tmp_path / "out").exists()

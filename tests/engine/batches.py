@@ -18,7 +18,9 @@ def ragged_batch(rows: int = len(PROMPTS), seed: int = 0, padding_id: int = 0) -
     real = torch.zeros(rows, P + R, dtype=torch.int64)
     for row in range(rows):
         real[row, P - PROMPTS[row] : P + RESPONSES[row]] = 1
-    ids = torch.randint(3, 128, (rows, P + R), generator=generator).masked_fill(real == 0, padding_id)
+    ids = torch.randint(3, 128, (rows, P + R), generator=generator).masked_fill(
+        real == 0, padding_id
+    )
     mask = real[:, P:].clone()
     if rows > 4:
         mask[1, 2:5] = 0
@@ -39,15 +41,22 @@ def engine(path: str, *, train: bool = False, head: str = "lm", **settings: obje
     """A CPU engine; settings go to whichever of ModelConfig, FSDPConfig, OptimConfig or TrainEngine knows them."""
     configs = []
     for kind in (ModelConfig, FSDPConfig, OptimConfig):
-        mine = {name: settings.pop(name) for name in list(settings) if name in kind.__dataclass_fields__}
+        mine = {
+            name: settings.pop(name) for name in list(settings) if name in kind.__dataclass_fields__
+        }
         configs.append(kind(**({"path": path} if kind is ModelConfig else {}) | mine))
     model, fsdp, optim = configs
     return TrainEngine(model, fsdp, optim if train else None, head=head, device="cpu", **settings)
 
 
-def naive_log_probs(model: torch.nn.Module, batch: DataProto, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def naive_log_probs(
+    model: torch.nn.Module, batch: DataProto, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of each trainable token, [B, R]: the model runs on nothing but the tokens before it."""
-    log_probs, entropies = torch.zeros(len(batch), R, dtype=torch.float64), torch.zeros(len(batch), R, dtype=torch.float64)
+    log_probs, entropies = (
+        torch.zeros(len(batch), R, dtype=torch.float64),
+        torch.zeros(len(batch), R, dtype=torch.float64),
+    )
     for row in range(len(batch)):
         item = batch.batch[row]
         ids = item["input_ids"][item["attention_mask"].bool()]

@@ -37,4 +37,6 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Learned positions, where a wrong position id shows at once, and a config with dropout."""
     folder = tmp_path_factory.mktemp("gpt2")
-    return tiny_model(folder, "gpt2", n_positions=32, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    return tiny_model(
+        folder, "gpt2", n_positions=32, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
+    )

@@ -14,9 +14,13 @@ from tests.engine.ranks import Ranks
 
 ORDERS = {"in order": list(range(8)), "shuffled": [5, 2, 7, 0, 4, 6, 1, 3]}
 SPLITS: dict[str, dict[str, int]] = {
-    "all rows at once": {"size": 8}, "5 rows": {"size": 5}, "3 rows": {"size": 3}, "2 rows": {"size": 2}, "1 row": {"size": 1},
+    "all rows at once": {"size": 8},
+    "5 rows": {"size": 5},
+    "3 rows": {"size": 3},
+    "2 rows": {"size": 2},
+    "1 row": {"size": 1},
     "24 tokens": {"max_tokens": 24},
-}  # fmt: skip
+}
 LAYOUTS = {"packed": programs.gradients, "padded": programs.padded_gradients}
 TOLERANCE = 5e-6
 """Of the norm of the difference, relative to the norm: float32 passes through two layers, sums of a few hundred terms, eps 6e-8."""
@@ -31,10 +35,19 @@ def columns(path: str) -> dict[str, Tensor]:
     batch = ragged_batch()
     with torch.no_grad():
         log_probs, _ = naive_log_probs(model, batch, programs.TEMPERATURE)
-    noise = torch.randn(2, *log_probs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    noise = torch.randn(
+        2, *log_probs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     old, ref = log_probs + noise * torch.tensor([0.3, 0.5])[:, None, None]
-    given = {"old_log_probs": old.float(), "ref_log_prob": ref.float(), "advantages": batch.batch["advantages"]}
-    return {name: values.masked_fill(batch.batch["response_mask"] == 0, math.nan) for name, values in given.items()}
+    given = {
+        "old_log_probs": old.float(),
+        "ref_log_prob": ref.float(),
+        "advantages": batch.batch["advantages"],
+    }
+    return {
+        name: values.masked_fill(batch.batch["response_mask"] == 0, math.nan)
+        for name, values in given.items()
+    }
 
 
 def closed_form(path: str, mode: str, given: dict[str, Tensor]) -> tuple[float, Gradients]:
@@ -42,7 +55,9 @@ def closed_form(path: str, mode: str, given: dict[str, Tensor]) -> tuple[float, 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     batch, s = ragged_batch().with_batch(**given).batch, programs.POLICY
     loss, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
-    for row, weight in enumerate(reference.row_weights(batch["response_mask"], mode, programs.SCALE)):
+    for row, weight in enumerate(
+        reference.row_weights(batch["response_mask"], mode, programs.SCALE)
+    ):
         item = batch[row]
         ids = item["input_ids"][item["attention_mask"].bool()]
         prompt = int(item["attention_mask"][:P].sum())
@@ -50,31 +65,52 @@ def closed_form(path: str, mode: str, given: dict[str, Tensor]) -> tuple[float, 
         for j in item["response_mask"].nonzero().flatten().tolist():
             here = log_p[prompt + j - 1]
             new, entropy = here[ids[prompt + j]], -(here.exp() * here).sum()
-            old, ref, advantage = (float(item[name][j]) for name in ("old_log_probs", "ref_log_prob", "advantages"))
-            value, slope = reference.ppo_token(float(new.detach()), old, advantage, s, worst=s["clip_c"])
+            old, ref, advantage = (
+                float(item[name][j]) for name in ("old_log_probs", "ref_log_prob", "advantages")
+            )
+            value, slope = reference.ppo_token(
+                float(new.detach()), old, advantage, s, worst=s["clip_c"]
+            )
             kl, kl_slope = reference.kl_token("k3", float(new.detach()), ref)
-            loss += weight * (value + s["kl_loss_coef"] * kl - s["entropy_coeff"] * float(entropy.detach()))
-            surrogate = surrogate + weight * ((slope + s["kl_loss_coef"] * kl_slope) * new - s["entropy_coeff"] * entropy)
+            loss += weight * (
+                value + s["kl_loss_coef"] * kl - s["entropy_coeff"] * float(entropy.detach())
+            )
+            surrogate = surrogate + weight * (
+                (slope + s["kl_loss_coef"] * kl_slope) * new - s["entropy_coeff"] * entropy
+            )
     surrogate.backward()
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
-def arrangements(path: str, mode: str, given: dict[str, Tensor], ranks: Ranks) -> dict[Key, tuple[dict[str, float], Gradients]]:
+def arrangements(
+    path: str, mode: str, given: dict[str, Tensor], ranks: Ranks
+) -> dict[Key, tuple[dict[str, float], Gradients]]:
     """(metrics, gradients) for every split, order, layout and number of ranks; of two ranks, rank 0's, which must be rank 1's."""
     names = [(split, order) for split in SPLITS for order in ORDERS]
-    cases: list[dict[str, Any]] = [{"mode": mode, "rows": ORDERS[order], "columns": given, **SPLITS[split]} for split, order in names]
+    cases: list[dict[str, Any]] = [
+        {"mode": mode, "rows": ORDERS[order], "columns": given, **SPLITS[split]}
+        for split, order in names
+    ]
     results = {}
     for layout, program in LAYOUTS.items():
         alone = program(path, cases)
         first, second = ranks.call(program, path, cases)
         for name, one, two, other in zip(names, alone, first, second, strict=True):
-            assert two[0] == other[0] and all(torch.equal(two[1][key], other[1][key]) for key in two[1]), "the ranks disagree"
-            results["1 rank", layout, ", ".join(name)], results["2 ranks", layout, ", ".join(name)] = one, two
+            assert two[0] == other[0] and all(
+                torch.equal(two[1][key], other[1][key]) for key in two[1]
+            ), "the ranks disagree"
+            (
+                results["1 rank", layout, ", ".join(name)],
+                results["2 ranks", layout, ", ".join(name)],
+            ) = one, two
     return results
 
 
 def difference(actual: Gradients, expected: Gradients) -> float:
     """|actual - expected| / |expected|, norms over all parameters."""
     assert actual.keys() == expected.keys()
-    squares = [((actual[name].double() - g.double()).square().sum(), g.double().square().sum()) for name, g in expected.items()]
+    squares = [
+        ((actual[name].double() - g.double()).square().sum(), g.double().square().sum())
+        for name, g in expected.items()
+    ]
     return math.sqrt(sum(float(d) for d, _ in squares) / sum(float(g) for _, g in squares))

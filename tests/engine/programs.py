@@ -25,15 +25,25 @@ from verlite.workers.actor import policy_objective
 
 SCALE = 9.0
 TEMPERATURE = 0.8
-POLICY = {"clip_low": 0.2, "clip_high": 0.3, "clip_c": 3.0, "entropy_coeff": 0.01, "kl_loss_coef": 0.1}
+POLICY = {
+    "clip_low": 0.2,
+    "clip_high": 0.3,
+    "clip_c": 3.0,
+    "entropy_coeff": 0.01,
+    "kl_loss_coef": 0.1,
+}
 
 
 def weighted_loss(mode: str) -> Any:
     """-(advantage * log-prob), aggregated; and the metrics that come with it."""
 
-    def loss_fn(rows: TensorDict, outputs: dict[str, Tensor], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_fn(
+        rows: TensorDict, outputs: dict[str, Tensor], counts: Counts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         mask = rows["response_mask"]
-        weights = token_weights(mask, mode, tokens=counts.tokens, sequences=counts.sequences, scale=SCALE)
+        weights = token_weights(
+            mask, mode, tokens=counts.tokens, sequences=counts.sequences, scale=SCALE
+        )
         loss = -(outputs["log_probs"] * rows["advantages"] * weights).sum()
         return loss, {"tokens": mask.sum(), "share": mask.sum() / counts.tokens}
 
@@ -43,10 +53,20 @@ def weighted_loss(mode: str) -> Any:
 def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
     """The actor's own loss with every term that it can have: clipped PPO, entropy bonus, KL to the reference."""
     config = Config()
-    coefficients = {"entropy_coeff": POLICY["entropy_coeff"], "kl_loss_coef": POLICY["kl_loss_coef"], "clip_ratio_c": POLICY["clip_c"]}
-    config.actor_rollout_ref.actor = ActorConfig(loss_agg_mode=mode, use_kl_loss=True, kl_loss_type="k3", **coefficients)
+    coefficients = {
+        "entropy_coeff": POLICY["entropy_coeff"],
+        "kl_loss_coef": POLICY["kl_loss_coef"],
+        "clip_ratio_c": POLICY["clip_c"],
+    }
+    config.actor_rollout_ref.actor = ActorConfig(
+        loss_agg_mode=mode, use_kl_loss=True, kl_loss_type="k3", **coefficients
+    )
     plan: Any = SimpleNamespace(
-        clip_low=POLICY["clip_low"], clip_high=POLICY["clip_high"], loss_scale=SCALE, loss_mode=loss_mode, correction=None
+        clip_low=POLICY["clip_low"],
+        clip_high=POLICY["clip_high"],
+        loss_scale=SCALE,
+        loss_mode=loss_mode,
+        correction=None,
     )
     return policy_objective(config, plan)
 
@@ -70,7 +90,9 @@ def catch_gradients(subject: TrainEngine) -> dict[str, Tensor]:
     return caught
 
 
-def gradients(path: str, cases: list[dict[str, Any]], **settings: Any) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+def gradients(
+    path: str, cases: list[dict[str, Any]], **settings: Any
+) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     """(metrics, gradients) of one update per case: mode, rows (in order), and size or max_tokens of micro-batches.
 
     The loss is the actor's where the case gives the columns of the batch that it needs; `loss` is then its policy loss.
@@ -83,7 +105,11 @@ def gradients(path: str, cases: list[dict[str, Any]], **settings: Any) -> list[t
         columns = case.get("columns", {})
         batch = ragged_batch().with_batch(**columns)[my_rows(case["rows"])]
         micro = MicroBatching(size=case.get("size"), max_tokens=case.get("max_tokens"))
-        loss_fn = actors_loss(case["mode"], case.get("loss", "vanilla")) if columns else weighted_loss(case["mode"])
+        loss_fn = (
+            actors_loss(case["mode"], case.get("loss", "vanilla"))
+            if columns
+            else weighted_loss(case["mode"])
+        )
         metrics = subject.update(batch, micro, TEMPERATURE, loss_fn, with_entropy=bool(columns))
         results.append((metrics, dict(caught)))
     return results
@@ -101,20 +127,46 @@ def gradients_with(path: str, cases: list[dict[str, Any]], settings: dict[str, A
     return gradients(path, cases, **settings)
 
 
-def shared_attention(tensors: list[Tensor], direction: Tensor, lengths: tuple[int, ...], window: int | None) -> tuple[Tensor, list[Tensor]]:
+def shared_attention(
+    tensors: list[Tensor], direction: Tensor, lengths: tuple[int, ...], window: int | None
+) -> tuple[Tensor, list[Tensor]]:
     """This rank's slice of packed attention's output, and the gradients of its slices of query, key and value."""
     n, rank = dist.get_world_size(), dist.get_rank()
     query, key, value = (tensor.chunk(n, 2)[rank].clone().requires_grad_() for tensor in tensors)
-    sequences = Sequences(lengths, torch.tensor([0, *lengths]).cumsum(0).int(), ulysses.neighbours(n, packed=True))
-    out, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, sequences=sequences)
+    sequences = Sequences(
+        lengths, torch.tensor([0, *lengths]).cumsum(0).int(), ulysses.neighbours(n, packed=True)
+    )
+    out, _ = packed_attention(
+        nn.Module(),
+        query,
+        key,
+        value,
+        None,
+        scaling=0.3,
+        sliding_window=window,
+        sequences=sequences,
+    )
     gradients = torch.autograd.grad((out * direction.chunk(n, 1)[rank]).sum(), (query, key, value))
     return out.detach(), list(gradients)
 
 
-def passes(path: str, batch: DataProto, shares: list[list[int]], micro: MicroBatching, head: str, settings: dict[str, Any]) -> Any:
+def passes(
+    path: str,
+    batch: DataProto,
+    shares: list[list[int]],
+    micro: MicroBatching,
+    head: str,
+    settings: dict[str, Any],
+) -> Any:
     """What forward returns for this rank's share of the rows, with everything that can be asked for."""
     subject = engine(path, head=head, **settings)
-    return subject.forward(batch[shares[dist.get_rank()]], micro, TEMPERATURE, with_entropy=True, with_sum_pi_squared=True)
+    return subject.forward(
+        batch[shares[dist.get_rank()]],
+        micro,
+        TEMPERATURE,
+        with_entropy=True,
+        with_sum_pi_squared=True,
+    )
 
 
 def narrow_passes(path: str, shares: list[list[int]], settings: dict[str, Any]) -> Any:
@@ -124,7 +176,9 @@ def narrow_passes(path: str, shares: list[list[int]], settings: dict[str, Any]) 
     first, last, prompts = int(real[0]), int(real[-1]) + 1, t["prompts"].shape[1]
     cut = {name: t[name][:, first:last] for name in ("input_ids", "attention_mask", "position_ids")}
     cut["response_mask"] = t["response_mask"][:, : last - prompts]
-    return engine(path, **settings).forward(DataProto.from_dict(cut), MicroBatching(size=3), TEMPERATURE)
+    return engine(path, **settings).forward(
+        DataProto.from_dict(cut), MicroBatching(size=3), TEMPERATURE
+    )
 
 
 def one_update(path: str, head: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +188,9 @@ def one_update(path: str, head: str, settings: dict[str, Any]) -> dict[str, Any]
     """
     subject = engine(path, train=True, head=head, lr=1e-2, eps=1e-2, grad_clip=0.5, **settings)
     loss_fn = weighted_loss("token-mean") if head == "lm" else squared_error
-    metrics = subject.update(ragged_batch()[my_rows(list(range(8)))], MicroBatching(size=3), TEMPERATURE, loss_fn)
+    metrics = subject.update(
+        ragged_batch()[my_rows(list(range(8)))], MicroBatching(size=3), TEMPERATURE, loss_fn
+    )
     return {"metrics": metrics, "state": weights_and_moments(subject)}
 
 
@@ -143,7 +199,12 @@ def everything(path: str, folder: str, settings: dict[str, Any]) -> dict[str, An
     subject = engine(path, train=True, lr=1e-2, eps=1e-2, grad_clip=0.5, **settings)
     log_probs = subject.forward(ragged_batch(), MicroBatching(size=3), TEMPERATURE)["log_probs"]
     caught = catch_gradients(subject)
-    metrics = subject.update(ragged_batch()[my_rows(list(range(8)))], MicroBatching(size=3), TEMPERATURE, weighted_loss("token-mean"))
+    metrics = subject.update(
+        ragged_batch()[my_rows(list(range(8)))],
+        MicroBatching(size=3),
+        TEMPERATURE,
+        weighted_loss("token-mean"),
+    )
     subject.save(f"{folder}/checkpoint")
     subject.save_pretrained(f"{folder}/huggingface")
     return {
@@ -170,17 +231,33 @@ def weights_and_moments(subject: TrainEngine) -> dict[str, Tensor]:
     state = {}
     for name, parameter in subject.model.model.named_parameters():
         state[name] = parameter.detach().full_tensor().clone()
-        for key, value in subject.optimizer.state[parameter].items() if parameter.requires_grad else ():
-            state[f"{name}.{key}"] = value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+        for key, value in (
+            subject.optimizer.state[parameter].items() if parameter.requires_grad else ()
+        ):
+            state[f"{name}.{key}"] = (
+                value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+            )
     return state
 
 
-def squared_error(rows: TensorDict, outputs: dict[str, Tensor], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+def squared_error(
+    rows: TensorDict, outputs: dict[str, Tensor], counts: Counts
+) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss for values."""
-    return ((outputs["values"] - rows["advantages"]) * rows["response_mask"]).square().sum() / counts.tokens, {}
+    return (
+        (outputs["values"] - rows["advantages"]) * rows["response_mask"]
+    ).square().sum() / counts.tokens, {}
 
 
-def train(path: str, steps: int, *, save: str | None = None, load: str | None = None, head: str = "lm", **settings: Any) -> dict[str, Any]:
+def train(
+    path: str,
+    steps: int,
+    *,
+    save: str | None = None,
+    load: str | None = None,
+    head: str = "lm",
+    **settings: Any,
+) -> dict[str, Any]:
     """Some training steps of two updates each; rows drawn with torch's generator, so that its state matters."""
     subject = engine(path, train=True, head=head, lr=1e-2, lr_warmup_steps=3, seed=5, **settings)
     loss_fn = weighted_loss("token-mean") if head == "lm" else squared_error
@@ -189,12 +266,23 @@ def train(path: str, steps: int, *, save: str | None = None, load: str | None = 
     history = []
     for _ in range(steps):
         for _ in range(2):
-            rows = [row for row in torch.randperm(8).tolist() if row % dist.get_world_size() == dist.get_rank()]
-            history.append(subject.update(ragged_batch()[rows], MicroBatching(size=2), 1.0, loss_fn))
+            rows = [
+                row
+                for row in torch.randperm(8).tolist()
+                if row % dist.get_world_size() == dist.get_rank()
+            ]
+            history.append(
+                subject.update(ragged_batch()[rows], MicroBatching(size=2), 1.0, loss_fn)
+            )
         subject.step_schedule()
     if save is not None:
         subject.save(save)
-    return {"history": history, "state": weights_and_moments(subject), "fingerprint": subject.fingerprint(), "step": subject.schedule_step}
+    return {
+        "history": history,
+        "state": weights_and_moments(subject),
+        "fingerprint": subject.fingerprint(),
+        "step": subject.schedule_step,
+    }
 
 
 def train_and_save(path: str, steps: int, folder: str) -> dict[str, Any]:
@@ -209,7 +297,11 @@ def load_state(path: str, folder: str, head: str = "lm", fsdp_size: int = -1) ->
     """The state after loading, without training."""
     subject = engine(path, train=True, head=head, fsdp_size=fsdp_size)
     subject.load(folder)
-    return {"state": weights_and_moments(subject), "fingerprint": subject.fingerprint(), "step": subject.schedule_step}
+    return {
+        "state": weights_and_moments(subject),
+        "fingerprint": subject.fingerprint(),
+        "step": subject.schedule_step,
+    }
 
 
 def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
@@ -218,22 +310,37 @@ def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
     batch = ragged_batch()[my_rows(list(range(8)))]
     good = weighted_loss("token-mean")
 
-    def bad(rows: TensorDict, outputs: dict[str, Tensor], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def bad(
+        rows: TensorDict, outputs: dict[str, Tensor], counts: Counts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = good(rows, outputs, counts)
-        return loss * (float("nan") if dist.get_rank() == dist.get_world_size() - 1 else 1.0), metrics
+        return loss * (
+            float("nan") if dist.get_rank() == dist.get_world_size() - 1 else 1.0
+        ), metrics
 
     subject.update(batch, MicroBatching(size=2), 1.0, good)
     subject.step_schedule()
     before, metrics, error = weights_and_moments(subject), [], ""
     try:
         for i in range(4):
-            metrics.append(subject.update(batch, MicroBatching(size=2), 1.0, bad, dump_dir=Path(dump_dir) / str(i)))
+            metrics.append(
+                subject.update(
+                    batch, MicroBatching(size=2), 1.0, bad, dump_dir=Path(dump_dir) / str(i)
+                )
+            )
     except NonFiniteError as caught:
         error = str(caught)
     lr_before, lr_after = subject.optimizer.param_groups[0]["lr"], subject.step_schedule()
     after = weights_and_moments(subject)
     recovered = subject.update(batch, MicroBatching(size=2), 1.0, good)
-    return {"before": before, "after": after, "metrics": metrics, "error": error, "lr": (lr_before, lr_after), "recovered": recovered}
+    return {
+        "before": before,
+        "after": after,
+        "metrics": metrics,
+        "error": error,
+        "lr": (lr_before, lr_after),
+        "recovered": recovered,
+    }
 
 
 def uneven_ranks(path: str, settings: dict[str, Any] | None = None) -> list[Any]:
@@ -244,7 +351,12 @@ def uneven_ranks(path: str, settings: dict[str, Any] | None = None) -> list[Any]
     mine = batch if dist.get_rank() == 0 else batch[[]]
     metrics = subject.update(mine, MicroBatching(size=3), 0.8, weighted_loss("token-mean"))
     out = subject.forward(mine, MicroBatching(size=3))
-    voteless = subject.update(mine.select_idxs([4] if len(mine) else []), MicroBatching(size=3), 0.8, weighted_loss("token-mean"))
+    voteless = subject.update(
+        mine.select_idxs([4] if len(mine) else []),
+        MicroBatching(size=3),
+        0.8,
+        weighted_loss("token-mean"),
+    )
     return [metrics, caught, out["log_probs"], voteless]
 
 
@@ -302,7 +414,10 @@ def export_replicas(path: str, folder: str) -> dict[str, Any]:
 def save_with_a_full_disk_on_one_rank(path: str, folder: str) -> str:
     """What saving raises here, when the last rank's files must not grow over 4 KiB."""
     subject = engine(path, train=True)
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     if dist.get_rank() == dist.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -331,7 +446,9 @@ def save_with_a_nan_on_one_rank(path: str, folder: str) -> str:
     """What saving raises here, when the last rank's part of a weight has a NaN."""
     subject = engine(path, train=True)
     if dist.get_rank() == dist.get_world_size() - 1:
-        local_part(dict(subject.model.model.named_parameters())["model.norm.weight"])[-1] = float("nan")
+        local_part(dict(subject.model.model.named_parameters())["model.norm.weight"])[-1] = float(
+            "nan"
+        )
     try:
         subject.save(folder)
         return "nothing"
@@ -342,9 +459,14 @@ def save_with_a_nan_on_one_rank(path: str, folder: str) -> str:
 def largest_of_rows(path: str) -> dict[str, float]:
     """Metrics of an update that marks each row by its uid number: their sum and their maximum."""
 
-    def loss(rows: TensorDict, outputs: dict[str, Tensor], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        rows: TensorDict, outputs: dict[str, Tensor], counts: Counts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         numbers = rows["number"].double()
-        return (outputs["log_probs"] * 0).sum(), {"number": numbers.sum(), "number_max": numbers.max()}
+        return (outputs["log_probs"] * 0).sum(), {
+            "number": numbers.sum(),
+            "number_max": numbers.max(),
+        }
 
     batch = ragged_batch()
     batch = batch.with_batch(number=torch.arange(len(batch)) * 10)
@@ -360,12 +482,16 @@ def lora_updates(path: str, folder: str, **settings: Any) -> dict[str, Any]:
     subject = engine(path, train=True, lr=3e-3, grad_clip=math.inf, **LORA, **settings)
     caught = catch_gradients(subject)
     batch = ragged_batch()[my_rows(list(range(8)))]
-    start = {name: p.detach().full_tensor().clone() for name, p in subject.model.model.named_parameters()}
+    start = {
+        name: p.detach().full_tensor().clone() for name, p in subject.model.model.named_parameters()
+    }
     history, gradients = [], []
     for step in range(4):
         if step == 2:
             subject.save(f"{folder}/checkpoint")
-        history.append(subject.update(batch, MicroBatching(size=3), TEMPERATURE, weighted_loss("token-mean")))
+        history.append(
+            subject.update(batch, MicroBatching(size=3), TEMPERATURE, weighted_loss("token-mean"))
+        )
         gradients.append(dict(caught))
     log_probs = subject.forward(batch, MicroBatching(size=3))["log_probs"]
     with subject.without_adapters():
@@ -373,10 +499,16 @@ def lora_updates(path: str, folder: str, **settings: Any) -> dict[str, Any]:
     subject.save_pretrained(f"{folder}/hf")
     resumed = engine(path, train=True, lr=3e-3, grad_clip=math.inf, **LORA, **settings)
     resumed.load(f"{folder}/checkpoint")
-    again = [resumed.update(batch, MicroBatching(size=3), TEMPERATURE, weighted_loss("token-mean")) for _ in range(2)]
+    again = [
+        resumed.update(batch, MicroBatching(size=3), TEMPERATURE, weighted_loss("token-mean"))
+        for _ in range(2)
+    ]
     return {
         "start": start,
-        "end": {name: p.detach().full_tensor().clone() for name, p in subject.model.model.named_parameters()},
+        "end": {
+            name: p.detach().full_tensor().clone()
+            for name, p in subject.model.model.named_parameters()
+        },
         "history": history,
         "gradients": gradients,
         "log_probs": log_probs,

@@ -17,12 +17,16 @@ class Ranks:
 
     def __init__(self, folder: Path, world: int = 2):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.engine.programs"])  # so that torch and transformers are imported once for all ranks
+        context.set_forkserver_preload(
+            ["tests.engine.programs"]
+        )  # so that torch and transformers are imported once for all ranks
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, str(folder / "rendezvous"), theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, world, str(folder / "rendezvous"), theirs), daemon=True
+            )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -34,7 +38,9 @@ class Ranks:
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(TIMEOUT_S):
                 self.close()
-                raise TimeoutError(f"rank {rank} did not finish {function.__name__} in {TIMEOUT_S} s")
+                raise TimeoutError(
+                    f"rank {rank} did not finish {function.__name__} in {TIMEOUT_S} s"
+                )
             ok, value = pickle.loads(pipe.recv_bytes())
             if not ok:
                 self.close()  # the others may wait for this one in a collective
@@ -53,7 +59,13 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())

@@ -11,7 +11,12 @@ LENGTHS = (5, 1, 8, 3)
 
 
 def naive(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None, lengths: tuple[int, ...] = LENGTHS
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    lengths: tuple[int, ...] = LENGTHS,
 ) -> torch.Tensor:
     """[1, T, H, D]: each token of each sequence looks back at its own sequence, `window` tokens at most."""
     groups, start = query.shape[1] // key.shape[1], 0
@@ -31,9 +36,21 @@ def naive(
 def test_equals_a_written_out_softmax(kv_heads: int, window: int | None) -> None:
     torch.manual_seed(0)
     total = sum(LENGTHS)
-    query, key, value = (torch.randn(1, heads, total, 6, dtype=torch.float64, requires_grad=True) for heads in (4, kv_heads, kv_heads))
+    query, key, value = (
+        torch.randn(1, heads, total, 6, dtype=torch.float64, requires_grad=True)
+        for heads in (4, kv_heads, kv_heads)
+    )
     sequences = Sequences(LENGTHS, torch.tensor([0, *LENGTHS]).cumsum(0).int())
-    out, weights = packed_attention(nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, sequences=sequences)
+    out, weights = packed_attention(
+        nn.Module(),
+        query,
+        key,
+        value,
+        None,
+        scaling=0.3,
+        sliding_window=window,
+        sequences=sequences,
+    )
     expected = naive(query, key, value, 0.3, window)
     assert weights is None
     torch.testing.assert_close(out, expected)
@@ -67,7 +84,12 @@ def test_what_it_does_not_compute_is_refused() -> None:
 def test_gpu_path_calls_torchs_varlen_attention_as_it_wants_to_be_called(kv_heads: int) -> None:
     """Shapes and arguments on a pretended GPU; the numbers need a real one."""
     with FakeTensorMode():
-        query, key, value = (torch.empty(1, heads, 17, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, kv_heads, kv_heads))
+        query, key, value = (
+            torch.empty(1, heads, 17, 64, dtype=torch.bfloat16, device="cuda")
+            for heads in (4, kv_heads, kv_heads)
+        )
         sequences = Sequences(LENGTHS, torch.zeros(5, dtype=torch.int32, device="cuda"))
-        out, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.1, sliding_window=3, sequences=sequences)
+        out, _ = packed_attention(
+            nn.Module(), query, key, value, None, scaling=0.1, sliding_window=3, sequences=sequences
+        )
         assert out.shape == (1, 17, 4, 64) and out.dtype == torch.bfloat16

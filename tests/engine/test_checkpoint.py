@@ -36,7 +36,9 @@ def test_resume_is_exact_on_one_rank(tiny_llama: str, tmp_path: Path, head: str)
     assert_equal(resumed["state"], unbroken["state"])
 
 
-def test_resume_is_exact_on_two_ranks_and_one_rank_reads_their_files(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_resume_is_exact_on_two_ranks_and_one_rank_reads_their_files(
+    tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
     unbroken = two_ranks.call(programs.train, tiny_qwen2, 4)
     saved = two_ranks.call(programs.train_and_save, tiny_qwen2, 2, str(tmp_path))
     resumed = two_ranks.call(programs.load_and_train, tiny_qwen2, 2, str(tmp_path))
@@ -51,7 +53,14 @@ def test_resume_is_exact_on_two_ranks_and_one_rank_reads_their_files(tiny_qwen2:
 
 def test_two_ranks_read_the_files_of_one(tmp_path: Path, two_ranks: Ranks) -> None:
     """Also where sizes do not divide: 7 and 129 rows over two ranks, and value heads of one row."""
-    path = tiny_model(tmp_path / "odd", "qwen2", hidden_size=24, num_key_value_heads=1, intermediate_size=7, vocab_size=129)
+    path = tiny_model(
+        tmp_path / "odd",
+        "qwen2",
+        hidden_size=24,
+        num_key_value_heads=1,
+        intermediate_size=7,
+        vocab_size=129,
+    )
     for head in ("lm", "value"):
         saved = programs.train(path, 1, head=head, save=str(tmp_path / head))
         for loaded in two_ranks.call(programs.load_state, path, str(tmp_path / head), head):
@@ -75,7 +84,9 @@ def test_forward_after_load_uses_the_loaded_weights(tiny_qwen2: str, tmp_path: P
         other = engine(tiny_qwen2, train=True, **settings)
         other.forward(ragged_batch(), MicroBatching(size=8))
         other.load(tmp_path)
-        assert torch.equal(other.forward(ragged_batch(), MicroBatching(size=8))["log_probs"], expected)
+        assert torch.equal(
+            other.forward(ragged_batch(), MicroBatching(size=8))["log_probs"], expected
+        )
 
 
 def test_a_frozen_engine_reads_only_the_weights(tiny_qwen2: str, tmp_path: Path) -> None:
@@ -102,17 +113,24 @@ def test_weights_that_are_not_finite_are_refused(tiny_qwen2: str, tmp_path: Path
 
     damage(tmp_path, poison)
     subject = engine(tiny_qwen2, train=True)
-    with pytest.raises(NonFiniteError, match="1 weights are NaN or infinite, the first is model.norm.weight"):
+    with pytest.raises(
+        NonFiniteError, match="1 weights are NaN or infinite, the first is model.norm.weight"
+    ):
         subject.load(tmp_path)
     with pytest.raises(NonFiniteError, match="refusing to save"):
         subject.save(tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
-def test_a_nan_on_one_rank_is_refused_by_all(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_nan_on_one_rank_is_refused_by_all(
+    tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
     """Each rank holds half of the poisoned weight; the NaN lies in one of them."""
     for told in two_ranks.call(programs.save_with_a_nan_on_one_rank, tiny_qwen2, str(tmp_path)):
-        assert told == "refusing to save: 1 weights are NaN or infinite, the first is model.norm.weight"
+        assert (
+            told
+            == "refusing to save: 1 weights are NaN or infinite, the first is model.norm.weight"
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -129,7 +147,9 @@ def test_buffers_that_belong_to_the_weights_are_saved(tiny_qwen2: str, tmp_path:
 def test_a_checkpoint_that_does_not_fit_is_refused(tiny_qwen2: str, tmp_path: Path) -> None:
     programs.train(tiny_qwen2, 1, save=str(tmp_path))
     with pytest.raises(ValueError, match="cannot load the checkpoint"):
-        engine(tiny_model(tmp_path / "other", "qwen2", intermediate_size=48), train=True).load(tmp_path)
+        engine(tiny_model(tmp_path / "other", "qwen2", intermediate_size=48), train=True).load(
+            tmp_path
+        )
     with pytest.raises(ValueError, match="cannot load the checkpoint"):
         engine(tiny_qwen2, train=True).load(tmp_path / "nowhere")
     damage(tmp_path, lambda tensors: tensors.pop("model.model.norm.weight"))
@@ -140,7 +160,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tiny_qwen2: str, tmp_path: Pa
 def test_a_full_disk_is_an_ordinary_error(tiny_qwen2: str, tmp_path: Path) -> None:
     """Here the operating system refuses files over 4 KiB, as a full disk would."""
     subject = engine(tiny_qwen2)
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
         with pytest.raises(OSError, match=f"cannot write the checkpoint {tmp_path}"):
@@ -150,7 +173,9 @@ def test_a_full_disk_is_an_ordinary_error(tiny_qwen2: str, tmp_path: Path) -> No
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_one_ranks_full_disk_is_told_on_all_and_nobody_waits(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_one_ranks_full_disk_is_told_on_all_and_nobody_waits(
+    tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
     for program in (programs.save_with_a_full_disk_on_one_rank, programs.unwritable_generators):
         folder = tmp_path / program.__name__
         for told in two_ranks.call(program, tiny_qwen2, str(folder)):
@@ -172,11 +197,17 @@ def test_generators_come_back_at_the_same_world_size_only(tiny_qwen2: str, tmp_p
 
 @pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}, programs.LORA], ids=str)
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_no_pass_leaves_whole_parameters_or_gradients(tiny_qwen2: str, head: str, settings: dict[str, Any]) -> None:
+def test_no_pass_leaves_whole_parameters_or_gradients(
+    tiny_qwen2: str, head: str, settings: dict[str, Any]
+) -> None:
     """Where they would stay is the memory that the rollout engine wakes up in. Gathered parameters are no DTensors."""
 
     def left() -> list[str]:
-        return [name for name, p in subject.model.named_parameters() if not isinstance(p, DTensor) or p.grad is not None]
+        return [
+            name
+            for name, p in subject.model.named_parameters()
+            if not isinstance(p, DTensor) or p.grad is not None
+        ]
 
     subject = engine(tiny_qwen2, train=True, head=head, **settings)
     loss = programs.weighted_loss("token-mean") if head == "lm" else programs.squared_error
@@ -193,11 +224,15 @@ def test_offload_and_onload_change_nothing(tiny_qwen2: str) -> None:
     """On a CPU both are the same memory; what counts here is that the calls may come at any time. The GPU tests move data."""
     histories = []
     for offload in (False, True):
-        subject = engine(tiny_qwen2, train=True, lr=1e-2, param_offload=True, optimizer_offload=True)
+        subject = engine(
+            tiny_qwen2, train=True, lr=1e-2, param_offload=True, optimizer_offload=True
+        )
         for _ in range(2):
             if offload:
                 subject.onload(parameters=True, optimizer=True)
-            metrics = subject.update(ragged_batch(), MicroBatching(size=8), 1.0, programs.weighted_loss("token-mean"))
+            metrics = subject.update(
+                ragged_batch(), MicroBatching(size=8), 1.0, programs.weighted_loss("token-mean")
+            )
             if offload:
                 subject.offload()
         histories.append((metrics, subject.fingerprint()))

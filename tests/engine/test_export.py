@@ -18,7 +18,12 @@ from verlite.engine.folder import load_tokenizer
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.weights import fingerprint
 
-MOE = {"num_experts": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2}
+MOE = {
+    "num_experts": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+}
 
 
 def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
@@ -31,7 +36,9 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
     [("qwen2", {}), ("llama", {"tie_word_embeddings": True}), ("gpt2", {}), ("qwen2_moe", MOE)],
     ids=lambda v: str(v)[:9],
 )
-def test_export_is_what_save_pretrained_wrote(arch: str, settings: dict, tmp_path: Path, two_ranks: Ranks) -> None:
+def test_export_is_what_save_pretrained_wrote(
+    arch: str, settings: dict, tmp_path: Path, two_ranks: Ranks
+) -> None:
     """Untied, tied, transposed linear layers, and experts that transformers fuses in memory; the names and values of the file."""
     path = tiny_model(tmp_path / "model", arch, **settings)
     file = load_file(f"{path}/model.safetensors")
@@ -53,7 +60,9 @@ def test_replicas_export_and_save_once(tiny_llama: str, tmp_path: Path, two_rank
     restored = engine(tiny_llama)
     restored.load(tmp_path / "checkpoint")
     assert restored.fingerprint() == fingerprint(file.items())
-    assert sum(len(load_file(shard)) for shard in (tmp_path / "checkpoint" / "shards").iterdir()) == len(file)
+    assert sum(
+        len(load_file(shard)) for shard in (tmp_path / "checkpoint" / "shards").iterdir()
+    ) == len(file)
 
 
 def test_folder_is_a_hugging_face_model(tmp_path: Path) -> None:
@@ -62,7 +71,10 @@ def test_folder_is_a_hugging_face_model(tmp_path: Path) -> None:
     subject = engine(path, train=True, lr=1e-2)
     subject.update(ragged_batch(), MicroBatching(size=8), 1.0, programs.weighted_loss("token-mean"))
     subject.save_pretrained(tmp_path / "out", tokenizer=load_tokenizer(subject.model_config))
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (Path(path), tmp_path / "out"))
+    before, after = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (Path(path), tmp_path / "out")
+    )
     assert before == after and after["resid_pdrop"] == 0.25
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert_equal(dict(reloaded.named_parameters()), dict(subject.export()))
@@ -74,12 +86,21 @@ def test_dtype_and_shards(tiny_qwen2: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
     subject = engine(tiny_qwen2)
     subject.save_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1 and not list(tmp_path.glob("*.tmp"))
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1 and not list(
+        tmp_path.glob("*.tmp")
+    )
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert reloaded.dtype == torch.bfloat16
-    assert_equal(dict(reloaded.named_parameters()), {name: tensor.bfloat16() for name, tensor in subject.export()})
+    assert_equal(
+        dict(reloaded.named_parameters()),
+        {name: tensor.bfloat16() for name, tensor in subject.export()},
+    )
     assert all(tensor.dtype == torch.bfloat16 for _, tensor in subject.export(torch.bfloat16))
-    assert subject.fingerprint(torch.bfloat16) == fingerprint(subject.export(torch.bfloat16)) != subject.fingerprint()
+    assert (
+        subject.fingerprint(torch.bfloat16)
+        == fingerprint(subject.export(torch.bfloat16))
+        != subject.fingerprint()
+    )
 
 
 def test_value_model_comes_back(tmp_path: Path) -> None:
@@ -94,7 +115,9 @@ def test_value_model_comes_back(tmp_path: Path) -> None:
         assert values.any()
         again = engine(str(folder / "out"), head="value")
         assert torch.equal(again.forward(ragged_batch(), MicroBatching(size=8))["values"], values)
-        assert json.loads((folder / "out" / "config.json").read_text())["architectures"] == [f"{arch.capitalize()}ForTokenClassification"]
+        assert json.loads((folder / "out" / "config.json").read_text())["architectures"] == [
+            f"{arch.capitalize()}ForTokenClassification"
+        ]
         if known:
             assert AutoModelForTokenClassification.from_pretrained(folder / "out").num_labels == 1
 
@@ -105,7 +128,11 @@ def test_export_holds_one_layer_at_a_time_and_is_a_snapshot(tmp_path: Path) -> N
     for _, tensor in subject.export():
         seen.append(weakref.ref(tensor))
         alive.append(sum(reference() is not None for reference in seen))
-    assert max(alive) <= len(list(subject.model.model.base_model.layers[0].parameters())) + 1 < len(seen) / 4
+    assert (
+        max(alive)
+        <= len(list(subject.model.model.base_model.layers[0].parameters())) + 1
+        < len(seen) / 4
+    )
     snapshot = dict(subject.export())
     copies = {name: tensor.clone() for name, tensor in snapshot.items()}
     subject.update(ragged_batch(), MicroBatching(size=8), 1.0, programs.weighted_loss("token-mean"))

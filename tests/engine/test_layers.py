@@ -15,7 +15,9 @@ from verlite.engine.micro import MicroBatching
 CASE = {"mode": "token-mean", "rows": list(range(8)), "size": 3}
 
 
-def test_activations_that_wait_in_host_memory_give_the_same_gradient(tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_that_wait_in_host_memory_give_the_same_gradient(
+    tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What goes there is each layer's input, of each micro-batch, once, and nothing else; here the copies are made although it is a CPU."""
     packed: list[torch.Size] = []
 
@@ -27,17 +29,28 @@ def test_activations_that_wait_in_host_memory_give_the_same_gradient(tiny_qwen2:
 
     (plain,) = programs.gradients(tiny_qwen2, [CASE], enable_gradient_checkpointing=True)
     monkeypatch.setattr(layers, "save_on_cpu", Watched)
-    monkeypatch.setattr(fsdp, "checkpoint_layers", lambda model, offload: layers.checkpoint_layers(model, offload=True))
+    monkeypatch.setattr(
+        fsdp,
+        "checkpoint_layers",
+        lambda model, offload: layers.checkpoint_layers(model, offload=True),
+    )
     (offloaded,) = programs.gradients(tiny_qwen2, [CASE], enable_gradient_checkpointing=True)
     assert offloaded[0] == plain[0]
     assert all(torch.equal(offloaded[1][name], gradient) for name, gradient in plain[1].items())
-    real = ragged_batch().batch["attention_mask"].sum(1)[[row for row in range(8) if row != 4]]  # row 4 has no vote, and is not run
+    real = (
+        ragged_batch().batch["attention_mask"].sum(1)[[row for row in range(8) if row != 4]]
+    )  # row 4 has no vote, and is not run
     passes = [int(part.sum()) for part in real.split(3)]
     assert packed == [torch.Size((1, tokens, 32)) for tokens in passes for _ in range(2)]
 
 
-@pytest.mark.parametrize(("device", "asked", "expected"), [("cpu", True, False), ("cuda", True, True), ("cuda", False, False)])
-def test_only_a_gpu_sends_them_away(tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch, device: str, asked: bool, expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("device", "asked", "expected"),
+    [("cpu", True, False), ("cuda", True, True), ("cuda", False, False)],
+)
+def test_only_a_gpu_sends_them_away(
+    tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch, device: str, asked: bool, expected: bool
+) -> None:
     class Seen(Exception):
         pass
 
@@ -48,19 +61,29 @@ def test_only_a_gpu_sends_them_away(tiny_qwen2: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fsdp, "checkpoint_layers", look)
     with pytest.raises(Seen):
         fsdp.TrainEngine(
-            fsdp.ModelConfig(path=tiny_qwen2, enable_activation_offload=asked), fsdp.FSDPConfig(), fsdp.OptimConfig(), device=device
-        )  # fmt: skip
+            fsdp.ModelConfig(path=tiny_qwen2, enable_activation_offload=asked),
+            fsdp.FSDPConfig(),
+            fsdp.OptimConfig(),
+            device=device,
+        )
 
 
 def compiled_updates(path: str, compiled: bool) -> tuple[list[Any], list[int]]:
     """Log-probs, metrics and gradients of an update for each of several batches, and how many graphs there are after each."""
-    subject = engine(path, train=True, lr=0.0, grad_clip=math.inf, use_torch_compile=compiled, **programs.LORA)
+    subject = engine(
+        path, train=True, lr=0.0, grad_clip=math.inf, use_torch_compile=compiled, **programs.LORA
+    )
     caught, results, graphs = programs.catch_gradients(subject), [], []
     for rows, size in ([0, 1, 2, 3, 4, 5, 6, 7], 3), ([5, 6], 2), ([3, 2, 1], 1), ([7, 0, 1, 5], 4):
         log_probs = subject.forward(ragged_batch()[rows], MicroBatching(size=size))["log_probs"]
         with subject.without_adapters():
             reference = subject.forward(ragged_batch()[rows], MicroBatching(size=size))["log_probs"]
-        metrics = subject.update(ragged_batch()[rows], MicroBatching(size=size), 0.8, programs.weighted_loss("token-mean"))
+        metrics = subject.update(
+            ragged_batch()[rows],
+            MicroBatching(size=size),
+            0.8,
+            programs.weighted_loss("token-mean"),
+        )
         results.append((log_probs, reference, metrics["loss"], dict(caught)))
         graphs.append(counters["stats"]["unique_graphs"])
     return results, graphs

@@ -23,35 +23,68 @@ MICRO = MicroBatching(max_tokens=400)
 class Numbers:
     """What the objectives read of a plan."""
 
-    clip_low, clip_high, loss_scale, loss_mode, correction = 0.2, 0.2, 8.0, "vanilla", RolloutCorrection()
+    clip_low, clip_high, loss_scale, loss_mode, correction = (
+        0.2,
+        0.2,
+        8.0,
+        "vanilla",
+        RolloutCorrection(),
+    )
     critic = Updates(8, 1, 1, 64, Micro(16, None), False, "token-mean")
 
 
 def learn(path: str, estimator: str, seed: int, sign: float = 1.0, steps: int = 12) -> list[float]:
     """Mean score of each step's 64 answers of 8 tokens; the score is the share of tokens with an id below 32, at first a quarter."""
     actor = train_engine(path, train=True, lr=2e-2, enable_gradient_checkpointing=False)
-    critic = train_engine(path, train=True, lr=2e-2, head="value", enable_gradient_checkpointing=False) if estimator == "gae" else None
+    critic = (
+        train_engine(path, train=True, lr=2e-2, head="value", enable_gradient_checkpointing=False)
+        if estimator == "gae"
+        else None
+    )
     worker, rng, curve = rollout_worker(path, pretrained=False), random.Random(seed), []
     try:
         for step in range(steps):
             worker.engine.load_weights(actor.export(), step + 1, actor.fingerprint())
-            prompts = [PromptRow(i, [rng.randrange(4, 128) for _ in range(4)], [], "s", "") for i in range(8)]
-            samplings = [Sampling(max_tokens=8, seed=s, ignore_eos=True) for s in seeds(seed, step, 0, 64)]
-            asked = requests([row for row in prompts for _ in range(8)], [f"{i // 8}" for i in range(64)], samplings)
+            prompts = [
+                PromptRow(i, [rng.randrange(4, 128) for _ in range(4)], [], "s", "")
+                for i in range(8)
+            ]
+            samplings = [
+                Sampling(max_tokens=8, seed=s, ignore_eos=True) for s in seeds(seed, step, 0, 64)
+            ]
+            asked = requests(
+                [row for row in prompts for _ in range(8)],
+                [f"{i // 8}" for i in range(64)],
+                samplings,
+            )
             batch = answered(worker, asked)
             t = batch.batch
             scores = (t["responses"] < 32).float().mean(1)
             curve.append(float(scores.mean()))
             values = critic.forward(batch, MICRO)["values"] if critic else None
-            advantages, returns = compute_advantages(estimator, AdvantageInputs(
-                token_level_rewards=place_scores(scores, t["response_mask"]), response_mask=t["response_mask"], valid=t["valid"],
-                uid=batch.non_tensor_batch["uid"], values=values,
-            ))  # fmt: skip
+            advantages, returns = compute_advantages(
+                estimator,
+                AdvantageInputs(
+                    token_level_rewards=place_scores(scores, t["response_mask"]),
+                    response_mask=t["response_mask"],
+                    valid=t["valid"],
+                    uid=batch.non_tensor_batch["uid"],
+                    values=values,
+                ),
+            )
             if critic:
-                critic.update(batch.with_batch(values=values, returns=returns), MICRO, 1.0, value_objective(Config(), Numbers()))
+                critic.update(
+                    batch.with_batch(values=values, returns=returns),
+                    MICRO,
+                    1.0,
+                    value_objective(Config(), Numbers()),
+                )
             old = actor.forward(batch, MICRO)["log_probs"]
             actor.update(
-                batch.with_batch(advantages=sign * advantages, old_log_probs=old), MICRO, 1.0, policy_objective(Config(), Numbers())
+                batch.with_batch(advantages=sign * advantages, old_log_probs=old),
+                MICRO,
+                1.0,
+                policy_objective(Config(), Numbers()),
             )
     finally:
         worker.engine.close()
@@ -60,7 +93,9 @@ def learn(path: str, estimator: str, seed: int, sign: float = 1.0, steps: int = 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo"])
-def test_rewards_rise_and_with_the_sign_turned_they_fall(tiny_qwen2: str, estimator: str, seed: int) -> None:
+def test_rewards_rise_and_with_the_sign_turned_they_fall(
+    tiny_qwen2: str, estimator: str, seed: int
+) -> None:
     curve = learn(tiny_qwen2, estimator, seed)
     assert curve[0] < 0.35 and curve[-1] > 0.8, curve
     curve = learn(tiny_qwen2, estimator, seed, sign=-1.0)

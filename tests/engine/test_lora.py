@@ -30,21 +30,33 @@ def results(tiny_qwen2: str, tmp_path_factory: pytest.TempPathFactory) -> Result
 def test_training_starts_from_the_model(tiny_qwen2: str) -> None:
     """B is 0, so that the first log-probs, weights and checksum are the model's, bit for bit; A is not."""
     base, adapted = engine(tiny_qwen2), engine(tiny_qwen2, train=True, **programs.LORA)
-    assert torch.equal(adapted.forward(ragged_batch(), ALL)["log_probs"], base.forward(ragged_batch(), ALL)["log_probs"])
+    assert torch.equal(
+        adapted.forward(ragged_batch(), ALL)["log_probs"],
+        base.forward(ragged_batch(), ALL)["log_probs"],
+    )
     assert adapted.fingerprint() == base.fingerprint()
     weights = dict(adapted.model.model.named_parameters())
     adapters = [name for name in weights if "lora_" in name]
-    assert len(adapters) == 2 * 2 * 7 and all(weights[name].full_tensor().any() == ("lora_A" in name) for name in adapters)
+    assert len(adapters) == 2 * 2 * 7 and all(
+        weights[name].full_tensor().any() == ("lora_A" in name) for name in adapters
+    )
 
 
 def test_only_adapters_learn(results: Results, tiny_qwen2: str) -> None:
     """Every adapter has a gradient and moves; of the rest not one bit does, and it has no place in the optimizer."""
     start, end = results["start"], results["end"]
     adapters = {name for name in start if "lora_" in name}
-    assert {name for name in start if not torch.equal(start[name], end[name])} == adapters == results["gradients"][-1].keys()
+    assert (
+        {name for name in start if not torch.equal(start[name], end[name])}
+        == adapters
+        == results["gradients"][-1].keys()
+    )
     assert all(gradient.any() for gradient in results["gradients"][-1].values())
     file = load_file(f"{tiny_qwen2}/model.safetensors")
-    assert all(torch.equal(end[name], file[name.replace(".base_layer", "")]) for name in end.keys() - adapters)
+    assert all(
+        torch.equal(end[name], file[name.replace(".base_layer", "")])
+        for name in end.keys() - adapters
+    )
     assert {name.rsplit(".", 1)[0] for name in results["state"].keys() - end.keys()} == adapters
 
 
@@ -57,7 +69,9 @@ def test_an_update_is_that_of_pefts_own_model(results: Results, tiny_qwen2: str)
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(results["start"][name])
-    optimizer = torch.optim.AdamW([p for p in named.values() if p.requires_grad], lr=3e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        [p for p in named.values() if p.requires_grad], lr=3e-3, weight_decay=0.01
+    )
     batch = ragged_batch()
     t = batch.batch
     for gradients in results["gradients"]:
@@ -68,16 +82,29 @@ def test_an_update_is_that_of_pefts_own_model(results: Results, tiny_qwen2: str)
             responses = int(t["attention_mask"][row, 7:].sum())
             logits = oracle(ids[None]).logits[0, -responses - 1 : -1] / programs.TEMPERATURE
             new = torch.log_softmax(logits, -1).gather(1, ids[-responses:, None]).squeeze(1)
-            log_probs = log_probs + (new * t["advantages"][row, :responses] * t["response_mask"][row, :responses]).sum()
+            log_probs = (
+                log_probs
+                + (
+                    new * t["advantages"][row, :responses] * t["response_mask"][row, :responses]
+                ).sum()
+            )
         (-log_probs / t["response_mask"].sum()).backward()
         expected = {name: p.grad for name, p in named.items() if p.grad is not None}
         assert expected.keys() == gradients.keys()
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                gradient.double(),
+                expected[name],
+                rtol=1e-3,
+                atol=1e-5,
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
         optimizer.step()
     # Adam divides by the square root of a gradient's square: where that is near 0, rounding decides on which side.
     for name, parameter in named.items():
-        assert (results["end"][name] - parameter).norm() < 1e-3 * (results["end"][name] - results["start"][name]).norm() + 1e-12
+        assert (results["end"][name] - parameter).norm() < 1e-3 * (
+            results["end"][name] - results["start"][name]
+        ).norm() + 1e-12
 
 
 def test_merged_weights_are_the_adapted_model(results: Results, tiny_qwen2: str) -> None:
@@ -93,20 +120,29 @@ def test_merged_weights_are_the_adapted_model(results: Results, tiny_qwen2: str)
         torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-7)
     merged = engine(f"{results['folder']}/hf").forward(ragged_batch(), ALL)["log_probs"]
     assert (merged - results["log_probs"]).abs().max() < 1e-5
-    assert (results["log_probs"] - results["reference"]).abs().max() > 0.1  # there is something to lose
-    oracle, _ = naive_log_probs(AutoModelForCausalLM.from_pretrained(results["folder"] / "hf", dtype=torch.float64), ragged_batch())
+    assert (
+        results["log_probs"] - results["reference"]
+    ).abs().max() > 0.1  # there is something to lose
+    oracle, _ = naive_log_probs(
+        AutoModelForCausalLM.from_pretrained(results["folder"] / "hf", dtype=torch.float64),
+        ragged_batch(),
+    )
     assert (oracle - results["log_probs"]).abs().max() < 1e-4
 
 
 def test_the_checksum_is_that_of_the_merged_weights(results: Results) -> None:
     first, second = results["fingerprints"]
     assert first == fingerprint(results["weights"].items())
-    assert second == fingerprint(results["bf16"].items()) and all(w.dtype == torch.bfloat16 for w in results["bf16"].values())
+    assert second == fingerprint(results["bf16"].items()) and all(
+        w.dtype == torch.bfloat16 for w in results["bf16"].values()
+    )
 
 
 def test_the_reference_is_the_model_without_adapters(results: Results, tiny_qwen2: str) -> None:
     frozen = engine(tiny_qwen2)
-    assert torch.equal(results["reference"], frozen.forward(ragged_batch(), MicroBatching(size=3))["log_probs"])
+    assert torch.equal(
+        results["reference"], frozen.forward(ragged_batch(), MicroBatching(size=3))["log_probs"]
+    )
 
 
 def test_the_adapters_are_back_after_a_reference_pass(tiny_qwen2: str) -> None:
@@ -125,20 +161,36 @@ def test_the_adapters_are_back_after_a_reference_pass(tiny_qwen2: str) -> None:
 def test_a_resumed_run_goes_on_exactly(results: Results) -> None:
     assert results["again"] == results["history"][2:]
     assert results["resumed"].keys() == results["state"].keys()
-    assert [name for name, value in results["state"].items() if not torch.equal(value, results["resumed"][name])] == []
+    assert [
+        name
+        for name, value in results["state"].items()
+        if not torch.equal(value, results["resumed"][name])
+    ] == []
 
 
-def test_a_checkpoint_holds_adapters_and_knows_their_model(results: Results, tiny_qwen2: str, tmp_path: Path) -> None:
-    names = [name for file in (results["folder"] / "checkpoint" / "shards").iterdir() for name in load_file(file)]
+def test_a_checkpoint_holds_adapters_and_knows_their_model(
+    results: Results, tiny_qwen2: str, tmp_path: Path
+) -> None:
+    names = [
+        name
+        for file in (results["folder"] / "checkpoint" / "shards").iterdir()
+        for name in load_file(file)
+    ]
     assert len(names) == 28 * 3 and all("lora_" in name for name in names)
     alone = engine(tiny_qwen2, **programs.LORA)  # as `verlite export` reads it
     alone.load(results["folder"] / "checkpoint")
-    assert (alone.forward(ragged_batch(), ALL)["log_probs"] - results["reference"]).abs().max() > 0.1
+    assert (
+        alone.forward(ragged_batch(), ALL)["log_probs"] - results["reference"]
+    ).abs().max() > 0.1
     with pytest.raises(ValueError, match="has adapters to another model than model.path="):
-        engine(tiny_model(tmp_path, "qwen2", seed=1), train=True, **programs.LORA).load(results["folder"] / "checkpoint")
+        engine(tiny_model(tmp_path, "qwen2", seed=1), train=True, **programs.LORA).load(
+            results["folder"] / "checkpoint"
+        )
 
 
-def test_two_ranks_do_what_one_does(results: Results, tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_two_ranks_do_what_one_does(
+    results: Results, tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
     first, second = two_ranks.call(programs.lora_updates, tiny_qwen2, str(tmp_path))
     for name, value in results["gradients"][0].items():
         torch.testing.assert_close(first["gradients"][0][name], value, rtol=1e-4, atol=1e-6)
@@ -149,26 +201,56 @@ def test_two_ranks_do_what_one_does(results: Results, tiny_qwen2: str, two_ranks
     torch.testing.assert_close(both, results["log_probs"], rtol=0, atol=1e-3)
     assert torch.equal(torch.cat([first["reference"], second["reference"]]), results["reference"])
     assert first["fingerprints"] == second["fingerprints"]
-    assert first["fingerprints"] == [fingerprint(first["weights"].items()), fingerprint(first["bf16"].items())]
-    assert [again["again"] for again in (first, second)] == [straight["history"][2:] for straight in (first, second)]
+    assert first["fingerprints"] == [
+        fingerprint(first["weights"].items()),
+        fingerprint(first["bf16"].items()),
+    ]
+    assert [again["again"] for again in (first, second)] == [
+        straight["history"][2:] for straight in (first, second)
+    ]
 
 
 def test_replicas_and_shapes_that_do_not_divide(tmp_path: Path, two_ranks: Ranks) -> None:
     """fsdp_size=1, where every rank has all adapters; and 7 rows and rank 3 over two ranks."""
-    path = tiny_model(tmp_path / "odd", "qwen2", hidden_size=24, num_key_value_heads=1, intermediate_size=7, vocab_size=129)
-    for folder, program in (("sharded", programs.lora_updates), ("replicas", programs.lora_updates_on_replicas)):
+    path = tiny_model(
+        tmp_path / "odd",
+        "qwen2",
+        hidden_size=24,
+        num_key_value_heads=1,
+        intermediate_size=7,
+        vocab_size=129,
+    )
+    for folder, program in (
+        ("sharded", programs.lora_updates),
+        ("replicas", programs.lora_updates_on_replicas),
+    ):
         first, second = two_ranks.call(program, path, str(tmp_path / folder))
-        assert first["fingerprints"] == second["fingerprints"] == [fingerprint(first[k].items()) for k in ("weights", "bf16")]
+        assert (
+            first["fingerprints"]
+            == second["fingerprints"]
+            == [fingerprint(first[k].items()) for k in ("weights", "bf16")]
+        )
         merged = engine(str(tmp_path / folder / "hf")).forward(ragged_batch(), ALL)["log_probs"]
         assert (merged - torch.cat([first["log_probs"], second["log_probs"]])).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
     ("arch", "settings"),
-    [("gpt2", {}), ("llama", {"tie_word_embeddings": True}), ("qwen2_moe", {"num_experts": 3, "moe_intermediate_size": 16,
-     "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2})],
+    [
+        ("gpt2", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        (
+            "qwen2_moe",
+            {
+                "num_experts": 3,
+                "moe_intermediate_size": 16,
+                "shared_expert_intermediate_size": 16,
+                "num_experts_per_tok": 2,
+            },
+        ),
+    ],
     ids=lambda v: str(v)[:9],
-)  # fmt: skip
+)
 def test_other_layers(arch: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Transposed linear layers, tied embeddings, and experts that transformers fuses in memory, which get no adapter."""
     path = tiny_model(tmp_path / "model", arch, **settings)
@@ -181,24 +263,37 @@ def test_other_layers(arch: str, settings: dict[str, Any], tmp_path: Path) -> No
     merged = engine(str(tmp_path / "out")).forward(ragged_batch(), ALL)["log_probs"]
     assert (after - before).abs().max() > 0.1 and (merged - after).abs().max() < 2e-5
     assert subject.fingerprint() == fingerprint(subject.export())
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(f"{path}/model.safetensors").keys()
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors").keys()
+        == load_file(f"{path}/model.safetensors").keys()
+    )
 
 
 def test_peft_loads_the_adapter_and_so_do_we(results: Results, tiny_qwen2: str) -> None:
     folder = results["folder"] / "hf" / "lora_adapter"
-    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64), folder).double()
+    theirs = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64), folder
+    ).double()
     log_probs, _ = naive_log_probs(theirs.eval(), ragged_batch())
     assert (log_probs - results["log_probs"]).abs().max() < 1e-4
     ours = engine(tiny_qwen2, train=True, lora_adapter_path=str(folder), lr=1e-2)
-    assert torch.equal(ours.forward(ragged_batch(), MicroBatching(size=3))["log_probs"], results["log_probs"])
+    assert torch.equal(
+        ours.forward(ragged_batch(), MicroBatching(size=3))["log_probs"], results["log_probs"]
+    )
     with ours.without_adapters():
-        assert torch.equal(ours.forward(ragged_batch(), MicroBatching(size=3))["log_probs"], results["reference"])
+        assert torch.equal(
+            ours.forward(ragged_batch(), MicroBatching(size=3))["log_probs"], results["reference"]
+        )
 
 
-def test_an_adapter_that_does_not_fit_is_refused(results: Results, tiny_qwen2: str, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_refused(
+    results: Results, tiny_qwen2: str, tmp_path: Path
+) -> None:
     folder = results["folder"] / "hf" / "lora_adapter"
     other = tiny_model(tmp_path / "other", "qwen2", intermediate_size=48)
-    with pytest.raises(ModelError, match="another model's adapter: 6 weights differ, such as base_model"):
+    with pytest.raises(
+        ModelError, match="another model's adapter: 6 weights differ, such as base_model"
+    ):
         engine(other, lora_adapter_path=str(folder))
     for change, said in (
         ({"use_dora": True}, "has use_dora"),
@@ -216,9 +311,15 @@ def test_an_adapter_that_does_not_fit_is_refused(results: Results, tiny_qwen2: s
 
 @pytest.mark.parametrize(
     ("targets", "said"),
-    [(["q_projj"], "cannot be adapted"), (["lm_head"], "lm_head is the output head"), (["embed_tokens"], "is no linear layer")],
-)  # fmt: skip
-def test_layers_that_cannot_be_adapted_are_refused(tiny_qwen2: str, targets: list[str], said: str) -> None:
+    [
+        (["q_projj"], "cannot be adapted"),
+        (["lm_head"], "lm_head is the output head"),
+        (["embed_tokens"], "is no linear layer"),
+    ],
+)
+def test_layers_that_cannot_be_adapted_are_refused(
+    tiny_qwen2: str, targets: list[str], said: str
+) -> None:
     with pytest.raises(ModelError, match=said):
         engine(tiny_qwen2, lora_rank=2, target_modules=targets)
 
@@ -229,19 +330,30 @@ def test_layers_are_chosen_by_name(tiny_qwen2: str) -> None:
         return {name.split(".lora_")[0].split(".")[-1] for name, _ in named if "lora_" in name}
 
     assert adapted(target_modules=["q_proj", "v_proj"]) == {"q_proj", "v_proj"}
-    assert adapted(target_modules=r".*\.mlp\..*_proj", exclude_modules=["up_proj"]) == {"gate_proj", "down_proj"}
+    assert adapted(target_modules=r".*\.mlp\..*_proj", exclude_modules=["up_proj"]) == {
+        "gate_proj",
+        "down_proj",
+    }
 
 
 def test_a_value_model_trains_its_head_too(tiny_qwen2: str, tmp_path: Path) -> None:
     subject = engine(tiny_qwen2, train=True, head="value", lr=1e-2, **programs.LORA)
-    start = {name: p.detach().full_tensor().clone() for name, p in subject.model.model.named_parameters()}
+    start = {
+        name: p.detach().full_tensor().clone() for name, p in subject.model.model.named_parameters()
+    }
     for _ in range(3):
         subject.update(ragged_batch(), ALL, 1.0, programs.squared_error)
-    moved = {name for name, p in subject.model.model.named_parameters() if not torch.equal(p.detach().full_tensor(), start[name])}
+    moved = {
+        name
+        for name, p in subject.model.model.named_parameters()
+        if not torch.equal(p.detach().full_tensor(), start[name])
+    }
     assert moved == {name for name in start if "lora_" in name or name.startswith("score.")}
     values = subject.forward(ragged_batch(), ALL)["values"]
     subject.save_pretrained(tmp_path / "out")
-    assert (engine(str(tmp_path / "out"), head="value").forward(ragged_batch(), ALL)["values"] - values).abs().max() < 1e-5
+    assert (
+        engine(str(tmp_path / "out"), head="value").forward(ragged_batch(), ALL)["values"] - values
+    ).abs().max() < 1e-5
     subject.save(tmp_path / "checkpoint")
     again = engine(tiny_qwen2, train=True, head="value", lr=1e-2, **programs.LORA)
     again.load(tmp_path / "checkpoint")
@@ -254,11 +366,16 @@ def test_half_precision_weights_with_float32_adapters(tiny_qwen2: str) -> None:
     for _ in range(2):
         subject.update(ragged_batch(), ALL, 1.0, programs.weighted_loss("token-mean"))
     named = {name: p.detach().full_tensor() for name, p in subject.model.model.named_parameters()}
-    assert all(p.dtype == (torch.float32 if "lora_" in name else torch.bfloat16) for name, p in named.items())
+    assert all(
+        p.dtype == (torch.float32 if "lora_" in name else torch.bfloat16)
+        for name, p in named.items()
+    )
     prefix = "model.layers.0.mlp.up_proj"
     a, b = (named[f"{prefix}.lora_{x}.default.weight"] for x in "AB")
     expected = named[f"{prefix}.base_layer.weight"].float() + 3 * b @ a
     whole, half = dict(subject.export(torch.float32)), dict(subject.export())
     torch.testing.assert_close(whole[f"{prefix}.weight"], expected, rtol=1e-6, atol=1e-7)
     assert torch.equal(half[f"{prefix}.weight"], whole[f"{prefix}.weight"].bfloat16())
-    assert subject.fingerprint() == fingerprint(half.items()) and all(w.dtype == torch.bfloat16 for w in half.values())
+    assert subject.fingerprint() == fingerprint(half.items()) and all(
+        w.dtype == torch.bfloat16 for w in half.values()
+    )

@@ -27,15 +27,24 @@ def test_a_path_that_is_no_model(tmp_path: Path) -> None:
 
 
 def test_override_config(tiny_qwen2: str) -> None:
-    assert load_config(ModelConfig(path=tiny_qwen2, override_config={"rms_norm_eps": 1e-3})).rms_norm_eps == 1e-3
+    assert (
+        load_config(
+            ModelConfig(path=tiny_qwen2, override_config={"rms_norm_eps": 1e-3})
+        ).rms_norm_eps
+        == 1e-3
+    )
     with pytest.raises(ValueError, match="override_config.rms_norm: Qwen2Config has no such value"):
         load_config(ModelConfig(path=tiny_qwen2, override_config={"rms_norm": 1e-3}))
 
 
 def test_tokenizer(tiny_qwen2: str) -> None:
     assert load_tokenizer(ModelConfig(path=tiny_qwen2)).pad_token_id == 0
-    tokenizer = load_tokenizer(ModelConfig(path=tiny_qwen2, custom_chat_template="{{ messages[0]['content'] }}!"))
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi!"
+    tokenizer = load_tokenizer(
+        ModelConfig(path=tiny_qwen2, custom_chat_template="{{ messages[0]['content'] }}!")
+    )
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi!"
+    )
 
 
 def test_missing_and_poisoned_weights(tiny_qwen2: str, tmp_path: Path) -> None:
@@ -45,7 +54,9 @@ def test_missing_and_poisoned_weights(tiny_qwen2: str, tmp_path: Path) -> None:
     weights = load_file(file)
     lost = weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(ValueError, match="lacks 1 weights of its model, such as model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(
+        ValueError, match="lacks 1 weights of its model, such as model.layers.1.mlp.up_proj.weight"
+    ):
         engine(path)
     with pytest.raises(ValueError, match="lacks 1 weights"):
         engine(path, head="value")
@@ -56,7 +67,9 @@ def test_missing_and_poisoned_weights(tiny_qwen2: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_only_rank_0_reads_weights(tiny_llama: str, tmp_path: Path, two_ranks: Ranks, head: str) -> None:
+def test_only_rank_0_reads_weights(
+    tiny_llama: str, tmp_path: Path, two_ranks: Ranks, head: str
+) -> None:
     """Rank 1 needs the config and no memory for the whole model; when rank 0 cannot load, all ranks say so."""
     shutil.copy(f"{tiny_llama}/config.json", tmp_path)
     expected = engine(tiny_llama, head=head).fingerprint()
@@ -73,11 +86,17 @@ def test_only_rank_0_reads_weights(tiny_llama: str, tmp_path: Path, two_ranks: R
         ("phi", {}, "bias on its output embedding"),
         ("falcon", {}, "attention of its own.*use_remove_padding=False"),
         ("bloom", {}, "attention of its own.*use_remove_padding=False"),
-        ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 2}, "layers of type linear_attention.*use_remove_padding=False"),
+        (
+            "qwen3_next",
+            {"num_experts": 4, "num_experts_per_tok": 2},
+            "layers of type linear_attention.*use_remove_padding=False",
+        ),
         ("nemotron", {}, "did not receive the packing layout.*use_remove_padding=False"),
     ],
 )
-def test_an_architecture_that_would_train_on_wrong_numbers(arch: str, settings: dict, message: str, tmp_path: Path) -> None:
+def test_an_architecture_that_would_train_on_wrong_numbers(
+    arch: str, settings: dict, message: str, tmp_path: Path
+) -> None:
     path = tiny_model(tmp_path, arch, **settings)
     with pytest.raises((ValueError, NotImplementedError), match=message):
         engine(path)
@@ -97,7 +116,9 @@ def test_other_architectures_agree_with_their_own_forward_pass(arch: str, tmp_pa
     engine(tiny_model(tmp_path, arch, **settings.get(arch, {})))
 
 
-def test_the_self_check_sees_an_unknown_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_sees_an_unknown_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that scales its logits by a name nobody told us about."""
     monkeypatch.setattr(model, "logit_scale", lambda config: 1.0)
     with pytest.raises(ValueError, match="differ from those of the model's own forward pass"):

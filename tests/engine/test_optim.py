@@ -17,7 +17,9 @@ def rates(total: int = 10, **settings: object) -> list[float]:
 
 def test_constant() -> None:
     assert rates() == [2.0] * 10
-    assert rates(lr_warmup_steps=0, lr_warmup_steps_ratio=0.5) == [2.0] * 10, "steps win over the ratio, 0 included"
+    assert rates(lr_warmup_steps=0, lr_warmup_steps_ratio=0.5) == [2.0] * 10, (
+        "steps win over the ratio, 0 included"
+    )
 
 
 def test_warm_up_reaches_the_peak_and_never_starts_at_zero() -> None:
@@ -27,13 +29,19 @@ def test_warm_up_reaches_the_peak_and_never_starts_at_zero() -> None:
 
 def test_cosine() -> None:
     actual = rates(lr_warmup_steps=2, lr_scheduler_type="cosine", min_lr_ratio=0.1)
-    assert actual == pytest.approx([1.0, 2.0, *[0.2 + 1.8 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)]])
-    assert learning_rate(OptimConfig(lr=2.0, lr_scheduler_type="cosine", min_lr_ratio=0.1), 99, 10) == pytest.approx(0.2)
+    assert actual == pytest.approx(
+        [1.0, 2.0, *[0.2 + 1.8 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)]]
+    )
+    assert learning_rate(
+        OptimConfig(lr=2.0, lr_scheduler_type="cosine", min_lr_ratio=0.1), 99, 10
+    ) == pytest.approx(0.2)
     assert rates(lr_scheduler_type="cosine", num_cycles=1.0)[5] == pytest.approx(0, abs=1e-12)
 
 
 def test_what_needs_the_length_of_training_says_so() -> None:
-    with pytest.raises(ValueError, match="lr_scheduler_type=cosine needs the number of training steps"):
+    with pytest.raises(
+        ValueError, match="lr_scheduler_type=cosine needs the number of training steps"
+    ):
         learning_rate(OptimConfig(lr_scheduler_type="cosine"), 3, None)
     with pytest.raises(ValueError, match="'linear': choose constant or cosine"):
         learning_rate(OptimConfig(lr_scheduler_type="linear"), 3, 10)
@@ -44,6 +52,13 @@ def test_schedule_goes_once_per_training_step_and_not_per_update(tiny_qwen2: str
     seen = []
     for updates in (2, 0, 1, 3):  # a step without an update (the critic's warm-up) does not count
         for _ in range(updates):
-            seen.append(subject.update(ragged_batch()[[0]], MicroBatching(size=1), 1.0, programs.weighted_loss("token-mean"))["lr"])
+            seen.append(
+                subject.update(
+                    ragged_batch()[[0]],
+                    MicroBatching(size=1),
+                    1.0,
+                    programs.weighted_loss("token-mean"),
+                )["lr"]
+            )
         subject.step_schedule()
     assert seen == [0.5, 0.5, 1.0, 1.5, 1.5, 1.5]

@@ -17,8 +17,12 @@ def path(request: pytest.FixtureRequest, tiny_qwen2: str, tiny_llama: str, tiny_
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("micro", [MicroBatching(size=3), MicroBatching(max_tokens=20)], ids=["size", "tokens"])
-def test_log_probs_and_entropy_equal_a_token_by_token_oracle(path: str, packed: bool, micro: MicroBatching) -> None:
+@pytest.mark.parametrize(
+    "micro", [MicroBatching(size=3), MicroBatching(max_tokens=20)], ids=["size", "tokens"]
+)
+def test_log_probs_and_entropy_equal_a_token_by_token_oracle(
+    path: str, packed: bool, micro: MicroBatching
+) -> None:
     batch = ragged_batch()
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     subject = engine(path, use_remove_padding=packed)
@@ -31,13 +35,21 @@ def test_log_probs_and_entropy_equal_a_token_by_token_oracle(path: str, packed: 
 
 
 def test_sum_of_squared_probabilities_by_the_oracle(tiny_qwen2: str) -> None:
-    batch, oracle = ragged_batch(), AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64).eval()
+    batch, oracle = (
+        ragged_batch(),
+        AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64).eval(),
+    )
     expected = torch.zeros(len(batch), R, dtype=torch.float64)
     for row in range(len(batch)):
         item = batch.batch[row]
-        ids, prompt = item["input_ids"][item["attention_mask"].bool()], int(item["attention_mask"][:P].sum())
+        ids, prompt = (
+            item["input_ids"][item["attention_mask"].bool()],
+            int(item["attention_mask"][:P].sum()),
+        )
         for j in item["response_mask"].nonzero().flatten().tolist():
-            expected[row, j] = (oracle(ids[None, : prompt + j]).logits[0, -1] / 0.7).softmax(-1).square().sum()
+            expected[row, j] = (
+                (oracle(ids[None, : prompt + j]).logits[0, -1] / 0.7).softmax(-1).square().sum()
+            )
     out = engine(tiny_qwen2).forward(batch, MicroBatching(size=3), 0.7, with_sum_pi_squared=True)
     assert out.keys() == {"log_probs", "sum_pi_squared"}
     torch.testing.assert_close(out["sum_pi_squared"].double(), expected, atol=1e-6, rtol=1e-5)
@@ -47,23 +59,32 @@ def test_padding_side_does_not_matter(path: str) -> None:
     """Left-padded, right-padded, packed and alone: the same log-probs."""
     batch = ragged_batch()
     right = []
-    for row in range(len(batch)):  # the same sequence at the left edge: its prompt ends elsewhere, so each row stands alone
+    for row in range(
+        len(batch)
+    ):  # the same sequence at the left edge: its prompt ends elsewhere, so each row stands alone
         item = batch.batch[row]
         prompt = int(item["attention_mask"][:P].sum())
-        tensors = {name: item[name].roll(prompt - P)[None] for name in ("input_ids", "attention_mask", "position_ids")}
+        tensors = {
+            name: item[name].roll(prompt - P)[None]
+            for name in ("input_ids", "attention_mask", "position_ids")
+        }
         tensors["response_mask"] = torch.zeros(1, P + R - prompt, dtype=torch.int64)
         tensors["response_mask"][0, :R] = item["response_mask"]
         right.append(DataProto.from_dict(tensors))
     packed, padded = engine(path), engine(path, use_remove_padding=False)
     expected = packed.forward(batch, ALL)["log_probs"]
     for subject in (packed, padded):
-        torch.testing.assert_close(subject.forward(batch, ALL)["log_probs"], expected, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            subject.forward(batch, ALL)["log_probs"], expected, atol=2e-6, rtol=1e-5
+        )
         rows = torch.cat([subject.forward(row, ALL)["log_probs"][:, :R] for row in right])
         torch.testing.assert_close(rows, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_sequence_is_blind_to_its_neighbours_and_to_padding(tiny_qwen2: str, packed: bool) -> None:
+def test_a_sequence_is_blind_to_its_neighbours_and_to_padding(
+    tiny_qwen2: str, packed: bool
+) -> None:
     subject = engine(tiny_qwen2, use_remove_padding=packed)
     batch = ragged_batch()
     before = subject.forward(batch, ALL)["log_probs"]
@@ -101,7 +122,10 @@ def test_rows_without_a_vote_are_never_run(tiny_qwen2: str) -> None:
     subject, batch = engine(tiny_qwen2), ragged_batch()
     ids = batch.batch["input_ids"].clone()
     ids[4] = 10**9  # running this row would raise
-    assert torch.equal(subject.forward(batch.with_batch(input_ids=ids), ALL)["log_probs"], subject.forward(batch, ALL)["log_probs"])
+    assert torch.equal(
+        subject.forward(batch.with_batch(input_ids=ids), ALL)["log_probs"],
+        subject.forward(batch, ALL)["log_probs"],
+    )
 
 
 def test_a_token_without_a_predecessor_is_refused(tiny_qwen2: str) -> None:
@@ -130,7 +154,11 @@ def test_dropout_is_off_in_updates(tiny_gpt2: str) -> None:
 
 def test_half_precision_stops_at_the_softmax(tiny_qwen2: str) -> None:
     """bfloat16 passes are near the float32 ones, their log-probs are not rounded to bfloat16, gradients and weights stay float32."""
-    exact, subject, batch = engine(tiny_qwen2), engine(tiny_qwen2, train=True, dtype="bfloat16"), ragged_batch()
+    exact, subject, batch = (
+        engine(tiny_qwen2),
+        engine(tiny_qwen2, train=True, dtype="bfloat16"),
+        ragged_batch(),
+    )
     expected, actual = (one.forward(batch, ALL, with_entropy=True) for one in (exact, subject))
     for name, values in actual.items():
         assert values.dtype == torch.float32
@@ -138,7 +166,9 @@ def test_half_precision_stops_at_the_softmax(tiny_qwen2: str) -> None:
         assert not torch.equal(values, expected[name]), "the pass did not run in bfloat16"
         assert not torch.equal(values, values.bfloat16().float())
     seen = []
-    subject.optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.dtype for p in subject.parameters))
+    subject.optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(p.grad.dtype for p in subject.parameters)
+    )
     subject.update(batch, ALL, 1.0, lambda rows, outputs, counts: (outputs["log_probs"].sum(), {}))
     assert set(seen) == {torch.float32} == {p.dtype for p in subject.parameters}
 
@@ -152,7 +182,10 @@ def test_values_are_the_heads_and_know_no_temperature(tiny_qwen2: str, tmp_path)
     torch.nn.init.constant_(model.score.bias, 0.3)
     model.save_pretrained(tmp_path)
     trained = engine(str(tmp_path), head="value")
-    cold, hot = (trained.forward(batch, MicroBatching(size=2), temperature)["values"] for temperature in (1.0, 0.1))
+    cold, hot = (
+        trained.forward(batch, MicroBatching(size=2), temperature)["values"]
+        for temperature in (1.0, 0.1)
+    )
     assert torch.equal(cold, hot)
     model.eval()
     for row in range(len(batch)):

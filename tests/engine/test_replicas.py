@@ -12,26 +12,38 @@ from tests.engine import matrix, programs
 from tests.engine.ranks import Ranks
 from verlite.protocol.weights import fingerprint
 
-LAYOUTS = {"4 shards": {}, "2 replicas of 2 shards": {"fsdp_size": 2}, "4 replicas": {"fsdp_size": 1}}
+LAYOUTS = {
+    "4 shards": {},
+    "2 replicas of 2 shards": {"fsdp_size": 2},
+    "4 replicas": {"fsdp_size": 1},
+}
 Results = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2: str, four_ranks: Ranks) -> tuple[Path, Results]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, tiny_qwen2: str, four_ranks: Ranks
+) -> tuple[Path, Results]:
     """A folder for each layout, and what each rank says."""
     folder = tmp_path_factory.mktemp("layouts")
     found = {"1 rank": [programs.everything(tiny_qwen2, str(folder / "1 rank"), {})]}
     for layout, settings in LAYOUTS.items():
-        found[layout] = four_ranks.call(programs.everything, tiny_qwen2, str(folder / layout), settings)
+        found[layout] = four_ranks.call(
+            programs.everything, tiny_qwen2, str(folder / layout), settings
+        )
     return folder, found
 
 
 def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return actual.keys() == expected.keys() and all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[name], tensor) for name, tensor in expected.items()
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_passes_and_updates_are_those_of_one_rank(results: tuple[Path, Results], layout: str) -> None:
+def test_passes_and_updates_are_those_of_one_rank(
+    results: tuple[Path, Results], layout: str
+) -> None:
     """Uneven rows, one rank without any. Ranks agree to the last bit; with one rank to float32 rounding, see matrix.TOLERANCE."""
     (alone,), ranks = results[1]["1 rank"], results[1][layout]
     whole = sum(tensor.numel() for tensor in alone["export"].values())
@@ -43,8 +55,12 @@ def test_passes_and_updates_are_those_of_one_rank(results: tuple[Path, Results],
         assert matrix.difference(rank["gradients"], alone["gradients"]) < matrix.TOLERANCE
         assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
         for name, tensor in alone["state"].items():
-            torch.testing.assert_close(rank["state"][name], tensor, atol=1e-7, rtol=1e-5)  # the step is 1e-2 g / (|g| + 1e-2)
-    assert alone["metrics"]["grad_norm"] > 0.5, "the test has no power over clipping unless something is clipped"
+            torch.testing.assert_close(
+                rank["state"][name], tensor, atol=1e-7, rtol=1e-5
+            )  # the step is 1e-2 g / (|g| + 1e-2)
+    assert alone["metrics"]["grad_norm"] > 0.5, (
+        "the test has no power over clipping unless something is clipped"
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -57,13 +73,17 @@ def test_what_leaves_is_whole_and_counted_once(results: tuple[Path, Results], la
 
 
 @pytest.mark.parametrize("wrote", ["1 rank", *LAYOUTS])
-def test_a_checkpoint_loads_into_every_layout(results: tuple[Path, Results], tiny_qwen2: str, four_ranks: Ranks, wrote: str) -> None:
+def test_a_checkpoint_loads_into_every_layout(
+    results: tuple[Path, Results], tiny_qwen2: str, four_ranks: Ranks, wrote: str
+) -> None:
     """Weights, moments and step counts to the last bit, whoever wrote them."""
     folder, found = results
     saved, checkpoint = found[wrote][0], str(folder / wrote / "checkpoint")
     loaded = [programs.load_state(tiny_qwen2, checkpoint)]
     for settings in LAYOUTS.values():
-        loaded += four_ranks.call(programs.load_state, tiny_qwen2, checkpoint, "lm", settings.get("fsdp_size", -1))
+        loaded += four_ranks.call(
+            programs.load_state, tiny_qwen2, checkpoint, "lm", settings.get("fsdp_size", -1)
+        )
     assert len(loaded) == 13
     for one in loaded:
         assert same(one["state"], saved["state"]) and one["fingerprint"] == saved["fingerprint"]

@@ -16,7 +16,7 @@ from tests.rollout.oracle import ask, float64_model, largest_gap, naive_greedy, 
 from verlite.config.schema import Config, ModelConfig, RolloutConfig
 from verlite.data.dataset import PromptRow
 from verlite.engine.micro import MicroBatching
-from verlite.envs.world import World
+from verlite.envs.factory import EnvFactory
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import padded
 from verlite.rewards.result import RewardResult
@@ -30,13 +30,25 @@ EOS = 1
 
 
 def rollout_engine(path: str, pretrained: bool = True) -> BatchedEngine:
-    return build_engine("hf", ModelConfig(path=path), RolloutConfig(), 64, torch.device("cpu"), 0, pretrained=pretrained)
+    return build_engine(
+        "hf",
+        ModelConfig(path=path),
+        RolloutConfig(),
+        64,
+        torch.device("cpu"),
+        0,
+        pretrained=pretrained,
+    )
 
 
 def rollout_worker(path: str, pretrained: bool = True) -> RolloutWorker:
     """A worker without Ray, whose rewards are all 0."""
     worker = RolloutWorker.__new__(RolloutWorker)
-    worker.plan, worker.world, worker.engine = SimpleNamespace(max_turns=0), World(), rollout_engine(path, pretrained)
+    worker.plan, worker.world, worker.engine = (
+        SimpleNamespace(max_turns=0),
+        EnvFactory(),
+        rollout_engine(path, pretrained),
+    )
     worker.config = SimpleNamespace(reward=Config().reward)
     worker.scorer = SimpleNamespace(score=lambda items, limit_s: [RewardResult(0.0)] * len(items))
     return worker
@@ -44,15 +56,25 @@ def rollout_worker(path: str, pretrained: bool = True) -> RolloutWorker:
 
 def answered(worker: RolloutWorker, asked: DataProto) -> DataProto:
     """The batch that a run trains on."""
-    return padded(asked.pop(non_tensor_batch_keys=["prompt_ids"])[1].union(worker.generate(asked, sleep_after=False)))
+    return padded(
+        asked.pop(non_tensor_batch_keys=["prompt_ids"])[1].union(
+            worker.generate(asked, sleep_after=False)
+        )
+    )
 
 
 def sampled(path: str, sampling: Sampling, longest: int) -> DataProto:
     """The training batch of 48 prompts of 1 to 12 tokens, answered with at most 1 to `longest` tokens, as a run makes it."""
     rng = random.Random(0)
     prompts = [[rng.randrange(4, 128) for _ in range(rng.randrange(1, 13))] for _ in range(48)]
-    samplings = [dataclasses.replace(sampling, seed=i, max_tokens=1 + i % longest) for i in range(48)]
-    asked = requests([PromptRow(i, ids, [], "s", "1") for i, ids in enumerate(prompts)], [f"u{i}" for i in range(48)], samplings)
+    samplings = [
+        dataclasses.replace(sampling, seed=i, max_tokens=1 + i % longest) for i in range(48)
+    ]
+    asked = requests(
+        [PromptRow(i, ids, [], "s", "1") for i, ids in enumerate(prompts)],
+        [f"u{i}" for i in range(48)],
+        samplings,
+    )
     worker = rollout_worker(path)
     try:
         return answered(worker, asked)
@@ -71,9 +93,13 @@ def test_the_trainer_recomputes_the_log_probs_of_the_engine(path: str, temperatu
     batch = sampled(path, Sampling(temperature), longest=16)
     mask = batch.batch["response_mask"].bool()
     for packed, micro in ((True, MicroBatching(max_tokens=60)), (False, MicroBatching(size=5))):
-        again = train_engine(path, use_remove_padding=packed).forward(batch, micro, temperature)["log_probs"]
+        again = train_engine(path, use_remove_padding=packed).forward(batch, micro, temperature)[
+            "log_probs"
+        ]
         # Two float32 forward passes through two layers: a few times eps of log-probs up to 10.
-        torch.testing.assert_close(again[mask], batch.batch["rollout_log_probs"][mask], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            again[mask], batch.batch["rollout_log_probs"][mask], atol=1e-5, rtol=0
+        )
 
 
 def test_an_answer_is_trained_up_to_its_end_and_no_further(tmp_path) -> None:
@@ -87,37 +113,52 @@ def test_an_answer_is_trained_up_to_its_end_and_no_further(tmp_path) -> None:
         done = batch.non_tensor_batch["status"][i] == "done"
         length = int(t["response_mask"][i].sum())
         ids = t["responses"][i, :length].tolist()
-        assert (ids[-1] == EOS and length <= sampling.max_tokens) if done else (EOS not in ids and length == sampling.max_tokens)
+        assert (
+            (ids[-1] == EOS and length <= sampling.max_tokens)
+            if done
+            else (EOS not in ids and length == sampling.max_tokens)
+        )
         assert EOS not in ids[:-1]
         width = t["responses"].shape[1]
         assert t["response_mask"][i].tolist() == [1] * length + [0] * (width - length)
         assert t["attention_mask"][i, -width:].tolist() == t["response_mask"][i].tolist()
         assert t["responses"][i, length:].tolist() == [0] * (width - length)
         prompt = t["prompts"][i, -t["prompt_length"][i] :].tolist()
-        np.testing.assert_allclose(log_probs[i, :length], naive_log_probs(model, prompt, ids, sampling), atol=1e-5)
+        np.testing.assert_allclose(
+            log_probs[i, :length], naive_log_probs(model, prompt, ids, sampling), atol=1e-5
+        )
         assert (log_probs[i, length:] == 0).all()
         ended += done
     assert 4 < ended < 44, "the test has no power unless answers end in both ways"
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])
-def test_the_engine_samples_with_what_the_trainer_has_learned(tiny_qwen2: str, tiny_llama: str, tmp_path, arch: str) -> None:
+def test_the_engine_samples_with_what_the_trainer_has_learned(
+    tiny_qwen2: str, tiny_llama: str, tmp_path, arch: str
+) -> None:
     """Two updates, a sync after each: the fingerprints agree and are new, and greedy answers are those of the saved model. Llama's
     embeddings are tied."""
     path = {"qwen2": tiny_qwen2, "llama": tiny_llama}[arch]
-    trainer, engine = train_engine(path, train=True, lr=1e-2), rollout_engine(path, pretrained=False)
+    trainer, engine = (
+        train_engine(path, train=True, lr=1e-2),
+        rollout_engine(path, pretrained=False),
+    )
     prompts, greedy = [[5, 6, 7], [40]], Sampling(0.0, max_tokens=12, ignore_eos=True)
     seen, answers = [trainer.fingerprint()], []
     try:
         for version in (1, 2):
-            trainer.update(ragged_batch(), MicroBatching(size=3), 1.0, programs.weighted_loss("token-mean"))
+            trainer.update(
+                ragged_batch(), MicroBatching(size=3), 1.0, programs.weighted_loss("token-mean")
+            )
             engine.load_weights(trainer.export(), version, trainer.fingerprint())
             seen.append(engine.fingerprint())
             assert seen[-1] == trainer.fingerprint()
             trainer.save_pretrained(tmp_path / str(version))
             model = float64_model(str(tmp_path / str(version)))
             answers.append(ask(engine, prompts, greedy))
-            assert [a.ids for a in answers[-1]] == [naive_greedy(model, prompt, 12) for prompt in prompts]
+            assert [a.ids for a in answers[-1]] == [
+                naive_greedy(model, prompt, 12) for prompt in prompts
+            ]
             assert largest_gap(model, prompts, answers[-1], greedy) < 1e-5
             assert {a.weight_version for a in answers[-1]} == {version}
     finally:

@@ -24,7 +24,10 @@ EXACT = {"atol": 2e-6, "rtol": 1e-5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "as many KV heads as ranks": ("qwen2", {}),
     "one KV head": ("llama", {"num_key_value_heads": 1}),
-    "KV heads that ranks do not divide": ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "KV heads that ranks do not divide": (
+        "llama",
+        {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
     "no grouping": ("llama", {"num_key_value_heads": 4}),
     "a window": ("mistral", {"sliding_window": 3}),
     "learned positions": ("gpt2", {"n_positions": 32}),
@@ -55,22 +58,35 @@ def test_a_row_is_cut_by_hand() -> None:
         }
     ).batch
     every: Any = [model_inputs(rows, packed=True).cut(Rank(rank, 3)) for rank in range(3)]  # type: ignore[arg-type]
-    assert [part.input_ids.tolist() for part in every] == [[[11, 12, 13]], [[21, 22, 23]], [[24, 0, 0]]]
+    assert [part.input_ids.tolist() for part in every] == [
+        [[11, 12, 13]],
+        [[21, 22, 23]],
+        [[24, 0, 0]],
+    ]
     assert [part.position_ids.tolist() for part in every] == [[[0, 1, 2]], [[0, 1, 2]], [[3, 0, 0]]]
     assert [part.targets.source.tolist() for part in every] == [[0, 1], [1, 2], []]
     assert [part.targets.labels.tolist() for part in every] == [[12, 13], [23, 24], []]
     assert [part.targets.destination.tolist() for part in every] == [[0, 1], [3, 4], []]
     for part in every:
-        assert part.sequences.lengths == (3, 4, 2) and part.sequences.cu_seqlens.tolist() == [0, 3, 7, 9]
+        assert part.sequences.lengths == (3, 4, 2) and part.sequences.cu_seqlens.tolist() == [
+            0,
+            3,
+            7,
+            9,
+        ]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_is_that_of_the_whole_row(two_ranks: Ranks, kv_heads: int, window: int | None) -> None:
+def test_attention_is_that_of_the_whole_row(
+    two_ranks: Ranks, kv_heads: int, window: int | None
+) -> None:
     """Outputs and gradients of 6 heads against a written-out softmax; the third sequence lies across the cut."""
     torch.manual_seed(0)
     lengths = (5, 1, 8, 3, 1)
-    tensors = [torch.randn(1, heads, 18, 6, dtype=torch.float64) for heads in (6, kv_heads, kv_heads)]
+    tensors = [
+        torch.randn(1, heads, 18, 6, dtype=torch.float64) for heads in (6, kv_heads, kv_heads)
+    ]
     direction = torch.randn(1, 18, 6, 6, dtype=torch.float64)
     whole = [tensor.clone().requires_grad_() for tensor in tensors]
     expected = naive(*whole, 0.3, window, lengths)
@@ -89,43 +105,77 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("micro", [MicroBatching(size=3), MicroBatching(size=1), MicroBatching(max_tokens=24)], ids=["3", "1", "tokens"])
+@pytest.mark.parametrize(
+    "micro",
+    [MicroBatching(size=3), MicroBatching(size=1), MicroBatching(max_tokens=24)],
+    ids=["3", "1", "tokens"],
+)
 def test_log_probs_are_those_of_one_rank(path: str, two_ranks: Ranks, micro: MicroBatching) -> None:
     """And those of the token by token oracle. Rows of 5 to 15 tokens, odd and even; each rank gets its own rows' outputs back."""
-    batch, oracle = ragged_batch(), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    batch, oracle = (
+        ragged_batch(),
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval(),
+    )
     with torch.no_grad():
         log_probs, entropy = naive_log_probs(oracle, batch, programs.TEMPERATURE)
     alone = programs.passes(path, batch, [list(range(8))], micro, "lm", {})
     for shares in SHARES.values():
-        for rows, out in zip(shares, two_ranks.call(programs.passes, path, batch, shares, micro, "lm", TWO), strict=True):
+        for rows, out in zip(
+            shares,
+            two_ranks.call(programs.passes, path, batch, shares, micro, "lm", TWO),
+            strict=True,
+        ):
             assert out.keys() == alone.keys() == {"log_probs", "entropy", "sum_pi_squared"}
             for name, values in out.items():
                 torch.testing.assert_close(values, alone[name][rows], **EXACT)
-            torch.testing.assert_close(out["log_probs"], log_probs[rows].float(), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                out["log_probs"], log_probs[rows].float(), atol=1e-5, rtol=1e-5
+            )
             torch.testing.assert_close(out["entropy"], entropy[rows].float(), atol=1e-5, rtol=1e-5)
 
 
 def test_ranks_that_padded_their_rows_for_themselves(tiny_qwen2: str, two_ranks: Ranks) -> None:
     """Without the padding that no row of a rank needs, on either side: outputs and gradients are those of the common width."""
-    alone = programs.passes(tiny_qwen2, ragged_batch(), [list(range(8))], MicroBatching(size=3), "lm", {})
+    alone = programs.passes(
+        tiny_qwen2, ragged_batch(), [list(range(8))], MicroBatching(size=3), "lm", {}
+    )
     shares = [[0, 3], [1, 2, 4, 5, 6, 7]]
-    for rows, out in zip(shares, two_ranks.call(programs.narrow_passes, tiny_qwen2, shares, TWO), strict=True):
+    for rows, out in zip(
+        shares, two_ranks.call(programs.narrow_passes, tiny_qwen2, shares, TWO), strict=True
+    ):
         width = out["log_probs"].shape[1]
         torch.testing.assert_close(out["log_probs"], alone["log_probs"][rows][:, :width], **EXACT)
         assert not alone["log_probs"][rows][:, width:].any()
-    widths = {tuple(out["log_probs"].shape) for out in two_ranks.call(programs.narrow_passes, tiny_qwen2, shares, TWO)}
+    widths = {
+        tuple(out["log_probs"].shape)
+        for out in two_ranks.call(programs.narrow_passes, tiny_qwen2, shares, TWO)
+    }
     assert len({width for _, width in widths}) == 2, "the ranks must differ, or nothing is tested"
 
 
 def test_values_are_those_of_one_rank(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    trained = engine(tiny_qwen2, train=True, head="value", lr=1e-2)  # a fresh head's values are all 0
+    trained = engine(
+        tiny_qwen2, train=True, head="value", lr=1e-2
+    )  # a fresh head's values are all 0
     trained.update(ragged_batch(), MicroBatching(size=8), 1.0, programs.squared_error)
     trained.save_pretrained(tmp_path)
-    alone = programs.passes(str(tmp_path), ragged_batch(), [list(range(8))], MicroBatching(size=3), "value", {})["values"]
+    alone = programs.passes(
+        str(tmp_path), ragged_batch(), [list(range(8))], MicroBatching(size=3), "value", {}
+    )["values"]
     assert alone.std() > 0.05
     shares = SHARES["uneven"]
     for rows, out in zip(
-        shares, two_ranks.call(programs.passes, str(tmp_path), ragged_batch(), shares, MicroBatching(size=3), "value", TWO), strict=True
+        shares,
+        two_ranks.call(
+            programs.passes,
+            str(tmp_path),
+            ragged_batch(),
+            shares,
+            MicroBatching(size=3),
+            "value",
+            TWO,
+        ),
+        strict=True,
     ):
         torch.testing.assert_close(out["values"], alone[rows], **EXACT)
 
@@ -144,7 +194,15 @@ def test_a_row_shorter_than_the_ranks(tiny_qwen2: str, four_ranks: Ranks) -> Non
     )
     alone = programs.passes(tiny_qwen2, batch, [[0]], MicroBatching(size=1), "lm", {})
     shares: list[list[int]] = [[], [], [0], []]
-    _, _, out, _ = four_ranks.call(programs.passes, tiny_qwen2, batch, shares, MicroBatching(size=1), "lm", {"sequence_parallel": 4})
+    _, _, out, _ = four_ranks.call(
+        programs.passes,
+        tiny_qwen2,
+        batch,
+        shares,
+        MicroBatching(size=1),
+        "lm",
+        {"sequence_parallel": 4},
+    )
     for name, values in out.items():
         torch.testing.assert_close(values, alone[name], **EXACT)
 
@@ -160,16 +218,22 @@ def cases(given: dict[str, Tensor]) -> list[dict[str, Any]]:
     ]
 
 
-def check_gradients(path: str, ranks: Ranks, settings: dict[str, Any], some: slice = slice(None)) -> None:
+def check_gradients(
+    path: str, ranks: Ranks, settings: dict[str, Any], some: slice = slice(None)
+) -> None:
     given = matrix.columns(path)
     every = cases(given)[some]
     alone = programs.gradients(path, every)
     first, *others = ranks.call(programs.gradients_with, path, every, settings)
-    for case, (expected_metrics, expected), (metrics, gradients) in zip(every, alone, first, strict=True):
+    for case, (expected_metrics, expected), (metrics, gradients) in zip(
+        every, alone, first, strict=True
+    ):
         assert matrix.difference(gradients, expected) < matrix.TOLERANCE
         assert metrics.keys() == expected_metrics.keys()
         for name, value in expected_metrics.items():
-            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name  # differences of log-probs, of 1e-6
+            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (
+                name
+            )  # differences of log-probs, of 1e-6
         if case["loss"] == "vanilla":
             loss, formula = matrix.closed_form(path, case["mode"], given)
             assert matrix.difference(gradients, formula) < matrix.TOLERANCE
@@ -177,7 +241,9 @@ def check_gradients(path: str, ranks: Ranks, settings: dict[str, Any], some: sli
             assert 0 < metrics["actor/pg_clipfrac"] < 0.5
     for other in others:
         for (metrics, gradients), (their_metrics, theirs) in zip(first, other, strict=True):
-            assert metrics == their_metrics and all(torch.equal(gradients[name], theirs[name]) for name in gradients)
+            assert metrics == their_metrics and all(
+                torch.equal(gradients[name], theirs[name]) for name in gradients
+            )
 
 
 def test_the_actors_gradient_is_the_closed_form(path: str, two_ranks: Ranks) -> None:
@@ -190,13 +256,22 @@ def test_the_actors_gradient_is_the_closed_form(path: str, two_ranks: Ranks) -> 
         {"sequence_parallel": 2},
         {"sequence_parallel": 4},
         {"sequence_parallel": 2, "fsdp_size": 2},
-        {"sequence_parallel": 4, "fsdp_size": 2, "reshard_after_forward": False, "enable_gradient_checkpointing": True},
+        {
+            "sequence_parallel": 4,
+            "fsdp_size": 2,
+            "reshard_after_forward": False,
+            "enable_gradient_checkpointing": True,
+        },
     ],
     ids=str,
 )
-def test_the_actors_gradient_is_the_same_on_four_ranks(tiny_qwen2: str, four_ranks: Ranks, settings: dict[str, Any]) -> None:
+def test_the_actors_gradient_is_the_same_on_four_ranks(
+    tiny_qwen2: str, four_ranks: Ranks, settings: dict[str, Any]
+) -> None:
     """Two groups of two; one of four, with fewer KV heads than ranks; and both where weights are sharded in two replicas."""
-    check_gradients(tiny_qwen2, four_ranks, settings, slice(0, None, 5))  # both losses, aggregations and kinds of split
+    check_gradients(
+        tiny_qwen2, four_ranks, settings, slice(0, None, 5)
+    )  # both losses, aggregations and kinds of split
 
 
 def test_a_group_without_rows_takes_part(tiny_qwen2: str, four_ranks: Ranks) -> None:
@@ -214,18 +289,34 @@ def test_a_group_without_rows_takes_part(tiny_qwen2: str, four_ranks: Ranks) -> 
 def test_an_update_makes_the_same_weights(tiny_qwen2: str, two_ranks: Ranks, head: str) -> None:
     alone = programs.one_update(tiny_qwen2, head, {})
     for result in two_ranks.call(programs.one_update, tiny_qwen2, head, TWO):
-        assert result["metrics"]["grad_norm"] == pytest.approx(alone["metrics"]["grad_norm"], rel=1e-5)
+        assert result["metrics"]["grad_norm"] == pytest.approx(
+            alone["metrics"]["grad_norm"], rel=1e-5
+        )
         assert result["metrics"]["loss"] == pytest.approx(alone["metrics"]["loss"], rel=1e-5)
         for name, tensor in alone["state"].items():
-            torch.testing.assert_close(result["state"][name], tensor, atol=1e-7, rtol=1e-5)  # steps of 1e-2 g / (|g| + 1e-2), g to 1e-6
+            torch.testing.assert_close(
+                result["state"][name], tensor, atol=1e-7, rtol=1e-5
+            )  # steps of 1e-2 g / (|g| + 1e-2), g to 1e-6
     assert math.isfinite(alone["metrics"]["loss"])
 
 
-def test_what_cannot_be_shared_is_refused_before_the_first_pass(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    three_heads = tiny_model(tmp_path, "llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3)
+def test_what_cannot_be_shared_is_refused_before_the_first_pass(
+    tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    three_heads = tiny_model(
+        tmp_path, "llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3
+    )
     for path, settings, why in (
-        (three_heads, TWO, "ulysses_sequence_parallel_size=2 must divide the model's 3 attention heads"),
-        (tiny_qwen2, {"sequence_parallel": 3}, "ulysses_sequence_parallel_size=3 must divide the 2 devices of this role"),
+        (
+            three_heads,
+            TWO,
+            "ulysses_sequence_parallel_size=2 must divide the model's 3 attention heads",
+        ),
+        (
+            tiny_qwen2,
+            {"sequence_parallel": 3},
+            "ulysses_sequence_parallel_size=3 must divide the 2 devices of this role",
+        ),
         (
             tiny_qwen2,
             {**TWO, "use_remove_padding": False},

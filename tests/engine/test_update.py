@@ -19,7 +19,11 @@ ROWS = list(range(8))
 SHUFFLED = [5, 2, 7, 0, 4, 6, 1, 3]
 EVERY_SPLIT = ("token-mean", "seq-mean-token-mean")
 CASES: list[dict[str, Any]] = [
-    *({"mode": mode, "rows": ROWS, "size": size} for mode in EVERY_SPLIT for size in (1, 2, 3, 5, 100)),
+    *(
+        {"mode": mode, "rows": ROWS, "size": size}
+        for mode in EVERY_SPLIT
+        for size in (1, 2, 3, 5, 100)
+    ),
     *({"mode": mode, "rows": SHUFFLED, "size": 3} for mode in AGGREGATION_MODES),
     *({"mode": mode, "rows": ROWS, "max_tokens": 24} for mode in AGGREGATION_MODES),
 ]
@@ -35,7 +39,10 @@ def closed_form(path: str, mode: str) -> tuple[float, dict[str, Tensor]]:
         ids = item["input_ids"][item["attention_mask"].bool()]
         prompt, mask = int(item["attention_mask"][:P].sum()), item["response_mask"].bool()
         log_p = torch.log_softmax(model(ids[None]).logits[0] / 0.8, -1)
-        terms = [-log_p[prompt + j - 1, ids[prompt + j]] * item["advantages"][j].double() for j in mask.nonzero().flatten().tolist()]
+        terms = [
+            -log_p[prompt + j - 1, ids[prompt + j]] * item["advantages"][j].double()
+            for j in mask.nonzero().flatten().tolist()
+        ]
         if terms:
             rows.append(torch.stack(terms))
     loss = {
@@ -43,7 +50,9 @@ def closed_form(path: str, mode: str) -> tuple[float, dict[str, Tensor]]:
         "token-sum": lambda: torch.cat(rows).sum(),
         "seq-mean-token-sum": lambda: torch.stack([row.sum() for row in rows]).mean(),
         "seq-mean-token-mean": lambda: torch.stack([row.mean() for row in rows]).mean(),
-        "seq-mean-token-sum-norm": lambda: torch.stack([row.sum() / programs.SCALE for row in rows]).mean(),
+        "seq-mean-token-sum-norm": lambda: torch.stack(
+            [row.sum() / programs.SCALE for row in rows]
+        ).mean(),
     }[mode]()
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
@@ -54,7 +63,11 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, tensor in expected.items():
         scale = float(tensor.abs().max())
         torch.testing.assert_close(
-            actual[name].double(), tensor.double(), atol=1e-5 * scale + 1e-9, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            actual[name].double(),
+            tensor.double(),
+            atol=1e-5 * scale + 1e-9,
+            rtol=1e-5,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
@@ -65,7 +78,9 @@ def check_all_cases(path: str, cases: list[dict[str, Any]], results: list[Any]) 
             if case["mode"] == mode:
                 assert_same(actual, expected)
                 assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-                assert metrics["grad_norm"] == pytest.approx(float(torch.stack([g.norm() for g in expected.values()]).norm()), rel=1e-5)
+                assert metrics["grad_norm"] == pytest.approx(
+                    float(torch.stack([g.norm() for g in expected.values()]).norm()), rel=1e-5
+                )
                 assert metrics["tokens"] == 34 and metrics["share"] == pytest.approx(1)
 
 
@@ -73,7 +88,9 @@ def test_gradient_is_the_closed_form_for_every_mode_split_and_order(tiny_qwen2: 
     check_all_cases(tiny_qwen2, CASES, programs.gradients(tiny_qwen2, CASES))
 
 
-def test_gradient_is_the_same_on_two_ranks(tiny_qwen2: str, tiny_llama: str, two_ranks: Ranks) -> None:
+def test_gradient_is_the_same_on_two_ranks(
+    tiny_qwen2: str, tiny_llama: str, two_ranks: Ranks
+) -> None:
     for path, cases in ((tiny_qwen2, CASES), (tiny_llama, CASES[10:15])):
         first, second = two_ranks.call(programs.gradients, path, cases)
         check_all_cases(path, cases, first)
@@ -83,7 +100,9 @@ def test_gradient_is_the_same_on_two_ranks(tiny_qwen2: str, tiny_llama: str, two
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_the_actors_gradient_is_the_closed_form_for_every_arrangement(tiny_qwen2: str, two_ranks: Ranks, mode: str) -> None:
+def test_the_actors_gradient_is_the_closed_form_for_every_arrangement(
+    tiny_qwen2: str, two_ranks: Ranks, mode: str
+) -> None:
     """Clipped PPO, entropy and KL: each split x order x packed or padded x one or two ranks, 48 gradients, all one and the same."""
     given = matrix.columns(tiny_qwen2)
     loss, expected = matrix.closed_form(tiny_qwen2, mode, given)
@@ -93,12 +112,18 @@ def test_the_actors_gradient_is_the_closed_form_for_every_arrangement(tiny_qwen2
         assert_same(gradients, expected)
         assert matrix.difference(gradients, expected) < matrix.TOLERANCE
         assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-        assert 0 < metrics["actor/pg_clipfrac"] < 0.5, "the test has no power unless some tokens are clipped, and not all"
+        assert 0 < metrics["actor/pg_clipfrac"] < 0.5, (
+            "the test has no power unless some tokens are clipped, and not all"
+        )
 
 
-def test_the_first_epoch_is_on_policy_and_the_second_is_clipped(tiny_gpt2: str, tmp_path: Path) -> None:
+def test_the_first_epoch_is_on_policy_and_the_second_is_clipped(
+    tiny_gpt2: str, tmp_path: Path
+) -> None:
     """Although the model's config has dropout: the ratio is exactly 1 and the gradient -A d log-prob, then the moved weights' own."""
-    subject = engine(tiny_gpt2, train=True, lr=2e-3, grad_clip=1e9, enable_gradient_checkpointing=False)
+    subject = engine(
+        tiny_gpt2, train=True, lr=2e-3, grad_clip=1e9, enable_gradient_checkpointing=False
+    )
     caught = programs.catch_gradients(subject)
     old = subject.forward(ragged_batch(), MicroBatching(size=3), programs.TEMPERATURE)["log_probs"]
     given = {"old_log_probs": old, "ref_log_prob": old}
@@ -106,24 +131,39 @@ def test_the_first_epoch_is_on_policy_and_the_second_is_clipped(tiny_gpt2: str, 
         subject.save_pretrained(tmp_path)
         loss, expected = matrix.closed_form(path, "token-mean", given)
         batch = ragged_batch().with_batch(**given)
-        metrics = subject.update(batch, MicroBatching(size=3), programs.TEMPERATURE, programs.actors_loss("token-mean"), with_entropy=True)
+        metrics = subject.update(
+            batch,
+            MicroBatching(size=3),
+            programs.TEMPERATURE,
+            programs.actors_loss("token-mean"),
+            with_entropy=True,
+        )
         assert matrix.difference(caught, expected) < matrix.TOLERANCE
         assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-        found = [metrics[f"actor/{name}"] for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss")]
+        found = [
+            metrics[f"actor/{name}"]
+            for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss")
+        ]
         if epoch == 0:
             advantages = batch.batch["advantages"][batch.batch["response_mask"].bool()]
-            assert found == [0, 0, 0, 0] and metrics["actor/pg_loss"] == pytest.approx(-advantages.mean().item(), rel=1e-5)
+            assert found == [0, 0, 0, 0] and metrics["actor/pg_loss"] == pytest.approx(
+                -advantages.mean().item(), rel=1e-5
+            )
         else:
             assert 0.1 < found[0] < 0.9 and found[3] > 0.01
 
 
-def test_half_precision_gradients_are_summed_over_ranks_in_float32(tiny_qwen2: str, two_ranks: Ranks) -> None:
+def test_half_precision_gradients_are_summed_over_ranks_in_float32(
+    tiny_qwen2: str, two_ranks: Ranks
+) -> None:
     """Each rank's one pass leaves gradients that bfloat16 holds; of their float32 sum it can hold only a few."""
     case = {"mode": "token-mean", "rows": ROWS, "size": 8}
     _, expected = closed_form(tiny_qwen2, "token-mean")
     for results in two_ranks.call(programs.half_precision_gradients, tiny_qwen2, [case]):
         ((_, gradients),) = results
-        assert matrix.difference(gradients, expected) < 0.05  # bfloat16 has 8 bits, and errors of a pass add up
+        assert (
+            matrix.difference(gradients, expected) < 0.05
+        )  # bfloat16 has 8 bits, and errors of a pass add up
         whole = torch.cat([g.flatten() for g in gradients.values()])
         rounded = whole == whole.bfloat16()
         assert rounded[whole != 0].float().mean() < 0.5
@@ -138,7 +178,9 @@ OTHER_PATHS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", OTHER_PATHS, ids=lambda s: next(iter(s)))
-def test_gradient_is_the_same_on_every_code_path(tiny_llama: str, two_ranks: Ranks, settings: dict[str, Any]) -> None:
+def test_gradient_is_the_same_on_every_code_path(
+    tiny_llama: str, two_ranks: Ranks, settings: dict[str, Any]
+) -> None:
     case = {"mode": "seq-mean-token-mean", "rows": SHUFFLED, "size": 2}
     _, expected = closed_form(tiny_llama, case["mode"])
     for results in (
@@ -157,7 +199,10 @@ def test_clipping_is_global_and_happens_once(tiny_qwen2: str, two_ranks: Ranks) 
     assert norm > 1
     clipped = {name: g / norm * 0.5 for name, g in expected.items()}
     (one,) = programs.gradients(tiny_qwen2, [case], grad_clip=0.5)
-    for metrics, actual in (one, *(result[0] for result in two_ranks.call(programs._clipped, tiny_qwen2, case))):
+    for metrics, actual in (
+        one,
+        *(result[0] for result in two_ranks.call(programs._clipped, tiny_qwen2, case)),
+    ):
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert_same(actual, clipped)
 
@@ -165,7 +210,9 @@ def test_clipping_is_global_and_happens_once(tiny_qwen2: str, two_ranks: Ranks) 
 def test_one_optimizer_step_per_update_whatever_the_micro_batches(tiny_qwen2: str) -> None:
     subject = engine(tiny_qwen2, train=True, lr=1e-3)
     for size in (1, 3, 100):
-        subject.update(ragged_batch(), MicroBatching(size=size), 1.0, programs.weighted_loss("token-mean"))
+        subject.update(
+            ragged_batch(), MicroBatching(size=size), 1.0, programs.weighted_loss("token-mean")
+        )
     assert {int(state["step"]) for state in subject.optimizer.state.values()} == {3}
 
 
@@ -175,9 +222,13 @@ def test_update_is_adamws(tiny_qwen2: str) -> None:
     subject = engine(tiny_qwen2, train=True, grad_clip=1e9, **settings)
     caught = programs.catch_gradients(subject)
     plain = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
+    adamw = torch.optim.AdamW(
+        plain.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6
+    )
     for _ in range(2):
-        subject.update(ragged_batch(), MicroBatching(size=3), 1.0, programs.weighted_loss("token-mean"))
+        subject.update(
+            ragged_batch(), MicroBatching(size=3), 1.0, programs.weighted_loss("token-mean")
+        )
         for name, parameter in plain.named_parameters():
             parameter.grad = caught[name]
         adamw.step()
@@ -186,19 +237,30 @@ def test_update_is_adamws(tiny_qwen2: str) -> None:
         torch.testing.assert_close(after[name], parameter.detach(), atol=1e-6, rtol=1e-6)
 
 
-def test_a_nonfinite_loss_on_one_rank_changes_nothing_on_any(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_nonfinite_loss_on_one_rank_changes_nothing_on_any(
+    tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
     for results in (
         [programs.nonfinite_updates(tiny_qwen2, str(tmp_path / "one"))],
         two_ranks.call(programs.nonfinite_updates, tiny_qwen2, str(tmp_path / "two")),
     ):
         for result in results:
-            assert len(result["metrics"]) == 2 and all(m["nonfinite"] == 1 for m in result["metrics"])
+            assert len(result["metrics"]) == 2 and all(
+                m["nonfinite"] == 1 for m in result["metrics"]
+            )
             assert result["after"].keys() == result["before"].keys()
-            assert all(torch.equal(result["after"][name], tensor) for name, tensor in result["before"].items())
+            assert all(
+                torch.equal(result["after"][name], tensor)
+                for name, tensor in result["before"].items()
+            )
             assert "3 updates in a row" in result["error"] and str(tmp_path) in result["error"]
-            assert result["lr"][0] == result["lr"][1], "a step without an applied update must not advance the schedule"
+            assert result["lr"][0] == result["lr"][1], (
+                "a step without an applied update must not advance the schedule"
+            )
             assert result["recovered"]["nonfinite"] == 0
-    rows = [len(DataProto.load_from_disk(tmp_path / "two" / "2" / f"rank_{rank}")) for rank in (0, 1)]
+    rows = [
+        len(DataProto.load_from_disk(tmp_path / "two" / "2" / f"rank_{rank}")) for rank in (0, 1)
+    ]
     assert rows == [5, 3]
 
 
@@ -209,7 +271,10 @@ def test_a_good_update_ends_a_row_of_dropped_ones(tiny_qwen2: str) -> None:
     def bad(rows: Any, outputs: dict[str, Tensor], counts: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return outputs["log_probs"].sum() * float("nan"), {}
 
-    dropped = [subject.update(ragged_batch(), MicroBatching(size=8), 1.0, loss)["nonfinite"] for loss in (bad, good, bad, good)]
+    dropped = [
+        subject.update(ragged_batch(), MicroBatching(size=8), 1.0, loss)["nonfinite"]
+        for loss in (bad, good, bad, good)
+    ]
     assert dropped == [1, 0, 1, 0]
 
 
@@ -225,28 +290,42 @@ def test_a_rank_without_rows_takes_part(tiny_qwen2: str, two_ranks: Ranks) -> No
     assert second[2].shape == (0, 9)
 
 
-def test_metrics_are_summed_or_maximised_over_micro_batches_and_ranks(tiny_qwen2: str, two_ranks: Ranks) -> None:
-    alone, *shared = programs.largest_of_rows(tiny_qwen2), *two_ranks.call(programs.largest_of_rows, tiny_qwen2)
+def test_metrics_are_summed_or_maximised_over_micro_batches_and_ranks(
+    tiny_qwen2: str, two_ranks: Ranks
+) -> None:
+    alone, *shared = (
+        programs.largest_of_rows(tiny_qwen2),
+        *two_ranks.call(programs.largest_of_rows, tiny_qwen2),
+    )
     run_rows = [row for row in range(8) if bool(ragged_batch().batch["response_mask"][row].any())]
     for metrics in (alone, *shared):
-        assert metrics["number"] == 10 * sum(run_rows) and metrics["number_max"] == 10 * max(run_rows)
+        assert metrics["number"] == 10 * sum(run_rows) and metrics["number_max"] == 10 * max(
+            run_rows
+        )
 
 
 def test_a_frozen_engine_cannot_be_updated(tiny_qwen2: str) -> None:
     reference = engine(tiny_qwen2)
     before = reference.fingerprint()
     with pytest.raises(RuntimeError, match="without an optimizer"):
-        reference.update(ragged_batch(), MicroBatching(size=3), 1.0, programs.weighted_loss("token-mean"))
+        reference.update(
+            ragged_batch(), MicroBatching(size=3), 1.0, programs.weighted_loss("token-mean")
+        )
     actor = engine(tiny_qwen2, train=True, lr=1e-2)
     actor.update(ragged_batch(), MicroBatching(size=3), 1.0, programs.weighted_loss("token-mean"))
     assert reference.fingerprint() == before != actor.fingerprint()
 
 
 def test_value_model_trains(tiny_qwen2: str) -> None:
-    subject = engine(tiny_qwen2, train=True, head="value", lr=3e-2, enable_gradient_checkpointing=False)
+    subject = engine(
+        tiny_qwen2, train=True, head="value", lr=3e-2, enable_gradient_checkpointing=False
+    )
     batch = ragged_batch()
 
-    losses = [subject.update(batch, MicroBatching(size=3), 1.0, programs.squared_error)["loss"] for _ in range(12)]
+    losses = [
+        subject.update(batch, MicroBatching(size=3), 1.0, programs.squared_error)["loss"]
+        for _ in range(12)
+    ]
     assert losses[-1] < 0.5 * losses[0]
 
 

@@ -20,9 +20,15 @@ CORPUS = {
 def passages(query: str, topk: int) -> list[dict]:
     """The articles that share the most words with the query; those that share none are not found."""
     words = set(re.findall(r"\w+", query.lower()))
-    scored = [(len(words & set(re.findall(r"\w+", f"{title} {text}".lower()))), title, text) for title, text in CORPUS.items()]
+    scored = [
+        (len(words & set(re.findall(r"\w+", f"{title} {text}".lower()))), title, text)
+        for title, text in CORPUS.items()
+    ]
     best = sorted((row for row in scored if row[0]), key=lambda row: (-row[0], row[1]))[:topk]
-    return [{"document": {"id": title, "contents": f'"{title}"\n{text}'}, "score": score} for score, title, text in best]
+    return [
+        {"document": {"id": title, "contents": f'"{title}"\n{text}'}, "score": score}
+        for score, title, text in best
+    ]
 
 
 class Retriever:
@@ -38,8 +44,12 @@ class Retriever:
         self._socket.bind(("127.0.0.1", port))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/retrieve"
-        self._server = uvicorn.Server(uvicorn.Config(self._app, interface="asgi3", log_level="critical", lifespan="off"))
-        self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self._socket]), daemon=True)
+        self._server = uvicorn.Server(
+            uvicorn.Config(self._app, interface="asgi3", log_level="critical", lifespan="off")
+        )
+        self._thread = threading.Thread(
+            target=lambda: self._server.run(sockets=[self._socket]), daemon=True
+        )
 
     @staticmethod
     def usual(body: dict):
@@ -57,7 +67,13 @@ class Retriever:
         await asyncio.sleep(self.delays(body))
         status, answer = self.answer(body)
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(b"content-type", b"application/json")],
+            }
+        )
         await send({"type": "http.response.body", "body": content})
 
     def __enter__(self):

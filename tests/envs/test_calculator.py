@@ -27,10 +27,22 @@ def quick(function, *arguments, limit_s=0.5):
         assert time.monotonic() - began < limit_s
 
 
-@pytest.mark.parametrize(("expression", "result"), [
-    ("(3 + 4) * 12", "84"), ("2 ** 10", "1024"), ("-7 // 2", "-4"), ("7 % 4", "3"), ("1 / 8", "0.125"), ("+1.5e2", "150"),
-    ("2 ** -1", "0.5"), ("-2 ** 2", "-4"), (" 1\n", "1"), ("1_000 + 1", "1001"), ("10 ** 99", "1e+99"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("(3 + 4) * 12", "84"),
+        ("2 ** 10", "1024"),
+        ("-7 // 2", "-4"),
+        ("7 % 4", "3"),
+        ("1 / 8", "0.125"),
+        ("+1.5e2", "150"),
+        ("2 ** -1", "0.5"),
+        ("-2 ** 2", "-4"),
+        (" 1\n", "1"),
+        ("1_000 + 1", "1001"),
+        ("10 ** 99", "1e+99"),
+    ],
+)
 def test_a_call_is_worked_out(expression, result):
     answer = step(f"<think>sum</think>{call(expression)}")
     assert (answer.obs, answer.valid, answer.done) == (result, True, False)
@@ -66,37 +78,99 @@ def test_a_turn_without_a_call_is_the_answer(last):
 
 
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(("text", "said"), [
-    ("<tool_call>{'name': 'calculator'}</tool_call>", "no JSON"), ("<tool_call></tool_call>", "no JSON"),
-    (call("1") + call("2"), "one whole <tool_call> a turn"), ("<tool_call>" + call("1"), "no JSON"), ("<tool_call>{", "has no end"),
-    (call("1", name="python"), 'one tool, "calculator"'), ("<tool_call>[1]</tool_call>", "one tool"),
-    (call("1", arguments="1 + 1"), "arguments must be"), (call("1", arguments={"expr": "1"}), "arguments must be"),
-    (call(7), "arguments must be"),
-    ("<tool_call>" + "[" * 100_000 + "</tool_call>", "no JSON"),
-    ('<tool_call>{"name": "calculator", "arguments": {"expression": ' + "9" * 5000 + "}}</tool_call>", "no JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<tool_call>{'name': 'calculator'}</tool_call>", "no JSON"),
+        ("<tool_call></tool_call>", "no JSON"),
+        (call("1") + call("2"), "one whole <tool_call> a turn"),
+        ("<tool_call>" + call("1"), "no JSON"),
+        ("<tool_call>{", "has no end"),
+        (call("1", name="python"), 'one tool, "calculator"'),
+        ("<tool_call>[1]</tool_call>", "one tool"),
+        (call("1", arguments="1 + 1"), "arguments must be"),
+        (call("1", arguments={"expr": "1"}), "arguments must be"),
+        (call(7), "arguments must be"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "no JSON"),
+        (
+            '<tool_call>{"name": "calculator", "arguments": {"expression": '
+            + "9" * 5000
+            + "}}</tool_call>",
+            "no JSON",
+        ),
+    ],
+)
 def test_a_malformed_call_is_the_models_mistake(text, said, last):
     answer = quick(step, text, last)
-    assert not answer.valid and not answer.done and answer.obs.startswith("error: ") and said in answer.obs
+    assert (
+        not answer.valid
+        and not answer.done
+        and answer.obs.startswith("error: ")
+        and said in answer.obs
+    )
     assert answer.info == {"action": "invalid"}
 
 
-@pytest.mark.parametrize("expression", [
-    "9**9**9", "10**101", "1e200 * 1", "((10**99)**100)**100", "2**1e9", "1e400", "-1e400 + 1e400", "(-8) ** 0.5", "1 / 0", "1 % 0",
-    "0 ** -1", "(" * 99 + ")" * 99, "(" * 199, "-" * 300 + "1", "9" * 200, "9" * 201, "", " ", "1 +", "1; 2", "\0", "\ud800", "１ + ",
-    "x = 1", "2j", "True", "'a' * 9", "[1] * 9", "1 < 2", "1 if 1 else 2", "lambda: 1", "abs(1)", "__import__('os').system('false')",
-    "(1).__class__", "1 << 9", "~1", "1 @ 1", "1 and 2", "f'{1}'", "*1",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9**9**9",
+        "10**101",
+        "1e200 * 1",
+        "((10**99)**100)**100",
+        "2**1e9",
+        "1e400",
+        "-1e400 + 1e400",
+        "(-8) ** 0.5",
+        "1 / 0",
+        "1 % 0",
+        "0 ** -1",
+        "(" * 99 + ")" * 99,
+        "(" * 199,
+        "-" * 300 + "1",
+        "9" * 200,
+        "9" * 201,
+        "",
+        " ",
+        "1 +",
+        "1; 2",
+        "\0",
+        "\ud800",
+        "１ + ",
+        "x = 1",
+        "2j",
+        "True",
+        "'a' * 9",
+        "[1] * 9",
+        "1 < 2",
+        "1 if 1 else 2",
+        "lambda: 1",
+        "abs(1)",
+        "__import__('os').system('false')",
+        "(1).__class__",
+        "1 << 9",
+        "~1",
+        "1 @ 1",
+        "1 and 2",
+        "f'{1}'",
+        "*1",
+    ],
+)
 def test_what_has_no_value_is_told_and_nothing_else_happens(expression):
     with pytest.raises((ValueError, ArithmeticError)):
         quick(calculate, expression)
     answer = quick(step, call(expression))
-    assert answer.obs.startswith("error: ") and answer.valid and not answer.done, "a calculator's answer, to a call that is whole"
+    assert answer.obs.startswith("error: ") and answer.valid and not answer.done, (
+        "a calculator's answer, to a call that is whole"
+    )
 
 
 def test_no_text_is_run(tmp_path):
     witness = tmp_path / "run"
-    for expression in (f"open({str(witness)!r}, 'w')", f"__import__('pathlib').Path({str(witness)!r}).touch()"):
+    for expression in (
+        f"open({str(witness)!r}, 'w')",
+        f"__import__('pathlib').Path({str(witness)!r}).touch()",
+    ):
         with pytest.raises(ValueError, match="only numbers"):
             calculate(expression)
     assert not witness.exists()

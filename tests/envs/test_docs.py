@@ -16,5 +16,8 @@ def test_the_pages_own_world():
     env = world.env({"secret": 7})
     answers = [asyncio.run(env.step(text, last=False)) for text in ("5\n", "9", "x", "7")]
     assert [(step.obs, step.valid, step.done) for step in answers] == [
-        ("higher\n", True, False), ("lower\n", True, False), ("a number, please\n", False, False), ("lower\n", True, True),
-    ]  # fmt: skip
+        ("higher\n", True, False),
+        ("lower\n", True, False),
+        ("a number, please\n", False, False),
+        ("lower\n", True, True),
+    ]

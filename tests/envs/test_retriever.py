@@ -23,7 +23,9 @@ def server():
 
 def client_of(*servers, **settings) -> RetrieverClient:
     urls = [server if isinstance(server, str) else server.url for server in servers]
-    return RetrieverClient(RetrieverConfig(url=urls, **{"deadline_s": 5.0, "timeout_s": 1.0, **settings}))
+    return RetrieverClient(
+        RetrieverConfig(url=urls, **{"deadline_s": 5.0, "timeout_s": 1.0, **settings})
+    )
 
 
 def ask(client, *queries):
@@ -31,14 +33,19 @@ def ask(client, *queries):
 
     async def run():
         async with client:
-            return await asyncio.gather(*(client.search(query) for query in queries), return_exceptions=True)
+            return await asyncio.gather(
+                *(client.search(query) for query in queries), return_exceptions=True
+            )
 
     began = time.monotonic()
     return asyncio.run(run()), time.monotonic() - began
 
 
 def test_each_query_gets_its_own_passages(server):
-    queries, client = ["capital of France", "Everest", "Paul Walker", "nothing like that"], client_of(server, topk=1)
+    queries, client = (
+        ["capital of France", "Everest", "Paul Walker", "nothing like that"],
+        client_of(server, topk=1),
+    )
     found, _ = ask(client, *queries)
     assert [answer.passages for answer in found] == [
         [FRANCE],
@@ -47,12 +54,16 @@ def test_each_query_gets_its_own_passages(server):
         [],
     ]
     again, _ = ask(client, *queries[::-1])
-    assert [answer.passages for answer in again[::-1]] == [answer.passages for answer in found] and all(answer.cached for answer in again)
+    assert [answer.passages for answer in again[::-1]] == [
+        answer.passages for answer in found
+    ] and all(answer.cached for answer in again)
     assert server.requests == [{"queries": queries, "topk": 1, "return_scores": True}]
 
 
 def test_queries_share_requests_and_equal_ones_are_asked_once(server):
-    found, _ = ask(client_of(server, batch_size=64), *[f"metres {i}" for i in range(256)], *["Everest"] * 50)
+    found, _ = ask(
+        client_of(server, batch_size=64), *[f"metres {i}" for i in range(256)], *["Everest"] * 50
+    )
     assert all(answer.passages for answer in found)
     assert len(server.requests) <= 6 and max(len(body["queries"]) for body in server.requests) == 64
     asked = [query for body in server.requests for query in body["queries"]]
@@ -71,13 +82,22 @@ def test_a_cache_remembers_and_is_bounded(server):
     assert [body["queries"] for body in server.requests[before:]] == [["Paris"]]
 
 
-@pytest.mark.parametrize("item", [
-    {"document": {"id": "7", "contents": FRANCE}, "score": 0.5}, {"contents": FRANCE}, {"document": FRANCE}, FRANCE,
-    {"document": {"contents": FRANCE}}, {"title": '"Paris"', "text": "Paris is the capital of France."},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"document": {"id": "7", "contents": FRANCE}, "score": 0.5},
+        {"contents": FRANCE},
+        {"document": FRANCE},
+        FRANCE,
+        {"document": {"contents": FRANCE}},
+        {"title": '"Paris"', "text": "Paris is the capital of France."},
+    ],
+)
 def test_passages_come_in_every_wire_format(server, item):
     server.answer = lambda body: (200, {"result": [[item] * 5 for _ in body["queries"]]})
-    found, _ = ask(client_of(server, topk=2), "q", "p")  # some servers send more than they were asked for
+    found, _ = ask(
+        client_of(server, topk=2), "q", "p"
+    )  # some servers send more than they were asked for
     assert [answer.passages for answer in found] == [[FRANCE, FRANCE]] * 2
 
 
@@ -95,7 +115,9 @@ def test_a_server_that_takes_one_query_a_request_is_asked_so(server):
     async def run():
         async with client:
             await client.check()
-            return [(await client.search(query)).passages for query in ("capital of France", "Everest")]
+            return [
+                (await client.search(query)).passages for query in ("capital of France", "Everest")
+            ]
 
     assert asyncio.run(run())[0] == [FRANCE]
     assert [body.get("query") for body in server.requests[2:]] == ["capital of France", "Everest"]
@@ -112,15 +134,28 @@ def fails(times, status=500, answer=b"broken"):
     return behave
 
 
-@pytest.mark.parametrize("fault", [
-    (500, b"boom"), (503, b""), (429, b"slow down"), (200, b"<html>no JSON</html>"), (200, {"results": []}), (200, {"result": "x"}),
-    (200, {"result": [[]]}), (200, {"result": [[{"score": 1}], []]}), (200, [1]), (200, b"\xff"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (500, b"boom"),
+        (503, b""),
+        (429, b"slow down"),
+        (200, b"<html>no JSON</html>"),
+        (200, {"results": []}),
+        (200, {"result": "x"}),
+        (200, {"result": [[]]}),
+        (200, {"result": [[{"score": 1}], []]}),
+        (200, [1]),
+        (200, b"\xff"),
+    ],
+)
 def test_a_fault_that_passes_costs_a_retry_and_nothing_else(server, fault):
     server.answer = fails(1, *fault)
     found, _ = ask(client_of(server, topk=1), "capital of France", "Everest")
     assert found[0].passages == [FRANCE] and found[0].retries == 1 and len(found[1].passages) == 1
-    assert [len(body["queries"]) for body in server.requests] == [2, 1, 1], "a request that failed is asked again in halves"
+    assert [len(body["queries"]) for body in server.requests] == [2, 1, 1], (
+        "a request that failed is asked again in halves"
+    )
 
 
 @pytest.mark.parametrize("fault", ["breaks", "is slow"])
@@ -134,10 +169,18 @@ def test_one_query_that_a_server_breaks_on_or_is_slow_with_costs_the_others_noth
 
     server.answer = picky
     if fault == "is slow":
-        server.delays = lambda body: 5.0 if any("poison" in query for query in body["queries"]) else 0.0
+        server.delays = lambda body: (
+            5.0 if any("poison" in query for query in body["queries"]) else 0.0
+        )
         server.answer = Retriever.usual
-    found, seconds = ask(client_of(server, timeout_s=0.3, deadline_s=4.0), *[f"capital {i}" for i in range(255)], "poison")
-    assert [isinstance(answer, ToolError) for answer in found] == [False] * 255 + [True] and seconds < 5.5
+    found, seconds = ask(
+        client_of(server, timeout_s=0.3, deadline_s=4.0),
+        *[f"capital {i}" for i in range(255)],
+        "poison",
+    )
+    assert [isinstance(answer, ToolError) for answer in found] == [False] * 255 + [
+        True
+    ] and seconds < 5.5
 
 
 def test_a_server_that_takes_its_time_is_asked_for_less_at_once(server):
@@ -178,14 +221,23 @@ def test_who_joins_a_search_late_has_as_much_time(server):
     assert second.exception() is None and second.result().passages
 
 
-@pytest.mark.parametrize(("fault", "said"), [
-    ((500, b"boom"), "HTTP 500: boom"), ((200, b"nonsense"), "not in the retriever's format"),
-    ((200, {"result": []}), "0 results for 1 queries"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ((500, b"boom"), "HTTP 500: boom"),
+        ((200, b"nonsense"), "not in the retriever's format"),
+        ((200, {"result": []}), "0 results for 1 queries"),
+    ],
+)
 def test_a_fault_that_stays_is_an_error_that_says_what_it_was(server, fault, said):
     server.answer = lambda body: fault
     (error,), seconds = ask(client_of(server, deadline_s=0.8), "q")
-    assert isinstance(error, ToolError) and said in str(error) and "deadline_s=0.8" in str(error) and server.url in str(error)
+    assert (
+        isinstance(error, ToolError)
+        and said in str(error)
+        and "deadline_s=0.8" in str(error)
+        and server.url in str(error)
+    )
     assert seconds < 2
 
 
@@ -193,18 +245,28 @@ def test_a_slow_server_is_a_fault_after_the_timeout(server):
     server.delay = 3.0
     (error,), seconds = ask(client_of(server, timeout_s=0.2, deadline_s=0.7), "q")
     # The last try has what the pauses before it, whose lengths are drawn, left of the deadline.
-    assert isinstance(error, ToolError) and re.search(r"the last: .*: no answer to 1 query within 0\.[012]\d* s", str(error))
+    assert isinstance(error, ToolError) and re.search(
+        r"the last: .*: no answer to 1 query within 0\.[012]\d* s", str(error)
+    )
     assert 0.6 < seconds < 1.5
 
 
 def test_one_refused_query_does_not_cost_the_others_theirs(server):
     def picky(body):
-        return (422, {"detail": "odd"}) if any("odd" in query for query in body["queries"]) else Retriever.usual(body)
+        return (
+            (422, {"detail": "odd"})
+            if any("odd" in query for query in body["queries"])
+            else Retriever.usual(body)
+        )
 
     server.answer = picky
     found, seconds = ask(client_of(server, topk=1), "capital of France", "odd", "Everest")
     assert found[0].passages == [FRANCE] and found[2].passages
-    assert isinstance(found[1], ToolError) and "refuses the query 'odd'" in str(found[1]) and "422" in str(found[1])
+    assert (
+        isinstance(found[1], ToolError)
+        and "refuses the query 'odd'" in str(found[1])
+        and "422" in str(found[1])
+    )
     assert seconds < 1 and len(server.requests) <= 5, "a refusal is not tried again"
 
 
@@ -212,8 +274,18 @@ def test_another_server_takes_over_at_once(server):
     with Retriever() as other:
         server.answer = lambda body: (500, b"")
         found, _ = ask(client_of(server, other, topk=1), "capital of France", "Everest")
-        assert found[0].passages == [FRANCE] and (len(server.requests), len(other.requests)) == (1, 2)
-    found, _ = ask(client_of(f"http://127.0.0.1:{free_port()}/retrieve", Retriever.__name__ and server.url, deadline_s=0.5), "q")
+        assert found[0].passages == [FRANCE] and (len(server.requests), len(other.requests)) == (
+            1,
+            2,
+        )
+    found, _ = ask(
+        client_of(
+            f"http://127.0.0.1:{free_port()}/retrieve",
+            Retriever.__name__ and server.url,
+            deadline_s=0.5,
+        ),
+        "q",
+    )
     assert isinstance(found[0], ToolError)
 
 
@@ -250,28 +322,41 @@ def test_a_restart_is_waited_for_and_loses_nothing():
 
     async def run():
         async with client:
-            asked = [asyncio.create_task(client.search(f"capital of France {i}")) for i in range(40)]
+            asked = [
+                asyncio.create_task(client.search(f"capital of France {i}")) for i in range(40)
+            ]
             await asyncio.sleep(1.0)
             with Retriever(port) as server:
                 found = await asyncio.gather(*asked)
                 return found, len(server.requests)
 
     found, requests = asyncio.run(run())
-    assert all(answer.passages == [FRANCE] for answer in found) and max(answer.retries for answer in found) >= 1
+    assert (
+        all(answer.passages == [FRANCE] for answer in found)
+        and max(answer.retries for answer in found) >= 1
+    )
     assert requests == 10
 
 
 def test_a_server_that_keeps_failing_rests_and_is_tried_by_one_request(server):
     server.answer = lambda body: (500, b"")
-    found, _ = ask(client_of(server, batch_size=1, max_in_flight=8, deadline_s=1.5), *[f"q{i}" for i in range(200)])
+    found, _ = ask(
+        client_of(server, batch_size=1, max_in_flight=8, deadline_s=1.5),
+        *[f"q{i}" for i in range(200)],
+    )
     assert all(isinstance(error, ToolError) for error in found)
-    assert len(server.requests) <= 5 + 8, "at most those that were on their way when it was put to rest"
+    assert len(server.requests) <= 5 + 8, (
+        "at most those that were on their way when it was put to rest"
+    )
 
 
 def test_after_each_rest_a_server_is_tried_by_one_request(server, monkeypatch):
     monkeypatch.setattr(retriever, "_REST_S", 0.3)
     server.answer = lambda body: (500, b"")
-    ask(client_of(server, batch_size=1, max_in_flight=8, deadline_s=1.5), *[f"q{i}" for i in range(50)])
+    ask(
+        client_of(server, batch_size=1, max_in_flight=8, deadline_s=1.5),
+        *[f"q{i}" for i in range(50)],
+    )
     assert 5 + 2 <= len(server.requests) <= 5 + 8 + 5, "one every 0.3 s of the 1.5"
 
 
@@ -294,7 +379,9 @@ def test_a_check_names_the_server_and_the_remedy(server):
         asyncio.run(check(client_of(gone)))
     assert "me:***@127.0.0.1" in str(caught.value) and "secret" not in str(caught.value)
     note = asyncio.run(client_of(server, gone).check())
-    assert "me:***@127.0.0.1" in note and "does not answer" in note, "one is enough, and the other is named"
+    assert "me:***@127.0.0.1" in note and "does not answer" in note, (
+        "one is enough, and the other is named"
+    )
 
 
 def test_a_client_works_in_one_loop_after_another(server):
@@ -320,7 +407,9 @@ def test_a_cancelled_sample_does_not_take_its_siblings_search_with_it(server):
 
 def test_a_server_of_single_queries_keeps_the_deadline_and_gets_its_share_at_once(server):
     """Forty queries of 0.1 s each, four at a time; one after another they would take 4 s and miss the deadline."""
-    server.answer = lambda body: server.usual({**body, "queries": [body["query"]]}) if "query" in body else (422, {})
+    server.answer = lambda body: (
+        server.usual({**body, "queries": [body["query"]]}) if "query" in body else (422, {})
+    )
     client = client_of(server, topk=1, deadline_s=3.0)
 
     async def run():
@@ -328,7 +417,9 @@ def test_a_server_of_single_queries_keeps_the_deadline_and_gets_its_share_at_onc
             await client.check()
             server.delay = 0.1
             began = time.monotonic()
-            found = await asyncio.gather(*(client.search(f"capital of France {i}") for i in range(40)))
+            found = await asyncio.gather(
+                *(client.search(f"capital of France {i}") for i in range(40))
+            )
             return found, time.monotonic() - began
 
     found, seconds = asyncio.run(run())

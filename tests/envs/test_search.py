@@ -34,18 +34,29 @@ def whole(step):
 
 
 def test_a_search_is_answered_in_the_published_format():
-    engine = Engine('"Paul Walker"\nPaul Walker was an actor.\nHe died in 2013.', '"Eiffel Tower"\nIt stands in Paris.')
+    engine = Engine(
+        '"Paul Walker"\nPaul Walker was an actor.\nHe died in 2013.',
+        '"Eiffel Tower"\nIt stands in Paris.',
+    )
     answer = step("<think>who?</think>\n<search> Paul Walker\n</search>", engine)
     assert engine.asked == ["Paul Walker"]
     assert whole(answer) == (
         '\n\n<information>Doc 1(Title: "Paul Walker") Paul Walker was an actor.\nHe died in 2013.\n'
         'Doc 2(Title: "Eiffel Tower") It stands in Paris.</information>\n\n'
     )
-    assert answer.before == "\n\n<information>" and answer.after == "</information>\n\n", "the tags are never cut"
+    assert answer.before == "\n\n<information>" and answer.after == "</information>\n\n", (
+        "the tags are never cut"
+    )
     assert answer.valid and not answer.done
     assert answer.info == {
-        "action": "search", "query": "Paul Walker", "called": True, "seconds": 0.5, "retries": 1, "cached": False, "hits": 2,
-    }  # fmt: skip
+        "action": "search",
+        "query": "Paul Walker",
+        "called": True,
+        "seconds": 0.5,
+        "retries": 1,
+        "cached": False,
+        "hits": 2,
+    }
 
 
 def test_a_passage_without_text_is_all_title():
@@ -59,10 +70,21 @@ def test_an_answer_ends_the_sample():
         assert answer.done and answer.valid and whole(answer) == ""
 
 
-@pytest.mark.parametrize("text", [
-    "I do not know.", "", "<search>no end", "<answer>no end", "<search>x</answer>", "</search>", "<search></search>",
-    "<search> \n </search>", "<SEARCH>x</SEARCH>", "<information>made up</information>",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I do not know.",
+        "",
+        "<search>no end",
+        "<answer>no end",
+        "<search>x</answer>",
+        "</search>",
+        "<search></search>",
+        "<search> \n </search>",
+        "<SEARCH>x</SEARCH>",
+        "<information>made up</information>",
+    ],
+)
 def test_what_is_no_action_is_said_to_the_model_and_nobody_is_asked(text):
     engine = Engine("t\nx")
     answer = step(text, engine)
@@ -84,12 +106,18 @@ def test_on_the_last_turn_nothing_is_searched():
 
 
 def test_nothing_found_is_said_and_a_failure_is_not_taken_for_it():
-    assert whole(step("<search>x</search>")) == "\n\n<information>No results found.</information>\n\n"
+    assert (
+        whole(step("<search>x</search>")) == "\n\n<information>No results found.</information>\n\n"
+    )
     broken = Engine(fault=ToolError("down"))
     with pytest.raises(ToolError, match="down"):
         step("<search>x</search>", broken)
     told = step("<search>x</search>", broken, observe_errors=True)
-    assert "does not answer" in whole(told) and told.info["error"] == "down" and "called" not in told.info
+    assert (
+        "does not answer" in whole(told)
+        and told.info["error"] == "down"
+        and "called" not in told.info
+    )
 
 
 def test_thousands_of_openings_without_an_end_take_no_time():

@@ -141,7 +141,12 @@ def reward(source: str) -> dict[str, Any]:
 
 def scores(*lines: str) -> dict[str, Any]:
     """The same, with the body of a compute_score."""
-    return reward("\n    ".join(["def compute_score(data_source, solution_str, ground_truth, extra_info=None):", *lines]) + "\n")
+    return reward(
+        "\n    ".join(
+            ["def compute_score(data_source, solution_str, ground_truth, extra_info=None):", *lines]
+        )
+        + "\n"
+    )
 
 
 def directory_in_use() -> Callable[[], None]:
@@ -161,7 +166,9 @@ def port_of_something_else() -> Callable[[], None]:
 
 def checkpoint(**changed_settings: object) -> None:
     """A checkpoint of the right command, as far as anything looks into it before workers start."""
-    settings = critical_settings(from_anywhere(compose("sums", config_dir=".").config)) | changed_settings
+    settings = (
+        critical_settings(from_anywhere(compose("sums", config_dir=".").config)) | changed_settings
+    )
     sampler = {"seed": 42, "shuffle": True, "epoch": 2, "position": 32, "size": 64}
 
     def parts(folder: Path) -> None:
@@ -169,7 +176,9 @@ def checkpoint(**changed_settings: object) -> None:
         (folder / "actor" / "__0_0.distcp").write_bytes(b"weights")
 
     Path("run").mkdir()
-    checkpoints.write(Path("run"), 20, {"step": 20, "critical": settings, "sampler": sampler}, parts)
+    checkpoints.write(
+        Path("run"), 20, {"step": 20, "critical": settings, "sampler": sampler}, parts
+    )
 
 
 def damaged_checkpoint() -> None:
@@ -192,18 +201,40 @@ CASES = (
     Case(
         "A key of another version that means nothing here",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "no meaning here", "FSDP2", "fsdp_config"),
+        (
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            "no meaning here",
+            "FSDP2",
+            "fsdp_config",
+        ),
     ),
     Case(
         "A key that has no effect: this KL coefficient belongs to a penalty that is off",
         "algorithm.kl_ctrl.kl_coef=0.1",
-        ("algorithm.kl_ctrl.kl_coef has no effect", "algorithm.use_kl_in_reward is off", f"{ACTOR}kl_loss_coef", "is fine"),
+        (
+            "algorithm.kl_ctrl.kl_coef has no effect",
+            "algorithm.use_kl_in_reward is off",
+            f"{ACTOR}kl_loss_coef",
+            "is fine",
+        ),
         code=0,
         program="verlite check",
     ),
-    Case("A value of the wrong type", "trainer.nnodes=two", ("trainer.nnodes=two", "expected whole number, got text")),
-    Case("An argument that sets nothing", "data.train_batch_size", ("data.train_batch_size", "is no override", "key=value")),
-    Case("A list without brackets", "trainer.logger=console,wandb", ("trainer.logger=console,wandb", "trainer.logger=[console,wandb]")),
+    Case(
+        "A value of the wrong type",
+        "trainer.nnodes=two",
+        ("trainer.nnodes=two", "expected whole number, got text"),
+    ),
+    Case(
+        "An argument that sets nothing",
+        "data.train_batch_size",
+        ("data.train_batch_size", "is no override", "key=value"),
+    ),
+    Case(
+        "A list without brackets",
+        "trainer.logger=console,wandb",
+        ("trainer.logger=console,wandb", "trainer.logger=[console,wandb]"),
+    ),
     Case(
         "A configuration file that does not exist",
         "",
@@ -235,15 +266,25 @@ CASES = (
         (f"{ACTOR}ppo_mini_batch_size=16", "more than data.train_batch_size=8", "8"),
     ),
     Case(
-        "GRPO with one sample per prompt", f"{ROLLOUT}n=1", (f"{ROLLOUT}n=1", "algorithm.adv_estimator=grpo", "at least 2", "Use 4 to 16")
+        "GRPO with one sample per prompt",
+        f"{ROLLOUT}n=1",
+        (f"{ROLLOUT}n=1", "algorithm.adv_estimator=grpo", "at least 2", "Use 4 to 16"),
     ),
-    Case("Training samples at temperature 0", f"{ROLLOUT}temperature=0", (f"{ROLLOUT}temperature=0", "must be > 0", "val_kwargs")),
+    Case(
+        "Training samples at temperature 0",
+        f"{ROLLOUT}temperature=0",
+        (f"{ROLLOUT}temperature=0", "must be > 0", "val_kwargs"),
+    ),
     Case(
         "Two mistakes at once",
         f"{ROLLOUT}n=1 trainer.nnodes=two data.train_files=tain.parquet",
         ("3 problems", "trainer.nnodes=two", f"{ROLLOUT}n=1", "data.train_files=tain.parquet"),
     ),
-    Case("A logger that is not known", "trainer.logger=[console,mlflow]", ("trainer.logger=mlflow", "no such name", "wandb")),
+    Case(
+        "A logger that is not known",
+        "trainer.logger=[console,mlflow]",
+        ("trainer.logger=mlflow", "no such name", "wandb"),
+    ),
     Case(
         "Validation only, without anything to validate on",
         "trainer.val_only=true",
@@ -259,7 +300,12 @@ CASES = (
     Case(
         "More GPUs than there are",
         "trainer.device=cuda trainer.n_gpus_per_node=8",
-        ("trainer.n_gpus_per_node=8", "this machine shows 0 GPUs", "trainer.device=cpu", "ray_kwargs.ray_init.address"),
+        (
+            "trainer.n_gpus_per_node=8",
+            "this machine shows 0 GPUs",
+            "trainer.device=cpu",
+            "ray_kwargs.ray_init.address",
+        ),
     ),
     Case(
         "A role on devices that do not exist",
@@ -274,12 +320,21 @@ CASES = (
     Case(
         "A Ray cluster that does not answer",
         "ray_kwargs.ray_init.address=127.0.0.1:1",
-        ("ray_kwargs.ray_init.address=127.0.0.1:1", "does not answer", "start it", "unset it to run on this machine"),
+        (
+            "ray_kwargs.ray_init.address=127.0.0.1:1",
+            "does not answer",
+            "start it",
+            "unset it to run on this machine",
+        ),
     ),
     Case(
         "A Ray address whose port belongs to something else",
         f"ray_kwargs.ray_init.address=127.0.0.1:{SILENT_PORT}",
-        (f"ray_kwargs.ray_init.address=127.0.0.1:{SILENT_PORT}", "does not answer as a Ray cluster does", "ray start --head"),
+        (
+            f"ray_kwargs.ray_init.address=127.0.0.1:{SILENT_PORT}",
+            "does not answer as a Ray cluster does",
+            "ray start --head",
+        ),
         files=port_of_something_else,
     ),
     Case(
@@ -297,7 +352,12 @@ CASES = (
         "data.train_files=tain.parquet",
         ("data.train_files=tain.parquet", "no such file", "train.parquet"),
     ),
-    Case("A training file without rows", "", ("data.train_files=train.parquet", "holds no rows", "data_preprocess"), files=empty),
+    Case(
+        "A training file without rows",
+        "",
+        ("data.train_files=train.parquet", "holds no rows", "data_preprocess"),
+        files=empty,
+    ),
     Case(
         "A training file that is no parquet file",
         "",
@@ -307,13 +367,23 @@ CASES = (
     Case(
         "A training file without a needed column",
         "",
-        ("data.train_files=train.parquet", "has no column 'reward_model'", "it has data_source, prompt", "data_preprocess"),
+        (
+            "data.train_files=train.parquet",
+            "has no column 'reward_model'",
+            "it has data_source, prompt",
+            "data_preprocess",
+        ),
         files=every_row(reward_model=None),
     ),
     Case(
         "Prompts under another column's name",
         "data.prompt_key=question",
-        ("data.train_files=train.parquet", "has no column 'question'", "it has data_source, prompt", "data.prompt_key"),
+        (
+            "data.train_files=train.parquet",
+            "has no column 'question'",
+            "it has data_source, prompt",
+            "data.prompt_key",
+        ),
     ),
     Case(
         "A prompt that is no list of messages",
@@ -324,7 +394,13 @@ CASES = (
     Case(
         "A row without a ground truth",
         "",
-        ("train.parquet row 5", "column 'reward_model'", "None", "{style, ground_truth}", "data_preprocess"),
+        (
+            "train.parquet row 5",
+            "column 'reward_model'",
+            "None",
+            "{style, ground_truth}",
+            "data_preprocess",
+        ),
         files=one_row(5, reward_model=None),
     ),
     Case(
@@ -343,9 +419,19 @@ CASES = (
     Case(
         "All prompts longer than allowed, and filtered",
         "data.max_prompt_length=2 data.filter_overlong_prompts=true",
-        ("data.train_files", "all 64 prompts", "data.max_prompt_length=2", "the shortest 4", "Raise data.max_prompt_length"),
+        (
+            "data.train_files",
+            "all 64 prompts",
+            "data.max_prompt_length=2",
+            "the shortest 4",
+            "Raise data.max_prompt_length",
+        ),
     ),
-    Case("Fewer rows than one batch", "data.train_batch_size=128", ("data.train_batch_size=128", "only 64 rows", "Use at most 64")),
+    Case(
+        "Fewer rows than one batch",
+        "data.train_batch_size=128",
+        ("data.train_batch_size=128", "only 64 rows", "Use at most 64"),
+    ),
     Case(
         "Fewer prompts than one batch after filtering",
         f"data.train_batch_size=64 {ACTOR}ppo_mini_batch_size=64 data.filter_overlong_prompts=true",
@@ -355,7 +441,12 @@ CASES = (
     Case(
         "A data source that no scorer knows",
         "",
-        ("data.train_files=train.parquet", "no scorer belongs to data source 'my/sums'", "custom_reward_function.path", "openai/gsm8k"),
+        (
+            "data.train_files=train.parquet",
+            "no scorer belongs to data source 'my/sums'",
+            "custom_reward_function.path",
+            "openai/gsm8k",
+        ),
         files=every_row(data_source="my/sums"),
     ),
     # the model
@@ -373,7 +464,12 @@ CASES = (
     Case(
         "A model's folder without a tokenizer",
         "",
-        ("actor_rollout_ref.model.path=model", "has no tokenizer", "tokenizer.json", "tokenizer_path"),
+        (
+            "actor_rollout_ref.model.path=model",
+            "has no tokenizer",
+            "tokenizer.json",
+            "tokenizer_path",
+        ),
         files=model_without("tokenizer*", "*.jinja"),
     ),
     Case(
@@ -383,12 +479,20 @@ CASES = (
     ),
     # the reward function
     Case(
-        "A reward file that is missing", "custom_reward_function.path=reward.py", ("custom_reward_function.path=reward.py", "no such file")
+        "A reward file that is missing",
+        "custom_reward_function.path=reward.py",
+        ("custom_reward_function.path=reward.py", "no such file"),
     ),
     Case(
         "A reward function of another name",
-        **reward("def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"),
-        says=("custom_reward_function.name=compute_score", "reward.py has no such function", "Its functions: score"),
+        **reward(
+            "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
+        ),
+        says=(
+            "custom_reward_function.name=compute_score",
+            "reward.py has no such function",
+            "Its functions: score",
+        ),
     ),
     Case(
         "A reward file that imports what is not installed",
@@ -398,7 +502,12 @@ CASES = (
     Case(
         "A reward function with other parameters",
         **reward("def compute_score(answer, truth):\n    return float(answer == truth)\n"),
-        says=("reward.py", "compute_score(answer, truth)", "data_source, solution_str, ground_truth, extra_info", "**kwargs"),
+        says=(
+            "reward.py",
+            "compute_score(answer, truth)",
+            "data_source, solution_str, ground_truth, extra_info",
+            "**kwargs",
+        ),
     ),
     Case(
         "A reward function that raises",
@@ -417,8 +526,16 @@ CASES = (
         **scores("solution_str == ground_truth"),
         says=("reward.py", "returned None", "finite number"),
     ),
-    Case("A reward function that returns NaN", **scores("return float('nan')"), says=("reward.py", "returned nan", "finite number")),
-    Case("A reward function that returns text", **scores("return '1.0'"), says=("reward.py", "returned '1.0'", "finite number")),
+    Case(
+        "A reward function that returns NaN",
+        **scores("return float('nan')"),
+        says=("reward.py", "returned nan", "finite number"),
+    ),
+    Case(
+        "A reward function that returns text",
+        **scores("return '1.0'"),
+        says=("reward.py", "returned '1.0'", "finite number"),
+    ),
     Case(
         "A reward function that returns a dict without a score",
         **scores("return {'accuracy': 1.0}"),
@@ -426,16 +543,27 @@ CASES = (
     ),
     Case(
         "A reward function that never returns",
-        **(scores("while True:", "    pass") | {"typed": "custom_reward_function.path=reward.py reward.item_timeout_s=0.2"}),
+        **(
+            scores("while True:", "    pass")
+            | {"typed": "custom_reward_function.path=reward.py reward.item_timeout_s=0.2"}
+        ),
         says=("reward.py", "no score within 0.2 s"),
     ),
     Case(
         "A reward function that raises on what the model writes",
         **(
-            scores("if solution_str != ground_truth:", "    raise ValueError(f'no number in {solution_str!r}')", "return 1.0")
+            scores(
+                "if solution_str != ground_truth:",
+                "    raise ValueError(f'no number in {solution_str!r}')",
+                "return 1.0",
+            )
             | {"typed": "custom_reward_function.path=reward.py trainer.n_gpus_per_node=1"}
         ),
-        says=("of this step's rewards failed", "reward.max_error_rate=0.05", "ValueError: no number in"),
+        says=(
+            "of this step's rewards failed",
+            "reward.max_error_rate=0.05",
+            "ValueError: no number in",
+        ),
         code=1,
         whole_run=True,
     ),
@@ -443,7 +571,11 @@ CASES = (
     Case(
         "A run directory that cannot be made: a file is in the way",
         "trainer.default_local_dir=train.parquet/run",
-        ("trainer.default_local_dir=train.parquet/run", "train.parquet is a file", "Choose another"),
+        (
+            "trainer.default_local_dir=train.parquet/run",
+            "train.parquet is a file",
+            "Choose another",
+        ),
     ),
     Case(
         "A run directory that another run uses",
@@ -454,7 +586,11 @@ CASES = (
     Case(
         "A checkpoint to resume that does not exist",
         "trainer.resume_mode=resume_path trainer.resume_from_path=run/global_step_7",
-        ("trainer.resume_from_path=run/global_step_7", "no such folder", "trainer.resume_mode=auto"),
+        (
+            "trainer.resume_from_path=run/global_step_7",
+            "no such folder",
+            "trainer.resume_mode=auto",
+        ),
     ),
     Case(
         "Resuming from the run directory in place of a checkpoint",
@@ -465,13 +601,27 @@ CASES = (
     Case(
         "A damaged checkpoint",
         "trainer.resume_mode=resume_path trainer.resume_from_path=run/global_step_20",
-        ("trainer.resume_from_path=run/global_step_20", "is damaged", "actor/__0_0.distcp", "6 bytes", "7", "trainer.resume_mode=auto"),
+        (
+            "trainer.resume_from_path=run/global_step_20",
+            "is damaged",
+            "actor/__0_0.distcp",
+            "6 bytes",
+            "7",
+            "trainer.resume_mode=auto",
+        ),
         files=damaged_checkpoint,
     ),
     Case(
         "Only damaged checkpoints",
         "trainer.total_training_steps=40",
-        ("no checkpoint in", "global_step_20", "actor/__0_0.distcp", "6 bytes", "7", "trainer.resume_mode=disable"),
+        (
+            "no checkpoint in",
+            "global_step_20",
+            "actor/__0_0.distcp",
+            "6 bytes",
+            "7",
+            "trainer.resume_mode=disable",
+        ),
         files=damaged_checkpoint,
     ),
     Case(
@@ -488,12 +638,21 @@ CASES = (
     Case(
         "Resuming with other training data under the same name",
         "trainer.total_training_steps=40",
-        ("64 training prompts", "data.train_files now has 48", "resume with the same data", "trainer.resume_mode=disable"),
+        (
+            "64 training prompts",
+            "data.train_files now has 48",
+            "resume with the same data",
+            "trainer.resume_mode=disable",
+        ),
         files=fewer_rows_than_before,
     ),
     Case(
         "A search agent whose retriever does not answer",
         "max_turns=2 retriever.url=http://127.0.0.1:1/retrieve",
-        ("the retriever at http://127.0.0.1:1/retrieve does not answer", "verlite serve retriever", "retriever.url"),
+        (
+            "the retriever at http://127.0.0.1:1/retrieve does not answer",
+            "verlite serve retriever",
+            "retriever.url",
+        ),
     ),
 )

@@ -34,7 +34,10 @@ All commands are run in `{HOME}`, which holds a tiny model in `model`, 64 sums i
 
 def page(outcomes: dict[str, Outcome]) -> str:
     """The whole page, from the outcome of each case by its heading."""
-    rows = [f"| [{case.wrong}](#{anchor(case)}) | {first_words(outcomes[case.wrong])} |" for case in CASES]
+    rows = [
+        f"| [{case.wrong}](#{anchor(case)}) | {first_words(outcomes[case.wrong])} |"
+        for case in CASES
+    ]
     table = "\n".join(["| what was done | what is said first |", "|---|---|", *rows])
     return "\n".join([HEAD, table, "", *(section(case, outcomes[case.wrong]) for case in CASES)])
 
@@ -56,7 +59,9 @@ def printed(outcome: Outcome) -> str:
 def broken(line: str) -> list[str]:
     """A line as a window of the page's width would break it."""
     indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+    return textwrap.wrap(
+        line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]
 
 
 def first_words(outcome: Outcome) -> str:
@@ -64,7 +69,9 @@ def first_words(outcome: Outcome) -> str:
     lines = steady(outcome.text).splitlines()
     told = [line for line in lines if line.startswith("error: ")]
     problem = [line.strip() for line in lines if line.startswith("  ")]
-    words = told[0].removeprefix("error: ") if told else ": ".join(problem[:2]) if problem else lines[0]
+    words = (
+        told[0].removeprefix("error: ") if told else ": ".join(problem[:2]) if problem else lines[0]
+    )
     words = words if len(words) <= WIDTH else words[: WIDTH - 4].rsplit(" ", 1)[0] + " ..."
     return "`" + words.replace("|", "\\|") + "`"
 
@@ -79,7 +86,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_folder(right := Path(folder).resolve() / "right")
         for number, case in enumerate(CASES):
-            outcomes[case.wrong] = run(case, Path(shutil.copytree(right, right.with_name(str(number)))))
+            outcomes[case.wrong] = run(
+                case, Path(shutil.copytree(right, right.with_name(str(number))))
+            )
             print(f"{number + 1}/{len(CASES)} {case.wrong}", file=sys.stderr)
     PAGE.write_text(page(outcomes), encoding="utf-8")
     return 0

@@ -37,14 +37,20 @@ def run(case: Case, folder: Path) -> Outcome:
         finally:
             if undo:
                 undo()
-    return Outcome(code, text.replace(str(folder.resolve()), HOME).replace(str(REPOSITORY), "verlite"))
+    return Outcome(
+        code, text.replace(str(folder.resolve()), HOME).replace(str(REPOSITORY), "verlite")
+    )
 
 
 def _here(case: Case) -> tuple[int, str]:
     printed = StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         try:
-            code = cli.check(case.arguments) if case.program == "verlite check" else main_ppo.main(case.arguments)
+            code = (
+                cli.check(case.arguments)
+                if case.program == "verlite check"
+                else main_ppo.main(case.arguments)
+            )
         except SystemExit as leave:
             code = leave.code
     return code or 0, printed.getvalue()
@@ -52,7 +58,9 @@ def _here(case: Case) -> tuple[int, str]:
 
 def _in_a_process(case: Case) -> tuple[int, str]:
     command = [sys.executable, "-m", "verlite.main_ppo", *case.arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
+    )
     return done.returncode, done.stdout
 
 

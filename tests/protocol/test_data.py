@@ -5,12 +5,20 @@ import numpy as np
 import pytest
 import torch
 
-from verlite.protocol.data import DataProto, near_equal_bounds, pad_dataproto_to_divisor, unpad_dataproto
+from verlite.protocol.data import (
+    DataProto,
+    near_equal_bounds,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+)
 
 
 def batch(rows: int = 5, **meta: object) -> DataProto:
     return DataProto.from_dict(
-        {"ids": torch.arange(rows * 3).reshape(rows, 3), "score": torch.arange(rows, dtype=torch.float32)},
+        {
+            "ids": torch.arange(rows * 3).reshape(rows, 3),
+            "score": torch.arange(rows, dtype=torch.float32),
+        },
         {"uid": [f"u{i}" for i in range(rows)], "turns": [["a", "b"]] * rows},
         meta,
     )
@@ -49,7 +57,11 @@ def test_rows_are_chosen_alike_in_tensors_and_objects(rows, expected):
 
 def test_one_row():
     item = batch(step=3)[np.int64(2)]
-    assert item.batch["ids"].tolist() == [6, 7, 8] and item.non_tensor_batch["uid"] == "u2" and item.meta_info == {"step": 3}
+    assert (
+        item.batch["ids"].tolist() == [6, 7, 8]
+        and item.non_tensor_batch["uid"] == "u2"
+        and item.meta_info == {"step": 3}
+    )
 
 
 @pytest.mark.parametrize("rows", [[5], [-6], [0.0, 1.0], [True, False], [[0, 1]]])
@@ -62,7 +74,11 @@ def test_nothing_is_edited_in_place():
     data = batch(step=1)
     before = pickle.dumps(data)
     data.with_batch(new=torch.zeros(5)), data.with_non_tensor(x=range(5)), data.with_meta(step=2)
-    data.rename("ids", "tokens"), data.pop(["ids"], ["uid"], ["step"]), data.union(batch(5, other=2))
+    (
+        data.rename("ids", "tokens"),
+        data.pop(["ids"], ["uid"], ["step"]),
+        data.union(batch(5, other=2)),
+    )
     data.repeat(2), data.reorder([4, 3, 2, 1, 0]), data.select(["ids"])
     assert pickle.dumps(data) == before
 
@@ -92,7 +108,9 @@ def test_split_keeps_the_short_tail():
 
 
 def test_concat_passes_over_empty_parts_and_joins_meta():
-    joined = DataProto.concat([batch(2, step=1), DataProto(meta_info={"other": 2}), batch(5)[5:], batch(1, step=1)])
+    joined = DataProto.concat(
+        [batch(2, step=1), DataProto(meta_info={"other": 2}), batch(5)[5:], batch(1, step=1)]
+    )
     assert rows_of(joined) == [0, 1, 0] and joined.meta_info == {"step": 1, "other": 2}
 
 
@@ -113,7 +131,11 @@ def test_concat_names_what_differs(other, names):
 
 def test_union_wants_overlaps_equal_and_nan_equals_nan():
     scores = torch.tensor([0.0, float("nan"), 2, 3, 4])
-    nan = batch().with_batch(score=scores).with_non_tensor(x=[float("nan"), {"a": np.arange(2)}, None, 1, "s"])
+    nan = (
+        batch()
+        .with_batch(score=scores)
+        .with_non_tensor(x=[float("nan"), {"a": np.arange(2)}, None, 1, "s"])
+    )
     again = pickle.loads(pickle.dumps(nan))
     assert nan.union(again.with_batch(more=torch.ones(5))).batch["more"].sum() == 5
     for different, name in [
@@ -142,10 +164,23 @@ def test_iterator_covers_every_row_once_per_epoch_and_repeats_with_its_seed():
 
 def test_pop_select_rename_name_missing_columns():
     popped, rest = batch(5, step=1).pop(["ids"], ["uid"], ["step"])
-    assert set(popped.batch.keys()) == {"ids"} and set(rest.batch.keys()) == {"score"} and len(rest) == 5
-    assert set(popped.non_tensor_batch) == {"uid"} and popped.meta_info == {"step": 1} and rest.meta_info == {}
+    assert (
+        set(popped.batch.keys()) == {"ids"}
+        and set(rest.batch.keys()) == {"score"}
+        and len(rest) == 5
+    )
+    assert (
+        set(popped.non_tensor_batch) == {"uid"}
+        and popped.meta_info == {"step": 1}
+        and rest.meta_info == {}
+    )
     data = batch()
-    for call in (data.pop, data.select, lambda names: data.rename(names, ["x"]), lambda names: data.select(None, names)):
+    for call in (
+        data.pop,
+        data.select,
+        lambda names: data.rename(names, ["x"]),
+        lambda names: data.select(None, names),
+    ):
         with pytest.raises(KeyError, match="nope"):
             call(["nope"])
     with pytest.raises(ValueError, match="same name"):
@@ -170,13 +205,24 @@ def test_padding_repeats_rows_from_the_start(rows, divisor):
     assert rows_of(unpad_dataproto(padded, extra)) == list(range(rows))
 
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
 def every_dtype() -> DataProto:
     data = batch(4, step=1, name="x")
     values = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    return data.with_batch(**{str(dtype): values.to(dtype) for dtype in DTYPES}, empty=torch.zeros(4, 0), view=values.t()[:4])
+    return data.with_batch(
+        **{str(dtype): values.to(dtype) for dtype in DTYPES},
+        empty=torch.zeros(4, 0),
+        view=values.t()[:4],
+    )
 
 
 def test_pickle_moves_tensors_out_of_band_and_bit_for_bit():
@@ -184,19 +230,31 @@ def test_pickle_moves_tensors_out_of_band_and_bit_for_bit():
     payload = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     assert len(payload) < 3000 and sum(len(buffer.raw()) for buffer in buffers) == data.nbytes
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns of read-only memory, which is what an object store gives
+        warnings.simplefilter(
+            "error"
+        )  # torch warns of read-only memory, which is what an object store gives
         again = pickle.loads(payload, buffers=[bytes(buffer.raw()) for buffer in buffers])
     assert all(again.batch[str(dtype)].dtype == dtype for dtype in DTYPES)
     as_bits = {"torch.float8_e4m3fn"}
     for name in data.batch.keys():
         mine, theirs = data.batch[name], again.batch[name]
-        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)) if name in as_bits else torch.equal(mine, theirs)
-    assert again.meta_info == data.meta_info and again.non_tensor_batch["uid"].tolist() == data.non_tensor_batch["uid"].tolist()
+        assert (
+            torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+            if name in as_bits
+            else torch.equal(mine, theirs)
+        )
+    assert (
+        again.meta_info == data.meta_info
+        and again.non_tensor_batch["uid"].tolist() == data.non_tensor_batch["uid"].tolist()
+    )
 
 
 def test_bytes_count_tensors_and_arrays_in_object_columns():
     ragged = [np.zeros(3, np.int32), np.zeros(5, np.float32), "text"]
-    assert DataProto.from_dict({"a": torch.zeros(3, 2, dtype=torch.int64)}, {"b": ragged}).nbytes == 48 + 12 + 20
+    assert (
+        DataProto.from_dict({"a": torch.zeros(3, 2, dtype=torch.int64)}, {"b": ragged}).nbytes
+        == 48 + 12 + 20
+    )
 
 
 def test_pickle_sends_only_the_rows_of_a_view():
@@ -205,13 +263,28 @@ def test_pickle_sends_only_the_rows_of_a_view():
 
 
 def test_disk_round_trip_without_pickle(tmp_path):
-    data = every_dtype().with_non_tensor(info=[{"n": np.int64(3), "a": np.arange(2), "t": "é"}, None, 1.5, ["x"]])
+    data = every_dtype().with_non_tensor(
+        info=[{"n": np.int64(3), "a": np.arange(2), "t": "é"}, None, 1.5, ["x"]]
+    )
     data.save_to_disk(tmp_path / "dump")
     again = DataProto.load_from_disk(tmp_path / "dump")
-    assert again.select([n for n in again.batch.keys() if "float8" not in n]).union(data.select([], ["uid", "turns"])) is not None
+    assert (
+        again.select([n for n in again.batch.keys() if "float8" not in n]).union(
+            data.select([], ["uid", "turns"])
+        )
+        is not None
+    )
     assert torch.equal(again.batch["torch.bfloat16"], data.batch["torch.bfloat16"])
-    assert again.non_tensor_batch["info"].tolist() == [{"n": 3, "a": [0, 1], "t": "é"}, None, 1.5, ["x"]]
-    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == ["rest.json", "tensors.safetensors"]
+    assert again.non_tensor_batch["info"].tolist() == [
+        {"n": 3, "a": [0, 1], "t": "é"},
+        None,
+        1.5,
+        ["x"],
+    ]
+    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == [
+        "rest.json",
+        "tensors.safetensors",
+    ]
 
 
 def test_what_json_cannot_hold_is_named(tmp_path):

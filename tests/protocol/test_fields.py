@@ -6,7 +6,14 @@ from verlite.protocol.fields import FIELDS, check
 
 
 def good(b: int = 2, p: int = 3, r: int = 4) -> DataProto:
-    ints = {"prompts": p, "responses": r, "input_ids": p + r, "attention_mask": p + r, "position_ids": p + r, "response_mask": r}
+    ints = {
+        "prompts": p,
+        "responses": r,
+        "input_ids": p + r,
+        "attention_mask": p + r,
+        "position_ids": p + r,
+        "response_mask": r,
+    }
     return DataProto.from_dict(
         {name: torch.zeros(b, width, dtype=torch.int64) for name, width in ints.items()}
         | {"old_log_probs": torch.zeros(b, r), "valid": torch.ones(b, dtype=torch.bool)},
@@ -22,17 +29,41 @@ def test_a_batch_that_agrees_is_returned_as_it_is():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda d: d.with_batch(old_logprobs=torch.zeros(2, 4)), "old_logprobs: unknown field; did you mean old_log_probs"),
-        (lambda d: d.with_batch(zzz=torch.zeros(2)), "zzz: unknown field; add it to protocol.fields"),
-        (lambda d: d.with_batch(values=torch.zeros(2, 4).double()), "values: dtype must be torch.float32, is torch.float64"),
-        (lambda d: d.with_batch(advantages=torch.zeros(2, 5)), r"advantages \[B R\]: R is 5 here and 4 in responses"),
-        (lambda d: d.with_batch(advantages=torch.zeros(2)), r"advantages: must be \[B R\], has shape \[2\]"),
-        (lambda d: d.with_batch(prompts=torch.zeros(2, 9).long()), r"S must be P \+ R, but P=9 \(prompts\), R=4 \(responses\), S=7"),
+        (
+            lambda d: d.with_batch(old_logprobs=torch.zeros(2, 4)),
+            "old_logprobs: unknown field; did you mean old_log_probs",
+        ),
+        (
+            lambda d: d.with_batch(zzz=torch.zeros(2)),
+            "zzz: unknown field; add it to protocol.fields",
+        ),
+        (
+            lambda d: d.with_batch(values=torch.zeros(2, 4).double()),
+            "values: dtype must be torch.float32, is torch.float64",
+        ),
+        (
+            lambda d: d.with_batch(advantages=torch.zeros(2, 5)),
+            r"advantages \[B R\]: R is 5 here and 4 in responses",
+        ),
+        (
+            lambda d: d.with_batch(advantages=torch.zeros(2)),
+            r"advantages: must be \[B R\], has shape \[2\]",
+        ),
+        (
+            lambda d: d.with_batch(prompts=torch.zeros(2, 9).long()),
+            r"S must be P \+ R, but P=9 \(prompts\), R=4 \(responses\), S=7",
+        ),
         (lambda d: d.with_batch(index=torch.zeros(2)), "index: must be an object column"),
-        (lambda d: d.with_non_tensor(values=[1, 2]), "values: entries must be ndarray or list or tuple, row 0 is int"),
+        (
+            lambda d: d.with_non_tensor(values=[1, 2]),
+            "values: entries must be ndarray or list or tuple, row 0 is int",
+        ),
         (lambda d: d.with_non_tensor(raw_scores=[1, 2]), r"raw_scores: must be a tensor \[B\]"),
         (lambda d: d.with_non_tensor(uid=["a", 7]), "uid: entries must be str, row 1 is int"),
-        (lambda d: d.with_non_tensor(error=["a", 7]), "error: entries must be str or NoneType, row 1 is int"),
+        (
+            lambda d: d.with_non_tensor(error=["a", 7]),
+            "error: entries must be str or NoneType, row 1 is int",
+        ),
     ],
 )
 def test_each_disagreement_is_named(change, message):
@@ -42,7 +73,11 @@ def test_each_disagreement_is_named(change, message):
 
 def test_all_disagreements_at_once():
     with pytest.raises(ValueError) as error:
-        check(good().with_batch(zzz=torch.zeros(2), values=torch.zeros(2, 9)).with_non_tensor(uid=[1, 2]))
+        check(
+            good()
+            .with_batch(zzz=torch.zeros(2), values=torch.zeros(2, 9))
+            .with_non_tensor(uid=[1, 2])
+        )
     assert all(name in str(error.value) for name in ("zzz", "values", "uid"))
 
 

@@ -62,14 +62,23 @@ def test_one_number_of_a_row_is_spread_over_its_trained_tokens():
 
 def test_another_rows_tokens_are_noticed():
     batch = thin(ROWS)
-    swapped = batch.with_non_tensor(response_mask=batch.non_tensor_batch["response_mask"][::-1].copy())
-    with pytest.raises(ValueError, match="row 0 has trained_tokens=2, but its response_mask has 1: these are another row's tokens"):
+    swapped = batch.with_non_tensor(
+        response_mask=batch.non_tensor_batch["response_mask"][::-1].copy()
+    )
+    with pytest.raises(
+        ValueError,
+        match="row 0 has trained_tokens=2, but its response_mask has 1: these are another row's tokens",
+    ):
         padded(swapped)
 
 
 def test_empty_responses_and_no_rows_at_all_have_a_width():
     empty = padded(thin([([5], [], [], [])])).batch
-    assert empty["responses"].shape == (1, 1) and not empty["response_mask"].any() and empty["attention_mask"].tolist() == [[1, 0]]
+    assert (
+        empty["responses"].shape == (1, 1)
+        and not empty["response_mask"].any()
+        and empty["attention_mask"].tolist() == [[1, 0]]
+    )
     none = padded(thin(ROWS)[:0]).batch
     assert none["responses"].shape == (0, 1) and none["input_ids"].shape == (0, 2)
 

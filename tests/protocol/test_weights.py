@@ -21,8 +21,15 @@ from verlite.protocol.weights import (
 def naive_fingerprint(tensor: torch.Tensor) -> int:
     """The same hash with Python integers, element by element."""
     total = 0
-    for pattern in tensor.reshape(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).tolist():
-        if tensor.element_size() == 4 and pattern == -(2**31) or tensor.element_size() == 2 and pattern == -(2**15):
+    for pattern in (
+        tensor.reshape(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).tolist()
+    ):
+        if (
+            tensor.element_size() == 4
+            and pattern == -(2**31)
+            or tensor.element_size() == 2
+            and pattern == -(2**15)
+        ):
             continue  # minus zero
         bits = pattern * 0x9E3779B1 % 2**32
         signed = bits - 2**32 if bits >= 2**31 else bits
@@ -57,7 +64,9 @@ def test_does_not_see_order_fusion_sharding_layout_or_zero_padding():
 def test_does_not_depend_on_the_chunks():
     torch.manual_seed(2)
     long = torch.randn(300_001)
-    assert tensor_fingerprint(long) == combine(*(tensor_fingerprint(piece) for piece in long.split(77_777)))
+    assert tensor_fingerprint(long) == combine(
+        *(tensor_fingerprint(piece) for piece in long.split(77_777))
+    )
     assert tensor_fingerprint(torch.empty(0, 4)) == 0
 
 
@@ -118,12 +127,16 @@ def test_buckets_give_back_every_tensor_in_order():
         ("flags", torch.tensor([True, False])),
     ]
     buckets = write_buckets(iter(named), bucket_bytes=2000)
-    assert len(buckets.paths) > 2 and buckets.bytes == sum(os.stat(path).st_size for path in buckets.paths)
+    assert len(buckets.paths) > 2 and buckets.bytes == sum(
+        os.stat(path).st_size for path in buckets.paths
+    )
     back = list(read_buckets(buckets.paths))
     assert [name for name, _ in back] == [name for name, _ in named]
     for (_, sent), (_, got) in zip(named, back, strict=True):
         assert got.dtype == sent.dtype and got.shape == sent.shape and torch.equal(got, sent)
-    assert set(load_file(buckets.paths[0])) == {"model.embed.weight"}, "the files are ordinary safetensors files"
+    assert set(load_file(buckets.paths[0])) == {"model.embed.weight"}, (
+        "the files are ordinary safetensors files"
+    )
 
 
 def test_bucket_sizes_are_bounded_and_nothing_is_written_for_nothing():

@@ -19,7 +19,11 @@ PAGE = (TOP / "docs" / "algorithms.md").read_text()
 def given(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("recipe")
     model = tiny_model(folder / "model", "qwen2")
-    return [f"data.train_files={write_sums(folder / 'train.parquet', 100)}", "data.val_files=null", f"actor_rollout_ref.model.path={model}"]
+    return [
+        f"data.train_files={write_sums(folder / 'train.parquet', 100)}",
+        "data.val_files=null",
+        f"actor_rollout_ref.model.path={model}",
+    ]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -30,11 +34,19 @@ def test_a_recipe_works_as_it_is_and_on_the_task_of_the_curves(method, given):
         "trainer.n_gpus_per_node=1",
         "data.train_batch_size=64",
     ]
-    alone += ["actor_rollout_ref.actor.ppo_mini_batch_size=64", "data.max_prompt_length=64", "data.max_response_length=64"]
+    alone += [
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+    ]
     notes = compose(method, [*given, *alone]).notes
-    assert [note for note in notes if "name=auto chose" not in note] == []  # nothing in a recipe is in vain or doubtful
+    assert [
+        note for note in notes if "name=auto chose" not in note
+    ] == []  # nothing in a recipe is in vain or doubtful
     on_task = [
-        setting for setting in task_settings() if not setting.startswith(("data.train_files", "data.val_files", "trainer.test_freq"))
+        setting
+        for setting in task_settings()
+        if not setting.startswith(("data.train_files", "data.val_files", "trainer.test_freq"))
     ]
     loaded = compose(method, [*on_task, *given, "trainer.test_freq=-1", *METHODS[method]])
     assert loaded.config.actor_rollout_ref.rollout.n == 8 and make_plan(loaded.config).rows == 512
@@ -44,7 +56,13 @@ EXPECTED = {
     "ppo": {"needs_critic": True, "needs_reference": True},
     "grpo": {"needs_critic": False, "needs_reference": True},
     "dr_grpo": {"needs_reference": False},
-    "dapo": {"filters_groups": True, "clip_low": 0.2, "clip_high": 0.28, "overlong_buffer": 102, "needs_reference": False},
+    "dapo": {
+        "filters_groups": True,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "overlong_buffer": 102,
+        "needs_reference": False,
+    },
     "gspo": {"loss_mode": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     "rloo": {"needs_reference": True, "needs_old_log_probs": True},
     "reinforce_plus_plus": {"needs_critic": False, "needs_reference": True},
@@ -58,14 +76,35 @@ def test_a_recipe_is_its_method(method, given):
     plan = make_plan(config, device="cpu", count_rows=False)
     assert {name: getattr(plan, name) for name in EXPECTED[method]} == EXPECTED[method]
     if method == "dr_grpo":
-        assert (config.algorithm.norm_adv_by_std_in_grpo, plan.actor.loss_agg_mode) == (False, "seq-mean-token-sum-norm")
+        assert (config.algorithm.norm_adv_by_std_in_grpo, plan.actor.loss_agg_mode) == (
+            False,
+            "seq-mean-token-sum-norm",
+        )
 
 
 def test_the_page_names_every_algorithm_recipe_and_key():
-    table_names = {name for row in re.findall(r"^\| (`.+?) \|", PAGE, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)}
-    assert {*rules.ESTIMATORS, *rules.POLICY_LOSSES, *METHODS, *aggregation.AGGREGATION_MODES, *kl._BASE_KIND} <= table_names
-    assert {*re.findall(r"`(\w+)`", PAGE.split("Presets:")[1].split("Metrics")[0])} == set(correction.PRESETS)
+    table_names = {
+        name
+        for row in re.findall(r"^\| (`.+?) \|", PAGE, re.MULTILINE)
+        for name in re.findall(r"`(.+?)`", row)
+    }
+    assert {
+        *rules.ESTIMATORS,
+        *rules.POLICY_LOSSES,
+        *METHODS,
+        *aggregation.AGGREGATION_MODES,
+        *kl._BASE_KIND,
+    } <= table_names
+    assert {*re.findall(r"`(\w+)`", PAGE.split("Presets:")[1].split("Metrics")[0])} == set(
+        correction.PRESETS
+    )
     wanted = [
-        key for key in keys.leaves() if key.startswith(("algorithm.rollout_correction.", "algorithm.filter_groups.", "reward.overlong"))
+        key
+        for key in keys.leaves()
+        if key.startswith(
+            ("algorithm.rollout_correction.", "algorithm.filter_groups.", "reward.overlong")
+        )
     ]
-    assert [key for key in wanted if f"`{key.rsplit('.', 1)[1]}`" not in PAGE and key not in PAGE] == []
+    assert [
+        key for key in wanted if f"`{key.rsplit('.', 1)[1]}`" not in PAGE and key not in PAGE
+    ] == []

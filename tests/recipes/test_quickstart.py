@@ -45,7 +45,10 @@ def test_files_fit_their_readers_and_held_out_sums_stay_out(built):
     tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
     config = compose("quickstart", check=False).config.data
     data = DataConfig(max_prompt_length=config.max_prompt_length)
-    train, test = (PromptDataset(str(built / f"{split}.parquet"), tokenizer, data, "train") for split in ("train", "test"))
+    train, test = (
+        PromptDataset(str(built / f"{split}.parquet"), tokenizer, data, "train")
+        for split in ("train", "test")
+    )
     assert len(train) + len(test) == 90 * 90 and overlap_note(train, test) is None
     for dataset in (train, test):
         for i in range(0, len(dataset), 100):
@@ -56,8 +59,12 @@ def test_files_fit_their_readers_and_held_out_sums_stay_out(built):
             assert len(tokenizer.encode(row.ground_truth)) < config.max_response_length
     held_out = {test.row(i).messages[0]["content"] for i in range(len(test))}
     demonstrations = pq.read_table(built / "warm_up.parquet").to_pylist()
-    assert len(demonstrations) == len(train) and not held_out & {row["prompt"] for row in demonstrations}
-    assert len(read_examples(str(built / "warm_up.parquet"), tokenizer, sft.SFTDataConfig(max_length=12))) == len(demonstrations)
+    assert len(demonstrations) == len(train) and not held_out & {
+        row["prompt"] for row in demonstrations
+    }
+    assert len(
+        read_examples(str(built / "warm_up.parquet"), tokenizer, sft.SFTDataConfig(max_length=12))
+    ) == len(demonstrations)
 
 
 def test_the_model_is_what_vllm_runs_on_a_cpu_and_the_seed_decides_it(built, tmp_path):
@@ -65,7 +72,9 @@ def test_the_model_is_what_vllm_runs_on_a_cpu_and_the_seed_decides_it(built, tmp
     assert model.config.hidden_size // model.config.num_attention_heads == 32
     tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
     text = "".join(map(chr, range(32, 127))) + "\n"
-    assert tokenizer.decode(tokenizer.encode(text)) == text and len(tokenizer.encode(text)) == len(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text and len(tokenizer.encode(text)) == len(
+        text
+    )
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     make.make_model(tmp_path / "again", seed=0)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
@@ -79,11 +88,17 @@ def test_the_commands_fit_each_other(tmp_path, monkeypatch):
     config = compose("quickstart", check=False).config
     assert warm_up.model.path == f"{make.FOLDER}/model"
     assert config.actor_rollout_ref.model.path == f"{warm_up.trainer.default_local_dir}/huggingface"
-    assert config.data.train_files == f"{make.FOLDER}/train.parquet" and config.data.val_files == f"{make.FOLDER}/test.parquet"
+    assert (
+        config.data.train_files == f"{make.FOLDER}/train.parquet"
+        and config.data.val_files == f"{make.FOLDER}/test.parquet"
+    )
 
 
 def test_samples_are_shown_once_a_problem(tmp_path):
-    lines = ['{"prompt": "1+1=", "response": "2", "score": 1.0}', '{"prompt": "1+1=", "response": "3", "score": 0.0}',
-             '{"prompt": "2+2=", "response": "5", "score": 0.0}']  # fmt: skip
+    lines = [
+        '{"prompt": "1+1=", "response": "2", "score": 1.0}',
+        '{"prompt": "1+1=", "response": "3", "score": 0.0}',
+        '{"prompt": "2+2=", "response": "5", "score": 0.0}',
+    ]
     (tmp_path / "step_1.jsonl").write_text("\n".join(lines) + "\n")
     assert run.samples(tmp_path / "step_1.jsonl") == ["1+1=2 ✓", "2+2=5 ✗"]

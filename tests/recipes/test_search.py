@@ -33,33 +33,53 @@ def passages(file):
 
 def test_every_fact_can_be_found_and_none_of_the_held_out_names_is_learnt(built):
     corpus = passages(built / "corpus.jsonl")
-    rows = {split: pq.read_table(built / f"{split}.parquet").to_pylist() for split in ("train", "test")}
+    rows = {
+        split: pq.read_table(built / f"{split}.parquet").to_pylist() for split in ("train", "test")
+    }
     names = {split: {row["extra_info"]["name"] for row in rows[split]} for split in rows}
-    assert len(names["test"]) == make.HELD_OUT and not names["train"] & names["test"] and len(corpus) == len(set(corpus)) == 1200
+    assert (
+        len(names["test"]) == make.HELD_OUT
+        and not names["train"] & names["test"]
+        and len(corpus) == len(set(corpus)) == 1200
+    )
     for row in rows["train"] + rows["test"]:
         (answer,) = row["reward_model"]["ground_truth"]["target"]
         assert make.passage(row["extra_info"]["name"], row["extra_info"]["kind"], answer) in corpus
-        assert row["prompt"][0]["content"] == make.question(row["extra_info"]["name"], row["extra_info"]["kind"])
+        assert row["prompt"][0]["content"] == make.question(
+            row["extra_info"]["name"], row["extra_info"]["kind"]
+        )
     demonstrations = pq.read_table(built / "warm_up.parquet").to_pylist()
     learnt = json.dumps(demonstrations)
     assert not [name for name in names["test"] if name in learnt]
     values = [row["reward_model"]["ground_truth"]["target"][0] for row in rows["test"]]
-    assert max(values.count(value) for value in values) < 0.1 * len(values), "no answer is worth guessing"
+    assert max(values.count(value) for value in values) < 0.1 * len(values), (
+        "no answer is worth guessing"
+    )
     assert scorer_of(rows["test"][0]["data_source"]) == "verlite.rewards.qa:compute_score"
 
 
 def test_demonstrations_look_as_what_the_environment_answers(built):
     rows = pq.read_table(built / "warm_up.parquet").to_pylist()
-    observed = [found for row in rows for found in re.findall(r"</search>(.*?)<answer>", row["response"], re.DOTALL)]
+    observed = [
+        found
+        for row in rows
+        for found in re.findall(r"</search>(.*?)<answer>", row["response"], re.DOTALL)
+    ]
     assert 0.25 < len(observed) / len(rows) < 0.45
-    shape = re.compile(r'\n\n<information>Doc 1\(Title: "(\w+)"\) The \w+ of \1 is \w+\.\nDoc 2\(Title: "\1"\) .*\.</information>\n\n')
+    shape = re.compile(
+        r'\n\n<information>Doc 1\(Title: "(\w+)"\) The \w+ of \1 is \w+\.\nDoc 2\(Title: "\1"\) .*\.</information>\n\n'
+    )
     assert all(shape.fullmatch(text) for text in observed)
     tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
-    assert len(read_examples(str(built / "warm_up.parquet"), tokenizer, sft.SFTDataConfig(max_length=64))) == len(rows)
+    assert len(
+        read_examples(str(built / "warm_up.parquet"), tokenizer, sft.SFTDataConfig(max_length=64))
+    ) == len(rows)
     for row in rows[:50]:  # a tag is one token, so that a random model can write it
         ids = tokenizer.encode(row["response"], add_special_tokens=False)
         assert tokenizer.decode(ids) == row["response"]
-        assert sum(i in map(tokenizer.convert_tokens_to_ids, make.TAGS) for i in ids) == len(re.findall(r"</?\w+>", row["response"]))
+        assert sum(i in map(tokenizer.convert_tokens_to_ids, make.TAGS) for i in ids) == len(
+            re.findall(r"</?\w+>", row["response"])
+        )
 
 
 def test_the_real_search_engine_finds_the_facts_and_the_empty_one_nothing(built, monkeypatch):
@@ -73,7 +93,10 @@ def test_the_real_search_engine_finds_the_facts_and_the_empty_one_nothing(built,
         for row in rows:
             step = asyncio.run(ask(url, row["extra_info"]["name"], row["extra_info"]["kind"]))
             (answer,) = row["reward_model"]["ground_truth"]["target"]
-            assert f"The {row['extra_info']['kind']} of {row['extra_info']['name']} is {answer}." in step.obs
+            assert (
+                f"The {row['extra_info']['kind']} of {row['extra_info']['name']} is {answer}."
+                in step.obs
+            )
     with run.search_engine(str(built / "nothing.jsonl")) as url:
         assert asyncio.run(ask(url, "Suttev", "tree")).obs == "No results found."
 
@@ -91,5 +114,11 @@ def test_the_commands_fit_each_other(built, tmp_path, monkeypatch):
     plan = make_plan(config, count_rows=False)
     assert plan.max_turns == 2 and "but" not in plan.turns, "the longest sample fits"
     tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
-    data = PromptDataset(str(built / "train.parquet"), tokenizer, config.data, "train", ("data.max_start_length", plan.longest_prompt))
+    data = PromptDataset(
+        str(built / "train.parquet"),
+        tokenizer,
+        config.data,
+        "train",
+        ("data.max_start_length", plan.longest_prompt),
+    )
     assert max(len(data.prompt_ids(i)) for i in range(len(data))) <= plan.longest_prompt

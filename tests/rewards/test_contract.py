@@ -8,21 +8,42 @@ from typer.testing import CliRunner
 from verlite.cli import app
 from verlite.rewards.contract import check_reward
 
-HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n    "
+HEAD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n    "
+)
 GOOD = HEAD + "return {'score': float(ground_truth in solution_str), 'acc': 1.0}"
 
 WRONG = [
-    (HEAD + "return float(solution_str.split('####')[1] == ground_truth)", "on the ground truth, .* response: IndexError: list index"),
+    (
+        HEAD + "return float(solution_str.split('####')[1] == ground_truth)",
+        "on the ground truth, .* response: IndexError: list index",
+    ),
     (HEAD + "return None", "on all answers: BadReturn: returned None"),
-    (HEAD + "return solution_str == '' and float('nan')", "on an empty response: BadReturn: returned nan"),
-    ("import random\n" + HEAD + "return (ground_truth in solution_str) + random.random() / 2", "on .*another result when scored again"),
-    (HEAD + "return float(extra_info['index'] == 0 and ground_truth in solution_str)", "on all answers: without extra_info KeyError"),
-    (HEAD + "return {'score': ground_truth in solution_str, **({'a': 1} if solution_str else {})}", "other parts for other answers"),
+    (
+        HEAD + "return solution_str == '' and float('nan')",
+        "on an empty response: BadReturn: returned nan",
+    ),
+    (
+        "import random\n" + HEAD + "return (ground_truth in solution_str) + random.random() / 2",
+        "on .*another result when scored again",
+    ),
+    (
+        HEAD + "return float(extra_info['index'] == 0 and ground_truth in solution_str)",
+        "on all answers: without extra_info KeyError",
+    ),
+    (
+        HEAD
+        + "return {'score': ground_truth in solution_str, **({'a': 1} if solution_str else {})}",
+        "other parts for other answers",
+    ),
     (HEAD + "return 1.0", "scores no higher than a wrong answer"),
     ("def compute_score(text, truth):\n    return 1.0", "cannot be called with data_source"),
-    ("def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0", "has no function 'compute_score'"),
+    (
+        "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0",
+        "has no function 'compute_score'",
+    ),
     ("import nothing_of_that_name", "cannot be loaded: ModuleNotFoundError"),
-]  # fmt: skip
+]
 
 
 def reward(folder, source) -> str:
@@ -56,7 +77,10 @@ def test_the_command(tmp_path, monkeypatch):
         result = CliRunner().invoke(app, ["contract", *arguments])
         return result.exit_code, result.output
 
-    assert run("reward", reward(tmp_path, GOOD)) == (0, f"{tmp_path}/reward.py keeps the contract of a reward function.\n")
+    assert run("reward", reward(tmp_path, GOOD)) == (
+        0,
+        f"{tmp_path}/reward.py keeps the contract of a reward function.\n",
+    )
     code, text = run("loss", "own_functions:loss")
     assert code == 1 and "a positive advantage lowers the log-prob: the sign is wrong" in text
     assert run("estimator", "own_functions:flat", "--kwargs", '{"k": 2}') == (

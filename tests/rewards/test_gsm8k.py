@@ -46,7 +46,11 @@ def test_large_and_fractional_truths() -> None:
 
 
 def test_the_data_sets_own_answers_are_right() -> None:
-    lines = [line for name in ("train", "test") for line in (SAMPLES / f"{name}.jsonl").read_text().splitlines()]
+    lines = [
+        line
+        for name in ("train", "test")
+        for line in (SAMPLES / f"{name}.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == 30
     for line in lines:
         answer = json.loads(line)["answer"]

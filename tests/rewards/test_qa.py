@@ -10,7 +10,15 @@ import pytest
 
 from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.rewards.contract import check_reward
-from verlite.rewards.qa import compute_score, gold_answers, holds, last_answer, matches, normalize, observations
+from verlite.rewards.qa import (
+    compute_score,
+    gold_answers,
+    holds,
+    last_answer,
+    matches,
+    normalize,
+    observations,
+)
 from verlite.rewards.result import RewardItem
 from verlite.rewards.scorer import Scorer
 
@@ -19,30 +27,76 @@ Segments = list[list[str]]
 FOUND = '\n\n<information>Doc 1(Title: "China") Its capital is Beijing.</information>\n\n'
 MISSED = '\n\n<information>Doc 1(Title: "Peru") Its capital is Lima.</information>\n\n'
 INVALID_ACTION = "\nThis was no action. To search, I should put the query between <search> and </search>. Let me try again.\n"
-SEARCH, ANSWER = "<think>I look.</think>\n<search>capital</search>", "<think>So.</think><answer> Beijing </answer>"
+SEARCH, ANSWER = (
+    "<think>I look.</think>\n<search>capital</search>",
+    "<think>So.</think><answer> Beijing </answer>",
+)
 THOUGHT, WRONG = "<think>So.</think>\n", "<answer>Lima</answer>"
 FORMAT = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0.05}
 
 
 def score(segments: Segments, golds: Any = "Beijing", **kwargs: Any) -> dict[str, Any]:
     said = "".join(text for who, text in segments if who == "model")
-    return compute_score("nq", said, {"target": golds}, {"trajectory": {"segments": segments}}, **kwargs)
+    return compute_score(
+        "nq", said, {"target": golds}, {"trajectory": {"segments": segments}}, **kwargs
+    )
 
 
 TABLE = [
     ("valid, right, found", [["model", SEARCH], ["tool", FOUND], ["model", ANSWER]], 1, 1, 1, 1),
     ("valid, right, missed", [["model", SEARCH], ["tool", MISSED], ["model", ANSWER]], 1, 1, 1, 0),
     ("valid, right, no search", [["model", ANSWER]], 1, 1, 1, 0),
-    ("not valid, right", [["model", SEARCH], ["tool", FOUND], ["model", "<answer>Beijing</answer>"]], 0.8, 1, 0, 0),
-    ("valid, wrong, found", [["model", SEARCH], ["tool", FOUND], ["model", THOUGHT + WRONG]], 0.25, 0, 1, 1),
-    ("valid, wrong, missed", [["model", SEARCH], ["tool", MISSED], ["model", THOUGHT + WRONG]], 0.2, 0, 1, 0),
-    ("not valid, wrong, found", [["model", SEARCH], ["tool", FOUND], ["model", WRONG]], 0.1, 0, 0, 0),
-    ("not valid, none", [["model", SEARCH], ["tool", FOUND], ["model", "It is Beijing."]], 0, 0, 0, 0),
+    (
+        "not valid, right",
+        [["model", SEARCH], ["tool", FOUND], ["model", "<answer>Beijing</answer>"]],
+        0.8,
+        1,
+        0,
+        0,
+    ),
+    (
+        "valid, wrong, found",
+        [["model", SEARCH], ["tool", FOUND], ["model", THOUGHT + WRONG]],
+        0.25,
+        0,
+        1,
+        1,
+    ),
+    (
+        "valid, wrong, missed",
+        [["model", SEARCH], ["tool", MISSED], ["model", THOUGHT + WRONG]],
+        0.2,
+        0,
+        1,
+        0,
+    ),
+    (
+        "not valid, wrong, found",
+        [["model", SEARCH], ["tool", FOUND], ["model", WRONG]],
+        0.1,
+        0,
+        0,
+        0,
+    ),
+    (
+        "not valid, none",
+        [["model", SEARCH], ["tool", FOUND], ["model", "It is Beijing."]],
+        0,
+        0,
+        0,
+        0,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("segments", "expected", "acc", "valid", "retrieved"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_the_table(segments: Segments, expected: float, acc: float, valid: float, retrieved: float) -> None:
+@pytest.mark.parametrize(
+    ("segments", "expected", "acc", "valid", "retrieved"),
+    [row[1:] for row in TABLE],
+    ids=[row[0] for row in TABLE],
+)
+def test_the_table(
+    segments: Segments, expected: float, acc: float, valid: float, retrieved: float
+) -> None:
     got = score(segments, **FORMAT)
     assert got["score"] == pytest.approx(expected)
     assert (got["acc"], got["format_valid"], got["retrieved"]) == (acc, valid, retrieved)
@@ -52,12 +106,23 @@ def test_the_table(segments: Segments, expected: float, acc: float, valid: float
 def test_only_what_the_model_says_is_an_answer() -> None:
     """The prompt's example is <answer> Beijing </answer>; tool text and the invalid action's hint hold tags, too."""
     in_passage = "\n\n<information>One writes <answer>Beijing</answer> here.</information>\n\n"
-    hint = INVALID_ACTION + "If I want to give the final answer, I should put it between <answer> and </answer>."
+    hint = (
+        INVALID_ACTION
+        + "If I want to give the final answer, I should put it between <answer> and </answer>."
+    )
     for tool, said in ((in_passage, SEARCH), (hint, "I do not know.")):
-        got = score([["model", said], ["tool", tool], ["model", "I give up: and"]], ["Beijing", "and"], **FORMAT)
+        got = score(
+            [["model", said], ["tool", tool], ["model", "I give up: and"]],
+            ["Beijing", "and"],
+            **FORMAT,
+        )
         assert (got["score"], got["acc"], got["pred"]) == (0, 0, "")
     got = score([["model", SEARCH], ["tool", in_passage], ["model", THOUGHT + WRONG]], **FORMAT)
-    assert (got["score"], got["pred"], got["format_valid"]) == (0.25, "Lima", 1)  # tags inside a passage are the passage's
+    assert (got["score"], got["pred"], got["format_valid"]) == (
+        0.25,
+        "Lima",
+        1,
+    )  # tags inside a passage are the passage's
 
 
 def test_the_last_answer_counts() -> None:
@@ -68,7 +133,10 @@ def test_the_last_answer_counts() -> None:
     assert last_answer("</answer>Beijing<answer>") is None
     assert last_answer("<answer></answer>") == ""
     assert compute_score("nq", two, {"target": ["Beijing"]}, None, **FORMAT)["score"] == 0.8
-    assert compute_score("nq", "<answer></answer>", {"target": ["Beijing"]}, None, **FORMAT)["score"] == 0.1  # wrong, not none
+    assert (
+        compute_score("nq", "<answer></answer>", {"target": ["Beijing"]}, None, **FORMAT)["score"]
+        == 0.1
+    )  # wrong, not none
 
 
 @pytest.mark.parametrize(
@@ -98,9 +166,13 @@ def test_exact_and_contained() -> None:
     assert matches("the December, 1972", golds)
     assert not matches("in December 1972", golds)
     assert matches("in December 1972", golds, "sub_em")
-    assert not matches("1972", golds, "sub_em")  # the gold answer in what is said, not the other way round
+    assert not matches(
+        "1972", golds, "sub_em"
+    )  # the gold answer in what is said, not the other way round
     said = "<think>x</think><answer>It was in December 1972.</answer>"
-    exact, contained = (compute_score("nq", said, golds, method=method) for method in ("em", "sub_em"))
+    exact, contained = (
+        compute_score("nq", said, golds, method=method) for method in ("em", "sub_em")
+    )
     assert (exact["score"], exact["acc"], contained["score"], contained["acc"]) == (0, 0, 1, 1)
 
 
@@ -140,8 +212,15 @@ def test_structures_that_are_not_valid(text: str) -> None:
 def test_what_the_tool_says_must_be_information_after_a_search() -> None:
     good = [["model", SEARCH], ["tool", FOUND], ["model", ANSWER]]
     assert observations(good) == ['Doc 1(Title: "China") Its capital is Beijing.']
-    assert observations([["model", SEARCH], ["tool", FOUND]] * 2 + [["model", ANSWER + "\n"], ["tool", " "]]) is not None
-    assert observations([["model", SEARCH], ["tool", "<information></information>"], ["model", ANSWER]]) == [""]
+    assert (
+        observations(
+            [["model", SEARCH], ["tool", FOUND]] * 2 + [["model", ANSWER + "\n"], ["tool", " "]]
+        )
+        is not None
+    )
+    assert observations(
+        [["model", SEARCH], ["tool", "<information></information>"], ["model", ANSWER]]
+    ) == [""]
     for wrong in (
         [["model", "what?"], ["tool", INVALID_ACTION], *good],
         [["model", "<think>a</think>"], ["tool", INVALID_ACTION], *good],
@@ -160,7 +239,10 @@ def test_what_the_tool_says_must_be_information_after_a_search() -> None:
 
 def naively(segments: Segments) -> bool:
     """The structure as one regular expression over a string in which each block is one capital letter. Texts must hold none."""
-    marked = "".join(text if who == "model" else f"\0{text.strip()}\0" if text.strip() else " " for who, text in segments)
+    marked = "".join(
+        text if who == "model" else f"\0{text.strip()}\0" if text.strip() else " "
+        for who, text in segments
+    )
     marked = re.sub("\0<information>[^\0]*</information>\0", "I", marked)
     for name, letter in (("think", "T"), ("search", "S"), ("answer", "A")):
         marked = re.sub(f"<{name}>[^\0<A-Z]*</{name}>", letter, marked)
@@ -170,18 +252,44 @@ def naively(segments: Segments) -> bool:
 def test_structure_agrees_with_a_regex_on_random_trajectories() -> None:
     """Right trajectories, with up to two pieces dropped, doubled, exchanged or put in."""
     chance = random.Random(0)
-    pieces = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>", "x", " ", "\n"]
-    tools = ["\n\n<information>doc <think> </answer></information>\n\n", "\nthat was no action.\n", "<information>cut", " "]
+    pieces = [
+        "<think>",
+        "</think>",
+        "<search>",
+        "</search>",
+        "<answer>",
+        "</answer>",
+        "<information>",
+        "</information>",
+        "x",
+        " ",
+        "\n",
+    ]
+    tools = [
+        "\n\n<information>doc <think> </answer></information>\n\n",
+        "\nthat was no action.\n",
+        "<information>cut",
+        " ",
+    ]
     valid = 0
     for _ in range(5000):
         tokens: list[tuple[str, str]] = []
         for _ in range(chance.randrange(3)):
-            tokens += [("model", piece) for piece in ("<think>", "x", "</think>", "\n", "<search>", "x", "</search>")]
+            tokens += [
+                ("model", piece)
+                for piece in ("<think>", "x", "</think>", "\n", "<search>", "x", "</search>")
+            ]
             tokens += [("tool", tools[0])]
-        tokens += [("model", piece) for piece in ("<think>", "x", "</think>", "<answer>", "x", "</answer>")]
+        tokens += [
+            ("model", piece) for piece in ("<think>", "x", "</think>", "<answer>", "x", "</answer>")
+        ]
         for _ in range(chance.randrange(3)):
             at, other = chance.randrange(len(tokens)), chance.randrange(len(tokens))
-            new = ("tool", chance.choice(tools)) if chance.random() < 0.3 else ("model", chance.choice(pieces))
+            new = (
+                ("tool", chance.choice(tools))
+                if chance.random() < 0.3
+                else ("model", chance.choice(pieces))
+            )
             change = chance.randrange(4)
             if change == 0 and len(tokens) > 1:
                 del tokens[at]
@@ -219,7 +327,19 @@ def test_ground_truths_of_all_shapes(truth: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "truth", [None, {}, {"target": []}, {"target": ""}, [" "], {"target": [None]}, {"answer": "x"}, 5, np.array([])], ids=str
+    "truth",
+    [
+        None,
+        {},
+        {"target": []},
+        {"target": ""},
+        [" "],
+        {"target": [None]},
+        {"answer": "x"},
+        5,
+        np.array([]),
+    ],
+    ids=str,
 )
 def test_a_row_without_an_answer_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="ground_truth=.* has no answers"):
@@ -231,15 +351,25 @@ def test_wrong_arguments_are_named() -> None:
         compute_score("nq", ANSWER, "x", method="exact")
     with pytest.raises(ValueError, match=r"retrieval_score=1.5 is outside \[0, 1\]"):
         compute_score("nq", ANSWER, "x", retrieval_score=1.5)
-    with pytest.raises(ValueError, match="a segment of the trajectory is by 'user', expected model or tool"):
+    with pytest.raises(
+        ValueError, match="a segment of the trajectory is by 'user', expected model or tool"
+    ):
         observations([["user", ANSWER]])
 
 
-@pytest.mark.parametrize("part", ["<answer>", "<answer></answer>", "<think>", "<", "a ", "</answer>", "<search> <answer> "])
+@pytest.mark.parametrize(
+    "part",
+    ["<answer>", "<answer></answer>", "<think>", "<", "a ", "</answer>", "<search> <answer> "],
+)
 def test_time_grows_with_the_length_alone(part: str) -> None:
     """Such texts take a backtracking search for pairs minutes."""
     text, began = part * (300_000 // len(part)), time.monotonic()
-    score([["model", text], ["tool", f"<information>{text}</information>"], ["model", text]], ["x" * 100], method="sub_em", **FORMAT)
+    score(
+        [["model", text], ["tool", f"<information>{text}</information>"], ["model", text]],
+        ["x" * 100],
+        method="sub_em",
+        **FORMAT,
+    )
     assert time.monotonic() - began < 10
 
 
@@ -262,15 +392,26 @@ def test_it_keeps_the_contract_of_reward_functions() -> None:
 
 def test_an_answer_stands_in_one_turn():
     """As the environment, which reads turn by turn: a tag that is left open belongs to its turn alone."""
-    turns = [["model", "<answer> hmm <search>q</search>"], ["tool", "..."], ["model", "<answer>Rome</answer>"]]
+    turns = [
+        ["model", "<answer> hmm <search>q</search>"],
+        ["tool", "..."],
+        ["model", "<answer>Rome</answer>"],
+    ]
     said = "".join(text for who, text in turns if who == "model")
     assert compute_score("nq", said, "Rome", {"trajectory": {"segments": turns}})["pred"] == "Rome"
     split = [["model", "<ans"], ["tool", "..."], ["model", "wer>Rome</answer>"]]
-    scored = compute_score("nq", "<answer>Rome</answer>", "Rome", {"trajectory": {"segments": split}})
+    scored = compute_score(
+        "nq", "<answer>Rome</answer>", "Rome", {"trajectory": {"segments": split}}
+    )
     assert scored["pred"] == "" and scored["score"] == 0.0
 
 
 def test_form_is_never_worth_more_than_a_right_answer():
-    with pytest.raises(ValueError, match="structure_format_score . retrieval_score = 0.9 . 0.2 is above 1"):
+    with pytest.raises(
+        ValueError, match="structure_format_score . retrieval_score = 0.9 . 0.2 is above 1"
+    ):
         compute_score("nq", "x", "Rome", structure_format_score=0.9, retrieval_score=0.2)
-    assert compute_score("nq", "x", "Rome", structure_format_score=0.8, retrieval_score=0.2)["score"] == 0.0
+    assert (
+        compute_score("nq", "x", "Rome", structure_format_score=0.8, retrieval_score=0.2)["score"]
+        == 0.0
+    )

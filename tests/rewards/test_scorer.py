@@ -25,10 +25,18 @@ def make(tmp_path: Path) -> Iterator[MakeScorer]:
     """Builds scorers around a function's source, and ends them."""
     scorers = []
 
-    def build(source: str = "", *, name: str = "compute_score", kwargs: dict | None = None, **reward: float) -> Scorer:
+    def build(
+        source: str = "",
+        *,
+        name: str = "compute_score",
+        kwargs: dict | None = None,
+        **reward: float,
+    ) -> Scorer:
         path = tmp_path / f"reward_{len(scorers)}.py"
         path.write_text(source)
-        custom = CustomRewardConfig(path=str(path) if source else None, name=name, reward_kwargs=kwargs or {})
+        custom = CustomRewardConfig(
+            path=str(path) if source else None, name=name, reward_kwargs=kwargs or {}
+        )
         scorers.append(Scorer(custom, RewardConfig(**reward)))
         return scorers[-1]
 
@@ -38,7 +46,9 @@ def make(tmp_path: Path) -> Iterator[MakeScorer]:
 
 
 def items(*solutions: str, source: str = "mine", truth: object = "1") -> list[RewardItem]:
-    return [RewardItem(source, solution, truth, {"index": i}) for i, solution in enumerate(solutions)]
+    return [
+        RewardItem(source, solution, truth, {"index": i}) for i, solution in enumerate(solutions)
+    ]
 
 
 MIXED = """
@@ -76,7 +86,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("asynchronous", ["", "async "])
-def test_every_failure_is_a_value_and_the_others_are_scored(make: MakeScorer, asynchronous: str) -> None:
+def test_every_failure_is_a_value_and_the_others_are_scored(
+    make: MakeScorer, asynchronous: str
+) -> None:
     scorer = make(MIXED.format(asynchronous=asynchronous), item_timeout_s=2.0)
     solutions = ["x" * n for n in range(20)]
     for place, bad in enumerate(BAD):
@@ -93,7 +105,10 @@ def test_every_failure_is_a_value_and_the_others_are_scored(make: MakeScorer, as
     assert "lost" in told["raise"].traceback and "in compute_score" in told["raise"].traceback
     assert told["die"].traceback == "the reward process ended itself with exit code 3"
     assert told["segfault"].traceback == "the reward process was killed by SIGSEGV"
-    assert "returned 'text'" not in told["text"].traceback and "returned '1.0'" in told["text"].traceback
+    assert (
+        "returned 'text'" not in told["text"].traceback
+        and "returned '1.0'" in told["text"].traceback
+    )
 
 
 def test_the_step_limit_holds_and_the_next_step_is_as_fast_as_ever(make: MakeScorer) -> None:
@@ -127,20 +142,30 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert results[0].error == "Timeout"
     assert {result.score for result in results[1:]} == {1.0}
     again = scorer.score(items(*["0"] * 99))  # nobody was killed for a call that ended itself
-    assert {result.parts["pid"] for result in again} <= {result.parts["pid"] for result in results[1:]}
+    assert {result.parts["pid"] for result in again} <= {
+        result.parts["pid"] for result in results[1:]
+    }
 
 
 def test_processes_that_die_between_steps_are_replaced(make: MakeScorer) -> None:
-    scorer = make("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1")
+    scorer = make(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1"
+    )
     long = items(*["x" * 10_000] * 100)
     assert scorer.score(long) == [RewardResult(1.0)] * 100
-    children = [child for child in psutil.Process().children() if any("verlite.rewards.child" in word for word in child.cmdline())]
+    children = [
+        child
+        for child in psutil.Process().children()
+        if any("verlite.rewards.child" in word for word in child.cmdline())
+    ]
     for child in children:
         child.kill()
     assert children and scorer.score(long) == [RewardResult(1.0)] * 100
 
 
-def test_when_a_process_dies_under_several_calls_only_the_guilty_one_fails(make: MakeScorer) -> None:
+def test_when_a_process_dies_under_several_calls_only_the_guilty_one_fails(
+    make: MakeScorer,
+) -> None:
     source = """
 import asyncio, os
 async def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -153,20 +178,28 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert [result.error for result in results] == [None, "Died", None, None, None, None]
 
 
-def test_functions_run_in_the_folder_that_is_named_where_there_is_such_a_one(tmp_path: Path) -> None:
+def test_functions_run_in_the_folder_that_is_named_where_there_is_such_a_one(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "reward.py"
     path.write_text(
         "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info): return {'score': 1, 'cwd': os.getcwd()}"
     )
     there = tmp_path / "there"
     there.mkdir()
-    for folder, seen in ((str(there), str(there)), (str(tmp_path / "elsewhere"), os.getcwd()), (None, os.getcwd())):
+    for folder, seen in (
+        (str(there), str(there)),
+        (str(tmp_path / "elsewhere"), os.getcwd()),
+        (None, os.getcwd()),
+    ):
         scorer = Scorer(CustomRewardConfig(path=str(path)), RewardConfig(), folder=folder)
         assert scorer.score(items("x"))[0].parts["cwd"] == seen
         scorer.close()
 
 
-def test_engines_of_one_machine_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_one_machine_share_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "reward.py"
     path.write_text(
         "import os, time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -186,10 +219,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 """
     item = RewardItem("src", "né \\ud800", {"target": ["a", "b"]}, {"index": 7})
     [result] = make(source, kwargs={"scale": 2}).score([item])
-    assert result.parts["seen"] == repr(("src", "né \\ud800", {"target": ["a", "b"]}, {"index": 7}, {"scale": 2}))
+    assert result.parts["seen"] == repr(
+        ("src", "né \\ud800", {"target": ["a", "b"]}, {"index": 7}, {"scale": 2})
+    )
 
 
-def test_a_function_may_run_its_own_event_loop_and_import_its_neighbours(make: MakeScorer, tmp_path: Path) -> None:
+def test_a_function_may_run_its_own_event_loop_and_import_its_neighbours(
+    make: MakeScorer, tmp_path: Path
+) -> None:
     (tmp_path / "neighbour.py").write_text("async def one(): return 1.0")
     source = """
 import asyncio, neighbour
@@ -222,23 +259,48 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 @pytest.mark.parametrize(
     ("source", "name", "said"),
     [
-        ("def compute_score(solution, truth): return 1", "compute_score", "compute_score(solution, truth) cannot be called with data_s"),
-        ("def other(): pass", "compute_score", "has no function 'compute_score'; its functions are other"),
-        ("import nowhere_to_be_found", "compute_score", "ModuleNotFoundError: No module named 'nowhere_to_be_found' (/"),
+        (
+            "def compute_score(solution, truth): return 1",
+            "compute_score",
+            "compute_score(solution, truth) cannot be called with data_s",
+        ),
+        (
+            "def other(): pass",
+            "compute_score",
+            "has no function 'compute_score'; its functions are other",
+        ),
+        (
+            "import nowhere_to_be_found",
+            "compute_score",
+            "ModuleNotFoundError: No module named 'nowhere_to_be_found' (/",
+        ),
         ("def f(:", "compute_score", "SyntaxError"),
-        ("import os; os._exit(9)", "compute_score", "ended itself with exit code 9 while loading it"),
+        (
+            "import os; os._exit(9)",
+            "compute_score",
+            "ended itself with exit code 9 while loading it",
+        ),
     ],
 )
-def test_a_function_that_cannot_work_is_one_line_before_the_start(make: MakeScorer, source: str, name: str, said: str) -> None:
+def test_a_function_that_cannot_work_is_one_line_before_the_start(
+    make: MakeScorer, source: str, name: str, said: str
+) -> None:
     with pytest.raises(FunctionError) as caught:
         make(source, name=name).check_signature()
     message = str(caught.value)
-    assert said in message and "reward_0.py" in message and message.startswith("custom_reward_function")
+    assert (
+        said in message
+        and "reward_0.py" in message
+        and message.startswith("custom_reward_function")
+    )
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     scorer = Scorer(CustomRewardConfig(path=str(tmp_path / "none.py")), RewardConfig())
-    with pytest.raises(FunctionError, match="custom_reward_function.path=.*none.py is not a Python file that exists"):
+    with pytest.raises(
+        FunctionError,
+        match="custom_reward_function.path=.*none.py is not a Python file that exists",
+    ):
         scorer.check_signature()
 
 
@@ -259,12 +321,17 @@ def test_sources_are_routed_and_unknown_ones_named(make: MakeScorer) -> None:
         *items("13", source="verlite/arithmetic", truth="12"),
     ]
     assert [result.score for result in scorer.score(mixed)] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
-    with pytest.raises(UnknownDataSource, match="'pub-quiz', 'trivia'; built-in scorers know openai/gsm8k.*custom_reward_function.path"):
+    with pytest.raises(
+        UnknownDataSource,
+        match="'pub-quiz', 'trivia'; built-in scorers know openai/gsm8k.*custom_reward_function.path",
+    ):
         scorer.check_signature(["openai/gsm8k", "pub-quiz", "trivia", "pub-quiz"])
 
 
 def test_flexible_gsm8k_through_reward_kwargs(make: MakeScorer) -> None:
-    assert make(kwargs={"method": "flexible"}).score(items("it is 72", source="openai/gsm8k", truth="72")) == [RewardResult(1.0)]
+    assert make(kwargs={"method": "flexible"}).score(
+        items("it is 72", source="openai/gsm8k", truth="72")
+    ) == [RewardResult(1.0)]
 
 
 def test_a_broken_ground_truth_is_an_error_not_a_zero(make: MakeScorer) -> None:
@@ -281,14 +348,23 @@ def test_self_check_tells_a_wrong_function_from_a_right_one(make: MakeScorer) ->
     ]
     check = make().self_check(rows)
     assert (check.checked, check.warning()) == (4, None)
-    wrong = make("def compute_score(data_source, solution_str, ground_truth, extra_info): return 0.0").self_check(rows)
-    assert wrong.warning().startswith("the reward function gives 4 of 4 ground-truth answers no score above 0")
+    wrong = make(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 0.0"
+    ).self_check(rows)
+    assert wrong.warning().startswith(
+        "the reward function gives 4 of 4 ground-truth answers no score above 0"
+    )
     assert wrong.warning().count("score 0") == 3  # examples
 
 
 def test_endless_mathematics_is_killed(make: MakeScorer) -> None:
     scorer = make(item_timeout_s=3.0)
-    towers = items("\\boxed{9^{9^{9^{9}}}+1}", "\\boxed{\\frac{2}{4}}", source="lighteval/MATH", truth="\\frac12")
+    towers = items(
+        "\\boxed{9^{9^{9^{9}}}+1}",
+        "\\boxed{\\frac{2}{4}}",
+        source="lighteval/MATH",
+        truth="\\frac12",
+    )
     tower, half = scorer.score(towers)
     assert half == RewardResult(1.0)
     assert tower.error == "Timeout" or tower.score == 0.0
@@ -319,7 +395,11 @@ scorer.score([RewardItem("s", "hang", {str(tmp_path / "pid")!r})])
     child = int((tmp_path / "pid").read_text())
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    wait_for(
+        lambda: (
+            not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+        )
+    )
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -48,7 +48,12 @@ def test_each_batch_is_what_has_come_since_the_one_before():
         stream.add("d", item("4"))
         scorer.may.release(9)
         results = stream.results()
-    assert {key: result.score for key, result in results.items()} == {"a": 1, "b": 2, "c": 3, "d": 4}
+    assert {key: result.score for key, result in results.items()} == {
+        "a": 1,
+        "b": 2,
+        "c": 3,
+        "d": 4,
+    }
     assert scorer.batches[:2] == [["1"], ["2", "3"]]
 
 

@@ -12,12 +12,16 @@ from verlite.rollout.types import Completion, Engine, Sampling
 
 def float64_model(path: str) -> PreTrainedModel:
     """The model in double precision, with transformers' plainest attention."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, attn_implementation="eager"
+    )
     model.config._experts_implementation = "eager"  # the fused kernels know no float64
     return model.eval()
 
 
-def naive_log_probs(model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> list[float]:
+def naive_log_probs(
+    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], sampling: Sampling
+) -> list[float]:
     """Log-prob of each response token under the sampling distribution, filters written as loops over the sorted vocabulary."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *response]])).logits[0]
@@ -55,12 +59,19 @@ def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> l
     return ids[len(prompt) :]
 
 
-def largest_gap(model: PreTrainedModel, prompts: Sequence[Sequence[int]], answers: Sequence[Completion], sampling: Sampling) -> float:
+def largest_gap(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Completion],
+    sampling: Sampling,
+) -> float:
     """Largest |log p_engine - log p_naive| over all tokens of the answers."""
     gaps = [
         abs(a - b)
         for prompt, answer in zip(prompts, answers, strict=True)
-        for a, b in zip(answer.log_probs, naive_log_probs(model, prompt, answer.ids, sampling), strict=True)
+        for a, b in zip(
+            answer.log_probs, naive_log_probs(model, prompt, answer.ids, sampling), strict=True
+        )
     ]
     return max(gaps)
 
@@ -70,7 +81,9 @@ def ask(engine: Engine, prompts: Sequence[Sequence[int]], *samplings: Sampling) 
     chosen = samplings if len(samplings) == len(prompts) else samplings * len(prompts)
 
     async def all_at_once() -> list[Completion]:
-        return await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, chosen, strict=True)))
+        return await asyncio.gather(
+            *(engine.generate(p, s) for p, s in zip(prompts, chosen, strict=True))
+        )
 
     return asyncio.run(all_at_once())
 
@@ -93,5 +106,7 @@ def moved(model: PreTrainedModel, size: float, seed: int = 0) -> PreTrainedModel
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+            parameter.mul_(
+                1 + size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            )
     return other

@@ -24,7 +24,14 @@ class FaultyCore(HFCore):
     def __init__(self, path: str):
         self.fault = lambda: None
         self.aborted: list[int] = []
-        options = dict(dtype=torch.float32, device=torch.device("cpu"), max_num_seqs=8, max_model_len=64, seed=0, pretrained=True)
+        options = dict(
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_num_seqs=8,
+            max_model_len=64,
+            seed=0,
+            pretrained=True,
+        )
         super().__init__(ModelConfig(path=path), **options)
 
     def step(self):
@@ -46,7 +53,9 @@ class SleepyCore(FaultyCore):
 
 def start(path: str, kind=FaultyCore, **options) -> tuple[BatchedEngine, FaultyCore]:
     cores = []
-    engine = BatchedEngine(lambda: cores.append(kind(path)) or cores[0], has_weights=True, **options)
+    engine = BatchedEngine(
+        lambda: cores.append(kind(path)) or cores[0], has_weights=True, **options
+    )
     return engine, cores[0]
 
 
@@ -61,7 +70,9 @@ def test_death_in_a_step_reaches_everyone_and_stays(tiny_qwen2):
     engine, core = start(tiny_qwen2)
     core.fault = raises(MemoryError("no room for the cache"))
     requests = [Request([5, i], SAMPLING) for i in range(20)]
-    with pytest.raises(EngineError, match="died in a generation step: MemoryError: no room for the cache") as caught:
+    with pytest.raises(
+        EngineError, match="died in a generation step: MemoryError: no room for the cache"
+    ) as caught:
         asyncio.run(run_all(engine, requests))
     assert isinstance(caught.value.__cause__, MemoryError)
     for attempt in (lambda: ask(engine, [[5]], SAMPLING), engine.fingerprint, engine.sleep):
@@ -80,7 +91,9 @@ def test_a_hanging_engine_is_reported_with_the_key(tiny_qwen2):
     release = threading.Event()
     core.fault = lambda: release.wait(20)
     began = time.monotonic()
-    with pytest.raises(EngineError, match=r"hangs: .*\(rollout.request_timeout_s=0.3\) while 2 requests waited"):
+    with pytest.raises(
+        EngineError, match=r"hangs: .*\(rollout.request_timeout_s=0.3\) while 2 requests waited"
+    ):
         ask(engine, [[5], [6]], SAMPLING)
     assert time.monotonic() - began < 10
     core.fault = lambda: None
@@ -144,7 +157,9 @@ def test_turns_that_one_step_has_woken_run_together(tiny_qwen2):
     engine, core = start(tiny_qwen2)
     running = []
     core.fault = lambda: running.append(core.pending())
-    request = Request([5, 6], Sampling(1.2, max_tokens=40, seed=3), Again(), max_turns=3, max_response_tokens=50)
+    request = Request(
+        [5, 6], Sampling(1.2, max_tokens=40, seed=3), Again(), max_turns=3, max_response_tokens=50
+    )
     for _ in range(20):
         trajectories = asyncio.run(run_all(engine, [request] * 8))
         assert [t.turns for t in trajectories] == [4] * 8
@@ -178,7 +193,9 @@ def test_closing_ends_running_requests_and_later_ones(tiny_qwen2):
         return await asyncio.gather(running, engine.generate([5], SAMPLING), return_exceptions=True)
 
     errors = asyncio.run(close_in_the_middle())
-    assert [str(error) for error in errors] == ["the engine was closed"] * 2 and all(isinstance(error, EngineError) for error in errors)
+    assert [str(error) for error in errors] == ["the engine was closed"] * 2 and all(
+        isinstance(error, EngineError) for error in errors
+    )
     engine.close()
     assert not engine._thread.is_alive()
 

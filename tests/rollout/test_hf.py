@@ -10,7 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models import tiny_model
-from tests.rollout.oracle import ask, float64_model, largest_gap, load, moved, naive_greedy, weights_of
+from tests.rollout.oracle import (
+    ask,
+    float64_model,
+    largest_gap,
+    load,
+    moved,
+    naive_greedy,
+    weights_of,
+)
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.protocol.weights import fingerprint
 from verlite.rollout import hf
@@ -24,7 +32,13 @@ LONG = Sampling(max_tokens=24, ignore_eos=True)
 
 def start(path: str, max_model_len: int = 128, pretrained: bool = True, **rollout) -> BatchedEngine:
     return build_engine(
-        "hf", ModelConfig(path=path), RolloutConfig(**rollout), max_model_len, torch.device("cpu"), seed=1, pretrained=pretrained
+        "hf",
+        ModelConfig(path=path),
+        RolloutConfig(**rollout),
+        max_model_len,
+        torch.device("cpu"),
+        seed=1,
+        pretrained=pretrained,
     )
 
 
@@ -55,16 +69,35 @@ ARCHITECTURES = {
     "one key-value head": ("qwen2", {"num_key_value_heads": 1}),
     "sliding window": ("mistral", {"sliding_window": 7}),
     "query norm": ("qwen3", {"head_dim": 8}),
-    "fused experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}),
-    "no key-value groups, learned positions": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-    "soft caps and mixed windows, not cacheable here": ("gemma2", {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8}),
+    "fused experts": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    ),
+    "no key-value groups, learned positions": (
+        "gpt2",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    ),
+    "soft caps and mixed windows, not cacheable here": (
+        "gemma2",
+        {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8},
+    ),
     "state space, not cacheable here": ("mamba", {"state_size": 4, "num_hidden_layers": 2}),
 }
 
 
-@pytest.mark.parametrize("sampling", [
-    Sampling(0.7), Sampling(1.0), Sampling(1.3), Sampling(0.0), Sampling(0.8, top_p=0.7), Sampling(1.2, top_k=5), Sampling(1.0, 0.8, 9),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.7),
+        Sampling(1.0),
+        Sampling(1.3),
+        Sampling(0.0),
+        Sampling(0.8, top_p=0.7),
+        Sampling(1.2, top_k=5),
+        Sampling(1.0, 0.8, 9),
+    ],
+    ids=str,
+)
 def test_log_probs_equal_the_naive_ones(engine, model, sampling):
     prompts = some_prompts(24)
     sampling = dataclasses.replace(sampling, max_tokens=20, ignore_eos=True, seed=5)
@@ -82,7 +115,11 @@ def test_other_architectures(tmp_path, name, caplog):
         prompts = some_prompts(8)
         answers = ask(engine, prompts, *(dataclasses.replace(LONG, seed=i) for i in range(8)))
         assert largest_gap(float64_model(path), prompts, answers, LONG) < 1e-4
-        load(engine, moved(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), 0.01), version=1)
+        load(
+            engine,
+            moved(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), 0.01),
+            version=1,
+        )
     finally:
         engine.close()
     assert cached == ("not cacheable" not in name) == ("cannot cache" not in caplog.text)
@@ -93,7 +130,9 @@ def test_checkpoint_names_of_fused_weights_load(tmp_path):
     from safetensors.torch import load_file
 
     arch, overrides = ARCHITECTURES["fused experts"]
-    checkpoint = load_file(Path(tiny_model(tmp_path / "moe", arch, **overrides)) / "model.safetensors")
+    checkpoint = load_file(
+        Path(tiny_model(tmp_path / "moe", arch, **overrides)) / "model.safetensors"
+    )
     assert any(".experts.3." in name for name in checkpoint)
     engine = start(str(tmp_path / "moe"), pretrained=False)
     try:
@@ -112,14 +151,18 @@ def test_greedy_equals_transformers_generate(engine, path):
     prompts = some_prompts(12, seed=3)
     answers = ask(engine, prompts, Sampling(0.0, max_tokens=20))
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, pad_token_id=0)
+        expected = reference.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=20, pad_token_id=0
+        )
         assert answer.ids == expected[0, len(prompt) :].tolist()
 
 
 def test_sampled_frequencies_are_the_models(engine, model):
     """Seeds 0, 1, 2, ... give independent draws from the model's distribution."""
     prompt = [40, 50, 60]
-    answers = ask(engine, [prompt] * 4000, *(Sampling(1.0, max_tokens=1, seed=i) for i in range(4000)))
+    answers = ask(
+        engine, [prompt] * 4000, *(Sampling(1.0, max_tokens=1, seed=i) for i in range(4000))
+    )
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
     counts = torch.bincount(torch.tensor([a.ids[0] for a in answers]), minlength=128)
@@ -134,22 +177,34 @@ def test_positions_draw_unrelated_numbers(path, model):
     engine = start(path, pretrained=False)
     try:
         load(engine, blank, 1)
-        answers = ask(engine, [[5]] * 40, *(Sampling(max_tokens=100, seed=i, ignore_eos=True) for i in range(40)))
+        answers = ask(
+            engine,
+            [[5]] * 40,
+            *(Sampling(max_tokens=100, seed=i, ignore_eos=True) for i in range(40)),
+        )
     finally:
         engine.close()
     ids = torch.tensor([answer.ids for answer in answers])
     assert min(len(set(row)) for row in ids.tolist()) > 50
-    assert ((torch.bincount(ids.flatten(), minlength=128) - 4000 / 128) / (4000 / 128) ** 0.5).abs().max() < 5
+    assert (
+        (torch.bincount(ids.flatten(), minlength=128) - 4000 / 128) / (4000 / 128) ** 0.5
+    ).abs().max() < 5
     assert (ids[:, 1:] == ids[:, :-1]).float().mean() < 0.03
 
 
 def test_tokens_do_not_depend_on_company_or_order(engine, path):
     """The same request alone, in a crowd, reversed, behind two slots, and beside requests that end early."""
     prompts = some_prompts(30, seed=4)
-    samplings = [Sampling(1.0, max_tokens=5 + 7 * (i % 4), seed=i, ignore_eos=i % 2 == 0) for i in range(30)]
+    samplings = [
+        Sampling(1.0, max_tokens=5 + 7 * (i % 4), seed=i, ignore_eos=i % 2 == 0) for i in range(30)
+    ]
     together = ask(engine, prompts, *samplings)
-    assert [a.ids for a in together[::-1]] == [a.ids for a in ask(engine, prompts[::-1], *samplings[::-1])]
-    assert [a.ids for a in together[:6]] == [ask(engine, [p], s)[0].ids for p, s in zip(prompts[:6], samplings[:6], strict=True)]
+    assert [a.ids for a in together[::-1]] == [
+        a.ids for a in ask(engine, prompts[::-1], *samplings[::-1])
+    ]
+    assert [a.ids for a in together[:6]] == [
+        ask(engine, [p], s)[0].ids for p, s in zip(prompts[:6], samplings[:6], strict=True)
+    ]
     narrow = start(path, max_num_seqs=2)
     try:
         assert [a.ids for a in ask(narrow, prompts, *samplings)] == [a.ids for a in together]
@@ -160,9 +215,14 @@ def test_tokens_do_not_depend_on_company_or_order(engine, path):
 def test_a_moved_row_takes_everything_along(engine, model):
     """Rows of every kind that end at different times, so that the later ones move: each answer is that of its own sampling."""
     kinds = [Sampling(0.7), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.7), Sampling(1.3)]
-    samplings = [dataclasses.replace(kinds[i % 4], max_tokens=3 + 5 * (i % 3), seed=i, ignore_eos=True) for i in range(24)]
+    samplings = [
+        dataclasses.replace(kinds[i % 4], max_tokens=3 + 5 * (i % 3), seed=i, ignore_eos=True)
+        for i in range(24)
+    ]
     prompts = some_prompts(24, seed=5)
-    for prompt, sampling, answer in zip(prompts, samplings, ask(engine, prompts, *samplings), strict=True):
+    for prompt, sampling, answer in zip(
+        prompts, samplings, ask(engine, prompts, *samplings), strict=True
+    ):
         assert largest_gap(model, [prompt], [answer], sampling) < 1e-5
         assert ask(engine, [prompt], sampling)[0].ids == answer.ids
 
@@ -171,10 +231,14 @@ def test_what_ends_a_row_moves_with_it(tmp_path):
     """A quarter of all tokens end a sequence, for every request but each third, which goes on to its limit."""
     path, ends = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1), list(range(1, 33))
     (Path(path) / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    samplings = [Sampling(max_tokens=6 + 4 * (i % 5), seed=i, ignore_eos=i % 3 == 0) for i in range(30)]
+    samplings = [
+        Sampling(max_tokens=6 + 4 * (i % 5), seed=i, ignore_eos=i % 3 == 0) for i in range(30)
+    ]
     engine = start(path)
     try:
-        for sampling, answer in zip(samplings, ask(engine, some_prompts(30, seed=7), *samplings), strict=True):
+        for sampling, answer in zip(
+            samplings, ask(engine, some_prompts(30, seed=7), *samplings), strict=True
+        ):
             ended = [i for i, token in enumerate(answer.ids) if token in ends]
             if sampling.ignore_eos or not ended:
                 assert len(answer.ids) == sampling.max_tokens
@@ -187,14 +251,23 @@ def test_what_ends_a_row_moves_with_it(tmp_path):
 def test_a_request_that_joins_changes_nothing_for_those_that_run(path):
     """Tables and cache grow under a running row, in rows and in slots."""
     prompts = [[7, 8, 9], *some_prompts(5, seed=8, longest=60)]
-    samplings = [Sampling(max_tokens=60, seed=3, ignore_eos=True), *(Sampling(max_tokens=50, seed=i, ignore_eos=True) for i in range(5))]
+    samplings = [
+        Sampling(max_tokens=60, seed=3, ignore_eos=True),
+        *(Sampling(max_tokens=50, seed=i, ignore_eos=True) for i in range(5)),
+    ]
     expected = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
         alone = start(path)
         expected += ask(alone, [prompt], sampling)
         alone.close()
     core = HFCore(
-        ModelConfig(path=path), dtype=torch.float32, device=torch.device("cpu"), max_num_seqs=8, max_model_len=128, seed=0, pretrained=True
+        ModelConfig(path=path),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_num_seqs=8,
+        max_model_len=128,
+        seed=0,
+        pretrained=True,
     )
     answers = {}
     core.add(0, prompts[0], samplings[0])
@@ -217,7 +290,9 @@ def test_many_prompts_are_prefilled_in_several_passes(engine, model, monkeypatch
 
 
 def test_equal_prompts_with_different_seeds_differ_and_equal_seeds_agree(engine):
-    answers = ask(engine, [[9, 8, 7]] * 4, *(dataclasses.replace(LONG, seed=s) for s in (1, 2, 1, None)))
+    answers = ask(
+        engine, [[9, 8, 7]] * 4, *(dataclasses.replace(LONG, seed=s) for s in (1, 2, 1, None))
+    )
     ids = [a.ids for a in answers]
     assert ids[0] == ids[2] and ids[0] != ids[1] and ids[3] not in ids[:3]
 
@@ -225,7 +300,11 @@ def test_equal_prompts_with_different_seeds_differ_and_equal_seeds_agree(engine)
 def test_finish_reasons_and_lengths(engine, path):
     greedy = Sampling(0.0, max_tokens=30, ignore_eos=True)
     (free,) = ask(engine, [[20, 21]], greedy)
-    assert len(free.ids) == 30 and free.finish_reason == "length" and free.weight_version == engine.version
+    assert (
+        len(free.ids) == 30
+        and free.finish_reason == "length"
+        and free.weight_version == engine.version
+    )
     (short,) = ask(engine, [[20, 21]], dataclasses.replace(greedy, max_tokens=1))
     assert short.ids == free.ids[:1] and short.finish_reason == "length"
     small = start(path, max_model_len=12)
@@ -270,28 +349,51 @@ def test_stop_strings_end_a_turn_with_their_tokens(engine):
     text = engine.tokenizer.decode(free.ids)
     stop = text[6:9]
     end = text.index(stop) + 3
-    (answer,) = ask(engine, [prompt], Sampling(0.0, max_tokens=24, ignore_eos=True, stop=("never seen", stop)))
+    (answer,) = ask(
+        engine, [prompt], Sampling(0.0, max_tokens=24, ignore_eos=True, stop=("never seen", stop))
+    )
     assert answer.finish_reason == "stop" and engine.tokenizer.decode(answer.ids) == text[:end]
-    (other,) = ask(engine, [prompt], Sampling(0.0, max_tokens=24, ignore_eos=True, stop=("never seen",)))
+    (other,) = ask(
+        engine, [prompt], Sampling(0.0, max_tokens=24, ignore_eos=True, stop=("never seen",))
+    )
     assert other.ids == free.ids
 
 
 def test_a_stop_string_in_the_prompt_does_not_count(engine):
     prompt = engine.tokenizer.encode("Zq")
-    answers = ask(engine, [prompt] * 128, *(Sampling(max_tokens=14, seed=i, ignore_eos=True, stop=("Zq",)) for i in range(128)))
+    answers = ask(
+        engine,
+        [prompt] * 128,
+        *(Sampling(max_tokens=14, seed=i, ignore_eos=True, stop=("Zq",)) for i in range(128)),
+    )
     texts = [engine.tokenizer.decode(answer.ids) for answer in answers]
     assert any("q" in text for text in texts)
-    assert [answer.finish_reason == "stop" for answer in answers] == ["Zq" in text for text in texts]
+    assert [answer.finish_reason == "stop" for answer in answers] == [
+        "Zq" in text for text in texts
+    ]
 
 
-@pytest.mark.parametrize("prompt, message", [([], "empty"), ([5] * 128, "128 tokens"), ([5, 128], "token 128"), ([-1], "token -1")])
+@pytest.mark.parametrize(
+    "prompt, message",
+    [([], "empty"), ([5] * 128, "128 tokens"), ([5, 128], "token 128"), ([-1], "token -1")],
+)
 def test_a_prompt_that_cannot_run_is_that_requests_error(engine, prompt, message):
     with pytest.raises(ValueError, match=message):
         ask(engine, [prompt], LONG)
     assert len(ask(engine, [[5]], LONG)[0].ids) == 24
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": 0}, {"max_tokens": 0}, {"stop": ("",)}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": 0},
+        {"max_tokens": 0},
+        {"stop": ("",)},
+    ],
+)
 def test_impossible_sampling_is_refused_when_made(wrong):
     with pytest.raises(ValueError, match="sampling needs"):
         Sampling(**wrong)
@@ -351,7 +453,14 @@ class DeafCore(HFCore):
 
 @pytest.mark.parametrize("size", [1e-6, 1.0])
 def test_a_sync_without_effect_is_caught(path, model, size):
-    options = dict(dtype=torch.float32, device=torch.device("cpu"), max_num_seqs=4, max_model_len=64, seed=0, pretrained=True)
+    options = dict(
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_num_seqs=4,
+        max_model_len=64,
+        seed=0,
+        pretrained=True,
+    )
     engine = BatchedEngine(lambda: DeafCore(ModelConfig(path=path), **options), has_weights=True)
     try:
         load(engine, model, 1)  # the same weights: nothing to notice
@@ -372,9 +481,15 @@ def truncated(pairs):
 BROKEN_SYNCS = {
     "breaks half-way": (truncated, "connection lost"),
     "misses a weight": (lambda pairs: pairs[:-1], "did not come"),
-    "has an unknown weight": (lambda pairs: [("nobody.weight", pairs[0][1]), *pairs], "nobody.weight"),
+    "has an unknown weight": (
+        lambda pairs: [("nobody.weight", pairs[0][1]), *pairs],
+        "nobody.weight",
+    ),
     "has a wrong shape": (lambda pairs: [(pairs[0][0], pairs[0][1][:-1]), *pairs[1:]], "shape"),
-    "has a wrong value": (lambda pairs: [(pairs[0][0], pairs[0][1] + 1e-3), *pairs[1:]], "fingerprint"),
+    "has a wrong value": (
+        lambda pairs: [(pairs[0][0], pairs[0][1] + 1e-3), *pairs[1:]],
+        "fingerprint",
+    ),
 }
 
 

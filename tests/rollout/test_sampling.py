@@ -21,7 +21,10 @@ def test_numbers_are_splitmix64s():
     for seed in (0, 1, -1, 2**62 + 12345, -(2**63)):
         assert mix64(seed) % 2**64 == splitmix64(seed)
         position = torch.tensor([1, 2, 77])
-        expected = [(splitmix64(seed + (p - 1) * 0x9E3779B97F4A7C15) >> 12) / 2**52 for p in position.tolist()]
+        expected = [
+            (splitmix64(seed + (p - 1) * 0x9E3779B97F4A7C15) >> 12) / 2**52
+            for p in position.tolist()
+        ]
         assert uniform(torch.full((3,), seed), position).tolist() == expected
 
 
@@ -30,7 +33,12 @@ def test_numbers_are_uniform_and_unrelated_between_neighbours():
     numbers = uniform(keys[:, None].expand(300, 300), torch.arange(300).expand(300, 300))
     assert abs(numbers.mean() - 0.5) < 0.004 and abs(numbers.var() - 1 / 12) < 0.002
     centred = numbers - 0.5
-    for other in (centred.roll(1, 0), centred.roll(1, 1), centred.roll((1, 1), (0, 1)), centred.roll((1, -1), (0, 1))):
+    for other in (
+        centred.roll(1, 0),
+        centred.roll(1, 1),
+        centred.roll((1, 1), (0, 1)),
+        centred.roll((1, -1), (0, 1)),
+    ):
         assert abs((centred * other).mean() * 12) < 0.015
 
 
@@ -52,7 +60,10 @@ def draw(logits, temperature=1.0, top_k=None, top_p=1.0, count=20001):
     return torch.bincount(ids, minlength=vocabulary) / n, ids, log_probs
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [(1.0, None, 1.0), (0.5, None, 1.0), (1.0, 3, 1.0), (1.0, None, 0.75), (2.0, 4, 0.6)])
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [(1.0, None, 1.0), (0.5, None, 1.0), (1.0, 3, 1.0), (1.0, None, 0.75), (2.0, 4, 0.6)],
+)
 def test_frequencies_and_log_probs_are_the_filtered_distributions(temperature, top_k, top_p):
     logits = row(0.08, 0.4, 0.02, 0.3, 0.2)
     expected = naive_filter(logits / temperature, top_k or -1, top_p).softmax(-1)
@@ -64,8 +75,14 @@ def test_frequencies_and_log_probs_are_the_filtered_distributions(temperature, t
 def test_a_token_of_no_probability_is_never_drawn():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     largest = torch.tensor([1 - 2.0**-52], dtype=torch.float64)
-    for draws in (torch.zeros(1, dtype=torch.float64), torch.full((1,), 0.5, dtype=torch.float64), largest):
-        ids, _ = sample(logits, torch.ones(1), torch.tensor([5]), torch.ones(1), draws, filtered=False)
+    for draws in (
+        torch.zeros(1, dtype=torch.float64),
+        torch.full((1,), 0.5, dtype=torch.float64),
+        largest,
+    ):
+        ids, _ = sample(
+            logits, torch.ones(1), torch.tensor([5]), torch.ones(1), draws, filtered=False
+        )
         assert ids.item() in (1, 3)
 
 
@@ -75,17 +92,26 @@ def test_the_tail_of_a_large_vocabulary_keeps_its_probability():
     logits[0, 0] = 18.0
     share = (199_999 / (torch.tensor(18.0).double().exp() + 199_999)).item()
     draws = torch.tensor([1 - 1e-12], dtype=torch.float64)
-    ids, _ = sample(logits, torch.ones(1), torch.tensor([200_000]), torch.ones(1), draws, filtered=False)
+    ids, _ = sample(
+        logits, torch.ones(1), torch.tensor([200_000]), torch.ones(1), draws, filtered=False
+    )
     assert ids.item() == 199_999
     draws = torch.tensor([1 - share / 2], dtype=torch.float64)
-    ids, _ = sample(logits, torch.ones(1), torch.tensor([200_000]), torch.ones(1), draws, filtered=False)
+    ids, _ = sample(
+        logits, torch.ones(1), torch.tensor([200_000]), torch.ones(1), draws, filtered=False
+    )
     assert abs(ids.item() - 100_000) < 2_000
 
 
 def test_greedy_rows_take_the_best_token_at_temperature_one_beside_sampled_rows():
     logits = torch.stack([row(0.1, 0.6, 0.3), row(0.1, 0.6, 0.3)])
     ids, log_probs = sample(
-        logits, torch.tensor([0.0, 0.5]), torch.tensor([3, 3]), torch.ones(2), torch.tensor([0.999, 0.999]).double(), filtered=False
+        logits,
+        torch.tensor([0.0, 0.5]),
+        torch.tensor([3, 3]),
+        torch.ones(2),
+        torch.tensor([0.999, 0.999]).double(),
+        filtered=False,
     )
     assert ids.tolist() == [1, 2]
     torch.testing.assert_close(log_probs, torch.tensor([0.6, 0.09 / 0.46]).log())

@@ -16,9 +16,9 @@ from tests.models import tiny_model, tiny_tokenizer
 from tests.rollout.oracle import float64_model, naive_log_probs
 from verlite.config.schema import ModelConfig, RetrieverConfig, RolloutConfig
 from verlite.envs.chat import encode_chat
+from verlite.envs.factory import CalculatorEnvFactory, SearchEnvFactory
 from verlite.envs.search import INVALID
 from verlite.envs.step import Step, ToolError, encode_text
-from verlite.envs.world import CalculatorWorld, SearchWorld
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all, run_trajectory
 from verlite.rollout.types import Completion, EngineError, Sampling, Status, Trajectory, with_seed
@@ -61,19 +61,36 @@ class Counter:
         self.seen.append((text, last))
         if self.fault:
             raise self.fault
-        return Step(" " + "he" * len(text), "!", "!", done=len(text) > self.enough, valid="h" in text, info={"letters": len(text)})
+        return Step(
+            " " + "he" * len(text),
+            "!",
+            "!",
+            done=len(text) > self.enough,
+            valid="h" in text,
+            info={"letters": len(text)},
+        )
 
 
 @pytest.fixture(scope="module")
 def ambiguous(tmp_path_factory):
     """Engine and float64 model whose vocabulary is exactly the ambiguous pieces."""
     tokenizer = ambiguous_tokenizer()
-    path = tiny_model(tmp_path_factory.mktemp("ambiguous"), "qwen2", vocab_size=len(tokenizer), initializer_range=0.05)
+    path = tiny_model(
+        tmp_path_factory.mktemp("ambiguous"),
+        "qwen2",
+        vocab_size=len(tokenizer),
+        initializer_range=0.05,
+    )
     tokenizer.save_pretrained(path)
     engine = build_engine(
-        "hf", ModelConfig(path=path, tokenizer_path=str(save_generic(tokenizer, tmp_path_factory))), RolloutConfig(), 400,
-        torch.device("cpu"), 0, pretrained=True,
-    )  # fmt: skip
+        "hf",
+        ModelConfig(path=path, tokenizer_path=str(save_generic(tokenizer, tmp_path_factory))),
+        RolloutConfig(),
+        400,
+        torch.device("cpu"),
+        0,
+        pretrained=True,
+    )
     yield engine, float64_model(path)
     engine.close()
 
@@ -95,39 +112,79 @@ def test_sampled_ids_are_the_trained_ids_over_many_turns(ambiguous):
     changed = 0
     for seed in range(12):
         recorder, rng = Recorder(engine), random.Random(seed)
-        prompt = [rng.randrange(2, engine._call(lambda core: core.vocab_size)) for _ in range(rng.randrange(1, 20))]
+        prompt = [
+            rng.randrange(2, engine._call(lambda core: core.vocab_size))
+            for _ in range(rng.randrange(1, 20))
+        ]
         env = Counter(stop=("o", "! "))
-        trajectory = run(recorder, Request(prompt, Sampling(1.2, max_tokens=40, seed=seed), env, max_turns=3, max_response_tokens=300))
+        trajectory = run(
+            recorder,
+            Request(
+                prompt,
+                Sampling(1.2, max_tokens=40, seed=seed),
+                env,
+                max_turns=3,
+                max_response_tokens=300,
+            ),
+        )
         context = list(prompt)
-        rest = list(zip(trajectory.response_ids, trajectory.response_mask, trajectory.log_probs, strict=True))
+        rest = list(
+            zip(
+                trajectory.response_ids, trajectory.response_mask, trajectory.log_probs, strict=True
+            )
+        )
         for sent, _, completion in recorder.calls:
             observation = len(sent) - len(context)
             assert sent[: len(context)] == context
             assert [(i, 0, 0.0) for i in sent[len(context) :]] == rest[:observation]
             rest = rest[observation:]
-            assert list(zip(completion.ids, [1] * len(completion.ids), completion.log_probs, strict=True)) == rest[: len(completion.ids)]
+            assert (
+                list(
+                    zip(
+                        completion.ids, [1] * len(completion.ids), completion.log_probs, strict=True
+                    )
+                )
+                == rest[: len(completion.ids)]
+            )
             rest = rest[len(completion.ids) :]
             context = sent + completion.ids
             text = engine.tokenizer.decode(completion.ids, skip_special_tokens=True)
-            changed += engine.tokenizer.encode(text, add_special_tokens=False) != [i for i in completion.ids if i != 1]
-        assert not rest and len(recorder.calls) == trajectory.turns == len(trajectory.weight_versions)
+            changed += engine.tokenizer.encode(text, add_special_tokens=False) != [
+                i for i in completion.ids if i != 1
+            ]
+        assert not rest and len(recorder.calls) == trajectory.turns == len(
+            trajectory.weight_versions
+        )
     assert changed > 12, "the test has no power unless encoding the text again gives other ids"
 
 
 def test_log_probs_of_every_turn_are_those_of_the_whole_context(ambiguous):
     engine, model = ambiguous
     sampling = Sampling(1.2, max_tokens=30, seed=3)
-    trajectory = run(engine, Request([2, 3, 4], sampling, Counter(), max_turns=4, max_response_tokens=300))
+    trajectory = run(
+        engine, Request([2, 3, 4], sampling, Counter(), max_turns=4, max_response_tokens=300)
+    )
     assert trajectory.turns >= 3
     expected = naive_log_probs(model, trajectory.prompt_ids, trajectory.response_ids, sampling)
-    for mask, got, want in zip(trajectory.response_mask, trajectory.log_probs, expected, strict=True):
+    for mask, got, want in zip(
+        trajectory.response_mask, trajectory.log_probs, expected, strict=True
+    ):
         assert abs(got - want * mask) < 1e-5
 
 
 def test_turns_draw_different_random_numbers(ambiguous):
     engine, _ = ambiguous
     recorder = Recorder(engine)
-    run(recorder, Request([2], Sampling(1.2, max_tokens=30, seed=3), Counter(), max_turns=4, max_response_tokens=300))
+    run(
+        recorder,
+        Request(
+            [2],
+            Sampling(1.2, max_tokens=30, seed=3),
+            Counter(),
+            max_turns=4,
+            max_response_tokens=300,
+        ),
+    )
     seeds = [sampling.seed for _, sampling, _ in recorder.calls]
     assert len(set(seeds)) == len(seeds) >= 3 and seeds[0] == 3
     assert with_seed(Sampling(seed=None), 2).seed is None
@@ -137,8 +194,15 @@ def test_the_environment_sees_text_up_to_its_stop_string(ambiguous):
     """A token can hold more than the stop string; it is kept and trained, but the environment does not see its rest."""
     engine, _ = ambiguous
     env = Counter(stop=("l",))
-    trajectory = run(engine, Request([3], Sampling(1.5, max_tokens=60, seed=1), env, max_turns=5, max_response_tokens=300))
-    text = engine.tokenizer.decode([i for i, m in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if m])
+    trajectory = run(
+        engine,
+        Request(
+            [3], Sampling(1.5, max_tokens=60, seed=1), env, max_turns=5, max_response_tokens=300
+        ),
+    )
+    text = engine.tokenizer.decode(
+        [i for i, m in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if m]
+    )
     assert all("l" not in seen[:-1] for seen, _ in env.seen)
     assert text.count("l") > sum("l" in seen for seen, _ in env.seen) > 1, "some token overshot"
 
@@ -148,17 +212,32 @@ def test_last_turn_and_statuses(ambiguous):
     long = Sampling(1.2, max_tokens=60, seed=5)
     env = Counter()
     trajectory = run(engine, Request([3], long, env, max_turns=2, max_response_tokens=300))
-    assert trajectory.status == Status.MAX_TURNS and [last for _, last in env.seen] == [False, False, True]
+    assert trajectory.status == Status.MAX_TURNS and [last for _, last in env.seen] == [
+        False,
+        False,
+        True,
+    ]
     assert trajectory.response_mask[-1] == 1, "no observation after the last turn"
     assert [info["letters"] for info in trajectory.infos] == [len(text) for text, _ in env.seen]
     assert trajectory.invalid_turns == sum("h" not in text for text, _ in env.seen)
 
-    trajectory = run(engine, Request([3], long, Counter(enough=0), max_turns=2, max_response_tokens=300))
-    assert trajectory.status == Status.DONE and trajectory.turns == 1 and set(trajectory.response_mask) == {1}
+    trajectory = run(
+        engine, Request([3], long, Counter(enough=0), max_turns=2, max_response_tokens=300)
+    )
+    assert (
+        trajectory.status == Status.DONE
+        and trajectory.turns == 1
+        and set(trajectory.response_mask) == {1}
+    )
     trajectory = run(engine, Request([3], long, Counter(enough=0), max_turns=0))
     assert trajectory.status == Status.DONE, "the last turn may be the answer"
 
-    trajectory = run(engine, Request([3], dataclasses.replace(long, max_tokens=2), Counter(stop=("never",)), max_turns=2))
+    trajectory = run(
+        engine,
+        Request(
+            [3], dataclasses.replace(long, max_tokens=2), Counter(stop=("never",)), max_turns=2
+        ),
+    )
     assert trajectory.status == Status.LENGTH and len(trajectory.response_ids) == 2
 
 
@@ -166,8 +245,16 @@ def test_single_turn_has_no_environment(ambiguous):
     engine, _ = ambiguous
     recorder = Recorder(engine)
     trajectory = run(recorder, Request([3], Sampling(max_tokens=200, seed=1)))
-    assert trajectory.status == Status.DONE and trajectory.response_ids[-1] == 1 and trajectory.turns == 1
-    assert set(trajectory.response_mask) == {1} and trajectory.weight_versions == [0] and trajectory.gen_seconds > 0
+    assert (
+        trajectory.status == Status.DONE
+        and trajectory.response_ids[-1] == 1
+        and trajectory.turns == 1
+    )
+    assert (
+        set(trajectory.response_mask) == {1}
+        and trajectory.weight_versions == [0]
+        and trajectory.gen_seconds > 0
+    )
     trajectory = run(recorder, Request([3], Sampling(max_tokens=2, seed=1, ignore_eos=True)))
     assert trajectory.status == Status.LENGTH
     assert all(call[1].stop == () for call in recorder.calls)
@@ -177,7 +264,9 @@ def test_single_turn_has_no_environment(ambiguous):
 def test_no_budget_is_exceeded_and_no_observation_dangles(ambiguous, budget):
     engine, _ = ambiguous
     env = Counter()
-    request = Request([3], Sampling(1.2, max_tokens=9, seed=7), env, max_turns=9, max_response_tokens=budget)
+    request = Request(
+        [3], Sampling(1.2, max_tokens=9, seed=7), env, max_turns=9, max_response_tokens=budget
+    )
     recorder = Recorder(engine)
     trajectory = run(recorder, request)
     assert len(trajectory.response_ids) <= budget
@@ -200,8 +289,12 @@ def test_a_long_observation_is_cut_inside_its_tags(ambiguous):
     with pytest.raises(ValueError, match="data.max_obs_length=4 has no room"):
         encode(step, [], 4)
     ids, _ = encode(Step("he<eos>he"), [], 44)
-    assert tokenizer.eos_token_id not in ids, "what a passage holds is text, also where it looks like the end of a turn"
-    request = Request([3], Sampling(1.2, max_tokens=30, seed=5), Counter(), max_turns=2, max_response_tokens=300)
+    assert tokenizer.eos_token_id not in ids, (
+        "what a passage holds is text, also where it looks like the end of a turn"
+    )
+    request = Request(
+        [3], Sampling(1.2, max_tokens=30, seed=5), Counter(), max_turns=2, max_response_tokens=300
+    )
     trajectory = run(engine, dataclasses.replace(request, max_observation_tokens=4))
     assert trajectory.truncated_observations == 2 and trajectory.response_mask.count(0) == 8
     sides = [who for (who, count) in trajectory.segments for _ in range(count)]
@@ -211,10 +304,17 @@ def test_a_long_observation_is_cut_inside_its_tags(ambiguous):
 def test_a_chat_format_can_replace_how_observations_become_tokens(ambiguous):
     engine, _ = ambiguous
     request = Request(
-        [3], Sampling(1.2, max_tokens=30, seed=5), Counter(), 1, 300, encode_observation=lambda step, context, limit: ([7, 7, 7], False)
+        [3],
+        Sampling(1.2, max_tokens=30, seed=5),
+        Counter(),
+        1,
+        300,
+        encode_observation=lambda step, context, limit: ([7, 7, 7], False),
     )
     trajectory = run(engine, request)
-    assert [i for i, m in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if not m] == [7, 7, 7]
+    assert [
+        i for i, m in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if not m
+    ] == [7, 7, 7]
 
 
 def test_a_tool_failure_is_an_error_value_without_a_vote(ambiguous):
@@ -229,18 +329,32 @@ def test_a_tool_failure_is_an_error_value_without_a_vote(ambiguous):
     whole, broken, empty, single = asyncio.run(run_all(engine, requests))
     assert broken.status == Status.ERROR and broken.error == "ConnectionError: retriever down"
     assert broken.response_ids and not any(broken.response_mask)
-    assert broken.segments == [("model", len(broken.response_ids))], "what happened can still be read"
+    assert broken.segments == [("model", len(broken.response_ids))], (
+        "what happened can still be read"
+    )
     assert len(broken.response_ids) == len(broken.response_mask) == len(broken.log_probs)
-    assert empty.status == Status.ERROR and empty.error.startswith("ValueError: the prompt is empty")
-    assert whole.error is None and single.error is None and Status.ERROR not in (whole.status, single.status)
+    assert empty.status == Status.ERROR and empty.error.startswith(
+        "ValueError: the prompt is empty"
+    )
+    assert (
+        whole.error is None
+        and single.error is None
+        and Status.ERROR not in (whole.status, single.status)
+    )
 
 
 def test_hundreds_at_once_come_back_in_order(ambiguous):
     engine, _ = ambiguous
-    requests = [Request([2 + i % 9], Sampling(1.2, max_tokens=12, seed=i), Counter(), 2, 60) for i in range(300)]
+    requests = [
+        Request([2 + i % 9], Sampling(1.2, max_tokens=12, seed=i), Counter(), 2, 60)
+        for i in range(300)
+    ]
     trajectories = asyncio.run(run_all(engine, requests))
     assert [t.prompt_ids for t in trajectories] == [r.prompt_ids for r in requests]
-    assert trajectories[17].response_ids == run(engine, dataclasses.replace(requests[17], env=Counter())).response_ids
+    assert (
+        trajectories[17].response_ids
+        == run(engine, dataclasses.replace(requests[17], env=Counter())).response_ids
+    )
     assert all(t.status != Status.ERROR for t in trajectories)
 
 
@@ -259,13 +373,19 @@ class Broken:
 
 def test_engine_faults(ambiguous):
     tokenizer = ambiguous[0].tokenizer
-    aborted = run(Broken(tokenizer, Completion([3, 4], [-1.0, -1.0], "abort", 1)), Request([2], Sampling()))
+    aborted = run(
+        Broken(tokenizer, Completion([3, 4], [-1.0, -1.0], "abort", 1)), Request([2], Sampling())
+    )
     assert aborted.status == Status.ERROR and aborted.response_mask == [0, 0]
     with pytest.raises(EngineError, match="2 tokens but 1 log-probs"):
         run(Broken(tokenizer, Completion([3, 4], [-1.0], "stop", 1)), Request([2], Sampling()))
     fine = Completion([3], [-1.0], "stop", 1)
     with pytest.raises(EngineError, match="died"):
-        asyncio.run(run_all(Broken(tokenizer, fine, EngineError("died"), fine), [Request([2], Sampling())] * 3))
+        asyncio.run(
+            run_all(
+                Broken(tokenizer, fine, EngineError("died"), fine), [Request([2], Sampling())] * 3
+            )
+        )
 
 
 class Slow(Counter):
@@ -288,25 +408,43 @@ def test_a_crowd_takes_as_long_as_its_slowest_call_and_nobody_waits_for_others(a
     envs = [Slow(2.0 if i == 100 else 0.5) for i in range(256)]
     recorder = Recorder(engine)
     sampling = Sampling(1.2, max_tokens=12)
-    requests = [Request([2 + i % 9], dataclasses.replace(sampling, seed=i), env, 3, 80) for i, env in enumerate(envs)]
+    requests = [
+        Request([2 + i % 9], dataclasses.replace(sampling, seed=i), env, 3, 80)
+        for i, env in enumerate(envs)
+    ]
     began = time.monotonic()
     trajectories = asyncio.run(run_all(recorder, requests))
     seconds = time.monotonic() - began
     slow_began, slow_ended = envs[100].spans[0]
-    assert slow_ended - slow_began >= 2.0 and seconds < 8.0, "about the longest; half of it and more is this machine's own"
+    assert slow_ended - slow_began >= 2.0 and seconds < 8.0, (
+        "about the longest; half of it and more is this machine's own"
+    )
     others = [env for i, env in enumerate(envs) if i != 100 and env.spans]
     later = [env for env in others if len(env.spans) > 1]
-    assert len(later) > 100 and all(env.spans[1][0] < slow_ended for env in later), "second turns do not wait for the slowest first"
-    assert all(env.spans[-1][1] < slow_ended for env in others), "the others are through while one still waits"
+    assert len(later) > 100 and all(env.spans[1][0] < slow_ended for env in later), (
+        "second turns do not wait for the slowest first"
+    )
+    assert all(env.spans[-1][1] < slow_ended for env in others), (
+        "the others are through while one still waits"
+    )
     assert sum(t.tool_seconds for t in trajectories) > 20 * seconds
-    assert trajectories[100].tool_seconds >= 2.0 > max(t.tool_seconds for i, t in enumerate(trajectories) if i != 100)
+    assert (
+        trajectories[100].tool_seconds
+        >= 2.0
+        > max(t.tool_seconds for i, t in enumerate(trajectories) if i != 100)
+    )
 
 
 class Playback:
     """An engine that says what it is told to, by a tokenizer of one id a character, and stops where it is told to stop."""
 
     def __init__(self, *turns):
-        self.tokenizer, self.turns, self.contexts, self.stops = tiny_tokenizer(), list(turns), [], []
+        self.tokenizer, self.turns, self.contexts, self.stops = (
+            tiny_tokenizer(),
+            list(turns),
+            [],
+            [],
+        )
 
     async def generate(self, prompt_ids, sampling):
         text, ended = self.turns.pop(0), True
@@ -324,9 +462,16 @@ def play(*turns, max_turns=3, total=2000, per_turn=60, most=100, **retriever):
     """A question of the search world, answered by these turns, with a real retriever."""
     engine = Playback(*turns)
     with Retriever() as server:
-        world = SearchWorld(RetrieverConfig(url=server.url, **{"topk": 2, **retriever}))
+        world = SearchEnvFactory(RetrieverConfig(url=server.url, **{"topk": 2, **retriever}))
         prompt = engine.tokenizer.encode("Question: how high?\n", add_special_tokens=False)
-        request = Request(prompt, Sampling(1.0, max_tokens=per_turn, seed=1), world.env({}), max_turns, total, most)
+        request = Request(
+            prompt,
+            Sampling(1.0, max_tokens=per_turn, seed=1),
+            world.env({}),
+            max_turns,
+            total,
+            most,
+        )
 
         async def one():
             async with world:
@@ -353,7 +498,12 @@ Doc 2(Title: "Mount Everest") Mount Everest is 8849 metres high.</information>
 
 
 def test_a_transcript_in_the_published_format():
-    turns = ["<think>hm</think> I do not know", "<search> capital </search>", "<search>metres high</search>", "<answer>8849</answer>"]
+    turns = [
+        "<think>hm</think> I do not know",
+        "<search> capital </search>",
+        "<search>metres high</search>",
+        "<answer>8849</answer>",
+    ]
     engine, server, trajectory, text = play(*turns, most=300)
     assert text == WHOLE + turns[3] and trajectory.status == Status.DONE
     assert engine.contexts == [
@@ -364,23 +514,44 @@ def test_a_transcript_in_the_published_format():
     ]
     assert [body["queries"] for body in server.requests] == [["capital"], ["metres high"]]
     assert set(engine.stops) == {("</search>", "</answer>")}
-    assert (trajectory.turns, trajectory.invalid_turns, trajectory.truncated_observations) == (4, 1, 0)
-    assert [info["action"] for info in trajectory.infos] == ["invalid", "search", "search", "answer"]
+    assert (trajectory.turns, trajectory.invalid_turns, trajectory.truncated_observations) == (
+        4,
+        1,
+        0,
+    )
+    assert [info["action"] for info in trajectory.infos] == [
+        "invalid",
+        "search",
+        "search",
+        "answer",
+    ]
     assert [who for who, _ in trajectory.segments] == ["model", "tool"] * 3 + ["model"]
-    rows = iter(zip(trajectory.response_ids, trajectory.response_mask, trajectory.log_probs, strict=True))
+    rows = iter(
+        zip(trajectory.response_ids, trajectory.response_mask, trajectory.log_probs, strict=True)
+    )
     for who, count in trajectory.segments:
         ids, masks, log_probs = zip(*(next(rows) for _ in range(count)), strict=True)
-        assert set(masks) == {int(who == "model")} and set(log_probs) == {-0.25 if who == "model" else 0.0}
+        assert set(masks) == {int(who == "model")} and set(log_probs) == {
+            -0.25 if who == "model" else 0.0
+        }
     assert sum(trajectory.response_mask) == sum(map(len, turns)) + 1, "and one end token"
 
 
 def test_a_transcript_whose_search_results_are_cut_and_whose_turns_run_out():
-    engine, server, trajectory, text = play("<search>metres high</search>", "<search>more</search>", max_turns=1, most=70)
-    information = text.removeprefix("<search>metres high</search>").removesuffix("<search>more</search>")
-    assert information == '\n\n<information>Doc 1(Title: "Eiffel Tower") The Eiffel</information>\n\n'
+    engine, server, trajectory, text = play(
+        "<search>metres high</search>", "<search>more</search>", max_turns=1, most=70
+    )
+    information = text.removeprefix("<search>metres high</search>").removesuffix(
+        "<search>more</search>"
+    )
+    assert (
+        information == '\n\n<information>Doc 1(Title: "Eiffel Tower") The Eiffel</information>\n\n'
+    )
     assert len(information) == 70 and trajectory.truncated_observations == 1
     assert trajectory.status == Status.MAX_TURNS and trajectory.turns == 2
-    assert [body["queries"] for body in server.requests] == [["metres high"]], "the last turn's search is not executed"
+    assert [body["queries"] for body in server.requests] == [["metres high"]], (
+        "the last turn's search is not executed"
+    )
     assert [info["action"] for info in trajectory.infos] == ["search", "search not executed"]
     assert trajectory.response_mask[-1] == 1
 
@@ -388,9 +559,15 @@ def test_a_transcript_whose_search_results_are_cut_and_whose_turns_run_out():
 def test_a_transcript_that_runs_out_of_tokens():
     search = "<search>metres high</search>"
     engine, _, trajectory, text = play(search, "x" * 100, per_turn=40)
-    assert trajectory.status == Status.LENGTH and text.endswith("</information>\n\n" + "x" * 40) and len(trajectory.infos) == 1
+    assert (
+        trajectory.status == Status.LENGTH
+        and text.endswith("</information>\n\n" + "x" * 40)
+        and len(trajectory.infos) == 1
+    )
     engine, server, trajectory, text = play(search, total=len(search) + 100, most=100)
-    assert trajectory.status == Status.LENGTH and text == search, "an observation that leaves no token to answer with is not added"
+    assert trajectory.status == Status.LENGTH and text == search, (
+        "an observation that leaves no token to answer with is not added"
+    )
     engine, server, trajectory, text = play(search, "yes, it is", total=len(search) + 104, most=100)
     assert trajectory.status == Status.LENGTH and text.endswith("</information>\n\nyes,")
     assert len(trajectory.response_ids) == len(search) + 104
@@ -398,15 +575,21 @@ def test_a_transcript_that_runs_out_of_tokens():
 
 def test_a_retriever_that_is_down_ends_its_sample_without_a_vote():
     engine = Playback("<search>Everest</search>")
-    world = SearchWorld(RetrieverConfig(url="http://127.0.0.1:9/retrieve", deadline_s=0.3))
+    world = SearchEnvFactory(RetrieverConfig(url="http://127.0.0.1:9/retrieve", deadline_s=0.3))
 
     async def one():
         async with world:
-            return await run_trajectory(engine, Request([5, 6], Sampling(max_tokens=60), world.env({}), 2, 500))
+            return await run_trajectory(
+                engine, Request([5, 6], Sampling(max_tokens=60), world.env({}), 2, 500)
+            )
 
     trajectory = asyncio.run(one())
-    assert trajectory.status == Status.ERROR and trajectory.error.startswith("ToolError: no answer within retriever.deadline_s=0.3")
-    assert not any(trajectory.response_mask) and len(trajectory.response_mask) == len("<search>Everest</search>")
+    assert trajectory.status == Status.ERROR and trajectory.error.startswith(
+        "ToolError: no answer within retriever.deadline_s=0.3"
+    )
+    assert not any(trajectory.response_mask) and len(trajectory.response_mask) == len(
+        "<search>Everest</search>"
+    )
 
 
 class LineDown(ToolError):
@@ -414,7 +597,10 @@ class LineDown(ToolError):
 
 
 def test_a_tool_error_of_ones_own_kind_is_one(ambiguous):
-    trajectory = run(ambiguous[0], Request([3], Sampling(1.2, max_tokens=30, seed=5), Counter(fault=LineDown("cut")), 2, 300))
+    trajectory = run(
+        ambiguous[0],
+        Request([3], Sampling(1.2, max_tokens=30, seed=5), Counter(fault=LineDown("cut")), 2, 300),
+    )
     assert trajectory.error == "ToolError: cut" and trajectory.status == Status.ERROR
 
 
@@ -430,7 +616,7 @@ def test_a_chat_with_tools_is_the_chat_that_the_template_writes():
     said = [call, "<tool_call>?</tool_call>", "It is 42."]
     engine = Playback(*said)
     engine.tokenizer.chat_template = CHAT
-    world = CalculatorWorld()
+    world = CalculatorEnvFactory()
     messages = [{"role": "user", "content": "6*7?"}]
     tokenizer = engine.tokenizer
 
@@ -438,11 +624,30 @@ def test_a_chat_with_tools_is_the_chat_that_the_template_writes():
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=more, tokenize=False)
         return tokenizer.encode(text, add_special_tokens=False)
 
-    request = Request(rendered(messages), Sampling(max_tokens=100), world.env({}), 4, 600, 200, encode_chat(tokenizer, world.tools))
+    request = Request(
+        rendered(messages),
+        Sampling(max_tokens=100),
+        world.env({}),
+        4,
+        600,
+        200,
+        encode_chat(tokenizer, world.tools),
+    )
     trajectory = run(engine, request)
-    for text, answer in zip(said, ["42", "error: the call is no JSON: Expecting value: line 1 column 1 (char 0)", None], strict=True):
-        messages += [{"role": "assistant", "content": text}, *([{"role": "tool", "content": answer}] if answer else [])]
-    assert trajectory.prompt_ids + trajectory.response_ids == rendered(messages, more=False)[:-1], "but for the newline of the end"
+    for text, answer in zip(
+        said,
+        ["42", "error: the call is no JSON: Expecting value: line 1 column 1 (char 0)", None],
+        strict=True,
+    ):
+        messages += [
+            {"role": "assistant", "content": text},
+            *([{"role": "tool", "content": answer}] if answer else []),
+        ]
+    assert trajectory.prompt_ids + trajectory.response_ids == rendered(messages, more=False)[:-1], (
+        "but for the newline of the end"
+    )
     assert trajectory.status == Status.DONE and trajectory.invalid_turns == 1
-    trained = [i for i, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask]
+    trained = [
+        i for i, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask
+    ]
     assert tokenizer.decode(trained) == "".join(f"{text}<eos>" for text in said)

@@ -12,7 +12,15 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.models import tiny_model
-from tests.rollout.oracle import ask, float64_model, largest_gap, load, moved, naive_greedy, weights_of
+from tests.rollout.oracle import (
+    ask,
+    float64_model,
+    largest_gap,
+    load,
+    moved,
+    naive_greedy,
+    weights_of,
+)
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.envs.step import Step
 from verlite.protocol.weights import fingerprint
@@ -34,7 +42,9 @@ def path(tmp_path_factory) -> str:
     path = tiny_model(tmp_path_factory.mktemp("vllm") / "qwen2", "qwen2", **sizes)
     greedy = naive_greedy(float64_model(path), PROMPT, 20)
     extra = next(i for i in greedy[3:] if i not in greedy[:3])
-    (Path(path) / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, extra], "temperature": 0.3, "top_k": 2}))
+    (Path(path) / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, extra], "temperature": 0.3, "top_k": 2})
+    )
     return path
 
 
@@ -45,7 +55,12 @@ def model(path: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(path: str):
-    rollout = RolloutConfig(enforce_eager=True, kv_cache_gb=0.25, max_num_seqs=32, engine_kwargs={"vllm": {"block_size": 32}})
+    rollout = RolloutConfig(
+        enforce_eager=True,
+        kv_cache_gb=0.25,
+        max_num_seqs=32,
+        engine_kwargs={"vllm": {"block_size": 32}},
+    )
     engine = build_engine("vllm", ModelConfig(path=path), rollout, 160, torch.device("cpu"), seed=1)
     assert engine.version == -1
     with pytest.raises(EngineError, match="no weights yet"):
@@ -66,9 +81,18 @@ def some_prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]
     return [[rng.randrange(4, 128) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("sampling", [
-    Sampling(0.7), Sampling(1.0), Sampling(1.3), Sampling(0.0), Sampling(0.8, top_p=0.7), Sampling(1.2, top_k=5),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.7),
+        Sampling(1.0),
+        Sampling(1.3),
+        Sampling(0.0),
+        Sampling(0.8, top_p=0.7),
+        Sampling(1.2, top_k=5),
+    ],
+    ids=str,
+)
 def test_log_probs_equal_the_naive_ones(synced, model, sampling):
     prompts = some_prompts(12)
     sampling = dataclasses.replace(sampling, max_tokens=20, ignore_eos=True)
@@ -114,7 +138,14 @@ def test_ids_beyond_the_tokenizer_are_ordinary_tokens(synced, model):
     """The model has two ids more than its tokenizer. They have probability in training, so they must be sampled with it."""
     assert len(synced.tokenizer) == 128
     prompts = [[128, 5, 129]] * 200
-    answers = ask(synced, prompts, *(Sampling(1.5, max_tokens=4, seed=i, ignore_eos=True, stop=("never",)) for i in range(200)))
+    answers = ask(
+        synced,
+        prompts,
+        *(
+            Sampling(1.5, max_tokens=4, seed=i, ignore_eos=True, stop=("never",))
+            for i in range(200)
+        ),
+    )
     assert {128, 129} & {i for answer in answers for i in answer.ids}
     assert largest_gap(model, prompts[:40], answers[:40], Sampling(1.5)) < 1e-5
 
@@ -122,13 +153,21 @@ def test_ids_beyond_the_tokenizer_are_ordinary_tokens(synced, model):
 def test_stop_strings_end_a_turn_with_their_tokens(synced, model):
     text = synced.tokenizer.decode(naive_greedy(model, PROMPT, 20))
     stop = text[6:9]
-    (answer,) = ask(synced, [PROMPT], Sampling(0.0, max_tokens=20, ignore_eos=True, stop=("never", stop)))
-    assert answer.finish_reason == "stop" and synced.tokenizer.decode(answer.ids) == text[: text.index(stop) + 3]
+    (answer,) = ask(
+        synced, [PROMPT], Sampling(0.0, max_tokens=20, ignore_eos=True, stop=("never", stop))
+    )
+    assert (
+        answer.finish_reason == "stop"
+        and synced.tokenizer.decode(answer.ids) == text[: text.index(stop) + 3]
+    )
     assert len(answer.log_probs) == len(answer.ids)
 
 
 def test_a_crowd_through_the_trajectory_loop(synced):
-    requests = [Request(p, dataclasses.replace(LONG, seed=i, max_tokens=1 + i % 20)) for i, p in enumerate(some_prompts(100, seed=5))]
+    requests = [
+        Request(p, dataclasses.replace(LONG, seed=i, max_tokens=1 + i % 20))
+        for i, p in enumerate(some_prompts(100, seed=5))
+    ]
     trajectories = asyncio.run(run_all(synced, requests))
     assert [len(t.response_ids) for t in trajectories] == [1 + i % 20 for i in range(100)]
     assert {v for t in trajectories for v in t.weight_versions} == {synced.version}
@@ -150,7 +189,9 @@ def turns_of(engine, requests):
 
 def test_agents_write_the_same_with_both_engines(synced, path):
     """Greedy, float32: the same ids turn by turn, whatever each engine does with stop strings, contexts and caches."""
-    other = build_engine("hf", ModelConfig(path=path), RolloutConfig(), 160, torch.device("cpu"), 0, pretrained=True)
+    other = build_engine(
+        "hf", ModelConfig(path=path), RolloutConfig(), 160, torch.device("cpu"), 0, pretrained=True
+    )
     try:
         stops = [chr(code) for code in range(33, 127, 3)]
 
@@ -166,7 +207,11 @@ def test_agents_write_the_same_with_both_engines(synced, path):
     assert [t.response_ids for t in one] == [t.response_ids for t in two]
     assert [(t.status, t.segments) for t in one] == [(t.status, t.segments) for t in two]
     assert max(t.turns for t in one) >= 3, "no power without turns"
-    gaps = [abs(a - b) for x, y in zip(one, two, strict=True) for a, b in zip(x.log_probs, y.log_probs, strict=True)]
+    gaps = [
+        abs(a - b)
+        for x, y in zip(one, two, strict=True)
+        for a, b in zip(x.log_probs, y.log_probs, strict=True)
+    ]
     assert max(gaps) < 1e-4
 
 
@@ -179,7 +224,11 @@ def test_the_next_turn_finds_its_context_in_the_prefix_cache(synced):
 
         def told():
             outputs = step()
-            found.extend((len(output.prompt_token_ids), output.num_cached_tokens) for output in outputs if output.finished)
+            found.extend(
+                (len(output.prompt_token_ids), output.num_cached_tokens)
+                for output in outputs
+                if output.finished
+            )
             return outputs
 
         core.engine.step = told
@@ -189,7 +238,17 @@ def test_the_next_turn_finds_its_context_in_the_prefix_cache(synced):
     try:
         prompt = random.Random(77).choices(range(4, 128), k=70)
         (trajectory,) = turns_of(
-            synced, [Request(prompt, Sampling(seed=3, max_tokens=20, ignore_eos=True), Echo(*map(chr, range(97, 123))), 2, 80, 20)]
+            synced,
+            [
+                Request(
+                    prompt,
+                    Sampling(seed=3, max_tokens=20, ignore_eos=True),
+                    Echo(*map(chr, range(97, 123))),
+                    2,
+                    80,
+                    20,
+                )
+            ],
         )
     finally:
         synced._call(lambda core: setattr(core.engine, "step", before))
@@ -247,12 +306,16 @@ def test_one_stale_layer_is_caught(synced, model):
 
 def test_a_stale_output_layer_is_caught(synced, model, monkeypatch):
     monkeypatch.setattr("verlite.rollout.vllm._repack_tied_heads", lambda model: None)
-    with pytest.raises(WeightSyncError, match="computes lm_head with weights that are not those it holds"):
+    with pytest.raises(
+        WeightSyncError, match="computes lm_head with weights that are not those it holds"
+    ):
         load(synced, moved(model, 1e-6), synced.version + 1)
 
 
 def kernels(engine):
-    model = engine._call(lambda core: core.engine.model_executor.driver_worker.worker.model_runner.get_model())
+    model = engine._call(
+        lambda core: core.engine.model_executor.driver_worker.worker.model_runner.get_model()
+    )
     return [module for module in model.modules() if hasattr(module, "cpu_linear")]
 
 
@@ -273,14 +336,19 @@ def test_what_a_kernel_really_computes_with_is_asked_of_it(synced, model, monkey
 
     pack = _custom_ops.create_onednn_mm
     spoil = spoiled(slice(None))
-    monkeypatch.setattr(_custom_ops, "create_onednn_mm", lambda weight, size: pack(spoil(weight), size))
+    monkeypatch.setattr(
+        _custom_ops, "create_onednn_mm", lambda weight, size: pack(spoil(weight), size)
+    )
     with pytest.raises(WeightSyncError, match="with weights that are not those it was given"):
         load(synced, moved(model, 0.1), synced.version + 1)
     for module in kernels(synced):
         if hasattr(module, "verlite_read"):
             del module.verlite_read
     spoil = spoiled(3)  # which nobody asks for
-    monkeypatch.setattr("verlite.rollout.vllm._choose", SimpleNamespace(sample=lambda columns, k: [c for c in columns if c != 3][:k]))
+    monkeypatch.setattr(
+        "verlite.rollout.vllm._choose",
+        SimpleNamespace(sample=lambda columns, k: [c for c in columns if c != 3][:k]),
+    )
     with pytest.raises(WeightSyncError, match="with weights that are not those it was given"):
         load(synced, moved(model, 0.1), synced.version + 1)
 
@@ -297,7 +365,10 @@ def test_weights_that_are_not_finite_are_not_blamed_on_vllm_alone(synced, model)
     broken = moved(model, 0.1)
     with torch.no_grad():
         broken.model.layers[1].mlp.down_proj.weight[3, :] = torch.inf
-    with pytest.raises(WeightSyncError, match="down_proj with weights that are not those it was given, or those are not finite"):
+    with pytest.raises(
+        WeightSyncError,
+        match="down_proj with weights that are not those it was given, or those are not finite",
+    ):
         load(synced, broken, synced.version + 1)
 
 
@@ -322,8 +393,14 @@ BROKEN_SYNCS = {
     "breaks half-way": (broken_off, "connection lost"),
     "misses a weight": (lambda pairs: pairs[:-1], "fingerprint"),
     "has an unknown weight": (lambda pairs: [*pairs, ("nobody.weight", pairs[0][1])], "nobody"),
-    "has a wrong shape": (lambda pairs: [(n, t[:-1] if "q_proj.weight" in n else t) for n, t in pairs], "exceeds|shape|size"),
-    "has a wrong value": (lambda pairs: [(n, t + 1e-3 if "norm" in n else t) for n, t in pairs], "fingerprint"),
+    "has a wrong shape": (
+        lambda pairs: [(n, t[:-1] if "q_proj.weight" in n else t) for n, t in pairs],
+        "exceeds|shape|size",
+    ),
+    "has a wrong value": (
+        lambda pairs: [(n, t + 1e-3 if "norm" in n else t) for n, t in pairs],
+        "fingerprint",
+    ),
 }
 
 
@@ -344,8 +421,12 @@ def test_a_failed_sync_leaves_the_version_and_refuses_until_a_good_one(synced, m
 def test_shards_add_up_and_copies_count_once():
     q, kv, norm = 11, 22, 33
     one = combine_shards([{"qkv": q + kv, "norm": norm}])
-    two = combine_shards([{"qkv[q]": 5, "qkv[kv 0]": kv, "norm": norm}, {"qkv[q]": 6, "qkv[kv 0]": kv, "norm": norm}])
-    four = combine_shards([{"qkv[q]": q, "qkv[kv 0]": 10, "norm": norm}, {"qkv[q]": 0, "qkv[kv 1]": 12, "norm": norm}])
+    two = combine_shards(
+        [{"qkv[q]": 5, "qkv[kv 0]": kv, "norm": norm}, {"qkv[q]": 6, "qkv[kv 0]": kv, "norm": norm}]
+    )
+    four = combine_shards(
+        [{"qkv[q]": q, "qkv[kv 0]": 10, "norm": norm}, {"qkv[q]": 0, "qkv[kv 1]": 12, "norm": norm}]
+    )
     assert one == two == four == q + kv + norm
 
 
@@ -359,5 +440,7 @@ def test_several_devices_are_vllms_own_processes_also_inside_ray(path):
     """Left to itself inside a Ray actor, vLLM would wait for devices in a placement group that is full."""
     for devices, backend in ((1, "uni"), (2, "mp")):
         rollout = RolloutConfig(tensor_model_parallel_size=devices)
-        args = _engine_args(ModelConfig(path=path), rollout, torch.float32, torch.device("cpu"), 64, 0, False)
+        args = _engine_args(
+            ModelConfig(path=path), rollout, torch.float32, torch.device("cpu"), 64, 0, False
+        )
         assert (args.tensor_parallel_size, args.distributed_executor_backend) == (devices, backend)

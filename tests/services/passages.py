@@ -19,15 +19,22 @@ def passages(rows: int = ROWS) -> list[dict[str, str]]:
     chosen = random.Random(7)
     weights = [1 / (1 + place) for place in range(len(WORDS))]
     texts = [" ".join(chosen.choices(WORDS, weights, k=chosen.randint(3, 30))) for _ in range(rows)]
-    return [{"id": f"p{1000 - row}", "contents": f'"number{row}"\n{text}'} for row, text in enumerate(texts)]
+    return [
+        {"id": f"p{1000 - row}", "contents": f'"number{row}"\n{text}'}
+        for row, text in enumerate(texts)
+    ]
 
 
 def write(path: Path, lines: list[Any]) -> Path:
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    path.write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
     return path
 
 
-def naive_bm25(query: str, k1: float = 0.9, b: float = 0.4, rows: int = ROWS) -> list[tuple[int, float]]:
+def naive_bm25(
+    query: str, k1: float = 0.9, b: float = 0.4, rows: int = ROWS
+) -> list[tuple[int, float]]:
     """(row, score) of all passages that have a word of the query, best first, equal ones in the order of rows."""
     texts = [passage["contents"].replace('"', " ").split() for passage in passages(rows)]
     mean = sum(map(len, texts)) / len(texts)
@@ -37,6 +44,8 @@ def naive_bm25(query: str, k1: float = 0.9, b: float = 0.4, rows: int = ROWS) ->
         for word in query.split():
             holding = sum(word in other for other in texts)
             idf = math.log(1 + (len(texts) - holding + 0.5) / (holding + 0.5))
-            score += idf * text.count(word) / (text.count(word) + k1 * (1 - b + b * len(text) / mean))
+            score += (
+                idf * text.count(word) / (text.count(word) + k1 * (1 - b + b * len(text) / mean))
+            )
         scored.append((row, score))
     return sorted((pair for pair in scored if pair[1] > 0), key=lambda pair: -pair[1])

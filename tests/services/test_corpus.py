@@ -47,7 +47,10 @@ def test_a_packed_corpus_reads_as_the_same(tmp_path: Path) -> None:
     [
         ('{"id": "1", "contents": "cut', "not JSON: Unterminated string starting at"),
         ('["a list"]', "a list, expected an object"),
-        ('{"id": "1", "text": "no title"}', "has neither contents nor title and text; it has id, text"),
+        (
+            '{"id": "1", "text": "no title"}',
+            "has neither contents nor title and text; it has id, text",
+        ),
         ("{}", "has neither contents nor title and text; it has nothing"),
         ('{"contents": 5}', "contents is 5, expected text"),
         ('{"contents": " \\n"}', 'contents is " \\n", expected text'),
@@ -68,12 +71,16 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 def test_a_corpus_without_passages_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(text)
-    with pytest.raises(ServiceError, match=r"corpus\.jsonl: there are no passages; each line is one"):
+    with pytest.raises(
+        ServiceError, match=r"corpus\.jsonl: there are no passages; each line is one"
+    ):
         read(path)
 
 
 def test_a_packed_corpus_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(LINES * 100).encode())[:-20])
-    with pytest.raises(ServiceError, match=r"corpus\.jsonl\.gz: cannot be unpacked: Compressed file ended"):
+    with pytest.raises(
+        ServiceError, match=r"corpus\.jsonl\.gz: cannot be unpacked: Compressed file ended"
+    ):
         read(path)

@@ -17,7 +17,10 @@ def track(items, **shown):
 
 def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(ServiceError, match=r"--retriever dense: .*faiss.*\. Install it: pip install 'verlite\[dense\]'"):
+    with pytest.raises(
+        ServiceError,
+        match=r"--retriever dense: .*faiss.*\. Install it: pip install 'verlite\[dense\]'",
+    ):
         Dense()
 
 
@@ -32,13 +35,28 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = str(tmp_path_factory.mktemp("encoder"))
     known = ["[PAD]", "[UNK]", "query", "passage", ":", '"', *WORDS]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=64)
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer, tokenizer.pre_tokenizer = (
+        normalizers.Lowercase(),
+        pre_tokenizers.Whitespace(),
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=64
+    )
     fast.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.5}
-    BertModel(BertConfig(vocab_size=len(known), max_position_embeddings=64, **sizes)).save_pretrained(folder)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "initializer_range": 0.5,
+    }
+    BertModel(
+        BertConfig(vocab_size=len(known), max_position_embeddings=64, **sizes)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -49,7 +67,9 @@ def embed(folder: str, text: str) -> np.ndarray:
 
     with torch.no_grad():
         states = (
-            BertModel.from_pretrained(folder).eval()(**AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")).last_hidden_state
+            BertModel.from_pretrained(folder)
+            .eval()(**AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt"))
+            .last_hidden_state
         )
     mean = states[0].mean(0).numpy()
     return mean / np.linalg.norm(mean)
@@ -60,13 +80,17 @@ def test_scores_and_order_are_the_inner_products(tmp_path: Path, encoder: str, k
     path = write(tmp_path / "corpus.jsonl", passages())
     index, loaded = Dense(encoder, kind), Dense(encoder, kind)
     open_index(path, index, tmp_path / "index", False, track)
-    vectors = np.stack([embed(encoder, f"passage: {passage['contents']}") for passage in passages()])
+    vectors = np.stack(
+        [embed(encoder, f"passage: {passage['contents']}") for passage in passages()]
+    )
     queries = ["amber birch", "feather"]
     found = index.search(queries, 4)
     for query, hits in zip(queries, found, strict=True):
         scores = vectors @ embed(encoder, f"query: {query}")
         assert [row for row, _ in hits] == np.argsort(-scores)[:4].tolist()
-        assert [score for _, score in hits] == pytest.approx(sorted(scores, reverse=True)[:4], abs=1e-5)
+        assert [score for _, score in hits] == pytest.approx(
+            sorted(scores, reverse=True)[:4], abs=1e-5
+        )
     open_index(path, loaded, tmp_path / "index", False, track)
     assert loaded.search(queries, 4) == found
     with pytest.raises(ServiceError, match=r"was made with query_prefix=query:  \(now q \)"):

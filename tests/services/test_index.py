@@ -12,7 +12,15 @@ from tests.services.passages import ROWS, WORDS, naive_bm25, passages, write
 from verlite.services.corpus import Corpus, ServiceError
 from verlite.services.index import BM25, best, open_index, tokens
 
-QUERIES = ["amber", "feather", "zephyr dragon", "amber birch canyon delta", "river river meadow", "kettle unknown", "number17 amber"]
+QUERIES = [
+    "amber",
+    "feather",
+    "zephyr dragon",
+    "amber birch canyon delta",
+    "river river meadow",
+    "kettle unknown",
+    "number17 amber",
+]
 
 
 def opened(path: Path, index: BM25, folder: Path | None = None, rebuild: bool = False) -> Corpus:
@@ -32,7 +40,9 @@ def test_scores_and_order_are_the_formulas(path: Path, settings: dict[str, float
         wanted = naive_bm25(query, **settings)
         assert len(wanted) >= 1
         assert [row for row, _ in found] == [row for row, _ in wanted], query
-        assert [score for _, score in found] == pytest.approx([score for _, score in wanted], rel=1e-5), query
+        assert [score for _, score in found] == pytest.approx(
+            [score for _, score in wanted], rel=1e-5
+        ), query
 
 
 def test_fewer_are_found_where_there_are_fewer(path: Path) -> None:
@@ -47,7 +57,10 @@ def test_fewer_are_found_where_there_are_fewer(path: Path) -> None:
 
 def test_of_equal_passages_the_first_come_first(tmp_path: Path) -> None:
     index = BM25()
-    opened(write(tmp_path / "corpus.jsonl", [{"contents": "amber"}, {"contents": "birch"}] * 300), index)
+    opened(
+        write(tmp_path / "corpus.jsonl", [{"contents": "amber"}, {"contents": "birch"}] * 300),
+        index,
+    )
     assert [row for row, _ in index.search(["birch"], 5)[0]] == [1, 3, 5, 7, 9]
 
 
@@ -65,9 +78,14 @@ def test_best_of_many_is_that_of_sorting(size: int, topk: int) -> None:
     """Few of them are above 0, and many are equal."""
     for seed in range(20):
         chosen = np.random.default_rng(seed)
-        scores = np.where(chosen.random(size) < chosen.choice([0.001, 0.05, 0.9]), chosen.integers(1, 9, size), 0).astype(np.float32)
+        scores = np.where(
+            chosen.random(size) < chosen.choice([0.001, 0.05, 0.9]), chosen.integers(1, 9, size), 0
+        ).astype(np.float32)
         scores[-1] = chosen.integers(10)
-        wanted = sorted(((row, score) for row, score in enumerate(scores.tolist()) if score > 0), key=lambda pair: -pair[1])
+        wanted = sorted(
+            ((row, score) for row, score in enumerate(scores.tolist()) if score > 0),
+            key=lambda pair: -pair[1],
+        )
         assert best(scores, topk) == wanted[:topk]
 
 
@@ -77,7 +95,10 @@ def test_best_of_many_is_that_of_sorting(size: int, topk: int) -> None:
         ("Who is the Actor?", ["who", "actor"]),
         ("Malcolm X, 1925", ["malcolm", "x", "1925"]),
         ("Beyoncé's ÉTUDES", ["beyonce", "etude"]),
-        ("cities houses trees glasses status gas bus class", ["city", "house", "tree", "glasse", "status", "gas", "bus", "class"]),
+        (
+            "cities houses trees glasses status gas bus class",
+            ["city", "house", "tree", "glasse", "status", "gas", "bus", "class"],
+        ),
         ("movies series days", ["movy", "sery", "day"]),
         ("  ,. ", []),
     ],
@@ -112,13 +133,22 @@ def test_a_packed_corpus_is_unpacked_into_the_index(path: Path, tmp_path: Path) 
         opened(packed, index, folder)
 
 
-def test_the_index_of_another_corpus_is_refused_until_it_is_rebuilt(path: Path, tmp_path: Path) -> None:
+def test_the_index_of_another_corpus_is_refused_until_it_is_rebuilt(
+    path: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "index"
     opened(path, BM25(), folder)
-    path.write_text(path.read_text().replace("amber", "ember", 1).replace("number1", "nomber11", 1).replace("number10", "nmber1", 1))
+    path.write_text(
+        path.read_text()
+        .replace("amber", "ember", 1)
+        .replace("number1", "nomber11", 1)
+        .replace("number10", "nmber1", 1)
+    )
     with pytest.raises(ServiceError) as error:
         opened(path, BM25(), folder)
-    assert f"--index {folder}: was made from another corpus than {path} as it is now" in str(error.value)
+    assert f"--index {folder}: was made from another corpus than {path} as it is now" in str(
+        error.value
+    )
     assert str(error.value).endswith("--rebuild replaces it; another --index folder keeps both")
     index = BM25()
     opened(path, index, folder, rebuild=True)
@@ -134,15 +164,21 @@ def test_a_change_that_keeps_the_size_is_another_corpus(path: Path, tmp_path: Pa
         opened(path, BM25(), tmp_path / "index")
 
 
-def test_the_index_of_other_settings_or_another_version_is_refused(path: Path, tmp_path: Path) -> None:
+def test_the_index_of_other_settings_or_another_version_is_refused(
+    path: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "index"
     opened(path, BM25(), folder)
-    with pytest.raises(ServiceError, match=r"was made with k1=0\.9 \(now 1\.5\), b=0\.4 \(now 0\.75\)\. --rebuild"):
+    with pytest.raises(
+        ServiceError, match=r"was made with k1=0\.9 \(now 1\.5\), b=0\.4 \(now 0\.75\)\. --rebuild"
+    ):
         opened(path, BM25(1.5, 0.75), folder)
     manifest = json.loads((folder / "verlite_index.json").read_text())
     manifest["index"]["library"] = "bm25s 0.0.1"
     (folder / "verlite_index.json").write_text(json.dumps(manifest | {"format": 0}))
-    with pytest.raises(ServiceError, match=r"was made with format=0 \(now 1\), library=bm25s 0\.0\.1 \(now bm25s "):
+    with pytest.raises(
+        ServiceError, match=r"was made with format=0 \(now 1\), library=bm25s 0\.0\.1 \(now bm25s "
+    ):
         opened(path, BM25(), folder)
 
 
@@ -158,7 +194,9 @@ def test_a_folder_of_other_things_is_left_alone(path: Path, tmp_path: Path, rebu
 
 @pytest.mark.parametrize("file", ["data.csc.index.npy", "vocab.index.json", "starts.npy"])
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_damaged_index_is_said_and_made_again(path: Path, tmp_path: Path, file: str, lost: bool) -> None:
+def test_a_damaged_index_is_said_and_made_again(
+    path: Path, tmp_path: Path, file: str, lost: bool
+) -> None:
     folder = tmp_path / "index"
     opened(path, BM25(), folder)
     data = (folder / file).read_bytes()
@@ -169,7 +207,9 @@ def test_a_damaged_index_is_said_and_made_again(path: Path, tmp_path: Path, file
         opened(path, BM25(), folder)
     index = BM25()
     opened(path, index, folder, rebuild=True)
-    assert [row for row, _ in index.search(["amber"], 3)[0]] == [row for row, _ in naive_bm25("amber")[:3]]
+    assert [row for row, _ in index.search(["amber"], 3)[0]] == [
+        row for row, _ in naive_bm25("amber")[:3]
+    ]
 
 
 def test_a_failed_build_leaves_the_old_index(path: Path, tmp_path: Path) -> None:
@@ -184,5 +224,7 @@ def test_a_failed_build_leaves_the_old_index(path: Path, tmp_path: Path) -> None
 
 
 def test_a_corpus_without_words_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match="no passage of the corpus has a word that can be searched for"):
+    with pytest.raises(
+        ServiceError, match="no passage of the corpus has a word that can be searched for"
+    ):
         opened(write(tmp_path / "corpus.jsonl", [{"contents": "the of ..."}]), BM25())

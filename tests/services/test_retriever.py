@@ -26,7 +26,9 @@ from verlite.services.retriever import Limits, Server, bind, make_app, url
 
 
 @contextmanager
-def serving(path: Path, change: Callable[[BM25], Index] = lambda index: index, **settings: Any) -> Iterator[str]:
+def serving(
+    path: Path, change: Callable[[BM25], Index] = lambda index: index, **settings: Any
+) -> Iterator[str]:
     """The service in a thread of this process; gives its address. `change` may put something around the index."""
     index = BM25()
     corpus = open_index(path, index, None, False, lambda items, **shown: items)
@@ -66,7 +68,10 @@ def ask(base: str, body: Any) -> Any:
 
 def wanted(query: str, topk: int = 3) -> list[dict[str, Any]]:
     documents = passages()
-    return [{"document": documents[row], "score": pytest.approx(score, rel=1e-5)} for row, score in naive_bm25(query)[:topk]]
+    return [
+        {"document": documents[row], "score": pytest.approx(score, rel=1e-5)}
+        for row, score in naive_bm25(query)[:topk]
+    ]
 
 
 def test_search_r1s_request_gets_its_answer(base: str) -> None:
@@ -86,25 +91,40 @@ def test_without_scores_the_items_are_documents(base: str) -> None:
 
 
 def test_a_single_query(base: str) -> None:
-    assert ask(base, {"query": "amber", "topk": 1, "return_scores": True}) == {"result": [wanted("amber", 1)]}
+    assert ask(base, {"query": "amber", "topk": 1, "return_scores": True}) == {
+        "result": [wanted("amber", 1)]
+    }
 
 
 def test_no_queries(base: str) -> None:
     assert ask(base, {"queries": [], "topk": 3, "return_scores": True}) == {"result": []}
 
 
-def test_topk_is_the_servers_where_the_request_does_not_say_and_may_be_more_than_there_are(path: Path) -> None:
+def test_topk_is_the_servers_where_the_request_does_not_say_and_may_be_more_than_there_are(
+    path: Path,
+) -> None:
     with serving(path, topk=5) as base:
         assert [len(found) for found in ask(base, {"queries": ["amber"]})["result"]] == [5]
-        assert [len(found) for found in ask(base, {"queries": ["amber"], "topk": None})["result"]] == [5]
-        assert ask(base, {"query": "amber", "topk": 100, "return_scores": True}) == {"result": [wanted("amber", 100)]}
-        assert CLIENT.get(f"{base}/health").json() == {"status": "ok", "documents": ROWS, "retriever": "bm25", "topk": 5}
+        assert [
+            len(found) for found in ask(base, {"queries": ["amber"], "topk": None})["result"]
+        ] == [5]
+        assert ask(base, {"query": "amber", "topk": 100, "return_scores": True}) == {
+            "result": [wanted("amber", 100)]
+        }
+        assert CLIENT.get(f"{base}/health").json() == {
+            "status": "ok",
+            "documents": ROWS,
+            "retriever": "bm25",
+            "topk": 5,
+        }
 
 
 def test_more_queries_than_are_searched_at_once_stay_in_order(path: Path) -> None:
     queries = [f"{first} {second}" for first in WORDS[:10] for second in WORDS[10:20]]
     with serving(path, max_batch=7) as base:
-        assert ask(base, {"queries": queries, "return_scores": True}) == {"result": [wanted(query) for query in queries]}
+        assert ask(base, {"queries": queries, "return_scores": True}) == {
+            "result": [wanted(query) for query in queries]
+        }
 
 
 def test_text_is_utf8(tmp_path: Path) -> None:
@@ -112,7 +132,9 @@ def test_text_is_utf8(tmp_path: Path) -> None:
     with serving(path) as base:
         answer = CLIENT.post(f"{base}/retrieve", content=json.dumps({"query": "beyonce 歌手"}))
         assert answer.headers["content-type"] == "application/json"
-        assert json.loads(answer.content.decode()) == {"result": [[{"id": "é", "contents": '"Beyoncé"\n歌手 😀'}]]}
+        assert json.loads(answer.content.decode()) == {
+            "result": [[{"id": "é", "contents": '"Beyoncé"\n歌手 😀'}]]
+        }
 
 
 class Slow:
@@ -150,9 +172,14 @@ def slow(seconds: float = 0.02) -> tuple[list[Slow], Callable[[BM25], Any]]:
 
 def test_64_clients_at_once_each_get_their_own_answers(path: Path) -> None:
     made, change = slow(0.002)
-    queries = [[f"{WORDS[i % 30]} {WORDS[(i * 7 + 3) % 30]}", WORDS[(i + 5) % 30]] for i in range(64)]
+    queries = [
+        [f"{WORDS[i % 30]} {WORDS[(i * 7 + 3) % 30]}", WORDS[(i + 5) % 30]] for i in range(64)
+    ]
     with serving(path, change, max_batch=16) as base, ThreadPoolExecutor(64) as clients:
-        bodies = [{"queries": pair, "topk": 1 + i % 4, "return_scores": i % 2 == 0} for i, pair in enumerate(queries)]
+        bodies = [
+            {"queries": pair, "topk": 1 + i % 4, "return_scores": i % 2 == 0}
+            for i, pair in enumerate(queries)
+        ]
         made[0].gate.clear()
         answering = clients.map(lambda body: ask(base, body), bodies)
         time.sleep(1.0)  # most of them wait by now
@@ -160,7 +187,11 @@ def test_64_clients_at_once_each_get_their_own_answers(path: Path) -> None:
         answers = list(answering)
     for body, answer in zip(bodies, answers, strict=True):
         items = [wanted(query, body["topk"]) for query in body["queries"]]
-        assert answer == {"result": items if body["return_scores"] else [[item["document"] for item in found] for found in items]}
+        assert answer == {
+            "result": items
+            if body["return_scores"]
+            else [[item["document"] for item in found] for found in items]
+        }
     assert made[0].at_once == 1
     assert sum(map(len, made[0].batches)) == 128
     assert len(made[0].batches) < 64, "requests that wait together are not searched together"
@@ -177,15 +208,21 @@ def test_a_large_request_keeps_neither_health_nor_small_ones_waiting(path: Path)
             assert CLIENT.get(f"{base}/health").json()["status"] == "ok"
         finally:
             made[0].gate.set()
-        assert ask(base, {"query": "birch"})["result"][0] == [item["document"] for item in wanted("birch")]
+        assert ask(base, {"query": "birch"})["result"][0] == [
+            item["document"] for item in wanted("birch")
+        ]
         assert len(large.result()["result"]) == 150
     assert "birch" in [query for batch in made[0].batches[:-1] for query in batch]
 
 
-def test_a_client_that_goes_while_it_sends_is_no_failure(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_goes_while_it_sends_is_no_failure(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(path) as base:
         with socket.create_connection(("127.0.0.1", httpx.URL(base).port)) as client:
-            client.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf of it")
+            client.sendall(
+                b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf of it"
+            )
         time.sleep(0.2)
         assert len(ask(base, {"query": "amber"})["result"]) == 1
     assert "Traceback" not in capsys.readouterr().err
@@ -235,7 +272,10 @@ class Failing(Slow):
 def test_a_failed_search_is_an_answer_and_the_service_goes_on(path: Path) -> None:
     with serving(path, lambda index: Failing(index)) as base:  # type: ignore[arg-type]
         answer = CLIENT.post(f"{base}/retrieve", json={"query": "fail"})
-        assert (answer.status_code, answer.json()) == (500, {"detail": "the search failed: MemoryError: too large"})
+        assert (answer.status_code, answer.json()) == (
+            500,
+            {"detail": "the search failed: MemoryError: too large"},
+        )
         assert ask(base, {"query": "amber", "return_scores": True}) == {"result": [wanted("amber")]}
 
 
@@ -252,8 +292,14 @@ def test_a_failed_search_is_an_answer_and_the_service_goes_on(path: Path) -> Non
         ({"queries": "amber"}, "queries is a str, expected a list of texts"),
         ({"queries": ["a", 5]}, "queries[1] is a int, expected text"),
         ({"query": ["a"]}, "query is a list, expected text"),
-        ({"queries": ["a"] * 1025}, "queries has 1025 entries, at most 1024 may be asked at a time"),
-        ({"queries": ["a", "b" * 8193]}, "queries[1] has 8193 characters, at most 8192 are allowed"),
+        (
+            {"queries": ["a"] * 1025},
+            "queries has 1025 entries, at most 1024 may be asked at a time",
+        ),
+        (
+            {"queries": ["a", "b" * 8193]},
+            "queries[1] has 8193 characters, at most 8192 are allowed",
+        ),
         (b'{"query": "\\ud83d"}', "query has half of a surrogate pair, which is no character"),
         ({"query": "a", "topk": 0}, "topk is 0, expected a whole number from 1 to 100"),
         ({"query": "a", "topk": 101}, "topk is 101, expected a whole number from 1 to 100"),
@@ -264,7 +310,9 @@ def test_a_failed_search_is_an_answer_and_the_service_goes_on(path: Path) -> Non
     ids=str,
 )
 def test_a_request_that_cannot_be_answered_is_told_why(base: str, body: Any, said: str) -> None:
-    answer = CLIENT.post(f"{base}/retrieve", content=body if isinstance(body, bytes) else json.dumps(body))
+    answer = CLIENT.post(
+        f"{base}/retrieve", content=body if isinstance(body, bytes) else json.dumps(body)
+    )
     assert answer.status_code == 422
     assert answer.json()["detail"].startswith(said)
 
@@ -280,15 +328,25 @@ def test_a_body_that_is_too_large_is_refused(path: Path) -> None:
         assert CLIENT.post(f"{base}/retrieve", content=fits).status_code == 200
         for content in (fits + " ", (fits.encode() for _ in range(10)), "x" * 100_000):
             answer = CLIENT.post(f"{base}/retrieve", content=content)
-            assert (answer.status_code, answer.json()["detail"]) == (413, "the body has more than 1000 bytes; send fewer queries at a time")
+            assert (answer.status_code, answer.json()["detail"]) == (
+                413,
+                "the body has more than 1000 bytes; send fewer queries at a time",
+            )
 
 
 def test_an_address_that_cannot_be_had_is_one_line(path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = CliRunner().invoke(command, ["serve", "retriever", "--corpus", str(path), "--port", str(port)])
-        assert (done.exit_code, done.stderr) == (1, f"--port {port}: is in use on 127.0.0.1; choose another, or 0 for any free one\n")
-    with pytest.raises(ServiceError, match=r"--host no\.such\.host\.invalid --port 0: is no address"):
+        done = CliRunner().invoke(
+            command, ["serve", "retriever", "--corpus", str(path), "--port", str(port)]
+        )
+        assert (done.exit_code, done.stderr) == (
+            1,
+            f"--port {port}: is in use on 127.0.0.1; choose another, or 0 for any free one\n",
+        )
+    with pytest.raises(
+        ServiceError, match=r"--host no\.such\.host\.invalid --port 0: is no address"
+    ):
         bind("no.such.host.invalid", 0)
     with pytest.raises(ServiceError, match=r"--host 192\.0\.2\.1 --port 0: cannot be listened on"):
         bind("192.0.2.1", 0)
@@ -301,13 +359,18 @@ def test_wrong_files_and_options_are_one_line(path: Path, tmp_path: Path) -> Non
 
     code, text = said("--corpus", str(tmp_path / "missing.jsonl"))
     assert (code, "missing.jsonl" in text, text.count("\n")) == (2, True, 1)
-    assert said("--corpus", str(path), "--rebuild") == (2, "--rebuild: has no effect without --index, which says what to rebuild\n")
+    assert said("--corpus", str(path), "--rebuild") == (
+        2,
+        "--rebuild: has no effect without --index, which says what to rebuild\n",
+    )
     write(tmp_path / "note.txt", ["mine"])
     code, text = said("--corpus", str(path), "--index", str(tmp_path))
     assert (code, "is there and is no index" in text) == (2, True)
 
 
-def test_the_command_serves_on_loopback_until_it_is_told_to_stop(path: Path, tmp_path: Path) -> None:
+def test_the_command_serves_on_loopback_until_it_is_told_to_stop(
+    path: Path, tmp_path: Path
+) -> None:
     line = [
         sys.executable,
         "-m",
@@ -321,11 +384,17 @@ def test_the_command_serves_on_loopback_until_it_is_told_to_stop(path: Path, tmp
         "--index",
         str(tmp_path / "index"),
     ]
-    process = subprocess.Popen([*line, "--k1", "1.5", "--b", "0.75", "--max-queries", "2"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*line, "--k1", "1.5", "--b", "0.75", "--max-queries", "2"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         ready = process.stdout.readline()
-        match = re.fullmatch(rf"serving {ROWS} documents \(bm25\) at (http://127\.0\.0\.1:(\d+))/retrieve\n", ready)
+        match = re.fullmatch(
+            rf"serving {ROWS} documents \(bm25\) at (http://127\.0\.0\.1:(\d+))/retrieve\n", ready
+        )
         assert match and int(match[2]) > 0, ready
         answer = ask(match[1], {"query": "amber birch", "return_scores": True})
         assert [item["score"] for item in answer["result"][0]] == [

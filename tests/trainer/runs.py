@@ -35,7 +35,9 @@ def write_sums(path: Path, rows: int, start: int = 0) -> str:
 
 def write_reward(path: Path, body: str) -> str:
     """A reward function in a file of its own."""
-    path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+    path.write_text(
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n"
+    )
     return str(path)
 
 
@@ -50,7 +52,9 @@ class Launch:
         command = [sys.executable, *program, f"trainer.default_local_dir={run_dir}", *overrides]
         environment = {**os.environ, "VERLITE_TEST_RUN": str(run_dir), "PYTHONUNBUFFERED": "1"}
         with log.open("w") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=environment
+            )
 
     def wait(self, seconds: float = 240) -> int:
         try:
@@ -78,7 +82,10 @@ class Launch:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("VERLITE_TEST_RUN") == str(self.run_dir) and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get("VERLITE_TEST_RUN") == str(self.run_dir)
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue

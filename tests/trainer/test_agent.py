@@ -21,7 +21,7 @@ from verlite.envs.step import ToolError
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
 from verlite.trainer import agent, stages
-from verlite.trainer.agent import agent_metrics, outage_is_over
+from verlite.trainer.agent import agent_metrics, wait_for_tools
 from verlite.workers.actor import policy_objective
 from verlite.workers.critic import value_objective
 
@@ -34,56 +34,126 @@ def search(**info):
 
 # source, status, error, segments, infos, invalid turns, cut observations, seconds of engine and tools, parts of the reward
 ROWS = [
-    ("nq", "done", None, [("model", 3), ("tool", 2), ("model", 2)],
-     [search(called=True, seconds=0.5, retries=1, cached=False), ANSWER], 0, 1, 2.0, 0.5, {"format_valid": 1.0}),
-    ("hotpotqa", "max_turns", None, [("model", 1), ("tool", 1), ("model", 1)],
-     [search(called=True, seconds=1.5, retries=2, cached=True), INVALID], 1, 0, 1.0, 1.5, {"format_valid": 0.0}),
-    ("nq", "error", "ToolError: down", [("model", 4), ("tool", 1), ("model", 1)],
-     [search(called=True, seconds=99.0, retries=9, cached=True)], 0, 1, 0.5, 9.0, {}),
+    (
+        "nq",
+        "done",
+        None,
+        [("model", 3), ("tool", 2), ("model", 2)],
+        [search(called=True, seconds=0.5, retries=1, cached=False), ANSWER],
+        0,
+        1,
+        2.0,
+        0.5,
+        {"format_valid": 1.0},
+    ),
+    (
+        "hotpotqa",
+        "max_turns",
+        None,
+        [("model", 1), ("tool", 1), ("model", 1)],
+        [search(called=True, seconds=1.5, retries=2, cached=True), INVALID],
+        1,
+        0,
+        1.0,
+        1.5,
+        {"format_valid": 0.0},
+    ),
+    (
+        "nq",
+        "error",
+        "ToolError: down",
+        [("model", 4), ("tool", 1), ("model", 1)],
+        [search(called=True, seconds=99.0, retries=9, cached=True)],
+        0,
+        1,
+        0.5,
+        9.0,
+        {},
+    ),
     ("nq", "length", None, [("model", 2)], [], 0, 0, 0.1, 0.0, {}),
-    ("nq", "done", None, [("model", 1), ("tool", 1), ("model", 1)], [search(error="down"), ANSWER], 0, 0, 0.1, 0.1, {}),
-]  # fmt: skip
+    (
+        "nq",
+        "done",
+        None,
+        [("model", 1), ("tool", 1), ("model", 1)],
+        [search(error="down"), ANSWER],
+        0,
+        0,
+        0.1,
+        0.1,
+        {},
+    ),
+]
 
 
 def stepped(rows=ROWS) -> DataProto:
     """A step's batch of these rows, prompts of one token."""
     lengths = torch.tensor([sum(n for _, n in row[3]) for row in rows])
-    masks = [[int(who == "model" and row[1] != "error") for who, n in row[3] for _ in range(n)] for row in rows]
+    masks = [
+        [int(who == "model" and row[1] != "error") for who, n in row[3] for _ in range(n)]
+        for row in rows
+    ]
     return DataProto.from_dict(
         {
-            "response_length": lengths, "trained_tokens": torch.tensor([sum(mask) for mask in masks]),
+            "response_length": lengths,
+            "trained_tokens": torch.tensor([sum(mask) for mask in masks]),
             "turns": torch.tensor([sum(who == "model" for who, _ in row[3]) for row in rows]),
-            "invalid_turns": torch.tensor([row[5] for row in rows]), "truncated_observations": torch.tensor([row[6] for row in rows]),
-            "gen_seconds": torch.tensor([row[7] for row in rows]), "tool_seconds": torch.tensor([row[8] for row in rows]),
+            "invalid_turns": torch.tensor([row[5] for row in rows]),
+            "truncated_observations": torch.tensor([row[6] for row in rows]),
+            "gen_seconds": torch.tensor([row[7] for row in rows]),
+            "tool_seconds": torch.tensor([row[8] for row in rows]),
         },
         {
-            "data_source": object_array([row[0] for row in rows]), "status": object_array([row[1] for row in rows]),
-            "error": object_array([row[2] for row in rows]), "segments": object_array([row[3] for row in rows]),
-            "turn_infos": object_array([row[4] for row in rows]), "reward_parts": object_array([row[9] for row in rows]),
+            "data_source": object_array([row[0] for row in rows]),
+            "status": object_array([row[1] for row in rows]),
+            "error": object_array([row[2] for row in rows]),
+            "segments": object_array([row[3] for row in rows]),
+            "turn_infos": object_array([row[4] for row in rows]),
+            "reward_parts": object_array([row[9] for row in rows]),
         },
-    )  # fmt: skip
+    )
 
 
 def test_metrics_by_hand():
     assert agent_metrics(stepped()) == pytest.approx(
         {
-            "env/status/done": 0.4, "env/status/max_turns": 0.2, "env/status/length": 0.2, "env/status/error": 0.2,
+            "env/status/done": 0.4,
+            "env/status/max_turns": 0.2,
+            "env/status/length": 0.2,
+            "env/status/error": 0.2,
             "env/tool_error_rate": 0.4,  # one that ended its sample, and one that the model was told
-            "rollout/slowest/gen_s": 0.5, "rollout/slowest/tool_s": 9.0, "rollout/slowest/tokens": 6.0,
+            "rollout/slowest/gen_s": 0.5,
+            "rollout/slowest/tool_s": 9.0,
+            "rollout/slowest/tokens": 6.0,
             # From here on without the third row. Turns 2, 2, 1, 2:
-            "env/number_of_actions/mean": 7 / 4, "env/number_of_actions/max": 2.0, "env/number_of_actions/min": 1.0,
+            "env/number_of_actions/mean": 7 / 4,
+            "env/number_of_actions/max": 2.0,
+            "env/number_of_actions/min": 1.0,
             "env/number_of_valid_action": 5 / 4,  # 2, 1, 0 (cut off) and 2
-            "env/ratio_of_valid_action": 2.5 / 4, "env/number_of_valid_search": 2 / 4, "env/finish_ratio": 2 / 4,
-            "env/tool_latency_s/mean": 1.0, "env/tool_latency_s/p95": 1.45, "env/tool_latency_s/max": 1.5,
-            "env/tool_retries": 3.0, "env/cache_hit": 0.5,
-            "env/obs_truncated": 1 / 3, "env/trainable_token_frac": 11 / 15, "env/format_valid": 0.5,
-            "env/number_of_actions/nq": 5 / 3, "env/number_of_valid_action/nq": 4 / 3, "env/ratio_of_valid_action/nq": 2 / 3,
-            "env/number_of_valid_search/nq": 1 / 3, "env/finish_ratio/nq": 2 / 3,
-            "env/number_of_actions/hotpotqa": 2.0, "env/number_of_valid_action/hotpotqa": 1.0, "env/ratio_of_valid_action/hotpotqa": 0.5,
-            "env/number_of_valid_search/hotpotqa": 1.0, "env/finish_ratio/hotpotqa": 0.0,
+            "env/ratio_of_valid_action": 2.5 / 4,
+            "env/number_of_valid_search": 2 / 4,
+            "env/finish_ratio": 2 / 4,
+            "env/tool_latency_s/mean": 1.0,
+            "env/tool_latency_s/p95": 1.45,
+            "env/tool_latency_s/max": 1.5,
+            "env/tool_retries": 3.0,
+            "env/cache_hit": 0.5,
+            "env/obs_truncated": 1 / 3,
+            "env/trainable_token_frac": 11 / 15,
+            "env/format_valid": 0.5,
+            "env/number_of_actions/nq": 5 / 3,
+            "env/number_of_valid_action/nq": 4 / 3,
+            "env/ratio_of_valid_action/nq": 2 / 3,
+            "env/number_of_valid_search/nq": 1 / 3,
+            "env/finish_ratio/nq": 2 / 3,
+            "env/number_of_actions/hotpotqa": 2.0,
+            "env/number_of_valid_action/hotpotqa": 1.0,
+            "env/ratio_of_valid_action/hotpotqa": 0.5,
+            "env/number_of_valid_search/hotpotqa": 1.0,
+            "env/finish_ratio/hotpotqa": 0.0,
         },
         rel=1e-6,
-    )  # fmt: skip
+    )
 
 
 def test_a_single_source_has_no_numbers_of_its_own_and_other_samples_change_nothing():
@@ -91,13 +161,20 @@ def test_a_single_source_has_no_numbers_of_its_own_and_other_samples_change_noth
     assert not any(key.endswith(("/nq", "/hotpotqa")) for key in alone)
     more = agent_metrics(stepped([ROWS[0], ROWS[2], ROWS[3]]))
     changed = {key for key in alone if alone[key] != more[key]}
-    assert all(key.startswith(("env/status/", "env/tool_error_rate", "rollout/slowest/")) for key in changed), changed
+    assert all(
+        key.startswith(("env/status/", "env/tool_error_rate", "rollout/slowest/"))
+        for key in changed
+    ), changed
 
 
 def test_of_failed_samples_alone_there_is_only_that_they_failed():
     metrics = agent_metrics(stepped([ROWS[2]]))
     assert metrics["env/status/error"] == 1 == metrics["env/tool_error_rate"]
-    assert not [key for key in metrics if not key.startswith(("env/status/", "env/tool_error_rate", "rollout/slowest/"))]
+    assert not [
+        key
+        for key in metrics
+        if not key.startswith(("env/status/", "env/tool_error_rate", "rollout/slowest/"))
+    ]
 
 
 def test_single_turns_have_none_of_it():
@@ -111,11 +188,17 @@ def test_another_failure_than_a_tools_is_no_outage():
     assert agent_metrics(stepped(rows))["env/tool_error_rate"] == 0
 
 
-def of_turns(rows, results=None) -> DataProto:
+def trajectory_info(rows, results=None) -> DataProto:
     """What a rollout worker answers, for rows of (status, error, infos)."""
-    made = answers([([10, 11], [int(status != "error")] * 2, [-0.5, -0.5], status) for status, _, _ in rows], results=results)
+    made = answers(
+        [([10, 11], [int(status != "error")] * 2, [-0.5, -0.5], status) for status, _, _ in rows],
+        results=results,
+    )
     numbers = {name: torch.zeros(len(rows)) for name in ("gen_seconds", "tool_seconds")}
-    counts = {name: torch.zeros(len(rows), dtype=torch.int64) for name in ("invalid_turns", "truncated_observations")}
+    counts = {
+        name: torch.zeros(len(rows), dtype=torch.int64)
+        for name in ("invalid_turns", "truncated_observations")
+    }
     return made.with_batch(**numbers, **counts).with_non_tensor(
         error=object_array([error for _, error, _ in rows]),
         turn_infos=object_array([infos for *_, infos in rows]),
@@ -144,20 +227,33 @@ class Rollout:
     """Answers one generation after the other; the last one again and again."""
 
     def __init__(self, *generations, results=()):
-        self.generations, self.asked, self.slept, self.results = list(generations), [], 0, iter(results)
+        self.generations, self.asked, self.slept, self.results = (
+            list(generations),
+            [],
+            0,
+            iter(results),
+        )
 
     def generate(self, requests, sleep_after):
         self.asked.append((requests, sleep_after))
-        return of_turns(self.generations.pop(0) if len(self.generations) > 1 else self.generations[0], self.results)
+        return trajectory_info(
+            self.generations.pop(0) if len(self.generations) > 1 else self.generations[0],
+            self.results,
+        )
 
     def sleep(self):
         self.slept += 1
 
 
 def waiting(world, wait=5.0, stop=False, limit=0.4, **fields):
-    run = a_run(world=world, stop=SimpleNamespace(requested=stop), tokenizer=tiny_tokenizer(), **({"rollout": SimpleNamespace()} | fields))
+    run = a_run(
+        world=world,
+        stop=SimpleNamespace(requested=stop),
+        tokenizer=tiny_tokenizer(),
+        **({"rollout": SimpleNamespace()} | fields),
+    )
 
-    def silent_tools():
+    def tool_health():
         """Of two workers: the first one's tools always answer."""
         try:
             asyncio.run(world.check())
@@ -165,7 +261,7 @@ def waiting(world, wait=5.0, stop=False, limit=0.4, **fields):
             return [None, str(error)]
         return [None, None]
 
-    run.rollout.silent_tools = silent_tools
+    run.rollout.tool_health = tool_health
     run.config.retriever.outage_wait_s = wait
     run.config.actor_rollout_ref.rollout.max_error_rate = limit
     return run
@@ -177,36 +273,48 @@ def patience(monkeypatch):
 
 
 def assembled(rows) -> DataProto:
-    return asked([[5]] * len(rows), ["a"] * len(rows)).pop(non_tensor_batch_keys=["prompt_ids"])[1].union(of_turns(rows))
+    return (
+        asked([[5]] * len(rows), ["a"] * len(rows))
+        .pop(non_tensor_batch_keys=["prompt_ids"])[1]
+        .union(trajectory_info(rows))
+    )
 
 
-@pytest.mark.parametrize(("rows", "limit", "outage"), [
-    ([DOWN, FINE], 0.4, True), ([DOWN, FINE], 0.5, False), ([DOWN, FINE], 0.0, True), ([FINE, FINE], 0.0, False), ([TOLD, FINE], 0.4, True),
-    ([("error", "ValueError: broken", []), FINE], 0.0, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "limit", "outage"),
+    [
+        ([DOWN, FINE], 0.4, True),
+        ([DOWN, FINE], 0.5, False),
+        ([DOWN, FINE], 0.0, True),
+        ([FINE, FINE], 0.0, False),
+        ([TOLD, FINE], 0.4, True),
+        ([("error", "ValueError: broken", []), FINE], 0.0, False),
+    ],
+)
 def test_what_is_an_outage(rows, limit, outage):
     run = waiting(Tools(3), limit=limit)
-    assert outage_is_over(run, assembled(rows)) == outage
-    assert run.world.checks == (4 if outage else 0)
+    assert wait_for_tools(run, assembled(rows)) == outage
+    assert run.env_factory.checks == (4 if outage else 0)
     if outage:
         lost, back = run.display
         reason = "ToolError: gone" if rows[0] is TOLD else "ToolError: the retriever at x"
-        assert lost == f"1 of 2 samples lost their tools ({reason}); waiting up to 5 s for them" and back.startswith(
-            "the tools answer again"
+        assert (
+            lost == f"1 of 2 samples lost their tools ({reason}); waiting up to 5 s for them"
+            and back.startswith("the tools answer again")
         )
 
 
 @pytest.mark.timeout(20)
 def test_an_outage_is_waited_for_no_longer_than_said():
     run = waiting(Tools(10**9), wait=0.1)
-    assert not outage_is_over(run, assembled([DOWN]))
-    assert run.world.checks > 3 and len(run.display) == 1
+    assert not wait_for_tools(run, assembled([DOWN]))
+    assert run.env_factory.checks > 3 and len(run.display) == 1
 
 
 @pytest.mark.timeout(20)
 def test_a_stop_ends_the_waiting():
     run = waiting(Tools(10**9), wait=1e9, stop=True)
-    assert not outage_is_over(run, assembled([DOWN])) and run.world.checks == 0
+    assert not wait_for_tools(run, assembled([DOWN])) and run.env_factory.checks == 0
 
 
 def test_after_an_outage_the_same_samples_are_drawn_again():
@@ -214,8 +322,14 @@ def test_after_an_outage_the_same_samples_are_drawn_again():
     batch = stages.answered(run, asked([[5], [6]], ["a", "b"]), sleep_after=True)
     assert batch.non_tensor_batch["status"].tolist() == ["done", "done"]
     first, second = (requests.non_tensor_batch for requests, _ in run.rollout.asked)
-    assert first["sampling"].tolist() == second["sampling"].tolist() and first["prompt_ids"].tolist() == second["prompt_ids"].tolist()
-    assert [sleeps for _, sleeps in run.rollout.asked] == [False, False] and run.rollout.slept == 1, "engines sleep once it is over"
+    assert (
+        first["sampling"].tolist() == second["sampling"].tolist()
+        and first["prompt_ids"].tolist() == second["prompt_ids"].tolist()
+    )
+    assert [sleeps for _, sleeps in run.rollout.asked] == [
+        False,
+        False,
+    ] and run.rollout.slept == 1, "engines sleep once it is over"
     assert set(first) == {"prompt_ids", "sampling", "data_source", "ground_truth", "extra_info"}
 
 
@@ -232,18 +346,27 @@ def test_tools_that_answer_a_check_but_no_sample_are_not_waited_for_for_ever():
     run = waiting(Tools(0), rollout=Rollout([DOWN]))
     with pytest.raises(stages.RolloutFailures, match="100.0% .*ToolError: the retriever at x"):
         stages.generate(run, asked([[5]], ["a"]))
-    assert len(run.rollout.asked) == 4 and run.world.checks == 3, "nobody waits after the last draw"
+    assert len(run.rollout.asked) == 4 and run.env_factory.checks == 3, (
+        "nobody waits after the last draw"
+    )
 
 
 def test_a_stop_while_tools_are_awaited_leaves_the_step_unmade():
     run = waiting(Tools(10**9), stop=True, rollout=Rollout([DOWN]))
-    with pytest.raises(stages.StepUnmade):
+    with pytest.raises(stages.StepAborted):
         stages.generate(run, asked([[5]], ["a"]))
 
 
 # Votes
 
-WORDS = [([1, 1, 1, 0, 0, 1, 1], 1.0), ([1, 1, 0, 1], 0.0), ([1], 0.25), ([1, 0, 0, 0, 1, 1], 1.0), ([1, 1, 1], 0.5), ([1, 0, 1], 0.0)]
+WORDS = [
+    ([1, 1, 1, 0, 0, 1, 1], 1.0),
+    ([1, 1, 0, 1], 0.0),
+    ([1], 0.25),
+    ([1, 0, 0, 0, 1, 1], 1.0),
+    ([1, 1, 1], 0.5),
+    ([1, 0, 1], 0.0),
+]
 
 
 def valued(rows, uids, failed=(), seed=0, observed=True):
@@ -251,20 +374,39 @@ def valued(rows, uids, failed=(), seed=0, observed=True):
     observations (which carry NaN) and without them."""
     generator = torch.Generator().manual_seed(seed)
     names = ("old_log_probs", "ref_log_prob", "values", "sum_pi_squared")
-    drawn = [{name: torch.rand(sum(mask), generator=generator) for name in names} for mask, _ in rows]
+    drawn = [
+        {name: torch.rand(sum(mask), generator=generator) for name in names} for mask, _ in rows
+    ]
     baselines = torch.rand(len(rows), generator=generator)
     keep = [i for i in range(len(rows)) if i not in failed or observed is not None]
     made, columns = [], {name: [] for name in names}
     for i in keep:
         mask = rows[i][0] if observed else [m for m in rows[i][0] if m]
         status = "error" if i in failed else "done"
-        made.append(([9] * len(mask), [0] * len(mask) if i in failed else mask, [-0.5 * m for m in mask], status))
+        made.append(
+            (
+                [9] * len(mask),
+                [0] * len(mask) if i in failed else mask,
+                [-0.5 * m for m in mask],
+                status,
+            )
+        )
         for name in names:
             values = iter(drawn[i][name].tolist())
-            columns[name].append([(-next(values) if "log" in name else next(values)) if m else math.nan for m in mask])
+            columns[name].append(
+                [
+                    (-next(values) if "log" in name else next(values)) if m else math.nan
+                    for m in mask
+                ]
+            )
     scores = [RewardResult(rows[i][1]) for i in keep if i not in failed]
-    batch = a_step([[5, 6]] * len(keep), [uids[i] for i in keep], made, scores).with_batch(reward_baselines=baselines[keep])
-    ragged = {name: object_array([np.array(row, dtype=np.float32) for row in values]) for name, values in columns.items()}
+    batch = a_step([[5, 6]] * len(keep), [uids[i] for i in keep], made, scores).with_batch(
+        reward_baselines=baselines[keep]
+    )
+    ragged = {
+        name: object_array([np.array(row, dtype=np.float32) for row in values])
+        for name, values in columns.items()
+    }
     run = a_run()
     run.config.reward.max_error_rate = 1.0
     return stages.score(run, batch).with_non_tensor(**ragged)
@@ -282,7 +424,10 @@ def assert_same(got, want, estimator, kl):
 def advanced(estimator, batch, kl=False):
     run = a_run(kl=FixedKLController(0.1))
     run.config.algorithm.adv_estimator, run.config.algorithm.use_kl_in_reward = estimator, kl
-    run.config.algorithm.gamma, run.config.algorithm.lam = (1.0 if estimator == "rloo_token_kl" else 0.9), 0.8
+    run.config.algorithm.gamma, run.config.algorithm.lam = (
+        (1.0 if estimator == "rloo_token_kl" else 0.9),
+        0.8,
+    )
     return dense(stages.advantages(run, batch), "advantages", "returns"), run.metrics
 
 
@@ -296,7 +441,10 @@ def test_a_failed_sample_is_as_if_it_had_never_been(estimator, kl):
         rest = [row for i, row in enumerate(rows) if i != lost]
         with_it = valued(rows, uids, failed=[lost])
         places = [i for i in range(len(rows)) if i != lost]
-        kept = {name: with_it.non_tensor_batch[name][places] for name in ("old_log_probs", "ref_log_prob", "values", "sum_pi_squared")}
+        kept = {
+            name: with_it.non_tensor_batch[name][places]
+            for name in ("old_log_probs", "ref_log_prob", "values", "sum_pi_squared")
+        }
         without = valued(rest, [uids[i] for i in places]).with_non_tensor(**kept)
         without = without.with_batch(reward_baselines=with_it.batch["reward_baselines"][places])
         one, told = advanced(estimator, with_it, kl)
@@ -333,58 +481,98 @@ def test_estimators_that_need_no_tokens_say_the_same_without_them(estimator, mon
     by_token, spelled_out = advanced(estimator, batch)
     for name in ("advantages", "returns", "rewards", "response_mask"):
         assert torch.equal(by_row[name], by_token[name])
-    assert by_row["advantages"].any() and told == pytest.approx({name: spelled_out[name] for name in told})
+    assert by_row["advantages"].any() and told == pytest.approx(
+        {name: spelled_out[name] for name in told}
+    )
 
 
 def test_losses_entropy_and_kl_do_not_see_observations():
     generator = torch.Generator().manual_seed(0)
     full, bare = max(len(mask) for mask, _ in WORDS), max(sum(mask) for mask, _ in WORDS)
-    names = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_prob", "values", "returns", "log_probs", "entropy", "new_values")
+    names = (
+        "advantages",
+        "old_log_probs",
+        "rollout_log_probs",
+        "ref_log_prob",
+        "values",
+        "returns",
+        "log_probs",
+        "entropy",
+        "new_values",
+    )
 
     def laid_out(observed, width):
-        columns = {name: torch.full((len(WORDS), width), 1e9 if observed else 0.0, dtype=torch.float64) for name in names}
+        columns = {
+            name: torch.full((len(WORDS), width), 1e9 if observed else 0.0, dtype=torch.float64)
+            for name in names
+        }
         marks = torch.zeros(len(WORDS), width, dtype=torch.int64)
         for i, (mask, _) in enumerate(WORDS):
-            marks[i, : len(mask) if observed else sum(mask)] = torch.tensor(mask if observed else [1] * sum(mask))
+            marks[i, : len(mask) if observed else sum(mask)] = torch.tensor(
+                mask if observed else [1] * sum(mask)
+            )
         return marks, columns
 
-    drawn = {name: torch.randn(sum(sum(mask) for mask, _ in WORDS), generator=generator).double() for name in names}
+    drawn = {
+        name: torch.randn(sum(sum(mask) for mask, _ in WORDS), generator=generator).double()
+        for name in names
+    }
     losses = []
     for observed, width in ((True, full), (False, bare)):
         marks, columns = laid_out(observed, width)
         for name in names:
             columns[name][marks.bool()] = drawn[name]
-        outputs = {name: columns.pop(name).requires_grad_() for name in ("log_probs", "entropy", "new_values")}
+        outputs = {
+            name: columns.pop(name).requires_grad_()
+            for name in ("log_probs", "entropy", "new_values")
+        }
         outputs["values"] = outputs.pop("new_values")
         rows = TensorDict({"response_mask": marks, **columns}, batch_size=[len(WORDS)])
         counts = Counts(tokens=int(marks.sum()), sequences=len(WORDS))
         settings = config(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2")
         told = []
-        for objective in (policy_objective(settings, Numbers()), value_objective(settings, Numbers())):
+        for objective in (
+            policy_objective(settings, Numbers()),
+            value_objective(settings, Numbers()),
+        ):
             loss, metrics = objective(rows, outputs, counts)
             loss.backward()
             told += [float(loss.detach()), *(float(value) for _, value in sorted(metrics.items()))]
         grads = [output.grad for output in outputs.values()]
         assert all(not grad[~marks.bool()].any() for grad in grads)
         losses.append((told, torch.cat([grad[marks.bool()] for grad in grads])))
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-12) and torch.allclose(losses[0][1], losses[1][1], rtol=1e-12, atol=0)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-12) and torch.allclose(
+        losses[0][1], losses[1][1], rtol=1e-12, atol=0
+    )
 
 
 def test_what_a_model_wrote_never_keeps_its_sample_from_being_written(tmp_path):
     """A lone surrogate, as a call's JSON can hold it, and separators at which Python's splitlines would cut a line."""
     from verlite.trainer.samples import read_samples
 
-    records = [{"response": "a\u2028b\x85c", "turn_infos": [{"query": "\ud800"}]}, {"response": "d", "turn_infos": []}]
+    records = [
+        {"response": "a\u2028b\x85c", "turn_infos": [{"query": "\ud800"}]},
+        {"response": "d", "turn_infos": []},
+    ]
     stages._write_jsonl(tmp_path / "rollouts" / "step_1.jsonl", records)
     assert read_samples(tmp_path, None)[1] == records
-    assert json.loads((tmp_path / "rollouts" / "step_1.jsonl").read_text("utf-8").split("\n")[0]) == records[0]
+    assert (
+        json.loads((tmp_path / "rollouts" / "step_1.jsonl").read_text("utf-8").split("\n")[0])
+        == records[0]
+    )
 
 
 def test_where_the_pad_token_is_the_end_token_no_real_one_is_taken_for_padding():
     """Ends of turns stand in the prompt of a chat, in the middle of a response and at its end; 0 is both here."""
-    rows = [([10, 0, 7, 0], [1, 1, 0, 1], [-0.5, -0.5, 0.0, -0.5], "done"), ([0], [1], [-0.5], "done")]
+    rows = [
+        ([10, 0, 7, 0], [1, 1, 0, 1], [-0.5, -0.5, 0.0, -0.5], "done"),
+        ([0], [1], [-0.5], "done"),
+    ]
     t = dense(a_step([[5, 0, 6, 0], [0, 5]], ["a", "b"], rows))
-    assert t["prompts"].tolist() == [[5, 0, 6, 0], [0, 0, 0, 5]] and t["responses"].tolist() == [[10, 0, 7, 0], [0, 0, 0, 0]]
+    assert t["prompts"].tolist() == [[5, 0, 6, 0], [0, 0, 0, 5]] and t["responses"].tolist() == [
+        [10, 0, 7, 0],
+        [0, 0, 0, 0],
+    ]
     assert t["attention_mask"].tolist() == [[1] * 8, [0, 0, 1, 1, 1, 0, 0, 0]]
     assert t["response_mask"].tolist() == [[1, 1, 0, 1], [1, 0, 0, 0]]
 
@@ -392,12 +580,20 @@ def test_where_the_pad_token_is_the_end_token_no_real_one_is_taken_for_padding()
 def test_validation_counts_its_last_batch_and_leaves_lost_samples_out_of_every_mean(tmp_path):
     """Three questions in batches of two; the last one's tools fail."""
     run = validated([], run_dir=tmp_path)
-    run.val_data = type("Data", (), {"__len__": lambda self: 3, "row": staticmethod(run.val_data.row)})()
-    run.world, run.tokenizer = Tools(), SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "?")
+    run.val_data = type(
+        "Data", (), {"__len__": lambda self: 3, "row": staticmethod(run.val_data.row)}
+    )()
+    run.env_factory, run.tokenizer = (
+        Tools(),
+        SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "?"),
+    )
     first = [FINE, ("max_turns", None, [search(called=True), INVALID])]
     run.rollout = Rollout(first, [DOWN], results=[RewardResult(1.0), RewardResult(0.0)])
     metrics = stages.validate(run)
     assert len(run.rollout.asked) == 2 and metrics["val-aux/error_rate"] == pytest.approx(1 / 3)
     assert metrics["val-core/sums/reward/mean@1"] == 0.5
-    assert metrics["val-aux/sums/number_of_valid_search/mean@1"] == 0.5 and metrics["val-aux/sums/finish_ratio/mean@1"] == 0.5
+    assert (
+        metrics["val-aux/sums/number_of_valid_search/mean@1"] == 0.5
+        and metrics["val-aux/sums/finish_ratio/mean@1"] == 0.5
+    )
     assert any("1 of 3 validation samples" in line and "ToolError" in line for line in run.display)

@@ -9,7 +9,7 @@ from verlite.data.dataset import PromptRow
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling, Status, Trajectory
 from verlite.trainer.batch import balance_metrics, requests, seeds, spread, update_numbers
-from verlite.workers.rollout import Told, as_columns
+from verlite.workers.rollout import DecodedResponse, as_columns
 
 
 def answers(rows, prompts=None, results=None):
@@ -17,21 +17,37 @@ def answers(rows, prompts=None, results=None):
     that did not fail, 1 where there is none."""
     prompts, left = prompts or [[5, 6]] * len(rows), iter(results or ())
     made = [
-        Trajectory(list(prompt), ids, mask, log_probs, Status(status), "Timeout" if status == "error" else None, [3], 1)
+        Trajectory(
+            list(prompt),
+            ids,
+            mask,
+            log_probs,
+            Status(status),
+            "Timeout" if status == "error" else None,
+            [3],
+            1,
+        )
         for prompt, (ids, mask, log_probs, status) in zip(prompts, rows, strict=True)
     ]
     scored = {i: next(left, RewardResult(1.0)) for i, row in enumerate(rows) if row[3] != "error"}
-    return as_columns(made, [Told("text")] * len(rows), scored, 0.0, with_turns=False)
+    return as_columns(made, [DecodedResponse("text")] * len(rows), scored, 0.0, with_turns=False)
 
 
 def asked(prompts, uids):
-    rows = [PromptRow(i, ids, [{"role": "user", "content": "?"}], "s", "1") for i, ids in enumerate(prompts)]
+    rows = [
+        PromptRow(i, ids, [{"role": "user", "content": "?"}], "s", "1")
+        for i, ids in enumerate(prompts)
+    ]
     return requests(rows, uids, [Sampling(1.0, 1.0, -1, 4)] * len(rows))
 
 
 def a_step(prompts, uids, rows, results=None):
     """The driver's batch after generation."""
-    return asked(prompts, uids).pop(non_tensor_batch_keys=["prompt_ids"])[1].union(answers(rows, prompts, results))
+    return (
+        asked(prompts, uids)
+        .pop(non_tensor_batch_keys=["prompt_ids"])[1]
+        .union(answers(rows, prompts, results))
+    )
 
 
 def test_seeds_depend_on_run_and_step_alone():
@@ -71,11 +87,19 @@ def test_balancing_spreads_each_updates_cost():
     numbers = torch.arange(8) // 4
     ranks = spread(numbers, lengths, 2, True)
     for update in (0, 1):
-        assert [sum(int(lengths[i]) for i in rows if numbers[i] == update) for rows in ranks] == [101, 101]
+        assert [sum(int(lengths[i]) for i in rows if numbers[i] == update) for rows in ranks] == [
+            101,
+            101,
+        ]
 
 
 def test_balance_metrics_by_hand():
     metrics = balance_metrics(torch.tensor([9, 7, 1, 3]), [[0, 2], [1, 3]])
     assert {key.removeprefix("global_seqlen/"): value for key, value in metrics.items()} == {
-        "min": 4, "max": 16, "minmax_diff": 12, "mean": 10, "balanced_min": 10, "balanced_max": 10,
-    }  # fmt: skip
+        "min": 4,
+        "max": 16,
+        "minmax_diff": 12,
+        "mean": 10,
+        "balanced_min": 10,
+        "balanced_max": 10,
+    }

@@ -58,7 +58,10 @@ def test_a_wrong_pointer_is_repaired_by_looking(tmp_path, pointer):
     assert path.read_text() == "3" and len(told) == 1
 
 
-@pytest.mark.parametrize("damage", [lambda f: f.write_bytes(b"weightX"), lambda f: f.write_bytes(b"weigh"), lambda f: f.unlink()])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda f: f.write_bytes(b"weightX"), lambda f: f.write_bytes(b"weigh"), lambda f: f.unlink()],
+)
 def test_a_damaged_shard_is_named_and_the_one_before_is_used(tmp_path, damage):
     save(tmp_path, 3)
     damage(save(tmp_path, 6).path / "actor" / "shard.bin")
@@ -126,4 +129,7 @@ def test_a_resume_path_must_name_a_step(tmp_path):
 
 def test_the_manifest_lists_every_file_but_itself(tmp_path):
     folder = save(tmp_path, 1).path
-    assert sorted(json.loads((folder / "manifest.json").read_text())) == ["actor/shard.bin", "state.json"]
+    assert sorted(json.loads((folder / "manifest.json").read_text())) == [
+        "actor/shard.bin",
+        "state.json",
+    ]

@@ -18,7 +18,12 @@ def test_scores_are_read_by_step_and_source(tmp_path):
     file = write(
         tmp_path / "metrics.jsonl",
         [
-            {"step": 0, "val-core/openai/gsm8k/reward/mean@1": 0.1, "val-core/toy/acc/mean@4": 0.2, "val-core/toy/acc/best@4/mean": 0.9},
+            {
+                "step": 0,
+                "val-core/openai/gsm8k/reward/mean@1": 0.1,
+                "val-core/toy/acc/mean@4": 0.2,
+                "val-core/toy/acc/best@4/mean": 0.9,
+            },
             {"step": 1, "critic/score/mean": 0.3},
             {"step": 2, "critic/score/mean": None},
             {"step": 3, "critic/score/mean": 0.5, "val-core/openai/gsm8k/reward/mean@1": 0.4},
@@ -46,21 +51,34 @@ def test_characters_stand_for_eighths_between_the_axes():
     ]
     # More points than columns: each column is a mean. Means outside of [0, 1] set the range.
     many = [(step, 10.0 * (step % 2) - 10.0 * (step >= 4)) for step in range(8)]
-    assert plot(many, width=2, height=2).splitlines() == [" 5 │█", "-5 │█", "   └──", "    0 7 step"]
+    assert plot(many, width=2, height=2).splitlines() == [
+        " 5 │█",
+        "-5 │█",
+        "   └──",
+        "    0 7 step",
+    ]
     assert plot([(3, 0.75)], height=2).splitlines() == ["1 │▄", "0 │█", "  └─", "   3 step"]
     assert plot([(0, 7.0), (1, 7.0)], height=2).splitlines()[:2] == ["7.5 │", "6.5 │███"]
 
 
 def test_the_picture_is_a_png(tmp_path):
-    draw(Curve([(1, 0.3), (2, 0.5)], {"toy": [(0, 0.2), (2, 0.6)]}), tmp_path / "curve.png", "a run")
+    draw(
+        Curve([(1, 0.3), (2, 0.5)], {"toy": [(0, 0.2), (2, 0.6)]}), tmp_path / "curve.png", "a run"
+    )
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_shows_a_run_and_writes_its_picture(tmp_path):
-    write(tmp_path / "metrics.jsonl", [{"step": 1, "critic/score/mean": 0.25}, {"step": 2, "critic/score/mean": 0.75}])
+    write(
+        tmp_path / "metrics.jsonl",
+        [{"step": 1, "critic/score/mean": 0.25}, {"step": 2, "critic/score/mean": 0.75}],
+    )
     shown = CliRunner().invoke(app, ["curve", str(tmp_path)])
     assert shown.exit_code == 0 and "0.250 at step 1, 0.750 at step 2" in shown.output
-    assert f"wrote {tmp_path / 'reward_curve.png'}" in shown.output and (tmp_path / "reward_curve.png").exists()
+    assert (
+        f"wrote {tmp_path / 'reward_curve.png'}" in shown.output
+        and (tmp_path / "reward_curve.png").exists()
+    )
     for arguments, message in [
         ([str(tmp_path / "gone")], "gone/metrics.jsonl has no scores"),
         ([str(tmp_path), "--picture", "x.paint"], "paint"),

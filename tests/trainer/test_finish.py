@@ -14,13 +14,29 @@ from verlite.trainer.run import Run
 
 def a_run(tmp_path, **fields) -> Run:
     made = dict.fromkeys(Run.__dataclass_fields__) | {
-        "config": Config(data=DataConfig(train_files="x")), "total_steps": 5, "run_dir": tmp_path, "display": Screen(),
+        "config": Config(data=DataConfig(train_files="x")),
+        "total_steps": 5,
+        "run_dir": tmp_path,
+        "display": Screen(),
         "val_data": object(),
-        "plan": SimpleNamespace(n_devices=1, validates_first=True, placement={"actor": [0, 1]}, longest_prompt=7, longest_response=9),
+        "plan": SimpleNamespace(
+            n_devices=1,
+            validates_first=True,
+            placement={"actor": [0, 1]},
+            longest_prompt=7,
+            longest_response=9,
+        ),
         "stop": SimpleNamespace(requested=False),
-        "sampler": SimpleNamespace(epoch=0, state_dict=dict), "tracking": SimpleNamespace(log=lambda step, metrics: None),
-        "step": 0, "version": 0, "resumed_step": 0, "saved_step": 0, "failed_saves": 0, "metrics": {}, "stopwatch": Stopwatch(),
-    }  # fmt: skip
+        "sampler": SimpleNamespace(epoch=0, state_dict=dict),
+        "tracking": SimpleNamespace(log=lambda step, metrics: None),
+        "step": 0,
+        "version": 0,
+        "resumed_step": 0,
+        "saved_step": 0,
+        "failed_saves": 0,
+        "metrics": {},
+        "stopwatch": Stopwatch(),
+    }
     run = Run(**(made | fields))
     run.display.step = lambda step, metrics: None
     return run
@@ -30,10 +46,16 @@ def a_run(tmp_path, **fields) -> Run:
 def done(monkeypatch):
     """(what, step) of every validation and save."""
     happened = []
-    monkeypatch.setattr(finish, "validate", lambda run: happened.append(("validate", run.step)) or {})
+    monkeypatch.setattr(
+        finish, "validate", lambda run: happened.append(("validate", run.step)) or {}
+    )
     monkeypatch.setattr(finish, "save", lambda run: happened.append(("save", run.step)))
     monkeypatch.setattr(finish, "keep_samples", lambda run, batch: None)
-    monkeypatch.setattr(finish, "batch_metrics", lambda batch, *longest: {"perf/total_num_tokens": 1.0, "longest": longest})
+    monkeypatch.setattr(
+        finish,
+        "batch_metrics",
+        lambda batch, *longest: {"perf/total_num_tokens": 1.0, "longest": longest},
+    )
     return happened
 
 
@@ -49,7 +71,9 @@ def test_validation_and_saves_come_every_few_steps_and_at_the_end(tmp_path, done
     run.config.trainer.test_freq, run.config.trainer.save_freq = 2, 3
     finished(run)
     assert done == [("validate", 2), ("save", 3), ("validate", 4), ("validate", 5), ("save", 5)]
-    assert run.metrics["longest"] == (7, 9), "lengths are compared with those of whole samples, turns and all"
+    assert run.metrics["longest"] == (7, 9), (
+        "lengths are compared with those of whole samples, turns and all"
+    )
 
 
 def test_never_is_never_also_at_the_end(tmp_path, done):
@@ -67,9 +91,12 @@ def test_a_stop_ends_the_run_with_this_step_and_saves_it_always(tmp_path, done):
 
 
 @pytest.mark.parametrize(
-    ("resumed", "only", "validates", "trains"), [(0, False, True, True), (3, False, False, True), (3, True, True, False)]
+    ("resumed", "only", "validates", "trains"),
+    [(0, False, True, True), (3, False, False, True), (3, True, True, False)],
 )
-def test_a_run_begins_with_validation_unless_it_goes_on(tmp_path, done, resumed, only, validates, trains):
+def test_a_run_begins_with_validation_unless_it_goes_on(
+    tmp_path, done, resumed, only, validates, trains
+):
     run = a_run(tmp_path, resumed_step=resumed, step=resumed)
     run.config.trainer.val_only = only
     assert finish.start_with_validation(run) == trains
@@ -78,7 +105,10 @@ def test_a_run_begins_with_validation_unless_it_goes_on(tmp_path, done, resumed,
 
 def test_the_first_step_of_a_process_is_first_also_when_resumed(tmp_path):
     run = a_run(tmp_path, resumed_step=3, step=3)
-    assert [(step, run.first_step, run.last_step) for step in run.steps()] == [(4, True, False), (5, False, True)]
+    assert [(step, run.first_step, run.last_step) for step in run.steps()] == [
+        (4, True, False),
+        (5, False, True),
+    ]
 
 
 class Role:
@@ -110,4 +140,8 @@ def test_files_that_the_driver_does_not_see_are_missed(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "state", lambda run: {})
     run.step = 1
     finish.save(run)
-    assert "2 ranks of the actor wrote" in run.display[0] and "sees the files of 1" in run.display[0] and run.saved_step == 0
+    assert (
+        "2 ranks of the actor wrote" in run.display[0]
+        and "sees the files of 1" in run.display[0]
+        and run.saved_step == 0
+    )

@@ -16,19 +16,41 @@ from tests.trainer.runs import Launch, write_reward, write_sums
 
 GOLDEN = Path(__file__).with_name("golden")
 METHODS = {
-    "grpo": ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.01"],
-    "ppo": ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "critic.optim.lr=1e-3"],
+    "grpo": [
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_coef=0.01",
+    ],
+    "ppo": [
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        "critic.optim.lr=1e-3",
+    ],
 }
 KEPT = (
-    "critic/score/mean", "critic/rewards/mean", "critic/advantages/max", "critic/returns/mean", "critic/values/mean", "critic/vf_loss",
-    "critic/grad_norm", "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy", "actor/kl_loss", "actor/reward_kl_penalty",
-    "actor/grad_norm", "response_length/mean",
-)  # fmt: skip
+    "critic/score/mean",
+    "critic/rewards/mean",
+    "critic/advantages/max",
+    "critic/returns/mean",
+    "critic/values/mean",
+    "critic/vf_loss",
+    "critic/grad_norm",
+    "actor/pg_loss",
+    "actor/pg_clipfrac",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "actor/kl_loss",
+    "actor/reward_kl_penalty",
+    "actor/grad_norm",
+    "response_length/mean",
+)
 
 
 def machine() -> dict[str, str]:
     """What decides in which order sums of float32 are made."""
-    return {"torch": torch.__version__.split("+")[0], "cpu": torch.backends.cpu.get_cpu_capability()}
+    return {
+        "torch": torch.__version__.split("+")[0],
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def trajectory(method: str, folder: Path, model: str) -> list[dict[str, float]]:
@@ -38,14 +60,25 @@ def trajectory(method: str, folder: Path, model: str) -> list[dict[str, float]]:
     run = Launch(
         folder / method,
         [
-            f"data.train_files={write_sums(folder / 'train.parquet', 64)}", f"custom_reward_function.path={reward}",
-            f"{policy}model.path={model}", "data.train_batch_size=8", "data.max_prompt_length=8", "data.max_response_length=8",
-            f"{actor}ppo_mini_batch_size=4", f"{actor}ppo_micro_batch_size_per_gpu=3", f"{actor}optim.lr=1e-3",
-            f"{policy}rollout.name=hf", f"{policy}rollout.n=4", "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1",
-            "trainer.total_training_steps=3", "trainer.export_hf=false", *METHODS[method],
+            f"data.train_files={write_sums(folder / 'train.parquet', 64)}",
+            f"custom_reward_function.path={reward}",
+            f"{policy}model.path={model}",
+            "data.train_batch_size=8",
+            "data.max_prompt_length=8",
+            "data.max_response_length=8",
+            f"{actor}ppo_mini_batch_size=4",
+            f"{actor}ppo_micro_batch_size_per_gpu=3",
+            f"{actor}optim.lr=1e-3",
+            f"{policy}rollout.name=hf",
+            f"{policy}rollout.n=4",
+            "algorithm.adv_estimator=grpo",
+            "trainer.n_gpus_per_node=1",
+            "trainer.total_training_steps=3",
+            "trainer.export_hf=false",
+            *METHODS[method],
         ],
         folder / f"{method}.log",
-    )  # fmt: skip
+    )
     assert run.wait() == 0, run.text()
     return [{key: line[key] for key in KEPT if key in line} for line in run.metrics()]
 
@@ -55,7 +88,9 @@ def write() -> None:
         model = tiny_model(Path(folder) / "model", "qwen2")
         for method in METHODS:
             lines = [machine(), *trajectory(method, Path(folder), model)]
-            (GOLDEN / f"{method}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (GOLDEN / f"{method}.jsonl").write_text(
+                "".join(json.dumps(line) + "\n" for line in lines)
+            )
             print(GOLDEN / f"{method}.jsonl")
 
 
@@ -70,7 +105,9 @@ def test_a_run_takes_the_way_that_it_took_before(method, tmp_path, tiny_qwen2):
     assert [line.keys() for line in lines] == [line.keys() for line in golden]
     for step, (line, before) in enumerate(zip(lines, golden, strict=True), start=1):
         for key, value in line.items():
-            assert value == pytest.approx(before[key], rel=tolerance, abs=tolerance / 50), f"step {step}: {key}"
+            assert value == pytest.approx(before[key], rel=tolerance, abs=tolerance / 50), (
+                f"step {step}: {key}"
+            )
 
 
 if __name__ == "__main__":

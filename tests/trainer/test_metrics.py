@@ -23,7 +23,10 @@ def a_batch(**more) -> DataProto:
             "turns": torch.tensor([2, 1, 1, 0]),
             **more,
         },
-        {"uid": object_array(["a", "a", "b", "b"]), "status": object_array(["done", "done", "length", "error"])},
+        {
+            "uid": object_array(["a", "a", "b", "b"]),
+            "status": object_array(["done", "done", "length", "error"]),
+        },
         {"reward_error_rate": 0.0},
     )
 
@@ -32,38 +35,66 @@ def test_by_hand():
     metrics = batch_metrics(a_batch(), max_prompt_length=2, max_response_length=3)
     assert metrics == pytest.approx(
         {
-            "critic/score/mean": 5 / 3, "critic/score/max": 3, "critic/score/min": 1,
-            "reward/raw_score/mean": 3, "reward/raw_score/max": 5, "reward/raw_score/min": 2,
-            "reward/overlong_penalty/mean": -0.5, "reward/overlong_penalty/max": 0, "reward/overlong_penalty/min": -1,
-            "critic/rewards/mean": 4.5 / 3, "critic/rewards/max": 3, "critic/rewards/min": 0.5,
-            "response_length/mean": 1.5, "response_length/max": 3, "response_length/min": 0,
-            "response_length/clip_ratio": 0.25, "response/aborted_ratio": 0.25,
-            "response_length_non_aborted/mean": 2, "response_length_non_aborted/max": 3, "response_length_non_aborted/min": 1,
-            "num_turns/mean": 1, "num_turns/max": 2, "num_turns/min": 0,
-            "prompt_length/mean": 1.5, "prompt_length/max": 2, "prompt_length/min": 1, "prompt_length/clip_ratio": 0.5,
-            "rollout/error_rate": 0.25, "reward/error_rate": 0, "perf/total_num_tokens": 12,
+            "critic/score/mean": 5 / 3,
+            "critic/score/max": 3,
+            "critic/score/min": 1,
+            "reward/raw_score/mean": 3,
+            "reward/raw_score/max": 5,
+            "reward/raw_score/min": 2,
+            "reward/overlong_penalty/mean": -0.5,
+            "reward/overlong_penalty/max": 0,
+            "reward/overlong_penalty/min": -1,
+            "critic/rewards/mean": 4.5 / 3,
+            "critic/rewards/max": 3,
+            "critic/rewards/min": 0.5,
+            "response_length/mean": 1.5,
+            "response_length/max": 3,
+            "response_length/min": 0,
+            "response_length/clip_ratio": 0.25,
+            "response/aborted_ratio": 0.25,
+            "response_length_non_aborted/mean": 2,
+            "response_length_non_aborted/max": 3,
+            "response_length_non_aborted/min": 1,
+            "num_turns/mean": 1,
+            "num_turns/max": 2,
+            "num_turns/min": 0,
+            "prompt_length/mean": 1.5,
+            "prompt_length/max": 2,
+            "prompt_length/min": 1,
+            "prompt_length/clip_ratio": 0.5,
+            "rollout/error_rate": 0.25,
+            "reward/error_rate": 0,
+            "perf/total_num_tokens": 12,
             "rollout/zero_variance_groups": 1,  # of b one sample is left
         }
-    )  # fmt: skip
+    )
 
 
 RETURNS = torch.tensor([[1.0, NAN, 2], [3, NAN, NAN], [4, 5, NAN], [NAN, NAN, NAN]])
-TRAINED = torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])  # in the first row the middle token is tool text
+TRAINED = torch.tensor(
+    [[1, 0, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]
+)  # in the first row the middle token is tool text
 
 
 def test_numbers_of_trained_tokens():
     metrics = token_metrics(2 * RETURNS, RETURNS, TRAINED, None)
     assert metrics == {
-        "critic/advantages/mean": 6, "critic/advantages/max": 10, "critic/advantages/min": 2,
-        "critic/returns/mean": 3, "critic/returns/max": 5, "critic/returns/min": 1,
-    }  # fmt: skip
+        "critic/advantages/mean": 6,
+        "critic/advantages/max": 10,
+        "critic/advantages/min": 2,
+        "critic/returns/mean": 3,
+        "critic/returns/max": 5,
+        "critic/returns/min": 1,
+    }
 
 
 def test_one_number_for_a_row_counts_as_often_as_the_row_has_trained_tokens():
     numbers, counts = torch.tensor([[1.0], [4], [NAN], [-2]]), torch.tensor([[3], [1], [0], [2]])
     spelled_out = torch.tensor([[1.0, 1, 1], [4, 0, 0], [0, 0, 0], [-2, -2, 0]])
     tokens = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]])
-    assert token_metrics(numbers, numbers, counts, None) == token_metrics(spelled_out, spelled_out, tokens, None)
+    assert token_metrics(numbers, numbers, counts, None) == token_metrics(
+        spelled_out, spelled_out, tokens, None
+    )
 
 
 def test_values_are_compared_with_the_returns():
@@ -76,8 +107,12 @@ def test_values_are_compared_with_the_returns():
 
 def test_nothing_is_left_of_a_batch_without_votes():
     metrics = batch_metrics(a_batch(valid=torch.zeros(4, dtype=torch.bool)), 2, 3)
-    metrics |= token_metrics(RETURNS, RETURNS, torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 3))
-    assert not any(key.startswith(("critic/", "rollout/zero", "reward/raw", "reward/over")) for key in metrics)
+    metrics |= token_metrics(
+        RETURNS, RETURNS, torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 3)
+    )
+    assert not any(
+        key.startswith(("critic/", "rollout/zero", "reward/raw", "reward/over")) for key in metrics
+    )
 
 
 def test_speed():
@@ -85,4 +120,7 @@ def test_speed():
     watch.seconds.update(step=4.0, gen=2.0, update_actor=1.0)
     metrics = speed_metrics(watch, 100.0, 50.0, n_devices=2)
     assert metrics["perf/throughput"] == 12.5 and metrics["perf/time_per_step"] == 4
-    assert metrics["timing_per_token_ms/gen"] == 40 and metrics["timing_per_token_ms/update_actor"] == 10
+    assert (
+        metrics["timing_per_token_ms/gen"] == 40
+        and metrics["timing_per_token_ms/update_actor"] == 10
+    )

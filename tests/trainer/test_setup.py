@@ -23,14 +23,19 @@ def test_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path, kind, weight, 
     run.config.algorithm.kl_ctrl.type = kind
     restore(run, Checkpoint(tmp_path / "global_step_6", 6), STATE)
     assert (run.step, run.resumed_step, run.kl.value) == (6, 6, weight)
-    assert run.version + 1 == 9, "the first sync gives the engines the saved weights under the version that they had"
+    assert run.version + 1 == 9, (
+        "the first sync gives the engines the saved weights under the version that they had"
+    )
     assert run.saved_step == (0 if moved else 6)
 
 
 def test_settings_that_give_other_numbers_are_refused_all_at_once():
     config = a_run().config
     saved = critical_settings(config) | {"data.seed": 7, "data.shuffle": False}
-    with pytest.raises(RunRefused, match=r"data.seed: 7 in the checkpoint, 42 now\n  data.shuffle: False in the checkpoint, True now"):
+    with pytest.raises(
+        RunRefused,
+        match=r"data.seed: 7 in the checkpoint, 42 now\n  data.shuffle: False in the checkpoint, True now",
+    ):
         refuse_changed_settings(config, saved)
     refuse_changed_settings(config, critical_settings(config))
     refuse_changed_settings(config, {})  # no checkpoint
@@ -40,7 +45,11 @@ def test_workers_find_the_drivers_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "policy").mkdir()
     given = a_run().config
-    given.actor_rollout_ref.model.path, given.critic.model.path, given.trainer.default_local_dir = "policy", "Qwen/Qwen2.5-0.5B", "run"
+    given.actor_rollout_ref.model.path, given.critic.model.path, given.trainer.default_local_dir = (
+        "policy",
+        "Qwen/Qwen2.5-0.5B",
+        "run",
+    )
     config = from_anywhere(given)
     assert config.actor_rollout_ref.model.path == str(tmp_path / "policy")
     assert config.critic.model.path == "Qwen/Qwen2.5-0.5B", "a name on the hub is no folder"

@@ -20,7 +20,9 @@ from verlite.main_sft import main
 from verlite.trainer.export import world_of_one
 from verlite.trainer.sft import batch_of, sft_loss, validation_loss
 
-SUMS = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(0, 24, 3) for b in range(2, 10)]
+SUMS = [
+    {"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(0, 24, 3) for b in range(2, 10)
+]
 """64 examples; prompts of 4 and 5 tokens, responses of 2 and 3."""
 
 
@@ -45,12 +47,24 @@ def transformers_loss(path, examples):
 @pytest.mark.parametrize("micro", [MicroBatching(max_tokens=4096), MicroBatching(max_tokens=17)])
 def test_the_loss_is_transformers_label_loss_with_prompts_left_out(tiny_qwen2, sums, micro):
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
-    by_hand = [(tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["response"]), tokenizer.eos_token_id]) for row in SUMS[::5]]
-    assert len({len(prompt) for prompt, _ in by_hand}) == len({len(response) for _, response in by_hand}) == 2
+    by_hand = [
+        (
+            tokenizer.encode(row["prompt"]),
+            [*tokenizer.encode(row["response"]), tokenizer.eos_token_id],
+        )
+        for row in SUMS[::5]
+    ]
+    assert (
+        len({len(prompt) for prompt, _ in by_hand})
+        == len({len(response) for _, response in by_hand})
+        == 2
+    )
     expected = transformers_loss(tiny_qwen2, by_hand)
     examples = read_examples(str(sums), tokenizer, SFTDataConfig())[::5]
     with world_of_one():
-        engine = TrainEngine(ModelConfig(path=tiny_qwen2), FSDPConfig(), OptimConfig(lr=1e-3), device="cpu")
+        engine = TrainEngine(
+            ModelConfig(path=tiny_qwen2), FSDPConfig(), OptimConfig(lr=1e-3), device="cpu"
+        )
         assert validation_loss(engine, examples, micro) == pytest.approx(expected, abs=1e-5)
         found = engine.update(batch_of(examples), micro, 1.0, sft_loss)
         assert found["loss"] == pytest.approx(expected, abs=1e-5)
@@ -60,18 +74,29 @@ def test_the_loss_is_transformers_label_loss_with_prompts_left_out(tiny_qwen2, s
 
 def run_options(sums, model, run_dir, *more):
     return [
-        f"data.train_files={sums}", f"data.val_files={sums}", f"model.path={model}", f"trainer.default_local_dir={run_dir}",
-        "data.train_batch_size=16", "optim.lr=3e-3", "optim.lr_scheduler_type=constant", "trainer.device=cpu", *more,
-    ]  # fmt: skip
+        f"data.train_files={sums}",
+        f"data.val_files={sums}",
+        f"model.path={model}",
+        f"trainer.default_local_dir={run_dir}",
+        "data.train_batch_size=16",
+        "optim.lr=3e-3",
+        "optim.lr_scheduler_type=constant",
+        "trainer.device=cpu",
+        *more,
+    ]
 
 
 def lines(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_command_learns_and_leaves_a_model_that_transformers_loads(tiny_qwen2, sums, tmp_path, capsys):
+def test_the_command_learns_and_leaves_a_model_that_transformers_loads(
+    tiny_qwen2, sums, tmp_path, capsys
+):
     run_dir = tmp_path / "run"
-    options = run_options(sums, tiny_qwen2, run_dir, "trainer.total_epochs=10", "trainer.test_freq=20")
+    options = run_options(
+        sums, tiny_qwen2, run_dir, "trainer.total_epochs=10", "trainer.test_freq=20"
+    )
     assert main(options) == 0
     steps = lines(run_dir)
     assert [line["step"] for line in steps] == list(range(1, 41)) and steps[-1]["train/epoch"] == 9
@@ -84,7 +109,15 @@ def test_the_command_learns_and_leaves_a_model_that_transformers_loads(tiny_qwen
 
 
 def test_adapters_learn_and_the_folder_has_both(tiny_qwen2, sums, tmp_path, capsys):
-    code = main(run_options(sums, tiny_qwen2, tmp_path / "run", "model.lora_rank=8", "model.target_modules=[q_proj,v_proj,up_proj]"))
+    code = main(
+        run_options(
+            sums,
+            tiny_qwen2,
+            tmp_path / "run",
+            "model.lora_rank=8",
+            "model.target_modules=[q_proj,v_proj,up_proj]",
+        )
+    )
     assert code == 0, capsys.readouterr()
     losses = [line["train/loss"] for line in lines(tmp_path / "run")]
     assert losses[-1] < 0.9 * losses[0]
@@ -92,18 +125,41 @@ def test_adapters_learn_and_the_folder_has_both(tiny_qwen2, sums, tmp_path, caps
     adapter = tmp_path / "run" / "huggingface" / "lora_adapter"
     with world_of_one():
         merged, adapted = (
-            validation_loss(TrainEngine(model, FSDPConfig(), device="cpu"), examples, MicroBatching(max_tokens=4096))
-            for model in (ModelConfig(path=str(adapter.parent)), ModelConfig(path=tiny_qwen2, lora_adapter_path=str(adapter)))
+            validation_loss(
+                TrainEngine(model, FSDPConfig(), device="cpu"),
+                examples,
+                MicroBatching(max_tokens=4096),
+            )
+            for model in (
+                ModelConfig(path=str(adapter.parent)),
+                ModelConfig(path=tiny_qwen2, lora_adapter_path=str(adapter)),
+            )
         )
     assert merged == pytest.approx(adapted, abs=1e-5) and merged < losses[0]
 
 
 def test_two_ranks_learn_what_one_does(tiny_qwen2, sums, tmp_path):
-    options = ["trainer.total_training_steps=4", "trainer.test_freq=2", "data.train_batch_size=15"]  # 8 rows for one rank, 7 for the other
+    options = [
+        "trainer.total_training_steps=4",
+        "trainer.test_freq=2",
+        "data.train_batch_size=15",
+    ]  # 8 rows for one rank, 7 for the other
     assert main(run_options(sums, tiny_qwen2, tmp_path / "one", *options)) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "verlite.main_sft"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "verlite.main_sft",
+    ]
     done = subprocess.run(
-        [*command, *run_options(sums, tiny_qwen2, tmp_path / "two", *options)], capture_output=True, text=True, timeout=240
+        [*command, *run_options(sums, tiny_qwen2, tmp_path / "two", *options)],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 4/4") == 1
@@ -116,17 +172,33 @@ def test_every_wrong_key_is_told_at_once(capsys):
     with pytest.raises(ConfigError) as caught:
         compose(
             overrides=[
-                "data.train_file=x", "optim.lr=fast", "trainer.device=tpu", "data.truncation=left", "model=x",
+                "data.train_file=x",
+                "optim.lr=fast",
+                "trainer.device=tpu",
+                "data.truncation=left",
+                "model=x",
                 "model.override_config.rope_theta=1e6",
             ]
-        )  # fmt: skip
+        )
     told = {problem.key: problem for problem in caught.value.problems}
     assert set(told) == {"data.train_file", "optim.lr", "model", "model.path"}
     assert "data.train_files" in told["data.train_file"].remedy
     assert told["optim.lr"].rule == "expected number, got 'fast'"
     with pytest.raises(ConfigError) as caught:
-        compose(overrides=["data.train_files=x", "model.path=y", "trainer.device=tpu", "data.truncation=left", "trainer.test_freq=2"])
-    assert {problem.key for problem in caught.value.problems} == {"trainer.device", "data.truncation", "trainer.test_freq"}
+        compose(
+            overrides=[
+                "data.train_files=x",
+                "model.path=y",
+                "trainer.device=tpu",
+                "data.truncation=left",
+                "trainer.test_freq=2",
+            ]
+        )
+    assert {problem.key for problem in caught.value.problems} == {
+        "trainer.device",
+        "data.truncation",
+        "trainer.test_freq",
+    }
     assert main(["data.train_files=x"]) == 2
     assert "model.path" in capsys.readouterr().err
 

@@ -31,21 +31,39 @@ def a_run(**fields) -> SimpleNamespace:
     config = Config(data=DataConfig(train_files="x"), reward=Config().reward)
     config.actor_rollout_ref.model = ModelConfig(path="x")
     made = {
-        "config": config, "step": 1, "metrics": {}, "stopwatch": Stopwatch(), "display": Screen(), "first_step": True,
-        "drawn": 0, "world": None, "stop": SimpleNamespace(requested=False),
+        "config": config,
+        "step": 1,
+        "metrics": {},
+        "stopwatch": Stopwatch(),
+        "display": Screen(),
+        "first_step": True,
+        "drawn": 0,
+        "world": None,
+        "stop": SimpleNamespace(requested=False),
         "plan": SimpleNamespace(
-            critic_warmup=0, placement={"actor": [0]}, needs_old_log_probs=False, correction=RolloutCorrection(), loss_mode="vanilla",
+            critic_warmup=0,
+            placement={"actor": [0]},
+            needs_old_log_probs=False,
+            correction=RolloutCorrection(),
+            loss_mode="vanilla",
             sequence_parallel={"actor": 1, "ref": 1, "critic": 1},
-            prompts=2, samples_per_prompt=2, rows=4, gen_prompts=2, filters_groups=False, needs_greedy_baseline=False,
+            prompts=2,
+            samples_per_prompt=2,
+            batch_size=4,
+            gen_prompts=2,
+            filters_groups=False,
+            needs_greedy_baseline=False,
             reference_is_actor=False,
         ),
-    }  # fmt: skip
+    }
     return SimpleNamespace(**(made | fields))
 
 
 def a_batch(statuses=("done", "done", "done"), results=None) -> DataProto:
     """Generated rows of two tokens each, and the rewards of those that did not fail."""
-    rows = [([10, 11], [1, 1], [-0.5, -1.5], s) if s != "error" else ([], [], [], s) for s in statuses]
+    rows = [
+        ([10, 11], [1, 1], [-0.5, -1.5], s) if s != "error" else ([], [], [], s) for s in statuses
+    ]
     return a_step([[5, 6]] * len(rows), [f"u{i}" for i in range(len(rows))], rows, results)
 
 
@@ -56,10 +74,19 @@ def dense(batch, *names):
 
 def columns(**rows) -> DataProto:
     """Ragged columns of [B, 2] numbers, as a worker answers."""
-    return DataProto.from_dict({}, {name: ragged(torch.tensor(values), torch.tensor([2] * len(values))) for name, values in rows.items()})
+    return DataProto.from_dict(
+        {},
+        {
+            name: ragged(torch.tensor(values), torch.tensor([2] * len(values)))
+            for name, values in rows.items()
+        },
+    )
 
 
-GOOD, BAD = RewardResult(1.0), RewardResult(None, error="Timeout", traceback="Traceback: it took too long")
+GOOD, BAD = (
+    RewardResult(1.0),
+    RewardResult(None, error="Timeout", traceback="Traceback: it took too long"),
+)
 
 
 class Updates:
@@ -76,14 +103,16 @@ def test_the_policy_waits_for_the_critics_warm_up_which_only_a_critic_has():
     for warmup, updated in ((0, [1, 2, 3]), (3, [3])):
         run = a_run(actor=Updates())
         run.plan.critic_warmup, run.config.trainer.critic_warmup = warmup, 3
-        batch = a_batch().with_batch(mini_batch=torch.zeros(3, 1, dtype=torch.int64))
+        batch = a_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
         for run.step in (1, 2, 3):
             stages.update_actor(run, batch)
         assert run.actor.steps == updated
 
 
 def test_a_failed_greedy_answer_is_no_baseline_of_0():
-    batch = a_batch("done done done done error".split(), [RewardResult(0.25), GOOD, GOOD, RewardResult(0.5)]).with_non_tensor(
+    batch = a_batch(
+        "done done done done error".split(), [RewardResult(0.25), GOOD, GOOD, RewardResult(0.5)]
+    ).with_non_tensor(
         uid=object_array(["a", "b", "c", "a", "c"]),
         sampling=object_array([Sampling(1.0, 1.0, -1, 2)] * 3 + [Sampling(0.0, 1.0, -1, 2)] * 2),
     )
@@ -107,21 +136,34 @@ def test_a_failed_reward_takes_its_row_out_and_too_many_stop_the_run():
     scored = stages.score(run, batch)
     assert scored.batch["valid"].tolist() == [True, False, True]
     assert dense(scored)["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
-    assert scored.batch["scores"].tolist() == [1, 0, 1] and scored.non_tensor_batch["error"][1] == "reward: Timeout"
+    assert (
+        scored.batch["scores"].tolist() == [1, 0, 1]
+        and scored.non_tensor_batch["error"][1] == "reward: Timeout"
+    )
     run.config.reward.max_error_rate = 0.3
-    with pytest.raises(stages.RewardFailures, match=r"33.3% of this step's rewards failed(.|\n)*it took too long"):
+    with pytest.raises(
+        stages.RewardFailures, match=r"33.3% of this step's rewards failed(.|\n)*it took too long"
+    ):
         stages.score(run, batch)
 
 
 @pytest.mark.parametrize(("limit", "stops"), [(0.5, False), (0.3, True)])
 def test_too_many_failed_samples_stop_the_run(limit, stops):
     rows = [([10], [1], [-0.5], "done"), ([], [], [], "error"), ([11], [1], [-0.5], "length")]
-    run = a_run(rollout=SimpleNamespace(generate=lambda requests, sleep_after: answers(rows, [[5]] * 3)))
+    run = a_run(
+        rollout=SimpleNamespace(generate=lambda requests, sleep_after: answers(rows, [[5]] * 3))
+    )
     run.config.actor_rollout_ref.rollout.max_error_rate = limit
     if not stops:
-        assert stages.generate(run, asked([[5]] * 3, ["a"] * 3)).batch["valid"].tolist() == [True, False, True]
+        assert stages.generate(run, asked([[5]] * 3, ["a"] * 3)).batch["valid"].tolist() == [
+            True,
+            False,
+            True,
+        ]
         return
-    with pytest.raises(stages.RolloutFailures, match="33.3% of this step's samples.*max_error_rate=0.3.*Timeout"):
+    with pytest.raises(
+        stages.RolloutFailures, match="33.3% of this step's samples.*max_error_rate=0.3.*Timeout"
+    ):
         stages.generate(run, asked([[5]] * 3, ["a"] * 3))
 
 
@@ -130,16 +172,23 @@ def log_probs(values):
 
     def answer(batch):
         t = dense(batch, "rollout_log_probs")
-        sums = {"gap_sums": gap_rows(torch.tensor(values), t["rollout_log_probs"], t["response_mask"])}
-        return columns(old_log_probs=values).with_batch(entropy_sums=t["trained_tokens"].double(), **sums)
+        sums = {
+            "gap_sums": gap_rows(torch.tensor(values), t["rollout_log_probs"], t["response_mask"])
+        }
+        return columns(old_log_probs=values).with_batch(
+            entropy_sums=t["trained_tokens"].double(), **sums
+        )
 
     return SimpleNamespace(log_probs=answer)
 
 
 def gated(values, needed=False, bypass=False, **fields):
     run = a_run(actor=log_probs(values), **fields)
-    run.plan.needs_old_log_probs, run.plan.correction = needed, RolloutCorrection(bypass_mode=bypass)
-    batch = a_batch().with_batch(mini_batch=torch.zeros(3, 1, dtype=torch.int64))
+    run.plan.needs_old_log_probs, run.plan.correction = (
+        needed,
+        RolloutCorrection(bypass_mode=bypass),
+    )
+    batch = a_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
     return run, stages.old_log_probs(run, batch)
 
 
@@ -147,15 +196,22 @@ def test_the_start_up_gate_measures_and_where_log_probs_are_skipped_hides_them_f
     run, batch = gated([[-0.5, -1.5], [-0.5, -1.54], [-0.5, -1.5]])
     assert run.metrics["training/log_prob_gap"] == pytest.approx(0.04 / 6, rel=1e-4)
     assert run.metrics["actor/entropy"] == 1
-    assert "old_log_probs" not in batch.non_tensor_batch and "entropy_sums" not in batch.batch.keys()
+    assert (
+        "old_log_probs" not in batch.non_tensor_batch and "entropy_sums" not in batch.batch.keys()
+    )
     run, batch = gated([[-0.5, -1.5]] * 3, needed=True)
-    assert dense(batch, "old_log_probs")["old_log_probs"].tolist() == [[-0.5, -1.5]] * 3 and "entropy_sums" in batch.batch.keys()
+    assert (
+        dense(batch, "old_log_probs")["old_log_probs"].tolist() == [[-0.5, -1.5]] * 3
+        and "entropy_sums" in batch.batch.keys()
+    )
     run, batch = gated([[9.0, 9.0]] * 3, first_step=False)  # nobody is asked
     assert run.metrics == {} and "old_log_probs" not in batch.non_tensor_batch
 
 
 @pytest.mark.parametrize("first_step", [True, False])
-def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_still_measures(first_step):
+def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_still_measures(
+    first_step,
+):
     run, batch = gated([[-0.5, -1.54]] * 3, bypass=True, first_step=first_step)
     assert dense(batch, "old_log_probs")["old_log_probs"].tolist() == [[-0.5, -1.5]] * 3
     assert ("training/log_prob_gap" in run.metrics) == first_step
@@ -163,36 +219,63 @@ def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_sti
 
 
 def test_the_start_up_gate_says_where_the_gap_is():
-    with pytest.raises(stages.LogProbGap, match="2.50e-01 before the first update; .*limit=0.05.*first response token"):
+    with pytest.raises(
+        stages.LogProbGap,
+        match="2.50e-01 before the first update; .*limit=0.05.*first response token",
+    ):
         gated([[-1.0, -1.5]] * 3)
     with pytest.raises(stages.LogProbGap, match="on all tokens"):
         gated([[-0.4, -1.4]] * 3)
     with pytest.raises(stages.LogProbGap, match="no trained token.*: Timeout"):
         run = a_run(actor=log_probs([[0.0]] * 2))
-        stages.old_log_probs(run, a_batch(["error"] * 2).with_batch(mini_batch=torch.zeros(2, 1, dtype=torch.int64)))
+        stages.old_log_probs(
+            run,
+            a_batch(["error"] * 2).with_batch(
+                mini_batch_index=torch.zeros(2, 1, dtype=torch.int64)
+            ),
+        )
 
 
 @pytest.mark.parametrize("balanced", [True, False])
 def test_rows_stay_whole_on_their_way_to_the_ranks_and_back(balanced):
     """Every column of a row is a number made from the row's own, so that a row with another's reward or tokens cannot pass."""
     number, lengths = list(range(12)), [3, 9, 1, 7, 2, 8, 4, 6, 5, 9, 1, 2]
-    rows = [([100 * i + j for j in range(n)], [1] * n, [-float(i)] * n, "done") for i, n in enumerate(lengths)]
+    rows = [
+        ([100 * i + j for j in range(n)], [1] * n, [-float(i)] * n, "done")
+        for i, n in enumerate(lengths)
+    ]
     batch = a_step([[i] for i in number], [f"u{i // 2}" for i in number], rows).with_batch(
-        turns=torch.tensor(number), advantages=torch.tensor(number)[:, None] * 0.5, mini_batch=(torch.tensor(number) % 3)[:, None]
+        turns=torch.tensor(number),
+        advantages=torch.tensor(number)[:, None] * 0.5,
+        mini_batch_index=(torch.tensor(number) % 3)[:, None],
     )
     run = a_run()
     run.plan.placement, run.config.trainer.balance_batch = {"actor": [0, 1, 2]}, balanced
     sent = stages.to_ranks(run, batch, "actor", "rollout_log_probs", "values")
-    assert set(sent.non_tensor_batch) == {"prompt_ids", "response_ids", "response_mask", "rollout_log_probs"}
+    assert set(sent.non_tensor_batch) == {
+        "prompt_ids",
+        "response_ids",
+        "response_mask",
+        "rollout_log_probs",
+    }
     parts = split_rows(sent, 3)
     assert sorted(torch.cat([part.batch["turns"] for part in parts]).tolist()) == number
     for part in parts:
         for i, row in enumerate(part.batch["turns"].tolist()):
             t = dense(part[i : i + 1], "rollout_log_probs")
-            assert t["input_ids"].tolist() == [[row, *rows[row][0]]] and t["rollout_log_probs"].tolist() == [rows[row][2]]
-            assert t["advantages"].tolist() == [[row * 0.5] * lengths[row]] and t["mini_batch"].tolist() == [[row % 3]]
-    assert balanced == ([part.batch["turns"].tolist() for part in parts] != [number[i : i + 4] for i in (0, 4, 8)])
-    answered = [DataProto.from_dict({}, {"values": [[2.0 * i] for i in part.batch["turns"].tolist()]}) for part in parts]
+            assert t["input_ids"].tolist() == [[row, *rows[row][0]]] and t[
+                "rollout_log_probs"
+            ].tolist() == [rows[row][2]]
+            assert t["advantages"].tolist() == [[row * 0.5] * lengths[row]] and t[
+                "mini_batch_index"
+            ].tolist() == [[row % 3]]
+    assert balanced == (
+        [part.batch["turns"].tolist() for part in parts] != [number[i : i + 4] for i in (0, 4, 8)]
+    )
+    answered = [
+        DataProto.from_dict({}, {"values": [[2.0 * i] for i in part.batch["turns"].tolist()]})
+        for part in parts
+    ]
     back = batch.union(join_rows(answered, sent))
     assert back.non_tensor_batch["values"].tolist() == [[2.0 * i] for i in number]
     assert back.non_tensor_batch["uid"].tolist() == [f"u{i // 2}" for i in number]
@@ -202,38 +285,60 @@ def test_ranks_that_share_sequences_are_one_to_spread_over():
     """Four ranks in two groups, an update of two long rows and one of six: each group gets a long one, and each row goes once."""
     lengths = torch.tensor([9, 9, 2, 2, 2, 2, 2, 2])
     updates = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1])[:, None]
-    batch = DataProto.from_dict({"prompt_length": lengths - 1, "response_length": lengths * 0 + 1, "mini_batch": updates})
+    batch = DataProto.from_dict(
+        {
+            "prompt_length": lengths - 1,
+            "response_length": lengths * 0 + 1,
+            "mini_batch_index": updates,
+        }
+    )
     run = a_run()
     run.plan.placement, run.plan.sequence_parallel = {"actor": [0, 1, 2, 3]}, {"actor": 2}
     first, second, third, fourth = stages.to_ranks(run, batch, "actor").meta_info["assignment"]
     assert sorted([*first, *second, *third, *fourth]) == list(range(8))
     assert [len({0, 1} & {*group}) for group in ((*first, *second), (*third, *fourth))] == [1, 1]
     assert [len(rows) for rows in (first, second, third, fourth)] == [2, 2, 2, 2]
-    assert run.metrics["global_seqlen/balanced_max"] == run.metrics["global_seqlen/balanced_min"] == 15
+    assert (
+        run.metrics["global_seqlen/balanced_max"] == run.metrics["global_seqlen/balanced_min"] == 15
+    )
 
 
 def test_the_reference_is_not_the_actor():
     run = a_run(
-        reference=SimpleNamespace(log_probs=lambda batch: columns(ref_log_prob=[[-7.0, -7.0]] * len(batch))),
+        reference=SimpleNamespace(
+            log_probs=lambda batch: columns(ref_log_prob=[[-7.0, -7.0]] * len(batch))
+        ),
         actor=log_probs([[-0.5, -1.5]] * 3),
     )
     run.plan.placement["ref"] = [0]
-    batch = a_batch().with_batch(mini_batch=torch.zeros(3, 1, dtype=torch.int64))
-    assert (dense(stages.reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -7).all()
+    batch = a_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
+    assert (
+        dense(stages.reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -7
+    ).all()
     run.reference = None  # no KL term
     assert "ref_log_prob" not in stages.reference_log_probs(run, batch).non_tensor_batch
     run.plan.reference_is_actor = True  # LoRA
     run.actor.reference_log_probs = lambda batch: columns(ref_log_prob=[[-3.0, -3.0]] * len(batch))
-    assert (dense(stages.reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -3).all()
+    assert (
+        dense(stages.reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -3
+    ).all()
 
 
 def validated(results, **trainer):
     rows = [([10, 11], [1, 1], [-0.5, -1.5], "done")]
-    data = SimpleNamespace(row=lambda i: stages.PromptRow(i, [5, 6], [{"role": "user", "content": "1+1="}], "sums", "2"))
+    data = SimpleNamespace(
+        row=lambda i: stages.PromptRow(
+            i, [5, 6], [{"role": "user", "content": "1+1="}], "sums", "2"
+        )
+    )
     sequence = iter(results)
     run = a_run(
-        val_data=type("Data", (), {"__len__": lambda self: len(results), "row": staticmethod(data.row)})(),
-        rollout=SimpleNamespace(generate=lambda requests, sleep_after: answers(rows * len(requests), results=sequence)),
+        val_data=type(
+            "Data", (), {"__len__": lambda self: len(results), "row": staticmethod(data.row)}
+        )(),
+        rollout=SimpleNamespace(
+            generate=lambda requests, sleep_after: answers(rows * len(requests), results=sequence)
+        ),
         tokenizer=SimpleNamespace(decode=lambda ids: "1+1="),
         run_dir=trainer.pop("run_dir"),
     )
@@ -246,21 +351,34 @@ def validated(results, **trainer):
 def test_validation_tells_of_failures_in_any_chunk_and_shows_samples(tmp_path):
     run = validated([GOOD, BAD, RewardResult(0.0), GOOD], run_dir=tmp_path, log_val_generations=1)
     metrics = stages.validate(run)
-    assert metrics["val-core/sums/reward/mean@1"] == pytest.approx(2 / 3) and metrics["val-aux/error_rate"] == 0.25
+    assert (
+        metrics["val-core/sums/reward/mean@1"] == pytest.approx(2 / 3)
+        and metrics["val-aux/error_rate"] == 0.25
+    )
     assert metrics["val-aux/num_turns/mean"] == 1
     warned, shown = run.display
-    assert warned.startswith("1 of 4 validation samples could not be scored") and "it took too long" in warned
+    assert (
+        warned.startswith("1 of 4 validation samples could not be scored")
+        and "it took too long" in warned
+    )
     assert shown == "1+1=text  [score 1.0, expected 2]"
 
 
 @pytest.mark.parametrize(
     ("asked_for", "temperature"),
-    [({}, 0), ({"temperature": 0.7}, 0), ({"temperature": 0.7, "do_sample": True}, 0.7), ({"do_sample": True}, 0)],
+    [
+        ({}, 0),
+        ({"temperature": 0.7}, 0),
+        ({"temperature": 0.7, "do_sample": True}, 0.7),
+        ({"do_sample": True}, 0),
+    ],
 )
 def test_how_validation_samples(tmp_path, asked_for, temperature):
     """As val_kwargs say, whatever training does: greedy unless do_sample is on, and n times each prompt under one uid."""
     run = validated([GOOD] * 4, run_dir=tmp_path)
-    run.val_data = type("Data", (), {"__len__": lambda self: 2, "row": staticmethod(run.val_data.row)})()
+    run.val_data = type(
+        "Data", (), {"__len__": lambda self: 2, "row": staticmethod(run.val_data.row)}
+    )()
     val, rollout, wanted = run.config.actor_rollout_ref.rollout.val_kwargs, run.rollout.generate, []
     val.n, val.top_p, val.top_k = 2, 0.9, 7
     for key, value in asked_for.items():
@@ -275,22 +393,47 @@ def test_how_validation_samples(tmp_path, asked_for, temperature):
 
 def test_the_critic_has_mini_batches_of_its_own():
     """Actor: three updates of a row; critic: one of all three."""
-    run, batch = a_run(), a_batch().with_batch(mini_batch=torch.arange(3)[:, None], critic_mini_batch=torch.zeros(3, 1, dtype=torch.int64))
+    run, batch = (
+        a_run(),
+        a_batch().with_batch(
+            mini_batch_index=torch.arange(3)[:, None],
+            critic_mini_batch_index=torch.zeros(3, 1, dtype=torch.int64),
+        ),
+    )
     run.plan.placement["critic"] = [0]
-    assert [stages.to_ranks(run, batch, role).meta_info["updates"] for role in ("actor", "critic")] == [3, 1]
+    assert [
+        stages.to_ranks(run, batch, role).meta_info["updates"] for role in ("actor", "critic")
+    ] == [3, 1]
 
 
 def test_validation_without_any_score_is_no_validation(tmp_path):
-    with pytest.raises(stages.RewardFailures, match=r"none of the 2 validation samples(.|\n)*it took too long"):
+    with pytest.raises(
+        stages.RewardFailures, match=r"none of the 2 validation samples(.|\n)*it took too long"
+    ):
         stages.validate(validated([BAD, BAD], run_dir=tmp_path))
 
 
 def test_scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones_kept():
-    rows = [([10] * n, [1] * n, [-0.5] * n, s) for n, s in ((2, "done"), (3, "done"), (4, "length"), (1, "done"))]
-    batch, run = a_step([[5, 6]] * 4, list("abcd"), rows, [RewardResult(s) for s in (1.0, 1.0, 0.0, 9.0)]), a_run()
+    rows = [
+        ([10] * n, [1] * n, [-0.5] * n, s)
+        for n, s in ((2, "done"), (3, "done"), (4, "length"), (1, "done"))
+    ]
+    batch, run = (
+        a_step([[5, 6]] * 4, list("abcd"), rows, [RewardResult(s) for s in (1.0, 1.0, 0.0, 9.0)]),
+        a_run(),
+    )
     reward = run.config.reward
-    run.config.data.max_response_length, reward.mean, reward.std, reward.clip_range = 4, 0.5, 0.25, [-3.0, 3.0]
-    reward.overlong_buffer.enable, run.plan.overlong_buffer, reward.overlong_buffer.penalty_factor = True, 2, 0.5
+    run.config.data.max_response_length, reward.mean, reward.std, reward.clip_range = (
+        4,
+        0.5,
+        0.25,
+        [-3.0, 3.0],
+    )
+    (
+        reward.overlong_buffer.enable,
+        run.plan.overlong_buffer,
+        reward.overlong_buffer.penalty_factor,
+    ) = True, 2, 0.5
     batch = stages.score(run, batch)
     assert batch.batch["raw_scores"].tolist() == [1, 1, 0, 9]
     # (score - 0.5) / 0.25 is 2, 2, -2, 34; clipped at 3; lengths 2, 3, 4, 1 of 4 lose 0, half and all of 0.5, and 0.
@@ -302,9 +445,9 @@ def test_rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score():
     for estimator, score in (("grpo", 1.0), ("rloo_token_kl", 9.0)):
         run = a_run()
         run.config.algorithm.adv_estimator, run.config.reward.clip_range = estimator, [-1.0, 1.0]
-        batch = stages.score(run, a_batch(["done", "done"], [RewardResult(9.0), RewardResult(0.0)])).with_non_tensor(
-            uid=object_array(["a", "a"])
-        )
+        batch = stages.score(
+            run, a_batch(["done", "done"], [RewardResult(9.0), RewardResult(0.0)])
+        ).with_non_tensor(uid=object_array(["a", "a"]))
         assert batch.batch["scores"].sum().item() == score
         advantages = dense(stages.advantages(run, batch), "advantages")["advantages"]
         if estimator == "rloo_token_kl":  # 9 - 0 and 0 - 9, clipped to 1 and -1
@@ -327,7 +470,9 @@ class Engines:
 
 def filtered(scores, uids, batch=None, **settings):
     """A generation of four samples with these scores, gathered."""
-    run = settings.pop("run", None) or a_run(drawn=0, train_data=range(settings.pop("data", 8)), rollout=Engines())
+    run = settings.pop("run", None) or a_run(
+        drawn=0, train_data=range(settings.pop("data", 8)), rollout=Engines()
+    )
     run.plan.filters_groups, run.drawn = True, run.drawn + 2
     for key, value in settings.items():
         setattr(run.config.algorithm.filter_groups, key, value)
@@ -353,7 +498,9 @@ def test_dynamic_sampling_keeps_prompts_whose_samples_differ_until_the_step_is_f
 def test_dynamic_sampling_by_what_the_reward_function_says():
     _, batch = filtered([1, 0, 1, 1], ["a", "a", "b", "b"], metric="acc")
     assert list(batch.non_tensor_batch["uid"]) == ["a", "a"]
-    with pytest.raises(stages.TooFewGroups, match="metric=accuracy: .* no such number.*: score, acc"):
+    with pytest.raises(
+        stages.TooFewGroups, match="metric=accuracy: .* no such number.*: score, acc"
+    ):
         filtered([1, 0, 1, 1], ["a", "a", "b", "b"], metric="accuracy")
 
 
@@ -361,7 +508,9 @@ def test_dynamic_sampling_by_what_the_reward_function_says():
 def test_dynamic_sampling_that_never_fills_a_step_stops_the_run(limit, data, last):
     run, batch = a_run(drawn=0, train_data=range(data)), None
     for _ in range(last - 1):
-        _, batch = filtered([1, 1, 0, 0], ["a", "a", "b", "b"], batch, run=run, max_num_gen_batches=limit)
+        _, batch = filtered(
+            [1, 1, 0, 0], ["a", "a", "b", "b"], batch, run=run, max_num_gen_batches=limit
+        )
     with pytest.raises(
         stages.TooFewGroups,
         match=f"after {last} generations of 2 prompts, only 0 of data.train_batch_size=2 have samples whose score differs",
@@ -386,9 +535,14 @@ def test_without_dynamic_sampling_a_step_is_one_generation():
 
 def test_the_prompts_of_a_step_have_ids_and_seeds_of_their_own_over_generations():
     rows = [stages.PromptRow(i, [5, 6], [], "sums", "2") for i in range(2)]
-    run = a_run(train_data=SimpleNamespace(row=lambda i: rows[i]), sampler=SimpleNamespace(next_batch=lambda: [0, 1]))
+    run = a_run(
+        train_data=SimpleNamespace(row=lambda i: rows[i]),
+        sampler=SimpleNamespace(next_batch=lambda: [0, 1]),
+    )
     first, second = stages.next_prompts(run), stages.next_prompts(run)
-    assert list(first.non_tensor_batch["uid"]) == ["1-0", "1-1"] and list(second.non_tensor_batch["uid"]) == ["1-2", "1-3"]
+    assert list(first.non_tensor_batch["uid"]) == ["1-0", "1-1"] and list(
+        second.non_tensor_batch["uid"]
+    ) == ["1-2", "1-3"]
     seeds = [s.seed for part in (first, second) for s in part.non_tensor_batch["sampling"]]
     assert len(set(seeds)) == 4
 
@@ -397,26 +551,39 @@ def corrected(settings, **batch):
     """Three right answers of one prompt; the rollout's log-probs are -0.5 and -1.5, so that the second's last token has w = exp(-3)."""
     run = a_run()
     run.plan.correction, run.config.algorithm.adv_estimator = settings, "rloo"
-    scored = stages.score(a_run(), a_batch(results=[GOOD, RewardResult(0.0), GOOD])).with_non_tensor(uid=object_array(["a"] * 3))
-    return run, stages.correct(run, scored.union(columns(old_log_probs=[[-0.5, -1.5], [-0.5, -4.5], [-0.5, -1.5]])))
+    scored = stages.score(
+        a_run(), a_batch(results=[GOOD, RewardResult(0.0), GOOD])
+    ).with_non_tensor(uid=object_array(["a"] * 3))
+    return run, stages.correct(
+        run, scored.union(columns(old_log_probs=[[-0.5, -1.5], [-0.5, -4.5], [-0.5, -1.5]]))
+    )
 
 
 def test_correction_weighs_tokens():
     run, batch = corrected(RolloutCorrection())
     assert run.metrics == {} and "rollout_is_weights" not in batch.non_tensor_batch
     run, batch = corrected(RolloutCorrection("token", "0.5_2.0"))
-    assert dense(batch, "rollout_is_weights")["rollout_is_weights"].tolist() == [[1, 1], [1, 0], [1, 1]]
+    assert dense(batch, "rollout_is_weights")["rollout_is_weights"].tolist() == [
+        [1, 1],
+        [1, 0],
+        [1, 1],
+    ]
     assert not any(row.any() for row in batch.non_tensor_batch["rejected_tokens"])
     assert run.metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 6)
 
 
 def test_rejected_tokens_leave_the_loss_but_not_the_baseline():
-    for name, left in (("token_k1", [[1, 1], [1, 0], [1, 1]]), ("seq_sum_k1", [[1, 1], [0, 0], [1, 1]])):
+    for name, left in (
+        ("token_k1", [[1, 1], [1, 0], [1, 1]]),
+        ("seq_sum_k1", [[1, 1], [0, 0], [1, 1]]),
+    ):
         run, batch = corrected(RolloutCorrection(rollout_rs=name, rollout_rs_threshold="0.5_2.0"))
         assert "rollout_is_weights" not in batch.non_tensor_batch
         batch = stages.advantages(run, batch)
         t = dense(batch, "rejected_tokens")
-        assert t["response_mask"].tolist() == left and t["trained_tokens"].tolist() == [sum(row) for row in left]
+        assert t["response_mask"].tolist() == left and t["trained_tokens"].tolist() == [
+            sum(row) for row in left
+        ]
         # Leave-one-out on 1, 0, 1: the second's 0 counts in the others' baselines, whether or not it is trained on.
         assert t["advantages"].tolist() == [[0.5, 0.5], [-1.0 * m for m in left[1]], [0.5, 0.5]]
         assert t["scores"].tolist() == [1, 0, 1]
@@ -427,10 +594,15 @@ def test_rejected_tokens_leave_the_loss_but_not_the_baseline():
 def advanced(loss_mode="vanilla", truncated=False, **policy_loss):
     run = a_run()
     run.plan.loss_mode, run.config.algorithm.adv_estimator = loss_mode, "grpo"
-    run.config.algorithm.norm_adv_by_std_in_grpo, run.config.algorithm.mask_truncated = False, truncated
+    run.config.algorithm.norm_adv_by_std_in_grpo, run.config.algorithm.mask_truncated = (
+        False,
+        truncated,
+    )
     for key, value in policy_loss.items():
         setattr(run.config.actor_rollout_ref.actor.policy_loss, key, value)
-    scored = stages.score(run, a_batch(["done", "length", "done"], [RewardResult(s) for s in (1.0, 0.0, 0.5)]))
+    scored = stages.score(
+        run, a_batch(["done", "length", "done"], [RewardResult(s) for s in (1.0, 0.0, 0.5)])
+    )
     old = columns(old_log_probs=[[-0.1, -3.0], [-0.1, -1.0], [-0.1, -0.2]])
     batch = stages.advantages(run, scored.with_non_tensor(uid=object_array(["a"] * 3)).union(old))
     return run, dense(batch, "advantages", "selected_tokens")
@@ -440,10 +612,15 @@ def test_truncated_responses_count_in_the_baseline_and_nowhere_else():
     run, t = advanced(truncated=True)
     assert t["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
     assert t["advantages"].tolist() == [[0.5, 0.5], [0, 0], [0, 0]]  # less the mean of 1, 0 and 0.5
-    assert run.metrics["critic/advantages/min"] == 0 and run.metrics["critic/advantages/mean"] == 0.25
+    assert (
+        run.metrics["critic/advantages/min"] == 0 and run.metrics["critic/advantages/mean"] == 0.25
+    )
     assert run.metrics["response_length/masked_truncated_ratio"] == pytest.approx(1 / 3)
     _, t = advanced()
-    assert t["response_mask"].tolist() == [[1, 1]] * 3 and t["advantages"][1].tolist() == [-0.5, -0.5]
+    assert t["response_mask"].tolist() == [[1, 1]] * 3 and t["advantages"][1].tolist() == [
+        -0.5,
+        -0.5,
+    ]
 
 
 def test_tokens_of_high_covariance_are_chosen_over_the_whole_step():
@@ -452,5 +629,10 @@ def test_tokens_of_high_covariance_are_chosen_over_the_whole_step():
     assert t["selected_tokens"].tolist() == [[True, False], [False, True], [False, False]]
     assert "selected_tokens" not in advanced()[1].keys()
     # Of the tokens within the bounds clip_cov draws by lot, the same ones for the same seed and step.
-    draws = [advanced("clip_cov", clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4)[1]["selected_tokens"] for _ in range(2)]
+    draws = [
+        advanced("clip_cov", clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4)[1][
+            "selected_tokens"
+        ]
+        for _ in range(2)
+    ]
     assert torch.equal(*draws) and draws[0].sum() == 2

@@ -73,5 +73,13 @@ def test_wandb_offline_logs_and_finishes(tmp_path, monkeypatch):
 
 
 def test_short_names_keep_the_metric():
-    names = ["val-core/openai/gsm8k/reward/mean@1", "val-core/s/acc/best@4/mean", "val-core/s/acc/maj@4/mean"]
-    assert [short_name(name) for name in names] == ["val openai/gsm8k mean@1", "val s best@4", "val s maj@4"]
+    names = [
+        "val-core/openai/gsm8k/reward/mean@1",
+        "val-core/s/acc/best@4/mean",
+        "val-core/s/acc/maj@4/mean",
+    ]
+    assert [short_name(name) for name in names] == [
+        "val openai/gsm8k mean@1",
+        "val s best@4",
+        "val s maj@4",
+    ]

@@ -20,7 +20,13 @@ B, R = 6, 7
 class Numbers:
     """What the objectives read of a plan."""
 
-    clip_low, clip_high, loss_scale, loss_mode, correction = 0.2, 0.3, 8.0, "vanilla", RolloutCorrection()
+    clip_low, clip_high, loss_scale, loss_mode, correction = (
+        0.2,
+        0.3,
+        8.0,
+        "vanilla",
+        RolloutCorrection(),
+    )
     critic = Updates(2, 2, 1, 3, Micro(2, None), False, "token-mean")
 
 
@@ -37,10 +43,19 @@ def rows():
     mask[2] = 0  # no vote
     old = -draw().abs()
     columns = {
-        "response_mask": mask, "advantages": draw(), "old_log_probs": old, "rollout_log_probs": old + draw(0.01),
-        "ref_log_prob": old + draw(0.1), "values": draw(), "returns": draw(),
-    }  # fmt: skip
-    outputs = {"log_probs": old + draw(0.4), "entropy": draw().abs(), "values": columns["values"] + draw()}
+        "response_mask": mask,
+        "advantages": draw(),
+        "old_log_probs": old,
+        "rollout_log_probs": old + draw(0.01),
+        "ref_log_prob": old + draw(0.1),
+        "values": draw(),
+        "returns": draw(),
+    }
+    outputs = {
+        "log_probs": old + draw(0.4),
+        "entropy": draw().abs(),
+        "values": columns["values"] + draw(),
+    }
     return TensorDict(columns, batch_size=[B]), outputs
 
 
@@ -72,10 +87,20 @@ def test_the_policys_loss_by_loops(rows, parts):
     rows, outputs = rows
     tokens = tokens_of(rows)
     counts = Counts(tokens=len(tokens), sequences=5)
-    objective = policy_objective(config(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"), Numbers())
+    objective = policy_objective(
+        config(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"), Numbers()
+    )
     pg = kl = entropy = clipped = 0.0
     for i, j in tokens:
-        lp, old, ref, a = (float(t[i, j]) for t in (outputs["log_probs"], rows["old_log_probs"], rows["ref_log_prob"], rows["advantages"]))
+        lp, old, ref, a = (
+            float(t[i, j])
+            for t in (
+                outputs["log_probs"],
+                rows["old_log_probs"],
+                rows["ref_log_prob"],
+                rows["advantages"],
+            )
+        )
         ratio = math.exp(lp - old)
         loss = max(-a * ratio, -a * min(max(ratio, 0.8), 1.3))
         pg += min(loss, -a * 3.0) if a < 0 else loss
@@ -99,9 +124,14 @@ def test_a_mean_over_rows_counts_all_rows_of_the_step_that_have_a_token(rows, pa
     rows, outputs = rows
     tokens = tokens_of(rows)
     objective = policy_objective(config(loss_agg_mode=mode), Numbers())
-    total, _ = in_parts(objective, rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5), parts)
+    total, _ = in_parts(
+        objective, rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5), parts
+    )
     by_row = [[-float(rows["advantages"][t]) for t in tokens if t[0] == i] for i in range(B)]
-    expected = sum(sum(row) / (len(row) if mode.endswith("token-mean") else 1) for row in by_row if row) / 5
+    expected = (
+        sum(sum(row) / (len(row) if mode.endswith("token-mean") else 1) for row in by_row if row)
+        / 5
+    )
     assert total == pytest.approx(expected, rel=1e-6)
 
 
@@ -109,9 +139,15 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
     rows, outputs = rows
     tokens = tokens_of(rows)
     outputs["log_probs"].requires_grad_(True)
-    loss, metrics = policy_objective(config(), Numbers())(rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5))
-    assert float(loss.detach()) == pytest.approx(-sum(float(rows["advantages"][t]) for t in tokens) / len(tokens), rel=1e-6)
-    gap = sum(abs(float(outputs["log_probs"][t].detach() - rows["rollout_log_probs"][t])) for t in tokens) / len(tokens)
+    loss, metrics = policy_objective(config(), Numbers())(
+        rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5)
+    )
+    assert float(loss.detach()) == pytest.approx(
+        -sum(float(rows["advantages"][t]) for t in tokens) / len(tokens), rel=1e-6
+    )
+    gap = sum(
+        abs(float(outputs["log_probs"][t].detach() - rows["rollout_log_probs"][t])) for t in tokens
+    ) / len(tokens)
     assert gap_metrics(metrics)["training/log_prob_gap"] == pytest.approx(gap, rel=1e-6)
     entropy = sum(float(outputs["entropy"][t]) for t in tokens) / len(tokens)
     assert float(metrics["actor/entropy"]) == pytest.approx(entropy, rel=1e-6)
@@ -124,14 +160,22 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
 def test_the_critics_loss_by_loops(rows, parts):
     rows, outputs = rows
     tokens = tokens_of(rows)
-    total, metrics = in_parts(value_objective(config(), Numbers()), rows, outputs, Counts(len(tokens), 5), parts)
+    total, metrics = in_parts(
+        value_objective(config(), Numbers()), rows, outputs, Counts(len(tokens), 5), parts
+    )
     expected = 0.0
     for i, j in tokens:
-        v, old, g = float(outputs["values"][i, j]), float(rows["values"][i, j]), float(rows["returns"][i, j])
+        v, old, g = (
+            float(outputs["values"][i, j]),
+            float(rows["values"][i, j]),
+            float(rows["returns"][i, j]),
+        )
         expected += 0.5 * max((v - g) ** 2, (min(max(v, old - 0.5), old + 0.5) - g) ** 2)
     assert total == pytest.approx(expected / len(tokens), rel=1e-6)
     assert metrics["critic/vf_loss"] == pytest.approx(expected / len(tokens), rel=1e-6)
-    assert metrics["critic/vpred_mean"] == pytest.approx(sum(float(outputs["values"][t]) for t in tokens) / len(tokens), rel=1e-6)
+    assert metrics["critic/vpred_mean"] == pytest.approx(
+        sum(float(outputs["values"][t]) for t in tokens) / len(tokens), rel=1e-6
+    )
 
 
 def test_importance_weights_and_chosen_tokens_reach_the_loss(rows):
@@ -141,12 +185,25 @@ def test_importance_weights_and_chosen_tokens_reach_the_loss(rows):
     rows["rollout_is_weights"], rows["selected_tokens"] = weights, chosen
     plan = Numbers()
     plan.loss_mode = "clip_cov"
-    total, _ = in_parts(policy_objective(config(), plan), rows, outputs, Counts(len(tokens), 5), [[0, 1, 2], [3, 4, 5]])
+    total, _ = in_parts(
+        policy_objective(config(), plan),
+        rows,
+        outputs,
+        Counts(len(tokens), 5),
+        [[0, 1, 2], [3, 4, 5]],
+    )
     expected = 0.0
     for i, j in tokens:
-        lp, old, a = (float(t[i, j]) for t in (outputs["log_probs"], rows["old_log_probs"], rows["advantages"]))
+        lp, old, a = (
+            float(t[i, j])
+            for t in (outputs["log_probs"], rows["old_log_probs"], rows["advantages"])
+        )
         ratio = math.exp(lp - old)
-        expected += 0.0 if chosen[i, j] else float(weights[i, j]) * max(-a * ratio, -a * min(max(ratio, 0.8), 1.3))
+        expected += (
+            0.0
+            if chosen[i, j]
+            else float(weights[i, j]) * max(-a * ratio, -a * min(max(ratio, 0.8), 1.3))
+        )
     assert total == pytest.approx(expected / len(tokens), rel=1e-6)
 
 
@@ -161,6 +218,8 @@ def test_settings_of_a_loss_reach_it(rows):
         expected = 0.0
         for i, j in tokens_of(rows):
             ratio = math.exp(float(outputs["log_probs"][i, j] - rows["old_log_probs"][i, j]))
-            expected -= float(rows["advantages"][i, j]) * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+            expected -= (
+                float(rows["advantages"][i, j]) * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+            )
         assert losses[-1] == pytest.approx(expected / len(tokens_of(rows)), rel=1e-6)
     assert losses[0] != losses[1]

@@ -19,49 +19,77 @@ from verlite.workers.training import TrainingWorker
 
 def worker(engine) -> TrainingWorker:
     made = TrainingWorker.__new__(TrainingWorker)
-    made.config, made.engine, made._seat = Config(data=DataConfig(train_files="x")), engine, SimpleNamespace(device_kind="cpu")
+    made.config, made.engine, made._seat = (
+        Config(data=DataConfig(train_files="x")),
+        engine,
+        SimpleNamespace(device_kind="cpu"),
+    )
     return made
 
 
 def updated(steps: list[dict[str, float]]) -> dict[str, float]:
     answers = iter(steps)
     engine = SimpleNamespace(
-        onload=lambda **_: None, offload=lambda: None, step_schedule=lambda: None, update=lambda *args, **options: next(answers)
+        onload=lambda **_: None,
+        offload=lambda: None,
+        step_schedule=lambda: None,
+        update=lambda *args, **options: next(answers),
     )
     numbers = torch.arange(len(steps))[:, None]
-    batch = DataProto.from_dict({"mini_batch": numbers}).with_meta(updates=len(steps), step=3)
-    metrics = worker(engine).update_in_mini_batches("actor", batch, Updates(1, len(steps), 1, 1, Micro(1, None), False, "token-mean"), None)
+    batch = DataProto.from_dict({"mini_batch_index": numbers}).with_meta(updates=len(steps), step=3)
+    metrics = worker(engine).update_in_mini_batches(
+        "actor", batch, Updates(1, len(steps), 1, 1, Micro(1, None), False, "token-mean"), None
+    )
     return {key: value for key, value in metrics.items() if "/perf/" not in key}
 
 
 @pytest.mark.parametrize("dead", [0, 1, None])
 def test_a_mini_batch_without_votes_hides_no_metric_of_the_others(dead):
-    steps = [{"loss": 1.0, "actor/pg_loss": 1.0, "lr": 0.1}, {"loss": 3.0, "actor/pg_loss": 3.0, "lr": 0.3}]
+    steps = [
+        {"loss": 1.0, "actor/pg_loss": 1.0, "lr": 0.1},
+        {"loss": 3.0, "actor/pg_loss": 3.0, "lr": 0.3},
+    ]
     if dead is not None:
         steps[dead] = {"lr": steps[dead]["lr"]}
     mean = {0: 3.0, 1: 1.0, None: 2.0}[dead]
-    assert updated(steps) == pytest.approx({"actor/loss": mean, "actor/pg_loss": mean, "actor/lr": 0.2})
+    assert updated(steps) == pytest.approx(
+        {"actor/loss": mean, "actor/pg_loss": mean, "actor/lr": 0.2}
+    )
 
 
 def test_each_pass_over_the_rows_has_mini_batches_of_its_own_and_the_schedule_moves_once():
     calls = []
     engine = SimpleNamespace(
-        onload=lambda **_: None, offload=lambda: None, step_schedule=lambda: calls.append("schedule"),
-        update=lambda rows, micro, temperature, loss, **_: calls.append((rows.batch["number"].tolist(), temperature)) or {},
-    )  # fmt: skip
+        onload=lambda **_: None,
+        offload=lambda: None,
+        step_schedule=lambda: calls.append("schedule"),
+        update=lambda rows, micro, temperature, loss, **_: (
+            calls.append((rows.batch["number"].tolist(), temperature)) or {}
+        ),
+    )
     batch = DataProto.from_dict(
         {
             "number": torch.arange(4),
-            "mini_batch": torch.tensor([[0, 1], [0, 0], [1, 0], [1, 1]]),
-            "critic_mini_batch": torch.zeros(4, 1, dtype=torch.int64),
+            "mini_batch_index": torch.tensor([[0, 1], [0, 0], [1, 0], [1, 1]]),
+            "critic_mini_batch_index": torch.zeros(4, 1, dtype=torch.int64),
         }
     ).with_meta(step=1)
     subject = worker(engine)
     subject.config.actor_rollout_ref.rollout.temperature = 0.7
-    subject.update_in_mini_batches("actor", batch.with_meta(updates=2), Updates(1, 2, 2, 2, Micro(1, None), True, "token-mean"), None)
+    subject.update_in_mini_batches(
+        "actor",
+        batch.with_meta(updates=2),
+        Updates(1, 2, 2, 2, Micro(1, None), True, "token-mean"),
+        None,
+    )
     assert calls == [([0, 1], 0.7), ([2, 3], 0.7), ([1, 2], 0.7), ([0, 3], 0.7), "schedule"]
     calls.clear()
-    subject.update_in_mini_batches("critic", batch.with_meta(updates=1), Updates(4, 4, 1, 1, Micro(1, None), False, "token-mean"), None)
+    subject.update_in_mini_batches(
+        "critic",
+        batch.with_meta(updates=1),
+        Updates(4, 4, 1, 1, Micro(1, None), False, "token-mean"),
+        None,
+    )
     assert [call[0] for call in calls[:-1]] == [[0, 1, 2, 3]]
 
 
@@ -88,10 +116,17 @@ def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, m
         adapters.pop()
 
     subject = kind.__new__(kind)
-    subject.engine = SimpleNamespace(onload=lambda **_: None, offload=lambda: None, forward=forward, without_adapters=without_adapters)
+    subject.engine = SimpleNamespace(
+        onload=lambda **_: None,
+        offload=lambda: None,
+        forward=forward,
+        without_adapters=without_adapters,
+    )
     subject.config, micro = Config(data=DataConfig(train_files="x")), Micro(1, None)
     subject.config.actor_rollout_ref.rollout.temperature = 0.7
-    subject.plan = SimpleNamespace(log_prob_micro=micro, ref_micro=micro, value_micro=micro, needs_sum_pi_squared=False)
+    subject.plan = SimpleNamespace(
+        log_prob_micro=micro, ref_micro=micro, value_micro=micro, needs_sum_pi_squared=False
+    )
     getattr(subject, method)(thin(ROWS))
     assert seen == [expected]
 
@@ -112,14 +147,30 @@ def test_what_the_disk_refuses_is_told_and_everything_else_is_raised():
 def test_log_probs_stay_ragged_and_sums_go_to_the_driver():
     """Rows of 3 and 1 tokens, of which the middle one of the first is a tool's."""
     log_probs = torch.tensor([[-0.5, 0.0, -1.0], [-2.25, 0.0, 0.0]])
-    out = {"log_probs": log_probs, "entropy": torch.tensor([[1.0, 0, 2], [4, 0, 0]]), "sum_pi_squared": log_probs}
+    out = {
+        "log_probs": log_probs,
+        "entropy": torch.tensor([[1.0, 0, 2], [4, 0, 0]]),
+        "sum_pi_squared": log_probs,
+    }
     subject = ActorWorker.__new__(ActorWorker)
-    subject.engine = SimpleNamespace(onload=lambda **_: None, offload=lambda: None, forward=lambda *args, **_: out)
+    subject.engine = SimpleNamespace(
+        onload=lambda **_: None, offload=lambda: None, forward=lambda *args, **_: out
+    )
     subject.config = Config(data=DataConfig(train_files="x"))
     subject.plan = SimpleNamespace(log_prob_micro=Micro(1, None), needs_sum_pi_squared=True)
     out = subject.log_probs(thin(ROWS))
-    assert [row.tolist() for row in out.non_tensor_batch["old_log_probs"]] == [[-0.5, 0, -1], [-2.25]]
-    assert set(out.non_tensor_batch) == {"old_log_probs", "sum_pi_squared"} == set(ActorWorker.log_probs.__keeps__)
+    assert [row.tolist() for row in out.non_tensor_batch["old_log_probs"]] == [
+        [-0.5, 0, -1],
+        [-2.25],
+    ]
+    assert (
+        set(out.non_tensor_batch)
+        == {"old_log_probs", "sum_pi_squared"}
+        == set(ActorWorker.log_probs.__keep_remote__)
+    )
     assert out.batch["entropy_sums"].tolist() == [3, 4]
     metrics = gap_metrics(gap_totals(out.batch["gap_sums"]))
-    assert metrics["training/log_prob_gap"] == pytest.approx(0.75 / 3) and metrics["training/log_prob_gap_max"] == 0.5
+    assert (
+        metrics["training/log_prob_gap"] == pytest.approx(0.75 / 3)
+        and metrics["training/log_prob_gap_max"] == 0.5
+    )

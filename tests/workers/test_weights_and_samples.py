@@ -8,8 +8,8 @@ import torch
 
 from tests.models import tiny_tokenizer
 from verlite.config.schema import Config, DataConfig
+from verlite.envs.factory import EnvFactory
 from verlite.envs.step import Step, ToolError, encode_text
-from verlite.envs.world import World
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Completion, Sampling
@@ -38,10 +38,14 @@ def exporter(local_rank: int) -> tuple[Actor, list]:
     made.engine = SimpleNamespace(
         onload=lambda: asked.append("onload"),
         offload=lambda: asked.append("offload"),
-        export=lambda dtype, snapshot: ((name, asked.append(name) or tensor.to(dtype)) for name, tensor in WEIGHTS),
+        export=lambda dtype, snapshot: (
+            (name, asked.append(name) or tensor.to(dtype)) for name, tensor in WEIGHTS
+        ),
         fingerprint=lambda dtype: ("fingerprint in", dtype),
     )
-    made.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(sync_bucket_mb=1)))
+    made.config = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(sync_bucket_mb=1))
+    )
     made.plan = SimpleNamespace(rollout_dtype="bfloat16")
     return made, asked
 
@@ -49,19 +53,26 @@ def exporter(local_rank: int) -> tuple[Actor, list]:
 def test_one_rank_of_a_node_writes_the_engines_dtype_and_the_others_take_part():
     (first, asked), (second, gathered) = exporter(0), exporter(1)
     exports = [first.export_weights(), second.export_weights()]
-    assert gathered == asked == ["onload", "a", "b", "offload"], "gathering needs every rank, and no rank keeps memory that engines take"
-    assert [bool(e.paths) for e in exports] == [True, False] and exports[1].bytes == 0 < exports[0].bytes
+    assert gathered == asked == ["onload", "a", "b", "offload"], (
+        "gathering needs every rank, and no rank keeps memory that engines take"
+    )
+    assert [bool(e.paths) for e in exports] == [True, False] and exports[1].bytes == 0 < exports[
+        0
+    ].bytes
     assert all(e.fingerprint == ("fingerprint in", torch.bfloat16) for e in exports)
 
     told = []
     rollout = Rollout.__new__(Rollout)
     rollout.engine = SimpleNamespace(
-        wake=told.append, load_weights=lambda named, version, found: told.append((dict(named), version, found))
+        wake=told.append,
+        load_weights=lambda named, version, found: told.append((dict(named), version, found)),
     )
     elsewhere = Export("there", ["/nowhere"], 1, 0)
     rollout.load_weights([elsewhere, *exports[::-1]], 5)
     ((named, version, found),) = (one for one in told if isinstance(one, tuple))
-    assert told == ["weights", (named, version, found), "kv_cache"], "the cache takes its room when loading needs none any more"
+    assert told == ["weights", (named, version, found), "kv_cache"], (
+        "the cache takes its room when loading needs none any more"
+    )
     assert (version, found) == (5, ("fingerprint in", torch.bfloat16))
     assert all(torch.equal(named[name], tensor.bfloat16()) for name, tensor in WEIGHTS)
     with pytest.raises(RuntimeError, match="no actor rank on node here"):
@@ -104,35 +115,64 @@ class Scores:
 
 def requests(prompts, **columns):
     made = {
-        "prompt_ids": prompts, "sampling": [Sampling()] * len(prompts), "data_source": [f"s{i}" for i in range(len(prompts))],
-        "ground_truth": list(range(len(prompts))), "extra_info": [{"row": i} for i in range(len(prompts))],
-    }  # fmt: skip
-    return DataProto.from_dict({}, {name: object_array(values) for name, values in (made | columns).items()})
+        "prompt_ids": prompts,
+        "sampling": [Sampling()] * len(prompts),
+        "data_source": [f"s{i}" for i in range(len(prompts))],
+        "ground_truth": list(range(len(prompts))),
+        "extra_info": [{"row": i} for i in range(len(prompts))],
+    }
+    return DataProto.from_dict(
+        {}, {name: object_array(values) for name, values in (made | columns).items()}
+    )
 
 
 @pytest.mark.parametrize("sleep_after", [True, False])
 def test_samples_come_back_row_by_row_and_a_failure_is_one_rows(sleep_after):
     rollout = Rollout.__new__(Rollout)
-    rollout.engine, rollout.world, rollout.plan = Engine(), World(), SimpleNamespace(max_turns=0)
-    rollout.config, rollout.scorer = Config(data=DataConfig(train_files="x")), Scores(RewardResult(0.5, parts={"acc": 1.0}), FAILED)
+    rollout.engine, rollout.env_factory, rollout.plan = (
+        Engine(),
+        EnvFactory(),
+        SimpleNamespace(max_turns=0),
+    )
+    rollout.config, rollout.scorer = (
+        Config(data=DataConfig(train_files="x")),
+        Scores(RewardResult(0.5, parts={"acc": 1.0}), FAILED),
+    )
     answers = rollout.generate(requests([[7], [0], [9]]), sleep_after)
     columns = answers.non_tensor_batch
     assert [ids.tolist() for ids in columns["response_ids"]] == [[7, 7], [], [9, 9]]
     assert [mask.tolist() for mask in columns["response_mask"]] == [[1, 1], [], [1, 1]]
-    assert [log_probs.tolist() for log_probs in columns["rollout_log_probs"]] == [[-0.5, -1.5], [], [-0.5, -1.5]]
+    assert [log_probs.tolist() for log_probs in columns["rollout_log_probs"]] == [
+        [-0.5, -1.5],
+        [],
+        [-0.5, -1.5],
+    ]
     assert [ids.tolist() for ids in columns["prompt_ids"]] == [[7], [0], [9]]
     assert columns["status"].tolist() == ["done", "error", "done"]
     assert columns["error"].tolist() == [None, "ValueError: refused", "reward: Timeout"]
-    assert answers.batch["valid"].tolist() == [True, False, False] and answers.batch["raw_scores"].tolist() == [0.5, 0, 0]
-    assert columns["reward_parts"].tolist() == [{"acc": 1.0}, {}, {}] and columns["reward_traceback"].tolist() == [None, None, "it hung"]
-    lengths = {name: answers.batch[name].tolist() for name in ("prompt_length", "response_length", "trained_tokens")}
-    assert lengths == {"prompt_length": [1, 1, 1], "response_length": [2, 0, 2], "trained_tokens": [2, 0, 0]}
+    assert answers.batch["valid"].tolist() == [True, False, False] and answers.batch[
+        "raw_scores"
+    ].tolist() == [0.5, 0, 0]
+    assert columns["reward_parts"].tolist() == [{"acc": 1.0}, {}, {}] and columns[
+        "reward_traceback"
+    ].tolist() == [None, None, "it hung"]
+    lengths = {
+        name: answers.batch[name].tolist()
+        for name in ("prompt_length", "response_length", "trained_tokens")
+    }
+    assert lengths == {
+        "prompt_length": [1, 1, 1],
+        "response_length": [2, 0, 2],
+        "trained_tokens": [2, 0, 0],
+    }
     decode, heard = rollout.engine.tokenizer.decode, rollout.scorer.heard
     assert columns["text"].tolist() == [decode([7, 7]), "", decode([9, 9])]
-    assert [(item.data_source, item.solution_str, item.ground_truth, item.extra_info) for item in heard] == [
-        ("s0", decode([7, 7]), 0, {"row": 0}), ("s2", decode([9, 9]), 2, {"row": 2})
-    ]  # fmt: skip
-    assert answers.batch["weight_version"].tolist() == [3, -1, 3] and answers.batch["turns"].tolist() == [1, 0, 1]
+    assert [
+        (item.data_source, item.solution_str, item.ground_truth, item.extra_info) for item in heard
+    ] == [("s0", decode([7, 7]), 0, {"row": 0}), ("s2", decode([9, 9]), 2, {"row": 2})]
+    assert answers.batch["weight_version"].tolist() == [3, -1, 3] and answers.batch[
+        "turns"
+    ].tolist() == [1, 0, 1]
     assert rollout.engine.slept == sleep_after
     assert "segments" not in columns and "gen_seconds" not in answers.batch.keys()
 
@@ -145,13 +185,17 @@ class SlowScores(Scores):
 
 def test_the_wait_for_the_last_rewards_is_told():
     rollout = Rollout.__new__(Rollout)
-    rollout.engine, rollout.world, rollout.plan = Engine(), World(), SimpleNamespace(max_turns=0)
+    rollout.engine, rollout.env_factory, rollout.plan = (
+        Engine(),
+        EnvFactory(),
+        SimpleNamespace(max_turns=0),
+    )
     rollout.config, rollout.scorer = Config(data=DataConfig(train_files="x")), SlowScores()
     waited = rollout.generate(requests([[7]]), False).batch["reward_seconds"].tolist()
     assert len(waited) == 1 and 0.2 < waited[0] < 10
 
 
-class Echoes(World):
+class Echoes(EnvFactory):
     """Tells each sample what stands in its row; counts who is there."""
 
     def __init__(self):
@@ -184,34 +228,69 @@ class Echo:
 def test_with_turns_each_sample_has_an_environment_of_its_own_row():
     """Prompts of three tokens; sequences up to 20 leave 17 for turns and observations, which are cut to 4 tokens."""
     rollout = Rollout.__new__(Rollout)
-    rollout.engine, rollout.world = Engine(), Echoes()
+    rollout.engine, rollout.env_factory = Engine(), Echoes()
     rollout.plan = SimpleNamespace(max_turns=2, longest_sequence=20)
-    rollout.config, rollout.scorer = Config(data=DataConfig(train_files="x", max_obs_length=4)), Scores()
+    rollout.config, rollout.scorer = (
+        Config(data=DataConfig(train_files="x", max_obs_length=4)),
+        Scores(),
+    )
     rollout.encode = encode_text(rollout.engine.tokenizer)
     secrets = ["ab", "odd", "longer", "none"]
-    asked = requests([[7, 8, 9]] * 4, sampling=[Sampling(max_tokens=5, seed=1)] * 4, extra_info=[{"secret": secret} for secret in secrets])
+    asked = requests(
+        [[7, 8, 9]] * 4,
+        sampling=[Sampling(max_tokens=5, seed=1)] * 4,
+        extra_info=[{"secret": secret} for secret in secrets],
+    )
     answers = rollout.generate(asked, False)
     t, columns = answers.batch, answers.non_tensor_batch
-    assert [info["secret"] for info in rollout.world.made] == secrets and rollout.world.inside == 0
-    assert rollout.world.visits == 1, "what samples share is open while they run, and closed after them"
+    assert [
+        info["secret"] for info in rollout.env_factory.made
+    ] == secrets and rollout.env_factory.inside == 0
+    assert rollout.env_factory.visits == 1, (
+        "what samples share is open while they run, and closed after them"
+    )
     said, spoken = [7, 7], rollout.engine.tokenizer.encode
-    assert columns["response_ids"][0].tolist() == [*said, *spoken("ab"), *said, *spoken("ab"), *said]
+    assert columns["response_ids"][0].tolist() == [
+        *said,
+        *spoken("ab"),
+        *said,
+        *spoken("ab"),
+        *said,
+    ]
     assert columns["response_mask"][0].tolist() == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
-    assert columns["response_mask"][3].tolist() == [0, 0] and columns["status"].tolist() == ["max_turns"] * 3 + ["error"]
-    assert columns["segments"][2] == [("model", 2), ("tool", 4), ("model", 2), ("tool", 4), ("model", 2)]
+    assert columns["response_mask"][3].tolist() == [0, 0] and columns["status"].tolist() == [
+        "max_turns"
+    ] * 3 + ["error"]
+    assert columns["segments"][2] == [
+        ("model", 2),
+        ("tool", 4),
+        ("model", 2),
+        ("tool", 4),
+        ("model", 2),
+    ]
     assert columns["error"][3] == "ToolError: no secret"
     assert t["turns"].tolist() == [3, 3, 3, 1] and t["invalid_turns"].tolist() == [0, 3, 0, 0]
     assert t["truncated_observations"].tolist() == [0, 0, 2, 0]
-    assert [len(infos) for infos in columns["turn_infos"]] == [3, 3, 3, 0] and columns["turn_infos"][1][0] == {"secret": "odd"}
+    assert [len(infos) for infos in columns["turn_infos"]] == [3, 3, 3, 0] and columns[
+        "turn_infos"
+    ][1][0] == {"secret": "odd"}
     assert all(sampling.stop == ("!",) for sampling in rollout.engine.samplings)
     assert min(sampling.max_tokens for sampling in rollout.engine.samplings) == 5
     decode, heard = rollout.engine.tokenizer.decode, rollout.scorer.heard
-    assert columns["transcript"][0] == [("model", decode(said)), ("tool", "ab")] * 2 + [("model", decode(said))]
-    assert columns["transcript"][3] == [("model", decode(said))] and columns["text"].tolist() == [decode(said * 3)] * 3 + [""]
-    assert [item.solution_str for item in heard] == [decode(said * 3)] * 3, "not tools' words, and no failed sample"
+    assert columns["transcript"][0] == [("model", decode(said)), ("tool", "ab")] * 2 + [
+        ("model", decode(said))
+    ]
+    assert columns["transcript"][3] == [("model", decode(said))] and columns["text"].tolist() == [
+        decode(said * 3)
+    ] * 3 + [""]
+    assert [item.solution_str for item in heard] == [decode(said * 3)] * 3, (
+        "not tools' words, and no failed sample"
+    )
     told = {"segments": columns["transcript"][0], "status": "max_turns", "turns": 3}
     assert heard[0].extra_info == {"secret": "ab", "trajectory": told}
-    assert asked.non_tensor_batch["extra_info"][0] == {"secret": "ab"}, "the data's own column stays as it is"
+    assert asked.non_tensor_batch["extra_info"][0] == {"secret": "ab"}, (
+        "the data's own column stays as it is"
+    )
     rollout.plan.longest_sequence = 12  # 9 tokens: what is left for the last turn is 1
     rollout.engine.samplings.clear()
     rollout.generate(asked[:1], False)

@@ -69,7 +69,11 @@ class AdvantageInputs:
     def mask(self) -> Tensor:
         """[B, R] bool: trainable tokens of valid rows."""
         mask = self.response_mask.bool()
-        return mask if self.valid is None or self.valid.all() else mask & self.valid.bool().unsqueeze(-1)
+        return (
+            mask
+            if self.valid is None or self.valid.all()
+            else mask & self.valid.bool().unsqueeze(-1)
+        )
 
     @cached_property
     def rewards(self) -> Tensor:
@@ -105,8 +109,14 @@ class Groups:
     @classmethod
     def by_uid(cls, uid: np.ndarray, votes: Tensor) -> "Groups":
         numbers: dict[Any, int] = {}
-        group = torch.tensor([numbers.setdefault(u, len(numbers)) for u in uid], dtype=torch.int64, device=votes.device)
-        sizes = torch.zeros(len(numbers), dtype=torch.float64, device=votes.device).index_add_(0, group, votes.double())
+        group = torch.tensor(
+            [numbers.setdefault(u, len(numbers)) for u in uid],
+            dtype=torch.int64,
+            device=votes.device,
+        )
+        sizes = torch.zeros(len(numbers), dtype=torch.float64, device=votes.device).index_add_(
+            0, group, votes.double()
+        )
         return cls(group, votes, sizes)
 
     def size(self) -> Tensor:
@@ -115,7 +125,9 @@ class Groups:
 
     def sum(self, x: Tensor) -> Tensor:
         """[B] sum of `x` [B] over the voting rows of each row's group."""
-        return torch.zeros_like(self.sizes).index_add_(0, self.group, x.double().masked_fill(~self.votes, 0))[self.group]
+        return torch.zeros_like(self.sizes).index_add_(
+            0, self.group, x.double().masked_fill(~self.votes, 0)
+        )[self.group]
 
     def mean(self, x: Tensor) -> Tensor:
         """[B] mean of `x` over the voting rows of each row's group; 0 where there are none."""
@@ -132,7 +144,9 @@ class Groups:
     def max(self, x: Tensor) -> Tensor:
         """[B] largest `x` over the voting rows of each row's group; -inf where there are none."""
         lowest = torch.full_like(self.sizes, -torch.inf)
-        return lowest.scatter_reduce(0, self.group, x.double().masked_fill(~self.votes, -torch.inf), "amax")[self.group]
+        return lowest.scatter_reduce(
+            0, self.group, x.double().masked_fill(~self.votes, -torch.inf), "amax"
+        )[self.group]
 
     def std(self, x: Tensor) -> Tensor:
         """[B] unbiased standard deviation of `x` over the voting rows of each row's group; 0 with fewer than two."""
@@ -147,10 +161,14 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
 
     A row without trainable tokens gets none: its score has nowhere to go (and NaN there harms nobody).
     """
-    order = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device, dtype=torch.int32)
+    order = torch.arange(
+        1, response_mask.shape[-1] + 1, device=response_mask.device, dtype=torch.int32
+    )
     length, last = torch.where(response_mask.bool(), order, 0).max(-1, keepdim=True)
     kept = scores.to(torch.float32).unsqueeze(-1).masked_fill(length == 0, 0)
-    return torch.zeros(response_mask.shape, dtype=torch.float32, device=response_mask.device).scatter_(1, last, kept)
+    return torch.zeros(
+        response_mask.shape, dtype=torch.float32, device=response_mask.device
+    ).scatter_(1, last, kept)
 
 
 def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -163,7 +181,9 @@ def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tens
     estimator = lookup(name, ESTIMATORS, "advantage estimator")
     for wanted in REQUIRES.get(name, ()):
         if getattr(inputs, wanted) is None:
-            raise ValueError(f"adv_estimator={name} needs {wanted}, which are missing from its inputs")
+            raise ValueError(
+                f"adv_estimator={name} needs {wanted}, which are missing from its inputs"
+            )
     inputs.scores  # noqa: B018  raises for rewards that are not finite, whether or not the estimator looks at row sums
     advantages, returns = estimator(inputs)
     shape = inputs.response_mask.shape
@@ -173,7 +193,11 @@ def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tens
         )
     for kind, result in (("advantages", advantages), ("returns", returns)):
         # A sum is ten times as fast as a look at each number. What is not finite would make every weight of the model NaN.
-        rows = [] if result.sum().isfinite() else (~result.isfinite()).any(-1).nonzero().flatten().tolist()
+        rows = (
+            []
+            if result.sum().isfinite()
+            else (~result.isfinite()).any(-1).nonzero().flatten().tolist()
+        )
         if rows:
             raise ValueError(
                 f"adv_estimator={name} returned {kind} that are not finite, first in row {rows[0]} (uid {inputs.uid[rows[0]]}), in "
@@ -243,7 +267,11 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     With KL in the reward, R contains the row's whole KL; rloo_token_kl is OpenRLHF's form.
     """
     size = inputs.groups.size()
-    return _twice(_per_token(inputs.groups.centred(inputs.scores) * size / (size - 1).clamp(min=1), inputs.mask))
+    return _twice(
+        _per_token(
+            inputs.groups.centred(inputs.scores) * size / (size - 1).clamp(min=1), inputs.mask
+        )
+    )
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -257,7 +285,9 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
 
     Returns are the advantages.
     """
-    return _twice(masked_whiten(_per_token(inputs.groups.centred(inputs.scores), inputs.mask), inputs.mask))
+    return _twice(
+        masked_whiten(_per_token(inputs.groups.centred(inputs.scores), inputs.mask), inputs.mask)
+    )
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -279,7 +309,9 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     groups, scores = inputs.groups, inputs.scores
     row = torch.arange(len(scores), device=scores.device)
     best = groups.max(scores)
-    first = -groups.max(torch.where(scores == best, -row, -len(row)))  # of equally good rows, the first one is "the best"
+    first = -groups.max(
+        torch.where(scores == best, -row, -len(row))
+    )  # of equally good rows, the first one is "the best"
     second = groups.max(torch.where(row == first, -torch.inf, scores))
     advantages = groups.compared(torch.where(row == first, best - second, 0))
     if inputs.norm_adv_by_std_in_grpo:
@@ -318,10 +350,16 @@ def rloo_token_kl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     if inputs.token_level_scores is not None:
         token_scores = torch.where(inputs.mask, inputs.token_level_scores.to(torch.float32), 0)
     size = inputs.groups.size()
-    advantage = inputs.groups.centred(token_scores.sum(-1).double()) * size / (size - 1).clamp(min=1)
+    advantage = (
+        inputs.groups.centred(token_scores.sum(-1).double()) * size / (size - 1).clamp(min=1)
+    )
     kl_to_go = discounted_to_go(inputs.rewards - token_scores, inputs.mask, 1.0)
     low, high = inputs.reward_clip_range
-    return _twice(torch.where(inputs.mask, kl_to_go + advantage.clamp(low, high).to(torch.float32).unsqueeze(-1), 0))
+    return _twice(
+        torch.where(
+            inputs.mask, kl_to_go + advantage.clamp(low, high).to(torch.float32).unsqueeze(-1), 0
+        )
+    )
 
 
 def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -347,7 +385,9 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         return x.new_zeros(len(groups.sizes), x.shape[1]).index_add_(0, groups.group, aligned)
 
     baseline = group_sum(weight * returns) / group_sum(weight).clamp(min=1e-8)
-    baseline = torch.where(group_sum(torch.ones_like(weight)) > 1, baseline, 0)[groups.group].gather(1, rank)
+    baseline = torch.where(group_sum(torch.ones_like(weight)) > 1, baseline, 0)[
+        groups.group
+    ].gather(1, rank)
     compared = groups.compared(torch.ones_like(inputs.scores)).bool().unsqueeze(-1)
     return torch.where(mask & compared, returns - baseline, 0), returns
 
@@ -377,5 +417,14 @@ REQUIRES: dict[str, tuple[str, ...]] = {
 OUTCOME_ESTIMATORS = frozenset({"grpo", "grpo_passk", "rloo", "gpg"})
 """They look at a row's sum of rewards alone and give all its trained tokens one number, so that [B, 1] inputs do: no token is needed."""
 GROUP_ESTIMATORS = frozenset(  # with rollout.n=1 these learn nothing
-    {"grpo", "grpo_passk", "rloo", "rloo_token_kl", "reinforce_plus_plus_baseline", "opo", "gpg", "optimal_token_baseline"}
+    {
+        "grpo",
+        "grpo_passk",
+        "rloo",
+        "rloo_token_kl",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "optimal_token_baseline",
+    }
 )

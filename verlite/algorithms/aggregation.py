@@ -7,10 +7,18 @@ and ranks of the weighted sums is the loss of the step, and its gradient does no
 import torch
 from torch import Tensor
 
-AGGREGATION_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATION_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
-def token_weights(response_mask: Tensor, mode: str, *, tokens: int, sequences: int, scale: float | None = None) -> Tensor:
+def token_weights(
+    response_mask: Tensor, mode: str, *, tokens: int, sequences: int, scale: float | None = None
+) -> Tensor:
     """Weight of each token's loss, [b, R] float32, 0 where the mask is 0.
 
     response_mask: [b, R], the rows of one micro-batch. tokens, sequences: trainable tokens, and rows with at least one of
@@ -38,6 +46,10 @@ def token_weights(response_mask: Tensor, mode: str, *, tokens: int, sequences: i
         return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * sequences)
     if mode == "seq-mean-token-sum-norm":
         if scale is None or scale <= 0:
-            raise ValueError(f"loss_agg_mode=seq-mean-token-sum-norm divides by loss_scale_factor, which must be above 0, not {scale}")
+            raise ValueError(
+                f"loss_agg_mode=seq-mean-token-sum-norm divides by loss_scale_factor, which must be above 0, not {scale}"
+            )
         return mask / (sequences * scale)
-    raise ValueError(f"unknown loss_agg_mode {mode!r}: choose one of {', '.join(AGGREGATION_MODES)}")
+    raise ValueError(
+        f"unknown loss_agg_mode {mode!r}: choose one of {', '.join(AGGREGATION_MODES)}"
+    )

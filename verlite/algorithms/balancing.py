@@ -12,7 +12,9 @@ def workload(lengths: Sequence[int] | np.ndarray, hidden_size: int = 4096) -> np
     return 6 * hidden_size * s + s * s
 
 
-def karmarkar_karp(weights: Sequence[int] | np.ndarray, k: int, equal_size: bool = False) -> list[list[int]]:
+def karmarkar_karp(
+    weights: Sequence[int] | np.ndarray, k: int, equal_size: bool = False
+) -> list[list[int]]:
     """Split indices 0..n-1 into `k` parts of nearly equal total weight, by the largest differencing method.
 
     (Karmarkar and Karp 1982.) With equal_size all parts have n / k items. Deterministic; indices ascend within a part; parts
@@ -28,7 +30,9 @@ def karmarkar_karp(weights: Sequence[int] | np.ndarray, k: int, equal_size: bool
     if k < 1:
         raise ValueError(f"cannot split into {k} parts: at least 1")
     if equal_size and n % k:
-        raise ValueError(f"cannot split {n} items into {k} parts of equal size: {n} is not divisible by {k}")
+        raise ValueError(
+            f"cannot split {n} items into {k} parts of equal size: {n} is not divisible by {k}"
+        )
     if k == 1 or n == 0:
         return [list(range(n))] + [[] for _ in range(k - 1)]
 
@@ -36,8 +40,12 @@ def karmarkar_karp(weights: Sequence[int] | np.ndarray, k: int, equal_size: bool
     seed_size = k if equal_size else 1
     lists: dict[int, list[int]] = {}  # states that are still lists
     sums: dict[int, np.ndarray] = {}  # full states: k sums, descending
-    slots: dict[int, np.ndarray] = {}  # the items of a list in slots (-1: none), in the order of its sums
-    merges: dict[int, tuple[int, np.ndarray, int, np.ndarray]] = {}  # state -> left, its slot for each slot, right, its slots
+    slots: dict[
+        int, np.ndarray
+    ] = {}  # the items of a list in slots (-1: none), in the order of its sums
+    merges: dict[
+        int, tuple[int, np.ndarray, int, np.ndarray]
+    ] = {}  # state -> left, its slot for each slot, right, its slots
     heap: list[tuple[float, int]] = []
 
     def fill(state: int) -> None:
@@ -94,7 +102,9 @@ def karmarkar_karp(weights: Sequence[int] | np.ndarray, k: int, equal_size: bool
     return [sorted(part) for part in parts]
 
 
-def micro_batches_by_tokens(lengths: Sequence[int] | np.ndarray, cap: int, minimum: int = 1) -> list[list[int]]:
+def micro_batches_by_tokens(
+    lengths: Sequence[int] | np.ndarray, cap: int, minimum: int = 1
+) -> list[list[int]]:
     """Split samples into as few micro-batches as fit under `cap` tokens each, but at least `minimum`, with even totals.
 
     Largest micro-batch first, so that running out of memory shows at once. With fewer samples than `minimum` the last ones

@@ -19,7 +19,9 @@ from verlite.config.correction import RolloutCorrection
 ROWS, WIDTH = 6, 5
 
 
-def check_estimator(estimator: Estimator, whitens: bool = False, extra: Mapping[str, Any] | None = None) -> list[str]:
+def check_estimator(
+    estimator: Estimator, whitens: bool = False, extra: Mapping[str, Any] | None = None
+) -> list[str]:
     """What is wrong with an advantage estimator (AdvantageInputs) -> (advantages, returns); `extra` is passed on as inputs.extra.
 
     Checked on a batch of three groups of two rows with ragged lengths, a tool span, and NaN wherever the mask is 0: that it
@@ -28,12 +30,20 @@ def check_estimator(estimator: Estimator, whitens: bool = False, extra: Mapping[
     other prompts' rewards have no influence, unless `whitens` says that the estimator normalises over the batch on purpose.
     """
     inputs = _advantage_inputs(extra)
-    before = {key: value.clone() for key, value in vars(inputs).items() if isinstance(value, Tensor)}
+    before = {
+        key: value.clone() for key, value in vars(inputs).items() if isinstance(value, Tensor)
+    }
     results, problem = _attempt(estimator, inputs)
     if problem:
         return [problem]
-    if not isinstance(results, tuple) or len(results) != 2 or not all(isinstance(x, Tensor) for x in results):
-        return [f"returned {type(results).__name__}, expected a pair of tensors (advantages, returns)"]
+    if (
+        not isinstance(results, tuple)
+        or len(results) != 2
+        or not all(isinstance(x, Tensor) for x in results)
+    ):
+        return [
+            f"returned {type(results).__name__}, expected a pair of tensors (advantages, returns)"
+        ]
     shape = tuple(inputs.response_mask.shape)
     problems = [
         f"{name}: shape {tuple(x.shape)}, expected {shape} (rows, response tokens)"
@@ -46,10 +56,18 @@ def check_estimator(estimator: Estimator, whitens: bool = False, extra: Mapping[
         if not x.is_floating_point():
             problems.append(f"{name}: dtype {x.dtype}, expected a floating-point one")
         elif not x[inputs.mask].isfinite().all():
-            problems.append(f"{name}: NaN or infinite on trainable tokens: NaN under mask 0 leaked; use inputs.rewards and inputs.mask")
+            problems.append(
+                f"{name}: NaN or infinite on trainable tokens: NaN under mask 0 leaked; use inputs.rewards and inputs.mask"
+            )
         elif not (x[~inputs.mask] == 0).all():
-            problems.append(f"{name}: not 0 outside the mask (tool text, padding, rows with valid=False)")
-    changed = [key for key, value in before.items() if not torch.allclose(value, getattr(inputs, key), 0, 0, equal_nan=True)]
+            problems.append(
+                f"{name}: not 0 outside the mask (tool text, padding, rows with valid=False)"
+            )
+    changed = [
+        key
+        for key, value in before.items()
+        if not torch.allclose(value, getattr(inputs, key), 0, 0, equal_nan=True)
+    ]
     problems += [f"{key} was edited in place: return new tensors" for key in changed]
     if problems:
         return problems
@@ -57,7 +75,10 @@ def check_estimator(estimator: Estimator, whitens: bool = False, extra: Mapping[
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     moved, problem = _attempt(estimator, _rows(inputs, order))
     if problem or not _same(moved[0], results[0][order]):
-        problems.append(problem or "the order of rows matters: group rows by inputs.uid (inputs.groups), not by position")
+        problems.append(
+            problem
+            or "the order of rows matters: group rows by inputs.uid (inputs.groups), not by position"
+        )
 
     others = torch.tensor([0, 1, 2, 3, 5])
     failed = _advantage_inputs(extra, valid=torch.tensor([True] * 4 + [False, True]))
@@ -67,9 +88,13 @@ def check_estimator(estimator: Estimator, whitens: bool = False, extra: Mapping[
     if problem or problem_without:
         problems.append(problem or problem_without)
     elif not _same(with_failed[0][others], without[0]):
-        problems.append("a row with valid=False influences other rows: it has no vote in any mean or standard deviation")
+        problems.append(
+            "a row with valid=False influences other rows: it has no vote in any mean or standard deviation"
+        )
 
-    empty, problem = _attempt(estimator, _advantage_inputs(extra, mask=torch.zeros(ROWS, WIDTH, dtype=torch.int64)))
+    empty, problem = _attempt(
+        estimator, _advantage_inputs(extra, mask=torch.zeros(ROWS, WIDTH, dtype=torch.int64))
+    )
     if problem or not (empty[0] == 0).all():
         problems.append(problem or "a batch without trainable tokens does not give zeros")
 
@@ -78,7 +103,10 @@ def check_estimator(estimator: Estimator, whitens: bool = False, extra: Mapping[
     shifted.token_level_rewards[~mine] *= 3.0
     after, problem = _attempt(estimator, shifted)
     if problem or not (whitens or _same(after[0][mine], results[0][mine])):
-        problems.append(problem or "rewards of other prompts change a prompt's advantages: compare within groups (inputs.groups)")
+        problems.append(
+            problem
+            or "rewards of other prompts change a prompt's advantages: compare within groups (inputs.groups)"
+        )
     return problems
 
 
@@ -107,33 +135,52 @@ def check_policy_loss(loss: PolicyLoss, extra: Mapping[str, Any] | None = None) 
     if problems:
         return problems
 
-    far = replace(inputs, log_prob=torch.where(inputs.mask, torch.tensor([-65.0, -1.0] * 3).unsqueeze(1), 0.0))
+    far = replace(
+        inputs, log_prob=torch.where(inputs.mask, torch.tensor([-65.0, -1.0] * 3).unsqueeze(1), 0.0)
+    )
     far.old_log_prob = torch.where(inputs.mask, torch.tensor([-5.0, -61.0] * 3).unsqueeze(1), 0.0)
     outcome, problem = _attempt(lambda given: _loss_and_gradient(loss, given), far)
     if problem or not (outcome[0].isfinite() and outcome[1].isfinite().all()):
-        problems.append(problem or "log-prob differences of +-60 make loss or gradient infinite: use inputs.log_ratio, which is limited")
+        problems.append(
+            problem
+            or "log-prob differences of +-60 make loss or gradient infinite: use inputs.log_ratio, which is limited"
+        )
 
-    on_policy = replace(inputs, log_prob=inputs.old_log_prob.clone(), advantages=torch.ones_like(inputs.advantages))
+    on_policy = replace(
+        inputs, log_prob=inputs.old_log_prob.clone(), advantages=torch.ones_like(inputs.advantages)
+    )
     outcome, problem = _attempt(lambda given: _loss_and_gradient(loss, given), on_policy)
     if problem or not (outcome[1] <= 0).all():
-        problems.append(problem or "on-policy, a positive advantage lowers the log-prob: the sign is wrong")
+        problems.append(
+            problem or "on-policy, a positive advantage lowers the log-prob: the sign is wrong"
+        )
 
-    parts = [_attempt(lambda given: _loss_and_gradient(loss, given), _loss_rows(inputs, slice(i, i + 2))) for i in range(0, ROWS, 2)]
+    parts = [
+        _attempt(lambda given: _loss_and_gradient(loss, given), _loss_rows(inputs, slice(i, i + 2)))
+        for i in range(0, ROWS, 2)
+    ]
     if any(part_problem for _, part_problem in parts):
         problems.append(next(part_problem for _, part_problem in parts if part_problem))
     else:
         sums = sum(part[0] for part, _ in parts)
         gradients = torch.cat([part[1] for part, _ in parts])
         if not _same(sums, value) or not _same(gradients, gradient):
-            problems.append("the sum over micro-batches is not the whole: weigh token losses by inputs.weights and use no batch statistics")
+            problems.append(
+                "the sum over micro-batches is not the whole: weigh token losses by inputs.weights and use no batch statistics"
+            )
         for key in metrics:
             if not _same(sum(part[2][key] for part, _ in parts), metrics[key]):
-                problems.append(f"metric {key!r} does not add up over micro-batches: use inputs.token_mean")
+                problems.append(
+                    f"metric {key!r} does not add up over micro-batches: use inputs.token_mean"
+                )
 
     nothing = _loss_inputs(extra, mask=torch.zeros(ROWS, WIDTH, dtype=torch.int64))
     outcome, problem = _attempt(lambda given: _loss_and_gradient(loss, given), nothing)
     if problem or outcome[0] != 0:
-        problems.append(problem or f"a micro-batch without trainable tokens has loss {float(outcome[0])}, expected 0")
+        problems.append(
+            problem
+            or f"a micro-batch without trainable tokens has loss {float(outcome[0])}, expected 0"
+        )
     return problems
 
 
@@ -156,11 +203,15 @@ def _noise(seed: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def _advantage_inputs(extra: Mapping[str, Any] | None, mask: Tensor | None = None, valid: Tensor | None = None) -> AdvantageInputs:
+def _advantage_inputs(
+    extra: Mapping[str, Any] | None, mask: Tensor | None = None, valid: Tensor | None = None
+) -> AdvantageInputs:
     mask = _mask() if mask is None else mask
     hidden = mask == 0
     return AdvantageInputs(
-        token_level_rewards=(_noise(1) * 0.1 + torch.tensor([1.0, 0, 0.5, 2, -1, 0.3]).unsqueeze(1)).masked_fill(hidden, torch.nan),
+        token_level_rewards=(
+            _noise(1) * 0.1 + torch.tensor([1.0, 0, 0.5, 2, -1, 0.3]).unsqueeze(1)
+        ).masked_fill(hidden, torch.nan),
         response_mask=mask,
         uid=np.array(["a", "b", "a", "c", "b", "c"], dtype=object),
         valid=torch.ones(ROWS, dtype=torch.bool) if valid is None else valid,
@@ -176,7 +227,11 @@ def _advantage_inputs(extra: Mapping[str, Any] | None, mask: Tensor | None = Non
 
 
 def _rows(inputs: AdvantageInputs, index: Tensor) -> AdvantageInputs:
-    tensors = {f.name: getattr(inputs, f.name)[index] for f in fields(inputs) if isinstance(getattr(inputs, f.name), Tensor)}
+    tensors = {
+        f.name: getattr(inputs, f.name)[index]
+        for f in fields(inputs)
+        if isinstance(getattr(inputs, f.name), Tensor)
+    }
     return replace(inputs, uid=inputs.uid[index.numpy()], **tensors)
 
 
@@ -201,11 +256,15 @@ def _loss_rows(inputs: PolicyLossInputs, rows: slice) -> PolicyLossInputs:
     return replace(inputs, **{name: getattr(inputs, name)[rows] for name in names})
 
 
-def _loss_and_gradient(loss: PolicyLoss, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _loss_and_gradient(
+    loss: PolicyLoss, inputs: PolicyLossInputs
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     log_prob = inputs.log_prob.detach().clone().requires_grad_()
     value, metrics = policy_loss(loss, replace(inputs, log_prob=log_prob))
     if not isinstance(value, Tensor) or value.dim():
-        raise TypeError(f"loss is {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}, expected a scalar tensor")
+        raise TypeError(
+            f"loss is {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}, expected a scalar tensor"
+        )
     if not value.requires_grad:
         raise TypeError("loss has no gradient: it must be computed from inputs.log_prob")
     value.backward()

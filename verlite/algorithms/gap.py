@@ -46,7 +46,20 @@ def gap_metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
     standard deviation is unbiased). training/rollout_actor_probs_pearson_corr: correlation of p and q; 0 where one is constant.
     """
     n, log, log_max, diff, diff2, diff_max, p, q, p2, q2, pq = (
-        float(sums.get(f"gap/{name}", 0)) for name in ("tokens", "log", "log_max", "diff", "diff2", "diff_max", "p", "q", "p2", "q2", "pq")
+        float(sums.get(f"gap/{name}", 0))
+        for name in (
+            "tokens",
+            "log",
+            "log_max",
+            "diff",
+            "diff2",
+            "diff_max",
+            "p",
+            "q",
+            "p2",
+            "q2",
+            "pq",
+        )
     )
     if not n:
         return {}
@@ -57,6 +70,9 @@ def gap_metrics(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         "training/rollout_probs_diff_valid": 1.0,
         "training/rollout_probs_diff_mean": diff / n,
         "training/rollout_probs_diff_max": diff_max,
-        "training/rollout_probs_diff_std": (max(0.0, diff2 - diff * diff / n) / max(1.0, n - 1)) ** 0.5,
-        "training/rollout_actor_probs_pearson_corr": (pq - p * q / n) / spread**0.5 if spread > 0 else 0.0,
+        "training/rollout_probs_diff_std": (max(0.0, diff2 - diff * diff / n) / max(1.0, n - 1))
+        ** 0.5,
+        "training/rollout_actor_probs_pearson_corr": (pq - p * q / n) / spread**0.5
+        if spread > 0
+        else 0.0,
     }

@@ -22,7 +22,15 @@ LOG_PROB_FLOOR = -1e4  # stands for log 0: exp of it is 0, and its square is sti
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8 is still a sane float32 after squaring
 K3_LIMIT = 10.0
 
-_BASE_KIND = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_BASE_KIND = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+}
 KL_KINDS = (*_BASE_KIND, *(f"{kind}+" for kind in _BASE_KIND))
 
 
@@ -45,24 +53,36 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
         value = d.square() / 2
     else:
         log_ratio = (-d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value = (torch.expm1(log_ratio) - log_ratio).clamp(max=K3_LIMIT)  # expm1: exp(x) - 1 cancels near 0, where KL lives
+        value = (torch.expm1(log_ratio) - log_ratio).clamp(
+            max=K3_LIMIT
+        )  # expm1: exp(x) - 1 cancels near 0, where KL lives
     if kind.endswith("+"):
         surrogate = d.square() / 2
         value = value.detach() + (surrogate - surrogate.detach())
     return value
 
 
-def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, weights: Tensor, kind: str) -> Tensor:
+def kl_loss(
+    log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, weights: Tensor, kind: str
+) -> Tensor:
     """KL as a term of the loss: scalar sum over [b, R] of the per-token estimate times `weights` (aggregation.token_weights).
 
     What lies under mask 0, NaN included, changes neither value nor gradient.
     """
     mask = response_mask.bool()
-    return (kl_estimate(torch.where(mask, log_prob, 0), torch.where(mask, ref_log_prob, 0), kind) * weights).sum()
+    return (
+        kl_estimate(torch.where(mask, log_prob, 0), torch.where(mask, ref_log_prob, 0), kind)
+        * weights
+    ).sum()
 
 
 def apply_kl_penalty(
-    token_level_scores: Tensor, old_log_probs: Tensor, ref_log_prob: Tensor, response_mask: Tensor, coef: float, kind: str = "kl"
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    coef: float,
+    kind: str = "kl",
 ) -> tuple[Tensor, float]:
     """Rewards with the KL penalty: scores - coef * KL on trainable tokens, and the current KL for the controller.
 

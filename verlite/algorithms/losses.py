@@ -18,7 +18,12 @@ from torch import Tensor
 from verlite.algorithms.kl import LOG_PROB_FLOOR, MAX_LOG_RATIO
 from verlite.algorithms.lookup import lookup
 from verlite.algorithms.masked import masked_mean
-from verlite.algorithms.rollout_correction import bounded_weights, importance_ratios, log_ratios, rejection_mask
+from verlite.algorithms.rollout_correction import (
+    bounded_weights,
+    importance_ratios,
+    log_ratios,
+    rejection_mask,
+)
 from verlite.config.correction import RolloutCorrection
 
 
@@ -61,19 +66,29 @@ class PolicyLossInputs:
 
     def total(self, token_losses: Tensor) -> Tensor:
         """Scalar: the sum of per-token losses [b, R] times weights and, where present, rollout_is_weights."""
-        weights = self.weights if self.rollout_is_weights is None else self.weights * self.rollout_is_weights
+        weights = (
+            self.weights
+            if self.rollout_is_weights is None
+            else self.weights * self.rollout_is_weights
+        )
         return torch.dot(token_losses.flatten(), weights.to(token_losses.dtype).flatten())
 
     def token_mean(self, x: Tensor) -> Tensor:
         """Scalar, detached: this micro-batch's part of the mean of `x` [b, R], float or bool, over all trainable tokens of the step."""
-        total = (x & self.mask).count_nonzero() if x.dtype == torch.bool else torch.where(self.mask, x.detach(), 0).sum()
+        total = (
+            (x & self.mask).count_nonzero()
+            if x.dtype == torch.bool
+            else torch.where(self.mask, x.detach(), 0).sum()
+        )
         return total / max(self.tokens, 1)
 
 
 PolicyLoss = Callable[[PolicyLossInputs], tuple[Tensor, dict[str, Tensor]]]
 
 
-def policy_loss(name: str | PolicyLoss, inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(
+    name: str | PolicyLoss, inputs: PolicyLossInputs
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss (scalar with gradient) and additive metrics, by the policy loss called `name`.
 
     `name` is a key of POLICY_LOSSES, "package.module:function" of your own, or the function itself. Before the call, what lies
@@ -85,7 +100,9 @@ def policy_loss(name: str | PolicyLoss, inputs: PolicyLossInputs) -> tuple[Tenso
     for key in ("old_log_prob", "advantages", "response_mask", "weights", "rollout_is_weights"):
         value = getattr(inputs, key)
         if value is not None and value.shape != inputs.log_prob.shape:
-            raise ValueError(f"{key} has shape {tuple(value.shape)}, but log_prob has {tuple(inputs.log_prob.shape)}")
+            raise ValueError(
+                f"{key} has shape {tuple(value.shape)}, but log_prob has {tuple(inputs.log_prob.shape)}"
+            )
     mask, is_weights = inputs.mask, inputs.rollout_is_weights
     return function(
         replace(
@@ -106,7 +123,9 @@ def vanilla(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     ratio = inputs.log_ratio.exp()
     losses, clipped = _clipped_losses(inputs, ratio, worst=inputs.clip_c)
     capped = (inputs.advantages < 0) & (ratio > inputs.clip_c)
-    return inputs.total(losses), _metrics(inputs, clipped) | {"actor/pg_clipfrac_lower": inputs.token_mean(capped)}
+    return inputs.total(losses), _metrics(inputs, clipped) | {
+        "actor/pg_clipfrac_lower": inputs.token_mean(capped)
+    }
 
 
 def gspo(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -126,7 +145,11 @@ def sapo(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
     tau is extra["tau_pos"] (1.0) where A > 0, else extra["tau_neg"] (1.05). The paper aggregates by seq-mean-token-mean.
     """
-    tau = torch.where(inputs.advantages > 0, float(inputs.extra.get("tau_pos", 1.0)), float(inputs.extra.get("tau_neg", 1.05)))
+    tau = torch.where(
+        inputs.advantages > 0,
+        float(inputs.extra.get("tau_pos", 1.0)),
+        float(inputs.extra.get("tau_neg", 1.05)),
+    )
     gate = torch.sigmoid(tau * (inputs.log_ratio.exp() - 1)) * 4 / tau
     return inputs.total(-inputs.advantages * gate), _metrics(inputs)
 
@@ -147,7 +170,10 @@ def geo_mean(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     lowest = torch.where(negative, -inputs.clip_low, -torch.inf)
     highest = torch.where(positive, inputs.clip_high, torch.inf)
     bounded = torch.where(positive | negative, inputs.log_ratio.clamp(lowest, highest), 0)
-    row_loss = -masked_mean(inputs.advantages, inputs.mask, -1) * masked_mean(bounded, inputs.mask, -1).exp()
+    row_loss = (
+        -masked_mean(inputs.advantages, inputs.mask, -1)
+        * masked_mean(bounded, inputs.mask, -1).exp()
+    )
     clipped = (inputs.log_ratio < lowest) | (inputs.log_ratio > highest)
     return inputs.total(row_loss.unsqueeze(-1).expand_as(bounded)), _metrics(inputs, clipped)
 
@@ -159,7 +185,9 @@ def cispo(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """
     ratio = inputs.log_ratio.detach().exp()
     weight = ratio.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
-    return inputs.total(-inputs.advantages * weight * inputs.log_prob), _metrics(inputs, ratio != weight)
+    return inputs.total(-inputs.advantages * weight * inputs.log_prob), _metrics(
+        inputs, ratio != weight
+    )
 
 
 def dppo_tv(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -169,7 +197,10 @@ def dppo_tv(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     by more than clip_low (A <= 0) since the rollout.
     """
     change = inputs.log_prob.detach().exp() - inputs.old_log_prob.exp()
-    return _dppo(inputs, torch.where(inputs.advantages > 0, change <= inputs.clip_high, change >= -inputs.clip_low))
+    return _dppo(
+        inputs,
+        torch.where(inputs.advantages > 0, change <= inputs.clip_high, change >= -inputs.clip_low),
+    )
 
 
 def dppo_kl(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -179,7 +210,10 @@ def dppo_kl(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """
     new, old = inputs.log_prob.detach(), inputs.old_log_prob
     p, p_old = new.exp(), old.exp()
-    kl = p_old * (old - new) + (1 - p_old) * (((1 - p_old).clamp(min=0) + 1e-8) / ((1 - p).clamp(min=0) + 1e-8)).log()
+    kl = (
+        p_old * (old - new)
+        + (1 - p_old) * (((1 - p_old).clamp(min=0) + 1e-8) / ((1 - p).clamp(min=0) + 1e-8)).log()
+    )
     limit, moved_against = (
         torch.where(inputs.advantages > 0, inputs.clip_high, inputs.clip_low),
         torch.where(inputs.advantages > 0, p <= p_old, p >= p_old),
@@ -196,7 +230,9 @@ def clip_cov(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     losses, clipped = _clipped_losses(inputs, inputs.log_ratio.exp())
     selected = inputs.extra.get("selected")
     if selected is None:
-        selected = select_clip_cov(inputs.log_prob, inputs.advantages, inputs.mask, inputs.extra, clipped)
+        selected = select_clip_cov(
+            inputs.log_prob, inputs.advantages, inputs.mask, inputs.extra, clipped
+        )
     return inputs.total(losses.masked_fill(selected, 0)), _metrics(inputs, clipped | selected)
 
 
@@ -226,14 +262,25 @@ def bypass_mode(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     if settings.loss_type == "ppo_clip":
         loss, metrics = vanilla(inputs)
     else:
-        ratios = importance_ratios(log_ratio, inputs.mask, settings.rollout_is) if settings.rollout_is else None
+        ratios = (
+            importance_ratios(log_ratio, inputs.mask, settings.rollout_is)
+            if settings.rollout_is
+            else None
+        )
         weight = 1.0 if ratios is None else bounded_weights(ratios, settings)
-        loss, metrics = inputs.total(-inputs.advantages * weight * inputs.log_prob), _metrics(inputs)
+        loss, metrics = (
+            inputs.total(-inputs.advantages * weight * inputs.log_prob),
+            _metrics(inputs),
+        )
     return loss, metrics | {"rollout_corr/rollout_rs_masked_fraction": inputs.token_mean(~kept)}
 
 
 def select_clip_cov(
-    log_prob: Tensor, advantages: Tensor, mask: Tensor, settings: Mapping[str, Any], clipped: Tensor | None = None
+    log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: Mapping[str, Any],
+    clipped: Tensor | None = None,
 ) -> Tensor:
     """[b, R] bool: tokens that Clip-Cov takes out. At random, settings["clip_cov_ratio"] (0.0002) of the mask's tokens, at least
     one, among those not yet `clipped` whose covariance lies between settings["clip_cov_lb"] (1) and ["clip_cov_ub"] (5);
@@ -244,11 +291,15 @@ def select_clip_cov(
     within = mask & (covariance > low) & (covariance < high)
     candidates = (within if clipped is None else within & ~clipped).flatten().nonzero().squeeze(1)
     count = max(int(settings.get("clip_cov_ratio", 0.0002) * int(mask.sum())), 1)
-    order = torch.randperm(len(candidates), generator=settings.get("generator"), device="cpu").to(candidates.device)
+    order = torch.randperm(len(candidates), generator=settings.get("generator"), device="cpu").to(
+        candidates.device
+    )
     return _at(candidates[order[:count]], mask)
 
 
-def select_kl_cov(log_prob: Tensor, advantages: Tensor, mask: Tensor, settings: Mapping[str, Any]) -> Tensor:
+def select_kl_cov(
+    log_prob: Tensor, advantages: Tensor, mask: Tensor, settings: Mapping[str, Any]
+) -> Tensor:
     """[b, R] bool: tokens that KL-Cov holds back, settings["kl_cov_ratio"] (0.0002) of the mask's, at least one: those of the
     highest covariance.
     """
@@ -271,12 +322,21 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "kl_cov": kl_cov,
     "bypass_mode": bypass_mode,
 }
-PAPER_AGGREGATION = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
+PAPER_AGGREGATION = {
+    "gspo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "geo_mean": "seq-mean-token-mean",
+}
 """Settings that config warns about when they are otherwise."""
-SELECTORS = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}  # once per optimizer step over all its rows -> extra["selected"]
+SELECTORS = {
+    "clip_cov": select_clip_cov,
+    "kl_cov": select_kl_cov,
+}  # once per optimizer step over all its rows -> extra["selected"]
 
 
-def _clipped_losses(inputs: PolicyLossInputs, ratio: Tensor, worst: float = torch.inf) -> tuple[Tensor, Tensor]:
+def _clipped_losses(
+    inputs: PolicyLossInputs, ratio: Tensor, worst: float = torch.inf
+) -> tuple[Tensor, Tensor]:
     """Token losses max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), at most -A worst where A < 0; and which were
     clipped, [b, R] each.
 
@@ -292,7 +352,9 @@ def _clipped_losses(inputs: PolicyLossInputs, ratio: Tensor, worst: float = torc
 
 def _dppo(inputs: PolicyLossInputs, inside: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     weight = inputs.log_ratio.detach().exp().clamp(max=inputs.clip_c)
-    return inputs.total(-inputs.advantages * weight * inside * inputs.log_prob), _metrics(inputs, ~inside)
+    return inputs.total(-inputs.advantages * weight * inside * inputs.log_prob), _metrics(
+        inputs, ~inside
+    )
 
 
 def _covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -309,11 +371,20 @@ def _at(flat_indices: Tensor, mask: Tensor) -> Tensor:
 
 def _metrics(inputs: PolicyLossInputs, clipped: Tensor | None = None) -> dict[str, Tensor]:
     metrics = {"actor/ppo_kl": inputs.token_mean(-inputs.log_ratio)}
-    return metrics if clipped is None else metrics | {"actor/pg_clipfrac": inputs.token_mean(clipped)}
+    return (
+        metrics if clipped is None else metrics | {"actor/pg_clipfrac": inputs.token_mean(clipped)}
+    )
 
 
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, weights: Tensor, *, cliprange: float, tokens: int
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    weights: Tensor,
+    *,
+    cliprange: float,
+    tokens: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped value loss 0.5 max((V - G)^2, (clip(V, V_old +- cliprange) - G)^2), weighted and summed; all tensors [b, R].
 
@@ -322,7 +393,9 @@ def value_loss(
     mask = response_mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0) for x in (values, old_values, returns))
     error = (values - returns).square()
-    clipped_error = (values.clamp(old_values - cliprange, old_values + cliprange) - returns).square()
+    clipped_error = (
+        values.clamp(old_values - cliprange, old_values + cliprange) - returns
+    ).square()
     loss = 0.5 * (torch.maximum(error, clipped_error) * weights).sum()
     count = max(tokens, 1)
     return loss, {

@@ -45,7 +45,9 @@ def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Pac
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=input_ids.device)
     cu_seqlens[1:] = lengths.cumsum(0)
     longest = int(lengths.max()) if len(lengths) else 0
-    return Packed(input_ids.flatten()[indices], position_ids.flatten()[indices], cu_seqlens, longest, indices)
+    return Packed(
+        input_ids.flatten()[indices], position_ids.flatten()[indices], cu_seqlens, longest, indices
+    )
 
 
 def shifted_labels(packed: Packed) -> tuple[Tensor, Tensor]:
@@ -69,5 +71,7 @@ def response_targets(packed: Packed, columns: int, response_length: int) -> Resp
     source = (has_next & (column >= columns - response_length - 1)).nonzero().squeeze(1)
     row = packed.indices[source] // columns
     # The predicted token is the next packed one; its own place is read from there, so a hole before it does no harm.
-    destination = row * response_length + packed.indices[source + 1] % columns - (columns - response_length)
+    destination = (
+        row * response_length + packed.indices[source + 1] % columns - (columns - response_length)
+    )
     return ResponseTargets(source, labels[source], destination)

@@ -15,7 +15,10 @@ from verlite.config.correction import RolloutCorrection
 
 
 def correct_rollout(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, settings: RolloutCorrection
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    settings: RolloutCorrection,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """Importance weights, the mask of what is left, and metrics, for a whole training batch.
 
@@ -35,22 +38,36 @@ def correct_rollout(
         metrics |= _weight_metrics(raw, weights, mask, settings)
         if settings.rollout_is_batch_normalize:
             per_row = settings.rollout_is == "sequence"  # one vote per row, else one per token
-            mean = masked_mean(masked_mean(weights, mask, -1), mask.any(-1)) if per_row else masked_mean(weights, mask)
+            mean = (
+                masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
+                if per_row
+                else masked_mean(weights, mask)
+            )
             weights = weights / torch.where(mean > 1e-8, mean, 1.0)
             metrics["rollout_is_batch_norm_factor"] = float(mean)
     kept, passed = rejection_mask(log_ratio, mask, settings)
     if passed:
         tokens, rows = max(int(mask.count_nonzero()), 1), max(int(mask.any(-1).count_nonzero()), 1)
         for name, one in passed.items():
-            metrics[f"rollout_rs_{name}_masked_fraction"] = float((mask & ~one).count_nonzero()) / tokens
+            metrics[f"rollout_rs_{name}_masked_fraction"] = (
+                float((mask & ~one).count_nonzero()) / tokens
+            )
         metrics["rollout_rs_masked_fraction"] = float((mask & ~kept).count_nonzero()) / tokens
-        metrics["rollout_rs_seq_masked_fraction"] = float((mask.any(-1) & ~kept.any(-1)).count_nonzero()) / rows
-    return weights, response_mask * kept, {f"rollout_corr/{key}": value for key, value in metrics.items()}
+        metrics["rollout_rs_seq_masked_fraction"] = (
+            float((mask.any(-1) & ~kept.any(-1)).count_nonzero()) / rows
+        )
+    return (
+        weights,
+        response_mask * kept,
+        {f"rollout_corr/{key}": value for key, value in metrics.items()},
+    )
 
 
 def log_ratios(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
     """[b, R] log w on the mask, 0 elsewhere; finite even where a log-prob is -inf."""
-    return torch.where(mask, log_prob.clamp(min=LOG_PROB_FLOOR) - rollout_log_prob.clamp(min=LOG_PROB_FLOOR), 0)
+    return torch.where(
+        mask, log_prob.clamp(min=LOG_PROB_FLOOR) - rollout_log_prob.clamp(min=LOG_PROB_FLOOR), 0
+    )
 
 
 def importance_ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
@@ -63,17 +80,27 @@ def importance_ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 def bounded_weights(ratios: Tensor, settings: RolloutCorrection) -> Tensor:
     """Ratios truncated to the threshold (TIS), or set to 0 outside the band (IcePop)."""
     low, high = settings.is_band
-    return ratios.clamp(max=high) if settings.is_truncated else torch.where((ratios >= low) & (ratios <= high), ratios, 0)
+    return (
+        ratios.clamp(max=high)
+        if settings.is_truncated
+        else torch.where((ratios >= low) & (ratios <= high), ratios, 0)
+    )
 
 
-def rejection_mask(log_ratio: Tensor, mask: Tensor, settings: RolloutCorrection) -> tuple[Tensor, dict[str, Tensor]]:
+def rejection_mask(
+    log_ratio: Tensor, mask: Tensor, settings: RolloutCorrection
+) -> tuple[Tensor, dict[str, Tensor]]:
     """[b, R] bool: trainable tokens that every rejection rule keeps; and by rule's name, those that it alone keeps."""
     clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     passed = {}
     for name, low, high in settings.rejections:
         level, kind = name.rsplit("_", 1)
         # k1 is compared as log w itself, so that its bounds are those of the ratio.
-        statistic = {"k1": log_ratio, "k2": log_ratio.square() / 2, "k3": torch.expm1(clamped) - clamped}[kind]
+        statistic = {
+            "k1": log_ratio,
+            "k2": log_ratio.square() / 2,
+            "k3": torch.expm1(clamped) - clamped,
+        }[kind]
         if level == "seq_sum":
             statistic = masked_sum(statistic, mask, -1).unsqueeze(-1)
         elif level == "seq_mean":
@@ -87,7 +114,9 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, settings: RolloutCorrection)
     return kept, passed
 
 
-def off_policy_metrics(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> dict[str, float]:
+def off_policy_metrics(
+    log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor
+) -> dict[str, float]:
     """How far the trainer is from the rollout engine, on [b, R] log-probs; rows without trainable tokens do not count.
 
     kl: mean of -log w; k3_kl: mean of w - 1 - log w; *_ppl: mean over rows of exp(-mean log-prob), and its log; log_ppl_diff:
@@ -122,7 +151,9 @@ def off_policy_metrics(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor)
     return {key: float(value) for key, value in values.items()}
 
 
-def _weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor, settings: RolloutCorrection) -> dict[str, float]:
+def _weight_metrics(
+    raw: Tensor, weights: Tensor, mask: Tensor, settings: RolloutCorrection
+) -> dict[str, float]:
     """Statistics of the ratios before truncation, and of how much of the batch the weights leave (effective sample size)."""
     low, high = settings.is_band
     low = low or 1 / high
@@ -137,7 +168,9 @@ def _weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor, settings: Rollou
         "rollout_is_std": float(kept.double().std(correction=0)),
         "rollout_is_ratio_fraction_high": float((kept > high).double().mean()),
         "rollout_is_ratio_fraction_low": float((kept < low).double().mean()),
-        "rollout_is_eff_sample_size": float(applied.mean().square() / applied.square().mean().clamp(min=1e-12)),
+        "rollout_is_eff_sample_size": float(
+            applied.mean().square() / applied.square().mean().clamp(min=1e-12)
+        ),
         "rollout_is_seq_mean": float(row_means.mean()),
         "rollout_is_seq_std": float(row_means.double().std(correction=0)),
         "rollout_is_seq_max": float(row_means.max()),

@@ -7,7 +7,9 @@ from torch import Tensor
 from verlite.algorithms.advantages import Groups
 
 
-def shape_scores(scores: Tensor, mean: float = 0.0, std: float = 1.0, clip: tuple[float, float] | None = None) -> Tensor:
+def shape_scores(
+    scores: Tensor, mean: float = 0.0, std: float = 1.0, clip: tuple[float, float] | None = None
+) -> Tensor:
     """(scores - mean) / std, then clipped; any shape. mean and std are constants of the reward model, never of the batch.
 
     ValueError: std is not positive, or the clip range is empty.
@@ -18,7 +20,9 @@ def shape_scores(scores: Tensor, mean: float = 0.0, std: float = 1.0, clip: tupl
     if clip is None:
         return shaped
     if clip[0] >= clip[1]:
-        raise ValueError(f"clip range {list(clip)} is empty: the first bound must be below the second")
+        raise ValueError(
+            f"clip range {list(clip)} is empty: the first bound must be below the second"
+        )
     return shaped.clamp(*clip)
 
 
@@ -29,7 +33,9 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     ValueError: the buffer is not within 1..max_length.
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(f"overlong buffer must be within 1..{max_length} (max_response_length), not {buffer}")
+        raise ValueError(
+            f"overlong buffer must be within 1..{max_length} (max_response_length), not {buffer}"
+        )
     excess = lengths.to(torch.float32) - (max_length - buffer)
     return -factor * (excess / buffer).clamp(0, 1)
 

@@ -5,4 +5,14 @@ from verlite.config.plan import Plan, make_plan
 from verlite.config.problems import ConfigError, Problem
 from verlite.config.schema import Config
 
-__all__ = ["Config", "ConfigError", "Loaded", "Plan", "Problem", "compose", "dump", "main_argv", "make_plan"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Loaded",
+    "Plan",
+    "Problem",
+    "compose",
+    "dump",
+    "main_argv",
+    "make_plan",
+]

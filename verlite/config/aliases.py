@@ -64,7 +64,9 @@ PER_DEVICE: dict[str, str] = {
 """Old sizes over all devices -> new sizes on one: the value is divided by the number of devices."""
 
 _NO_REWARD_MODEL = "rewards come from functions in this version: custom_reward_function.path, or the scorer of the data source"
-_WRITTEN_ANYWAY = "samples go to rollouts/ in the run directory; trainer.rollouts_per_step says how many"
+_WRITTEN_ANYWAY = (
+    "samples go to rollouts/ in the run directory; trainer.rollouts_per_step says how many"
+)
 _TEXT_ONLY = "this version trains on text only"
 _ONE_PATH = "there is one rollout path: the sampled token ids are the trained ones"
 _CHUNKED = "log-probs and entropy are always computed in chunks, without holding the logits"
@@ -73,32 +75,80 @@ _CHECKPOINT = "a checkpoint always holds everything that a resume needs; trainer
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "*.strategy": (("fsdp", "fsdp2"), "training engines always use FSDP2"),
-    "actor_rollout_ref.hybrid_engine": ((True,), "placement comes from cluster.component_placement"),
+    "actor_rollout_ref.hybrid_engine": (
+        (True,),
+        "placement comes from cluster.component_placement",
+    ),
     "*.optim.optimizer": (("AdamW",), "the optimizer is AdamW"),
     "*.optim.optimizer_impl": (("torch.optim",), "the optimizer is torch.optim.AdamW"),
     "*.optim.override_optimizer_config": ((None,), "set optim.lr, betas, eps and weight_decay"),
-    "*.optim.total_training_steps": ((-1, None), "schedules follow trainer.total_training_steps or trainer.total_epochs"),
-    "*.fsdp_config.offload_policy": ((False,), "use fsdp_config.param_offload and optimizer_offload"),
+    "*.optim.total_training_steps": (
+        (-1, None),
+        "schedules follow trainer.total_training_steps or trainer.total_epochs",
+    ),
+    "*.fsdp_config.offload_policy": (
+        (False,),
+        "use fsdp_config.param_offload and optimizer_offload",
+    ),
     "*.checkpoint.async_save": ((False,), "checkpoints are written before the next step"),
-    "*.model.hf_config_path": ((None,), "the model's folder holds its config; use model.override_config for single values"),
+    "*.model.hf_config_path": (
+        (None,),
+        "the model's folder holds its config; use model.override_config for single values",
+    ),
     "*.model.external_lib": ((None,), "use model.trust_remote_code for a model with its own code"),
-    "*.full_determinism": ((False,), "runs with one seed and one placement repeat; that is tested, not switched on"),
+    "*.full_determinism": (
+        (False,),
+        "runs with one seed and one placement repeat; that is tested, not switched on",
+    ),
     "*.model.mtp.enable": ((False,), "multi-token prediction is not part of this version"),
     "actor_rollout_ref.actor.freeze_vision_tower": ((False,), _TEXT_ONLY),
-    "actor_rollout_ref.actor.use_rollout_log_probs": ((False,), "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs"),
-    "actor_rollout_ref.rollout.do_sample": ((True,), "training always samples; rollout.val_kwargs.do_sample is for validation"),
-    "actor_rollout_ref.rollout.calculate_log_probs": ((True, False), "rollout log-probs are always kept and compared with the trainer's"),
+    "actor_rollout_ref.actor.use_rollout_log_probs": (
+        (False,),
+        "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs",
+    ),
+    "actor_rollout_ref.rollout.do_sample": (
+        (True,),
+        "training always samples; rollout.val_kwargs.do_sample is for validation",
+    ),
+    "actor_rollout_ref.rollout.calculate_log_probs": (
+        (True, False),
+        "rollout log-probs are always kept and compared with the trainer's",
+    ),
     "actor_rollout_ref.rollout.mode": (("sync", "async"), _ONE_PATH),
-    "actor_rollout_ref.rollout.data_parallel_size": ((1,), "every free device group gets an engine of its own"),
-    "actor_rollout_ref.rollout.expert_parallel_size": ((1,), "expert parallelism is not part of this version"),
-    "actor_rollout_ref.rollout.pipeline_model_parallel_size": ((1,), "use rollout.tensor_model_parallel_size"),
-    "actor_rollout_ref.rollout.multi_turn.enable": ((False,), "multi-turn rollouts are set by max_turns"),
+    "actor_rollout_ref.rollout.data_parallel_size": (
+        (1,),
+        "every free device group gets an engine of its own",
+    ),
+    "actor_rollout_ref.rollout.expert_parallel_size": (
+        (1,),
+        "expert parallelism is not part of this version",
+    ),
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": (
+        (1,),
+        "use rollout.tensor_model_parallel_size",
+    ),
+    "actor_rollout_ref.rollout.multi_turn.enable": (
+        (False,),
+        "multi-turn rollouts are set by max_turns",
+    ),
     "actor_rollout_ref.rollout.agent.default_agent_loop": (("single_turn_agent",), _ONE_PATH),
-    "actor_rollout_ref.rollout.quantization": ((None,), "set it as rollout.engine_kwargs.vllm.quantization"),
-    "actor_rollout_ref.rollout.nnodes": ((0, None), "give rollout its own devices with cluster.component_placement"),
-    "actor_rollout_ref.rollout.n_gpus_per_node": ((0, None), "give rollout its own devices with cluster.component_placement"),
+    "actor_rollout_ref.rollout.quantization": (
+        (None,),
+        "set it as rollout.engine_kwargs.vllm.quantization",
+    ),
+    "actor_rollout_ref.rollout.nnodes": (
+        (0, None),
+        "give rollout its own devices with cluster.component_placement",
+    ),
+    "actor_rollout_ref.rollout.n_gpus_per_node": (
+        (0, None),
+        "give rollout its own devices with cluster.component_placement",
+    ),
     "actor_rollout_ref.rollout.limit_images": ((None,), _TEXT_ONLY),
-    "actor_rollout_ref.rollout.use_fire_sampling": ((False,), "use rollout.temperature, top_p and top_k"),
+    "actor_rollout_ref.rollout.use_fire_sampling": (
+        (False,),
+        "use rollout.temperature, top_p and top_k",
+    ),
     "data.validation_shuffle": ((False,), "validation rows keep their order, so that runs compare"),
     "data.custom_cls.*": ((None,), "write a parquet file with the columns of the docs instead"),
     "data.sampler.*": ((None,), "prompts come in shuffled or file order: data.shuffle"),
@@ -111,7 +161,10 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "reward_manager.name": (("naive", "dapo"), _NO_REWARD_MODEL),
     "reward.reward_manager.name": (("naive", "dapo"), _NO_REWARD_MODEL),
     "algorithm.use_pf_ppo": ((False,), "PF-PPO is not part of this version"),
-    "trainer.del_local_ckpt_after_load": ((False,), "trainer.max_actor_ckpt_to_keep removes old checkpoints"),
+    "trainer.del_local_ckpt_after_load": (
+        (False,),
+        "trainer.max_actor_ckpt_to_keep removes old checkpoints",
+    ),
     "trainer.profile_steps": ((None,), "timings per phase are in metrics.jsonl"),
     "trainer.remove_previous_ckpt_in_save": ((False,), "use trainer.max_actor_ckpt_to_keep=1"),
 }

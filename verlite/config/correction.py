@@ -8,8 +8,19 @@ from typing import Any
 
 from verlite.config.schema import RolloutCorrectionConfig
 
-REJECTIONS = ("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-              "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")  # fmt: skip
+REJECTIONS = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,9 @@ class RolloutCorrection:
             return []
         names = [name.strip() for name in self.rollout_rs.split(",")]
         if self.rollout_rs_threshold is None:
-            raise ValueError(f"rollout_rs={self.rollout_rs}: needs rollout_rs_threshold, such as 0.5_2.0 for k1 or 0.01 for k3")
+            raise ValueError(
+                f"rollout_rs={self.rollout_rs}: needs rollout_rs_threshold, such as 0.5_2.0 for k1 or 0.01 for k3"
+            )
         thresholds = [part.strip() for part in str(self.rollout_rs_threshold).split(",")]
         if len(thresholds) == 1:
             thresholds *= len(names)
@@ -84,16 +97,24 @@ class RolloutCorrection:
             if name.endswith("k1"):
                 low, high = _band("rollout_rs_threshold", threshold, lambda high: 1 / high)
                 if low <= 0:
-                    raise ValueError(f"rollout_rs_threshold={threshold}: the lower bound of a ratio must be above 0")
+                    raise ValueError(
+                        f"rollout_rs_threshold={threshold}: the lower bound of a ratio must be above 0"
+                    )
                 rules.append((name, math.log(low), math.log(high)))
             elif "_" in threshold:
-                raise ValueError(f"rollout_rs_threshold={threshold}: {name} has an upper bound only")
+                raise ValueError(
+                    f"rollout_rs_threshold={threshold}: {name} has an upper bound only"
+                )
             else:
-                rules.append((name, -math.inf, _band("rollout_rs_threshold", threshold, lambda high: 0.0)[1]))
+                rules.append(
+                    (name, -math.inf, _band("rollout_rs_threshold", threshold, lambda high: 0.0)[1])
+                )
         return rules
 
 
-def _band(key: str, value: float | str, default_low: Callable[[float], float]) -> tuple[float, float]:
+def _band(
+    key: str, value: float | str, default_low: Callable[[float], float]
+) -> tuple[float, float]:
     """ "low_high" or a single upper bound as numbers, checked."""
     try:
         numbers = [float(part) for part in str(value).split("_")]
@@ -102,7 +123,9 @@ def _band(key: str, value: float | str, default_low: Callable[[float], float]) -
     if len(numbers) == 1 and numbers[0] > 0:
         numbers = [default_low(numbers[0]), numbers[0]]
     if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1]:
-        raise ValueError(f"{key}={value}: write one positive number, or two as low_high with low below high (0.5_2.0)")
+        raise ValueError(
+            f"{key}={value}: write one positive number, or two as low_high with low below high (0.5_2.0)"
+        )
     return numbers[0], numbers[1]
 
 
@@ -110,29 +133,60 @@ PRESETS: dict[str, RolloutCorrection] = {
     "disabled": RolloutCorrection(),
     "decoupled_token_is": RolloutCorrection("token", 2.0),
     "decoupled_seq_is": RolloutCorrection("sequence", 2.0),
-    "decoupled_seq_is_rs": RolloutCorrection("sequence", 2.0, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2.0"),
-    "decoupled_geo_rs": RolloutCorrection(rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"),
-    "decoupled_geo_rs_token_tis": RolloutCorrection("token", 2.0, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"),
+    "decoupled_seq_is_rs": RolloutCorrection(
+        "sequence", 2.0, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2.0"
+    ),
+    "decoupled_geo_rs": RolloutCorrection(
+        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
+    ),
+    "decoupled_geo_rs_token_tis": RolloutCorrection(
+        "token", 2.0, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
+    ),
     "decoupled_k3_rs": RolloutCorrection(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01),
-    "decoupled_k3_rs_token_tis": RolloutCorrection("token", 2.0, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01),
-    "decoupled_geo_rs_seq_tis": RolloutCorrection("sequence", 2.0, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"),
-    "decoupled_k3_rs_seq_tis": RolloutCorrection("sequence", 2.0, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01),
+    "decoupled_k3_rs_token_tis": RolloutCorrection(
+        "token", 2.0, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01
+    ),
+    "decoupled_geo_rs_seq_tis": RolloutCorrection(
+        "sequence", 2.0, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
+    ),
+    "decoupled_k3_rs_seq_tis": RolloutCorrection(
+        "sequence", 2.0, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01
+    ),
     "decoupled_token_icepop": RolloutCorrection("token", "0.5_5.0"),
     "icepop": RolloutCorrection("token", "0.5_5.0"),
     "bypass_ppo_clip": RolloutCorrection(bypass_mode=True),
-    "bypass_ppo_clip_geo_rs": RolloutCorrection(bypass_mode=True, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"),
-    "bypass_ppo_clip_k3_rs": RolloutCorrection(bypass_mode=True, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01),
+    "bypass_ppo_clip_geo_rs": RolloutCorrection(
+        bypass_mode=True, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
+    ),
+    "bypass_ppo_clip_k3_rs": RolloutCorrection(
+        bypass_mode=True, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01
+    ),
     "bypass_pg_is": RolloutCorrection("sequence", 2.0, bypass_mode=True, loss_type="reinforce"),
     "bypass_pg_geo_rs": RolloutCorrection(
-        bypass_mode=True, loss_type="reinforce", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
+        bypass_mode=True,
+        loss_type="reinforce",
+        rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.999_1.001",
     ),
     "bypass_pg_geo_rs_token_tis": RolloutCorrection(
-        "token", 2.0, bypass_mode=True, loss_type="reinforce", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
+        "token",
+        2.0,
+        bypass_mode=True,
+        loss_type="reinforce",
+        rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.999_1.001",
     ),
     "bypass_pg_geo_rs_seq_tis": RolloutCorrection(
-        "sequence", 2.0, bypass_mode=True, loss_type="reinforce", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.999_1.001"
+        "sequence",
+        2.0,
+        bypass_mode=True,
+        loss_type="reinforce",
+        rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.999_1.001",
     ),
-    "bypass_pg_token_icepop": RolloutCorrection("token", "0.5_5.0", bypass_mode=True, loss_type="reinforce"),
+    "bypass_pg_token_icepop": RolloutCorrection(
+        "token", "0.5_5.0", bypass_mode=True, loss_type="reinforce"
+    ),
 }
 
 

@@ -11,7 +11,11 @@ LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_ad
 
 def critical_settings(config: Config) -> dict[str, Any]:
     """Settings that give other numbers when they change between a checkpoint and its resumption."""
-    model, actor, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    model, actor, rollout = (
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+    )
     return {
         "actor_rollout_ref.model.path": model.path,
         **{f"actor_rollout_ref.model.{name}": getattr(model, name) for name in LORA},
@@ -25,7 +29,19 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "data.seed": config.data.seed,
         "data.shuffle": config.data.shuffle,
         "max_turns": max_turns(config),
-        **({"env.name": config.env.name, "env.kwargs": config.env.kwargs} if max_turns(config) else {}),
-        **({f"data.{name}": getattr(config.data, name) for name in AGENT_LENGTHS} if max_turns(config) else {}),
-        **({"retriever.topk": config.retriever.topk} if max_turns(config) and config.env.name == "search" else {}),
+        **(
+            {"env.name": config.env.name, "env.kwargs": config.env.kwargs}
+            if max_turns(config)
+            else {}
+        ),
+        **(
+            {f"data.{name}": getattr(config.data, name) for name in AGENT_LENGTHS}
+            if max_turns(config)
+            else {}
+        ),
+        **(
+            {"retriever.topk": config.retriever.topk}
+            if max_turns(config) and config.env.name == "search"
+            else {}
+        ),
     }

@@ -11,7 +11,9 @@ def explain(name: str = "") -> str:
     """
     table = keys.keys()
     if not name:
-        return "\n".join(f"{key.name:<40} {key.doc}" for key in table.values() if "." not in key.name)
+        return "\n".join(
+            f"{key.name:<40} {key.doc}" for key in table.values() if "." not in key.name
+        )
     if name in table:
         return _section(name) if table[name].section else _leaf(name)
     parent = keys.find(name)
@@ -27,7 +29,9 @@ def explain(name: str = "") -> str:
     if former:
         return "\n\n".join(filter(None, map(_old_name, former)))
     close = nearest(name, keys.leaves())
-    hint = f"Did you mean {' or '.join(close)}?" if close else "`verlite explain` lists the sections."
+    hint = (
+        f"Did you mean {' or '.join(close)}?" if close else "`verlite explain` lists the sections."
+    )
     raise KeyError(f"{name}: there is no such key. {hint}")
 
 
@@ -41,7 +45,9 @@ def _leaf(name: str) -> str:
         lines.append(f"  Legal: {', '.join(legal)}{own}.")
     if rules.bound(name):
         lines.append(f"  Legal: {rules.bound(name)}.")
-    former = [old for old, new in (*aliases.RENAMED.items(), *aliases.PER_DEVICE.items()) if new == name]
+    former = [
+        old for old, new in (*aliases.RENAMED.items(), *aliases.PER_DEVICE.items()) if new == name
+    ]
     if former:
         lines.append(f"  Older names: {', '.join(former)}.")
     return "\n".join(lines)
@@ -49,9 +55,16 @@ def _leaf(name: str) -> str:
 
 def _section(name: str) -> str:
     table = keys.keys()
-    below = [key for key in table.values() if key.name.startswith(name + ".") and "." not in key.name[len(name) + 1 :]]
+    below = [
+        key
+        for key in table.values()
+        if key.name.startswith(name + ".") and "." not in key.name[len(name) + 1 :]
+    ]
     width = max(len(key.name) for key in below)
-    rows = [f"  {key.name:<{width}}  {'section' if key.section else _written(key.default):<12}  {key.doc}" for key in below]
+    rows = [
+        f"  {key.name:<{width}}  {'section' if key.section else _written(key.default):<12}  {key.doc}"
+        for key in below
+    ]
     return "\n".join([f"{name}: {table[name].doc}", *rows])
 
 
@@ -61,7 +74,9 @@ def _old_name(name: str) -> str | None:
         return f"{name} is now called {new}\n\n{explain(new)}"
     new = aliases.lookup(aliases.PER_DEVICE, name)
     if new:
-        return f"{name} counts all devices; the key in use is {new}, which counts one\n\n{_leaf(new)}"
+        return (
+            f"{name} counts all devices; the key in use is {new}, which counts one\n\n{_leaf(new)}"
+        )
     fixed = aliases.lookup(aliases.FIXED, name)
     if fixed:
         return f"{name}: only {' or '.join(_written(value) for value in fixed[0])} is accepted, without effect: {fixed[1]}"

@@ -82,7 +82,14 @@ def _collect(node: Any, prefix: str, found: dict[str, Key]) -> None:
         else:
             text = type_name(hints[field.name])
             any_type = typing.get_origin(hints[field.name]) is Annotated
-            found[name] = Key(name, text, value, docs.get(field.name, ""), free="mapping" in text, any_type=any_type)
+            found[name] = Key(
+                name,
+                text,
+                value,
+                docs.get(field.name, ""),
+                free="mapping" in text,
+                any_type=any_type,
+            )
 
 
 def type_name(hint: Any) -> str:

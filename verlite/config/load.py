@@ -18,7 +18,14 @@ from omegaconf.errors import OmegaConfBaseException
 from verlite.config import aliases, keys
 from verlite.config.problems import ConfigError, Problem, display, is_secret, nearest
 from verlite.config.schema import Config
-from verlite.config.sources import COMMAND_LINE, Assignment, from_command_line, from_our_yaml, from_yaml, our_names
+from verlite.config.sources import (
+    COMMAND_LINE,
+    Assignment,
+    from_command_line,
+    from_our_yaml,
+    from_yaml,
+    our_names,
+)
 
 DEFAULT = "default"
 
@@ -52,7 +59,10 @@ class Loaded:
 
 
 def compose(
-    config_name: str | None = None, overrides: Sequence[str] = (), config_dir: str | Path | None = None, check: bool = True
+    config_name: str | None = None,
+    overrides: Sequence[str] = (),
+    config_dir: str | Path | None = None,
+    check: bool = True,
 ) -> Loaded:
     """Build the configuration. ConfigError lists everything wrong with it.
 
@@ -65,7 +75,11 @@ def compose(
     arguments, groups, builder.problems = from_command_line(overrides, config_dir)
     name = (config_name or "ppo_trainer").removesuffix(".yaml")
     try:
-        assignments = from_our_yaml(name) if config_dir is None else from_yaml(name, Path(config_dir).expanduser().resolve(), groups)
+        assignments = (
+            from_our_yaml(name)
+            if config_dir is None
+            else from_yaml(name, Path(config_dir).expanduser().resolve(), groups)
+        )
     except ConfigError as error:
         # Without the file no rule can be judged; names and types on the command line can.
         for assignment in arguments:
@@ -95,7 +109,14 @@ def parse_argv(argv: Sequence[str]) -> tuple[str | None, str | None, list[str], 
     """(config name, folder of YAML files, overrides, help wanted) of a command line with these in any order."""
     options: dict[str, str] = {}
     overrides: list[str] = []
-    names = {"--config-name": "name", "-cn": "name", "--config-path": "dir", "-cp": "dir", "--config-dir": "dir", "-cd": "dir"}
+    names = {
+        "--config-name": "name",
+        "-cn": "name",
+        "--config-path": "dir",
+        "-cp": "dir",
+        "--config-dir": "dir",
+        "-cd": "dir",
+    }
     arguments = iter(argv)
     for argument in arguments:
         option, equals, value = argument.partition("=")
@@ -142,7 +163,11 @@ class _Builder:
         elif isinstance(value, dict) and not (known is None and aliases.renamed(key)):
             self._assign_mapping(assignment)
         elif known and known.section:
-            self._problem(assignment, "is a section; it holds keys, not a value", f"Its keys: verlite explain {key}.")
+            self._problem(
+                assignment,
+                "is a section; it holds keys, not a value",
+                f"Its keys: verlite explain {key}.",
+            )
         else:
             self._assign_leaf(assignment)
 
@@ -174,15 +199,24 @@ class _Builder:
             self.per_device[key] = assignment
         elif meaning == "fixed":
             accepted, why = aliases.lookup(aliases.FIXED, key)
-            if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+            if any(
+                value == one and isinstance(value, bool) == isinstance(one, bool)
+                for one in accepted
+            ):
                 self.ignored[typed] = why
             else:
                 legal = " or ".join(display(key, one) for one in accepted)
-                self._problem(assignment, f"only {legal} is accepted here: {why}", f"Leave the key out, or use {legal}.")
+                self._problem(
+                    assignment,
+                    f"only {legal} is accepted here: {why}",
+                    f"Leave the key out, or use {legal}.",
+                )
         elif meaning == "ignored":
             self.ignored[typed] = aliases.lookup(aliases.IGNORED, key)
         elif meaning == "refused":
-            self._problem(assignment, "this key has no meaning here", aliases.lookup(aliases.REFUSED, key))
+            self._problem(
+                assignment, "this key has no meaning here", aliases.lookup(aliases.REFUSED, key)
+            )
         else:
             self._unknown(assignment)
 
@@ -196,13 +230,21 @@ class _Builder:
         if key == "actor_rollout_ref.rollout.n" and 1 in (assignment.value, other.value):
             return assignment.value != 1  # Search-R1 multiplies n and n_agent
         old, new = (assignment, other) if assignment.key != key else (other, assignment)
-        self._problem(old, f"{new.key}={display(new.key, new.value, True)} is set too, and is the same key", f"Keep only {key}.")
+        self._problem(
+            old,
+            f"{new.key}={display(new.key, new.value, True)} is set too, and is the same key",
+            f"Keep only {key}.",
+        )
         return False
 
     def _set(self, assignment: Assignment, key: str) -> None:
         value = assignment.value
         known = keys.owner(key)
-        if known.type.startswith("list of") and isinstance(value, str) and not value.startswith("${"):
+        if (
+            known.type.startswith("list of")
+            and isinstance(value, str)
+            and not value.startswith("${")
+        ):
             value = [value]
         if key in PATHS:
             value = [_expand(item) for item in value] if isinstance(value, list) else _expand(value)
@@ -247,12 +289,22 @@ class _Builder:
     def _unknown(self, assignment: Assignment) -> None:
         close = nearest(assignment.key, keys.leaves())
         self.broken.update(close[:1])
-        remedy = f"Did you mean {' or '.join(close)}?" if close else "verlite explain lists the keys."
+        remedy = (
+            f"Did you mean {' or '.join(close)}?" if close else "verlite explain lists the keys."
+        )
         self._problem(assignment, "there is no such key", remedy)
 
     def _problem(self, assignment: Assignment, rule: str, remedy: str = "") -> None:
-        value = None if assignment.delete else display(assignment.key, assignment.value, keys.is_plain(assignment.key))
-        key = assignment.key if assignment.origin == COMMAND_LINE else f"{assignment.key} ({assignment.origin})"
+        value = (
+            None
+            if assignment.delete
+            else display(assignment.key, assignment.value, keys.is_plain(assignment.key))
+        )
+        key = (
+            assignment.key
+            if assignment.origin == COMMAND_LINE
+            else f"{assignment.key} ({assignment.origin})"
+        )
         self.problems.append(Problem(key, value, rule, remedy))
         self.broken.add(assignment.key)
 
@@ -272,8 +324,14 @@ class _Builder:
         if check:
             from verlite.config import ineffective, rules
 
-            found = [problem for problem in rules.check(config, self.user_keys) if problem.key not in self.broken]
-            self.problems += [replace(problem, key=self._as_typed(problem.key)) for problem in found]
+            found = [
+                problem
+                for problem in rules.check(config, self.user_keys)
+                if problem.key not in self.broken
+            ]
+            self.problems += [
+                replace(problem, key=self._as_typed(problem.key)) for problem in found
+            ]
             if not self.problems:
                 in_vain = ineffective.keys_without_effect(config, self.user_keys)
                 remarks = ineffective.remarks(config, self.old_names)
@@ -288,11 +346,18 @@ class _Builder:
             if new not in in_vain:
                 yield self.derived.get(old) or f"{old} is now called {new}"
         for (origin, key), given in self.given.items():
-            values = [display(key, one.value, keys.is_plain(key)) for one in given if one.key == given[0].key]
+            values = [
+                display(key, one.value, keys.is_plain(key))
+                for one in given
+                if one.key == given[0].key
+            ]
             if len(set(values)) > 1:
                 yield f"{given[0].key} is given {len(values)} times ({origin}): {', '.join(values)}; the last one counts"
         by_reason: dict[str, list[str]] = {}
-        for key, why in [*self.ignored.items(), *((self._as_typed(key), why) for key, why in in_vain.items())]:
+        for key, why in [
+            *self.ignored.items(),
+            *((self._as_typed(key), why) for key, why in in_vain.items()),
+        ]:
             by_reason.setdefault(why, []).append(key)
         for why, names in by_reason.items():
             yield f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: {why}"
@@ -311,12 +376,18 @@ class _Builder:
                 continue
             new, value = aliases.PER_DEVICE[old], assignment.value
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                self._problem(assignment, f"expected a whole number from 1, got {_kind(value)}", f"Use {new}.")
+                self._problem(
+                    assignment, f"expected a whole number from 1, got {_kind(value)}", f"Use {new}."
+                )
                 self.broken.add(new)
                 continue
             set_too = self.given.get((assignment.origin, new))
             if set_too and set_too[-1].value is not None:
-                self._problem(assignment, f"{new}={set_too[-1].value} is set too; they are two units of one size", f"Keep only {new}.")
+                self._problem(
+                    assignment,
+                    f"{new}={set_too[-1].value} is set too; they are two units of one size",
+                    f"Keep only {new}.",
+                )
                 continue
             if self.provenance[new] == COMMAND_LINE and assignment.origin != COMMAND_LINE:
                 continue
@@ -325,7 +396,9 @@ class _Builder:
             self._set(replace(assignment, value=size), new)
             rounded = "" if value % n_devices == 0 else " (rounded)"
             self.old_names[old] = new
-            self.derived[old] = f"{old} counts all devices; {value} / {n_devices} devices{rounded} gives {new}={size}"
+            self.derived[old] = (
+                f"{old} counts all devices; {value} / {n_devices} devices{rounded} gives {new}={size}"
+            )
 
     def _actor_devices(self) -> int:
         from verlite.config.placement import devices
@@ -352,7 +425,9 @@ class _Builder:
                 OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
             text = str(section._get_node(last))
-            self.problems.append(Problem(name, text, str(error).splitlines()[0], "Check the ${...} in the value."))
+            self.problems.append(
+                Problem(name, text, str(error).splitlines()[0], "Check the ${...} in the value.")
+            )
             self.broken.add(name)
             self._to_default(name)
 
@@ -382,7 +457,10 @@ def _meaning(name: str) -> str | None:
         "refused": aliases.REFUSED,
         "ignored": aliases.IGNORED,
     }
-    return next((meaning for meaning, table in tables.items() if aliases.lookup(table, name) is not None), None)
+    return next(
+        (meaning for meaning, table in tables.items() if aliases.lookup(table, name) is not None),
+        None,
+    )
 
 
 def _leaf_names(prefix: str, value: Any) -> Iterator[str]:
@@ -394,7 +472,9 @@ def _leaf_names(prefix: str, value: Any) -> Iterator[str]:
 
 
 def _expand(value: Any) -> Any:
-    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
+    return (
+        str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
+    )
 
 
 def _kind(value: Any) -> str:
@@ -423,7 +503,11 @@ def _dump(node: Any, prefix: str, indent: str, provenance: dict[str, str]) -> It
             value = "***"
         elif isinstance(value, str):
             value = display(key, value, known=True)
-        text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+        text = (
+            yaml.safe_dump(value, default_flow_style=True, width=10**6)
+            .removesuffix("...\n")
+            .strip()
+        )
         origin = provenance.get(key, provenance.get(known.name, DEFAULT))
         yield f"{indent}{written}: {text}" + (f"  # {origin}" if origin != DEFAULT else "")
 

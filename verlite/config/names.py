@@ -21,8 +21,19 @@ def _body(file: str) -> list[ast.stmt]:
 def _assigned(file: str, name: str) -> ast.expr:
     """What a file of the package, such as "algorithms/kl.py", assigns to a name at its top level."""
     for node in _body(file):
-        target = node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
-        if isinstance(target, ast.Name) and target.id == name and isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+        target = (
+            node.targets[0]
+            if isinstance(node, ast.Assign)
+            else node.target
+            if isinstance(node, ast.AnnAssign)
+            else None
+        )
+        if (
+            isinstance(target, ast.Name)
+            and target.id == name
+            and isinstance(node, ast.Assign | ast.AnnAssign)
+            and node.value
+        ):
             return node.value
     raise KeyError(f"{file} assigns nothing to {name}")
 
@@ -39,7 +50,11 @@ def functions(file: str, table: str) -> Mapping[str, str]:
     node = _assigned(file, table)
     assert isinstance(node, ast.Dict)
     entries = zip(node.keys, node.values, strict=True)
-    return {str(ast.literal_eval(key)): entry.id for key, entry in entries if key and isinstance(entry, ast.Name)}
+    return {
+        str(ast.literal_eval(key)): entry.id
+        for key, entry in entries
+        if key and isinstance(entry, ast.Name)
+    }
 
 
 def names_a_file(place: str) -> bool:
@@ -49,7 +64,9 @@ def names_a_file(place: str) -> bool:
 
 def module_file(module: str) -> Path | None:
     """The file of a module, found without importing it (only its parent packages are). None: there is none."""
-    here = [] if "" in sys.path else [""]  # an installed command lacks the working folder, which `python -m` has
+    here = (
+        [] if "" in sys.path else [""]
+    )  # an installed command lacks the working folder, which `python -m` has
     sys.path += here
     importlib.invalidate_caches()
     try:
@@ -64,7 +81,11 @@ def module_file(module: str) -> Path | None:
 
 def readers(file: str, table: str, attribute: str) -> list[str]:
     """Names in such a table whose functions read `inputs.<attribute>`, themselves or in functions of the file that they call."""
-    return [name for name, function in functions(file, table).items() if attribute in _attributes(file, function)]
+    return [
+        name
+        for name, function in functions(file, table).items()
+        if attribute in _attributes(file, function)
+    ]
 
 
 @functools.cache

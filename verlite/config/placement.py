@@ -9,7 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 
-def parse(spec: Mapping[str, object] | None, roles: Sequence[str], n_devices: int) -> dict[str, list[int]]:
+def parse(
+    spec: Mapping[str, object] | None, roles: Sequence[str], n_devices: int
+) -> dict[str, list[int]]:
     """Devices of each role, in rank order.
 
     A role that the mapping leaves out runs where the actor runs; the first role is the actor. Without a mapping all roles share
@@ -52,16 +54,22 @@ def devices(text: str, n_devices: int) -> list[int]:
         else:
             first, last = _range(where, segment)
         if last >= n_devices:
-            raise ValueError(f"{segment!r} names device {last}, but there are {n_devices}: 0-{n_devices - 1}")
+            raise ValueError(
+                f"{segment!r} names device {last}, but there are {n_devices}: 0-{n_devices - 1}"
+            )
         if result and first <= result[-1]:
             raise ValueError(f"{text!r} must name devices once and in ascending order")
         count = last - first + 1
         if colon:
             rank_first, rank_last = _range(ranks, segment)
             if rank_first != next_rank:
-                raise ValueError(f"{segment!r} starts at process {rank_first}, but the next process is {next_rank}")
+                raise ValueError(
+                    f"{segment!r} starts at process {rank_first}, but the next process is {next_rank}"
+                )
             if rank_last - rank_first + 1 != count:
-                raise ValueError(f"{segment!r} puts {rank_last - rank_first + 1} processes on {count} devices; one process per device")
+                raise ValueError(
+                    f"{segment!r} puts {rank_last - rank_first + 1} processes on {count} devices; one process per device"
+                )
         next_rank += count
         result.extend(range(first, last + 1))
     if not result:

@@ -23,7 +23,9 @@ ROLES = ("actor", "rollout", "ref", "critic")
 _REQUIRES = names.value("algorithms/advantages.py", "REQUIRES").items()
 NEEDS_VALUES = frozenset(name for name, wanted in _REQUIRES if "values" in wanted)
 NEEDS_SUM_PI_SQUARED = frozenset(name for name, wanted in _REQUIRES if "sum_pi_squared" in wanted)
-NEEDS_GREEDY_BASELINE = frozenset(name for name, wanted in _REQUIRES if "reward_baselines" in wanted)
+NEEDS_GREEDY_BASELINE = frozenset(
+    name for name, wanted in _REQUIRES if "reward_baselines" in wanted
+)
 
 SELECTORS: dict[str, str] = dict(names.functions("algorithms/losses.py", "SELECTORS"))
 """Policy losses that treat a few tokens, chosen over the whole step, in a way of their own."""
@@ -87,7 +89,7 @@ class Plan:
     """G: prompts per step."""
     samples_per_prompt: int
     """N."""
-    rows: int
+    batch_size: int
     """B = G*N: samples per step."""
     rows_per_rank: tuple[int, int]
     """Fewest and most of these rows on one of the actor's ranks, or groups of ranks that run them together."""
@@ -159,7 +161,7 @@ class Plan:
     total_steps: int | None
     """Training steps of the whole run. None: unknown until the data are counted."""
     total_epochs: int
-    asked_steps: int | None
+    total_training_steps: int | None
     """trainer.total_training_steps."""
     validates: bool
     """There is any validation."""
@@ -173,7 +175,12 @@ class Plan:
     def steps(self, train_rows: int) -> tuple[int, int]:
         """(training steps per epoch, in the whole run) when this many rows are left to train on."""
         per_epoch = train_rows // self.prompts
-        return per_epoch, self.asked_steps if self.asked_steps is not None else per_epoch * self.total_epochs
+        return (
+            per_epoch,
+            self.total_training_steps
+            if self.total_training_steps is not None
+            else per_epoch * self.total_epochs,
+        )
 
     def sentence(self) -> str:
         """The batch arithmetic in one line."""
@@ -181,9 +188,13 @@ class Plan:
         n_ranks, shared = len(self.placement["actor"]), self.sequence_parallel["actor"]
         each = f"{high} each" if low == high else f"{low} or {high} each"
         passes = f", {self.actor.epochs} passes" if self.actor.epochs > 1 else ""
-        devices = _count(n_ranks, "device") if shared == 1 else f"{_count(n_ranks // shared, 'group')} of {shared} devices"
+        devices = (
+            _count(n_ranks, "device")
+            if shared == 1
+            else f"{_count(n_ranks // shared, 'group')} of {shared} devices"
+        )
         return (
-            f"{self.prompts} prompts x {self.samples_per_prompt} = {self.rows} samples / {devices} = {each}; "
+            f"{self.prompts} prompts x {self.samples_per_prompt} = {self.batch_size} samples / {devices} = {each}; "
             f"{_count(self.actor.per_epoch, 'update')} of {self.actor.mini_rows}{passes}; micro-batches of {self.actor.micro}"
         )
 
@@ -204,13 +215,18 @@ class Plan:
         lines = [*self.choices, ("step", self.sentence())]
         if self.critic:
             lines.append(
-                ("critic", f"{_count(self.critic.per_step, 'update')} of {self.critic.mini_rows}; micro-batches of {self.critic.micro}")
+                (
+                    "critic",
+                    f"{_count(self.critic.per_step, 'update')} of {self.critic.mini_rows}; micro-batches of {self.critic.micro}",
+                )
             )
         passes = [f"old log-probs {self.log_prob_micro}"]
         passes += [f"reference {self.ref_micro}"] if self.ref_micro else []
         passes += [f"values {self.value_micro}"] if self.value_micro else []
         lines.append(("forward passes", "micro-batches: " + ", ".join(passes)))
-        per_engine = f"{self.tensor_parallel} devices each" if self.tensor_parallel > 1 else "one per device"
+        per_engine = (
+            f"{self.tensor_parallel} devices each" if self.tensor_parallel > 1 else "one per device"
+        )
         engines = f"{self.rollout_name}, {_count(self.engines, 'engine')}, {per_engine}, {self.rollout_dtype}"
         lines.append(("rollout", f"{engines}, sequences up to {self.max_model_len} tokens"))
         lines += [("turns", self.turns)] if self.turns else []
@@ -219,10 +235,18 @@ class Plan:
         for role in self.roles:
             same.setdefault(_ranges(self.placement[role]), []).append(role)
         lines.append(
-            ("devices", f"{self.nnodes} x {self.devices_per_node}: " + "; ".join(f"{', '.join(r)} on {where}" for where, r in same.items()))
+            (
+                "devices",
+                f"{self.nnodes} x {self.devices_per_node}: "
+                + "; ".join(f"{', '.join(r)} on {where}" for where, r in same.items()),
+            )
         )
         if self.total_steps is not None:
-            rows = f" ({self.train_rows} prompts, {self.steps_per_epoch} steps per epoch)" if self.steps_per_epoch is not None else ""
+            rows = (
+                f" ({self.train_rows} prompts, {self.steps_per_epoch} steps per epoch)"
+                if self.steps_per_epoch is not None
+                else ""
+            )
             lines.append(("length", f"{self.total_steps} steps{rows}"))
         if self.val_rows is not None:
             lines.append(("validation", f"{self.val_rows} prompts"))
@@ -236,12 +260,21 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
     count_rows: read the number of rows from the parquet files' footers.
     """
     data, trainer, algorithm, critic = config.data, config.trainer, config.algorithm, config.critic
-    actor, rollout, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+    actor, rollout, ref = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.actor_rollout_ref.ref,
+    )
     device = device or resolve_device(trainer.device)
     n_devices = trainer.nnodes * trainer.n_gpus_per_node
     with_critic, with_reference = needs_critic(config), needs_reference(config)
     with_worker = with_reference and not reference_is_actor(config)
-    roles = ("actor", "rollout", *(["ref"] if with_worker else []), *(["critic"] if with_critic else []))
+    roles = (
+        "actor",
+        "rollout",
+        *(["ref"] if with_worker else []),
+        *(["critic"] if with_critic else []),
+    )
     everywhere = parse(config.cluster.component_placement, ROLES, n_devices)
     placement = {role: everywhere[role] for role in roles}
     rows = data.train_batch_size * rollout.n
@@ -255,14 +288,19 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         mini_rows=actor.ppo_mini_batch_size * rollout.n,
         epochs=actor.ppo_epochs,
         per_epoch=data.train_batch_size // actor.ppo_mini_batch_size,
-        micro=_micro(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu * shared["actor"]),
+        micro=_micro(
+            actor.use_dynamic_bsz,
+            actor.ppo_micro_batch_size_per_gpu,
+            actor.ppo_max_token_len_per_gpu * shared["actor"],
+        ),
         shuffle=actor.shuffle,
         loss_agg_mode=actor.loss_agg_mode,
     )
     log_prob = _micro(
         _first(rollout.log_prob_use_dynamic_bsz, actor.use_dynamic_bsz),
         _first(rollout.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu),
-        _first(rollout.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu) * shared["actor"],
+        _first(rollout.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)
+        * shared["actor"],
     )
     ref_micro = _micro(
         _first(ref.log_prob_use_dynamic_bsz, actor.use_dynamic_bsz),
@@ -274,7 +312,10 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         mini = _first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)
         dynamic = _first(critic.use_dynamic_bsz, actor.use_dynamic_bsz)
         size = _first(critic.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu)
-        tokens = _first(critic.ppo_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu) * shared["critic"]
+        tokens = (
+            _first(critic.ppo_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)
+            * shared["critic"]
+        )
         critic_updates = Updates(
             mini_prompts=mini,
             mini_rows=mini * rollout.n,
@@ -287,10 +328,14 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         value_micro = _micro(dynamic, _first(critic.forward_micro_batch_size_per_gpu, size), tokens)
 
     name = resolve_rollout(rollout.name)
-    tensor_parallel = rollout.tensor_model_parallel_size if name == "vllm" and device == "cuda" else 1
+    tensor_parallel = (
+        rollout.tensor_model_parallel_size if name == "vllm" and device == "cuda" else 1
+    )
     train_files, val_files = files_of(data.train_files), files_of(data.val_files)
     train_rows = _limited(count(train_files), data.train_max_samples) if count_rows else None
-    val_rows = _limited(count(val_files), data.val_max_samples) if count_rows and val_files else None
+    val_rows = (
+        _limited(count(val_files), data.val_max_samples) if count_rows and val_files else None
+    )
     plan = Plan(
         nnodes=trainer.nnodes,
         devices_per_node=trainer.n_gpus_per_node,
@@ -301,7 +346,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         sequence_parallel=shared,
         prompts=data.train_batch_size,
         samples_per_prompt=rollout.n,
-        rows=rows,
+        batch_size=rows,
         rows_per_rank=(rows // groups, math.ceil(rows / groups)),
         actor=actor_updates,
         critic=critic_updates,
@@ -317,7 +362,9 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         loss_mode=BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode,
         correction=corrected,
         gen_prompts=prompts_drawn(config)[1],
-        overlong_buffer=_first(config.reward.overlong_buffer.len, max(1, data.max_response_length // 5)),
+        overlong_buffer=_first(
+            config.reward.overlong_buffer.len, max(1, data.max_response_length // 5)
+        ),
         max_turns=turns,
         longest_prompt=longest_prompt(config)[1],
         longest_response=_longest_response(config, turns),
@@ -327,11 +374,15 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         clip_low=_first(actor.clip_ratio_low, actor.clip_ratio),
         clip_high=_first(actor.clip_ratio_high, actor.clip_ratio),
         loss_scale=_first(actor.loss_scale_factor, float(_longest_response(config, turns))),
-        critic_model_path=_first(critic.model.path, config.actor_rollout_ref.model.path) if with_critic else None,
+        critic_model_path=_first(critic.model.path, config.actor_rollout_ref.model.path)
+        if with_critic
+        else None,
         rollout_name=name,
         tensor_parallel=tensor_parallel,
         engines=len(placement["rollout"]) // tensor_parallel,
-        max_model_len=_first(rollout.max_model_len, data.max_prompt_length + data.max_response_length),
+        max_model_len=_first(
+            rollout.max_model_len, data.max_prompt_length + data.max_response_length
+        ),
         train_dtype=resolve_dtype(actor.fsdp_config.dtype, device),
         rollout_dtype=resolve_dtype(rollout.dtype, device),
         train_files=train_files,
@@ -341,8 +392,9 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         steps_per_epoch=None,
         total_steps=trainer.total_training_steps,
         total_epochs=trainer.total_epochs,
-        asked_steps=trainer.total_training_steps,
-        validates=bool(val_files) and (trainer.val_before_train or trainer.val_only or trainer.test_freq > 0),
+        total_training_steps=trainer.total_training_steps,
+        validates=bool(val_files)
+        and (trainer.val_before_train or trainer.val_only or trainer.test_freq > 0),
         validates_first=bool(val_files) and (trainer.val_before_train or trainer.val_only),
         choices=_words(config),
         turns=length_arithmetic(config) if turns else "",
@@ -355,25 +407,49 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
 
 def _words(config: Config) -> list[tuple[str, str]]:
     algorithm, actor, trainer = config.algorithm, config.actor_rollout_ref.actor, config.trainer
-    low, high = _first(actor.clip_ratio_low, actor.clip_ratio), _first(actor.clip_ratio_high, actor.clip_ratio)
+    low, high = (
+        _first(actor.clip_ratio_low, actor.clip_ratio),
+        _first(actor.clip_ratio_high, actor.clip_ratio),
+    )
     kl = []
     if algorithm.use_kl_in_reward:
-        kl.append(f"{algorithm.kl_ctrl.type} KL in the reward, {algorithm.kl_penalty} x {algorithm.kl_ctrl.kl_coef:g}")
+        kl.append(
+            f"{algorithm.kl_ctrl.type} KL in the reward, {algorithm.kl_penalty} x {algorithm.kl_ctrl.kl_coef:g}"
+        )
     if actor.use_kl_loss:
         kl.append(f"KL in the loss, {actor.kl_loss_type} x {actor.kl_loss_coef:g}")
     corrected = correction.settings(algorithm.rollout_correction)
     loss_mode = BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
-    loss = f"{loss_mode} loss, {actor.loss_agg_mode}, clip {low:g}" + (f" and {high:g}" if high != low else "")
+    loss = f"{loss_mode} loss, {actor.loss_agg_mode}, clip {low:g}" + (
+        f" and {high:g}" if high != low else ""
+    )
     more = ["dynamic sampling"] if algorithm.filter_groups.enable else []
     more += ["overlong penalty"] if config.reward.overlong_buffer.enable else []
     more += ["truncated samples masked"] if algorithm.mask_truncated else []
     more += [f"rollout weights by {corrected.rollout_is}"] if corrected.rollout_is else []
     more += [f"rejection by {corrected.rollout_rs}"] if corrected.rollout_rs else []
-    every = [f"{what} every {n} steps" for what, n in (("validate", trainer.test_freq), ("save", trainer.save_freq)) if n > 0]
-    resume = trainer.resume_from_path if trainer.resume_mode == "resume_path" else trainer.resume_mode
+    every = [
+        f"{what} every {n} steps"
+        for what, n in (("validate", trainer.test_freq), ("save", trainer.save_freq))
+        if n > 0
+    ]
+    resume = (
+        trainer.resume_from_path if trainer.resume_mode == "resume_path" else trainer.resume_mode
+    )
     return [
         ("model", _model(config.actor_rollout_ref.model)),
-        ("algorithm", ", ".join([algorithm.adv_estimator, loss, *more, *(kl or ["no KL term"]), f"learning rate {actor.optim.lr:g}"])),
+        (
+            "algorithm",
+            ", ".join(
+                [
+                    algorithm.adv_estimator,
+                    loss,
+                    *more,
+                    *(kl or ["no KL term"]),
+                    f"learning rate {actor.optim.lr:g}",
+                ]
+            ),
+        ),
         ("run", ", ".join([trainer.default_local_dir, f"resume: {resume}", *every])),
     ]
 
@@ -381,7 +457,9 @@ def _words(config: Config) -> list[tuple[str, str]]:
 def _model(model: ModelConfig) -> str:
     if model.lora_adapter_path:
         return f"{model.path}, LoRA from {model.lora_adapter_path}"
-    return model.path + (f", LoRA of rank {model.lora_rank} (alpha {model.lora_alpha:g})" if model.lora_rank else "")
+    return model.path + (
+        f", LoRA of rank {model.lora_rank} (alpha {model.lora_alpha:g})" if model.lora_rank else ""
+    )
 
 
 def max_turns(config: Config) -> int:
@@ -399,23 +477,36 @@ def longest_prompt(config: Config) -> tuple[str, int]:
 def worst_case(config: Config) -> int:
     """Tokens of a sample with the longest prompt, turns and observations."""
     data, turns = config.data, max_turns(config)
-    return longest_prompt(config)[1] + turns * (data.max_response_length + data.max_obs_length) + data.max_response_length
+    return (
+        longest_prompt(config)[1]
+        + turns * (data.max_response_length + data.max_obs_length)
+        + data.max_response_length
+    )
 
 
 def _longest_response(config: Config, turns: int) -> int:
     data = config.data
     if not turns:
         return data.max_response_length
-    return min(worst_case(config) - longest_prompt(config)[1], data.max_prompt_length + data.max_response_length - 1)
+    return min(
+        worst_case(config) - longest_prompt(config)[1],
+        data.max_prompt_length + data.max_response_length - 1,
+    )
 
 
 def length_arithmetic(config: Config) -> str:
     """The longest sample in numbers, and what becomes of samples that do not fit."""
     data, turns = config.data, max_turns(config)
-    worst, fits, start = worst_case(config), data.max_prompt_length + data.max_response_length, longest_prompt(config)[1]
+    worst, fits, start = (
+        worst_case(config),
+        data.max_prompt_length + data.max_response_length,
+        longest_prompt(config)[1],
+    )
     turn, obs = data.max_response_length, data.max_obs_length
     text = f"{config.env.name}, up to {_count(turns, 'tool call')} and a last turn; at most "
-    text += f"{start} prompt + {turns} x ({turn} turn + {obs} observation) + {turn} = {worst} tokens"
+    text += (
+        f"{start} prompt + {turns} x ({turn} turn + {obs} observation) + {turn} = {worst} tokens"
+    )
     if worst <= fits:
         return text
     return f"{text}, but {fits} fit (data.max_prompt_length + data.max_response_length): a sample that gets there ends, status length"
@@ -430,12 +521,23 @@ def prompts_drawn(config: Config) -> tuple[str, int]:
 
 
 def _needs_old_log_probs(config: Config, updates: Updates, corrected: RolloutCorrection) -> bool:
-    estimator, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    estimator, loss = (
+        config.algorithm.adv_estimator,
+        config.actor_rollout_ref.actor.policy_loss.loss_mode,
+    )
     known = names.functions("algorithms/advantages.py", "ESTIMATORS")
-    asked = "old_log_probs" in dict(_REQUIRES).get(estimator, ()) or estimator not in known  # one's own may look at them
+    asked = (
+        "old_log_probs" in dict(_REQUIRES).get(estimator, ()) or estimator not in known
+    )  # one's own may look at them
     if corrected.bypass_mode:
         return False
-    return updates.per_step > 1 or config.algorithm.use_kl_in_reward or corrected.acts_on_batch or loss in SELECTORS or asked
+    return (
+        updates.per_step > 1
+        or config.algorithm.use_kl_in_reward
+        or corrected.acts_on_batch
+        or loss in SELECTORS
+        or asked
+    )
 
 
 def needs_critic(config: Config) -> bool:
@@ -478,7 +580,9 @@ def resolve_device(name: str) -> str:
 
 def visible_gpus() -> int:
     """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
-    found = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    found = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(
+        list(Path("/dev").glob("nvidia[0-9]*"))
+    )
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return found

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 SECRET = re.compile(r"(?i)(token|secret|password|passwd|passphrase|credential|key)s?$")
-URL_PASSWORD = re.compile(r"(://[^/:@\s]*:)[^/@\s]+(?=@)|([?&](?:api_?key|key|token|secret|password)=)[^&\s]+", re.IGNORECASE)
+URL_PASSWORD = re.compile(
+    r"(://[^/:@\s]*:)[^/@\s]+(?=@)|([?&](?:api_?key|key|token|secret|password)=)[^&\s]+",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,9 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[Problem], notes: Iterable[str] = ()):
         self.problems = list(problems)
         self.notes = list(notes)
-        super().__init__(f"{self._title()}:\n" + "\n".join(f"  {problem}" for problem in self.problems))
+        super().__init__(
+            f"{self._title()}:\n" + "\n".join(f"  {problem}" for problem in self.problems)
+        )
 
     def _title(self) -> str:
         count = len(self.problems)
@@ -76,8 +81,15 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     by_last: dict[str, list[str]] = {}
     for key in known:
         by_last.setdefault(key.rsplit(".", 1)[-1], []).append(key)
-    similar = [key for part in difflib.get_close_matches(last, by_last, n=count, cutoff=0.75) for key in by_last[part]]
-    candidates = by_last.get(last) or [*similar, *difflib.get_close_matches(name, known, n=count, cutoff=0.7)]
+    similar = [
+        key
+        for part in difflib.get_close_matches(last, by_last, n=count, cutoff=0.75)
+        for key in by_last[part]
+    ]
+    candidates = by_last.get(last) or [
+        *similar,
+        *difflib.get_close_matches(name, known, n=count, cutoff=0.7),
+    ]
 
     def score(key: str) -> float:
         likeness = difflib.SequenceMatcher(None, name, key).ratio()

@@ -24,7 +24,9 @@ from verlite.config.schema import Config, ModelConfig
 ADVANTAGES, LOSSES = "algorithms/advantages.py", "algorithms/losses.py"
 ESTIMATORS = tuple(names.functions(ADVANTAGES, "ESTIMATORS"))
 GROUP_ESTIMATORS: frozenset[str] = frozenset(names.value(ADVANTAGES, "GROUP_ESTIMATORS"))
-POLICY_LOSSES = tuple(name for name in names.functions(LOSSES, "POLICY_LOSSES") if name != plan.BYPASS_LOSS)
+POLICY_LOSSES = tuple(
+    name for name in names.functions(LOSSES, "POLICY_LOSSES") if name != plan.BYPASS_LOSS
+)
 """By name. The loss of the bypass mode is not chosen but follows from it."""
 PAPER_AGGREGATION: dict[str, str] = names.value(LOSSES, "PAPER_AGGREGATION")
 AGGREGATION_MODES: tuple[str, ...] = names.value("algorithms/aggregation.py", "AGGREGATION_MODES")
@@ -51,7 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "*.fsdp_config.dtype": ("auto", "float32", "bfloat16"),
     "actor_rollout_ref.rollout.name": ("auto", "vllm", "hf"),
     "actor_rollout_ref.rollout.dtype": ("auto", *DTYPES),
-    "env.name": tuple(names.functions("envs/world.py", "WORLDS")),
+    "env.name": tuple(names.functions("envs/factory.py", "ENV_FACTORIES")),
     "retriever.on_error": ("mask", "observe"),
     "data.truncation": ("error", "left", "right", "middle"),
     "trainer.device": ("auto", "cuda", "cpu"),
@@ -63,7 +65,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 RATIO_CLIPPED = ("vanilla", "gspo", "clip_cov")
 """Losses that clip the ratio at 1 - clip_ratio_low, and have no use for a bound below 0."""
 
-OWN_FUNCTION = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "env.name")
+OWN_FUNCTION = (
+    "algorithm.adv_estimator",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "env.name",
+)
 """Of these, keys that also take a function or class of your own, as package.module:function."""
 
 BOUNDS: dict[str, str] = {
@@ -226,7 +232,12 @@ def within(value: float, words: str) -> bool:
         return True
     for alternative in words.split(" or "):
         parts = [part.split() for part in alternative.split(" and ")]
-        if all(value == float(part[0]) if len(part) == 1 else _OPERATORS[part[0]](value, float(part[1])) for part in parts):
+        if all(
+            value == float(part[0])
+            if len(part) == 1
+            else _OPERATORS[part[0]](value, float(part[1]))
+            for part in parts
+        ):
             return True
     return False
 
@@ -243,16 +254,26 @@ def _choices(config: Config) -> Iterator[Problem]:
                 continue
             close = difflib.get_close_matches(item, legal, n=1, cutoff=0.5)
             ending = ", or package.module:function of your own" if own else ""
-            remedy = (f"Did you mean {close[0]}? " if close else "") + f"Legal: {', '.join(legal)}{ending}."
-            yield Problem(name, item, "there is no such name", remedy + _HINTS.get((name, item), ""))
+            remedy = (
+                f"Did you mean {close[0]}? " if close else ""
+            ) + f"Legal: {', '.join(legal)}{ending}."
+            yield Problem(
+                name, item, "there is no such name", remedy + _HINTS.get((name, item), "")
+            )
 
 
 _HINTS = {
     ("algorithm.adv_estimator", "grpo_vectorized"): " grpo is the same, and has no loops.",
     ("algorithm.adv_estimator", "rloo_vectorized"): " rloo is the same, and has no loops.",
-    ("algorithm.adv_estimator", "tir_optimal_token_baseline"): " optimal_token_baseline passes over tool text.",
+    (
+        "algorithm.adv_estimator",
+        "tir_optimal_token_baseline",
+    ): " optimal_token_baseline passes over tool text.",
     ("actor_rollout_ref.rollout.name", "sglang"): " SGLang is not part of verlite.",
-    ("actor_rollout_ref.actor.policy_loss.loss_mode", "bypass_mode"): " algorithm.rollout_correction.bypass_mode=true turns it on.",
+    (
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        "bypass_mode",
+    ): " algorithm.rollout_correction.bypass_mode=true turns it on.",
     ("trainer.logger", "file"): " metrics.jsonl is always written.",
     ("trainer.logger", "jsonl"): " metrics.jsonl is always written.",
 }
@@ -283,7 +304,9 @@ Legal = Callable[..., bool]
 
 def _batch_sizes(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
     prompts = config.data.train_batch_size
-    minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    minis = {
+        "actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size
+    }
     if plan.needs_critic(config) and config.critic.ppo_mini_batch_size is not None:
         minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
     for name, mini in minis.items():
@@ -317,27 +340,52 @@ def _micro_batches(config: Config, ok: Legal, user_keys: Collection[str]) -> Ite
     actor = config.actor_rollout_ref.actor
     longest = config.data.max_prompt_length + config.data.max_response_length
     every = plan.sequence_parallel(config)
-    passes = [("actor_rollout_ref.actor.", "", "ppo_", "actor"), ("actor_rollout_ref.rollout.", "log_prob_", "log_prob_", "actor")]
-    passes += [("actor_rollout_ref.ref.", "log_prob_", "log_prob_", "ref")] if plan.needs_reference(config) else []
+    passes = [
+        ("actor_rollout_ref.actor.", "", "ppo_", "actor"),
+        ("actor_rollout_ref.rollout.", "log_prob_", "log_prob_", "actor"),
+    ]
+    passes += (
+        [("actor_rollout_ref.ref.", "log_prob_", "log_prob_", "ref")]
+        if plan.needs_reference(config)
+        else []
+    )
     passes += [("critic.", "", "ppo_", "critic")] if plan.needs_critic(config) else []
     for section, switch, prefix, role in passes:
         switch_key = f"{section}{switch}use_dynamic_bsz"
-        size_key, tokens_key = f"{section}{prefix}micro_batch_size_per_gpu", f"{section}{prefix}max_token_len_per_gpu"
-        by_tokens, size, tokens = get(config, switch_key), get(config, size_key), get(config, tokens_key)
+        size_key, tokens_key = (
+            f"{section}{prefix}micro_batch_size_per_gpu",
+            f"{section}{prefix}max_token_len_per_gpu",
+        )
+        by_tokens, size, tokens = (
+            get(config, switch_key),
+            get(config, size_key),
+            get(config, tokens_key),
+        )
         inherits = by_tokens is None or by_tokens == actor.use_dynamic_bsz
         by_tokens = actor.use_dynamic_bsz if by_tokens is None else by_tokens
         shared = max(1, every[role])
         if by_tokens:
             # A budget that is inherited is reported once, for the actor, unless the actor itself counts samples or has more devices for it.
-            budget = actor.ppo_max_token_len_per_gpu if tokens is None and (not inherits or shared < every["actor"]) else tokens
-            if budget is not None and budget * shared < longest and ok("data.max_prompt_length", "data.max_response_length", tokens_key):
+            budget = (
+                actor.ppo_max_token_len_per_gpu
+                if tokens is None and (not inherits or shared < every["actor"])
+                else tokens
+            )
+            if (
+                budget is not None
+                and budget * shared < longest
+                and ok("data.max_prompt_length", "data.max_response_length", tokens_key)
+            ):
                 yield Problem(
                     tokens_key,
                     budget,
                     f"is less than data.max_prompt_length + data.max_response_length = {longest}: such a sequence fits no micro-batch",
                     f"Use at least {-(-longest // shared)}; a few times that fills devices better.",
                 )
-        elif size is None and (section.endswith("actor.") or (not inherits and actor.ppo_micro_batch_size_per_gpu is None)):
+        elif size is None and (
+            section.endswith("actor.")
+            or (not inherits and actor.ppo_micro_batch_size_per_gpu is None)
+        ):
             remedy = f"Start with {size_key}=4, or set {switch_key}=true."
             yield Problem(size_key, None, "must be given: samples per pass on one device", remedy)
 
@@ -352,16 +400,41 @@ def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterato
             "Use 4 to 16.",
         )
     if name in plan.NEEDS_VALUES and config.critic.enable is False:
-        yield Problem("critic.enable", False, f"algorithm.adv_estimator={name} needs a critic", "Leave critic.enable out, or use grpo.")
-    low, c = config.actor_rollout_ref.actor.clip_ratio_low, config.actor_rollout_ref.actor.clip_ratio_c
+        yield Problem(
+            "critic.enable",
+            False,
+            f"algorithm.adv_estimator={name} needs a critic",
+            "Leave critic.enable out, or use grpo.",
+        )
+    low, c = (
+        config.actor_rollout_ref.actor.clip_ratio_low,
+        config.actor_rollout_ref.actor.clip_ratio_c,
+    )
     low = config.actor_rollout_ref.actor.clip_ratio if low is None else low
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if low > 1 and loss in RATIO_CLIPPED and ok("actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low"):
-        key = "clip_ratio" if config.actor_rollout_ref.actor.clip_ratio_low is None else "clip_ratio_low"
-        yield Problem(f"actor_rollout_ref.actor.{key}", low, "must be at most 1: a ratio is never below 0", "Usual: 0.2.")
+    if (
+        low > 1
+        and loss in RATIO_CLIPPED
+        and ok("actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low")
+    ):
+        key = (
+            "clip_ratio"
+            if config.actor_rollout_ref.actor.clip_ratio_low is None
+            else "clip_ratio_low"
+        )
+        yield Problem(
+            f"actor_rollout_ref.actor.{key}",
+            low,
+            "must be at most 1: a ratio is never below 0",
+            "Usual: 0.2.",
+        )
     high = config.actor_rollout_ref.actor.clip_ratio_high
     high = config.actor_rollout_ref.actor.clip_ratio if high is None else high
-    if ok("actor_rollout_ref.actor.clip_ratio_c", "actor_rollout_ref.actor.clip_ratio_high") and c <= 1 + high and loss == "vanilla":
+    if (
+        ok("actor_rollout_ref.actor.clip_ratio_c", "actor_rollout_ref.actor.clip_ratio_high")
+        and c <= 1 + high
+        and loss == "vanilla"
+    ):
         yield Problem(
             "actor_rollout_ref.actor.clip_ratio_c",
             c,
@@ -369,18 +442,38 @@ def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterato
             "Usual: 3.",
         )
     if config.algorithm.no_think_rl:
-        yield Problem("algorithm.no_think_rl", True, "only false is supported: the whole response is trained", "Leave it out.")
+        yield Problem(
+            "algorithm.no_think_rl",
+            True,
+            "only false is supported: the whole response is trained",
+            "Leave it out.",
+        )
     actor, kl = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
     if config.algorithm.use_kl_in_reward and kl.type == "adaptive" and kl.kl_coef == 0:
         rule = "is multiplied to follow the KL while algorithm.kl_ctrl.type=adaptive, so 0 stays 0"
-        yield Problem("algorithm.kl_ctrl.kl_coef", 0, rule, "Start from 0.001, or use algorithm.use_kl_in_reward=false for no KL.")
+        yield Problem(
+            "algorithm.kl_ctrl.kl_coef",
+            0,
+            rule,
+            "Start from 0.001, or use algorithm.use_kl_in_reward=false for no KL.",
+        )
     low_cov, high_cov = actor.policy_loss.clip_cov_lb, actor.policy_loss.clip_cov_ub
     if low_cov >= high_cov and actor.policy_loss.loss_mode == "clip_cov":
         key = "actor_rollout_ref.actor.policy_loss.clip_cov_ub"
-        yield Problem(key, high_cov, f"must be above clip_cov_lb={low_cov:g}: no token lies between them", "Usual: 1 and 5.")
-    for section, optim in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim), ("critic", config.critic.optim)):
+        yield Problem(
+            key,
+            high_cov,
+            f"must be above clip_cov_lb={low_cov:g}: no token lies between them",
+            "Usual: 1 and 5.",
+        )
+    for section, optim in (
+        ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim),
+        ("critic", config.critic.optim),
+    ):
         if len(optim.betas) != 2:
-            yield Problem(f"{section}.optim.betas", optim.betas, "must be two numbers", "Usual: [0.9,0.999].")
+            yield Problem(
+                f"{section}.optim.betas", optim.betas, "must be two numbers", "Usual: [0.9,0.999]."
+            )
 
 
 def _models_trained(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
@@ -393,23 +486,44 @@ def model_trained(section: str, model: ModelConfig) -> Iterator[Problem]:
     """Which layers have adapters, and what is kept of them between the passes."""
     for name in ("target_modules", "exclude_modules"):
         value = getattr(model, name)
-        if not (value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))):
-            yield Problem(section + name, value, "must be a list of module names, or a regular expression", "Such as [q_proj,v_proj].")
+        if not (
+            value is None
+            or isinstance(value, str)
+            or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+        ):
+            yield Problem(
+                section + name,
+                value,
+                "must be a list of module names, or a regular expression",
+                "Such as [q_proj,v_proj].",
+            )
     if plan.uses_lora(model) and not model.target_modules:
-        yield Problem(section + "target_modules", model.target_modules, "names no layer to adapt", "Usual: all-linear.")
+        yield Problem(
+            section + "target_modules",
+            model.target_modules,
+            "names no layer to adapt",
+            "Usual: all-linear.",
+        )
     if model.enable_activation_offload and not model.enable_gradient_checkpointing:
         rule = f"keeps what {section}enable_gradient_checkpointing keeps in host memory, and that is off"
-        yield Problem(section + "enable_activation_offload", True, rule, "Turn both on, or both off.")
+        yield Problem(
+            section + "enable_activation_offload", True, rule, "Turn both on, or both off."
+        )
 
 
 def adapter_files(section: str, model: ModelConfig) -> Iterator[Problem]:
     """The adapter to start from is there."""
     folder = model.lora_adapter_path
     wanted = ("adapter_config.json", "adapter_model.safetensors")
-    if folder is not None and (missing := [name for name in wanted if not (Path(folder).expanduser() / name).is_file()]):
+    if folder is not None and (
+        missing := [name for name in wanted if not (Path(folder).expanduser() / name).is_file()]
+    ):
         rule = f"is no adapter: it has no {' and no '.join(missing)}"
         yield Problem(
-            f"{section}lora_adapter_path", folder, rule, "Give a folder that peft wrote, such as a run's huggingface/lora_adapter."
+            f"{section}lora_adapter_path",
+            folder,
+            rule,
+            "Give a folder that peft wrote, such as a run's huggingface/lora_adapter.",
         )
 
 
@@ -423,35 +537,74 @@ def _agent(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Pr
     """Samples of several turns."""
     if not config.actor_rollout_ref.actor.state_masking:
         yield Problem(
-            "actor_rollout_ref.actor.state_masking", False, "tool output is always kept out of the loss", "Leave it out, or use true."
+            "actor_rollout_ref.actor.state_masking",
+            False,
+            "tool output is always kept out of the loss",
+            "Leave it out, or use true.",
         )
     if not plan.max_turns(config):
         return
     start, whole = config.data.max_start_length, config.data.max_prompt_length
-    if start is not None and start > whole and ok("data.max_start_length", "data.max_prompt_length"):
+    if (
+        start is not None
+        and start > whole
+        and ok("data.max_start_length", "data.max_prompt_length")
+    ):
         rule = f"is more than data.max_prompt_length={whole}, which is the first prompt and all that follows before the last turn"
         yield Problem("data.max_start_length", start, rule, "Usual: half of it.")
     if config.reward.overlong_buffer.enable:
         rule = "is for single turns: an agent's sample is as long as what its tools answer"
-        yield Problem("reward.overlong_buffer.enable", True, rule, "Leave it out, or use algorithm.mask_truncated=true.")
+        yield Problem(
+            "reward.overlong_buffer.enable",
+            True,
+            rule,
+            "Leave it out, or use algorithm.mask_truncated=true.",
+        )
     urls = plan.files_of(config.retriever.url)
     if config.env.name == "search" and not urls:
-        yield Problem("retriever.url", config.retriever.url, "names no retriever to search with", "Such as http://127.0.0.1:8000/retrieve.")
+        yield Problem(
+            "retriever.url",
+            config.retriever.url,
+            "names no retriever to search with",
+            "Such as http://127.0.0.1:8000/retrieve.",
+        )
 
 
 def _shaping(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
     """Of training scores."""
-    bounds, buffer, longest = config.reward.clip_range, config.reward.overlong_buffer, config.data.max_response_length
-    if bounds is not None and ok("reward.clip_range") and (len(bounds) != 2 or bounds[0] >= bounds[1]):
-        yield Problem("reward.clip_range", bounds, "must be two numbers, the lower one first", "Such as [-10,10].")
-    if buffer.enable and buffer.len is not None and buffer.len > longest and ok("reward.overlong_buffer.len", "data.max_response_length"):
+    bounds, buffer, longest = (
+        config.reward.clip_range,
+        config.reward.overlong_buffer,
+        config.data.max_response_length,
+    )
+    if (
+        bounds is not None
+        and ok("reward.clip_range")
+        and (len(bounds) != 2 or bounds[0] >= bounds[1])
+    ):
+        yield Problem(
+            "reward.clip_range",
+            bounds,
+            "must be two numbers, the lower one first",
+            "Such as [-10,10].",
+        )
+    if (
+        buffer.enable
+        and buffer.len is not None
+        and buffer.len > longest
+        and ok("reward.overlong_buffer.len", "data.max_response_length")
+    ):
         rule = f"is more than data.max_response_length={longest}: even an empty response would be penalised"
         yield Problem("reward.overlong_buffer.len", buffer.len, rule, "Usual: a fifth of it.")
 
 
 def _filter_groups(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
     """Dynamic sampling must be able to fill a step."""
-    groups, prompts, n = config.algorithm.filter_groups, config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    groups, prompts, n = (
+        config.algorithm.filter_groups,
+        config.data.train_batch_size,
+        config.actor_rollout_ref.rollout.n,
+    )
     if not groups.enable:
         return
     if n == 1:
@@ -459,19 +612,30 @@ def _filter_groups(config: Config, ok: Legal, user_keys: Collection[str]) -> Ite
         yield Problem("actor_rollout_ref.rollout.n", n, rule, "Use 4 to 16.")
     drawn = plan.prompts_drawn(config)[1]
     limit = groups.max_num_gen_batches
-    if 0 < limit * drawn < prompts and ok("data.train_batch_size", "data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches"):
+    if 0 < limit * drawn < prompts and ok(
+        "data.train_batch_size",
+        "data.gen_batch_size",
+        "algorithm.filter_groups.max_num_gen_batches",
+    ):
         yield Problem(
             "algorithm.filter_groups.max_num_gen_batches",
             limit,
             f"generations of {drawn} prompts never fill data.train_batch_size={prompts}",
             f"Use at least {math.ceil(2 * prompts / drawn)}, so that half of the prompts may be left out; or 0.",
         )
-    if groups.metric not in (None, "score", "acc", "seq_reward", "seq_final_reward") and config.custom_reward_function.path is None:
+    if (
+        groups.metric not in (None, "score", "acc", "seq_reward", "seq_final_reward")
+        and config.custom_reward_function.path is None
+    ):
         rule = "the built-in scorers return a score and nothing beside it"
-        yield Problem("algorithm.filter_groups.metric", groups.metric, rule, "Use score, or seq_reward.")
+        yield Problem(
+            "algorithm.filter_groups.metric", groups.metric, rule, "Use score, or seq_reward."
+        )
     if groups.metric == "seq_final_reward":
         rule = "has the KL penalty in it, which is known only after the choice"
-        yield Problem("algorithm.filter_groups.metric", groups.metric, rule, "Use seq_reward or score.")
+        yield Problem(
+            "algorithm.filter_groups.metric", groups.metric, rule, "Use seq_reward or score."
+        )
 
 
 def _rollout_correction(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
@@ -482,7 +646,10 @@ def _rollout_correction(config: Config, ok: Legal, user_keys: Collection[str]) -
     if section.preset is not None and others:
         rule = f"{prefix}preset={section.preset} is set too, and says all of it"
         yield Problem(
-            others[0], get(config, others[0]), rule, f"Keep the preset alone, or write its values out: {_written_out(section.preset)}."
+            others[0],
+            get(config, others[0]),
+            rule,
+            f"Keep the preset alone, or write its values out: {_written_out(section.preset)}.",
         )
         return
     try:
@@ -493,7 +660,11 @@ def _rollout_correction(config: Config, ok: Legal, user_keys: Collection[str]) -
         yield Problem(f"{prefix}{key}", value, rule, "")
         return
     bands = [("rollout_is_threshold", *settings.is_band)] if settings.rollout_is else []
-    bands += [("rollout_rs_threshold", math.exp(low), math.exp(high)) for name, low, high in settings.rejections if name.endswith("k1")]
+    bands += [
+        ("rollout_rs_threshold", math.exp(low), math.exp(high))
+        for name, low, high in settings.rejections
+        if name.endswith("k1")
+    ]
     for key, low, high in bands:
         if not low <= 1 <= high:
             yield Problem(
@@ -514,13 +685,23 @@ def _rollout_correction(config: Config, ok: Legal, user_keys: Collection[str]) -
     if settings.bypass_mode and config.algorithm.adv_estimator in plan.NEEDS_SUM_PI_SQUARED:
         estimator = config.algorithm.adv_estimator
         rule = f"needs numbers from the forward pass that {prefix}bypass_mode saves"
-        yield Problem("algorithm.adv_estimator", estimator, rule, f"Use {prefix}bypass_mode=false, or another estimator.")
+        yield Problem(
+            "algorithm.adv_estimator",
+            estimator,
+            rule,
+            f"Use {prefix}bypass_mode=false, or another estimator.",
+        )
 
 
 def _written_out(preset: str) -> str:
     """A preset as the keys that it stands for."""
     chosen, default = dataclasses.asdict(correction.PRESETS[preset]), correction.RolloutCorrection()
-    return " ".join(f"{key}={value}" for key, value in chosen.items() if value != getattr(default, key)) or "none"
+    return (
+        " ".join(
+            f"{key}={value}" for key, value in chosen.items() if value != getattr(default, key)
+        )
+        or "none"
+    )
 
 
 def _devices(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
@@ -534,12 +715,19 @@ def _devices(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[
     except ValueError as error:
         for line in str(error).splitlines():
             yield Problem(
-                "cluster.component_placement", spec, line, f"Devices are 0-{n_devices - 1}, {trainer.n_gpus_per_node} per machine."
+                "cluster.component_placement",
+                spec,
+                line,
+                f"Devices are 0-{n_devices - 1}, {trainer.n_gpus_per_node} per machine.",
             )
         return
     device = plan.resolve_device(trainer.device)
     gpus = plan.visible_gpus()
-    alone = trainer.nnodes == 1 and config.ray_kwargs.ray_init.address is None and not os.environ.get("RAY_ADDRESS")
+    alone = (
+        trainer.nnodes == 1
+        and config.ray_kwargs.ray_init.address is None
+        and not os.environ.get("RAY_ADDRESS")
+    )
     if device == "cuda" and alone and gpus < trainer.n_gpus_per_node:
         yield Problem(
             "trainer.n_gpus_per_node",
@@ -558,13 +746,23 @@ def _devices(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[
             f"Leave it out, or use at least {n_devices}.",
         )
     tp, ranks = rollout.tensor_model_parallel_size, placement["rollout"]
-    if plan.resolve_rollout(rollout.name) == "vllm" and ok("actor_rollout_ref.rollout.tensor_model_parallel_size"):
+    if plan.resolve_rollout(rollout.name) == "vllm" and ok(
+        "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    ):
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        legal = [d for d in range(1, min(len(ranks), trainer.n_gpus_per_node) + 1) if not _splits(ranks, d, trainer.n_gpus_per_node)]
+        legal = [
+            d
+            for d in range(1, min(len(ranks), trainer.n_gpus_per_node) + 1)
+            if not _splits(ranks, d, trainer.n_gpus_per_node)
+        ]
         why = _splits(ranks, tp, trainer.n_gpus_per_node)
         if why:
             yield Problem(key, tp, why, f"Legal: {', '.join(map(str, legal))}.")
-    for section, ranks_of in (("actor_rollout_ref.actor", "actor"), ("actor_rollout_ref.ref", "ref"), ("critic.model", "critic")):
+    for section, ranks_of in (
+        ("actor_rollout_ref.actor", "actor"),
+        ("actor_rollout_ref.ref", "ref"),
+        ("critic.model", "critic"),
+    ):
         size = get(config, f"{section}.fsdp_config.fsdp_size")
         if size > 0 and len(placement[ranks_of]) % size:
             yield Problem(
@@ -576,20 +774,32 @@ def _devices(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[
     yield from _sequence_parallel(config, ok, placement)
 
 
-def _sequence_parallel(config: Config, ok: Legal, placement: dict[str, list[int]]) -> Iterator[Problem]:
+def _sequence_parallel(
+    config: Config, ok: Legal, placement: dict[str, list[int]]
+) -> Iterator[Problem]:
     """Devices make whole groups of those that run micro-batches together, and micro-batches are packed rows, which can be cut."""
     said: set[str] = set()
     for role, key, size in _shared(config, ok):
-        model, devices = "critic.model" if role == "critic" else "actor_rollout_ref.model", len(placement[role])
+        model, devices = (
+            "critic.model" if role == "critic" else "actor_rollout_ref.model",
+            len(placement[role]),
+        )
         if key in said:
             continue
         if devices % size:
             near = " or ".join(map(str, nearest_divisors(devices, size)))
             said.add(key)
-            yield Problem(key, size, f"must divide the {devices} devices", f"Nearest legal: {near}.")
+            yield Problem(
+                key, size, f"must divide the {devices} devices", f"Nearest legal: {near}."
+            )
         elif not get(config, f"{model}.use_remove_padding"):
             said.add(key)
-            yield Problem(key, size, f"cuts packed rows, but {model}.use_remove_padding=false", "Leave one of the two out.")
+            yield Problem(
+                key,
+                size,
+                f"cuts packed rows, but {model}.use_remove_padding=false",
+                "Leave one of the two out.",
+            )
 
 
 def _shared(config: Config, ok: Legal) -> Iterator[tuple[str, str, int]]:
@@ -597,7 +807,13 @@ def _shared(config: Config, ok: Legal) -> Iterator[tuple[str, str, int]]:
     ref = config.actor_rollout_ref.ref.ulysses_sequence_parallel_size
     has = {"actor": True, "ref": plan.needs_reference(config), "critic": plan.needs_critic(config)}
     for role, size in plan.sequence_parallel(config).items():
-        section = "critic" if role == "critic" else "actor_rollout_ref.actor" if ref is None else f"actor_rollout_ref.{role}"
+        section = (
+            "critic"
+            if role == "critic"
+            else "actor_rollout_ref.actor"
+            if ref is None
+            else f"actor_rollout_ref.{role}"
+        )
         key = f"{section}.ulysses_sequence_parallel_size"
         if has[role] and size > 1 and ok(key):
             yield role, key, size
@@ -608,8 +824,14 @@ def _splits(ranks: list[int], tp: int, per_node: int) -> str:
     if len(ranks) % tp:
         return f"must divide the {len(ranks)} rollout devices"
     groups = [ranks[start : start + tp] for start in range(0, len(ranks), tp)]
-    crossing = next((group for group in groups if group[0] // per_node != group[-1] // per_node), None)
-    return f"an engine on devices {crossing[0]}-{crossing[-1]} would reach over two machines of {per_node} devices" if crossing else ""
+    crossing = next(
+        (group for group in groups if group[0] // per_node != group[-1] // per_node), None
+    )
+    return (
+        f"an engine on devices {crossing[0]}-{crossing[-1]} would reach over two machines of {per_node} devices"
+        if crossing
+        else ""
+    )
 
 
 def _lengths(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
@@ -642,7 +864,12 @@ def files_named(train_files: Any, val_files: Any) -> Iterator[Problem]:
     for key, value in (("data.train_files", train_files), ("data.val_files", val_files)):
         files = plan.files_of(value)
         if not any(files) and (files or key == "data.train_files"):
-            yield Problem(key, value, "must name at least one parquet file", "data_preprocess/ writes such files.")
+            yield Problem(
+                key,
+                value,
+                "must name at least one parquet file",
+                "data_preprocess/ writes such files.",
+            )
         elif not all(files):
             yield Problem(key, value, "one of the names is empty", "Leave it out.")
 
@@ -650,11 +877,21 @@ def files_named(train_files: Any, val_files: Any) -> Iterator[Problem]:
 def _engine_kwargs(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
     for name, extra in config.actor_rollout_ref.rollout.engine_kwargs.items():
         key = f"actor_rollout_ref.rollout.engine_kwargs.{name}"
-        if name not in (*ENGINES, "sglang"):  # a command line from elsewhere may name sglang: that is said, and no error
+        if name not in (
+            *ENGINES,
+            "sglang",
+        ):  # a command line from elsewhere may name sglang: that is said, and no error
             close = difflib.get_close_matches(name, ENGINES, n=1, cutoff=0.5)
-            yield Problem(key, extra, "there is no such engine", (f"Did you mean {close[0]}? " if close else "") + "Legal: vllm, hf.")
+            yield Problem(
+                key,
+                extra,
+                "there is no such engine",
+                (f"Did you mean {close[0]}? " if close else "") + "Legal: vllm, hf.",
+            )
         elif extra is not None and not isinstance(extra, dict):
-            yield Problem(key, extra, "must be a mapping of arguments", f"Such as {key}.max_num_seqs=64.")
+            yield Problem(
+                key, extra, "must be a mapping of arguments", f"Such as {key}.max_num_seqs=64."
+            )
 
 
 def _trainer(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
@@ -668,10 +905,17 @@ def _trainer(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[
         )
     if not plan.files_of(files):
         wanted = {"trainer.test_freq": trainer.test_freq > 0, "trainer.val_only": trainer.val_only}
-        wanted["trainer.val_before_train"] = trainer.val_before_train and "trainer.val_before_train" in user_keys
+        wanted["trainer.val_before_train"] = (
+            trainer.val_before_train and "trainer.val_before_train" in user_keys
+        )
         for name, asked in wanted.items():
             if asked:
-                yield Problem(name, get(config, name), "there is nothing to validate on", "Give data.val_files.")
+                yield Problem(
+                    name,
+                    get(config, name),
+                    "there is nothing to validate on",
+                    "Give data.val_files.",
+                )
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield Problem(
             "trainer.resume_from_path",
@@ -693,10 +937,17 @@ def _trainer(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[
             )
     for url in plan.files_of(config.retriever.url):
         if not re.match(r"https?://[^/\s]+", url):
-            yield Problem("retriever.url", url, "is no http address", "Such as http://127.0.0.1:8000/retrieve.")
+            yield Problem(
+                "retriever.url",
+                url,
+                "is no http address",
+                "Such as http://127.0.0.1:8000/retrieve.",
+            )
         else:
             yield from _port("retriever.url", url, url)
-    if plan.resolve_rollout(config.actor_rollout_ref.rollout.name) == "vllm" and not plan.installed("vllm"):
+    if plan.resolve_rollout(config.actor_rollout_ref.rollout.name) == "vllm" and not plan.installed(
+        "vllm"
+    ):
         yield Problem(
             "actor_rollout_ref.rollout.name",
             "vllm",
@@ -706,7 +957,9 @@ def _trainer(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[
 
 
 def _port(key: str, value: str, address: str) -> Iterator[Problem]:
-    match = re.fullmatch(r"(?:\w+://)?(?:\[[^\]]*\]|[^:/\[\]]*):(\w*)(?:/.*)?", address.rsplit("@", 1)[-1])
+    match = re.fullmatch(
+        r"(?:\w+://)?(?:\[[^\]]*\]|[^:/\[\]]*):(\w*)(?:/.*)?", address.rsplit("@", 1)[-1]
+    )
     if match and not (match[1].isdigit() and 1 <= int(match[1]) <= 65535):
         yield Problem(key, value, f"{match[1] or 'nothing'} is no port", "Ports are 1-65535.")
 
@@ -721,7 +974,10 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
     data = config.data
     rows: dict[str, int] = {}
     scorers: set[str] = set()
-    for key, files in (("data.train_files", plan.files_of(data.train_files)), ("data.val_files", plan.files_of(data.val_files))):
+    for key, files in (
+        ("data.train_files", plan.files_of(data.train_files)),
+        ("data.val_files", plan.files_of(data.val_files)),
+    ):
         before = len(rows)
         for file in files:
             if not Path(file).is_file():
@@ -730,20 +986,42 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
             try:
                 footer = pyarrow.parquet.read_metadata(file)
                 schema = footer.schema.to_arrow_schema()
-                sources = _sources(file, schema, data.reward_fn_key) if config.custom_reward_function.path is None else []
+                sources = (
+                    _sources(file, schema, data.reward_fn_key)
+                    if config.custom_reward_function.path is None
+                    else []
+                )
             except (pyarrow.ArrowException, OSError) as error:
-                yield Problem(key, file, f"cannot be read as parquet ({type(error).__name__})", "data_preprocess/ shows how to write one.")
+                yield Problem(
+                    key,
+                    file,
+                    f"cannot be read as parquet ({type(error).__name__})",
+                    "data_preprocess/ shows how to write one.",
+                )
                 continue
             if footer.num_rows == 0:
                 yield Problem(key, file, "holds no rows", "Write it anew with data_preprocess/.")
                 continue
-            for name, column in (("data.prompt_key", data.prompt_key), ("data.reward_fn_key", data.reward_fn_key), (None, "reward_model")):
+            for name, column in (
+                ("data.prompt_key", data.prompt_key),
+                ("data.reward_fn_key", data.reward_fn_key),
+                (None, "reward_model"),
+            ):
                 if column not in schema.names:
-                    remedy = f"Set {name} to one of them, or write the file" if name else "Write the file"
-                    yield Problem(
-                        key, file, f"has no column {column!r}; it has {', '.join(schema.names)}", f"{remedy} anew with data_preprocess/."
+                    remedy = (
+                        f"Set {name} to one of them, or write the file"
+                        if name
+                        else "Write the file"
                     )
-            if "reward_model" in schema.names and not _has_ground_truth(schema.field("reward_model").type):
+                    yield Problem(
+                        key,
+                        file,
+                        f"has no column {column!r}; it has {', '.join(schema.names)}",
+                        f"{remedy} anew with data_preprocess/.",
+                    )
+            if "reward_model" in schema.names and not _has_ground_truth(
+                schema.field("reward_model").type
+            ):
                 rule = f"column 'reward_model' holds {schema.field('reward_model').type}, expected {{style, ground_truth}}"
                 yield Problem(key, file, rule, "Write the file anew with data_preprocess/.")
             unknown = list(islice((source for source in sources if _scorer_of(source) is None), 5))
@@ -758,14 +1036,23 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
             else:
                 scorers.update(scorer for source in sources if (scorer := _scorer_of(source)))
             rows[f"{key} {file}"] = footer.num_rows
-        if key == "data.train_files" and len(rows) - before == len(files) > 0 and ok("data.train_batch_size", "data.train_max_samples"):
+        if (
+            key == "data.train_files"
+            and len(rows) - before == len(files) > 0
+            and ok("data.train_batch_size", "data.train_max_samples")
+        ):
             found = sum(rows.values())
             usable = min(found, data.train_max_samples) if data.train_max_samples > 0 else found
             name, drawn = plan.prompts_drawn(config)
             if usable < data.train_batch_size:
-                name, drawn = "data.train_batch_size", data.train_batch_size  # dynamic sampling fills it by several generations
+                name, drawn = (
+                    "data.train_batch_size",
+                    data.train_batch_size,
+                )  # dynamic sampling fills it by several generations
             if usable < drawn:
-                limit = f" (data.train_max_samples={data.train_max_samples})" if usable < found else ""
+                limit = (
+                    f" (data.train_max_samples={data.train_max_samples})" if usable < found else ""
+                )
                 yield Problem(
                     name,
                     drawn,
@@ -776,7 +1063,12 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
     for scorer in sorted(scorers):
         module, _, function = scorer.partition(":")
         source_file = names.PACKAGE.parent / f"{module.replace('.', '/')}.py"
-        yield from _unknown_kwargs(config, ast.parse(source_file.read_text(encoding="utf-8")).body, function, f"the scorer {scorer}")
+        yield from _unknown_kwargs(
+            config,
+            ast.parse(source_file.read_text(encoding="utf-8")).body,
+            function,
+            f"the scorer {scorer}",
+        )
 
 
 def _sources(file: str, schema: Any, column: str) -> list[str]:
@@ -785,10 +1077,18 @@ def _sources(file: str, schema: Any, column: str) -> list[str]:
     import pyarrow.parquet
 
     kind = schema.field(column).type if column in schema.names else pyarrow.null()
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_dictionary(kind)):
+    if not (
+        pyarrow.types.is_string(kind)
+        or pyarrow.types.is_large_string(kind)
+        or pyarrow.types.is_dictionary(kind)
+    ):
         return []
     table = pyarrow.parquet.read_table(file, columns=[column], read_dictionary=[column])
-    return sorted(source for source in table[column].unique().to_pylist() if source and isinstance(source, str))
+    return sorted(
+        source
+        for source in table[column].unique().to_pylist()
+        if source and isinstance(source, str)
+    )
 
 
 def _has_ground_truth(column: Any) -> bool:
@@ -799,7 +1099,9 @@ def _has_ground_truth(column: Any) -> bool:
 
 def _scorer_of(source: str) -> str | None:
     """What rewards.routing would choose."""
-    return next((scorer for pattern, scorer in SCORERS.items() if fnmatchcase(source, pattern)), None)
+    return next(
+        (scorer for pattern, scorer in SCORERS.items() if fnmatchcase(source, pattern)), None
+    )
 
 
 def _neighbour(file: str) -> str:
@@ -809,7 +1111,11 @@ def _neighbour(file: str) -> str:
             folder = folder.parent
         return f"{folder.resolve()} exists, but not the folder below it."
     names = sorted(entry.name for entry in folder.glob("*.parquet"))
-    return f"In {folder.resolve()}: {', '.join(names[:5])}." if names else f"{folder.resolve()} holds no parquet files."
+    return (
+        f"In {folder.resolve()}: {', '.join(names[:5])}."
+        if names
+        else f"{folder.resolve()} holds no parquet files."
+    )
 
 
 def _models(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
@@ -832,19 +1138,33 @@ def _models(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[P
         try:
             described = json.loads((folder / "config.json").read_text())
         except FileNotFoundError:
-            yield Problem(key, path, "is no model: it has no config.json", "Give a folder written by save_pretrained or verlite export.")
+            yield Problem(
+                key,
+                path,
+                "is no model: it has no config.json",
+                "Give a folder written by save_pretrained or verlite export.",
+            )
             continue
         except ValueError as error:
-            yield Problem(key, path, f"its config.json cannot be read: {error}", "Write the model anew.")
+            yield Problem(
+                key, path, f"its config.json cannot be read: {error}", "Write the model anew."
+            )
             continue
         if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
-            yield Problem(key, path, "is no model: it has no weights (*.safetensors)", "Copy or download the whole folder.")
+            yield Problem(
+                key,
+                path,
+                "is no model: it has no weights (*.safetensors)",
+                "Copy or download the whole folder.",
+            )
             continue
         if key == "actor_rollout_ref.model.path":
             described |= config.actor_rollout_ref.model.override_config
             positions = described.get("max_position_embeddings")
             longest = data.max_prompt_length + data.max_response_length
-            scaled = described.get("rope_scaling") or "factor" in (described.get("rope_parameters") or {})
+            scaled = described.get("rope_scaling") or "factor" in (
+                described.get("rope_parameters") or {}
+            )
             if isinstance(positions, int) and not scaled and positions < longest:
                 yield Problem(
                     "data.max_response_length",
@@ -853,7 +1173,12 @@ def _models(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[P
                     "Lower one of the two, or use a model with a longer context.",
                 )
             heads, tp = described.get("num_attention_heads"), rollout.tensor_model_parallel_size
-            if isinstance(heads, int) and plan.resolve_rollout(rollout.name) == "vllm" and tp > 0 and heads % tp:
+            if (
+                isinstance(heads, int)
+                and plan.resolve_rollout(rollout.name) == "vllm"
+                and tp > 0
+                and heads % tp
+            ):
                 yield Problem(
                     "actor_rollout_ref.rollout.tensor_model_parallel_size",
                     tp,
@@ -861,25 +1186,45 @@ def _models(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[P
                     f"Nearest legal: {' or '.join(map(str, nearest_divisors(heads, tp)))}.",
                 )
         heads = described.get("num_attention_heads")
-        critics = "critic.model.path" if "critic.model.path" in given else "actor_rollout_ref.model.path"
-        here = {shared: size for role, shared, size in _shared(config, ok) if key == (critics if role == "critic" else next(iter(given)))}
+        critics = (
+            "critic.model.path" if "critic.model.path" in given else "actor_rollout_ref.model.path"
+        )
+        here = {
+            shared: size
+            for role, shared, size in _shared(config, ok)
+            if key == (critics if role == "critic" else next(iter(given)))
+        }
         for shared, size in here.items() if isinstance(heads, int) else ():
             if heads % size:
                 near = " or ".join(map(str, nearest_divisors(heads, size)))
-                yield Problem(shared, size, f"must divide the model's {heads} attention heads", f"Nearest legal: {near}.")
+                yield Problem(
+                    shared,
+                    size,
+                    f"must divide the model's {heads} attention heads",
+                    f"Nearest legal: {near}.",
+                )
 
 
 def _tokenizer(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
     model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model."
-    path, key = (model.tokenizer_path, key + "tokenizer_path") if model.tokenizer_path else (model.path, key + "path")
+    path, key = (
+        (model.tokenizer_path, key + "tokenizer_path")
+        if model.tokenizer_path
+        else (model.path, key + "path")
+    )
     folder = Path(path)
     if not folder.exists() and HUB_NAME.fullmatch(path):
         return
     if not folder.is_dir():
         yield Problem(
-            key, path, "there is no such folder", "Give a folder with a tokenizer, or a name on the hub; null takes the model's own."
+            key,
+            path,
+            "there is no such folder",
+            "Give a folder with a tokenizer, or a name on the hub; null takes the model's own.",
         )
-    elif not any(fnmatchcase(file.name, pattern) for file in folder.iterdir() for pattern in TOKENIZER_FILES):
+    elif not any(
+        fnmatchcase(file.name, pattern) for file in folder.iterdir() for pattern in TOKENIZER_FILES
+    ):
         yield Problem(
             key,
             path,
@@ -894,25 +1239,49 @@ def _reward_file(config: Config, ok: Legal, user_keys: Collection[str]) -> Itera
         return
     file = Path(path) if names.names_a_file(path) else names.module_file(path)
     if file is None or not file.is_file():
-        yield Problem("custom_reward_function.path", path, "there is no such file", "Give a Python file, or a module's dotted name.")
+        yield Problem(
+            "custom_reward_function.path",
+            path,
+            "there is no such file",
+            "Give a Python file, or a module's dotted name.",
+        )
         return
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body
     except (SyntaxError, ValueError) as error:
-        yield Problem("custom_reward_function.path", path, f"is no Python: {error}", "Correct the file.")
+        yield Problem(
+            "custom_reward_function.path", path, f"is no Python: {error}", "Correct the file."
+        )
         return
     functions = _missing(body, name)
     if functions is not None:
-        remedy = f"Its functions: {', '.join(functions)}." if functions else "It defines no function."
+        remedy = (
+            f"Its functions: {', '.join(functions)}." if functions else "It defines no function."
+        )
         yield Problem("custom_reward_function.name", name, f"{path} has no such function", remedy)
     yield from _unknown_kwargs(config, body, name, f"{name} in {path}")
 
 
 def _missing(body: list[ast.stmt], name: str) -> list[str] | None:
     """None where a file's text may define `name`, else the functions that it does define."""
-    functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    bound_names = {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names}
-    bound_names |= {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
+    functions = [
+        node.name
+        for node in body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    bound_names = {
+        alias.asname or alias.name
+        for node in body
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        for alias in node.names
+    }
+    bound_names |= {
+        target.id
+        for node in body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     # Text inside if and try may define anything.
     unclear = "*" in bound_names or any(isinstance(node, ast.If | ast.Try) for node in body)
     return None if name in functions or name in bound_names or unclear else functions
@@ -927,7 +1296,12 @@ def _own_functions(config: Config, ok: Legal, user_keys: Collection[str]) -> Ite
             continue
         file = names.module_file(module)
         if file is None:
-            yield Problem(key, value, f"there is no module {module} on the Python path", "It must be there for every worker, too.")
+            yield Problem(
+                key,
+                value,
+                f"there is no module {module} on the Python path",
+                "It must be there for every worker, too.",
+            )
         elif file.suffix == ".py" and (wrong := _unfit(file, module, function)):
             yield Problem(key, value, *wrong)
 
@@ -940,19 +1314,36 @@ def _unfit(file: Path, module: str, function: str) -> tuple[str, str] | None:
         return f"{module} is no Python: {error}", "Correct the file."
     if functions is None:
         return None
-    return f"{module} has no function {function}", f"Its functions: {', '.join(functions)}." if functions else "It defines no function."
+    return (
+        f"{module} has no function {function}",
+        f"Its functions: {', '.join(functions)}." if functions else "It defines no function.",
+    )
 
 
-def _unknown_kwargs(config: Config, body: list[ast.stmt], name: str, where: str) -> Iterator[Problem]:
+def _unknown_kwargs(
+    config: Config, body: list[ast.stmt], name: str, where: str
+) -> Iterator[Problem]:
     """Entries of reward_kwargs that the function does not take. One that is not defined in `body` may take anything."""
-    function = next((node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name), None)
+    function = next(
+        (
+            node
+            for node in body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+        ),
+        None,
+    )
     if function is None or function.args.kwarg is not None:
         return
     taken = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
     for key, value in config.custom_reward_function.reward_kwargs.items():
         if key not in taken:
             rule = f"{where} has no such parameter, and no **kwargs"
-            yield Problem(f"custom_reward_function.reward_kwargs.{key}", value, rule, f"Its parameters: {', '.join(taken)}.")
+            yield Problem(
+                f"custom_reward_function.reward_kwargs.{key}",
+                value,
+                rule,
+                f"Its parameters: {', '.join(taken)}.",
+            )
 
 
 def _run_directory(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
@@ -961,9 +1352,22 @@ def _run_directory(config: Config, ok: Legal, user_keys: Collection[str]) -> Ite
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
         resume = Path(trainer.resume_from_path)
         if not re.fullmatch(r"global_step_\d+", resume.name):
-            inside = sorted(entry.name for entry in resume.glob("global_step_*")) if resume.is_dir() else []
-            remedy = f"It holds {', '.join(inside)}." if inside else "Give the global_step_N folder itself."
-            yield Problem("trainer.resume_from_path", trainer.resume_from_path, "is no global_step_N folder", remedy)
+            inside = (
+                sorted(entry.name for entry in resume.glob("global_step_*"))
+                if resume.is_dir()
+                else []
+            )
+            remedy = (
+                f"It holds {', '.join(inside)}."
+                if inside
+                else "Give the global_step_N folder itself."
+            )
+            yield Problem(
+                "trainer.resume_from_path",
+                trainer.resume_from_path,
+                "is no global_step_N folder",
+                remedy,
+            )
         elif not resume.is_dir():
             yield Problem(
                 "trainer.resume_from_path",
@@ -979,9 +1383,19 @@ def unwritable(key: str, value: str) -> Iterator[Problem]:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir():
-        yield Problem(key, value, f"{folder} is a file, so the run directory cannot be made", "Choose another.")
+        yield Problem(
+            key,
+            value,
+            f"{folder} is a file, so the run directory cannot be made",
+            "Choose another.",
+        )
     elif not os.access(folder, os.W_OK | os.X_OK):
-        yield Problem(key, value, f"{folder.resolve()} is not writable", "Choose another, or change its rights.")
+        yield Problem(
+            key,
+            value,
+            f"{folder.resolve()} is not writable",
+            "Choose another, or change its rights.",
+        )
 
 
 RULES = (
@@ -999,4 +1413,12 @@ RULES = (
     _engine_kwargs,
     _trainer,
 )
-FILE_RULES = (_data_files, _models, _adapters, _tokenizer, _reward_file, _own_functions, _run_directory)
+FILE_RULES = (
+    _data_files,
+    _models,
+    _adapters,
+    _tokenizer,
+    _reward_file,
+    _own_functions,
+    _run_directory,
+)

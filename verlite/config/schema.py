@@ -81,7 +81,9 @@ class ModelConfig:
     learning rate about ten times that of full training."""
     lora_alpha: int = 16
     """LoRA: an adapter's output is multiplied by lora_alpha / lora_rank."""
-    target_modules: Annotated[Any, "all-linear, a list of module names, or a regular expression"] = "all-linear"
+    target_modules: Annotated[
+        Any, "all-linear, a list of module names, or a regular expression"
+    ] = "all-linear"
     """LoRA: the layers with adapters. all-linear: every linear layer but the output head."""
     exclude_modules: Annotated[Any, "a list of module names, or a regular expression"] = None
     """LoRA: layers without, of those that target_modules names."""
@@ -409,9 +411,13 @@ class RolloutCorrectionConfig:
     """Weights are cut to at most this number (TIS); written low_high (0.5_5.0), those outside the band become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
-    rollout_rs: Annotated[Any, "the name of a statistic, or several with commas between them"] = None
+    rollout_rs: Annotated[Any, "the name of a statistic, or several with commas between them"] = (
+        None
+    )
     """Take out of the loss what is too far off: token_k1, token_k2, token_k3 by token; seq_sum_*, seq_mean_*, seq_max_* by response."""
-    rollout_rs_threshold: Annotated[Any, "a number, low_high, or several with commas between them"] = None
+    rollout_rs_threshold: Annotated[
+        Any, "a number, low_high, or several with commas between them"
+    ] = None
     """One for each entry of rollout_rs, or one for all. k1: bounds low_high of the ratio; k2, k3: an upper bound."""
     bypass_mode: bool = False
     """Take the rollout's log-probs as old log-probs, which saves a forward pass."""
@@ -585,7 +591,7 @@ class EnvConfig:
     """Agent: the world that it acts in."""
 
     name: str = "search"
-    """search (tags and passages as Search-R1), calculator (JSON tool calls in the chat format), or package.module:World of your own."""
+    """search (tags and passages as Search-R1), calculator (JSON tool calls in the chat format), or package.module:EnvFactory of your own."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings for a world of your own."""
 

@@ -82,7 +82,11 @@ class SFTConfig:
     """How long, how often, where to."""
 
 
-def compose(config_name: str | None = None, overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> SFTConfig:
+def compose(
+    config_name: str | None = None,
+    overrides: Sequence[str] = (),
+    config_dir: str | Path | None = None,
+) -> SFTConfig:
     """The configuration from conf/sft.yaml (or a file of yours) and overrides in Hydra's grammar.
 
     Raises ConfigError with every unknown key, wrong type, missing value and violated rule.
@@ -103,7 +107,11 @@ def compose(config_name: str | None = None, overrides: Sequence[str] = (), confi
             owner = keys.find(key, known)
             if owner is None or owner.section:
                 close = nearest(key, (name for name, one in known.items() if not one.section))
-                remedy = f"Did you mean {' or '.join(close)}?" if close else "python -m verlite.main_sft --help lists the keys."
+                remedy = (
+                    f"Did you mean {' or '.join(close)}?"
+                    if close
+                    else "python -m verlite.main_sft --help lists the keys."
+                )
                 problems.append(Problem(shown, value, "there is no such key", remedy))
                 broken.update(close[:1])
                 continue
@@ -112,7 +120,13 @@ def compose(config_name: str | None = None, overrides: Sequence[str] = (), confi
                 broken.add(key)
                 continue
             try:
-                OmegaConf.update(tree, key, copy.deepcopy(owner.default) if assignment.delete else value, merge=False, force_add=owner.free)
+                OmegaConf.update(
+                    tree,
+                    key,
+                    copy.deepcopy(owner.default) if assignment.delete else value,
+                    merge=False,
+                    force_add=owner.free,
+                )
             except (OmegaConfBaseException, ValueError, TypeError):
                 problems.append(Problem(shown, value, f"expected {owner.type}, got {value!r}"))
                 broken.add(key)
@@ -121,7 +135,9 @@ def compose(config_name: str | None = None, overrides: Sequence[str] = (), confi
     if problems:
         raise ConfigError(problems)
     config: SFTConfig = OmegaConf.to_object(tree)  # type: ignore[assignment]
-    config.model.path = os.path.expanduser(config.model.path)  # a shell does not expand the ~ after an = sign
+    config.model.path = os.path.expanduser(
+        config.model.path
+    )  # a shell does not expand the ~ after an = sign
     problems = list(_check(config))
     if problems:
         raise ConfigError(problems)
@@ -156,19 +172,39 @@ def _check(config: SFTConfig):
             if words and item is not None and not rules.within(item, words):
                 yield Problem(key, value, f"must be {words}")
     if len(config.optim.betas) != 2:
-        yield Problem("optim.betas", config.optim.betas, "must be two numbers", "Usual: [0.9,0.999].")
+        yield Problem(
+            "optim.betas", config.optim.betas, "must be two numbers", "Usual: [0.9,0.999]."
+        )
     size, world = config.fsdp_config.fsdp_size, int(os.environ.get("WORLD_SIZE", "1"))
     if size > 0 and world % size:
-        yield Problem("fsdp_config.fsdp_size", size, f"must divide the {world} processes of this run", "-1 shards over all of them.")
+        yield Problem(
+            "fsdp_config.fsdp_size",
+            size,
+            f"must divide the {world} processes of this run",
+            "-1 shards over all of them.",
+        )
     if config.trainer.device == "cuda" and not plan.visible_gpus():
-        yield Problem("trainer.device", "cuda", "this machine shows no GPU", "Use trainer.device=cpu.")
+        yield Problem(
+            "trainer.device", "cuda", "this machine shows no GPU", "Use trainer.device=cpu."
+        )
     if config.trainer.test_freq > 0 and config.data.val_files is None:
         yield Problem(
-            "trainer.test_freq", config.trainer.test_freq, "needs validation data", "Set data.val_files, or trainer.test_freq=-1."
+            "trainer.test_freq",
+            config.trainer.test_freq,
+            "needs validation data",
+            "Set data.val_files, or trainer.test_freq=-1.",
         )
-    for key, path in (("model.path", config.model.path), ("model.tokenizer_path", config.model.tokenizer_path)):
+    for key, path in (
+        ("model.path", config.model.path),
+        ("model.tokenizer_path", config.model.tokenizer_path),
+    ):
         if path and not Path(path).exists() and not rules.HUB_NAME.fullmatch(path):
-            yield Problem(key, path, "there is no such folder", "Give a folder, or a name on the hub such as Qwen/Qwen2.5-0.5B.")
+            yield Problem(
+                key,
+                path,
+                "there is no such folder",
+                "Give a folder, or a name on the hub such as Qwen/Qwen2.5-0.5B.",
+            )
     yield from rules.model_trained("model.", config.model)
     yield from rules.adapter_files("model.", config.model)
     yield from rules.files_named(config.data.train_files, config.data.val_files)

@@ -39,7 +39,9 @@ def conf_dir() -> Path:
 
 
 def from_command_line(
-    overrides: Iterable[str], config_dir: str | Path | None, schema_keys: dict[str, keys.Key] | None = None
+    overrides: Iterable[str],
+    config_dir: str | Path | None,
+    schema_keys: dict[str, keys.Key] | None = None,
 ) -> tuple[list[Assignment], list[str], list[Problem]]:
     """(assignments, overrides that choose a file of a config group in the user's folder, what cannot be read).
 
@@ -51,8 +53,19 @@ def from_command_line(
     for text in overrides:
         key, equals, _ = text.lstrip("+~").partition("=")
         if text.startswith("-"):
-            problems.append(Problem(text, None, "there is no such option", "Options are --config-name, --config-path and --help."))
-        elif config_dir and re.fullmatch(r"[\w/]+(@[\w.]+)?", key) and (Path(config_dir) / key.split("@")[0]).is_dir():
+            problems.append(
+                Problem(
+                    text,
+                    None,
+                    "there is no such option",
+                    "Options are --config-name, --config-path and --help.",
+                )
+            )
+        elif (
+            config_dir
+            and re.fullmatch(r"[\w/]+(@[\w.]+)?", key)
+            and (Path(config_dir) / key.split("@")[0]).is_dir()
+        ):
             groups.append(text)
         else:
             assignment = _parse_override(text, problems, schema_keys)
@@ -61,7 +74,9 @@ def from_command_line(
     return assignments, groups, problems
 
 
-def _parse_override(text: str, problems: list[Problem], schema_keys: dict[str, keys.Key] | None) -> Assignment | None:
+def _parse_override(
+    text: str, problems: list[Problem], schema_keys: dict[str, keys.Key] | None
+) -> Assignment | None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -71,7 +86,9 @@ def _parse_override(text: str, problems: list[Problem], schema_keys: dict[str, k
         problems.append(Problem(key, None, "is no override", "Overrides are written key=value."))
         return None
     # Text such as ~/data, /runs/lr=1e-6 or 0-3,6 has no reading in Hydra's grammar, or another one: it is taken as it stands.
-    of_text = known is not None and (known.type.startswith("text") or known.name == "cluster.component_placement")
+    of_text = known is not None and (
+        known.type.startswith("text") or known.name == "cluster.component_placement"
+    )
     any_type = known is not None and known.any_type
     hidden = is_secret(key, raw) and not keys.is_plain(key)
     shown = "***" if hidden else raw
@@ -80,17 +97,32 @@ def _parse_override(text: str, problems: list[Problem], schema_keys: dict[str, k
         if not override.is_sweep_override():
             value = override.value()
             if (of_text or any_type) and isinstance(value, bool | int | float):
-                value = raw.strip()  # the name 2024_11 is no number, and 1e-6 would be written otherwise
-            return Assignment(override.key_or_group, value, COMMAND_LINE, True, override.is_delete())
-        problem = Problem(key, shown, "a comma outside brackets asks for several runs", f"A list is written {key}=[{shown}].")
+                value = (
+                    raw.strip()
+                )  # the name 2024_11 is no number, and 1e-6 would be written otherwise
+            return Assignment(
+                override.key_or_group, value, COMMAND_LINE, True, override.is_delete()
+            )
+        problem = Problem(
+            key,
+            shown,
+            "a comma outside brackets asks for several runs",
+            f"A list is written {key}=[{shown}].",
+        )
     except HydraException as error:
         of_text = of_text or any_type
-        reason = "the value cannot be read" if hidden else f"cannot be read: {str(error).splitlines()[0]}"
+        reason = (
+            "the value cannot be read"
+            if hidden
+            else f"cannot be read: {str(error).splitlines()[0]}"
+        )
         problem = Problem(key, shown, reason, f"Quote the value: '{key}=\"...\"'.")
     if of_text and raw and raw[0] not in "[{'\"":
         return Assignment(key, raw, COMMAND_LINE, True)
     if known is not None and known.free and raw.startswith("{"):
-        mapping = _flow_mapping(raw)  # as one writes it in YAML or JSON, with quoted keys, which Hydra's grammar lacks
+        mapping = _flow_mapping(
+            raw
+        )  # as one writes it in YAML or JSON, with quoted keys, which Hydra's grammar lacks
         if mapping is not None:
             return Assignment(key, mapping, COMMAND_LINE, True)
     problems.append(problem)
@@ -114,11 +146,19 @@ def from_our_yaml(name: str, sections: frozenset[str] | None = None) -> list[Ass
 def our_names(sections: frozenset[str] | None = None) -> list[str]:
     """Names of verlite's own YAML files that fit a schema with these top-level names; None: the training loop's."""
     known = sections or frozenset(name for name in keys.keys() if "." not in name)
-    tops = {file.stem: set(yaml.safe_load(file.read_text(encoding="utf-8"))) for file in conf_dir().glob("*.yaml")}
+    tops = {
+        file.stem: set(yaml.safe_load(file.read_text(encoding="utf-8")))
+        for file in conf_dir().glob("*.yaml")
+    }
     return sorted(name for name, top in tops.items() if top - {"defaults", "hydra"} <= known)
 
 
-def from_yaml(name: str, config_dir: Path | None, groups: Iterable[str], sections: frozenset[str] | None = None) -> list[Assignment]:
+def from_yaml(
+    name: str,
+    config_dir: Path | None,
+    groups: Iterable[str],
+    sections: frozenset[str] | None = None,
+) -> list[Assignment]:
     """The YAML files of a configuration, first to last, as assignments. ConfigError: a file that is missing or cannot be read.
 
     sections: the top-level names of another schema; None: the training loop's.
@@ -129,10 +169,18 @@ def from_yaml(name: str, config_dir: Path | None, groups: Iterable[str], section
         raise ConfigError([Problem("--config-path", str(config_dir), "is no folder")])
     home = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if home is None:
-        theirs = {file.stem for folder in folders if folder != own for file in folder.glob("*.yaml")}
+        theirs = {
+            file.stem for folder in folders if folder != own for file in folder.glob("*.yaml")
+        }
         available = ", ".join(sorted(theirs.union(our_names(sections))))
         where = " or ".join(map(str, folders))
-        raise ConfigError([Problem("--config-name", name, f"no {name}.yaml in {where}", f"There are: {available}.")])
+        raise ConfigError(
+            [
+                Problem(
+                    "--config-name", name, f"no {name}.yaml in {where}", f"There are: {available}."
+                )
+            ]
+        )
     folders.sort(key=lambda folder: folder != home)
     assignments = []
     for path, package in _defaults_list(name, folders, groups):
@@ -147,21 +195,38 @@ def from_yaml(name: str, config_dir: Path | None, groups: Iterable[str], section
     return assignments
 
 
-def _defaults_list(name: str, folders: list[Path], groups: Iterable[str]) -> list[tuple[str, str | None]]:
+def _defaults_list(
+    name: str, folders: list[Path], groups: Iterable[str]
+) -> list[tuple[str, str | None]]:
     """(file, package) of every YAML file that `name` is made of, in the order in which they are laid over each other."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
-    search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"] if folders[1:] else []
+    search = (
+        [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"]
+        if folders[1:]
+        else []
+    )
     try:
         with initialize_config_dir(str(folders[0]), version_base="1.3"):
-            order = GlobalHydra.instance().config_loader().compute_defaults_list(name, [*search, *groups], RunMode.RUN).defaults
+            order = (
+                GlobalHydra.instance()
+                .config_loader()
+                .compute_defaults_list(name, [*search, *groups], RunMode.RUN)
+                .defaults
+            )
     except yaml.YAMLError as error:
         raise ConfigError([Problem("--config-name", name, f"is no YAML: {error}")]) from error
     except (HydraException, OmegaConfBaseException) as error:
         remedy = "Check the defaults list at the top of the file."
-        raise ConfigError([Problem("--config-name", name, str(error).splitlines()[0], remedy)]) from error
+        raise ConfigError(
+            [Problem("--config-name", name, str(error).splitlines()[0], remedy)]
+        ) from error
     paths = [(f"{entry.config_path}.yaml", entry.package) for entry in order if entry.config_path]
-    return [(path, package) for path, package in paths if any((folder / path).is_file() for folder in folders)]
+    return [
+        (path, package)
+        for path, package in paths
+        if any((folder / path).is_file() for folder in folders)
+    ]

@@ -95,7 +95,9 @@ class Cluster:
         if os.getpid() != self._process:
             die_of(number)
         else:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: cleaning up must not be interrupted
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # once is enough: cleaning up must not be interrupted
             terminate("SIGTERM")
 
 
@@ -133,18 +135,30 @@ def connect(
     private_dir: str | None = None
     before = signal.getsignal(signal.SIGTERM)  # ray.init replaces it
     if target is None:
-        changes["RAY_worker_niceness"] = "0"  # Ray's 15 would let anything else on the machine starve the run
-        changes["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: single node, loopback only
-        if "RAY_AUTH_MODE" not in os.environ:  # else Ray would write a token into the home directory
+        changes["RAY_worker_niceness"] = (
+            "0"  # Ray's 15 would let anything else on the machine starve the run
+        )
+        changes["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
+            "0"  # Ray's name for: single node, loopback only
+        )
+        if (
+            "RAY_AUTH_MODE" not in os.environ
+        ):  # else Ray would write a token into the home directory
             changes |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         if temp_dir is None:
-            temp_dir = private_dir = os.path.realpath(tempfile.mkdtemp(prefix="verlite-", dir="/tmp"))  # paths of sockets must be short
+            temp_dir = private_dir = os.path.realpath(
+                tempfile.mkdtemp(prefix="verlite-", dir="/tmp")
+            )  # paths of sockets must be short
     undo = {name: os.environ.get(name) for name in changes}
     _set_environment(changes)
     watch = guardian.start(f"{RUN_ID}={run_id}", f"{WORKERS_OF}={run_id}", private_dir)
     try:
         if target is None:
-            _start_local(num_cpus or max(node.cores(), slots), temp_dir, lambda: _kill_ray(run_id, watch.pid, private_dir))
+            _start_local(
+                num_cpus or max(node.cores(), slots),
+                temp_dir,
+                lambda: _kill_ray(run_id, watch.pid, private_dir),
+            )
         else:
             import ray
 
@@ -157,7 +171,15 @@ def connect(
 
     _redirect_ray_messages(run_path / "logs" / "ray.log")
     where = ray.get_runtime_context().gcs_address
-    cluster = Cluster(target is None, where, run_id, run_path, Supervisor(call_timeout_s), _guardian=watch, _undo=undo)
+    cluster = Cluster(
+        target is None,
+        where,
+        run_id,
+        run_path,
+        Supervisor(call_timeout_s),
+        _guardian=watch,
+        _undo=undo,
+    )
     os.environ.pop(WORKERS_OF)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, cluster._terminate)
@@ -196,7 +218,9 @@ def find(address: str | None) -> str | None:
     if found and _answers(found):
         return found
     if wanted == "auto":
-        raise NoCluster(f"{source}=auto, but no cluster runs on this machine: start one with `ray start --head`")
+        raise NoCluster(
+            f"{source}=auto, but no cluster runs on this machine: start one with `ray start --head`"
+        )
     return None
 
 
@@ -204,7 +228,9 @@ def _answers(address: str) -> bool:
     """Whether gRPC is spoken there, as Ray does. Ray itself would try for minutes to find that out, then end the process."""
     parts = urllib.parse.urlsplit("//" + address)
     try:
-        with socket.create_connection((parts.hostname or "", parts.port or 6379), timeout=5) as connection:
+        with socket.create_connection(
+            (parts.hostname or "", parts.port or 6379), timeout=5
+        ) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return True  # what is said there is encrypted
             connection.sendall(HTTP2_GREETING)
@@ -258,10 +284,17 @@ def _lean_head() -> Iterator[None]:
     from ray._private import utils
     from ray._private.node import Node
 
-    nothing = ((Node, name, lambda self, *args, **kwargs: None) for name in ("start_monitor", "start_log_monitor", "start_api_server"))
+    nothing = (
+        (Node, name, lambda self, *args, **kwargs: None)
+        for name in ("start_monitor", "start_log_monitor", "start_api_server")
+    )
     no_dashboard = (utils, "get_dashboard_dependency_error", lambda: ImportError("not used"))
-    tells = hasattr(_raylet, "persist_port")  # an agent without servers says that it has none; else Ray complains on the terminal
-    changes = [change for change in (*nothing, *([no_dashboard] if tells else [])) if hasattr(*change[:2])]
+    tells = hasattr(
+        _raylet, "persist_port"
+    )  # an agent without servers says that it has none; else Ray complains on the terminal
+    changes = [
+        change for change in (*nothing, *([no_dashboard] if tells else [])) if hasattr(*change[:2])
+    ]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
         for change in changes:
@@ -313,7 +346,9 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
     from ray import _raylet
     from ray._private import ray_constants
 
-    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", sys.platform == "linux")
+    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", sys.platform == "linux"
+    )
     if hasattr(_raylet, "Config"):
         _raylet.Config.initialize("")
     if hasattr(_raylet, "AuthenticationTokenLoader"):

@@ -31,9 +31,13 @@ def keep(batch: DataProto, names: Iterable[str]) -> DataProto:
     """
     import ray
 
-    columns = {name: batch.non_tensor_batch[name] for name in names if name in batch.non_tensor_batch}
+    columns = {
+        name: batch.non_tensor_batch[name] for name in names if name in batch.non_tensor_batch
+    }
     refs: dict[str, list[Ref]] = {name: [] for name in columns}
-    for start, stop in _chunks([sum(_size(column[row]) for column in columns.values()) for row in range(len(batch))]):
+    for start, stop in _chunks(
+        [sum(_size(column[row]) for column in columns.values()) for row in range(len(batch))]
+    ):
         chunk = ray.put({name: list(column[start:stop]) for name, column in columns.items()})
         for name in columns:
             refs[name] += [Ref(chunk, name, row) for row in range(stop - start)]
@@ -46,7 +50,11 @@ def fetch(batch: DataProto, names: Iterable[str] | None = None) -> DataProto:
     Raises WorkerError in the driver when the worker that kept them has died.
     """
     wanted = batch.non_tensor_batch if names is None else names
-    columns = {name: batch.non_tensor_batch[name] for name in wanted if _refers(batch.non_tensor_batch[name])}
+    columns = {
+        name: batch.non_tensor_batch[name]
+        for name in wanted
+        if _refers(batch.non_tensor_batch[name])
+    }
     if not columns:
         return batch
     import ray
@@ -59,7 +67,10 @@ def fetch(batch: DataProto, names: Iterable[str] | None = None) -> DataProto:
             cluster.supervisor.look_for_dead()
         raise
     return batch.with_non_tensor(
-        **{name: object_array([stored[ref.chunk][ref.name][ref.row] for ref in column]) for name, column in columns.items()}
+        **{
+            name: object_array([stored[ref.chunk][ref.name][ref.row] for ref in column])
+            for name, column in columns.items()
+        }
     )
 
 

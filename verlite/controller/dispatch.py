@@ -4,7 +4,7 @@ split: the first argument is a DataProto whose rows are divided over the ranks; 
 all: every rank gets the same arguments.
 rank_zero: only rank 0 is called.
 
-What a split method returns in the columns that it `keeps` stays with its worker; the driver gets references (controller.columns).
+What a split method returns in the columns that it `keep_remote` stays with its worker; the driver gets references (controller.columns).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,37 +24,45 @@ Dispatch = Literal["split", "all", "rank_zero"]
 
 class _Split(Protocol):
     @overload
-    def __call__(self, method: Callable[Concatenate[W, P], "DataProto"]) -> Callable[Concatenate[W, P], "DataProto"]: ...  # type: ignore[overload-overlap]
+    def __call__(
+        self, method: Callable[Concatenate[W, P], "DataProto"]
+    ) -> Callable[Concatenate[W, P], "DataProto"]: ...  # type: ignore[overload-overlap]
     @overload
-    def __call__(self, method: Callable[Concatenate[W, P], T]) -> Callable[Concatenate[W, P], list[T]]: ...
+    def __call__(
+        self, method: Callable[Concatenate[W, P], T]
+    ) -> Callable[Concatenate[W, P], list[T]]: ...
 
 
 class _All(Protocol):
-    def __call__(self, method: Callable[Concatenate[W, P], T]) -> Callable[Concatenate[W, P], list[T]]: ...
+    def __call__(
+        self, method: Callable[Concatenate[W, P], T]
+    ) -> Callable[Concatenate[W, P], list[T]]: ...
 
 
 class _RankZero(Protocol):
-    def __call__(self, method: Callable[Concatenate[W, P], T]) -> Callable[Concatenate[W, P], T]: ...
+    def __call__(
+        self, method: Callable[Concatenate[W, P], T]
+    ) -> Callable[Concatenate[W, P], T]: ...
 
 
 @overload
-def register(dispatch: Literal["split"], keeps: Sequence[str] = ()) -> _Split: ...
+def register(dispatch: Literal["split"], keep_remote: Sequence[str] = ()) -> _Split: ...
 @overload
 def register(dispatch: Literal["all"]) -> _All: ...
 @overload
 def register(dispatch: Literal["rank_zero"]) -> _RankZero: ...
-def register(dispatch: Dispatch, keeps: Sequence[str] = ()) -> Any:
+def register(dispatch: Dispatch, keep_remote: Sequence[str] = ()) -> Any:
     """Mark a worker method as callable from the driver. Its static type becomes what the driver gets.
 
     split: rows go by data.meta_info["assignment"] (one list of row numbers per rank, each row in exactly one list, lists may be
     empty), else in near-equal consecutive pieces. A rank without rows is called too, with a batch of 0 rows. DataProto results are
     joined in the caller's row order (a result may hold k rows for each row it was given); other results come as a list by rank. References
-    in the batch become values before the method runs, and its object columns named in `keeps` become references after it.
+    in the batch become values before the method runs, and its object columns named in `keep_remote` become references after it.
     all: a list of results by rank. rank_zero: rank 0's result.
     """
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
-        method.__dispatch__, method.__keeps__ = dispatch, keeps  # type: ignore[attr-defined]
+        method.__dispatch__, method.__keep_remote__ = dispatch, keep_remote  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -64,8 +72,14 @@ def dispatch_of(worker_class: type, method: str) -> Dispatch:
     """How a method was registered. Raises AttributeError that says which methods can be called."""
     dispatch = getattr(getattr(worker_class, method, None), "__dispatch__", None)
     if dispatch is None:
-        known = sorted(name for name in dir(worker_class) if hasattr(getattr(worker_class, name), "__dispatch__"))
-        raise AttributeError(f"{worker_class.__name__}.{method} cannot be called from the driver; registered methods: {', '.join(known)}")
+        known = sorted(
+            name
+            for name in dir(worker_class)
+            if hasattr(getattr(worker_class, name), "__dispatch__")
+        )
+        raise AttributeError(
+            f"{worker_class.__name__}.{method} cannot be called from the driver; registered methods: {', '.join(known)}"
+        )
     return dispatch
 
 
@@ -78,7 +92,9 @@ def assigned_rows(data: "DataProto", ranks: int) -> list[np.ndarray] | None:
     if len(rows) != ranks:
         raise ValueError(f"meta_info['assignment'] has {len(rows)} lists of rows for {ranks} ranks")
     if not np.array_equal(np.sort(np.concatenate(rows)), np.arange(len(data))):
-        raise ValueError(f"meta_info['assignment'] must hold each of the {len(data)} rows exactly once")
+        raise ValueError(
+            f"meta_info['assignment'] must hold each of the {len(data)} rows exactly once"
+        )
     return rows
 
 
@@ -100,12 +116,22 @@ def join_rows(results: list[Any], data: "DataProto") -> Any:
     if not all(isinstance(result, DataProto) for result in results):
         return results
     rows = assigned_rows(data, len(results))
-    sizes = [stop - start for start, stop in near_equal_bounds(len(data), len(results))] if rows is None else [len(part) for part in rows]
+    sizes = (
+        [stop - start for start, stop in near_equal_bounds(len(data), len(results))]
+        if rows is None
+        else [len(part) for part in rows]
+    )
     given = [(size, len(result)) for size, result in zip(sizes, results, strict=True)]
     factors = {out / size for size, out in given if size}
-    if len(factors) > 1 or any(factor % 1 for factor in factors) or any(out for size, out in given if not size):
+    if (
+        len(factors) > 1
+        or any(factor % 1 for factor in factors)
+        or any(out for size, out in given if not size)
+    ):
         sizes, returned = [size for size, _ in given], [out for _, out in given]
-        raise ValueError(f"ranks were given {sizes} rows and returned {returned}: not one whole multiple for all")
+        raise ValueError(
+            f"ranks were given {sizes} rows and returned {returned}: not one whole multiple for all"
+        )
     joined = DataProto.concat(results)
     if rows is None or not factors:
         return joined

@@ -23,9 +23,20 @@ PATIENCE_S = 15.0
 
 def start(everything: str, workers: str, folder: str | None = None) -> "subprocess.Popen[bytes]":
     """Start a guardian of this process."""
-    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), everything, workers, *([folder] if folder else [])]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        __file__,
+        str(os.getpid()),
+        everything,
+        workers,
+        *([folder] if folder else []),
+    ]
     quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+    )
 
 
 def dismiss(process: "subprocess.Popen[bytes]") -> None:
@@ -54,12 +65,18 @@ def writing(folder: str) -> list[int]:
     """Ray's agents and workers, except this process and its parent, that have files of the folder (a path without links) open. To give
     itself a title such a process blanks the first part of what its environment was, and the mark may have been there."""
     found = []
-    for name in set(filter(str.isdigit, os.listdir("/proc"))) - {str(os.getpid()), str(os.getppid())}:
+    for name in set(filter(str.isdigit, os.listdir("/proc"))) - {
+        str(os.getpid()),
+        str(os.getppid()),
+    }:
         try:
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 if file.read(5) != b"ray::":
                     continue
-            paths = (os.readlink(f"/proc/{name}/fd/{number}") for number in os.listdir(f"/proc/{name}/fd"))
+            paths = (
+                os.readlink(f"/proc/{name}/fd/{number}")
+                for number in os.listdir(f"/proc/{name}/fd")
+            )
             if any(path.startswith(folder + "/") for path in paths):
                 found.append(int(name))
         except OSError:  # ended meanwhile, or another user's

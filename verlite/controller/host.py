@@ -20,7 +20,7 @@ from verlite.controller import guardian, node
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerSpec:
     """Where a worker sits.
 
     rank, world_size: among the workers of its role. local_rank: among those of its role on its node.
@@ -55,26 +55,30 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Presence:
+class ProcessInfo:
     """What the driver must know to look after a worker's process."""
 
     process: node.Process
     oom_kills: int
 
 
-class Host:
+class WorkerActor:
     """Runs in the worker process. Every method answers with a value; failures are `Failed` values, never Ray's exceptions."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: WorkerSpec) -> None:
         self.seat = seat
         self.worker: Any = None
         self.listener: socket.socket | None = None
         _log_to(seat.log)
         self.guardian = None if seat.mark is None else guardian.start(seat.mark, seat.mark)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the driver decides what it means
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C in a terminal reaches the whole group; the driver decides what it means
         signal.signal(signal.SIGTERM, _terminate)
         threads = seat.threads or max(1, node.cores() // seat.devices_on_node) * seat.devices
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets 1; must stand before torch is imported
+        os.environ["OMP_NUM_THREADS"] = str(
+            threads
+        )  # Ray sets 1; must stand before torch is imported
         if interface := node.interface_of(seat.address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -83,8 +87,8 @@ class Host:
         elif seat.gpu_ids is not None:
             make_visible(seat.gpu_ids)
 
-    def presence(self) -> Presence:
-        return Presence(node.this_process(), node.oom_kills())
+    def presence(self) -> ProcessInfo:
+        return ProcessInfo(node.this_process(), node.oom_kills())
 
     def listen(self) -> tuple[str, int]:
         """Rank 0: open the meeting point of the role's ranks, on a free port that stays bound from now on."""
@@ -95,14 +99,18 @@ class Host:
         """Import what `build` will need, before it is known what to build."""
         import_ahead(*modules)
 
-    def build(self, worker_class: bytes, names: list[str], rendezvous: tuple[str, int], *values: Any) -> Failed | None:
+    def build(
+        self, worker_class: bytes, names: list[str], rendezvous: tuple[str, int], *values: Any
+    ) -> Failed | None:
         """Import the worker's class and construct it."""
         try:
             cls = pickle.loads(worker_class)
-            if "torch" in sys.modules:  # in case something had loaded OpenMP before the variable was set
+            if (
+                "torch" in sys.modules
+            ):  # in case something had loaded OpenMP before the variable was set
                 sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             worker = cls.__new__(cls)
-            worker.take_seat(self.seat, rendezvous, self.listener)
+            worker.assign(self.seat, rendezvous, self.listener)
             count = len(values) - len(names)
             worker.__init__(*values[:count], **dict(zip(names, values[count:], strict=True)))
             self.worker = worker
@@ -119,10 +127,13 @@ class Host:
             arguments, named = values[:count], dict(zip(names, values[count:], strict=True))
             if getattr(function, "__dispatch__", None) != "split":
                 return function(*arguments, **named)
-            from verlite.controller.columns import fetch, keep  # with torch, which a worker that handles no batches starts without
+            from verlite.controller.columns import (
+                fetch,
+                keep,
+            )  # with torch, which a worker that handles no batches starts without
 
             result = function(fetch(arguments[0]), *arguments[1:], **named)
-            return keep(result, function.__keeps__) if function.__keeps__ else result
+            return keep(result, function.__keep_remote__) if function.__keep_remote__ else result
         except BaseException as error:
             return _failed(error)
 
@@ -186,7 +197,9 @@ def _log_to(path: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    print(f"--- pid {os.getpid()} on {socket.gethostname()} at {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    print(
+        f"--- pid {os.getpid()} on {socket.gethostname()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    )
 
 
 def _failed(error: BaseException) -> Failed:

@@ -71,7 +71,13 @@ def process_state(process: Process) -> str:
     if not stat or int(stat[19]) != process.started:
         return "gone"
     letter = stat[0]
-    return {"R": "running", "S": "sleeping", "D": "waiting for the disk", "T": "stopped by a signal", "Z": "dead"}.get(letter, letter)
+    return {
+        "R": "running",
+        "S": "sleeping",
+        "D": "waiting for the disk",
+        "T": "stopped by a signal",
+        "Z": "dead",
+    }.get(letter, letter)
 
 
 def send_signal(processes: Iterable[Process], number: int) -> None:
@@ -92,7 +98,15 @@ def diagnose(workers: Iterable[tuple[str, Process | None]]) -> list[tuple[str, s
         if process is not None and (start := f"--- pid {process.pid} ") in text:
             text = text.rpartition(start)[2].partition("\n")[2]  # not what earlier runs wrote
         state = "unknown" if process is None else process_state(process)
-        found.append(("\n".join(line for line in text.splitlines() if not line.startswith("Extension modules:")), state, oom_kills()))
+        found.append(
+            (
+                "\n".join(
+                    line for line in text.splitlines() if not line.startswith("Extension modules:")
+                ),
+                state,
+                oom_kills(),
+            )
+        )
     return found
 
 
@@ -107,8 +121,14 @@ def free_listener(address: str) -> socket.socket:
 def interface_of(address: str) -> str | None:
     """Name of the network interface that has this address; None when it cannot be told."""
     if address in ("127.0.0.1", "::1"):
-        return next((name for name in ("lo", "lo0") if name in {n for _, n in socket.if_nameindex()}), None)
+        return next(
+            (name for name in ("lo", "lo0") if name in {n for _, n in socket.if_nameindex()}), None
+        )
     import psutil
 
-    found = (name for name, addresses in psutil.net_if_addrs().items() if any(entry.address == address for entry in addresses))
+    found = (
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(entry.address == address for entry in addresses)
+    )
     return next(found, None)

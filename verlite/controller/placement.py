@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verlite.controller.cluster import Cluster
-from verlite.controller.supervise import Member
+from verlite.controller.supervise import WorkerHandle
 
 Kind = Literal["cpu", "cuda"]
 RESOURCE = {"cpu": "CPU", "cuda": "GPU"}
@@ -47,7 +47,7 @@ class Placement:
     slots: tuple[Slot, ...]
     roles: dict[str, tuple[tuple[int, ...], ...]]
     group: Any
-    hosts: dict[str, list[Member]] = field(default_factory=dict)
+    hosts: dict[str, list[WorkerHandle]] = field(default_factory=dict)
 
     def share(self, slot: int) -> float:
         """The fraction of a device that each worker on it takes, in Ray's units of 1/10000."""
@@ -70,7 +70,10 @@ def reserve(
     kind: auto takes GPUs where the cluster has any. On a local cluster of CPU slots several `nodes` may be the same machine.
     wait_s: how long to wait for nodes to join or to get free; then ResourcesMissing. Raises ValueError for a role on a missing device.
     """
-    ranks = {role: tuple((rank,) if isinstance(rank, int) else tuple(rank) for rank in wanted) for role, wanted in roles.items()}
+    ranks = {
+        role: tuple((rank,) if isinstance(rank, int) else tuple(rank) for rank in wanted)
+        for role, wanted in roles.items()
+    }
     _check(ranks, nodes, devices_per_node)
     chosen_kind: Kind = ("cuda" if _totals("GPU") else "cpu") if kind == "auto" else kind
     if cluster.local and chosen_kind == "cpu":
@@ -81,10 +84,22 @@ def reserve(
         where = _wait_for_nodes(chosen_kind, nodes, devices_per_node, wait_s)
     group = _hold(where, chosen_kind, devices_per_node, wait_s)
     cluster.reserved.append(group)
-    ids = _gpu_ids(group, nodes * devices_per_node) if chosen_kind == "cuda" and _several(ranks) else None
-    count = {node["NodeID"]: devices_per_node * sum(node is other for other in where) for node in where}
+    ids = (
+        _gpu_ids(group, nodes * devices_per_node)
+        if chosen_kind == "cuda" and _several(ranks)
+        else None
+    )
+    count = {
+        node["NodeID"]: devices_per_node * sum(node is other for other in where) for node in where
+    }
     slots = tuple(
-        Slot(i, node["NodeID"], node["NodeManagerAddress"], count[node["NodeID"]], ids[i] if ids else None)
+        Slot(
+            i,
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            count[node["NodeID"]],
+            ids[i] if ids else None,
+        )
         for i, node in enumerate(node for node in where for _ in range(devices_per_node))
     )
     return Placement(cluster, chosen_kind, slots, ranks, group)
@@ -94,7 +109,9 @@ def _several(ranks: Mapping[str, tuple[tuple[int, ...], ...]]) -> bool:
     return any(len(devices) > 1 for role in ranks.values() for devices in role)
 
 
-def _check(ranks: Mapping[str, tuple[tuple[int, ...], ...]], nodes: int, devices_per_node: int) -> None:
+def _check(
+    ranks: Mapping[str, tuple[tuple[int, ...], ...]], nodes: int, devices_per_node: int
+) -> None:
     total = nodes * devices_per_node
     for role, devices_of_ranks in ranks.items():
         if not devices_of_ranks:
@@ -102,9 +119,13 @@ def _check(ranks: Mapping[str, tuple[tuple[int, ...], ...]], nodes: int, devices
         for rank, devices in enumerate(devices_of_ranks):
             outside = [device for device in devices if not 0 <= device < total]
             if outside or not devices:
-                raise ValueError(f"{role} rank {rank} is placed on devices {list(devices)}, but the run has only 0 to {total - 1}")
+                raise ValueError(
+                    f"{role} rank {rank} is placed on devices {list(devices)}, but the run has only 0 to {total - 1}"
+                )
             if len({device // devices_per_node for device in devices}) > 1:
-                raise ValueError(f"{role} rank {rank} is placed on devices {list(devices)}, which are on different nodes")
+                raise ValueError(
+                    f"{role} rank {rank} is placed on devices {list(devices)}, which are on different nodes"
+                )
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -114,7 +135,11 @@ def _nodes() -> list[dict[str, Any]]:
     def order(node: dict[str, Any]) -> tuple[Any, ...]:
         address = node["NodeManagerAddress"]
         parts = address.split(".")
-        return (tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else (), address, node["NodeID"])
+        return (
+            tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else (),
+            address,
+            node["NodeID"],
+        )
 
     return sorted((node for node in ray.nodes() if node["Alive"]), key=order)
 
@@ -140,7 +165,14 @@ def _wait_for_nodes(kind: Kind, count: int, devices: int, wait_s: float) -> list
     with countdown:
         while True:
             free, needs = _free(), _needs(kind, devices)
-            ready = [node for node in _nodes() if all(free.get(node["NodeID"], {}).get(name, 0) >= need for name, need in needs.items())]
+            ready = [
+                node
+                for node in _nodes()
+                if all(
+                    free.get(node["NodeID"], {}).get(name, 0) >= need
+                    for name, need in needs.items()
+                )
+            ]
             if len(ready) >= count:
                 return ready[:count]
             left = deadline - time.monotonic()
@@ -184,14 +216,27 @@ def _table(kind: Kind, count: int, devices: int) -> str:
     for node in nodes:
         row = [node["NodeManagerAddress"]]
         for name in names:
-            row += [f"{needs[name]:g}", f"{node['Resources'].get(name, 0):g}", f"{free.get(node['NodeID'], {}).get(name, 0):g}"]
+            row += [
+                f"{needs[name]:g}",
+                f"{node['Resources'].get(name, 0):g}",
+                f"{free.get(node['NodeID'], {}).get(name, 0):g}",
+            ]
         rows.append(row)
-    rows += [[f"(node {i + 1}: has not joined)", *("-" for _ in rows[0][1:])] for i in range(len(nodes), count)]
+    rows += [
+        [f"(node {i + 1}: has not joined)", *("-" for _ in rows[0][1:])]
+        for i in range(len(nodes), count)
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     what = ", ".join(f"{need:g} {name}" for name, need in needs.items())
     return (
-        f"the run needs {count} node(s) with {what} each, and the cluster does not have them free:\n" + "\n".join(lines) + "\n"
+        f"the run needs {count} node(s) with {what} each, and the cluster does not have them free:\n"
+        + "\n".join(lines)
+        + "\n"
         "  Lower trainer.nnodes or trainer.n_gpus_per_node, add nodes with `ray start --address=...`, or free what `ray status` shows."
     )
 
@@ -218,5 +263,11 @@ def _gpu_ids(group: Any, count: int) -> list[str]:
         return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
 
     task = ray.remote(num_cpus=0, num_gpus=1)(here)
-    strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(count)]
-    return ray.get([task.options(scheduling_strategy=strategy).remote() for strategy in strategies], timeout=300)
+    strategies = [
+        PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+        for i in range(count)
+    ]
+    return ray.get(
+        [task.options(scheduling_strategy=strategy).remote() for strategy in strategies],
+        timeout=300,
+    )

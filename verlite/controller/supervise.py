@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, Generic, NoReturn, TypeVar
 
 from verlite.controller import node
-from verlite.controller.host import Failed, Presence
+from verlite.controller.host import Failed, ProcessInfo
 
 T = TypeVar("T")
 
@@ -28,7 +28,11 @@ LOOK_AROUND_S = 3.0
 NODE_S = 10.0
 """Longest visit to another node while reporting."""
 LOG_LINES = 30
-KINDS = {"OutOfMemoryError": "out of device memory", "MemoryError": "out of host memory", "Sigterm": "killed by SIGTERM"}
+KINDS = {
+    "OutOfMemoryError": "out of device memory",
+    "MemoryError": "out of host memory",
+    "Sigterm": "killed by SIGTERM",
+}
 """What some exceptions of workers mean."""
 DIED = "died"
 """Kind of a death before it is known why."""
@@ -46,15 +50,31 @@ class WorkerError(RuntimeError):
     The worker's own exception is the __cause__ where it could be brought here.
     """
 
-    def __init__(self, text: str, role: str, rank: int, method: str, kind: str, exception_type: str | None = None) -> None:
+    def __init__(
+        self,
+        text: str,
+        role: str,
+        rank: int,
+        method: str,
+        kind: str,
+        exception_type: str | None = None,
+    ) -> None:
         super().__init__(text)
-        self.role, self.rank, self.method, self.kind, self.exception_type = role, rank, method, kind, exception_type
+        self.role, self.rank, self.method, self.kind, self.exception_type = (
+            role,
+            rank,
+            method,
+            kind,
+            exception_type,
+        )
 
 
 class StuckError(RuntimeError):
     """A call took longer than allowed, and all workers were stopped. finished, unfinished: ranks."""
 
-    def __init__(self, text: str, role: str, method: str, finished: list[int], unfinished: list[int]) -> None:
+    def __init__(
+        self, text: str, role: str, method: str, finished: list[int], unfinished: list[int]
+    ) -> None:
         super().__init__(text)
         self.role, self.method, self.finished, self.unfinished = role, method, finished, unfinished
 
@@ -87,8 +107,8 @@ def _wait(refs: list[Any], num_returns: int, timeout_s: float) -> tuple[list[Any
 
 
 @dataclass(eq=False)
-class Member:
-    """One worker as the driver knows it. presence is a reference to a Presence."""
+class WorkerHandle:
+    """One worker as the driver knows it. presence is a reference to a ProcessInfo."""
 
     handle: Any
     role: str
@@ -107,13 +127,13 @@ class Member:
         return str(known.process.pid) if known else "that never started"
 
 
-def presences(members: list[Member]) -> list[Presence | None]:
+def presences(members: list[WorkerHandle]) -> list[ProcessInfo | None]:
     """The processes of workers, None for one that never got that far."""
     import ray
 
     refs = [member.presence for member in members]
     known = set(_wait(refs, len(refs), 1.0)[0]) if refs else set()
-    found: list[Presence | None] = []
+    found: list[ProcessInfo | None] = []
     for ref in refs:
         try:
             found.append(ray.get(ref) if ref in known else None)
@@ -129,14 +149,16 @@ class Future(Generic[T]):
     supervisor: "Supervisor"
     role: str
     method: str
-    pending: dict[Any, Member]
+    pending: dict[Any, WorkerHandle]
     assemble: Callable[[list[Any]], T]
     values: dict[int, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for all ranks. timeout_s counts from the call; None is the run's limit. Raises WorkerError or StuckError."""
-        self.supervisor.wait(self, self.supervisor.call_timeout_s if timeout_s is None else timeout_s)
+        self.supervisor.wait(
+            self, self.supervisor.call_timeout_s if timeout_s is None else timeout_s
+        )
         return self.assemble([self.values[rank] for rank in sorted(self.values)])
 
     def done(self) -> bool:
@@ -149,7 +171,7 @@ class Future(Generic[T]):
 class Cause:
     """One rank's failure. when: time of the exception, or of its discovery."""
 
-    member: Member
+    member: WorkerHandle
     method: str
     kind: str
     type_name: str | None
@@ -167,7 +189,10 @@ class Cause:
         return (
             self.type_name in ("WorkerNotBuilt", "OwnerDiedError", "ObjectLostError")
             or self.type_name.startswith("Dist")
-            or (self.type_name == "RuntimeError" and re.search(lost_peer, self.message, re.IGNORECASE) is not None)
+            or (
+                self.type_name == "RuntimeError"
+                and re.search(lost_peer, self.message, re.IGNORECASE) is not None
+            )
         )
 
     @property
@@ -181,7 +206,7 @@ class Supervisor:
 
     def __init__(self, call_timeout_s: float) -> None:
         self.call_timeout_s = call_timeout_s
-        self.members: list[Member] = []
+        self.members: list[WorkerHandle] = []
         self.outstanding: list[Future[Any]] = []
         self.failure: Exception | None = None
 
@@ -193,10 +218,16 @@ class Supervisor:
         """Return when every rank of `future` has answered."""
         while future.pending and self.failure is None:
             self.poll(SLICE_S)
-            if future.pending and self.failure is None and time.monotonic() - future.started > timeout_s:
+            if (
+                future.pending
+                and self.failure is None
+                and time.monotonic() - future.started > timeout_s
+            ):
                 self._stuck(future, timeout_s)
         if self.failure is not None and future.pending:
-            raise RuntimeError(f"{future.role}.{future.method}: the workers were stopped after an earlier failure") from self.failure
+            raise RuntimeError(
+                f"{future.role}.{future.method}: the workers were stopped after an earlier failure"
+            ) from self.failure
 
     def poll(self, timeout_s: float) -> None:
         """Take in what has arrived for any call, waiting at most timeout_s. Raises WorkerError on the first failure."""
@@ -204,7 +235,11 @@ class Supervisor:
         if not causes or self.failure is not None:
             return
         deadline = time.monotonic() + LOOK_AROUND_S
-        while all(cause.consequence for cause in causes) and self.outstanding and time.monotonic() < deadline:
+        while (
+            all(cause.consequence for cause in causes)
+            and self.outstanding
+            and time.monotonic() < deadline
+        ):
             causes += self._take(SLICE_S)
         causes += self._take(0.0)
         if all(cause.consequence for cause in causes):
@@ -247,7 +282,9 @@ class Supervisor:
             if isinstance(value, Failed):
                 kind = KINDS.get(value.type_name, "exception")
                 text = value.message, value.traceback, value.when
-                causes.append(Cause(member, future.method, kind, value.type_name, *text, value.pickled))
+                causes.append(
+                    Cause(member, future.method, kind, value.type_name, *text, value.pickled)
+                )
             else:
                 future.values[member.rank] = value
         self.outstanding = [future for future in self.outstanding if future.pending]
@@ -270,7 +307,10 @@ class Supervisor:
         """The first cause in full, the others in a line each."""
         first, member = causes[0], causes[0].member
         log, state, oom_kills = _visit([member])[0]
-        kind, what = first.kind, f"{first.type_name}: {first.message}" if first.type_name else first.message
+        kind, what = (
+            first.kind,
+            f"{first.type_name}: {first.message}" if first.type_name else first.message,
+        )
         if kind == DIED and state == UNREACHABLE:
             kind, what = "node lost", "its node does not answer any more"
         elif kind == DIED and (known := presences([member])[0]):
@@ -282,22 +322,36 @@ class Supervisor:
         elif log:
             lines += ["  end of its log:", _indent("\n".join(log.splitlines()[-LOG_LINES:]))]
         others = [cause for cause in causes[1:] if cause.member is not member]
-        lines += [f"  then {c.member.name} in {c.method}: {c.type_name or c.kind}: {' '.join(c.message.split())[:200]}" for c in others]
-        return WorkerError("\n".join(lines), member.role, member.rank, first.method, kind, first.type_name)
+        lines += [
+            f"  then {c.member.name} in {c.method}: {c.type_name or c.kind}: {' '.join(c.message.split())[:200]}"
+            for c in others
+        ]
+        return WorkerError(
+            "\n".join(lines), member.role, member.rank, first.method, kind, first.type_name
+        )
 
     def _stuck(self, future: Future[Any], timeout_s: float) -> None:
         """Have every rank write its stacks into its log, end all, and say who had finished."""
         _signal(self.members, signal.SIGUSR1)
         time.sleep(1.0)  # faulthandler writes within the signal handler
-        finished, unfinished = sorted(future.values), sorted(future.pending.values(), key=lambda member: member.rank)
+        finished, unfinished = (
+            sorted(future.values),
+            sorted(future.pending.values(), key=lambda member: member.rank),
+        )
         lines = [f"{future.role}.{future.method} did not finish within {timeout_s:g} s"]
-        lines.append(f"  finished: {_ranks(finished)}; not finished: {_ranks(member.rank for member in unfinished)}")
+        lines.append(
+            f"  finished: {_ranks(finished)}; not finished: {_ranks(member.rank for member in unfinished)}"
+        )
         for member, (log, state, _) in zip(unfinished, _visit(unfinished), strict=True):
-            lines.append(f"  rank {member.rank}: process {member.pid} is {state}; stacks in {member.log}")
+            lines.append(
+                f"  rank {member.rank}: process {member.pid} is {state}; stacks in {member.log}"
+            )
             if frames := _main_thread(log):
                 lines.append(_indent(frames))
         ranks = [member.rank for member in unfinished]
-        self.failure = error = StuckError("\n".join(lines), future.role, future.method, finished, ranks)
+        self.failure = error = StuckError(
+            "\n".join(lines), future.role, future.method, finished, ranks
+        )
         self.end_all()
         raise error
 
@@ -312,16 +366,18 @@ class Supervisor:
         _signal(members, signal.SIGKILL)  # Ray only asks; a process that is stopped does not listen
 
 
-def _signal(members: list[Member], number: int) -> None:
+def _signal(members: list[WorkerHandle], number: int) -> None:
     """Send a signal to the workers' processes, wherever they are."""
     by_node: dict[str, list[node.Process]] = {}
     for member, known in zip(members, presences(members), strict=True):
         if known is not None:
             by_node.setdefault(member.node_id, []).append(known.process)
-    on_nodes(node.send_signal, {node_id: (processes, number) for node_id, processes in by_node.items()})
+    on_nodes(
+        node.send_signal, {node_id: (processes, number) for node_id, processes in by_node.items()}
+    )
 
 
-def _visit(members: list[Member]) -> list[tuple[str, str, int]]:
+def _visit(members: list[WorkerHandle]) -> list[tuple[str, str, int]]:
     """For each: (what its process wrote into its log, the process's state, its node's count of out-of-memory kills)."""
     by_node: dict[str, list[tuple[str, node.Process | None]]] = {}
     places = []
@@ -330,7 +386,9 @@ def _visit(members: list[Member]) -> list[tuple[str, str, int]]:
         places.append((member.node_id, len(here)))
         here.append((member.log, known.process if known else None))
     found = on_nodes(node.diagnose, {node_id: (workers,) for node_id, workers in by_node.items()})
-    return [found[node_id][i] if node_id in found else ("", UNREACHABLE, 0) for node_id, i in places]
+    return [
+        found[node_id][i] if node_id in found else ("", UNREACHABLE, 0) for node_id, i in places
+    ]
 
 
 def on_nodes(function: Callable[..., T], arguments: dict[str, tuple[Any, ...]]) -> dict[str, T]:
@@ -338,9 +396,14 @@ def on_nodes(function: Callable[..., T], arguments: dict[str, tuple[Any, ...]]) 
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here, task = ray.get_runtime_context().get_node_id(), ray.remote(num_cpus=0, max_retries=0)(function)
+    here, task = (
+        ray.get_runtime_context().get_node_id(),
+        ray.remote(num_cpus=0, max_retries=0)(function),
+    )
     refs = {
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(*args): node_id
+        task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ).remote(*args): node_id
         for node_id, args in arguments.items()
         if node_id != here
     }
@@ -374,7 +437,10 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGUSR1)}
+            self._before = {
+                number: signal.signal(number, self._handle)
+                for number in (signal.SIGTERM, signal.SIGUSR1)
+            }
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -391,15 +457,33 @@ class StopRequest:
             terminate("second SIGTERM")
 
 
-def _died(member: Member, method: str, error: Exception) -> Cause:
+def _died(member: WorkerHandle, method: str, error: Exception) -> Cause:
     """A worker that gave no answer. Ray says that it is gone; why is found out later."""
     import ray
 
     now = time.time()
-    if isinstance(error, ray.exceptions.RayTaskError):  # raised outside the worker's method, as when an argument cannot be unpickled
-        return Cause(member, method, "exception", type(error.cause).__qualname__, str(error.cause), str(error), now)
+    if isinstance(
+        error, ray.exceptions.RayTaskError
+    ):  # raised outside the worker's method, as when an argument cannot be unpickled
+        return Cause(
+            member,
+            method,
+            "exception",
+            type(error.cause).__qualname__,
+            str(error.cause),
+            str(error),
+            now,
+        )
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return Cause(member, method, "out of host memory", None, "Ray's memory monitor killed it: " + str(error).splitlines()[0], "", now)
+        return Cause(
+            member,
+            method,
+            "out of host memory",
+            None,
+            "Ray's memory monitor killed it: " + str(error).splitlines()[0],
+            "",
+            now,
+        )
     if "because its node has died" in str(error):
         return Cause(member, method, "node lost", None, "its node left the cluster", "", now)
     return Cause(member, method, DIED, None, _one_line(error), "", now)
@@ -407,7 +491,13 @@ def _died(member: Member, method: str, error: Exception) -> Cause:
 
 def _kind_of_death(log: str, more_oom_kills: bool) -> tuple[str, str]:
     """(kind, what is known of it), as far as the worker's log and the kernel's counters tell."""
-    fatal = {"Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS", "Floating": "SIGFPE", "Illegal": "SIGILL"}
+    fatal = {
+        "Segmentation fault": "SIGSEGV",
+        "Aborted": "SIGABRT",
+        "Bus error": "SIGBUS",
+        "Floating": "SIGFPE",
+        "Illegal": "SIGILL",
+    }
     for text, name in fatal.items():
         if f"Fatal Python error: {text}" in log:
             return f"killed by {name}", "the process crashed in native code"
@@ -418,7 +508,11 @@ def _kind_of_death(log: str, more_oom_kills: bool) -> tuple[str, str]:
 
 def _one_line(error: Exception) -> str:
     """Ray's description of a death without its fixed parts."""
-    match = re.search(r"Worker exit detail: (.*?)(?: There are some potential root causes|$)", str(error), re.DOTALL)
+    match = re.search(
+        r"Worker exit detail: (.*?)(?: There are some potential root causes|$)",
+        str(error),
+        re.DOTALL,
+    )
     text = match.group(1) if match else str(error)
     return " ".join(text.split())[:300]
 
@@ -429,7 +523,9 @@ def _main_thread(log: str) -> str:
     if len(dumps) < 2:
         return ""
     frames = [line.strip() for line in dumps[-1].splitlines() if line.startswith("  File")]
-    ours = next((i for i, frame in enumerate(frames) if "verlite/controller/host.py" in frame), len(frames))
+    ours = next(
+        (i for i, frame in enumerate(frames) if "verlite/controller/host.py" in frame), len(frames)
+    )
     return "\n".join(frames[:ours] or frames[:3])
 
 

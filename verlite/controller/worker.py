@@ -4,7 +4,7 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from verlite.controller.host import Seat
+from verlite.controller.host import WorkerSpec
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +22,16 @@ class Worker:
     world_size: int
     local_rank: int
 
-    def take_seat(self, seat: Seat, rendezvous: tuple[str, int], listener: socket.socket | None) -> None:
+    def assign(
+        self, seat: WorkerSpec, rendezvous: tuple[str, int], listener: socket.socket | None
+    ) -> None:
         """Called by the host before __init__."""
-        self.role, self.rank, self.world_size, self.local_rank = seat.role, seat.rank, seat.world_size, seat.local_rank
+        self.role, self.rank, self.world_size, self.local_rank = (
+            seat.role,
+            seat.rank,
+            seat.world_size,
+            seat.local_rank,
+        )
         self._seat, self._rendezvous, self._listener = seat, rendezvous, listener
 
     @property
@@ -54,9 +61,19 @@ class Worker:
         timeout = timedelta(seconds=timeout_s)
         listening = None if self._listener is None else self._listener.detach()
         leads = listening is not None
-        store = dist.TCPStore(address, port, self.world_size, leads, timeout, wait_for_workers=False, master_listen_fd=listening)
+        store = dist.TCPStore(
+            address,
+            port,
+            self.world_size,
+            leads,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
         backend = "gloo" if self._seat.device_kind == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
 
     def close(self) -> None:
         """Release what must not wait for the end of the process. Subclasses that hold more extend it."""

@@ -19,7 +19,9 @@ INLINE_BYTES = 64 << 10
 """Smaller batches travel inside the call; larger ones are put into the object store first."""
 
 
-def spawn(worker: Callable[P, W], placement: Placement, role: str, /, *args: P.args, **kwargs: P.kwargs) -> W:
+def spawn(
+    worker: Callable[P, W], placement: Placement, role: str, /, *args: P.args, **kwargs: P.kwargs
+) -> W:
     """Start one `worker` on each of the role's places, all constructed with the same arguments.
 
     The result has the static type of the worker class; what it really is calls all ranks: `actor.update(batch)` divides, runs, collects
@@ -51,7 +53,14 @@ def ready(*workers: object, timeout_s: float | None = None) -> None:
 class WorkerGroup:
     """The ranks of one role. members: what is known of each; started: completes when all are constructed."""
 
-    def __init__(self, worker_class: type, placement: Placement, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        worker_class: type,
+        placement: Placement,
+        role: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         import ray
 
         self.worker_class, self.placement, self.role = worker_class, placement, role
@@ -61,8 +70,13 @@ class WorkerGroup:
         rendezvous = self.members[0].handle.listen.remote()
         code, names = ray.put(ray.cloudpickle.dumps(worker_class)), list(kwargs)
         values = [ray.put(value) for value in (*args, *kwargs.values())]
-        refs = {member.handle.build.remote(code, names, rendezvous, *values): member for member in self.members}
-        self.started: Future[None] = self.supervisor.watch(Future(self.supervisor, role, "construction", refs, lambda values: None))
+        refs = {
+            member.handle.build.remote(code, names, rendezvous, *values): member
+            for member in self.members
+        }
+        self.started: Future[None] = self.supervisor.watch(
+            Future(self.supervisor, role, "construction", refs, lambda values: None)
+        )
 
     def __len__(self) -> int:
         return len(self.members)
@@ -87,7 +101,9 @@ class WorkerGroup:
             assemble = lambda values: self._collected(values)[0]  # noqa: E731
         elif dispatch == "split":
             if not args or not isinstance(args[0], DataProto):
-                raise TypeError(f"{self.role}.{method} divides the rows of its first argument, which must be a DataProto")
+                raise TypeError(
+                    f"{self.role}.{method} divides the rows of its first argument, which must be a DataProto"
+                )
             data, args = args[0], args[1:]
             shards = self._put(split_rows(data, len(members)))
             assemble = lambda values: join_rows(self._collected(values), data)  # noqa: E731
@@ -104,13 +120,17 @@ class WorkerGroup:
 
         sizes = [value.nbytes if isinstance(value, DataProto) else 0 for value in values]
         large = [i for i, size in enumerate(sizes) if size > INLINE_BYTES]
-        self.cluster.sent_bytes += sum(size if size > INLINE_BYTES else copies * size for size in sizes)
+        self.cluster.sent_bytes += sum(
+            size if size > INLINE_BYTES else copies * size for size in sizes
+        )
         with ThreadPoolExecutor(max(1, min(len(large), os.cpu_count() or 1))) as pool:
             stored = dict(zip(large, pool.map(ray.put, [values[i] for i in large]), strict=True))
         return [stored.get(i, value) for i, value in enumerate(values)]
 
     def _collected(self, values: list[Any]) -> list[Any]:
-        self.cluster.received_bytes += sum(value.nbytes for value in values if isinstance(value, DataProto))
+        self.cluster.received_bytes += sum(
+            value.nbytes for value in values if isinstance(value, DataProto)
+        )
         return values
 
 

@@ -83,18 +83,28 @@ class RowFiles:
     """
 
     def __init__(self, files: str | Sequence[str], config: DataConfig, split: str) -> None:
-        self.paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
+        self.paths = [
+            Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)
+        ]
         if not self.paths:
             raise DataError(f"data.{split}_files is empty: name at least one parquet file")
         self.source_key = config.reward_fn_key
-        self.tables = [_read(path, [config.prompt_key, self.source_key, "reward_model"]) for path in self.paths]
-        checks = {config.prompt_key: _messages_problem, self.source_key: _source_problem, "reward_model": _reward_model_problem}
+        self.tables = [
+            _read(path, [config.prompt_key, self.source_key, "reward_model"]) for path in self.paths
+        ]
+        checks = {
+            config.prompt_key: _messages_problem,
+            self.source_key: _source_problem,
+            "reward_model": _reward_model_problem,
+        }
         for file, table in enumerate(self.tables):
             for column, problem_of in checks.items():
                 for row, value in enumerate(table[column].to_pylist()):
                     problem = problem_of(value)
                     if problem:
-                        raise DataError(f"{self.name(file, row)}: column {column!r} {problem}, as data_preprocess/ writes it")
+                        raise DataError(
+                            f"{self.name(file, row)}: column {column!r} {problem}, as data_preprocess/ writes it"
+                        )
 
     def name(self, file: int, row: int) -> str:
         """File and row, for messages."""
@@ -102,12 +112,25 @@ class RowFiles:
 
     def data_sources(self) -> list[str]:
         """The names of all data sources in the files, sorted."""
-        return sorted({source for table in self.tables for source in table[self.source_key].unique().to_pylist()})
+        return sorted(
+            {
+                source
+                for table in self.tables
+                for source in table[self.source_key].unique().to_pylist()
+            }
+        )
 
     def answers(self, count: int) -> list["Answer"]:
         """What the first rows say of their answers, at most `count` of them."""
         rows = [row for table in self.tables for row in table.slice(0, count).to_pylist()][:count]
-        return [Answer(row[self.source_key], row["reward_model"]["ground_truth"], row.get("extra_info") or {}) for row in rows]
+        return [
+            Answer(
+                row[self.source_key],
+                row["reward_model"]["ground_truth"],
+                row.get("extra_info") or {},
+            )
+            for row in rows
+        ]
 
 
 @dataclass(frozen=True)
@@ -139,11 +162,20 @@ class PromptDataset:
     ) -> None:
         """longest: the key that limits prompts, and its value; None: data.max_prompt_length. tools: JSON schemas for the chat template."""
         self._files = files if isinstance(files, RowFiles) else RowFiles(files, config, split)
-        self._key, self._tables, self._name = config.prompt_key, self._files.tables, self._files.name
+        self._key, self._tables, self._name = (
+            config.prompt_key,
+            self._files.tables,
+            self._files.name,
+        )
 
-        every_row = [(file, row) for file, table in enumerate(self._tables) for row in range(table.num_rows)]
+        every_row = [
+            (file, row) for file, table in enumerate(self._tables) for row in range(table.num_rows)
+        ]
         rows = _choose(every_row, config, split)
-        template_kwargs = {**({"tools": list(tools)} if tools else {}), **config.apply_chat_template_kwargs}
+        template_kwargs = {
+            **({"tools": list(tools)} if tools else {}),
+            **config.apply_chat_template_kwargs,
+        }
         prompts = self._tokenize(tokenizer, template_kwargs, rows)
         key, limit = longest or ("data.max_prompt_length", config.max_prompt_length)
         lengths = np.array([len(prompt) for prompt in prompts])
@@ -157,7 +189,10 @@ class PromptDataset:
                     f"{lengths.min()}, so data.filter_overlong_prompts leaves none. Raise {key}"
                 )
         elif config.truncation != "error":
-            prompts = [np.asarray(truncate(prompt.tolist(), limit, config.truncation), dtype=np.int32) for prompt in prompts]
+            prompts = [
+                np.asarray(truncate(prompt.tolist(), limit, config.truncation), dtype=np.int32)
+                for prompt in prompts
+            ]
         elif too_long.any():
             first = int(too_long.argmax())
             raise DataError(
@@ -212,7 +247,9 @@ class PromptDataset:
         """Rows kept, dropped, cut, and the longest prompt."""
         return self._report
 
-    def _tokenize(self, tokenizer: Any, template_kwargs: Mapping[str, Any], rows: list[tuple[int, int]]) -> list[np.ndarray]:
+    def _tokenize(
+        self, tokenizer: Any, template_kwargs: Mapping[str, Any], rows: list[tuple[int, int]]
+    ) -> list[np.ndarray]:
         columns = [table[self._key].to_pylist() for table in self._tables]
         prompts = []
         for start in range(0, len(rows), AT_ONCE):
@@ -220,8 +257,13 @@ class PromptDataset:
             messages = [_without_nulls(columns[file][row]) for file, row in part]
             try:
                 made = build_prompts(tokenizer, messages, template_kwargs=template_kwargs)
-            except Exception:  # a chat template raises what it likes; whatever it is, the row must be named
-                made = [self._alone(tokenizer, template_kwargs, place, one) for place, one in zip(part, messages, strict=True)]
+            except (
+                Exception
+            ):  # a chat template raises what it likes; whatever it is, the row must be named
+                made = [
+                    self._alone(tokenizer, template_kwargs, place, one)
+                    for place, one in zip(part, messages, strict=True)
+                ]
             for (file, row), ids in zip(part, made, strict=True):
                 if not ids:
                     raise DataError(f"{self._name(file, row)}: the prompt has no tokens")
@@ -229,12 +271,18 @@ class PromptDataset:
         return prompts
 
     def _alone(
-        self, tokenizer: Any, template_kwargs: Mapping[str, Any], place: tuple[int, int], messages: Sequence[Mapping[str, str]]
+        self,
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any],
+        place: tuple[int, int],
+        messages: Sequence[Mapping[str, str]],
     ) -> list[int]:
         try:
             return build_prompt(tokenizer, messages, template_kwargs=template_kwargs)
         except Exception as error:
-            raise DataError(f"{self._name(*place)}: the chat template failed: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"{self._name(*place)}: the chat template failed: {type(error).__name__}: {error}"
+            ) from error
 
 
 def overlap_note(train: PromptDataset, validation: PromptDataset) -> str | None:
@@ -251,7 +299,9 @@ def overlap_note(train: PromptDataset, validation: PromptDataset) -> str | None:
 
 def _read(path: Path, required: list[str]) -> pa.Table:
     if not path.exists():
-        raise DataError(f"{path} does not exist: make it with data_preprocess/, or correct data.train_files or data.val_files")
+        raise DataError(
+            f"{path} does not exist: make it with data_preprocess/, or correct data.train_files or data.val_files"
+        )
     if not path.is_file():
         raise DataError(f"{path} is not a parquet file: data_preprocess/ writes them")
     try:
@@ -261,8 +311,12 @@ def _read(path: Path, required: list[str]) -> pa.Table:
         available = metadata.schema.to_arrow_schema().names
         missing = [name for name in required if name not in available]
         if missing:
-            raise DataError(f"{path} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(available) or 'none'}")
-        return pq.read_table(path, columns=required + [name for name in OPTIONAL_COLUMNS if name in available])
+            raise DataError(
+                f"{path} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(available) or 'none'}"
+            )
+        return pq.read_table(
+            path, columns=required + [name for name in OPTIONAL_COLUMNS if name in available]
+        )
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
@@ -277,20 +331,31 @@ def _choose(rows: list[tuple[int, int]], config: DataConfig, split: str) -> list
     if split != "train" or not config.shuffle:
         return rows[:limit]
     # In the files' order, because the order of use is the sampler's business.
-    return [rows[i] for i in np.sort(np.random.default_rng(config.seed).choice(len(rows), limit, replace=False))]
+    return [
+        rows[i]
+        for i in np.sort(np.random.default_rng(config.seed).choice(len(rows), limit, replace=False))
+    ]
 
 
 def _messages_problem(messages: Any) -> str | None:
     if not isinstance(messages, list) or not messages:
         return f"is {_short(messages)}, expected a list of messages {{role, content}}"
     for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        if (
+            not isinstance(message, Mapping)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
             return f"has the message {_short(message)}, expected role and content, both text"
     return None
 
 
 def _source_problem(source: Any) -> str | None:
-    return None if isinstance(source, str) and source else f"is {source!r}, expected the name of the data source"
+    return (
+        None
+        if isinstance(source, str) and source
+        else f"is {source!r}, expected the name of the data source"
+    )
 
 
 def _reward_model_problem(reward_model: Any) -> str | None:
@@ -305,4 +370,6 @@ def _short(value: Any, limit: int = 100) -> str:
 
 def _without_nulls(messages: list[dict[str, Any]]) -> list[Message]:
     """Parquet gives every message the columns of all messages; a template must see only those that the message has."""
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]

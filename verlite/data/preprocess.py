@@ -36,29 +36,51 @@ class Source:
     """Folder of the parquet files inside."""
 
 
-def main(description: str, source: Source, default_dir: str, make_row: MakeRow, example_files: bool = False) -> None:
+def main(
+    description: str,
+    source: Source,
+    default_dir: str,
+    make_row: MakeRow,
+    example_files: bool = False,
+) -> None:
     """Run a script for one data set with a train and a test split: verl's options in, train.parquet and test.parquet out.
 
     `example_files` also writes each split's first row as {split}_example.json.
     """
-    parser = make_parser(description, default_dir, f"folder with train and test .jsonl or .parquet (default {source.repo} from the hub)")
+    parser = make_parser(
+        description,
+        default_dir,
+        f"folder with train and test .jsonl or .parquet (default {source.repo} from the hub)",
+    )
 
     def read(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         if arguments.local_dataset_path:
             folder = Path(arguments.local_dataset_path).expanduser()
         else:
             folder = download(source, [f"{source.folder}/{split}-*.parquet" for split in SPLITS])
-        return {split: make_rows(read_examples(folder, source, split), split, make_row, folder) for split in SPLITS}
+        return {
+            split: make_rows(read_examples(folder, source, split), split, make_row, folder)
+            for split in SPLITS
+        }
 
     run(parser, read, example_files)
 
 
 def make_parser(description: str, default_dir: str, files: str) -> argparse.ArgumentParser:
     """The options that all scripts have; `files` says what --local_dataset_path must hold."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local_save_dir", "--local_dir", default=default_dir, help=f"where the parquet files go (default {default_dir})")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--local_save_dir",
+        "--local_dir",
+        default=default_dir,
+        help=f"where the parquet files go (default {default_dir})",
+    )
     parser.add_argument("--local_dataset_path", help=files)
-    parser.add_argument("--hdfs_dir", help="not supported: copy the folder yourself with hdfs dfs -put")
+    parser.add_argument(
+        "--hdfs_dir", help="not supported: copy the folder yourself with hdfs dfs -put"
+    )
     return parser
 
 
@@ -73,7 +95,9 @@ def run(
     """
     arguments = parser.parse_args()
     if arguments.hdfs_dir:
-        parser.error(f"--hdfs_dir is not supported; copy the files with: hdfs dfs -put {arguments.local_save_dir} {arguments.hdfs_dir}")
+        parser.error(
+            f"--hdfs_dir is not supported; copy the files with: hdfs dfs -put {arguments.local_save_dir} {arguments.hdfs_dir}"
+        )
     try:
         rows = read(arguments)
         target = Path(arguments.local_save_dir).expanduser()
@@ -82,8 +106,14 @@ def run(
             size = write_parquet(made, path)
             longest = max(sum(len(message["content"]) for message in row["prompt"]) for row in made)
             sources = Counter(row["data_source"] for row in made)
-            each = f" ({', '.join(f'{name} {count}' for name, count in sources.items())})" if len(sources) > 1 else ""
-            print(f"{path}: {len(made)} rows{each}, longest prompt {longest} characters, {size} bytes")
+            each = (
+                f" ({', '.join(f'{name} {count}' for name, count in sources.items())})"
+                if len(sources) > 1
+                else ""
+            )
+            print(
+                f"{path}: {len(made)} rows{each}, longest prompt {longest} characters, {size} bytes"
+            )
             if example_files:
                 write_json(made[0], target / f"{split}_example.json")
     except (DataError, OSError) as error:
@@ -116,7 +146,9 @@ def nothing_found(folder: Path, splits: Sequence[str], patterns: Sequence[str] =
     """The error for a folder that holds no file of any of these splits, nor of the patterns."""
     if not folder.is_dir():
         return DataError(f"--local_dataset_path={folder} is not a folder")
-    return DataError(f"{folder} has none of {', '.join([*(name for split in splits for name in _patterns(split)), *patterns])}")
+    return DataError(
+        f"{folder} has none of {', '.join([*(name for split in splits for name in _patterns(split)), *patterns])}"
+    )
 
 
 def read_file(file: Path) -> Iterator[Example]:
@@ -124,14 +156,18 @@ def read_file(file: Path) -> Iterator[Example]:
     return _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
 
 
-def make_rows(examples: Iterable[Example], split: str, make_row: MakeRow, folder: Path, first: int = 0) -> list[dict[str, Any]]:
+def make_rows(
+    examples: Iterable[Example], split: str, make_row: MakeRow, folder: Path, first: int = 0
+) -> list[dict[str, Any]]:
     """The rows of a folder's examples, counted from index `first`. Raises DataError, with the place of an example that cannot be used."""
     rows = []
     for index, (where, example) in enumerate(examples, start=first):
         try:
             rows.append(make_row(example, split, index))
         except KeyError as error:
-            raise DataError(f"{where}: the example has no {error}; it has {', '.join(example) or 'nothing'}") from error
+            raise DataError(
+                f"{where}: the example has no {error}; it has {', '.join(example) or 'nothing'}"
+            ) from error
         except (ValueError, TypeError, AttributeError) as error:
             raise DataError(f"{where}: {error}") from error
     if not rows:
@@ -153,7 +189,9 @@ def write_json(value: Any, path: Path) -> int:
 def write_text(text: str, path: Path) -> int:
     """Write a text file in the same way."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
+    return _replace(
+        path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="")
+    )
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> int:
@@ -169,7 +207,13 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> int:
 
 
 def _patterns(split: str) -> list[str]:
-    return [f"{split}.jsonl", f"{split}.parquet", f"{split}.json", f"{split}/**/*.json", f"{split}-*.parquet"]
+    return [
+        f"{split}.jsonl",
+        f"{split}.parquet",
+        f"{split}.json",
+        f"{split}/**/*.json",
+        f"{split}-*.parquet",
+    ]
 
 
 def _read_json(file: Path) -> Iterator[Example]:
@@ -180,7 +224,9 @@ def _read_json(file: Path) -> Iterator[Example]:
         raise DataError(f"{file}: not UTF-8 text: {error}") from error
     for number, example in _list(file, text) if file.suffix == ".json" else _lines(file, text):
         if not isinstance(example, Mapping):
-            raise DataError(f"{file}:{number}: a {type(example).__name__}, expected an object with the example's fields")
+            raise DataError(
+                f"{file}:{number}: a {type(example).__name__}, expected an object with the example's fields"
+            )
         yield f"{file}:{number}", dict(example)
 
 
@@ -241,9 +287,20 @@ def download(source: Source, patterns: Sequence[str]) -> Path:
     """The folder of the data set's files that fit the patterns, from the hub or its cache. Raises DataError."""
     from huggingface_hub import snapshot_download
 
-    print(f"downloading {source.repo} at {source.revision[:8]} from the hub; --local_dataset_path takes a folder instead")
+    print(
+        f"downloading {source.repo} at {source.revision[:8]} from the hub; --local_dataset_path takes a folder instead"
+    )
     try:
-        return Path(snapshot_download(source.repo, repo_type="dataset", revision=source.revision, allow_patterns=list(patterns)))
+        return Path(
+            snapshot_download(
+                source.repo,
+                repo_type="dataset",
+                revision=source.revision,
+                allow_patterns=list(patterns),
+            )
+        )
     except OSError as error:  # the hub client's own errors are OSErrors too
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{source.repo} cannot be downloaded ({reason}); give its files with --local_dataset_path") from error
+        raise DataError(
+            f"{source.repo} cannot be downloaded ({reason}); give its files with --local_dataset_path"
+        ) from error

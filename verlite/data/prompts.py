@@ -31,20 +31,27 @@ def build_prompt(
     Raises PromptTooLong when there are too many tokens and truncation is `error`. The other modes are in `truncate`.
     """
     if tokenizer.chat_template is not None:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False, **(template_kwargs or {}))
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False, **(template_kwargs or {})
+        )
     else:
         ids = tokenizer.encode("\n".join(message["content"] for message in messages))
     return ids if max_length is None else truncate(ids, max_length, truncation)
 
 
 def build_prompts(
-    tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, str]]], *, template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    conversations: Sequence[Sequence[Mapping[str, str]]],
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
     """`build_prompt` of many conversations, which a fast tokenizer encodes on all cores."""
     if not conversations:
         return []
     if tokenizer.chat_template is None:
-        return tokenizer(["\n".join(message["content"] for message in messages) for messages in conversations])["input_ids"]
+        return tokenizer(
+            ["\n".join(message["content"] for message in messages) for messages in conversations]
+        )["input_ids"]
     options = {"add_generation_prompt": True, "return_dict": False} | dict(template_kwargs or {})
     return tokenizer.apply_chat_template([list(messages) for messages in conversations], **options)
 

@@ -11,9 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from verlite.data.dataset import DataError
-from verlite.data.preprocess import Source, download, find_files, make_parser, make_rows, nothing_found, read_file, run
+from verlite.data.preprocess import (
+    Source,
+    download,
+    find_files,
+    make_parser,
+    make_rows,
+    nothing_found,
+    read_file,
+    run,
+)
 
-HUB = Source("RUC-NLPIR/FlashRAG_datasets", revision="ad1ee41ccf627036706307ab28318c09600f4f42", folder="")
+HUB = Source(
+    "RUC-NLPIR/FlashRAG_datasets", revision="ad1ee41ccf627036706307ab28318c09600f4f42", folder=""
+)
 PROMPT = (  # word for word Search-R1's, so that its checkpoints see what they were trained on
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new information. "
     "After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query </search> and it will return "
@@ -25,33 +36,57 @@ TAKEN = {"train": ("train",), "test": ("test", "dev", "train")}
 """Which of a data set's splits becomes its part of a file: the first that it has."""
 
 
-def main(description: str, default_dir: str, train: Sequence[str], test: Sequence[str], choose: bool = False) -> None:
+def main(
+    description: str,
+    default_dir: str,
+    train: Sequence[str],
+    test: Sequence[str],
+    choose: bool = False,
+) -> None:
     """Run a script: train.parquet from the `train` data sets, test.parquet from the `test` ones, in their order.
 
     `choose` adds options for other data sets; a file of none is not written. Exits as the other scripts do.
     """
     files = f"folder with NAME/train and NAME/test .jsonl or .json of each data set (default {HUB.repo} from the hub)"
     parser = make_parser(description, default_dir, files)
-    parser.add_argument("--template_type", choices=["base"], default="base", help="Search-R1's prompt; there is one")
+    parser.add_argument(
+        "--template_type", choices=["base"], default="base", help="Search-R1's prompt; there is one"
+    )
     parser.set_defaults(data_sources=None, train_sources=None, test_sources=None)
     if choose:
         parser.add_argument("--data_sources", metavar="NAME,...", help="data sets of both files")
-        parser.add_argument("--train_sources", metavar="NAME,...", help=f"of train.parquet (default {','.join(train)}); '' for no file")
-        parser.add_argument("--test_sources", metavar="NAME,...", help=f"of test.parquet (default {','.join(test)}); '' for no file")
+        parser.add_argument(
+            "--train_sources",
+            metavar="NAME,...",
+            help=f"of train.parquet (default {','.join(train)}); '' for no file",
+        )
+        parser.add_argument(
+            "--test_sources",
+            metavar="NAME,...",
+            help=f"of test.parquet (default {','.join(test)}); '' for no file",
+        )
 
     def read(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         sources = {}
         for split, default in (("train", train), ("test", test)):
             typed = getattr(arguments, f"{split}_sources")
             typed = arguments.data_sources if typed is None else typed
-            sources[split] = list(default) if typed is None else _names(f"{split} sources {typed!r}", typed)
-        root = Path(arguments.local_dataset_path).expanduser() if arguments.local_dataset_path else None
+            sources[split] = (
+                list(default) if typed is None else _names(f"{split} sources {typed!r}", typed)
+            )
+        root = (
+            Path(arguments.local_dataset_path).expanduser()
+            if arguments.local_dataset_path
+            else None
+        )
         return merge(sources, root)
 
     run(parser, read)
 
 
-def merge(sources: Mapping[str, Sequence[str]], root: Path | None) -> dict[str, list[dict[str, Any]]]:
+def merge(
+    sources: Mapping[str, Sequence[str]], root: Path | None
+) -> dict[str, list[dict[str, Any]]]:
     """The rows of each split from its data sets, one after another; extra_info.index counts all rows of a split.
 
     Args:
@@ -75,7 +110,9 @@ def merge(sources: Mapping[str, Sequence[str]], root: Path | None) -> dict[str, 
                 print(f"{name} has no {split} split: its {taken} split is used")
             examples = (example for file in files for example in read_file(file))
             rows = made.setdefault(split, [])
-            rows.extend(make_rows(examples, split, partial(make_row, name), folder, first=len(rows)))
+            rows.extend(
+                make_rows(examples, split, partial(make_row, name), folder, first=len(rows))
+            )
     if not made:
         raise DataError("no train and no test sources: there is nothing to write")
     return made
@@ -109,20 +146,31 @@ def _golden_answers(example: Mapping[str, Any]) -> list[str]:
     if name is None:
         raise KeyError("golden_answers or answer")
     answers = example[name] if isinstance(example[name], list) else [example[name]]
-    golds = [{True: "yes", False: "no"}[answer] if isinstance(answer, bool) else answer for answer in answers]
+    golds = [
+        {True: "yes", False: "no"}[answer] if isinstance(answer, bool) else answer
+        for answer in answers
+    ]
     if not all(isinstance(gold, str) for gold in golds) or not any(gold.strip() for gold in golds):
-        raise ValueError(f"{name}={example[name]!r:.200} holds no answer: expected text, or a list of texts")
+        raise ValueError(
+            f"{name}={example[name]!r:.200} holds no answer: expected text, or a list of texts"
+        )
     return golds
 
 
 def _supporting_titles(example: Mapping[str, Any]) -> list[str]:
     """Titles, each once, from HotpotQA's list of [title, sentence] or FlashRAG's metadata with a list of titles."""
-    facts = example.get("supporting_facts") or (example.get("metadata") or {}).get("supporting_facts") or []
+    facts = (
+        example.get("supporting_facts")
+        or (example.get("metadata") or {}).get("supporting_facts")
+        or []
+    )
     titles = facts["title"] if isinstance(facts, Mapping) else [title for title, _ in facts]
     return list(dict.fromkeys(titles))
 
 
-def _files(root: Path | None, name: str, splits: Sequence[str], alone: bool) -> tuple[Path, str, list[Path]]:
+def _files(
+    root: Path | None, name: str, splits: Sequence[str], alone: bool
+) -> tuple[Path, str, list[Path]]:
     """Folder, split and files of the first of the splits that a data set has."""
     folder = Path(name)
     for split in splits:
@@ -133,7 +181,9 @@ def _files(root: Path | None, name: str, splits: Sequence[str], alone: bool) -> 
         if files := find_files(folder, split):
             return folder, split, files
     if root is None:
-        raise DataError(f"{HUB.repo} at {HUB.revision[:8]} has no {name} with {' or '.join(f'{split}.jsonl' for split in splits)}")
+        raise DataError(
+            f"{HUB.repo} at {HUB.revision[:8]} has no {name} with {' or '.join(f'{split}.jsonl' for split in splits)}"
+        )
     raise nothing_found(folder, splits)
 
 

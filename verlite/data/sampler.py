@@ -13,7 +13,14 @@ class PromptSampler:
     batch k was the last of its epoch.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int = 42, shuffle: bool = True, key: str = "data.train_batch_size") -> None:
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        seed: int = 42,
+        shuffle: bool = True,
+        key: str = "data.train_batch_size",
+    ) -> None:
         """key: what batch_size is called, for messages."""
         if batch_size < 1:
             raise ValueError(f"{key}={batch_size} must be at least 1")
@@ -45,12 +52,20 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, int]:
         """Where the sampler stands, as JSON values: seed, shuffle, epoch, position, size."""
-        return {"seed": self.seed, "shuffle": self.shuffle, "epoch": self.epoch, "position": self.position, "size": self.size}
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch": self.epoch,
+            "position": self.position,
+            "size": self.size,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where `state` was taken. Raises ValueError when it belongs to other data or another order."""
         if set(state) != set(self.state_dict()):
-            raise ValueError(f"sampler state has the entries {sorted(state)}, expected {sorted(self.state_dict())}")
+            raise ValueError(
+                f"sampler state has the entries {sorted(state)}, expected {sorted(self.state_dict())}"
+            )
         if state["size"] != self.size:
             raise DataError(
                 f"the checkpoint's sampler counted {state['size']} training prompts, data.train_files now has {self.size}: "
@@ -58,9 +73,13 @@ class PromptSampler:
             )
         for key in ("seed", "shuffle"):
             if state[key] != getattr(self, key):
-                raise ValueError(f"the checkpoint was made with data.{key}={state[key]}, but now data.{key}={getattr(self, key)}")
+                raise ValueError(
+                    f"the checkpoint was made with data.{key}={state[key]}, but now data.{key}={getattr(self, key)}"
+                )
         if not (0 <= state["position"] <= self.size and state["epoch"] >= 0):
-            raise ValueError(f"sampler state epoch={state['epoch']}, position={state['position']} is impossible with {self.size} prompts")
+            raise ValueError(
+                f"sampler state epoch={state['epoch']}, position={state['position']} is impossible with {self.size} prompts"
+            )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._permutation()
 

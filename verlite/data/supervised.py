@@ -25,7 +25,9 @@ def read_examples(files: str | Sequence[str], tokenizer: Any, data: SFTDataConfi
     too long under data.truncation=error, or one whose prompt alone leaves no room for a response.
     """
     examples = []
-    for path in [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]:
+    for path in [
+        Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)
+    ]:
         table = _read(path, [data.prompt_key, data.response_key])
         columns = table[data.prompt_key].to_pylist(), table[data.response_key].to_pylist()
         for row, (prompt, response) in enumerate(zip(*columns, strict=True)):
@@ -41,11 +43,19 @@ def read_examples(files: str | Sequence[str], tokenizer: Any, data: SFTDataConfi
 def _example(prompt: Any, response: Any, tokenizer: Any, data: SFTDataConfig) -> Example:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in prompt):
-        raise ValueError(f"column {data.prompt_key!r} is {str(prompt)[:100]!r}, expected text or a list of messages {{role, content}}")
+    if (
+        not isinstance(prompt, list)
+        or not prompt
+        or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in prompt)
+    ):
+        raise ValueError(
+            f"column {data.prompt_key!r} is {str(prompt)[:100]!r}, expected text or a list of messages {{role, content}}"
+        )
     if not isinstance(response, str):
         raise ValueError(f"column {data.response_key!r} is {str(response)[:100]!r}, expected text")
-    messages = [{name: value for name, value in message.items() if value is not None} for message in prompt]
+    messages = [
+        {name: value for name, value in message.items() if value is not None} for message in prompt
+    ]
     prompt_ids = build_prompt(tokenizer, messages, template_kwargs=data.apply_chat_template_kwargs)
     response_ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
     length = len(prompt_ids) + len(response_ids)
@@ -53,10 +63,14 @@ def _example(prompt: Any, response: Any, tokenizer: Any, data: SFTDataConfig) ->
         raise ValueError("the prompt has no tokens")
     if length > data.max_length:
         if data.truncation == "error":
-            raise ValueError(f"{length} tokens, data.max_length={data.max_length} allows no more; raise it, or set data.truncation=right")
+            raise ValueError(
+                f"{length} tokens, data.max_length={data.max_length} allows no more; raise it, or set data.truncation=right"
+            )
         response_ids = response_ids[: max(0, data.max_length - len(prompt_ids))]
         if not response_ids:
-            raise ValueError(f"the prompt's {len(prompt_ids)} tokens leave no room for a response in data.max_length={data.max_length}")
+            raise ValueError(
+                f"the prompt's {len(prompt_ids)} tokens leave no room for a response in data.max_length={data.max_length}"
+            )
     return prompt_ids, response_ids
 
 
@@ -70,7 +84,9 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
     for column in columns:
         if column not in table.column_names:
             present = ", ".join(table.column_names) or "none"
-            raise DataError(f"{path} has no column {column!r}; its columns are {present} (data.prompt_key, data.response_key)")
+            raise DataError(
+                f"{path} has no column {column!r}; its columns are {present} (data.prompt_key, data.response_key)"
+            )
     if table.num_rows == 0:
         raise DataError(f"{path} has no rows")
     return table

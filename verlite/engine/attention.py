@@ -59,8 +59,16 @@ def packed_attention(
     """
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     if refused or dropout or attention_mask is not None or not getattr(module, "is_causal", True):
-        what = refused or ["dropout" if dropout else "an attention mask" if attention_mask is not None else "bidirectional attention"]
-        raise NotImplementedError(f"packed attention does not do {', '.join(what)}; set model.use_remove_padding=False for this model")
+        what = refused or [
+            "dropout"
+            if dropout
+            else "an attention mask"
+            if attention_mask is not None
+            else "bidirectional attention"
+        ]
+        raise NotImplementedError(
+            f"packed attention does not do {', '.join(what)}; set model.use_remove_padding=False for this model"
+        )
     if sequences is None:
         raise NotImplementedError(
             f"{type(module).__name__} did not receive the packing layout: its model does not pass keyword arguments on to attention; "
@@ -68,7 +76,11 @@ def packed_attention(
         )
     if sequences.group is not None:
         query, key, value = ulysses.to_heads(query, key, value, sequences.group)
-    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= 256
+    flash = (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= 256
+    )
     if flash:
         out = _varlen(query, key, value, scaling, sliding_window, sequences)
     else:
@@ -76,7 +88,14 @@ def packed_attention(
     return (out if sequences.group is None else ulysses.to_tokens(out, sequences.group)), None
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, sequences: Sequences) -> Tensor:
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    sequences: Sequences,
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
@@ -88,18 +107,44 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     longest, cu_seqlens = max(sequences.lengths), sequences.cu_seqlens
     back = -1 if window is None else window - 1
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scaling, window_size=(back, 0), **more)
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(back, 0),
+        **more,
+    )
     return out.unsqueeze(0)
 
 
-def _per_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, lengths: tuple[int, ...]) -> Tensor:
+def _per_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    lengths: tuple[int, ...],
+) -> Tensor:
     # One call per sequence: on a CPU never slower than padded blocks of sequences, and 4x faster where lengths differ much.
     # `split`, unlike slicing, has a backward that writes each gradient once.
     gqa = query.shape[1] != key.shape[1]
     outputs = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
-        band = None if window is None or window >= q.shape[2] else _band(q.shape[2], window, q.device)
-        outputs.append(scaled_dot_product_attention(q, k, v, band, is_causal=band is None, scale=scaling, enable_gqa=gqa))
+    for q, k, v in zip(
+        query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
+    ):
+        band = (
+            None if window is None or window >= q.shape[2] else _band(q.shape[2], window, q.device)
+        )
+        outputs.append(
+            scaled_dot_product_attention(
+                q, k, v, band, is_causal=band is None, scale=scaling, enable_gqa=gqa
+            )
+        )
     return torch.cat(outputs, 2).transpose(1, 2)
 
 

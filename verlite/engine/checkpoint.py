@@ -28,20 +28,35 @@ from verlite.engine import lora
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: dict[str, Any]) -> None:
+def save(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    schedule: dict[str, Any],
+) -> None:
     """Write the state; all ranks must call it. `schedule` is JSON. Raises OSError on all ranks when one of them cannot write."""
     with _together(folder):
         folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder / "shards"), save_distributed=True)
     try:
         dcp.save(_tensors(model, optimizer), storage_writer=writer)
-    except dcp.CheckpointException as error:  # on all ranks; a BaseException, which no handler of failed saves would see
+    except (
+        dcp.CheckpointException
+    ) as error:  # on all ranks; a BaseException, which no handler of failed saves would see
         raise OSError(f"cannot write the checkpoint {folder}: {error}") from error
     with _together(folder):
         (folder / f"rng_rank_{dist.get_rank()}.json").write_text(json.dumps(_rng_state()))
         if dist.get_rank() == 0:
-            steps = {} if optimizer is None else {name: int(optimizer.state[p]["step"]) for name, p in lora.trained(model)}
-            state = {"world_size": dist.get_world_size(), "schedule": schedule, "optimizer_steps": steps}
+            steps = (
+                {}
+                if optimizer is None
+                else {name: int(optimizer.state[p]["step"]) for name, p in lora.trained(model)}
+            )
+            state = {
+                "world_size": dist.get_world_size(),
+                "schedule": schedule,
+                "optimizer_steps": steps,
+            }
             (folder / "state.json").write_text(json.dumps(state))
 
 
@@ -67,7 +82,10 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     """
     try:
         state = json.loads((folder / "state.json").read_text())
-        dcp.load(_tensors(model, optimizer), storage_reader=HuggingFaceStorageReader(str(folder / "shards")))
+        dcp.load(
+            _tensors(model, optimizer),
+            storage_reader=HuggingFaceStorageReader(str(folder / "shards")),
+        )
     except (OSError, KeyError, ValueError, RuntimeError, dcp.CheckpointException) as error:
         raise ValueError(f"cannot load the checkpoint {folder} into this model: {error}") from error
     if optimizer is not None:
@@ -92,10 +110,16 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in [*lora.trained(model), *persistent_buffers(model)]}
+    tensors = {
+        f"model.{name}": tensor.detach()
+        for name, tensor in [*lora.trained(model), *persistent_buffers(model)]
+    }
     if optimizer is not None:
         for name, parameter in lora.trained(model):
-            tensors |= {f"optimizer.{name}.{moment}": optimizer.state[parameter][moment] for moment in _MOMENTS}
+            tensors |= {
+                f"optimizer.{name}.{moment}": optimizer.state[parameter][moment]
+                for moment in _MOMENTS
+            }
     return tensors
 
 
@@ -116,7 +140,9 @@ def _rng_state() -> dict[str, Any]:
         "numpy": [algorithm, keys.tolist(), position, has_gauss, gauss],  # type: ignore[union-attr]
         "torch": torch.get_rng_state().tolist(),
     }
-    return state | ({"cuda": torch.cuda.get_rng_state().tolist()} if torch.cuda.is_available() else {})
+    return state | (
+        {"cuda": torch.cuda.get_rng_state().tolist()} if torch.cuda.is_available() else {}
+    )
 
 
 def _set_rng_state(state: dict[str, Any]) -> None:

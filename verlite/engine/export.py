@@ -20,7 +20,9 @@ from verlite.engine.checkpoint import local_part, persistent_buffers
 SHARD_BYTES = 5 << 30
 
 
-def named_weights(model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers as they lie in the model (sharded or not), tied ones once, under the name that
     save_pretrained keeps. Weights that have adapters come merged with them, in `dtype`, one at a time: all ranks must iterate."""
     tied = set(model._tied_weights_keys or ())
@@ -32,7 +34,10 @@ def named_weights(model: PreTrainedModel, dtype: torch.dtype | None, device: tor
     adapted = lora.layers(model)
     for name, tensor in [*names.values(), *persistent_buffers(model)]:
         if not lora.is_adapter(name):
-            yield lora.plain(name), lora.merged(adapted[name], dtype, device) if name in adapted else tensor
+            yield (
+                lora.plain(name),
+                lora.merged(adapted[name], dtype, device) if name in adapted else tensor,
+            )
 
 
 def full_weights(
@@ -44,7 +49,9 @@ def full_weights(
 
     All ranks must iterate in step: each tensor is gathered from them on `device`. At most one decoder layer is held at a time.
     """
-    for _, layer in groupby(named_weights(model, dtype, device), key=lambda item: _layer_of(item[0])):
+    for _, layer in groupby(
+        named_weights(model, dtype, device), key=lambda item: _layer_of(item[0])
+    ):
         whole = {name: _gather(tensor, dtype, device, snapshot) for name, tensor in layer}
         # transformers may hold weights fused or renamed; checkpoints and generation engines know them as on the hub.
         yield from revert_weight_conversion(model, whole).items()
@@ -55,17 +62,25 @@ def _layer_of(name: str) -> str:
     return numbered.group() if numbered else name
 
 
-def _gather(tensor: Tensor, dtype: torch.dtype | None, device: torch.device, snapshot: bool) -> Tensor:
+def _gather(
+    tensor: Tensor, dtype: torch.dtype | None, device: torch.device, snapshot: bool
+) -> Tensor:
     cast = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
     whole = (cast.full_tensor() if isinstance(cast, DTensor) else cast).cpu()
     # A world of one rank needs no copy to gather.
-    return whole.clone() if snapshot and whole.data_ptr() == local_part(tensor).data_ptr() else whole
+    return (
+        whole.clone() if snapshot and whole.data_ptr() == local_part(tensor).data_ptr() else whole
+    )
 
 
 def save_pretrained(
-    folder: Path, weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel, config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase | None, write: bool,
-) -> None:  # fmt: skip
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    write: bool,
+) -> None:
     """Write a folder that from_pretrained and vLLM load, from a stream of weights: one shard in memory at a time.
 
     Every rank must call it and consume the stream; only those with `write` touch the disk. `config` is the model's as
@@ -96,7 +111,10 @@ def save_pretrained(
     if not write:
         return
     flush()
-    names = {str(i): "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
+    names = {
+        str(i): "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+        for i in range(1, count + 1)
+    }
     for i, final in names.items():
         (folder / f"shard-{i}.tmp").replace(folder / final)
     if count > 1:

@@ -11,12 +11,17 @@ class ModelError(ValueError):
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with custom_chat_template if set, and a pad token (the EOS token where it has none). Raises ModelError."""
-    path, key = model.tokenizer_path or model.path, f"model.{'tokenizer_path' if model.tokenizer_path else 'path'}"
+    path, key = (
+        model.tokenizer_path or model.path,
+        f"model.{'tokenizer_path' if model.tokenizer_path else 'path'}",
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}={path} gives no tokenizer: {error}") from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # what transformers makes up for a folder without tokenizer files
+    if len(tokenizer) <= len(
+        set(tokenizer.all_special_ids)
+    ):  # what transformers makes up for a folder without tokenizer files
         raise ModelError(
             f"{key}={path} gives no tokenizer: its vocabulary is empty. Put tokenizer.json and tokenizer_config.json there, "
             "or set tokenizer_path, beside this key, to a folder that has them"
@@ -33,9 +38,13 @@ def load_config(model: ModelConfig) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path={model.path} is not a model that transformers can load: {error}") from error
+        raise ModelError(
+            f"model.path={model.path} is not a model that transformers can load: {error}"
+        ) from error
     for key, value in model.override_config.items():
         if not hasattr(config, key):
-            raise ModelError(f"model.override_config.{key}: {type(config).__name__} has no such value")
+            raise ModelError(
+                f"model.override_config.{key}: {type(config).__name__} has no such value"
+            )
         setattr(config, key, value)
     return config

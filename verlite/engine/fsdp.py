@@ -15,7 +15,12 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -76,10 +81,16 @@ class TrainEngine:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.sequence_group = ulysses.neighbours(sequence_parallel, model.use_remove_padding)
         self.model_config, self.fsdp_config, self.optim_config = model, fsdp, optim
-        self.total_training_steps, self.grad_clip, self.max_nonfinite_updates = total_training_steps, grad_clip, max_nonfinite_updates
+        self.total_training_steps, self.grad_clip, self.max_nonfinite_updates = (
+            total_training_steps,
+            grad_clip,
+            max_nonfinite_updates,
+        )
         hf_model = self._load(head)
         if optim is not None and model.enable_gradient_checkpointing:
-            checkpoint_layers(hf_model, offload=model.enable_activation_offload and self.device.type == "cuda")
+            checkpoint_layers(
+                hf_model, offload=model.enable_activation_offload and self.device.type == "cuda"
+            )
         self.model = HeadedModel(hf_model, head)
         self.model.requires_grad_(False)
         for _, parameter in lora.trained(hf_model):
@@ -116,33 +127,57 @@ class TrainEngine:
             for name, tensor in [*hf_model.named_parameters(), *hf_model.named_buffers()]:
                 tensor.data = tensor.data.to(layout[name][1])
             if _layout(hf_model) != layout:
-                raise ModelError(f"model.path={self.model_config.path} is another model on rank {self.rank} than on rank 0")
+                raise ModelError(
+                    f"model.path={self.model_config.path} is another model on rank {self.rank} than on rank 0"
+                )
         return hf_model
 
     def _receive(self, tensors: Iterable[Tensor]) -> None:
         """Put rank 0's values into whole tensors, on each rank's device. Tied tensors stay tied: their identity is kept."""
         for tensor in tensors if self.world_size > 1 else ():
-            whole = tensor.detach().to(self.device) if self.rank == 0 else torch.empty_like(tensor, device=self.device)
+            whole = (
+                tensor.detach().to(self.device)
+                if self.rank == 0
+                else torch.empty_like(tensor, device=self.device)
+            )
             dist.broadcast(whole, 0)
             # Both are new tensors over the storage of `whole`, which the communication backend may still refer to.
-            fresh = nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole.detach()
+            fresh = (
+                nn.Parameter(whole, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else whole.detach()
+            )
             torch.utils.swap_tensors(tensor, fresh)
 
     def _shard(self) -> None:
         compute = self.fsdp_config.dtype
-        compute = _dtype("dtype", ("bfloat16" if self.device.type == "cuda" else "float32") if compute == "auto" else compute)
+        compute = _dtype(
+            "dtype",
+            ("bfloat16" if self.device.type == "cuda" else "float32")
+            if compute == "auto"
+            else compute,
+        )
         if compute == torch.float16 and self.optim_config is not None:
-            raise ValueError("fsdp_config.dtype=float16 needs loss scaling, which is not built in; use bfloat16")
+            raise ValueError(
+                "fsdp_config.dtype=float16 needs loss scaling, which is not built in; use bfloat16"
+            )
         size, world = self.fsdp_config.fsdp_size, self.world_size
         if size in (-1, world):
             mesh = init_device_mesh(self.device.type, (world,))
         elif size > 0 and world % size == 0:
-            mesh = init_device_mesh(self.device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh(
+                self.device.type, (world // size, size), mesh_dim_names=("replicate", "shard")
+            )
         else:
-            raise ValueError(f"fsdp_config.fsdp_size={size} must divide the {world} devices of this role, or be -1 for all")
+            raise ValueError(
+                f"fsdp_config.fsdp_size={size} must divide the {world} devices of this role, or be -1 for all"
+            )
         self.mesh = mesh
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.fsdp_config.reshard_after_forward}
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": self.fsdp_config.reshard_after_forward,
+        }
         hf_model = self.model.model
         for module in list(hf_model.modules()):
             if type(module).__name__ in (hf_model._no_split_modules or ()):
@@ -153,7 +188,11 @@ class TrainEngine:
         self._receive(p for p in hf_model.parameters() if not isinstance(p, DTensor))
         self._receive(hf_model.buffers())
         if self.model.kind == "value":
-            fully_shard(value_head(hf_model)[1], mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), **options)
+            fully_shard(
+                value_head(hf_model)[1],
+                mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
+                **options,
+            )
         # The root holds the embeddings and the output head: needed first and last, so gathered from forward to backward.
         fully_shard(self.model, mp_policy=policy, **(options | {"reshard_after_forward": False}))
 
@@ -187,12 +226,21 @@ class TrainEngine:
             result = self.model(inputs, temperature, with_entropy, with_sum_pi_squared)
             if part is not None:
                 for name, values in result.items():
-                    out.setdefault(name, torch.zeros(rows["response_mask"].shape))[part] = inputs.spread(values).cpu()
+                    out.setdefault(name, torch.zeros(rows["response_mask"].shape))[part] = (
+                        inputs.spread(values).cpu()
+                    )
         self._reshard()
         asked = {"log_probs": True, "entropy": with_entropy, "sum_pi_squared": with_sum_pi_squared}
-        names = ["values"] if self.model.kind == "value" else [name for name, wanted in asked.items() if wanted]
+        names = (
+            ["values"]
+            if self.model.kind == "value"
+            else [name for name, wanted in asked.items() if wanted]
+        )
         width = own["response_mask"].shape[1]
-        return {name: out.get(name, torch.zeros(rows["response_mask"].shape))[mine, :width] for name in names}
+        return {
+            name: out.get(name, torch.zeros(rows["response_mask"].shape))[mine, :width]
+            for name in names
+        }
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -217,30 +265,44 @@ class TrainEngine:
         updates in a row. A step without any trainable token changes nothing.
         """
         if self.optimizer is None:
-            raise RuntimeError("this engine was built without an optimizer; it can only run forward passes")
+            raise RuntimeError(
+                "this engine was built without an optimizer; it can only run forward passes"
+            )
         mine = _rows(batch)
         self.model.train()
         mask = mine["response_mask"]
         rows, _ = self._shared(mine)
         parts = micro.split(rows)
-        (tokens, sequences), passes = self._sum_and_max([int(mask.sum()), int(mask.any(-1).sum())], len(parts))
+        (tokens, sequences), passes = self._sum_and_max(
+            [int(mask.sum()), int(mask.any(-1).sum())], len(parts)
+        )
         counts = Counts(tokens, sequences)
         sums: dict[str, Tensor] = {}
         for i in range(passes):
             # Keeping gradients whole until the last pass saves communication and costs memory, like keeping parameters whole.
-            self.model.set_requires_gradient_sync(self.fsdp_config.reshard_after_forward or i == passes - 1)
+            self.model.set_requires_gradient_sync(
+                self.fsdp_config.reshard_after_forward or i == passes - 1
+            )
             part = parts[i] if i < len(parts) else None
             inputs, micro_rows = self._inputs(rows, part)
             outputs = self.model(inputs, temperature, with_entropy)
             if micro_rows is None:
                 sum(values.sum() for values in outputs.values()).mul(0).backward()
                 continue
-            loss, metrics = loss_fn(micro_rows, {name: inputs.spread(values) for name, values in outputs.items()}, counts)
-            (loss * self.world_size).backward()  # FSDP averages over ranks; the loss is a sum over them
+            loss, metrics = loss_fn(
+                micro_rows,
+                {name: inputs.spread(values) for name, values in outputs.items()},
+                counts,
+            )
+            (
+                loss * self.world_size
+            ).backward()  # FSDP averages over ranks; the loss is a sum over them
             if self.sequence_group is not None and self.sequence_group.rank():
                 continue  # the first of the ranks that share rows counts them
             for name, value in ({"loss": loss} | metrics).items():
-                sums[name] = _both(name, sums[name], value.detach()) if name in sums else value.detach()
+                sums[name] = (
+                    _both(name, sums[name], value.detach()) if name in sums else value.detach()
+                )
         metrics = self._sum_metrics(sums)
         norm = float(clip_gradients(self.parameters, self.grad_clip))
         finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
@@ -252,16 +314,24 @@ class TrainEngine:
         self._guard(finite, batch, dump_dir)
         return metrics | {"grad_norm": norm, "lr": lr, "nonfinite": float(not finite)}
 
-    def _inputs(self, rows: TensorDict, part: Tensor | None) -> tuple[ModelInputs, TensorDict | None]:
+    def _inputs(
+        self, rows: TensorDict, part: Tensor | None
+    ) -> tuple[ModelInputs, TensorDict | None]:
         packed = self.model_config.use_remove_padding
         if part is None:
             return dummy_inputs(packed).cut(self.sequence_group).to(self.device), None
         micro_rows = rows[part]
-        return model_inputs(micro_rows, packed).cut(self.sequence_group).to(self.device), micro_rows.to(self.device)
+        return model_inputs(micro_rows, packed).cut(self.sequence_group).to(
+            self.device
+        ), micro_rows.to(self.device)
 
     def _shared(self, rows: TensorDict) -> tuple[TensorDict, slice]:
         """The rows that this rank runs, and which of them are its own: with sequence parallelism, those of its whole group."""
-        return (rows, slice(None)) if self.sequence_group is None else ulysses.together(rows, self.sequence_group)
+        return (
+            (rows, slice(None))
+            if self.sequence_group is None
+            else ulysses.together(rows, self.sequence_group)
+        )
 
     def _guard(self, finite: bool, batch: DataProto, dump_dir: Path | None) -> None:
         if finite:
@@ -283,7 +353,9 @@ class TrainEngine:
         """Over ranks: the sums of `numbers`, and the maximum of `largest`."""
         if self.world_size == 1:
             return numbers, largest
-        table = torch.zeros(self.world_size, len(numbers) + 1, dtype=torch.int64, device=self.device)
+        table = torch.zeros(
+            self.world_size, len(numbers) + 1, dtype=torch.int64, device=self.device
+        )
         table[self.rank] = torch.tensor([*numbers, largest])
         dist.all_reduce(table)
         return table[:, :-1].sum(0).tolist(), int(table[:, -1].max())
@@ -297,7 +369,12 @@ class TrainEngine:
             every = [None] * self.world_size
             dist.all_gather_object(every, mine)
         names = dict.fromkeys(name for one in every for name in one)
-        return {name: (max if name.endswith("_max") else math.fsum)(one[name] for one in every if name in one) for name in names}
+        return {
+            name: (max if name.endswith("_max") else math.fsum)(
+                one[name] for one in every if name in one
+            )
+            for name in names
+        }
 
     def _reshard(self) -> None:
         """Free parameters that forward passes left gathered; stale copies would otherwise survive a load."""
@@ -320,11 +397,15 @@ class TrainEngine:
 
     def _set_learning_rate(self) -> None:
         if self.optimizer is not None and self.optim_config is not None:
-            self.optimizer.param_groups[0]["lr"] = learning_rate(self.optim_config, self.schedule_step, self.total_training_steps)
+            self.optimizer.param_groups[0]["lr"] = learning_rate(
+                self.optim_config, self.schedule_step, self.total_training_steps
+            )
 
     # ---- weights out, state to and from disk
 
-    def export(self, dtype: torch.dtype | None = None, snapshot: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def export(
+        self, dtype: torch.dtype | None = None, snapshot: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor on the CPU) for each weight, one layer in memory at a time; tied weights once.
 
         All ranks must iterate to the end. Works while parameters are offloaded. snapshot=False, for who copies each weight at once: a
@@ -333,7 +414,10 @@ class TrainEngine:
         return export.full_weights(self.model.model, dtype, self.device, snapshot)
 
     def save_pretrained(
-        self, folder: Path | str, tokenizer: PreTrainedTokenizerBase | None = None, dtype: torch.dtype | None = None
+        self,
+        folder: Path | str,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Write a Hugging Face folder (rank 0 writes, all ranks must call). The value model becomes a token classification model.
 
@@ -342,9 +426,22 @@ class TrainEngine:
         config = load_config(self.model_config)
         if self.model.kind == "value":
             config.num_labels = 1
-        export.save_pretrained(Path(folder), self.export(dtype), self.model.model, config, tokenizer, write=self.rank == 0)
+        export.save_pretrained(
+            Path(folder),
+            self.export(dtype),
+            self.model.model,
+            config,
+            tokenizer,
+            write=self.rank == 0,
+        )
         if self.model.kind == "lm" and lora.layers(self.model):
-            lora.save(Path(folder) / lora.FOLDER, self.model.model, self.model_config.path, self.device, write=self.rank == 0)
+            lora.save(
+                Path(folder) / lora.FOLDER,
+                self.model.model,
+                self.model_config.path,
+                self.device,
+                write=self.rank == 0,
+            )
         dist.barrier()
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> int:
@@ -353,8 +450,13 @@ class TrainEngine:
 
     def _fingerprint(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> int:
         replica = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
-        whose = ((name, tensor, replica if isinstance(tensor, DTensor) else self.rank) for name, tensor in named)
-        mine = ((name, checkpoint.local_part(tensor)) for name, tensor, copy in whose if copy == 0)  # of copies, one counts
+        whose = (
+            (name, tensor, replica if isinstance(tensor, DTensor) else self.rank)
+            for name, tensor in named
+        )
+        mine = (
+            (name, checkpoint.local_part(tensor)) for name, tensor, copy in whose if copy == 0
+        )  # of copies, one counts
         return combine(*self._sum_and_max([fingerprint(mine, dtype)], 0)[0])
 
     def save(self, folder: Path | str) -> None:
@@ -363,7 +465,11 @@ class TrainEngine:
         Raises NonFiniteError, before anything is written, when a weight is NaN or infinite.
         """
         self._require_finite("refusing to save")
-        schedule = {"step": self.schedule_step, "updated": self._updated, "nonfinite_in_a_row": self._nonfinite_in_a_row}
+        schedule = {
+            "step": self.schedule_step,
+            "updated": self._updated,
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
+        }
         schedule["frozen"] = self._fingerprint(lora.frozen(self.model.model), None)
         checkpoint.save(Path(folder), self.model.model, self.optimizer, schedule)
 
@@ -376,14 +482,18 @@ class TrainEngine:
         schedule = checkpoint.load(Path(folder), self.model.model, self.optimizer)
         self._require_finite(f"refusing the checkpoint {folder}")
         if schedule.get("frozen", 0) != self._fingerprint(lora.frozen(self.model.model), None):
-            raise ValueError(f"the checkpoint {folder} has adapters to another model than model.path={self.model_config.path}")
+            raise ValueError(
+                f"the checkpoint {folder} has adapters to another model than model.path={self.model_config.path}"
+            )
         self.schedule_step, self._updated = schedule["step"], schedule["updated"]
         self._nonfinite_in_a_row = schedule["nonfinite_in_a_row"]
         self._set_learning_rate()
 
     def _require_finite(self, doing: str) -> None:
         if bad := checkpoint.nonfinite(self.model.model):
-            raise NonFiniteError(f"{doing}: {len(bad)} weights are NaN or infinite, the first is {bad[0]}")
+            raise NonFiniteError(
+                f"{doing}: {len(bad)} weights are NaN or infinite, the first is {bad[0]}"
+            )
 
     # ---- memory
 
@@ -424,7 +534,10 @@ def _both(name: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _layout(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return {
+        name: (tensor.shape, tensor.dtype)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
 
 
 def _dtype(key: str, name: str) -> torch.dtype:

@@ -32,7 +32,15 @@ _BASE, _ADAPTER = ".base_layer.", f".{_NAME}."
 _PREFIX = "base_model.model."  # in peft's files, before the names of the model
 
 # What an adapter from elsewhere may have beside A and B. Merging without it would be silently wrong.
-_REFUSED = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication", "use_qalora")
+_REFUSED = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "use_qalora",
+)
 
 
 def add(model: PreTrainedModel, config: ModelConfig, read_weights: bool = True) -> None:
@@ -44,24 +52,47 @@ def add(model: PreTrainedModel, config: ModelConfig, read_weights: bool = True) 
     """
     if not uses_lora(config):
         return
-    from peft import LoraConfig, inject_adapter_in_model  # a second to import, and of use with LoRA alone
+    from peft import (
+        LoraConfig,
+        inject_adapter_in_model,
+    )  # a second to import, and of use with LoRA alone
     from peft.tuners.lora import Linear, LoraLayer
 
     head = any(hasattr(model, name) for name in VALUE_HEADS)
-    adapter = _read_config(config) if config.lora_adapter_path else LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=config.target_modules, exclude_modules=config.exclude_modules
-    )  # fmt: skip
-    adapter.task_type = "SEQ_CLS" if head else "CAUSAL_LM"  # how peft knows which layer all-linear leaves out: the head
-    adapter.inference_mode, adapter.lora_dropout = False, 0.0  # dropout: engine.model says why there is none
+    adapter = (
+        _read_config(config)
+        if config.lora_adapter_path
+        else LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            target_modules=config.target_modules,
+            exclude_modules=config.exclude_modules,
+        )
+    )
+    adapter.task_type = (
+        "SEQ_CLS" if head else "CAUSAL_LM"
+    )  # how peft knows which layer all-linear leaves out: the head
+    adapter.inference_mode, adapter.lora_dropout = (
+        False,
+        0.0,
+    )  # dropout: engine.model says why there is none
     try:
         inject_adapter_in_model(adapter, model, _NAME)
     except ValueError as error:
-        raise ModelError(f"model.target_modules={config.target_modules} cannot be adapted: {error}") from error
+        raise ModelError(
+            f"model.target_modules={config.target_modules} cannot be adapted: {error}"
+        ) from error
     heads = (model.get_output_embeddings(), *(getattr(model, name, None) for name in VALUE_HEADS))
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and (not isinstance(module, Linear) or module in heads):
-            why = "is the output head" if module in heads else f"is no linear layer but {type(module.get_base_layer()).__name__}"
-            raise ModelError(f"model.target_modules={config.target_modules}: {name} {why}; leave it out with model.exclude_modules")
+            why = (
+                "is the output head"
+                if module in heads
+                else f"is no linear layer but {type(module.get_base_layer()).__name__}"
+            )
+            raise ModelError(
+                f"model.target_modules={config.target_modules}: {name} {why}; leave it out with model.exclude_modules"
+            )
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()
@@ -81,7 +112,11 @@ def plain(name: str) -> str:
 
 def layers(model: nn.Module) -> dict[str, Any]:
     """The adapted layers, each a peft.tuners.lora.Linear, by the name of their frozen weight."""
-    return {f"{name}{_BASE}weight": module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    return {
+        f"{name}{_BASE}weight": module
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -89,13 +124,19 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     named = list(model.named_parameters())
     if not any(is_adapter(name) for name, _ in named):
         return named
-    return [(name, parameter) for name, parameter in named if is_adapter(name) or name.split(".")[0] in VALUE_HEADS]
+    return [
+        (name, parameter)
+        for name, parameter in named
+        if is_adapter(name) or name.split(".")[0] in VALUE_HEADS
+    ]
 
 
 def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The other parameters, which adapters leave as they were."""
     changing = {name for name, _ in trained(model)}
-    return [(name, parameter) for name, parameter in model.named_parameters() if name not in changing]
+    return [
+        (name, parameter) for name, parameter in model.named_parameters() if name not in changing
+    ]
 
 
 @contextmanager
@@ -117,18 +158,29 @@ def merged(layer: Any, dtype: torch.dtype | None, device: torch.device) -> Tenso
     Each rank computes the rows that it holds, always in the same way: the checksum of the shards is that of the whole.
     """
     base = layer.base_layer.weight.detach()
-    a, b = (part[_NAME].weight.detach().to(device=device, dtype=torch.float32) for part in (layer.lora_A, layer.lora_B))
-    change = (b @ a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)) * layer.scaling[_NAME]
-    change = (change.t() if layer.fan_in_fan_out else change).redistribute(placements=base.placements)
+    a, b = (
+        part[_NAME].weight.detach().to(device=device, dtype=torch.float32)
+        for part in (layer.lora_A, layer.lora_B)
+    )
+    change = (b @ a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)) * layer.scaling[
+        _NAME
+    ]
+    change = (change.t() if layer.fan_in_fan_out else change).redistribute(
+        placements=base.placements
+    )
     return (base.to(device=device, dtype=torch.float32) + change).to(dtype or base.dtype)
 
 
-def save(folder: Path, model: PreTrainedModel, path: str, device: torch.device, write: bool) -> None:
+def save(
+    folder: Path, model: PreTrainedModel, path: str, device: torch.device, write: bool
+) -> None:
     """Write the adapter as peft reads it, above a model that lies at `path`. All ranks must call it; those with `write` write."""
     tensors = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            tensors[_PREFIX + name.replace(_ADAPTER, ".")] = parameter.detach().to(device).full_tensor().cpu().contiguous()
+            tensors[_PREFIX + name.replace(_ADAPTER, ".")] = (
+                parameter.detach().to(device).full_tensor().cpu().contiguous()
+            )
     if not write:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,9 +200,13 @@ def _read_config(config: ModelConfig) -> Any:
         raise ModelError(f"{where} is no adapter that peft can read: {error}") from error
     if not isinstance(adapter, LoraConfig):
         raise ModelError(f"{where} is a {type(adapter).__name__}, not LoRA")
-    more = [name for name in _REFUSED if getattr(adapter, name, None)] + (["bias"] if adapter.bias != "none" else [])
+    more = [name for name in _REFUSED if getattr(adapter, name, None)] + (
+        ["bias"] if adapter.bias != "none" else []
+    )
     if more:
-        raise ModelError(f"{where} has {', '.join(more)}, which is not built in: an adapter here is A and B alone")
+        raise ModelError(
+            f"{where} has {', '.join(more)}, which is not built in: an adapter here is A and B alone"
+        )
     return adapter
 
 
@@ -159,8 +215,16 @@ def _read_weights(model: nn.Module, folder: Path) -> None:
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model.lora_adapter_path={folder} cannot be read: {error}") from error
-    mine = {_PREFIX + name.replace(_ADAPTER, "."): parameter for name, parameter in model.named_parameters() if is_adapter(name)}
-    if wrong := {name for name in tensors.keys() ^ mine.keys()} or {n for n, p in mine.items() if p.shape != tensors[n].shape}:
-        raise ModelError(f"model.lora_adapter_path={folder} is another model's adapter: {len(wrong)} weights differ, such as {min(wrong)}")
+    mine = {
+        _PREFIX + name.replace(_ADAPTER, "."): parameter
+        for name, parameter in model.named_parameters()
+        if is_adapter(name)
+    }
+    if wrong := {name for name in tensors.keys() ^ mine.keys()} or {
+        n for n, p in mine.items() if p.shape != tensors[n].shape
+    }:
+        raise ModelError(
+            f"model.lora_adapter_path={folder} is another model's adapter: {len(wrong)} weights differ, such as {min(wrong)}"
+        )
     for name, parameter in mine.items():
         parameter.data.copy_(tensors[name])

@@ -26,9 +26,13 @@ class MicroBatching:
 
     def __post_init__(self) -> None:
         if (self.size is None) == (self.max_tokens is None):
-            raise ValueError(f"micro-batches need either a size or max_tokens, got size={self.size}, max_tokens={self.max_tokens}")
+            raise ValueError(
+                f"micro-batches need either a size or max_tokens, got size={self.size}, max_tokens={self.max_tokens}"
+            )
         if (self.size or self.max_tokens or 0) < 1:
-            raise ValueError(f"micro-batches must hold at least 1, got size={self.size}, max_tokens={self.max_tokens}")
+            raise ValueError(
+                f"micro-batches must hold at least 1, got size={self.size}, max_tokens={self.max_tokens}"
+            )
 
     def split(self, rows: TensorDict) -> list[Tensor]:
         """Row numbers of each micro-batch, over the rows with at least one trainable token."""
@@ -39,7 +43,11 @@ class MicroBatching:
             return list(trained.split(self.size))
         assert self.max_tokens is not None
         lengths = rows["attention_mask"][trained].sum(-1)
-        return [trained[part] for part in micro_batches_by_tokens(lengths.tolist(), self.max_tokens) if part]
+        return [
+            trained[part]
+            for part in micro_batches_by_tokens(lengths.tolist(), self.max_tokens)
+            if part
+        ]
 
 
 @dataclass(frozen=True)
@@ -82,15 +90,23 @@ class ModelInputs:
             return self
         assert self.sequences is not None
         padding = -self.input_ids.shape[1] % group.size()
-        input_ids, position_ids = pad(self.input_ids, (0, padding)), pad(self.position_ids, (0, padding))
+        input_ids, position_ids = (
+            pad(self.input_ids, (0, padding)),
+            pad(self.position_ids, (0, padding)),
+        )
         lengths, cu_seqlens = self.sequences.lengths, self.sequences.cu_seqlens
         if padding:
-            lengths, cu_seqlens = (*lengths, padding), pad(cu_seqlens, (0, 1), value=input_ids.shape[1])
+            lengths, cu_seqlens = (
+                (*lengths, padding),
+                pad(cu_seqlens, (0, 1), value=input_ids.shape[1]),
+            )
         each = input_ids.shape[1] // group.size()
         start = group.rank() * each
         source = self.targets.source - start
         mine = (source >= 0) & (source < each)
-        targets = ResponseTargets(source[mine], self.targets.labels[mine], self.targets.destination[mine])
+        targets = ResponseTargets(
+            source[mine], self.targets.labels[mine], self.targets.destination[mine]
+        )
         here = slice(start, start + each)
         return replace(
             self,
@@ -107,8 +123,15 @@ class ModelInputs:
             input_ids=self.input_ids.to(device),
             position_ids=self.position_ids.to(device),
             attention_mask=None if self.attention_mask is None else self.attention_mask.to(device),
-            sequences=None if self.sequences is None else replace(self.sequences, cu_seqlens=self.sequences.cu_seqlens.to(device)),
-            targets=ResponseTargets(*(x.to(device) for x in (self.targets.source, self.targets.labels, self.targets.destination))),
+            sequences=None
+            if self.sequences is None
+            else replace(self.sequences, cu_seqlens=self.sequences.cu_seqlens.to(device)),
+            targets=ResponseTargets(
+                *(
+                    x.to(device)
+                    for x in (self.targets.source, self.targets.labels, self.targets.destination)
+                )
+            ),
         )
 
 
@@ -122,7 +145,11 @@ def model_inputs(rows: TensorDict, packed: bool) -> ModelInputs:
     batch = pack(rows["input_ids"], real, rows["position_ids"])
     every = response_targets(batch, columns, response_length)
     trained = mask.flatten()[every.destination].bool()
-    source, labels, destination = every.source[trained], every.labels[trained], every.destination[trained]
+    source, labels, destination = (
+        every.source[trained],
+        every.labels[trained],
+        every.destination[trained],
+    )
     if len(destination) != int(mask.sum()):
         raise ValueError(
             f"response_mask marks {int(mask.sum())} tokens but only {len(destination)} of them are real tokens with a real token before "
@@ -131,15 +158,31 @@ def model_inputs(rows: TensorDict, packed: bool) -> ModelInputs:
     if packed:
         sequences = Sequences(tuple(batch.cu_seqlens.diff().tolist()), batch.cu_seqlens)
         targets = ResponseTargets(source, labels, destination)
-        return ModelInputs(batch.input_ids[None], batch.position_ids[None], None, sequences, targets, (b, response_length))
+        return ModelInputs(
+            batch.input_ids[None],
+            batch.position_ids[None],
+            None,
+            sequences,
+            targets,
+            (b, response_length),
+        )
     # Columns that are padding in every row go; what padding is left becomes token 0, whatever it was.
     used = real.any(0).nonzero()
     first, last = int(used[0]), int(used[-1]) + 1
     place = batch.indices[source]
-    targets = ResponseTargets(place // columns * (last - first) + place % columns - first, labels, destination)
+    targets = ResponseTargets(
+        place // columns * (last - first) + place % columns - first, labels, destination
+    )
     attention_mask = real[:, first:last]
     input_ids = rows["input_ids"][:, first:last].masked_fill(attention_mask == 0, 0)
-    return ModelInputs(input_ids, rows["position_ids"][:, first:last], attention_mask, None, targets, (b, response_length))
+    return ModelInputs(
+        input_ids,
+        rows["position_ids"][:, first:last],
+        attention_mask,
+        None,
+        targets,
+        (b, response_length),
+    )
 
 
 def dummy_inputs(packed: bool) -> ModelInputs:
@@ -147,4 +190,6 @@ def dummy_inputs(packed: bool) -> ModelInputs:
     zero = torch.zeros(1, dtype=torch.int64)
     sequences = Sequences((1,), torch.tensor([0, 1], dtype=torch.int32)) if packed else None
     attention_mask = None if packed else torch.ones_like(zero)[None]
-    return ModelInputs(zero[None], zero[None], attention_mask, sequences, ResponseTargets(zero, zero, zero), (1, 1))
+    return ModelInputs(
+        zero[None], zero[None], attention_mask, sequences, ResponseTargets(zero, zero, zero), (1, 1)
+    )

@@ -35,7 +35,9 @@ VALUE_HEADS = ("score", "classifier")
 _OWN_ATTENTION = "{} has an attention of its own, not transformers' common one; set model.use_remove_padding=False"
 
 
-def load_model(model: ModelConfig, kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_model(
+    model: ModelConfig, kind: str, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """The pretrained model on the CPU, ready for training (see `_training_config`).
 
     kind="lm": a causal language model. kind="value": its body with a scalar head for each token, as a token classification
@@ -47,7 +49,11 @@ def load_model(model: ModelConfig, kind: str, dtype: torch.dtype = torch.float32
     try:
         with _quiet():
             loaded, report = loader.from_pretrained(
-                model.path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code, output_loading_info=True
+                model.path,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=model.trust_remote_code,
+                output_loading_info=True,
             )
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path={model.path} cannot be loaded: {error}") from error
@@ -65,7 +71,9 @@ def load_model(model: ModelConfig, kind: str, dtype: torch.dtype = torch.float32
             nn.init.zeros_(fresh[name])
         missing -= fresh.keys()
     if missing:
-        raise ModelError(f"model.path={model.path} lacks {len(missing)} weights of its model, such as {min(missing)}")
+        raise ModelError(
+            f"model.path={model.path} lacks {len(missing)} weights of its model, such as {min(missing)}"
+        )
     return loaded
 
 
@@ -84,8 +92,13 @@ def _architecture(model: ModelConfig, kind: str) -> tuple[Any, PretrainedConfig]
     if kind == "lm":
         return AutoModelForCausalLM, config
     config.num_labels = 1
-    if type(config) in AutoModel._model_mapping and type(config) not in AutoModelForTokenClassification._model_mapping:
-        body = AutoModel._model_mapping[type(config)]  # transformers has no such class for this architecture; make it
+    if (
+        type(config) in AutoModel._model_mapping
+        and type(config) not in AutoModelForTokenClassification._model_mapping
+    ):
+        body = AutoModel._model_mapping[
+            type(config)
+        ]  # transformers has no such class for this architecture; make it
         name = body.__name__.removesuffix("Model") + "ForTokenClassification"
         return type(name, (GenericForTokenClassification, body.__base__), {}), config
     return AutoModelForTokenClassification, config
@@ -96,13 +109,18 @@ def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
     for name in VALUE_HEADS:
         if isinstance(head := getattr(model, name, None), nn.Linear):
             return name, head
-    raise ModelError(f"{type(model).__name__} has no linear layer called score or classifier to use as a value head")
+    raise ModelError(
+        f"{type(model).__name__} has no linear layer called score or classifier to use as a value head"
+    )
 
 
 def _check_supported(model: PreTrainedModel) -> None:
     """Refuse what packing, and log-probs straight from hidden states and the output embedding, would get wrong."""
     name, head = model.config.model_type, model.get_output_embeddings()
-    if model.config._attn_implementation == PACKED_ATTENTION and not model._supports_attention_backend:
+    if (
+        model.config._attn_implementation == PACKED_ATTENTION
+        and not model._supports_attention_backend
+    ):
         raise ModelError(_OWN_ATTENTION.format(name))
     if head is None:  # a value model
         return
@@ -128,7 +146,9 @@ def _training_config(config: PretrainedConfig, model: ModelConfig) -> Pretrained
             "packed row; set model.use_remove_padding=False"
         )
     if model.use_remove_padding:
-        config._attn_implementation = PACKED_ATTENTION  # else what transformers prefers: sdpa where the model has it
+        config._attn_implementation = (
+            PACKED_ATTENTION  # else what transformers prefers: sdpa where the model has it
+        )
     config.use_cache = False
     for name, value in config.to_dict().items():
         if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
@@ -139,7 +159,10 @@ def _training_config(config: PretrainedConfig, model: ModelConfig) -> Pretrained
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bars, and no report that a head is missing or left over, which is expected here."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    verbosity, bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
@@ -162,32 +185,59 @@ class HeadedModel(nn.Module):
         self.kind = kind
 
     def forward(
-        self, inputs: ModelInputs, temperature: float = 1.0, with_entropy: bool = False, with_sum_pi_squared: bool = False
+        self,
+        inputs: ModelInputs,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
     ) -> dict[str, Tensor]:
         """[K] float32 for the K trainable tokens: {"log_probs", "entropy" and "sum_pi_squared" if asked for}, or {"values"}. The first
         two and values are differentiable.
 
         Only hidden states that predict a trainable token reach the head. Values are not scaled by the temperature.
         """
-        return self.head(self.hidden(inputs)[inputs.targets.source], inputs.targets.labels, temperature, with_entropy, with_sum_pi_squared)
+        return self.head(
+            self.hidden(inputs)[inputs.targets.source],
+            inputs.targets.labels,
+            temperature,
+            with_entropy,
+            with_sum_pi_squared,
+        )
 
     def head(
-        self, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool, with_sum_pi_squared: bool = False
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
     ) -> dict[str, Tensor]:
         """From the hidden states [K, H] that predict `labels` [K] to what forward returns."""
         if self.kind == "value":
-            return {"values": value_head(self.model)[1](hidden).squeeze(-1).clone()}  # float32 as its weights; FSDP warns of views
+            return {
+                "values": value_head(self.model)[1](hidden).squeeze(-1).clone()
+            }  # float32 as its weights; FSDP warns of views
         embedding = self.model.get_output_embeddings()
         temperature = temperature / logit_scale(self.model.config)
-        log_probs, entropy = token_log_probs(hidden, embedding.weight, labels, temperature, with_entropy=with_entropy)
+        log_probs, entropy = token_log_probs(
+            hidden, embedding.weight, labels, temperature, with_entropy=with_entropy
+        )
         outputs = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
-        return outputs | ({"sum_pi_squared": sum_pi_squared(hidden, embedding.weight, temperature)} if with_sum_pi_squared else {})
+        return outputs | (
+            {"sum_pi_squared": sum_pi_squared(hidden, embedding.weight, temperature)}
+            if with_sum_pi_squared
+            else {}
+        )
 
     def hidden(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states of the flattened tokens, [T, H] or [b S', H]."""
         layout: dict[str, Any] = {} if inputs.sequences is None else {"sequences": inputs.sequences}
         outputs = self.model.base_model(
-            input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, position_ids=inputs.position_ids, use_cache=False, **layout
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            **layout,
         )
         return outputs.last_hidden_state.flatten(0, 1)
 
@@ -199,12 +249,17 @@ class HeadedModel(nn.Module):
         crosses the sequences of a packed row, would otherwise train on wrong numbers. The ranks of `group` share the row, as they do in
         training. Raises ModelError when they differ.
         """
-        config, packed = self.model.config, self.model.config._attn_implementation == PACKED_ATTENTION
+        config, packed = (
+            self.model.config,
+            self.model.config._attn_implementation == PACKED_ATTENTION,
+        )
         generator = torch.Generator().manual_seed(0)
         attention_mask = torch.tensor([[1] * 8, [0, 0, 1, 1, 1, 1, 0, 0]])
         rows = TensorDict(
             {
-                "input_ids": torch.randint(self.model.get_input_embeddings().weight.shape[0], (2, 8), generator=generator),
+                "input_ids": torch.randint(
+                    self.model.get_input_embeddings().weight.shape[0], (2, 8), generator=generator
+                ),
                 "attention_mask": attention_mask,
                 "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
                 "response_mask": attention_mask[:, 4:],
@@ -214,29 +269,54 @@ class HeadedModel(nn.Module):
         every = model_inputs(rows, packed)
         inputs, rows = every.cut(group).to(device), rows.to(device)
         hidden = self.hidden(inputs)[inputs.targets.source]
-        ours = self.head(hidden, inputs.targets.labels, 1.0, False)["log_probs"] if self.kind == "lm" else hidden.float()
-        implementation, config._attn_implementation = config._attn_implementation, "sdpa" if self.model._supports_sdpa else "eager"
+        ours = (
+            self.head(hidden, inputs.targets.labels, 1.0, False)["log_probs"]
+            if self.kind == "lm"
+            else hidden.float()
+        )
+        implementation, config._attn_implementation = (
+            config._attn_implementation,
+            "sdpa" if self.model._supports_sdpa else "eager",
+        )
         try:
             theirs = torch.cat(
-                [self._plain(row["input_ids"][row["attention_mask"].bool()], int(row["response_mask"].sum())) for row in rows]
+                [
+                    self._plain(
+                        row["input_ids"][row["attention_mask"].bool()],
+                        int(row["response_mask"].sum()),
+                    )
+                    for row in rows
+                ]
             )
         finally:
             config._attn_implementation = implementation
         largest = theirs.abs().max().clamp(min=1)
         mine = torch.isin(every.targets.destination.to(device), inputs.targets.destination)
-        differences = torch.cat([(ours - theirs[mine]).abs().flatten(), largest.new_zeros(1)]) / largest  # a slice may hold no target
+        differences = (
+            torch.cat([(ours - theirs[mine]).abs().flatten(), largest.new_zeros(1)]) / largest
+        )  # a slice may hold no target
         worst = differences.nan_to_num(torch.inf).max()
         if group is not None:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group)
         gap = float(worst)
         if not gap < (1e-3 if hidden.dtype == torch.float32 else 0.1):
-            remedy = "try model.use_remove_padding=False" if packed else "this architecture is not supported"
-            raise ModelError(f"{config.model_type}: log-probs differ from those of the model's own forward pass, by {gap:.2g}; {remedy}")
+            remedy = (
+                "try model.use_remove_padding=False"
+                if packed
+                else "this architecture is not supported"
+            )
+            raise ModelError(
+                f"{config.model_type}: log-probs differ from those of the model's own forward pass, by {gap:.2g}; {remedy}"
+            )
 
     def _plain(self, ids: Tensor, responses: int) -> Tensor:
         """Of one sequence [L], for its last `responses` tokens: log-probs by the model's own forward pass, or hidden states."""
         if self.kind == "value":
-            return self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, -responses - 1 : -1].float()
+            return (
+                self.model.base_model(input_ids=ids[None], use_cache=False)
+                .last_hidden_state[0, -responses - 1 : -1]
+                .float()
+            )
         logits = self.model(input_ids=ids[None], use_cache=False).logits[0, -responses - 1 : -1]
         return torch.log_softmax(logits.float(), -1).gather(1, ids[-responses:, None]).squeeze(1)
 

@@ -23,10 +23,16 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int | None) -> fl
     if config.lr_scheduler_type == "constant":
         return config.lr
     if config.lr_scheduler_type != "cosine":
-        raise ValueError(f"optim.lr_scheduler_type={config.lr_scheduler_type!r}: choose constant or cosine")
-    progress = min(1.0, (step - warmup) / max(1, _known(total_steps, "lr_scheduler_type=cosine") - warmup))
+        raise ValueError(
+            f"optim.lr_scheduler_type={config.lr_scheduler_type!r}: choose constant or cosine"
+        )
+    progress = min(
+        1.0, (step - warmup) / max(1, _known(total_steps, "lr_scheduler_type=cosine") - warmup)
+    )
     floor = config.min_lr_ratio
-    return config.lr * max(floor, floor + (1 - floor) * (1 + math.cos(2 * math.pi * config.num_cycles * progress)) / 2)
+    return config.lr * max(
+        floor, floor + (1 - floor) * (1 + math.cos(2 * math.pi * config.num_cycles * progress)) / 2
+    )
 
 
 def warmup_steps(config: OptimConfig, total_steps: int | None) -> int:
@@ -40,7 +46,9 @@ def warmup_steps(config: OptimConfig, total_steps: int | None) -> int:
 
 def _known(total_steps: int | None, key: str) -> int:
     if total_steps is None:
-        raise ValueError(f"optim.{key} needs the number of training steps, which this engine was not given (total_training_steps)")
+        raise ValueError(
+            f"optim.{key} needs the number of training steps, which this engine was not given (total_training_steps)"
+        )
     return total_steps
 
 
@@ -50,7 +58,14 @@ def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torc
     Fused: one kernel per parameter, where the plain loop pays for a dozen sharded-tensor operations.
     """
     betas = (config.betas[0], config.betas[1])
-    optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
     for parameter in optimizer.param_groups[0]["params"]:
         optimizer.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
@@ -72,5 +87,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
     if isinstance(norm, DTensor):  # each rank's share of the norm, until it is reduced
         norm = norm.full_tensor()
     if torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(
+            [p for p in parameters if p.grad is not None], max_norm, norm
+        )
     return norm

@@ -26,7 +26,9 @@ def neighbours(size: int, packed: bool) -> dist.ProcessGroup | None:
     if size == 1:
         return None
     if size < 1 or dist.get_world_size() % size:
-        raise ValueError(f"{KEY}={size} must divide the {dist.get_world_size()} devices of this role")
+        raise ValueError(
+            f"{KEY}={size} must divide the {dist.get_world_size()} devices of this role"
+        )
     if not packed:
         raise ValueError(f"{KEY}={size} cuts packed rows: it needs model.use_remove_padding=True")
     return dist.new_subgroups(size)[0]
@@ -38,22 +40,31 @@ def together(rows: TensorDict, group: dist.ProcessGroup) -> tuple[TensorDict, sl
     Ranks pad their rows for themselves: prompts become as wide, on the left, and responses, on the right, as the widest.
     """
     every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, rows.clone(), group=group)  # a copy: a view would be sent with all that it is a view of
+    dist.all_gather_object(
+        every, rows.clone(), group=group
+    )  # a copy: a view would be sent with all that it is a view of
     start = sum(len(part) for part in every[: group.rank()])
     widths = [(part["attention_mask"].shape[1], part["response_mask"].shape[1]) for part in every]
     p, r = max(both - own for both, own in widths), max(own for _, own in widths)
-    alike = [_widened(part, p - (both - own), r - own) for part, (both, own) in zip(every, widths, strict=True)]
+    alike = [
+        _widened(part, p - (both - own), r - own)
+        for part, (both, own) in zip(every, widths, strict=True)
+    ]
     return torch.cat(alike), slice(start, start + len(rows))
 
 
 def _widened(rows: TensorDict, left: int, right: int) -> TensorDict:
     sides = {"B P": (left, 0), "B R": (0, right), "B S": (left, right)}
     shapes = {name: FIELDS[name].shape for name in rows.keys() if name in FIELDS}
-    wider = {name: pad(rows[name], sides[shape]) for name, shape in shapes.items() if shape in sides}
+    wider = {
+        name: pad(rows[name], sides[shape]) for name, shape in shapes.items() if shape in sides
+    }
     return TensorDict({**rows, **wider}, rows.batch_size)
 
 
-def to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def to_heads(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of all heads and T/n tokens, this rank's 1/n of the heads and all T tokens. [1, heads, T/n, D] -> [1, heads/n, T, D]; differentiable.
 
     Key and value heads that cannot be dealt out evenly are repeated as often as it takes. Raises ValueError when n does not divide
@@ -62,7 +73,9 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
     n, heads, kv_heads = group.size(), query.shape[1], key.shape[1]
     if heads % n:
         raise ValueError(f"{KEY}={n} must divide the model's {heads} attention heads")
-    copies = math.lcm(kv_heads, n) // kv_heads  # both divide the query's heads, and so does their least common multiple
+    copies = (
+        math.lcm(kv_heads, n) // kv_heads
+    )  # both divide the query's heads, and so does their least common multiple
     key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
     query, key, value = (_Trade.apply(x, 1, 2, group) for x in (query, key, value))
     return query, key, value

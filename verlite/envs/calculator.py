@@ -13,9 +13,16 @@ from verlite.envs.step import Step
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _LONGEST, _LARGEST, _HIGHEST_POWER = 200, 10.0**100, 100
 _OPERATIONS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
 
 
 class Calculator:
@@ -29,7 +36,9 @@ class Calculator:
             "description": "Work out an arithmetic expression.",
             "parameters": {
                 "type": "object",
-                "properties": {"expression": {"type": "string", "description": "Such as (3 + 4) * 12"}},
+                "properties": {
+                    "expression": {"type": "string", "description": "Such as (3 + 4) * 12"}
+                },
                 "required": ["expression"],
             },
         },
@@ -37,7 +46,9 @@ class Calculator:
 
     async def step(self, text: str, last: bool) -> Step:
         """See `Env.step`. What the calculator cannot work out is told to the model, as any calculator would."""
-        calls = CALL.findall(text[: text.rfind("</tool_call>") + len("</tool_call>")])  # not through openings that have no end
+        calls = CALL.findall(
+            text[: text.rfind("</tool_call>") + len("</tool_call>")]
+        )  # not through openings that have no end
         if not calls and "<tool_call>" not in text:
             return Step(done=True, info={"action": "answer"})
         try:
@@ -77,7 +88,9 @@ def calculate(expression: str) -> float:
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has more than {_LONGEST} characters")
     try:
-        with warnings.catch_warnings(action="ignore"):  # what Python thinks of a model's style is nobody's concern
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # what Python thinks of a model's style is nobody's concern
             tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError("the expression cannot be read") from error

@@ -18,7 +18,9 @@ class TemplateError(ValueError):
 
 
 def encode_chat(
-    tokenizer: Any, tools: tuple[dict[str, Any], ...] = (), template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    tools: tuple[dict[str, Any], ...] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> EncodeObservation:
     """How observations become tokens for this tokenizer's chat template; template_kwargs is data.apply_chat_template_kwargs.
 
@@ -55,7 +57,9 @@ def encode_chat(
     return observation
 
 
-def _rest(tokenizer: Any, tools: tuple[dict[str, Any], ...], template_kwargs: Mapping[str, Any]) -> Callable[[str], str]:
+def _rest(
+    tokenizer: Any, tools: tuple[dict[str, Any], ...], template_kwargs: Mapping[str, Any]
+) -> Callable[[str], str]:
     """What the template writes from the end of an assistant's words through a tool's answer to where the assistant speaks again."""
     if not tokenizer.chat_template:
         raise TemplateError(
@@ -65,12 +69,21 @@ def _rest(tokenizer: Any, tools: tuple[dict[str, Any], ...], template_kwargs: Ma
     def render(*turns: tuple[str, str]) -> str:
         messages = [{"role": "user", "content": "gizmo user words"}]
         for said, answered in turns:
-            messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": answered}]
+            messages += [
+                {"role": "assistant", "content": said},
+                {"role": "tool", "content": answered},
+            ]
         kwargs = {**({"tools": list(tools)} if tools else {}), **template_kwargs}
         try:
-            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **kwargs))
+            return str(
+                tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **kwargs
+                )
+            )
         except Exception as error:  # templates raise what they like
-            raise TemplateError(f"the chat template cannot render a tool's message: {type(error).__name__}: {error}") from error
+            raise TemplateError(
+                f"the chat template cannot render a tool's message: {type(error).__name__}: {error}"
+            ) from error
 
     def rest(answer: str) -> str:
         return render((_SAID, answer)).partition(_SAID)[2]

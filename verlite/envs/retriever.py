@@ -63,7 +63,9 @@ class _Server:
 
     def free(self, now: float, limit: int) -> bool:
         """May be asked now: not resting, and after a rest by one request alone."""
-        return now >= self.rests_until and self.in_flight < (1 if self.failures >= _REST_AFTER else limit)
+        return now >= self.rests_until and self.in_flight < (
+            1 if self.failures >= _REST_AFTER else limit
+        )
 
 
 @dataclass
@@ -85,13 +87,17 @@ class RetrieverClient:
         self._waiting: list[_Question] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._size = config.batch_size  # halved when an answer takes too long, and grows again with each that does not
+        self._size = (
+            config.batch_size
+        )  # halved when an answer takes too long, and grows again with each that does not
         self._changed: asyncio.Condition | None = None
         self._http: httpx.AsyncClient | None = None
 
     async def __aenter__(self) -> Self:
         # Proxies and .netrc are for the outside world; a retriever is a service of one's own.
-        self._http = httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(self.config.timeout_s, connect=_CONNECT_S))
+        self._http = httpx.AsyncClient(
+            trust_env=False, timeout=httpx.Timeout(self.config.timeout_s, connect=_CONNECT_S)
+        )
         self._changed = asyncio.Condition()
         for server in self._servers:
             server.in_flight = 0
@@ -117,7 +123,9 @@ class RetrieverClient:
         question, cached = self._asked.get(query), True
         if question is None:
             question, cached = self._ask(query), False
-        question.deadline = began + self.config.deadline_s  # who joins late has as much time as who asked first
+        question.deadline = (
+            began + self.config.deadline_s
+        )  # who joins late has as much time as who asked first
         passages, retries = await asyncio.shield(question.answer)
         return Found(passages, time.monotonic() - began, 0 if cached else retries, cached)
 
@@ -136,7 +144,9 @@ class RetrieverClient:
             else:
                 server.failures, server.rests_until = 0, 0.0
         if len(silent) == len(self._servers):
-            raise ToolError(f"{'; '.join(silent)}. Start it (verlite serve retriever --corpus FILE), or correct retriever.url")
+            raise ToolError(
+                f"{'; '.join(silent)}. Start it (verlite serve retriever --corpus FILE), or correct retriever.url"
+            )
         return "; ".join(silent) or None
 
     async def _negotiate(self, server: _Server) -> None:
@@ -171,7 +181,9 @@ class RetrieverClient:
         questions, self._waiting = self._waiting, []
         together = 1 if any(server.one_by_one for server in self._servers) else self._size
         for start in range(0, len(questions), together):
-            task = asyncio.get_running_loop().create_task(self._answer(questions[start : start + together]))
+            task = asyncio.get_running_loop().create_task(
+                self._answer(questions[start : start + together])
+            )
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -185,12 +197,24 @@ class RetrieverClient:
             tries = await self._answer_together(questions, tries)
             if tries:
                 half = len(questions) // 2
-                await asyncio.gather(*(self._answer(part, tries) for part in (questions[:half], questions[half:])))
+                await asyncio.gather(
+                    *(self._answer(part, tries) for part in (questions[:half], questions[half:]))
+                )
         except _Refused as error:
-            self._fail(questions[0], f"the retriever refuses the query {questions[0].query[:100]!r}: {error}")
-        except Exception as error:  # whatever it is: who asked must hear of it, or would wait for ever
+            self._fail(
+                questions[0],
+                f"the retriever refuses the query {questions[0].query[:100]!r}: {error}",
+            )
+        except (
+            Exception
+        ) as error:  # whatever it is: who asked must hear of it, or would wait for ever
             for question in questions:
-                self._fail(question, str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}")
+                self._fail(
+                    question,
+                    str(error)
+                    if isinstance(error, ToolError)
+                    else f"{type(error).__name__}: {error}",
+                )
 
     async def _answer_together(self, questions: list[_Question], tries: int) -> int:
         """0 when all are answered, else the number of tries so far, and the request should be cut in two. `tries` failed before."""
@@ -200,10 +224,14 @@ class RetrieverClient:
             left = deadline - time.monotonic()
             server = await self._server(left) if left > 0 else None
             if server is None:
-                raise ToolError(f"no answer within retriever.deadline_s={self.config.deadline_s:g} after {tries} tries; the last: {last}")
+                raise ToolError(
+                    f"no answer within retriever.deadline_s={self.config.deadline_s:g} after {tries} tries; the last: {last}"
+                )
             allowed = deadline - time.monotonic()
             try:
-                answers = await self._post(server, [question.query for question in questions], allowed)
+                answers = await self._post(
+                    server, [question.query for question in questions], allowed
+                )
             except _Refused:
                 if len(questions) == 1:
                     raise
@@ -212,9 +240,13 @@ class RetrieverClient:
                 server.failures += 1
                 if server.failures >= _REST_AFTER:
                     server.rests_until = time.monotonic() + _REST_S
-                if not tries or allowed > self.config.timeout_s / 10:  # the last, short try says nothing about the cause
+                if (
+                    not tries or allowed > self.config.timeout_s / 10
+                ):  # the last, short try says nothing about the cause
                     last = f"{server}: {error}"
-                if not tries and isinstance(error, _Slow):  # not for the parts of a request: they are small for one query's sake
+                if not tries and isinstance(
+                    error, _Slow
+                ):  # not for the parts of a request: they are small for one query's sake
                     self._size = max(1, len(questions) // 2)
                 tries += 1
                 if len(questions) > 1 and not isinstance(error, _Down):
@@ -229,7 +261,9 @@ class RetrieverClient:
                 await self._release(server)
             if any(other.failures == 0 for other in self._servers):
                 continue
-            pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (tries - 1)) * random.uniform(0.5, 1.5)
+            pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (tries - 1)) * random.uniform(
+                0.5, 1.5
+            )
             await asyncio.sleep(max(0.0, min(pause, deadline - time.monotonic())))
 
     async def _server(self, wait_s: float) -> _Server | None:
@@ -239,7 +273,11 @@ class RetrieverClient:
         async with self._changed:
             while True:
                 now = time.monotonic()
-                free = [server for server in self._servers if server.free(now, self.config.max_in_flight)]
+                free = [
+                    server
+                    for server in self._servers
+                    if server.free(now, self.config.max_in_flight)
+                ]
                 if free:
                     chosen = min(free, key=lambda server: (server.failures, server.in_flight))
                     chosen.in_flight += 1
@@ -248,7 +286,9 @@ class RetrieverClient:
                     return None
                 wakes = [server.rests_until for server in self._servers if server.rests_until > now]
                 try:
-                    await asyncio.wait_for(self._changed.wait(), max(0.001, min([end, *wakes]) - now))
+                    await asyncio.wait_for(
+                        self._changed.wait(), max(0.001, min([end, *wakes]) - now)
+                    )
                 except TimeoutError:
                     pass
 
@@ -258,22 +298,40 @@ class RetrieverClient:
             server.in_flight -= 1
             self._changed.notify_all()
 
-    async def _post(self, server: _Server, queries: list[str], limit_s: float | None = None) -> list[list[str]]:
+    async def _post(
+        self, server: _Server, queries: list[str], limit_s: float | None = None
+    ) -> list[list[str]]:
         """One try. Raises _Retry or _Refused."""
         if server.one_by_one:
-            return [passages for query in queries for passages in await self._request(server, {"query": query}, 1, limit_s)]
+            return [
+                passages
+                for query in queries
+                for passages in await self._request(server, {"query": query}, 1, limit_s)
+            ]
         return await self._request(server, {"queries": queries}, len(queries), limit_s)
 
-    async def _request(self, server: _Server, asked: dict[str, Any], count: int, limit_s: float | None) -> list[list[str]]:
+    async def _request(
+        self, server: _Server, asked: dict[str, Any], count: int, limit_s: float | None
+    ) -> list[list[str]]:
         assert self._http
-        limit = self.config.timeout_s if limit_s is None else max(0.001, min(self.config.timeout_s, limit_s))
+        limit = (
+            self.config.timeout_s
+            if limit_s is None
+            else max(0.001, min(self.config.timeout_s, limit_s))
+        )
         body = {**asked, "topk": self.config.topk, "return_scores": True}
         try:
-            response = await asyncio.wait_for(self._http.post(server.url, json=body), limit)  # httpx bounds each read, not their sum
+            response = await asyncio.wait_for(
+                self._http.post(server.url, json=body), limit
+            )  # httpx bounds each read, not their sum
         except (TimeoutError, httpx.ReadTimeout) as error:
-            raise _Slow(f"no answer to {count} quer{'y' if count == 1 else 'ies'} within {limit:.3g} s") from error
+            raise _Slow(
+                f"no answer to {count} quer{'y' if count == 1 else 'ies'} within {limit:.3g} s"
+            ) from error
         except httpx.HTTPError as error:
-            raise _Down(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+            raise _Down(
+                f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            ) from error
         if response.status_code == 429 or response.status_code >= 500:
             raise _Retry(f"HTTP {response.status_code}: {response.text[:200]}")
         if response.status_code != 200:

@@ -27,7 +27,9 @@ class Search(Protocol):
 class Found:
     """Passages for one query."""
 
-    def __init__(self, passages: list[str], seconds: float = 0.0, retries: int = 0, cached: bool = False) -> None:
+    def __init__(
+        self, passages: list[str], seconds: float = 0.0, retries: int = 0, cached: bool = False
+    ) -> None:
         """passages: best first; the first line of each is its title. seconds: from question to answer, waiting included."""
         self.passages, self.seconds, self.retries, self.cached = passages, seconds, retries, cached
 
@@ -57,7 +59,13 @@ class SearchEnv:
             if not self._observe_errors:
                 raise
             return Step(FAILED, *INFORMATION, info={**info, "error": str(error)})
-        info |= {"called": True, "seconds": found.seconds, "retries": found.retries, "cached": found.cached, "hits": len(found.passages)}
+        info |= {
+            "called": True,
+            "seconds": found.seconds,
+            "retries": found.retries,
+            "cached": found.cached,
+            "hits": len(found.passages),
+        }
         return Step(passages_text(found.passages) or NOTHING_FOUND, *INFORMATION, info=info)
 
 
@@ -67,7 +75,9 @@ def first_action(text: str) -> tuple[str, str]:
     ends = {tag: text.rfind(f"</{tag}>") for tag in ("search", "answer")}
     for opening in OPENING.finditer(text):
         if ends[opening[1]] >= opening.end():
-            return opening[1], text[opening.end() : text.index(f"</{opening[1]}>", opening.end())].strip()
+            return opening[1], text[
+                opening.end() : text.index(f"</{opening[1]}>", opening.end())
+            ].strip()
     return "none", ""
 
 

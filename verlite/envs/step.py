@@ -61,7 +61,9 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase") -> EncodeObservation:
         before, after = encode(step.before), encode(step.after)
         room = limit - len(before) - len(after)
         if room < 1:
-            raise ValueError(f"data.max_obs_length={limit} has no room for an observation: its tags alone need {len(before) + len(after)}")
+            raise ValueError(
+                f"data.max_obs_length={limit} has no room for an observation: its tags alone need {len(before) + len(after)}"
+            )
         return before + encode(step.obs)[:room] + after, True
 
     return observation

@@ -45,13 +45,19 @@ class DataProto:
 
     def __post_init__(self) -> None:
         if self.batch is not None and self.batch.batch_dims != 1:
-            raise ValueError(f"DataProto.batch needs exactly one batch dimension, got batch_size={list(self.batch.batch_size)}")
+            raise ValueError(
+                f"DataProto.batch needs exactly one batch dimension, got batch_size={list(self.batch.batch_size)}"
+            )
         rows = len(self)
         for name, column in self.non_tensor_batch.items():
             if not isinstance(column, np.ndarray) or column.dtype != object:
-                raise ValueError(f"non_tensor_batch[{name!r}] must be an object array; build batches with DataProto.from_dict")
+                raise ValueError(
+                    f"non_tensor_batch[{name!r}] must be an object array; build batches with DataProto.from_dict"
+                )
             if column.shape != (rows,):
-                raise ValueError(f"non_tensor_batch[{name!r}] has shape {column.shape}, but the batch has {rows} rows")
+                raise ValueError(
+                    f"non_tensor_batch[{name!r}] has shape {column.shape}, but the batch has {rows} rows"
+                )
             if self.batch is not None and name in self.batch.keys():
                 raise ValueError(f"column {name!r} is both in batch and in non_tensor_batch")
 
@@ -68,18 +74,30 @@ class DataProto:
         return DataProto(_tensordict(dict(tensors or {})), objects, dict(meta_info or {}))
 
     @staticmethod
-    def from_single_dict(data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> "DataProto":
+    def from_single_dict(
+        data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
+    ) -> "DataProto":
         """As from_dict, telling tensors from other columns by their type."""
         tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
-        return DataProto.from_dict(tensors, {name: value for name, value in data.items() if name not in tensors}, meta_info)
+        return DataProto.from_dict(
+            tensors, {name: value for name, value in data.items() if name not in tensors}, meta_info
+        )
 
     def with_batch(self, **tensors: torch.Tensor) -> "DataProto":
         """Add or replace tensor columns."""
-        return replace(self, batch=_tensordict({**self._tensors(), **tensors}, rows=self._rows_or_none()))
+        return replace(
+            self, batch=_tensordict({**self._tensors(), **tensors}, rows=self._rows_or_none())
+        )
 
     def with_non_tensor(self, **columns: Any) -> "DataProto":
         """Add or replace object columns."""
-        return replace(self, non_tensor_batch={**self.non_tensor_batch, **{name: object_array(v) for name, v in columns.items()}})
+        return replace(
+            self,
+            non_tensor_batch={
+                **self.non_tensor_batch,
+                **{name: object_array(v) for name, v in columns.items()},
+            },
+        )
 
     def with_meta(self, **values: Any) -> "DataProto":
         """Add or replace entries of meta_info."""
@@ -93,8 +111,15 @@ class DataProto:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors, and of the arrays in object columns."""
-        arrays = (value for column in self.non_tensor_batch.values() for value in column if isinstance(value, np.ndarray))
-        return sum(tensor.nbytes for tensor in self._tensors().values()) + sum(array.nbytes for array in arrays)
+        arrays = (
+            value
+            for column in self.non_tensor_batch.values()
+            for value in column
+            if isinstance(value, np.ndarray)
+        )
+        return sum(tensor.nbytes for tensor in self._tensors().values()) + sum(
+            array.nbytes for array in arrays
+        )
 
     def _rows_or_none(self) -> int | None:
         """Number of rows; None for a batch that has no column at all, which may then take columns of any length."""
@@ -103,13 +128,25 @@ class DataProto:
         return next((len(column) for column in self.non_tensor_batch.values()), None)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.batch is None else {str(name): tensor for name, tensor in self.batch.items() if isinstance(tensor, torch.Tensor)}
+        return (
+            {}
+            if self.batch is None
+            else {
+                str(name): tensor
+                for name, tensor in self.batch.items()
+                if isinstance(tensor, torch.Tensor)
+            }
+        )
 
     def __getitem__(self, rows: int | Rows) -> Any:
         """An int gives a DataProtoItem; a slice, row numbers or a boolean mask give a DataProto."""
         if isinstance(rows, (int, np.integer)):
             batch = None if self.batch is None else self.batch[int(rows)]
-            return DataProtoItem(batch, {name: column[rows] for name, column in self.non_tensor_batch.items()}, self.meta_info)
+            return DataProtoItem(
+                batch,
+                {name: column[rows] for name, column in self.non_tensor_batch.items()},
+                self.meta_info,
+            )
         return self.select_idxs(rows)
 
     def select_idxs(self, rows: Rows) -> "DataProto":
@@ -121,29 +158,54 @@ class DataProto:
             tensors = {name: tensor[rows] for name, tensor in self._tensors().items()}
             return self._with_rows(tensors, rows, len(chosen))
         index = _row_numbers(rows, len(self))
-        tensors = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self._tensors().items()}
+        tensors = {
+            name: tensor.index_select(0, index.to(tensor.device))
+            for name, tensor in self._tensors().items()
+        }
         return self._with_rows(tensors, index.numpy(), len(index))
 
     def _with_rows(self, tensors: dict[str, torch.Tensor], rows: Any, count: int) -> "DataProto":
         batch = None if self.batch is None else _tensordict(tensors, count)
-        return replace(self, batch=batch, non_tensor_batch={name: column[rows] for name, column in self.non_tensor_batch.items()})
+        return replace(
+            self,
+            batch=batch,
+            non_tensor_batch={name: column[rows] for name, column in self.non_tensor_batch.items()},
+        )
 
     def reorder(self, index: Rows) -> "DataProto":
         """Rows in a new order; index must name every row exactly once."""
         numbers = _row_numbers(index, len(self))
         if not torch.equal(numbers.sort().values, torch.arange(len(self))):
-            raise ValueError(f"reorder needs each of the {len(self)} rows exactly once; use select_idxs to drop or repeat rows")
+            raise ValueError(
+                f"reorder needs each of the {len(self)} rows exactly once; use select_idxs to drop or repeat rows"
+            )
         return self.select_idxs(numbers)
 
     def repeat(self, k: int, interleave: bool = True) -> "DataProto":
         """Each row k times: aabb with interleave, else abab."""
         if interleave:
-            return self._repeated(lambda t: t.unsqueeze(1).expand(-1, k, *t.shape[1:]).flatten(0, 1), np.repeat, k)
-        return self._repeated(lambda t: t.unsqueeze(0).expand(k, *t.shape).flatten(0, 1), np.tile, k)
+            return self._repeated(
+                lambda t: t.unsqueeze(1).expand(-1, k, *t.shape[1:]).flatten(0, 1), np.repeat, k
+            )
+        return self._repeated(
+            lambda t: t.unsqueeze(0).expand(k, *t.shape).flatten(0, 1), np.tile, k
+        )
 
     def _repeated(self, tensor_op: Any, array_op: Any, k: int) -> "DataProto":
-        batch = None if self.batch is None else _tensordict({name: tensor_op(t) for name, t in self._tensors().items()}, len(self) * k)
-        return replace(self, batch=batch, non_tensor_batch={name: array_op(column, k) for name, column in self.non_tensor_batch.items()})
+        batch = (
+            None
+            if self.batch is None
+            else _tensordict(
+                {name: tensor_op(t) for name, t in self._tensors().items()}, len(self) * k
+            )
+        )
+        return replace(
+            self,
+            batch=batch,
+            non_tensor_batch={
+                name: array_op(column, k) for name, column in self.non_tensor_batch.items()
+            },
+        )
 
     def sample_level_repeat(self, counts: Sequence[int]) -> "DataProto":
         """Row i counts[i] times, copies side by side; 0 drops the row."""
@@ -175,7 +237,9 @@ class DataProto:
         for part in parts[1:]:
             for name, value in part.meta_info.items():
                 if name in meta and not _equal(meta[name], value):
-                    raise ValueError(f"concat: parts disagree about meta_info[{name!r}]: {meta[name]!r} and {value!r}")
+                    raise ValueError(
+                        f"concat: parts disagree about meta_info[{name!r}]: {meta[name]!r} and {value!r}"
+                    )
                 meta[name] = value
         full = [part for part in parts if len(part)] or [parts[0]]
         if len(full) == 1:
@@ -183,26 +247,53 @@ class DataProto:
         tensors = [part._tensors() for part in full]
         objects = [part.non_tensor_batch for part in full]
         for columns in (tensors, objects):
-            different = next((set(other) ^ set(columns[0]) for other in columns[1:] if set(other) != set(columns[0])), None)
+            different = next(
+                (
+                    set(other) ^ set(columns[0])
+                    for other in columns[1:]
+                    if set(other) != set(columns[0])
+                ),
+                None,
+            )
             if different:
                 raise ValueError(f"concat: columns {sorted(different)} are missing in some parts")
         for name, first in tensors[0].items():
             shapes = {tuple(part[name].shape[1:]) for part in tensors}
             if len(shapes) > 1:
-                raise ValueError(f"concat: column {name!r} has row shapes {sorted(shapes)} in different parts; pad them to one shape")
+                raise ValueError(
+                    f"concat: column {name!r} has row shapes {sorted(shapes)} in different parts; pad them to one shape"
+                )
             if any(part[name].dtype != first.dtype for part in tensors):
-                raise ValueError(f"concat: column {name!r} has dtypes {sorted({str(part[name].dtype) for part in tensors})}")
-        batch = None if full[0].batch is None else _tensordict({name: torch.cat([part[name] for part in tensors]) for name in tensors[0]})
-        return DataProto(batch, {name: np.concatenate([part[name] for part in objects]) for name in objects[0]}, meta)
+                raise ValueError(
+                    f"concat: column {name!r} has dtypes {sorted({str(part[name].dtype) for part in tensors})}"
+                )
+        batch = (
+            None
+            if full[0].batch is None
+            else _tensordict(
+                {name: torch.cat([part[name] for part in tensors]) for name in tensors[0]}
+            )
+        )
+        return DataProto(
+            batch,
+            {name: np.concatenate([part[name] for part in objects]) for name in objects[0]},
+            meta,
+        )
 
-    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator["DataProto"]:
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None
+    ) -> Iterator["DataProto"]:
         """Mini-batches of `mini_batch_size` rows (the last of a pass may be shorter) for `epochs` passes.
 
         seed=None keeps the order; otherwise each pass is shuffled anew, the same way for the same seed.
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         for _ in range(epochs):
-            rows = self if generator is None else self.select_idxs(torch.randperm(len(self), generator=generator))
+            rows = (
+                self
+                if generator is None
+                else self.select_idxs(torch.randperm(len(self), generator=generator))
+            )
             yield from rows.split(mini_batch_size)
 
     # ---- columns
@@ -222,7 +313,10 @@ class DataProto:
         )
 
     def pop(
-        self, batch_keys: Sequence[str] = (), non_tensor_batch_keys: Sequence[str] = (), meta_info_keys: Sequence[str] = ()
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] = (),
     ) -> tuple["DataProto", "DataProto"]:
         """(the named columns and entries, the rest)."""
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
@@ -235,7 +329,11 @@ class DataProto:
 
     def rename(self, old: str | Sequence[str], new: str | Sequence[str]) -> "DataProto":
         """Tensor columns under new names."""
-        olds, news = ([old], [new]) if isinstance(old, str) and isinstance(new, str) else (list(old), list(new))
+        olds, news = (
+            ([old], [new])
+            if isinstance(old, str) and isinstance(new, str)
+            else (list(old), list(new))
+        )
         if len(olds) != len(news):
             raise ValueError(f"rename got {len(olds)} old and {len(news)} new names")
         _pick(self._tensors(), olds, "batch")
@@ -243,11 +341,18 @@ class DataProto:
         renamed = [names.get(name, name) for name in self._tensors()]
         if len(set(renamed)) < len(renamed):
             raise ValueError(f"rename {names} would give two columns the same name")
-        return replace(self, batch=_tensordict(dict(zip(renamed, self._tensors().values(), strict=True)), len(self)))
+        return replace(
+            self,
+            batch=_tensordict(dict(zip(renamed, self._tensors().values(), strict=True)), len(self)),
+        )
 
     def union(self, other: "DataProto") -> "DataProto":
         """Columns and entries of both. Those that both have must be equal (NaN equals NaN), else ValueError names the key."""
-        if len(self) != len(other) and self._rows_or_none() is not None and other._rows_or_none() is not None:
+        if (
+            len(self) != len(other)
+            and self._rows_or_none() is not None
+            and other._rows_or_none() is not None
+        ):
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
         merged: list[dict[str, Any]] = []
         for kind, mine, theirs in (
@@ -257,7 +362,9 @@ class DataProto:
         ):
             for name in mine.keys() & theirs.keys():
                 if not _equal(mine[name], theirs[name]):
-                    raise ValueError(f"union: {kind}[{name!r}] differs between the two; rename or drop one of them")
+                    raise ValueError(
+                        f"union: {kind}[{name!r}] differs between the two; rename or drop one of them"
+                    )
             merged.append({**mine, **theirs})
         return DataProto(_tensordict(merged[0]), merged[1], merged[2])
 
@@ -280,8 +387,12 @@ class DataProto:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tensors = {name: _from_numpy(array, dtype) for name, (array, dtype) in state["tensors"].items()}
-        object.__setattr__(self, "batch", None if state["rows"] is None else _tensordict(tensors, state["rows"]))
+        tensors = {
+            name: _from_numpy(array, dtype) for name, (array, dtype) in state["tensors"].items()
+        }
+        object.__setattr__(
+            self, "batch", None if state["rows"] is None else _tensordict(tensors, state["rows"])
+        )
         object.__setattr__(self, "non_tensor_batch", state["non_tensor_batch"])
         object.__setattr__(self, "meta_info", state["meta_info"])
 
@@ -289,15 +400,21 @@ class DataProto:
         """Write tensors.safetensors and rest.json into `folder`. Objects and meta_info must be JSON (numpy values are converted)."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()}
+        tensors = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()
+        }
         rest = {
             "rows": None if self.batch is None else len(self),
-            "non_tensor_batch": {name: column.tolist() for name, column in self.non_tensor_batch.items()},
+            "non_tensor_batch": {
+                name: column.tolist() for name, column in self.non_tensor_batch.items()
+            },
             "meta_info": self.meta_info,
         }
         text = json.dumps(rest, default=_jsonable, ensure_ascii=False)
         # Columns may share memory (views of one tensor), which safetensors refuses.
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path / "tensors.safetensors")
+        save_file(
+            {name: tensor.clone() for name, tensor in tensors.items()}, path / "tensors.safetensors"
+        )
         (path / "rest.json").write_text(text, encoding="utf-8")
 
     @staticmethod
@@ -307,7 +424,11 @@ class DataProto:
         rest = json.loads((path / "rest.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "tensors.safetensors")
         objects = {name: object_array(values) for name, values in rest["non_tensor_batch"].items()}
-        return DataProto(None if rest["rows"] is None else _tensordict(tensors, rest["rows"]), objects, rest["meta_info"])
+        return DataProto(
+            None if rest["rows"] is None else _tensordict(tensors, rest["rows"]),
+            objects,
+            rest["meta_info"],
+        )
 
 
 def pad_dataproto_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, int]:
@@ -346,10 +467,14 @@ def _tensordict(tensors: dict[str, torch.Tensor], rows: int | None = None) -> Te
     """Tensors as a TensorDict of `rows` rows (None: as many as the first tensor has). No tensors and no rows: None."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
-            raise ValueError(f"batch[{name!r}] must be a tensor whose first dimension counts rows, got {type(tensor).__name__}")
+            raise ValueError(
+                f"batch[{name!r}] must be a tensor whose first dimension counts rows, got {type(tensor).__name__}"
+            )
         rows = tensor.shape[0] if rows is None else rows
         if tensor.shape[0] != rows:
-            raise ValueError(f"batch[{name!r}] has {tensor.shape[0]} rows, but the batch has {rows}")
+            raise ValueError(
+                f"batch[{name!r}] has {tensor.shape[0]} rows, but the batch has {rows}"
+            )
     return None if rows is None else TensorDict(tensors, batch_size=[rows])
 
 
@@ -359,7 +484,9 @@ def _row_numbers(rows: Rows, count: int) -> torch.Tensor:
     if index.numel() == 0:
         return torch.zeros(0, dtype=torch.int64)
     if index.ndim != 1:
-        raise ValueError(f"rows are chosen by a one-dimensional list, got shape {tuple(index.shape)}")
+        raise ValueError(
+            f"rows are chosen by a one-dimensional list, got shape {tuple(index.shape)}"
+        )
     if index.dtype == torch.bool:
         if len(index) != count:
             raise ValueError(f"boolean row mask of {len(index)} entries for {count} rows")
@@ -390,13 +517,21 @@ def _equal(a: Any, b: Any) -> bool:
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
         b = b.to(a.device)
-        return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+        return torch.equal(a, b) or (
+            a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+        )
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a.shape == b.shape and all(_equal(x, y) for x, y in zip(a.ravel().tolist(), b.ravel().tolist(), strict=True))
+        return a.shape == b.shape and all(
+            _equal(x, y) for x, y in zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)
+        )
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+        return (
+            type(a) is type(b)
+            and len(a) == len(b)
+            and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+        )
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (a != a and b != b)
     return type(a) is type(b) and bool(a == b)

@@ -69,7 +69,9 @@ def tensor_fingerprint(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     for chunk in flat.split(size):
         value = values[: chunk.numel()].copy_(chunk)
         if dtype.is_floating_point and dtype.itemsize > 1:
-            value.add_(0)  # -0.0 + 0 = +0.0, whose bits are all zero; after the cast, which can round to -0.0
+            value.add_(
+                0
+            )  # -0.0 + 0 = +0.0, whose bits are all zero; after the cast, which can round to -0.0
         bits = value.view(_INT_OF_SIZE[dtype.itemsize]).to(torch.int32)
         bits.mul_(_MIX_1)
         bits.bitwise_xor_(torch.bitwise_right_shift(bits, 15, out=shifted[: bits.numel()]))
@@ -83,7 +85,9 @@ def combine(*fingerprints: int) -> int:
     return sum(fingerprints) % MODULUS
 
 
-def fingerprints(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, int]:
+def fingerprints(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> dict[str, int]:
     """`tensor_fingerprint` of each tensor, by name: tells which weight differs."""
     return {name: tensor_fingerprint(tensor, dtype) for name, tensor in named}
 
@@ -163,7 +167,11 @@ def _write_safetensors(named: list[tuple[str, Tensor]], file: BinaryIO) -> int:
     end = 0
     for name, tensor in named:
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 64)  # tensors that start on a cache line
     file.write(len(text).to_bytes(8, "little") + text)

@@ -37,14 +37,24 @@ def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
     """The function `file.py:name` or `module:name`. Raises FunctionError, also when it does not take these keyword arguments."""
     place, _, name = target.rpartition(":")
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
     except BaseException as error:  # a file may raise anything while it is loaded, also SystemExit
         line = traceback.extract_tb(error.__traceback__)[-1]
-        raise FunctionError(f"{place} cannot be loaded: {type(error).__name__}: {error} ({line.filename}:{line.lineno})") from error
+        raise FunctionError(
+            f"{place} cannot be loaded: {type(error).__name__}: {error} ({line.filename}:{line.lineno})"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        raise FunctionError(f"{place} has no function {name!r}; its functions are {', '.join(functions) or 'none'}")
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise FunctionError(
+            f"{place} has no function {name!r}; its functions are {', '.join(functions) or 'none'}"
+        )
     try:
         signature = inspect.signature(function)
         signature.bind(**dict.fromkeys(argument_names))
@@ -69,7 +79,12 @@ def _load_file(path: Path) -> ModuleType:
 
 def main() -> None:
     """Serve until stdin ends. Arguments: the function, the names of its arguments as JSON, seconds per call, the parent's process id."""
-    target, names, limit, parent = sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    target, names, limit, parent = (
+        sys.argv[1],
+        json.loads(sys.argv[2]),
+        float(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     _die_with(parent)
     calls, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -84,16 +99,32 @@ def main() -> None:
         tell(failed=str(error))
         return
     tell(ready=True, concurrent=inspect.iscoroutinefunction(function))
-    with asyncio.Runner() as runner:  # one event loop for the life of the process: clients that the user's file keeps stay usable
+    with (
+        asyncio.Runner() as runner
+    ):  # one event loop for the life of the process: clients that the user's file keeps stay usable
         while chunk := _read(calls):
             if inspect.iscoroutinefunction(function):
-                runner.run(_all([_await(function(**arguments), number, limit, tell) for number, arguments in chunk]))
+                runner.run(
+                    _all(
+                        [
+                            _await(function(**arguments), number, limit, tell)
+                            for number, arguments in chunk
+                        ]
+                    )
+                )
             else:
-                for number, arguments in chunk:  # outside the loop, because the function may run a loop of its own
+                for (
+                    number,
+                    arguments,
+                ) in chunk:  # outside the loop, because the function may run a loop of its own
                     tell(start=number)
                     try:
                         value = function(**arguments)
-                        result = runner.run(_limited(value, limit)) if inspect.isawaitable(value) else result_of(value)
+                        result = (
+                            runner.run(_limited(value, limit))
+                            if inspect.isawaitable(value)
+                            else result_of(value)
+                        )
                     except BaseException as error:  # whatever user code raises, SystemExit too, is this call's result and not our end
                         result = failure(error)
                     tell(done=number, **asdict(result))
@@ -103,7 +134,9 @@ async def _all(calls: list[Awaitable[None]]) -> None:
     await asyncio.gather(*calls)
 
 
-async def _await(value: Awaitable[Any], number: int, limit: float, tell: Callable[..., None]) -> None:
+async def _await(
+    value: Awaitable[Any], number: int, limit: float, tell: Callable[..., None]
+) -> None:
     tell(start=number)
     try:
         result = await _limited(value, limit)
@@ -117,7 +150,11 @@ async def _limited(value: Awaitable[Any], limit: float) -> RewardResult:
         async with asyncio.timeout(limit) as clock:
             return result_of(await value)
     except TimeoutError as error:
-        return RewardResult(None, error="Timeout", traceback=f"no score within {limit:g} s") if clock.expired() else failure(error)
+        return (
+            RewardResult(None, error="Timeout", traceback=f"no score within {limit:g} s")
+            if clock.expired()
+            else failure(error)
+        )
 
 
 def _read(calls: BinaryIO) -> list[Call] | None:

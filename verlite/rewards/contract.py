@@ -35,15 +35,27 @@ def check_reward(function: str, kwargs: dict[str, Any] | None = None) -> list[st
     Raises:
         ValueError: a name that is none of these.
     """
-    place, _, name = function.rpartition(":") if not function.endswith(".py") else (function, ":", "compute_score")
+    place, _, name = (
+        function.rpartition(":")
+        if not function.endswith(".py")
+        else (function, ":", "compute_score")
+    )
     if not place:
-        raise ValueError(f"reward function {function!r}: write FILE.py, FILE.py:function or package.module:function")
+        raise ValueError(
+            f"reward function {function!r}: write FILE.py, FILE.py:function or package.module:function"
+        )
     if not place.endswith(".py") and module_file(place) is None:
         raise ValueError(f"there is no module {place} on the Python path")
-    scorer = Scorer(CustomRewardConfig(path=place, name=name, reward_kwargs=kwargs or {}), RewardConfig(item_timeout_s=TIME_LIMIT_S))
+    scorer = Scorer(
+        CustomRewardConfig(path=place, name=name, reward_kwargs=kwargs or {}),
+        RewardConfig(item_timeout_s=TIME_LIMIT_S),
+    )
     try:
         scorer.check_signature(["contract"])
-        items = [RewardItem("contract", text, "42", {"index": 0, "split": "test"}) for text in ANSWERS.values()]
+        items = [
+            RewardItem("contract", text, "42", {"index": 0, "split": "test"})
+            for text in ANSWERS.values()
+        ]
         first = scorer.score(items)
         again = scorer.score(copy.deepcopy(items[::-1]))[::-1]
         bare = scorer.score([RewardItem("contract", text, "42", {}) for text in ANSWERS.values()])
@@ -54,25 +66,46 @@ def check_reward(function: str, kwargs: dict[str, Any] | None = None) -> list[st
     return _findings(first, again, bare)
 
 
-def _findings(first: list[RewardResult], again: list[RewardResult], bare: list[RewardResult]) -> list[str]:
+def _findings(
+    first: list[RewardResult], again: list[RewardResult], bare: list[RewardResult]
+) -> list[str]:
     names = list(ANSWERS)
     problems = _on(
-        {name: f"{result.error}: {_last_line(result)}" for name, result in zip(names, first, strict=True) if result.score is None}
+        {
+            name: f"{result.error}: {_last_line(result)}"
+            for name, result in zip(names, first, strict=True)
+            if result.score is None
+        }
     )
     if problems:
         return problems
     changed = "another result when scored again: the order of calls or chance decides"
     pairs = zip(names, first, again, strict=True)
-    problems += _on({name: changed for name, one, two in pairs if (one.score, one.parts) != (two.score, two.parts)})
+    problems += _on(
+        {
+            name: changed
+            for name, one, two in pairs
+            if (one.score, one.parts) != (two.score, two.parts)
+        }
+    )
     missing = "without extra_info {}: give what you look up there a default"
-    problems += _on({name: missing.format(result.error) for name, result in zip(names, bare, strict=True) if result.score is None})
+    problems += _on(
+        {
+            name: missing.format(result.error)
+            for name, result in zip(names, bare, strict=True)
+            if result.score is None
+        }
+    )
     parts = {tuple(sorted(result.parts)) for result in first}
     if len(parts) > 1:
         problems.append(
             f"returns other parts for other answers, {' and '.join(map(str, sorted(parts)))}: a metric would be a mean over some"
         )
     scores = {name: result.score or 0.0 for name, result in zip(names, first, strict=True)}
-    wrong, best = scores["a wrong answer"], max(score for name, score in scores.items() if name.startswith("the ground truth"))
+    wrong, best = (
+        scores["a wrong answer"],
+        max(score for name, score in scores.items() if name.startswith("the ground truth")),
+    )
     if best <= wrong:
         problems.append(
             f"the ground truth, however it is written, scores no higher than a wrong answer ({wrong:g}): there is nothing to learn from, "
@@ -86,7 +119,10 @@ def _on(messages: dict[str, str]) -> list[str]:
     about: dict[str, list[str]] = {}
     for name, message in messages.items():
         about.setdefault(message, []).append(name)
-    return [f"on {'all answers' if len(names) == len(ANSWERS) else ', '.join(names)}: {message}" for message, names in about.items()]
+    return [
+        f"on {'all answers' if len(names) == len(ANSWERS) else ', '.join(names)}: {message}"
+        for message, names in about.items()
+    ]
 
 
 def _last_line(result: RewardResult) -> str:

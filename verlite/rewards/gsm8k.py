@@ -23,7 +23,12 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, *, method: str = "strict"
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    method: str = "strict",
 ) -> float:
     """1.0 when the extracted answer equals the ground truth as a number, else 0.0.
 

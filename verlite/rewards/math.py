@@ -11,7 +11,9 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that our process must bring its own time limit; it does
+logging.getLogger("math_verify").setLevel(
+    logging.ERROR
+)  # it warns that our process must bring its own time limit; it does
 
 ANSWER_LINE_SOURCES = ("aime", "math")
 """Data whose prompts ask for a last line "Answer: ..."; a box is accepted too. All other data asks for a box."""
@@ -19,9 +21,13 @@ ANSWER_LINE_SOURCES = ("aime", "math")
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last complete \boxed{...} or \fbox{...}, braces matched; also "\boxed 5" up to $ or line end. Else None."""
-    opened: list[tuple[int, bool]] = []  # position after each open brace, and whether it opens a box
+    opened: list[
+        tuple[int, bool]
+    ] = []  # position after each open brace, and whether it opens a box
     last_start, content = -1, None
-    for token in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\boxed\s+(?P<bare>(?:(?!\\boxed|\\fbox)[^$\n])+)|\\[{}]|[{}]", text):
+    for token in re.finditer(
+        r"\\(?:boxed|fbox)\s*\{|\\boxed\s+(?P<bare>(?:(?!\\boxed|\\fbox)[^$\n])+)|\\[{}]|[{}]", text
+    ):
         if token["bare"]:
             last_start, content = token.start(), token["bare"].strip()
         elif token.group() == "}" and opened:
@@ -49,7 +55,9 @@ def equivalent(answer: str, truth: str) -> bool:
     return verify(*sides, timeout_seconds=None)
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> float:
     r"""1.0 when the response's last \boxed{...} is equivalent to the ground truth, else 0.0."""
     answer = last_boxed(solution_str)
     if answer is None and data_source.startswith(ANSWER_LINE_SOURCES):

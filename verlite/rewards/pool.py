@@ -23,7 +23,9 @@ from verlite.rewards.result import RewardResult
 MAX_PROCESSES = 8
 SYNC_CHUNK = 16  # calls per message: enough to hide the pipe, few enough to keep all processes busy to the end
 ASYNC_CHUNK = 128  # calls in flight at once in one process
-LOAD_RETRIES = 3  # processes in a row that may die while they load a function that has loaded before
+LOAD_RETRIES = (
+    3  # processes in a row that may die while they load a function that has loaded before
+)
 ASYNC_GRACE_S = 2.0  # asynchronous calls end themselves at their limit; one that blocks its event loop is killed this much later
 
 
@@ -44,8 +46,17 @@ class Pool:
         share: int = 1,
         folder: str | None = None,
     ) -> None:
-        self.target, self.argument_names, self.call_limit_s, self.folder = target, list(argument_names), call_limit_s, folder
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.target, self.argument_names, self.call_limit_s, self.folder = (
+            target,
+            list(argument_names),
+            call_limit_s,
+            folder,
+        )
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         self.size = size or min(max(1, cores // share), MAX_PROCESSES)
         self._children: list[_Child] = []
         self._load_retries = 0  # what has never loaded fails at once
@@ -79,14 +90,20 @@ class Pool:
         def give_up(child: _Child, error: str, text: str) -> None:
             self._end(child)
             under_way = child.started & child.unfinished.keys() or set(child.unfinished)
-            waiting.extendleft(call for number, call in reversed(child.unfinished.items()) if number not in under_way)
+            waiting.extendleft(
+                call
+                for number, call in reversed(child.unfinished.items())
+                if number not in under_way
+            )
             if len(under_way) == 1:
                 results[under_way.pop()] = RewardResult(None, error=error, traceback=text)
             else:  # one of several is guilty
                 alone.extend(child.unfinished[number] for number in sorted(under_way))
 
         try:
-            while len(results) < len(calls) or not (calls or any(child.ready for child in self._children)):
+            while len(results) < len(calls) or not (
+                calls or any(child.ready for child in self._children)
+            ):
                 self._hand_out(waiting, alone)
                 next_limit = min([deadline, *(child.deadline for child in self._children)])
                 for key, _ in self._selector.select(max(0.0, next_limit - time.monotonic())):
@@ -96,7 +113,9 @@ class Pool:
                         self._end(child)
                         if not child.ready:
                             if not self._load_retries:
-                                raise FunctionError(f"{self.target}: the reward process {child.cause_of_death()} while loading it")
+                                raise FunctionError(
+                                    f"{self.target}: the reward process {child.cause_of_death()} while loading it"
+                                )
                             self._load_retries -= 1
                         give_up(child, "Died", f"the reward process {child.cause_of_death()}")
                     for event in child.events(data):
@@ -106,11 +125,19 @@ class Pool:
                     self._end_busy()
                     break
                 for child in [child for child in self._children if child.deadline <= now]:
-                    give_up(child, "Timeout", f"no score within {self.call_limit_s:g} s; its process was killed")
+                    give_up(
+                        child,
+                        "Timeout",
+                        f"no score within {self.call_limit_s:g} s; its process was killed",
+                    )
         except BaseException:
             self._end_busy()
             raise
-        late = RewardResult(None, error="Timeout", traceback="the time for this step's rewards was over before this one was scored")
+        late = RewardResult(
+            None,
+            error="Timeout",
+            traceback="the time for this step's rewards was over before this one was scored",
+        )
         return [results.get(number, late) for number in range(len(calls))]
 
     def _hand_out(self, waiting: deque[Call], alone: deque[Call]) -> None:
@@ -123,10 +150,17 @@ class Pool:
         for child in self._children:
             if not child.ready or child.unfinished or not (waiting or alone):
                 continue
-            share = min(ASYNC_CHUNK if child.concurrent else SYNC_CHUNK, -(-len(waiting) // self.size))
-            child.send([alone.popleft()] if alone else [waiting.popleft() for _ in range(share)], self.call_limit_s)
+            share = min(
+                ASYNC_CHUNK if child.concurrent else SYNC_CHUNK, -(-len(waiting) // self.size)
+            )
+            child.send(
+                [alone.popleft()] if alone else [waiting.popleft() for _ in range(share)],
+                self.call_limit_s,
+            )
 
-    def _take(self, child: "_Child", event: dict[str, Any], results: dict[int, RewardResult]) -> None:
+    def _take(
+        self, child: "_Child", event: dict[str, Any], results: dict[int, RewardResult]
+    ) -> None:
         match event:
             case {"failed": message}:
                 raise FunctionError(message)
@@ -135,7 +169,11 @@ class Pool:
                 self._load_retries = LOAD_RETRIES
             case {"start": number}:
                 child.started.add(number)
-                child.deadline = time.monotonic() + self.call_limit_s + (ASYNC_GRACE_S if child.concurrent else 0.0)
+                child.deadline = (
+                    time.monotonic()
+                    + self.call_limit_s
+                    + (ASYNC_GRACE_S if child.concurrent else 0.0)
+                )
             case {"done": number, **values}:
                 results[number] = RewardResult(**values)
                 del child.unfinished[number]
@@ -145,7 +183,12 @@ class Pool:
     def _open(self) -> subprocess.Popen[bytes]:
         # The child gets our sys.path as it is: an environment variable would reach the programs that user code starts.
         start = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from verlite.rewards.child import main; main()"
-        arguments = [self.target, json.dumps(self.argument_names), str(self.call_limit_s), str(os.getpid())]
+        arguments = [
+            self.target,
+            json.dumps(self.argument_names),
+            str(self.call_limit_s),
+            str(os.getpid()),
+        ]
         path = json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path])
         return subprocess.Popen(
             [sys.executable, "-P", "-c", start, *arguments, path],
@@ -182,9 +225,13 @@ class _Child:
 
     def send(self, chunk: list[Call], limit_s: float) -> None:
         self.unfinished, self.started = {call[0]: call for call in chunk}, set()
-        self.deadline = time.monotonic() + limit_s + ASYNC_GRACE_S  # until the first call reports its start
+        self.deadline = (
+            time.monotonic() + limit_s + ASYNC_GRACE_S
+        )  # until the first call reports its start
         data = pickle.dumps(chunk)
-        with suppress(BrokenPipeError):  # it has died: its output ends too, and that is where this is handled
+        with suppress(
+            BrokenPipeError
+        ):  # it has died: its output ends too, and that is where this is handled
             self.input.write(struct.pack("<Q", len(data)) + data)
             self.input.flush()
 
@@ -204,4 +251,6 @@ class _Child:
         code = self.process.returncode
         if code >= 0:
             return f"ended itself with exit code {code}"
-        return f"was killed by {signal.Signals(-code).name}" + (", perhaps for lack of memory" if -code == signal.SIGKILL else "")
+        return f"was killed by {signal.Signals(-code).name}" + (
+            ", perhaps for lack of memory" if -code == signal.SIGKILL else ""
+        )

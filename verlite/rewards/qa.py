@@ -80,12 +80,18 @@ def compute_score(
             raise ValueError(f"{name}={value} is outside [0, 1]: a right answer scores 1")
     if structure_format_score + retrieval_score > 1:
         total = f"{structure_format_score} + {retrieval_score}"
-        raise ValueError(f"structure_format_score + retrieval_score = {total} is above 1: a wrong answer would beat a right one")
+        raise ValueError(
+            f"structure_format_score + retrieval_score = {total} is above 1: a wrong answer would beat a right one"
+        )
     golds = gold_answers(ground_truth)
     trajectory = (extra_info or {}).get("trajectory")
     segments = [("model", solution_str)] if trajectory is None else trajectory["segments"]
     blocks = observations(segments)
-    given = [answer for who, text in segments if who == "model" and (answer := last_answer(text)) is not None]  # no tag spans two turns
+    given = [
+        answer
+        for who, text in segments
+        if who == "model" and (answer := last_answer(text)) is not None
+    ]  # no tag spans two turns
     answer = given[-1] if given else None
     right = answer is not None and matches(answer, golds, method)
     retrieved = blocks is not None and holds(blocks, golds)
@@ -155,7 +161,9 @@ def observations(segments: Sequence[Sequence[str]]) -> list[str] | None:
     state, retrieved = "start", []
     for who, text in segments:
         if who not in ("model", "tool"):
-            raise ValueError(f"a segment of the trajectory is by {who!r:.100}, expected model or tool")
+            raise ValueError(
+                f"a segment of the trajectory is by {who!r:.100}, expected model or tool"
+            )
         if who == "model":
             for piece in TAG.split(text):
                 if TAG.fullmatch(piece):
@@ -163,7 +171,11 @@ def observations(segments: Sequence[Sequence[str]]) -> list[str] | None:
                 elif piece.strip() and not state.startswith("in "):
                     return None
         elif text := text.strip():
-            if not (state == "searched" and text.startswith("<information>") and text.endswith("</information>")):
+            if not (
+                state == "searched"
+                and text.startswith("<information>")
+                and text.endswith("</information>")
+            ):
                 return None
             state = "informed"
             retrieved.append(text.removeprefix("<information>").removesuffix("</information>"))
@@ -179,6 +191,12 @@ def gold_answers(ground_truth: Any) -> list[str]:
     if hasattr(target, "tolist"):  # numpy's, as some readers of parquet files give it
         target = target.tolist()
     golds = [target] if isinstance(target, str) else target
-    if not isinstance(golds, list | tuple) or not all(isinstance(gold, str) for gold in golds) or not any(map(str.strip, golds)):
-        raise ValueError(f'ground_truth={ground_truth!r:.200} has no answers: expected {{"target": [text, ...]}}')
+    if (
+        not isinstance(golds, list | tuple)
+        or not all(isinstance(gold, str) for gold in golds)
+        or not any(map(str.strip, golds))
+    ):
+        raise ValueError(
+            f'ground_truth={ground_truth!r:.200} has no answers: expected {{"target": [text, ...]}}'
+        )
     return list(golds)

@@ -58,7 +58,9 @@ def result_of(value: Any) -> RewardResult:
     """
     if isinstance(value, Mapping):
         if "score" not in value:
-            raise BadReturn(f'returned a dict without "score"; its keys are {", ".join(map(str, value)) or "none"}')
+            raise BadReturn(
+                f'returned a dict without "score"; its keys are {", ".join(map(str, value)) or "none"}'
+            )
         parts = {str(key): _part(part) for key, part in value.items() if key != "score"}
         return RewardResult(_score(value["score"], 'under "score"'), parts)
     return RewardResult(_score(value, ""))
@@ -69,14 +71,21 @@ def failure(error: BaseException) -> RewardResult:
     if isinstance(error, BadReturn):
         return RewardResult(None, error=BadReturn.__name__, traceback=str(error))
     frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_globals.get("__name__") == CALLER:
+    while (
+        frames is not None
+        and frames.tb_next is not None
+        and frames.tb_frame.f_globals.get("__name__") == CALLER
+    ):
         frames = frames.tb_next  # the user knows their own file, not what calls it
     text = "".join(traceback.format_exception(type(error), error, frames))
     return RewardResult(None, error=type(error).__name__, traceback=text[-TRACEBACK_LIMIT:])
 
 
 def _score(value: Any, where: str) -> float:
-    wrong = BadReturn(" ".join(f"returned {value!r:.200} {where}".split()) + '; expected a finite number or a dict with one under "score"')
+    wrong = BadReturn(
+        " ".join(f"returned {value!r:.200} {where}".split())
+        + '; expected a finite number or a dict with one under "score"'
+    )
     if value is None or isinstance(value, (str, bytes)):
         raise wrong
     try:

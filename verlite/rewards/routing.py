@@ -26,7 +26,11 @@ SCORERS = {
 }
 """Data source to module:function. A name that ends in * stands for all sources that begin with it."""
 
-IN_PROCESS = {"verlite.rewards.gsm8k:compute_score", "verlite.rewards.exact:compute_score", "verlite.rewards.qa:compute_score"}
+IN_PROCESS = {
+    "verlite.rewards.gsm8k:compute_score",
+    "verlite.rewards.exact:compute_score",
+    "verlite.rewards.qa:compute_score",
+}
 """Scorers whose time is bounded by their code: they need no process of their own."""
 
 

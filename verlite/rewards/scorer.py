@@ -55,7 +55,13 @@ class Scorer:
     as a `share`-th of the machine's cores, with `folder` as their working directory where there is such a one.
     """
 
-    def __init__(self, custom: CustomRewardConfig, reward: RewardConfig, share: int = 1, folder: str | None = None) -> None:
+    def __init__(
+        self,
+        custom: CustomRewardConfig,
+        reward: RewardConfig,
+        share: int = 1,
+        folder: str | None = None,
+    ) -> None:
         self._custom = f"{_place(custom.path)}:{custom.name}" if custom.path else None
         self._kwargs, self._reward, self._share = dict(custom.reward_kwargs), reward, share
         self._folder = folder if folder and Path(folder).is_dir() else None
@@ -72,7 +78,9 @@ class Scorer:
         if self._custom:
             place = self._custom.rpartition(":")[0]
             if names_a_file(place) and not (place.endswith(".py") and Path(place).is_file()):
-                raise FunctionError(f"custom_reward_function.path={place} is not a Python file that exists")
+                raise FunctionError(
+                    f"custom_reward_function.path={place} is not a Python file that exists"
+                )
         for target in self._by_target(data_sources):
             try:
                 if target in IN_PROCESS:
@@ -82,7 +90,9 @@ class Scorer:
             except FunctionError as error:
                 raise FunctionError(f"custom_reward_function: {error}") from error
 
-    def score(self, items: Sequence[RewardItem], limit_s: float | None = None) -> list[RewardResult]:
+    def score(
+        self, items: Sequence[RewardItem], limit_s: float | None = None
+    ) -> list[RewardResult]:
         """One result per item, in order, within limit_s, or reward.timeout_s where it is None.
 
         A failed call is a result with an error class and a traceback. Raises FunctionError when the function cannot be
@@ -90,7 +100,9 @@ class Scorer:
         """
         deadline = time.monotonic() + (self._reward.timeout_s if limit_s is None else limit_s)
         results: dict[int, RewardResult] = {}
-        for target, numbers in self._by_target(item.data_source for item in items).items() if items else ():
+        for target, numbers in (
+            self._by_target(item.data_source for item in items).items() if items else ()
+        ):
             calls = [{**items[number].arguments(), **self._kwargs} for number in numbers]
             if target in IN_PROCESS:
                 scored = [_call(self._function(target), call) for call in calls]
@@ -105,13 +117,25 @@ class Scorer:
         Raises FunctionError when every call failed: then no response could be scored either.
         """
         rows = [row for row in rows if row.ground_truth is not None]
-        answers = [[RewardItem(row.data_source, text, row.ground_truth, row.extra_info) for text in _answers(row)] for row in rows]
+        answers = [
+            [
+                RewardItem(row.data_source, text, row.ground_truth, row.extra_info)
+                for text in _answers(row)
+            ]
+            for row in rows
+        ]
         scored: list[list[RewardResult]] = [[] for _ in rows]
         undecided = list(range(len(rows)))
         while undecided:
-            for i, result in zip(undecided, self.score([answers[i][len(scored[i])] for i in undecided]), strict=True):
+            for i, result in zip(
+                undecided, self.score([answers[i][len(scored[i])] for i in undecided]), strict=True
+            ):
                 scored[i].append(result)
-            undecided = [i for i in undecided if len(scored[i]) < len(answers[i]) and not _decides(scored[i][-1])]
+            undecided = [
+                i
+                for i in undecided
+                if len(scored[i]) < len(answers[i]) and not _decides(scored[i][-1])
+            ]
         if rows and all(result.error for results in scored for result in results):
             raise FunctionError(
                 f"{self._named(rows[0].data_source)} fails on the data's own answers, in all {len(rows)} rows that were tried, "
@@ -122,8 +146,14 @@ class Scorer:
         for items, results in zip(answers, scored, strict=True):
             if not any((result.score or 0.0) > 0 for result in results):
                 item, result = items[0], results[0]
-                outcome = f"{result.error} ({(result.traceback or '').splitlines()[-1]})" if result.error else f"score {result.score:g}"
-                rejected.append(f"{item.data_source}: {item.solution_str[:100]!r} for {str(item.ground_truth)[:100]!r}: {outcome}")
+                outcome = (
+                    f"{result.error} ({(result.traceback or '').splitlines()[-1]})"
+                    if result.error
+                    else f"score {result.score:g}"
+                )
+                rejected.append(
+                    f"{item.data_source}: {item.solution_str[:100]!r} for {str(item.ground_truth)[:100]!r}: {outcome}"
+                )
         return SelfCheck(len(rows), rejected)
 
     def close(self) -> None:
@@ -159,8 +189,14 @@ class Scorer:
 
     def _pool(self, target: str) -> Pool:
         if target not in self._pools:
-            limit = self._reward.item_timeout_s if target == self._custom else min(self._reward.item_timeout_s, BUILT_IN_LIMIT_S)
-            self._pools[target] = Pool(target, self._names, limit, share=self._share, folder=self._folder)
+            limit = (
+                self._reward.item_timeout_s
+                if target == self._custom
+                else min(self._reward.item_timeout_s, BUILT_IN_LIMIT_S)
+            )
+            self._pools[target] = Pool(
+                target, self._names, limit, share=self._share, folder=self._folder
+            )
         return self._pools[target]
 
 
@@ -172,7 +208,9 @@ def _place(path: str) -> str:
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> RewardResult:
     try:
         return result_of(function(**arguments))
-    except Exception as error:  # also of our own scorers: a ground truth that is no number, for example
+    except (
+        Exception
+    ) as error:  # also of our own scorers: a ground truth that is no number, for example
         return failure(error)
 
 
@@ -189,4 +227,6 @@ def _answers(row: Row) -> list[str]:
     if isinstance(truth, list) and truth:
         truth = truth[0]
     forms = [f"{truth}", f"#### {truth}", f"\\boxed{{{truth}}}", f"<answer>{truth}</answer>"]
-    return forms + [text for key in ("answer", "solution") if isinstance(text := row.extra_info.get(key), str)]
+    return forms + [
+        text for key in ("answer", "solution") if isinstance(text := row.extra_info.get(key), str)
+    ]

@@ -82,7 +82,13 @@ class Core(Protocol):
 class BatchedEngine:
     """An `Engine` (see types.py) around a Core that `make_core` builds on the engine's own thread."""
 
-    def __init__(self, make_core: Callable[[], Core], *, has_weights: bool = False, request_timeout_s: float = 1800.0):
+    def __init__(
+        self,
+        make_core: Callable[[], Core],
+        *,
+        has_weights: bool = False,
+        request_timeout_s: float = 1800.0,
+    ):
         self.version = 0 if has_weights else -1
         self._timeout = request_timeout_s
         self._refusal = None if has_weights else "it has no weights yet: load_weights() comes first"
@@ -97,7 +103,9 @@ class BatchedEngine:
         self._last_step = time.monotonic()
         self._closing = False
         started: Future[PreTrainedTokenizerBase] = Future()
-        self._thread = threading.Thread(target=self._run, args=(make_core, started), name="verlite-generate", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(make_core, started), name="verlite-generate", daemon=True
+        )
         self._thread.start()
         self.tokenizer = started.result()
 
@@ -130,7 +138,9 @@ class BatchedEngine:
         self._starting.put(add)
         began = time.monotonic()
         try:
-            await asyncio.sleep(0)  # until every task that was started or woken with this one has come here
+            await asyncio.sleep(
+                0
+            )  # until every task that was started or woken with this one has come here
             self._send_starting()
             if self._death is not None:  # the thread may have ended without seeing these jobs
                 raise self._death
@@ -162,14 +172,20 @@ class BatchedEngine:
             if together:
                 self._jobs.put(add_all)
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int, expected_fingerprint: int) -> None:
+    def load_weights(
+        self, named: Iterable[tuple[str, Tensor]], version: int, expected_fingerprint: int
+    ) -> None:
         """Replace all weights, all or nothing; see `Engine.load_weights`. `named` is consumed on the engine's thread."""
 
         def load(core: Core) -> None:
             if core.pending():
-                raise WeightSyncError(f"{core.pending()} requests are still running; a sequence must not mix weight versions")
+                raise WeightSyncError(
+                    f"{core.pending()} requests are still running; a sequence must not mix weight versions"
+                )
             if "weights" in self._asleep:
-                raise WeightSyncError('the engine sleeps: wake("weights") comes before load_weights()')
+                raise WeightSyncError(
+                    'the engine sleeps: wake("weights") comes before load_weights()'
+                )
             self._refusal = f"the sync to weight version {version} did not complete; sync again"
             try:
                 core.load(named)
@@ -183,7 +199,11 @@ class BatchedEngine:
                 ) from error
             before, self._fingerprint = self._fingerprint, found
             if found != expected_fingerprint:
-                stale = ", which are the weights from before the sync: loading had no effect" if found == before else ""
+                stale = (
+                    ", which are the weights from before the sync: loading had no effect"
+                    if found == before
+                    else ""
+                )
                 self._refusal = f"its weights after the sync to version {version} are not the trainer's; sync again"
                 raise WeightSyncError(
                     f"sync to weight version {version}: the engine holds weights with fingerprint {found:08x}{stale}; the trainer's "
@@ -203,7 +223,9 @@ class BatchedEngine:
 
         def sleep(core: Core) -> None:
             if core.pending():
-                raise RuntimeError(f"the engine cannot sleep: {core.pending()} requests are running")
+                raise RuntimeError(
+                    f"the engine cannot sleep: {core.pending()} requests are running"
+                )
             self._asleep |= core.sleep()
             if "weights" in self._asleep:
                 self._refusal = "sleep() freed its weights; wake it and sync again"
@@ -233,7 +255,9 @@ class BatchedEngine:
             raise self._death
         if self._asleep or self._refusal:
             reason = self._refusal or f'it sleeps; wake("{min(self._asleep)}") comes first'
-            raise EngineError(f"the engine (weight version {self.version}) refuses to generate: {reason}")
+            raise EngineError(
+                f"the engine (weight version {self.version}) refuses to generate: {reason}"
+            )
 
     def _call(self, job: Callable[[Core], Any]) -> Any:
         """Run `job` on the engine's thread between two steps; its result or exception."""
@@ -257,7 +281,9 @@ class BatchedEngine:
                 if not future.done() and self._death is not None:
                     raise self._death from None
 
-    def _run(self, make_core: Callable[[], Core], started: "Future[PreTrainedTokenizerBase]") -> None:
+    def _run(
+        self, make_core: Callable[[], Core], started: "Future[PreTrainedTokenizerBase]"
+    ) -> None:
         try:
             core = make_core()
         except BaseException as error:
@@ -271,8 +297,12 @@ class BatchedEngine:
                     self._resolve(core.step())
                     self._last_step = time.monotonic()
             self._death = EngineError("the engine was closed")
-        except BaseException as error:  # nothing may end this thread without a word to those who wait
-            self._death = EngineError(f"the engine died in a generation step: {type(error).__name__}: {error}")
+        except (
+            BaseException
+        ) as error:  # nothing may end this thread without a word to those who wait
+            self._death = EngineError(
+                f"the engine died in a generation step: {type(error).__name__}: {error}"
+            )
             self._death.__cause__ = error
         while not self._jobs.empty():
             self._jobs.get()(core)
@@ -289,7 +319,13 @@ class BatchedEngine:
 
     def _resolve(self, step: list[Finished]) -> None:
         done = [(self._waiting.pop(one.request_id, None), one) for one in step]
-        _answer([(waiter, Completion(*one[1:], self.version)) for waiter, one in done if waiter is not None])
+        _answer(
+            [
+                (waiter, Completion(*one[1:], self.version))
+                for waiter, one in done
+                if waiter is not None
+            ]
+        )
 
 
 def _answer(answers: list[tuple[Waiter, Completion | Exception]]) -> None:
@@ -306,13 +342,19 @@ def _answer(answers: list[tuple[Waiter, Completion | Exception]]) -> None:
 
     for loop in {waiter.get_loop(): None for waiter, _ in answers}:
         with suppress(RuntimeError):  # the loop was closed, and with it all who waited
-            loop.call_soon_threadsafe(wake, [(waiter, answer) for waiter, answer in answers if waiter.get_loop() is loop])
+            loop.call_soon_threadsafe(
+                wake, [(waiter, answer) for waiter, answer in answers if waiter.get_loop() is loop]
+            )
 
 
 def _check_prompt(ids: list[int], core: Core) -> None:
     if not ids:
         raise ValueError("the prompt is empty")
     if len(ids) >= core.max_model_len:
-        raise ValueError(f"the prompt has {len(ids)} tokens; with max_model_len={core.max_model_len} there is no room to answer")
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens; with max_model_len={core.max_model_len} there is no room to answer"
+        )
     if min(ids) < 0 or max(ids) >= core.vocab_size:
-        raise ValueError(f"the prompt has token {min(ids) if min(ids) < 0 else max(ids)}; the model's ids are 0 to {core.vocab_size - 1}")
+        raise ValueError(
+            f"the prompt has token {min(ids) if min(ids) < 0 else max(ids)}; the model's ids are 0 to {core.vocab_size - 1}"
+        )

@@ -37,13 +37,23 @@ def build_engine(
         from verlite.rollout.vllm import VLLMCore
 
         def make_core() -> Core:
-            return VLLMCore(model, rollout, dtype=dtype, device=device, max_model_len=max_model_len, seed=seed, pretrained=pretrained)
+            return VLLMCore(
+                model,
+                rollout,
+                dtype=dtype,
+                device=device,
+                max_model_len=max_model_len,
+                seed=seed,
+                pretrained=pretrained,
+            )
 
     elif name == "hf":
         from verlite.rollout.hf import HFCore
 
         if extra := rollout.engine_kwargs.get("hf"):
-            raise ValueError(f"rollout.engine_kwargs.hf.{min(extra)}: the hf engine has no extra arguments")
+            raise ValueError(
+                f"rollout.engine_kwargs.hf.{min(extra)}: the hf engine has no extra arguments"
+            )
 
         def make_core() -> Core:
             return HFCore(
@@ -58,4 +68,6 @@ def build_engine(
 
     else:
         raise ValueError(f"rollout.name={name!r} is not an engine; there are vllm and hf")
-    return BatchedEngine(make_core, has_weights=pretrained, request_timeout_s=rollout.request_timeout_s)
+    return BatchedEngine(
+        make_core, has_weights=pretrained, request_timeout_s=rollout.request_timeout_s
+    )

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_utils import AttentionInterface
 
 from verlite.config.schema import ModelConfig
@@ -53,7 +60,10 @@ class KVCache:
             return
         self.rows = max(self.rows, 1 << (rows - 1).bit_length())
         self.slots = max(self.slots, _MIN_SLOTS, 1 << (slots - 1).bit_length())
-        self._layers = {layer: (self._grown(keys), self._grown(values)) for layer, (keys, values) in self._layers.items()}
+        self._layers = {
+            layer: (self._grown(keys), self._grown(values))
+            for layer, (keys, values) in self._layers.items()
+        }
 
     def _grown(self, old: Tensor) -> Tensor:
         new = old.new_zeros(self.rows, old.shape[1], self.slots, old.shape[3])
@@ -78,7 +88,15 @@ class KVCache:
             keys[targets, :, :length] = keys[sources, :, :length]
             values[targets, :, :length] = values[sources, :, :length]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
         """Attention of one layer for the pass that was begun; query [b, heads, q, D] -> [b, q, heads, D]."""
         if layer not in self._layers:
             self._layers[layer] = (
@@ -93,10 +111,18 @@ class KVCache:
             values[rows, :, :length] = value[source]
             mask = None
             if window is not None and window < length:
-                age = torch.arange(length, device=key.device)[:, None] - torch.arange(length, device=key.device)
+                age = torch.arange(length, device=key.device)[:, None] - torch.arange(
+                    length, device=key.device
+                )
                 mask = (age >= 0) & (age < window)
             out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=key.shape[1] != query.shape[1],
             )
             return out.transpose(1, 2)
         keys[self._index, :, self._positions] = key[:, :, 0]
@@ -105,16 +131,24 @@ class KVCache:
         # The query heads that share one key-value head become that head's query positions: nothing is repeated.
         grouped = query.view(n, key.shape[1], heads // key.shape[1], size)
         out = F.scaled_dot_product_attention(
-            grouped, keys[:n, :, : self._length], values[:n, :, : self._length], attn_mask=self._mask(window, query.dtype), scale=scale
+            grouped,
+            keys[:n, :, : self._length],
+            values[:n, :, : self._length],
+            attn_mask=self._mask(window, query.dtype),
+            scale=scale,
         )
         return out.reshape(n, 1, heads, values.shape[3])
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive [n, 1, 1, L] mask of this decode step, for all layers with this window."""
         if window not in self._masks:
-            age = self._positions[:, None] - torch.arange(self._length, device=self._positions.device)
+            age = self._positions[:, None] - torch.arange(
+                self._length, device=self._positions.device
+            )
             seen = age >= 0 if window is None else (age >= 0) & (age < window)
-            self._masks[window] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None, None]
+            self._masks[window] = torch.zeros(
+                seen.shape, dtype=dtype, device=seen.device
+            ).masked_fill_(~seen, -torch.inf)[:, None, None]
         return self._masks[window]
 
 
@@ -129,7 +163,9 @@ def _attention(
     rollout_cache: KVCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    special = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    special = [
+        name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None
+    ]
     if rollout_cache is None or special:
         raise NotImplementedError(f"cached generation does not know {special}")
     return rollout_cache.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
@@ -170,7 +206,11 @@ class HFCore:
         self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self._eos = torch.tensor(sorted(eos_ids(model.path, self.model, self.tokenizer)), dtype=torch.int64, device=device)
+        self._eos = torch.tensor(
+            sorted(eos_ids(model.path, self.model, self.tokenizer)),
+            dtype=torch.int64,
+            device=device,
+        )
         self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
         self._seeds = random.Random(seed)
         self._waiting: deque[tuple[int, list[int], Sampling]] = deque()
@@ -205,7 +245,14 @@ class HFCore:
         rows, position = self._row_index[:n], self._position[:n]
         logits = self._next_logits(self._tokens[rows, position], position)
         draws = uniform(self._key[:n], position + 1)
-        ids, log_probs = sample(logits, self._temperature[:n], self._top_k[:n], self._top_p[:n], draws, filtered=self._filtered)
+        ids, log_probs = sample(
+            logits,
+            self._temperature[:n],
+            self._top_k[:n],
+            self._top_p[:n],
+            draws,
+            filtered=self._filtered,
+        )
         position += 1
         self._tokens[rows, position] = ids
         self._log_probs[rows, position] = log_probs
@@ -217,10 +264,19 @@ class HFCore:
             return []
         finished = []
         indices = ended.nonzero().flatten().tolist()
-        for i, stop, last in zip(indices, stopped[indices].tolist(), position[indices].tolist(), strict=True):
+        for i, stop, last in zip(
+            indices, stopped[indices].tolist(), position[indices].tolist(), strict=True
+        ):
             new = slice(self._rows[i].prompt_length, last + 1)
             reason = "stop" if stop else "length"
-            finished.append(Finished(self._rows[i].request_id, self._tokens[i, new].tolist(), self._log_probs[i, new].tolist(), reason))
+            finished.append(
+                Finished(
+                    self._rows[i].request_id,
+                    self._tokens[i, new].tolist(),
+                    self._log_probs[i, new].tolist(),
+                    reason,
+                )
+            )
         self._remove(indices)
         return finished
 
@@ -245,16 +301,26 @@ class HFCore:
                 _copy(name, tensor, targets[name])
                 missing.pop(targets[name].data_ptr(), None)
         if missing:
-            raise ValueError(f"{len(missing)} weights did not come, such as {min(missing.values())}")
+            raise ValueError(
+                f"{len(missing)} weights did not come, such as {min(missing.values())}"
+            )
 
     def _converted(self, checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the names inside the model, from those of its checkpoints: transformers fuses some, such as experts."""
         twin, report = type(self.model).from_pretrained(
-            None, config=self.model.config, state_dict=checkpoint, dtype=self.dtype, output_loading_info=True
+            None,
+            config=self.model.config,
+            state_dict=checkpoint,
+            dtype=self.dtype,
+            output_loading_info=True,
         )
         if report["unexpected_keys"]:
             raise ValueError(f"the model has no weight called {min(report['unexpected_keys'])}")
-        return {name: tensor for name, tensor in twin.state_dict().items() if name not in report["missing_keys"]}
+        return {
+            name: tensor
+            for name, tensor in twin.state_dict().items()
+            if name not in report["missing_keys"]
+        }
 
     def reset_caches(self) -> None:
         """Nothing outlives a request: keys and values are computed anew for each."""
@@ -312,16 +378,29 @@ class HFCore:
 
     def _admit(self) -> None:
         """Prefill waiting requests into new rows. Equal prompts are computed once."""
-        taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), self.max_num_seqs - len(self._rows)))]
+        taken = [
+            self._waiting.popleft()
+            for _ in range(min(len(self._waiting), self.max_num_seqs - len(self._rows)))
+        ]
         taken.sort(key=lambda request: (len(request[1]), request[1]))
         first = len(self._rows)
-        limits = [min(len(prompt) + sampling.max_tokens, self.max_model_len) for _, prompt, sampling in taken]
+        limits = [
+            min(len(prompt) + sampling.max_tokens, self.max_model_len)
+            for _, prompt, sampling in taken
+        ]
         if first + len(taken) > self._cache.rows or max(limits) > self._cache.slots:
             self._allocate_rows(first + len(taken), max(limits))
-        self._rows += [_Row(request_id, sampling, len(prompt)) for request_id, prompt, sampling in taken]
-        prompts, samplings = [prompt for _, prompt, _ in taken], [sampling for *_, sampling in taken]
+        self._rows += [
+            _Row(request_id, sampling, len(prompt)) for request_id, prompt, sampling in taken
+        ]
+        prompts, samplings = (
+            [prompt for _, prompt, _ in taken],
+            [sampling for *_, sampling in taken],
+        )
         new = slice(first, len(self._rows))
-        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+        padded = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(prompt) for prompt in prompts], batch_first=True
+        )
         self._tokens[new, : padded.shape[1]] = padded.to(self.device)
 
         def fill(tensor: Tensor, values: list[Any]) -> None:
@@ -329,9 +408,18 @@ class HFCore:
 
         fill(self._position, [len(prompt) - 1 for prompt in prompts])
         fill(self._limit, limits)
-        fill(self._key, [mix64(self._seeds.getrandbits(63) if s.seed is None else s.seed) for s in samplings])
+        fill(
+            self._key,
+            [mix64(self._seeds.getrandbits(63) if s.seed is None else s.seed) for s in samplings],
+        )
         fill(self._temperature, [s.temperature for s in samplings])
-        fill(self._top_k, [self.vocab_size if s.greedy or s.top_k < 1 else min(s.top_k, self.vocab_size) for s in samplings])
+        fill(
+            self._top_k,
+            [
+                self.vocab_size if s.greedy or s.top_k < 1 else min(s.top_k, self.vocab_size)
+                for s in samplings
+            ],
+        )
         fill(self._top_p, [1.0 if s.greedy else s.top_p for s in samplings])
         fill(self._heeds_eos, [not s.ignore_eos for s in samplings])
         self._note_rows()
@@ -358,9 +446,13 @@ class HFCore:
             ids[i, : len(context)] = torch.tensor(context)
         rows = [row for rows in batch.values() for row in rows]
         source = [i for i, rows in enumerate(batch.values()) for _ in rows]
-        self._cache.begin_prefill(torch.tensor(rows, device=self.device), torch.tensor(source, device=self.device))
+        self._cache.begin_prefill(
+            torch.tensor(rows, device=self.device), torch.tensor(source, device=self.device)
+        )
         positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
-        self.model.base_model(input_ids=ids, position_ids=positions, use_cache=False, rollout_cache=self._cache)
+        self.model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, rollout_cache=self._cache
+        )
 
     def _remove(self, indices: list[int]) -> None:
         """Drop rows; the last rows move into the gaps."""
@@ -375,7 +467,15 @@ class HFCore:
             self._cache.move(sources, targets, length)
             for tensor in (self._tokens, self._log_probs):
                 tensor[targets, :length] = tensor[sources, :length]
-            for tensor in (self._position, self._limit, self._key, self._temperature, self._top_k, self._top_p, self._heeds_eos):
+            for tensor in (
+                self._position,
+                self._limit,
+                self._key,
+                self._temperature,
+                self._top_k,
+                self._top_p,
+                self._heeds_eos,
+            ):
                 tensor[targets] = tensor[sources]
         del self._rows[n:]
         self._note_rows()
@@ -387,7 +487,12 @@ class HFCore:
         if not self._caching:
             return self._recomputed_logits(position)
         self._cache.begin_decode(position)
-        out = self.model(input_ids=ids[:, None], position_ids=position[:, None], use_cache=False, rollout_cache=self._cache)
+        out = self.model(
+            input_ids=ids[:, None],
+            position_ids=position[:, None],
+            use_cache=False,
+            rollout_cache=self._cache,
+        )
         return out.logits[:, -1]
 
     def _recomputed_logits(self, position: Tensor) -> Tensor:
@@ -397,7 +502,9 @@ class HFCore:
         mask = torch.arange(length, device=self.device) <= position[:, None]
         for i in range(0, len(position), step := max(1, _PREFILL_TOKENS // length)):
             part = slice(i, i + step)
-            logits = self.model(input_ids=ids[part], attention_mask=mask[part].long(), use_cache=False).logits
+            logits = self.model(
+                input_ids=ids[part], attention_mask=mask[part].long(), use_cache=False
+            ).logits
             kept.append(logits[self._row_index[: len(logits)], position[part]])
         return torch.cat(kept)
 
@@ -405,7 +512,10 @@ class HFCore:
     def _cache_agrees(self) -> bool:
         """Try cached generation on random tokens against whole sequences; False makes every step recompute them."""
         generator = torch.Generator().manual_seed(0)
-        sequences = [torch.randint(self.vocab_size, (length,), generator=generator).tolist() for length in (5, 9)]
+        sequences = [
+            torch.randint(self.vocab_size, (length,), generator=generator).tolist()
+            for length in (5, 9)
+        ]
         last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)
         self._allocate_rows(2, 9)
         for i, sequence in enumerate(sequences):
@@ -417,14 +527,20 @@ class HFCore:
             self._prefill([sequence[:-2] for sequence in sequences], 0)
             for position in (last - 1, last):
                 logits = self._next_logits(self._tokens[self._row_index[:2], position], position)
-            problem = "" if (logits.float() - expected).abs().max() <= 0.02 * expected.std() else "its cached logits differ"
+            problem = (
+                ""
+                if (logits.float() - expected).abs().max() <= 0.02 * expected.std()
+                else "its cached logits differ"
+            )
         except (NotImplementedError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
             log.warning(
                 "the hf engine cannot cache keys and values of a %s model (%s); it computes every sequence anew for each token, which is "
-                "slow. rollout.name=vllm does not have this limit.", self.model.config.model_type, problem
-            )  # fmt: skip
+                "slow. rollout.name=vllm does not have this limit.",
+                self.model.config.model_type,
+                problem,
+            )
             self.model.set_attn_implementation("eager")
         self.sleep()
         return not problem
@@ -438,7 +554,10 @@ class HFCore:
                 continue
             # A character is at most four tokens (its bytes), and a few special tokens may lie between.
             tail = max(row.prompt_length, int(self._position[i]) + 1 - 4 * max(map(len, stop)) - 8)
-            text = self.tokenizer.decode(self._tokens[i, tail : int(self._position[i]) + 1].tolist(), skip_special_tokens=True)
+            text = self.tokenizer.decode(
+                self._tokens[i, tail : int(self._position[i]) + 1].tolist(),
+                skip_special_tokens=True,
+            )
             done[i] = any(string in text for string in stop)
         return done
 
@@ -446,14 +565,18 @@ class HFCore:
         """Which tokens can complete one of these strings: those with one of their last characters, or part of a character."""
         if stop not in self._enders:
             texts = self.tokenizer.batch_decode([[i] for i in range(self.vocab_size)])
-            self._enders[stop] = [any(string[-1] in text for string in stop) or "\ufffd" in text for text in texts]
+            self._enders[stop] = [
+                any(string[-1] in text for string in stop) or "\ufffd" in text for text in texts
+            ]
         return self._enders[stop]
 
 
 def eos_ids(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Every id that ends a sequence, by generation_config.json, the model's config or the tokenizer."""
     try:
-        generation = GenerationConfig.from_pretrained(path)  # a model built from its config alone does not read the file
+        generation = GenerationConfig.from_pretrained(
+            path
+        )  # a model built from its config alone does not read the file
     except OSError:  # there is none
         generation = model.generation_config
     found: set[int] = set()
@@ -467,7 +590,11 @@ def _build_model(model: ModelConfig, dtype: torch.dtype, pretrained: bool) -> Pr
     for key, value in model.override_config.items():
         setattr(config, key, value)
     # eager is the one attention that knows everything a model may ask for, such as soft caps; the cache replaces it where it can
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, "attn_implementation": "eager"}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "attn_implementation": "eager",
+    }
     if pretrained:
         built = AutoModelForCausalLM.from_pretrained(model.path, config=config, **options)
     else:
@@ -477,5 +604,7 @@ def _build_model(model: ModelConfig, dtype: torch.dtype, pretrained: bool) -> Pr
 
 def _copy(name: str, source: Tensor, target: Tensor) -> None:
     if source.shape != target.shape:
-        raise ValueError(f"{name} has shape {list(source.shape)}, the engine's has {list(target.shape)}")
+        raise ValueError(
+            f"{name} has shape {list(source.shape)}, the engine's has {list(target.shape)}"
+        )
     target.copy_(source)

@@ -38,7 +38,15 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, draws: Tensor, *, filtered: bool) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    draws: Tensor,
+    *,
+    filtered: bool,
+) -> tuple[Tensor, Tensor]:
     """Draw one token a row by inverting the cumulative distribution.
 
     logits [n, V] of any float type; temperature [n], 0 for greedy; top_k [n] in 1..V; top_p [n]; draws [n] in [0, 1).

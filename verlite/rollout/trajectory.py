@@ -56,9 +56,13 @@ async def _run(engine: Engine, request: Request, trajectory: Trajectory) -> None
     encode = request.encode_observation or encode_text(engine.tokenizer)
     total = request.max_response_tokens or request.sampling.max_tokens
     for turn in range(request.max_turns + 1):
-        limited = replace(sampling, max_tokens=min(sampling.max_tokens, total - len(trajectory.response_ids)))
+        limited = replace(
+            sampling, max_tokens=min(sampling.max_tokens, total - len(trajectory.response_ids))
+        )
         began = time.monotonic()
-        completion = await engine.generate(trajectory.prompt_ids + trajectory.response_ids, with_seed(limited, turn))
+        completion = await engine.generate(
+            trajectory.prompt_ids + trajectory.response_ids, with_seed(limited, turn)
+        )
         trajectory.gen_seconds += time.monotonic() - began
         trajectory.append_sampled(completion)
         if completion.finish_reason == "abort":
@@ -80,7 +84,9 @@ async def _run(engine: Engine, request: Request, trajectory: Trajectory) -> None
             return
 
         ids, cut = encode(step, trajectory.response_ids, request.max_observation_tokens)
-        if len(trajectory.response_ids) + len(ids) >= total:  # no dangling observation that the model could not answer
+        if (
+            len(trajectory.response_ids) + len(ids) >= total
+        ):  # no dangling observation that the model could not answer
             trajectory.status = Status.LENGTH
             return
         trajectory.append_observation(ids)
@@ -95,7 +101,9 @@ def _text_view(tokenizer: PreTrainedTokenizerBase, ids: list[int], stop: tuple[s
 
 
 async def run_all(
-    engine: Engine, requests: Sequence[Request], finished: Callable[[int, Trajectory], None] = lambda number, trajectory: None
+    engine: Engine,
+    requests: Sequence[Request],
+    finished: Callable[[int, Trajectory], None] = lambda number, trajectory: None,
 ) -> list[Trajectory]:
     """Sample all trajectories at the same time, in the order of `requests`. The engine decides how many run at once.
 

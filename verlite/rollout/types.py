@@ -120,7 +120,9 @@ class Trajectory:
     def append_sampled(self, completion: Completion) -> None:
         """Add what the model sampled."""
         if len(completion.ids) != len(completion.log_probs):
-            raise EngineError(f"the engine returned {len(completion.ids)} tokens but {len(completion.log_probs)} log-probs")
+            raise EngineError(
+                f"the engine returned {len(completion.ids)} tokens but {len(completion.log_probs)} log-probs"
+            )
         self.response_ids += completion.ids
         self.response_mask += [1] * len(completion.ids)
         self.log_probs += completion.log_probs
@@ -153,7 +155,9 @@ class Engine(Protocol):
         """Continue a prompt. Raises ValueError for a prompt that does not fit, EngineError when the engine cannot generate."""
         ...
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int, expected_fingerprint: int) -> None:
+    def load_weights(
+        self, named: Iterable[tuple[str, Tensor]], version: int, expected_fingerprint: int
+    ) -> None:
         """Replace all weights, reset caches, compare the checksum of what the engine then holds, and only then take `version`.
 
         `named` are Hugging Face names with full tensors, tied weights once. All or nothing: after any failure the version is

@@ -98,8 +98,17 @@ class VLLMCore:
             if output.finished:
                 answer = output.outputs[0]
                 ids = list(answer.token_ids)
-                reason = answer.finish_reason if answer.finish_reason in ("stop", "length") else "abort"
-                finished.append(Finished(int(output.request_id), ids, _sampled_log_probs(answer.logprobs, ids), reason))
+                reason = (
+                    answer.finish_reason if answer.finish_reason in ("stop", "length") else "abort"
+                )
+                finished.append(
+                    Finished(
+                        int(output.request_id),
+                        ids,
+                        _sampled_log_probs(answer.logprobs, ids),
+                        reason,
+                    )
+                )
         return finished
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -169,16 +178,25 @@ class WorkerExtension:
         seen: set[int] = set()
         heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
         for name, module in model.named_modules(remove_duplicate=True):
-            weights = {key: p for key, p in module.named_parameters(recurse=False) if p.numel() and p.data_ptr() not in seen}
+            weights = {
+                key: p
+                for key, p in module.named_parameters(recurse=False)
+                if p.numel() and p.data_ptr() not in seen
+            }
             seen.update(p.data_ptr() for p in weights.values())
             for key, weight in weights.items():
-                found |= {f"{name}.{key}{part}": value for part, value in _parts(weight, module, self.rank, dtype).items()}
+                found |= {
+                    f"{name}.{key}{part}": value
+                    for part, value in _parts(weight, module, self.rank, dtype).items()
+                }
             if hasattr(module, "cpu_linear") and not _is_only_looked_up(module, heads):
                 packed, kept = _packed_parts(name, module, self.rank, dtype), module.weight
                 if not kept.numel():
                     found |= {f"{name}.weight{part}": value for part, value in packed.items()}
                 elif tensor_fingerprint(kept, dtype) != combine(*packed.values()):
-                    raise RuntimeError(f"vLLM computes {name} with weights that are not those it holds for it")
+                    raise RuntimeError(
+                        f"vLLM computes {name} with weights that are not those it holds for it"
+                    )
         return found
 
 
@@ -197,7 +215,10 @@ def _parts(weight: Tensor, module: Any, rank: int, dtype: torch.dtype) -> dict[s
     if replicas == 1:
         return {"": tensor_fingerprint(weight, dtype)}
     q_rows = module.num_heads * module.head_size
-    return {"[q]": tensor_fingerprint(weight[:q_rows], dtype), f"[kv {rank // replicas}]": tensor_fingerprint(weight[q_rows:], dtype)}
+    return {
+        "[q]": tensor_fingerprint(weight[:q_rows], dtype),
+        f"[kv {rank // replicas}]": tensor_fingerprint(weight[q_rows:], dtype),
+    }
 
 
 class _Packed(NamedTuple):
@@ -212,14 +233,20 @@ class _Packed(NamedTuple):
 @contextmanager
 def _noting(model: nn.Module, rank: int, dtype: torch.dtype) -> Iterator[None]:
     """Meanwhile, note of every linear layer's weight what is packed for the CPU (`_Packed`)."""
-    methods = {id(module.quant_method): module.quant_method for module in model.modules() if hasattr(module, "cpu_linear")}
+    methods = {
+        id(module.quant_method): module.quant_method
+        for module in model.modules()
+        if hasattr(module, "cpu_linear")
+    }
 
     def noting(pack: Callable[[Any], None]) -> Callable[[Any], None]:
         def pack_and_note(layer: Any) -> None:
             weight = layer.weight.detach()
             pack(layer)
             columns = _choose.sample(range(weight.shape[1]), min(_PROBES, weight.shape[1]))
-            layer.verlite_packed = _Packed(layer.cpu_linear, _parts(weight, layer, rank, dtype), columns, weight[:, columns])
+            layer.verlite_packed = _Packed(
+                layer.cpu_linear, _parts(weight, layer, rank, dtype), columns, weight[:, columns]
+            )
 
         return pack_and_note
 
@@ -246,7 +273,9 @@ def _packed_parts(name: str, module: Any, rank: int, dtype: torch.dtype) -> dict
     rows[range(len(noted.columns)), noted.columns] = 1
     if not torch.equal(numbers := module.cpu_linear(rows, module.weight, None).t(), noted.numbers):
         finite = "" if numbers.isfinite().all() else ", or those are not finite"
-        raise RuntimeError(f"vLLM computes {name} with weights that are not those it was given{finite}")
+        raise RuntimeError(
+            f"vLLM computes {name} with weights that are not those it was given{finite}"
+        )
     return noted.parts
 
 
@@ -258,12 +287,18 @@ def _is_only_looked_up(module: nn.Module, heads: list[nn.Module]) -> bool:
 def _unpacked(module: Any, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of a layer that vLLM packed for the CPU, exactly, by multiplying with the identity."""
     identity = torch.eye(_width(module), dtype=dtype)
-    return torch.cat([module.cpu_linear(rows, module.weight, None) for rows in identity.split(_IDENTITY_ROWS)]).t()
+    return torch.cat(
+        [module.cpu_linear(rows, module.weight, None) for rows in identity.split(_IDENTITY_ROWS)]
+    ).t()
 
 
 def _width(module: Any) -> int:
     """Numbers that go into a layer."""
-    return int(module.input_size_per_partition if hasattr(module, "input_size_per_partition") else module.embedding_dim)
+    return int(
+        module.input_size_per_partition
+        if hasattr(module, "input_size_per_partition")
+        else module.embedding_dim
+    )
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
@@ -278,7 +313,10 @@ def _repack_tied_heads(model: nn.Module) -> None:
 
 def _abandon_reload(model: nn.Module, model_config: Any) -> None:
     """After a reload that raised: drop what it buffered. Otherwise the next reload would mix both."""
-    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        get_layerwise_info,
+    )
 
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -290,11 +328,15 @@ def _abandon_reload(model: nn.Module, model_config: Any) -> None:
 
 def set_environment(device: torch.device | None = None) -> None:
     """What vLLM reads from the environment: when it is imported, and of the device when it starts."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's loop in this process; sharded workers still get their own
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # the engine's loop in this process; sharded workers still get their own
+    )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if device is not None and device.type == "cpu":
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several engines and trainers share the cores
+        os.environ.setdefault(
+            "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+        )  # several engines and trainers share the cores
 
 
 def _engine_args(
@@ -337,7 +379,9 @@ def _engine_args(
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
     extra = dict(rollout.engine_kwargs.get("vllm") or {})
     if unknown := sorted(set(extra) - known):
-        raise ValueError(f"rollout.engine_kwargs.vllm.{unknown[0]}: vLLM's EngineArgs has no such argument")
+        raise ValueError(
+            f"rollout.engine_kwargs.vllm.{unknown[0]}: vLLM's EngineArgs has no such argument"
+        )
     return EngineArgs(**(args | extra))
 
 
@@ -361,7 +405,10 @@ def _sampled_log_probs(log_probs: Any, ids: list[int]) -> list[float]:
 def _eos_ids(engine: Any) -> list[int]:
     """Every id that ends a sequence, by the generation config, the model's config or the tokenizer."""
     config = engine.model_config
-    sources = (config.try_get_generation_config().get("eos_token_id"), getattr(config.hf_config, "eos_token_id", None))
+    sources = (
+        config.try_get_generation_config().get("eos_token_id"),
+        getattr(config.hf_config, "eos_token_id", None),
+    )
     found: set[int] = set()
     for ids in (*sources, engine.get_tokenizer().eos_token_id):
         found |= {ids} if isinstance(ids, int) else set(ids or ())

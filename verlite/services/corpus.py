@@ -54,7 +54,9 @@ def read_corpus(path: Path, track: Track, unpacked: Path | None = None) -> Corpu
     """
     file = _unpack(path, unpacked) if path.suffix == ".gz" else open(path, "rb")
     starts, place = array("q"), 0
-    for number, line in enumerate(track(file, description=f"reading {path.name}", total=None), start=1):
+    for number, line in enumerate(
+        track(file, description=f"reading {path.name}", total=None), start=1
+    ):
         if line.strip():
             try:
                 make_passage(line.rstrip(b"\r\n"), len(starts))
@@ -63,7 +65,9 @@ def read_corpus(path: Path, track: Track, unpacked: Path | None = None) -> Corpu
             starts.append(place)
         place += len(line)
     if not starts:
-        raise ServiceError(f'{path}: there are no passages; each line is one, as {{"id": "0", "contents": "\\"Title\\"\\ntext"}}')
+        raise ServiceError(
+            f'{path}: there are no passages; each line is one, as {{"id": "0", "contents": "\\"Title\\"\\ntext"}}'
+        )
     return Corpus(file, np.frombuffer(starts, dtype=np.int64))
 
 
@@ -100,7 +104,9 @@ def make_passage(line: bytes, row: int) -> dict[str, str]:
     elif "title" in value and "text" in value:
         contents = f'"{" ".join(_text(value, "title").split())}"\n{_text(value, "text")}'
     else:
-        raise ValueError(f"has neither contents nor title and text; it has {', '.join(value) or 'nothing'}")
+        raise ValueError(
+            f"has neither contents nor title and text; it has {', '.join(value) or 'nothing'}"
+        )
     return {"id": str(identity), "contents": contents}
 
 
@@ -119,4 +125,7 @@ def _text(value: dict[str, Any], key: str) -> str:
 def fingerprint(path: Path) -> dict[str, Any]:
     """Size in bytes and SHA-256 of a file: what tells one corpus from another."""
     with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }

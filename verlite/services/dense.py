@@ -35,7 +35,9 @@ class Dense:
             import faiss
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
-            raise ServiceError(f"--retriever dense: {error}. Install it: pip install 'verlite[dense]'") from None
+            raise ServiceError(
+                f"--retriever dense: {error}. Install it: pip install 'verlite[dense]'"
+            ) from None
         self._faiss = faiss
         self._model_name, self._type = model, faiss_index
         self._prefixes = {"query_prefix": query_prefix, "passage_prefix": passage_prefix}
@@ -47,11 +49,19 @@ class Dense:
 
     def settings(self) -> dict[str, Any]:
         library = f"faiss {self._faiss.__version__}"
-        return {"retriever": self.name, "library": library, "model": self._model_name, "faiss_index": self._type, **self._prefixes}
+        return {
+            "retriever": self.name,
+            "library": library,
+            "model": self._model_name,
+            "faiss_index": self._type,
+            **self._prefixes,
+        }
 
     def build(self, corpus: Corpus, track: Track) -> None:
         contents = iter(track(corpus.contents(), description="encoding", total=len(corpus)))
-        width = self._encode([""], "passage_prefix").shape[1]  # what sentence-transformers calls it differs with its version
+        width = self._encode([""], "passage_prefix").shape[
+            1
+        ]  # what sentence-transformers calls it differs with its version
         self._index = self._faiss.index_factory(width, self._type, self._faiss.METRIC_INNER_PRODUCT)
         while block := list(islice(contents, BLOCK)):
             self._index.add(self._encode(block, "passage_prefix"))
@@ -69,10 +79,13 @@ class Dense:
         scores, rows = self._index.search(self._encode(queries, "query_prefix"), topk)
         # FAISS fills up with row -1 where it finds fewer than topk.
         return [
-            [(int(row), float(score)) for row, score in zip(*found, strict=True) if row >= 0] for found in zip(rows, scores, strict=True)
+            [(int(row), float(score)) for row, score in zip(*found, strict=True) if row >= 0]
+            for found in zip(rows, scores, strict=True)
         ]
 
     def _encode(self, texts: Sequence[str], prefix: str) -> np.ndarray:
         prefixed = [self._prefixes[prefix] + text for text in texts]
-        vectors = self._encoder.encode(prefixed, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False)
+        vectors = self._encoder.encode(
+            prefixed, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+        )
         return np.ascontiguousarray(vectors, dtype=np.float32)

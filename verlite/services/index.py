@@ -66,18 +66,29 @@ class BM25:
 
     def settings(self) -> dict[str, Any]:
         version = importlib.metadata.version("bm25s")
-        return {"retriever": self.name, "library": f"bm25s {version}", "k1": self._bm25.k1, "b": self._bm25.b}
+        return {
+            "retriever": self.name,
+            "library": f"bm25s {version}",
+            "k1": self._bm25.k1,
+            "b": self._bm25.b,
+        }
 
     def build(self, corpus: Corpus, track: Track) -> None:
         vocabulary: defaultdict[str, int] = defaultdict()
         vocabulary.default_factory = vocabulary.__len__  # a new word gets the next number
         ids, ends = array("i"), array("q", [0])
-        for contents in track(corpus.contents(), description="splitting into words", total=len(corpus)):
+        for contents in track(
+            corpus.contents(), description="splitting into words", total=len(corpus)
+        ):
             ids.extend(map(vocabulary.__getitem__, tokens(contents)))
             ends.append(len(ids))
         if not vocabulary:
             raise ServiceError("no passage of the corpus has a word that can be searched for")
-        self._bm25.index(_Words(ids, ends, dict(vocabulary), track), create_empty_token=False, show_progress=False)
+        self._bm25.index(
+            _Words(ids, ends, dict(vocabulary), track),
+            create_empty_token=False,
+            show_progress=False,
+        )
 
     def save(self, folder: Path) -> None:
         self._bm25.save(folder, show_progress=False)
@@ -85,7 +96,9 @@ class BM25:
     def load(self, folder: Path) -> None:
         self._bm25 = type(self._bm25).load(folder, mmap=True, show_progress=False, backend="numpy")
         scores = self._bm25.scores
-        scores.update({name: np.asarray(scores[name]) for name in ("data", "indices", "indptr")})  # views: indexing a memmap itself is slow
+        scores.update(
+            {name: np.asarray(scores[name]) for name in ("data", "indices", "indptr")}
+        )  # views: indexing a memmap itself is slow
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         return [self._search(query, topk) for query in queries]
@@ -124,7 +137,11 @@ STOP_WORDS = frozenset(  # Lucene's for English, and the s that the split leaves
 def tokens(text: str) -> list[str]:
     """The words of a passage or query, as they are compared: lower case, without accents, stop words and plurals."""
     if not text.isascii():
-        text = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+        text = "".join(
+            letter
+            for letter in unicodedata.normalize("NFKD", text)
+            if not unicodedata.combining(letter)
+        )
     return [singular(word) for word in WORD.findall(text.lower()) if word not in STOP_WORDS]
 
 
@@ -146,18 +163,27 @@ class _Words:
 
     def __init__(self, ids: array, ends: array, vocabulary: dict[str, int], track: Track) -> None:
         self.ids, self.vocab = self, vocabulary  # bm25s asks for .ids and .vocab
-        self._ids, self._ends, self._track, self._passes = np.frombuffer(ids, dtype=np.int32), ends, track, 0
+        self._ids, self._ends, self._track, self._passes = (
+            np.frombuffer(ids, dtype=np.int32),
+            ends,
+            track,
+            0,
+        )
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def __iter__(self) -> Iterator[list[int]]:
         self._passes += 1
-        rows = self._track(range(len(self)), description=f"indexing, pass {self._passes} of 3", total=len(self))
+        rows = self._track(
+            range(len(self)), description=f"indexing, pass {self._passes} of 3", total=len(self)
+        )
         return (self._ids[self._ends[row] : self._ends[row + 1]].tolist() for row in rows)
 
 
-def open_index(path: Path, index: Index, folder: Path | None, rebuild: bool, track: Track) -> Corpus:
+def open_index(
+    path: Path, index: Index, folder: Path | None, rebuild: bool, track: Track
+) -> Corpus:
     """Read the corpus of `path` and fill `index`: from `folder` if it holds the index of this very corpus, else by building it there.
 
     Without a folder the index is only in memory. `rebuild` builds in any case, and replaces what the folder holds once that has succeeded.
@@ -182,7 +208,9 @@ def open_index(path: Path, index: Index, folder: Path | None, rebuild: bool, tra
         text = folder / "corpus.jsonl" if path.suffix == ".gz" else path
         return Corpus(open(text, "rb"), np.load(folder / "starts.npy", mmap_mode="r"))
     except (OSError, ValueError, KeyError, EOFError) as error:
-        raise ServiceError(f"--index {folder}: is damaged ({error}). --rebuild makes it again") from None
+        raise ServiceError(
+            f"--index {folder}: is damaged ({error}). --rebuild makes it again"
+        ) from None
 
 
 def _build(path: Path, index: Index, folder: Path, wanted: dict[str, Any], track: Track) -> None:
@@ -212,7 +240,9 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
     try:
         return json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        raise ServiceError(f"--index {folder}: is there and is no index ({error}). Give a folder that is new, empty or an index") from None
+        raise ServiceError(
+            f"--index {folder}: is there and is no index ({error}). Give a folder that is new, empty or an index"
+        ) from None
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any], path: Path) -> str:
@@ -220,4 +250,6 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any], path: Path) -> st
         return f"was made from another corpus than {path} as it is now ({found.get('corpus')}, not {wanted['corpus']})"
     old, new = ({"format": side.get("format"), **side.get("index", {})} for side in (found, wanted))
     names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
-    return "was made with " + ", ".join(f"{name}={old.get(name)} (now {new.get(name)})" for name in names)
+    return "was made with " + ", ".join(
+        f"{name}={old.get(name)} (now {new.get(name)})" for name in names
+    )

@@ -37,7 +37,9 @@ class Limits:
     """Characters of one query."""
 
 
-def make_app(corpus: Corpus, index: Index, topk: int = 3, max_batch: int = 32, limits: Limits = Limits()) -> FastAPI:
+def make_app(
+    corpus: Corpus, index: Index, topk: int = 3, max_batch: int = 32, limits: Limits = Limits()
+) -> FastAPI:
     """The service over an index that is ready. `topk` is for requests that do not say; `max_batch` queries at most are searched at once."""
     desk = Desk(corpus, index, max_batch)
 
@@ -63,7 +65,9 @@ def make_app(corpus: Corpus, index: Index, topk: int = 3, max_batch: int = 32, l
             raise
         except Exception as error:  # here, because uvicorn hangs up on a client whose request ends with an exception
             LOG.exception("the search failed")
-            raise HTTPException(500, f"the search failed: {type(error).__name__}: {error}") from None
+            raise HTTPException(
+                500, f"the search failed: {type(error).__name__}: {error}"
+            ) from None
         return Response(f'{{"result": [{", ".join(texts)}]}}', media_type="application/json")
 
     return app
@@ -91,7 +95,9 @@ async def read_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect:
         raise GONE from None
     if size > limit:
-        raise HTTPException(413, f"the body has more than {limit} bytes; send fewer queries at a time")
+        raise HTTPException(
+            413, f"the body has more than {limit} bytes; send fewer queries at a time"
+        )
     return bytes(body)
 
 
@@ -105,15 +111,23 @@ def parse(body: bytes, topk: int, limits: Limits) -> Asked:
     except (ValueError, RecursionError) as error:
         raise _wrong(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise _wrong(f'the body is a {type(value).__name__}, expected an object such as {{"queries": ["..."], "topk": 3}}')
+        raise _wrong(
+            f'the body is a {type(value).__name__}, expected an object such as {{"queries": ["..."], "topk": 3}}'
+        )
     given = [name for name in ("queries", "query") if value.get(name) is not None]
     if len(given) != 1:
-        raise _wrong("the body has both queries and query; keep one" if given else "the body has no queries; give a list of texts")
+        raise _wrong(
+            "the body has both queries and query; keep one"
+            if given
+            else "the body has no queries; give a list of texts"
+        )
     queries = value["queries"] if given == ["queries"] else [value["query"]]
     if not isinstance(queries, list):
         raise _wrong(f"queries is a {type(queries).__name__}, expected a list of texts")
     if len(queries) > limits.queries:
-        raise _wrong(f"queries has {len(queries)} entries, at most {limits.queries} may be asked at a time")
+        raise _wrong(
+            f"queries has {len(queries)} entries, at most {limits.queries} may be asked at a time"
+        )
     for place, query in enumerate(queries):
         name = f"queries[{place}]" if given == ["queries"] else "query"
         if not isinstance(query, str):
@@ -126,7 +140,9 @@ def parse(body: bytes, topk: int, limits: Limits) -> Asked:
             raise _wrong(f"{name} has half of a surrogate pair, which is no character") from None
     wanted, scores = value.get("topk"), value.get("return_scores")
     if wanted is not None and (type(wanted) is not int or not 1 <= wanted <= MAX_TOPK):
-        raise _wrong(f"topk is {json.dumps(wanted)[:40]}, expected a whole number from 1 to {MAX_TOPK}")
+        raise _wrong(
+            f"topk is {json.dumps(wanted)[:40]}, expected a whole number from 1 to {MAX_TOPK}"
+        )
     if scores is not None and not isinstance(scores, bool):
         raise _wrong(f"return_scores is {json.dumps(scores)[:40]}, expected true or false")
     return Asked(queries, topk if wanted is None else wanted, bool(scores))
@@ -143,7 +159,9 @@ class Share:
     asked: Asked
     gone: Callable[[], Awaitable[bool]]
     """Whether who asked has hung up."""
-    texts: asyncio.Future[list[str]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    texts: asyncio.Future[list[str]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class Desk:
@@ -163,7 +181,9 @@ class Desk:
         """JSON of each query's hits, in order. Stops early once the client is `gone`."""
         texts: list[str] = []
         for start in range(0, len(asked.queries), self.max_batch):
-            share = Share(Asked(asked.queries[start : start + self.max_batch], asked.topk, asked.scores), gone)
+            share = Share(
+                Asked(asked.queries[start : start + self.max_batch], asked.topk, asked.scores), gone
+            )
             self._waiting.append(share)
             self._arrival.set()
             texts += await share.texts
@@ -199,12 +219,23 @@ class Desk:
 
     def _search(self, batch: list[Asked]) -> list[list[str]]:
         """In the thread. Every query's hits become text one by one: a single large json.dumps would stop the event loop too."""
-        hits = iter(self.index.search([query for asked in batch for query in asked.queries], max(asked.topk for asked in batch)))
-        return [[self._text(next(hits)[: asked.topk], asked.scores) for _ in asked.queries] for asked in batch]
+        hits = iter(
+            self.index.search(
+                [query for asked in batch for query in asked.queries],
+                max(asked.topk for asked in batch),
+            )
+        )
+        return [
+            [self._text(next(hits)[: asked.topk], asked.scores) for _ in asked.queries]
+            for asked in batch
+        ]
 
     def _text(self, hits: list[Hit], scores: bool) -> str:
         documents = [(self.corpus[row], score) for row, score in hits]
-        items = [{"document": document, "score": score} if scores else document for document, score in documents]
+        items = [
+            {"document": document, "score": score} if scores else document
+            for document, score in documents
+        ]
         return json.dumps(items, ensure_ascii=False, allow_nan=False)
 
 
@@ -218,7 +249,9 @@ async def _dropped(share: Share) -> bool:
 def bind(host: str, port: int) -> socket.socket:
     """A socket that has the address already, so that a long build does not end in "in use". Port 0 is any free one. Raises ServiceError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except (socket.gaierror, UnicodeError, OverflowError) as error:
         raise ServiceError(f"--host {host} --port {port}: is no address: {error}") from None
     bound = socket.socket(family, kind, protocol)
@@ -228,8 +261,12 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         if error.errno == errno.EADDRINUSE:
-            raise ServiceError(f"--port {port}: is in use on {host}; choose another, or 0 for any free one") from None
-        raise ServiceError(f"--host {host} --port {port}: cannot be listened on: {error.strerror}") from None
+            raise ServiceError(
+                f"--port {port}: is in use on {host}; choose another, or 0 for any free one"
+            ) from None
+        raise ServiceError(
+            f"--host {host} --port {port}: cannot be listened on: {error.strerror}"
+        ) from None
     return bound
 
 
@@ -245,7 +282,12 @@ def progress() -> Iterator[Track]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
 
@@ -259,7 +301,11 @@ class Server(uvicorn.Server):
     """uvicorn that prints a line once requests are answered."""
 
     def __init__(self, app: FastAPI, line: str) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_S))
+        super().__init__(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_S
+            )
+        )
         self._line = line
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -270,6 +316,8 @@ class Server(uvicorn.Server):
 def run(app: FastAPI, bound: socket.socket, line: str) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish what was asked. Both are the usual end of a service, not failures of it."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # uvicorn has its own while it serves, and raises the signal again afterwards
+        signal.signal(
+            number, lambda *_: None
+        )  # uvicorn has its own while it serves, and raises the signal again afterwards
     with suppress(KeyboardInterrupt):
         Server(app, line).run(sockets=[bound])

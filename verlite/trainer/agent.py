@@ -40,17 +40,31 @@ def agent_metrics(batch: DataProto) -> Metrics:
     numbers = sample_numbers(rows)
     metrics |= spread("env/number_of_actions", torch.tensor(numbers.pop("number_of_actions")))
     metrics |= {f"env/{name}": sum(values) / len(values) for name, values in numbers.items()}
-    metrics |= _call_metrics([info for infos in rows.non_tensor_batch["turn_infos"] for info in infos])
-    observations = sum(who == "tool" for segments in rows.non_tensor_batch["segments"] for who, _ in segments)
-    metrics["env/obs_truncated"] = int(rows.batch["truncated_observations"].sum()) / max(1, observations)
-    metrics["env/trainable_token_frac"] = int(rows.batch["trained_tokens"].sum()) / max(1, int(lengths[torch.from_numpy(kept)].sum()))
-    formats = [parts["format_valid"] for parts in rows.non_tensor_batch["reward_parts"] if "format_valid" in parts]
+    metrics |= _call_metrics(
+        [info for infos in rows.non_tensor_batch["turn_infos"] for info in infos]
+    )
+    observations = sum(
+        who == "tool" for segments in rows.non_tensor_batch["segments"] for who, _ in segments
+    )
+    metrics["env/obs_truncated"] = int(rows.batch["truncated_observations"].sum()) / max(
+        1, observations
+    )
+    metrics["env/trainable_token_frac"] = int(rows.batch["trained_tokens"].sum()) / max(
+        1, int(lengths[torch.from_numpy(kept)].sum())
+    )
+    formats = [
+        parts["format_valid"]
+        for parts in rows.non_tensor_batch["reward_parts"]
+        if "format_valid" in parts
+    ]
     if formats:
         metrics["env/format_valid"] = sum(formats) / len(formats)
     sources = rows.non_tensor_batch["data_source"]
     for source in set(sources) if len(set(sources)) > 1 else ():
         of_source = sample_numbers(rows.select_idxs(torch.from_numpy(sources == source)))
-        metrics |= {f"env/{name}/{source}": sum(values) / len(values) for name, values in of_source.items()}
+        metrics |= {
+            f"env/{name}/{source}": sum(values) / len(values) for name, values in of_source.items()
+        }
     return metrics
 
 
@@ -58,12 +72,17 @@ def sample_numbers(batch: DataProto) -> dict[str, list[float]]:
     """B numbers each: how often the model spoke, how often it acted well, how often a tool was used, whether it came to an end."""
     t, columns = batch.batch, batch.non_tensor_batch
     turns, invalid = t["turns"].tolist(), t["invalid_turns"].tolist()
-    valid = [len(infos) - wrong for infos, wrong in zip(columns["turn_infos"], invalid, strict=True)]
+    valid = [
+        len(infos) - wrong for infos, wrong in zip(columns["turn_infos"], invalid, strict=True)
+    ]
     return {
         "number_of_actions": [float(n) for n in turns],
         "number_of_valid_action": [float(n) for n in valid],
         "ratio_of_valid_action": [good / max(1, n) for good, n in zip(valid, turns, strict=True)],
-        "number_of_valid_search": [float(sum(bool(info.get("called")) for info in infos)) for infos in columns["turn_infos"]],
+        "number_of_valid_search": [
+            float(sum(bool(info.get("called")) for info in infos))
+            for infos in columns["turn_infos"]
+        ],
         "finish_ratio": [float(status == Status.DONE) for status in columns["status"]],
     }
 
@@ -85,13 +104,15 @@ def _call_metrics(infos: Iterable[dict[str, Any]]) -> Metrics:
 def _tool_failures(batch: DataProto) -> list[str]:
     """Why its tools failed, for each sample of which they did, whether that ended it or the model was told."""
     failures, kind = [], f"{ToolError.__name__}: "
-    for error, infos in zip(batch.non_tensor_batch["error"], batch.non_tensor_batch["turn_infos"], strict=True):
+    for error, infos in zip(
+        batch.non_tensor_batch["error"], batch.non_tensor_batch["turn_infos"], strict=True
+    ):
         told = [f"{kind}{info['error']}" for info in infos if "error" in info]
         failures += [error] if (error or "").startswith(kind) else told[:1]
     return failures
 
 
-def outage_is_over(run: Run, batch: DataProto) -> bool:
+def wait_for_tools(run: Run, batch: DataProto) -> bool:
     """Whether tools failed more of these samples than a run may lose, and answer again within `retriever.outage_wait_s`.
 
     Waits for them. True: the samples should be drawn anew. False: nothing was wrong with the tools, or they did not come back.
@@ -100,11 +121,15 @@ def outage_is_over(run: Run, batch: DataProto) -> bool:
     if len(failed) / len(batch) <= run.config.actor_rollout_ref.rollout.max_error_rate:
         return False
     wait = run.config.retriever.outage_wait_s
-    run.display.warn(f"{len(failed)} of {len(batch)} samples lost their tools ({failed[0]}); waiting up to {wait:g} s for them")
+    run.display.warn(
+        f"{len(failed)} of {len(batch)} samples lost their tools ({failed[0]}); waiting up to {wait:g} s for them"
+    )
     began = time.monotonic()
     while not run.stop.requested:
-        if not any(run.rollout.silent_tools()):  # each from its own machine
-            run.display.say(f"the tools answer again after {time.monotonic() - began:.0f} s; sampling the step's prompts anew")
+        if not any(run.rollout.tool_health()):  # each from its own machine
+            run.display.say(
+                f"the tools answer again after {time.monotonic() - began:.0f} s; sampling the step's prompts anew"
+            )
             return True
         if (left := wait - (time.monotonic() - began)) <= 0:
             break

@@ -44,7 +44,10 @@ def update_numbers(uids: Sequence[str], updates: Updates, seed: Sequence[int]) -
     if not updates.shuffle:
         return number[:, None].expand(-1, updates.epochs)
     rng = np.random.default_rng(seed)
-    return torch.stack([number[torch.from_numpy(rng.permutation(len(number)))] for _ in range(updates.epochs)], dim=1)
+    return torch.stack(
+        [number[torch.from_numpy(rng.permutation(len(number)))] for _ in range(updates.epochs)],
+        dim=1,
+    )
 
 
 def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> dict[str, float]:
@@ -52,13 +55,19 @@ def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> dict[
     plain = [int(part.sum()) for part in lengths.tensor_split(len(assignment))]
     spread_out = [int(lengths[rows].sum()) for rows in assignment]
     values = {
-        "min": min(plain), "max": max(plain), "minmax_diff": max(plain) - min(plain), "mean": sum(plain) / len(plain),
-        "balanced_min": min(spread_out), "balanced_max": max(spread_out),
-    }  # fmt: skip
+        "min": min(plain),
+        "max": max(plain),
+        "minmax_diff": max(plain) - min(plain),
+        "mean": sum(plain) / len(plain),
+        "balanced_min": min(spread_out),
+        "balanced_max": max(spread_out),
+    }
     return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
 
 
-def spread(numbers: torch.Tensor, lengths: torch.Tensor, n_ranks: int, balance: bool) -> list[list[int]]:
+def spread(
+    numbers: torch.Tensor, lengths: torch.Tensor, n_ranks: int, balance: bool
+) -> list[list[int]]:
     """Row numbers for each rank.
 
     With `balance` the rows of each update (numbers [B]) are spread by their cost (Karmarkar-Karp on `workload` of lengths [B]),
@@ -72,7 +81,9 @@ def spread(numbers: torch.Tensor, lengths: torch.Tensor, n_ranks: int, balance: 
     for update in range(int(numbers.max()) + 1):
         rows = (numbers == update).nonzero().flatten().numpy()
         parts = [rows[part] for part in karmarkar_karp(costs[rows], n_ranks)]
-        parts.sort(key=lambda part: -costs[part].sum())  # the heaviest part to the least loaded rank
+        parts.sort(
+            key=lambda part: -costs[part].sum()
+        )  # the heaviest part to the least loaded rank
         for rank, part in zip(np.argsort(load, kind="stable"), parts, strict=True):
             ranks[rank] += part.tolist()
             load[rank] += costs[part].sum()

@@ -20,11 +20,11 @@ from verlite.config.plan import Plan, make_plan, max_turns
 from verlite.config.schema import Config
 from verlite.controller.cluster import Cluster, connect, find
 from verlite.controller.host import import_ahead
-from verlite.controller.hosts import warm
+from verlite.controller.hosts import prestart
 from verlite.controller.placement import Placement, reserve
 from verlite.data.dataset import RowFiles
+from verlite.envs.factory import build_env_factory, checked
 from verlite.envs.step import ToolError
-from verlite.envs.world import build_world, checked
 from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
 
@@ -76,15 +76,23 @@ def begin(config: Config) -> Iterator[Begun]:
     run_dir = Path(trainer.default_local_dir)
     with ExitStack() as stack:
         stack.enter_context(hold(run_dir))
-        checkpoint = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warnings.append)
-        refuse_changed_settings(config, checkpoint.state().get("critical", {}) if checkpoint else {})
+        checkpoint = checkpoints.find(
+            run_dir, trainer.resume_mode, trainer.resume_from_path, warnings.append
+        )
+        refuse_changed_settings(
+            config, checkpoint.state().get("critical", {}) if checkpoint else {}
+        )
         train = RowFiles(data.train_files, data, "train")
         val = RowFiles(data.val_files, data, "val") if data.val_files else None
-        look_at_rewards(config, train, val, warnings.append)
+        validate_reward_fn(config, train, val, warnings.append)
         look_at_tools(config, warnings.append)
         begun = Begun(config, train, val, checkpoint, warnings, None)
         plan = make_plan(config)
-        nothing_to_do = checkpoint is not None and plan.total_steps is not None and checkpoint.step >= plan.total_steps
+        nothing_to_do = (
+            checkpoint is not None
+            and plan.total_steps is not None
+            and checkpoint.step >= plan.total_steps
+        )
         if nothing_to_do or find(config.ray_kwargs.ray_init.address) is not None:
             yield begun
             return
@@ -95,7 +103,7 @@ def begin(config: Config) -> Iterator[Begun]:
         placement = held(cluster, config, plan)
         for role in plan.roles:
             more = [f"verlite.rollout.start_{plan.rollout_name}"] if role == "rollout" else []
-            warm(placement, role, *WORKERS[role], *more)
+            prestart(placement, role, *WORKERS[role], *more)
         imports.join()
         yield replace(begun, placement=placement)
 
@@ -107,7 +115,11 @@ def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
         RunRefused: lists every setting that differs.
     """
     now = critical_settings(config)
-    changed = [f"  {key}: {saved[key]!r} in the checkpoint, {now[key]!r} now" for key in now if key in saved and saved[key] != now[key]]
+    changed = [
+        f"  {key}: {saved[key]!r} in the checkpoint, {now[key]!r} now"
+        for key in now
+        if key in saved and saved[key] != now[key]
+    ]
     if changed:
         raise RunRefused(
             "these settings differ from the checkpoint's:\n"
@@ -116,11 +128,17 @@ def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
         )
 
 
-def look_at_rewards(config: Config, train: RowFiles, val: RowFiles | None, warn: Callable[[str], None]) -> None:
+def validate_reward_fn(
+    config: Config, train: RowFiles, val: RowFiles | None, warn: Callable[[str], None]
+) -> None:
     """Load what will score the data, and try it on answers that are right. Raises FunctionError, UnknownDataSource."""
-    with closing(Scorer(config.custom_reward_function, config.reward)) as scorer:  # the workers that generate have their own
+    with closing(
+        Scorer(config.custom_reward_function, config.reward)
+    ) as scorer:  # the workers that generate have their own
         scorer.check_signature(train.data_sources() + (val.data_sources() if val else []))
-        if config.reward.check_ground_truth and (told := scorer.self_check(train.answers(8)).warning()):
+        if config.reward.check_ground_truth and (
+            told := scorer.self_check(train.answers(8)).warning()
+        ):
             warn(told)
 
 
@@ -129,7 +147,7 @@ def look_at_tools(config: Config, warn: Callable[[str], None]) -> None:
     if not max_turns(config):
         return
     try:
-        if note := checked(build_world(config)):
+        if note := checked(build_env_factory(config)):
             warn(note)
     except (ToolError, ValueError) as error:
         raise RunRefused(str(error)) from error
@@ -139,16 +157,24 @@ def joined(config: Config, plan: Plan, address: str | None) -> Cluster:
     """The run's connection to Ray. Raises NoCluster."""
     ray, trainer = config.ray_kwargs.ray_init, config.trainer
     return connect(
-        trainer.default_local_dir, address=address, num_cpus=ray.num_cpus, slots=plan.n_devices, call_timeout_s=trainer.phase_timeout_s
+        trainer.default_local_dir,
+        address=address,
+        num_cpus=ray.num_cpus,
+        slots=plan.n_devices,
+        call_timeout_s=trainer.phase_timeout_s,
     )
 
 
 def held(cluster: Cluster, config: Config, plan: Plan) -> Placement:
     """The run's devices. Raises ResourcesMissing."""
     return reserve(
-        cluster, places(plan), nodes=plan.nnodes, devices_per_node=plan.devices_per_node,
-        kind="auto" if config.trainer.device == "auto" else plan.device, wait_s=config.trainer.resource_wait_s,
-    )  # fmt: skip
+        cluster,
+        places(plan),
+        nodes=plan.nnodes,
+        devices_per_node=plan.devices_per_node,
+        kind="auto" if config.trainer.device == "auto" else plan.device,
+        wait_s=config.trainer.resource_wait_s,
+    )
 
 
 def places(plan: Plan) -> dict[str, list[int] | list[list[int]]]:
@@ -167,8 +193,12 @@ def from_anywhere(config: Config) -> Config:
             if (value := getattr(model, key)) and os.path.isdir(os.path.expanduser(value)):
                 setattr(model, key, os.path.abspath(os.path.expanduser(value)))
     if names_a_file(config.custom_reward_function.path or ""):
-        config.custom_reward_function.path = os.path.abspath(os.path.expanduser(config.custom_reward_function.path))
-    config.trainer.default_local_dir = os.path.abspath(os.path.expanduser(config.trainer.default_local_dir))
+        config.custom_reward_function.path = os.path.abspath(
+            os.path.expanduser(config.custom_reward_function.path)
+        )
+    config.trainer.default_local_dir = os.path.abspath(
+        os.path.expanduser(config.trainer.default_local_dir)
+    )
     return config
 
 
@@ -182,7 +212,9 @@ def hold(run_dir: Path) -> TextIO:
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (run_dir / ".lock").open("a+", encoding="utf-8")
     except OSError as error:
-        raise RunRefused(f"trainer.default_local_dir={run_dir} cannot be written: {error.strerror}. Choose another directory.") from error
+        raise RunRefused(
+            f"trainer.default_local_dir={run_dir} cannot be written: {error.strerror}. Choose another directory."
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -47,7 +47,9 @@ class Checkpoint:
         return json.loads((self.path / STATE).read_text(encoding="utf-8"))
 
 
-def write(run_dir: Path, step: int, state: dict[str, Any], save_parts: Callable[[Path], None]) -> Checkpoint:
+def write(
+    run_dir: Path, step: int, state: dict[str, Any], save_parts: Callable[[Path], None]
+) -> Checkpoint:
     """Write one checkpoint atomically.
 
     Args:
@@ -64,7 +66,9 @@ def write(run_dir: Path, step: int, state: dict[str, Any], save_parts: Callable[
         temporary.mkdir(parents=True)
         save_parts(temporary)
         (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        (temporary / MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1), encoding="utf-8")
+        (temporary / MANIFEST).write_text(
+            json.dumps(_manifest(temporary), indent=1), encoding="utf-8"
+        )
         _sync_tree(temporary)
         if final.exists():  # an incomplete or older folder of the same step
             shutil.rmtree(final)
@@ -86,7 +90,10 @@ def write(run_dir: Path, step: int, state: dict[str, Any], save_parts: Callable[
 
 def _need_space(run_dir: Path) -> None:
     """Refuse early when the newest checkpoint times 1.1 would not fit."""
-    sizes = [sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) for path in run_dir.glob("global_step_*")]
+    sizes = [
+        sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+        for path in run_dir.glob("global_step_*")
+    ]
     need, free = int(1.1 * max(sizes, default=0)), shutil.disk_usage(run_dir).free
     if need > free:
         raise CheckpointError(
@@ -108,7 +115,10 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     files = _files(folder)
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
         hashes = list(pool.map(_hash, files))
-    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": h} for f, h in zip(files, hashes, strict=True)}
+    return {
+        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": h}
+        for f, h in zip(files, hashes, strict=True)
+    }
 
 
 def _sync(path: Path) -> None:
@@ -137,7 +147,9 @@ def defect(folder: Path) -> str | None:
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != entry["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes where the manifest says {entry['bytes']}"
+            return (
+                f"{name} has {file.stat().st_size} bytes where the manifest says {entry['bytes']}"
+            )
         if _hash(file) != entry["sha256"]:
             return f"{name} does not have the hash that the manifest says"
     return None
@@ -151,13 +163,17 @@ def step_of(folder: Path) -> int:
     """
     _, _, number = folder.name.rpartition("global_step_")
     if not number.isdigit():
-        raise ResumeRefused(f"trainer.resume_from_path={folder}: must be a folder named global_step_N")
+        raise ResumeRefused(
+            f"trainer.resume_from_path={folder}: must be a folder named global_step_N"
+        )
     return int(number)
 
 
 def newest(run_dir: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest complete checkpoint of a run directory. Incomplete ones are told and skipped; the pointer is repaired."""
-    steps = sorted((step_of(p) for p in run_dir.glob("global_step_*") if p.name[12:].isdigit()), reverse=True)
+    steps = sorted(
+        (step_of(p) for p in run_dir.glob("global_step_*") if p.name[12:].isdigit()), reverse=True
+    )
     found, told_of = None, []
     for step in steps:
         folder = run_dir / f"global_step_{step}"
@@ -180,12 +196,16 @@ def newest(run_dir: Path, warn: Callable[[str], None]) -> Checkpoint | None:
         warn(line)
     told = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else ""
     if told != str(found.step):
-        warn(f"{POINTER} said {told or 'nothing'!r}, but the newest complete checkpoint is step {found.step}: repaired")
+        warn(
+            f"{POINTER} said {told or 'nothing'!r}, but the newest complete checkpoint is step {found.step}: repaired"
+        )
         replace_file(pointer, str(found.step))
     return found
 
 
-def find(run_dir: Path, mode: str, path: str | None, warn: Callable[[str], None]) -> Checkpoint | None:
+def find(
+    run_dir: Path, mode: str, path: str | None, warn: Callable[[str], None]
+) -> Checkpoint | None:
     """The checkpoint to resume from, by `trainer.resume_mode`; None: from scratch.
 
     Raises:
@@ -215,7 +235,9 @@ def prune(run_dir: Path, keep: int | None, warn: Callable[[str], None]) -> None:
     for step in steps[: -max(keep, 1)]:
         folder = run_dir / f"global_step_{step}"
         try:
-            (folder / MANIFEST).unlink(missing_ok=True)  # first: a half-deleted folder must not look complete
+            (folder / MANIFEST).unlink(
+                missing_ok=True
+            )  # first: a half-deleted folder must not look complete
             shutil.rmtree(folder)
         except OSError as error:
             warn(f"old checkpoint {folder} could not be deleted: {error}")

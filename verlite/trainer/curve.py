@@ -31,10 +31,14 @@ def read_curve(metrics_file: Path) -> Curve:
     """
     lines = read_lines(metrics_file)
     training = _points(lines, SCORE)
-    keys = dict.fromkeys(key for line in lines for key in line if key.startswith("val-core/") and "/mean@" in key)
+    keys = dict.fromkeys(
+        key for line in lines for key in line if key.startswith("val-core/") and "/mean@" in key
+    )
     validation = {"/".join(key.split("/")[1:-2]): _points(lines, key) for key in keys}
     if not training and not any(validation.values()):
-        raise ValueError(f"{metrics_file} has no scores: no step has {SCORE} or a val-core/.../mean@N")
+        raise ValueError(
+            f"{metrics_file} has no scores: no step has {SCORE} or a val-core/.../mean@N"
+        )
     return Curve(training, validation)
 
 
@@ -52,12 +56,26 @@ def draw(curve: Curve, picture: Path, title: str = "") -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if curve.training:
-        axes.plot(*zip(*curve.training, strict=True), color="#8aa4c8", linewidth=1.5, label="training, sampled")
+        axes.plot(
+            *zip(*curve.training, strict=True),
+            color="#8aa4c8",
+            linewidth=1.5,
+            label="training, sampled",
+        )
     for number, (source, points) in enumerate(curve.validation.items()):
         name = f"held out, {source}" if len(curve.validation) > 1 else "held out"
-        axes.plot(*zip(*points, strict=True), color=f"C{1 + number}", linewidth=2, marker="o", markersize=4, label=name)
+        axes.plot(
+            *zip(*points, strict=True),
+            color=f"C{1 + number}",
+            linewidth=2,
+            marker="o",
+            markersize=4,
+            label=name,
+        )
     axes.set(xlabel="training step", ylabel="mean reward", title=title)
-    low, high = _span([value for points in (curve.training, *curve.validation.values()) for _, value in points])
+    low, high = _span(
+        [value for points in (curve.training, *curve.validation.values()) for _, value in points]
+    )
     axes.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
@@ -82,7 +100,11 @@ def plot(points: Sequence[tuple[int, float]], width: int = 60, height: int = 8) 
     for row in reversed(range(height)):
         area = "".join(_EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels)
         rows.append(f"{labels.get(row, ''):>{margin}} │{area}".rstrip())
-    steps = str(first) if first == last else f"{first}{last:>{max(len(str(last)) + 1, width - len(str(first)))}}"
+    steps = (
+        str(first)
+        if first == last
+        else f"{first}{last:>{max(len(str(last)) + 1, width - len(str(first)))}}"
+    )
     return "\n".join([*rows, f"{'':>{margin}} └{'─' * width}", f"{'':>{margin}}  {steps} step"])
 
 
@@ -104,5 +126,7 @@ def _columns(points: Sequence[tuple[int, float]], width: int) -> list[float]:
     known = sorted((column, math.fsum(values) / len(values)) for column, values in held.items())
     columns = [known[0][1]]
     for (a, left), (b, right) in zip(known, known[1:], strict=False):
-        columns += [left + (right - left) * (column - a) / (b - a) for column in range(a + 1, b + 1)]
+        columns += [
+            left + (right - left) * (column - a) / (b - a) for column in range(a + 1, b + 1)
+        ]
     return columns + [known[-1][1]] * (width - len(columns))

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from verlite.config.plan import Plan
@@ -42,7 +49,9 @@ class Display:
             transient=True,
             disable=not self.console.is_terminal,
         )
-        self._task = self._progress.add_task("step", total=total_steps, completed=done, phase="starting")
+        self._task = self._progress.add_task(
+            "step", total=total_steps, completed=done, phase="starting"
+        )
         self._progress.start()
 
     @contextmanager
@@ -54,11 +63,19 @@ class Display:
             self._progress.update(self._task, phase="")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _COLUMNS if key in metrics]
-        parts += [f"[bold]{short_name(key)} {value:.3f}[/bold]" for key, value in metrics.items() if key.startswith("val-core/")]
+        parts = [
+            f"{label} {metrics[key]:{form}}" for key, label, form in _COLUMNS if key in metrics
+        ]
+        parts += [
+            f"[bold]{short_name(key)} {value:.3f}[/bold]"
+            for key, value in metrics.items()
+            if key.startswith("val-core/")
+        ]
         if "perf/time_per_step" in metrics:
             parts.append(f"{metrics['perf/time_per_step']:.1f} s")
-        self.console.print(f"step {step}/{self._total}  " + "  ".join(parts), soft_wrap=True, highlight=False)
+        self.console.print(
+            f"step {step}/{self._total}  " + "  ".join(parts), soft_wrap=True, highlight=False
+        )
         self._progress.update(self._task, completed=step)
 
     def say_plan(self, plan: Plan) -> None:

@@ -15,9 +15,25 @@ from verlite.trainer.begin import RunRefused
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
 from verlite.trainer.stages import LogProbGap, RewardFailures, RolloutFailures, TooFewGroups
 
-REFUSED = (RunRefused, DataError, FunctionError, UnknownDataSource, ResourcesMissing, NoCluster, ResumeRefused)
+REFUSED = (
+    RunRefused,
+    DataError,
+    FunctionError,
+    UnknownDataSource,
+    ResourcesMissing,
+    NoCluster,
+    ResumeRefused,
+)
 """What the user's files or settings cause before anything is trained: the message says all, the exit code is 2."""
-EXPLAINED = (CheckpointError, RewardFailures, RolloutFailures, LogProbGap, TooFewGroups, WorkerError, StuckError)
+EXPLAINED = (
+    CheckpointError,
+    RewardFailures,
+    RolloutFailures,
+    LogProbGap,
+    TooFewGroups,
+    WorkerError,
+    StuckError,
+)
 """What a run can die of with a message that says all: the exit code is 1."""
 
 

@@ -13,7 +13,10 @@ _DRAWS, _SEED = 1000, 42  # as verl: bootstrap of best@k and worst@k
 
 
 def validation_metrics(
-    sources: list[str], uids: list[str], variables: dict[str, list[float | None]], predictions: list[Any] | None = None
+    sources: list[str],
+    uids: list[str],
+    variables: dict[str, list[float | None]],
+    predictions: list[Any] | None = None,
 ) -> dict[str, float]:
     """Metrics of validation samples.
 
@@ -27,7 +30,9 @@ def validation_metrics(
         `val-core/` keys for the core variable (`acc` where a source has it, else `reward`) at the mean, and best at the largest k;
         everything else under `val-aux/`.
     """
-    groups: dict[str, dict[str, dict[str, list[tuple[float, Any]]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    groups: dict[str, dict[str, dict[str, list[tuple[float, Any]]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     answers = predictions or [None] * len(uids)
     for i, (source, uid) in enumerate(zip(sources, uids, strict=True)):
         for name, values in variables.items():
@@ -39,7 +44,9 @@ def validation_metrics(
         for name, by_uid in by_name.items():
             for metric, value in _of_groups(list(by_uid.values())).items():
                 at = metric.partition("/")[0].partition("@")[2]
-                largest = metric.startswith(("mean@", "best@", "maj@")) and int(at) == max(map(len, by_uid.values()))
+                largest = metric.startswith(("mean@", "best@", "maj@")) and int(at) == max(
+                    map(len, by_uid.values())
+                )
                 section = "val-core" if name == core and largest else "val-aux"
                 metrics[f"{section}/{source}/{name}/{metric}"] = value
     return metrics
@@ -63,7 +70,9 @@ def _of_groups(answered: list[list[tuple[float, Any]]]) -> dict[str, float]:
             best.append(draws.max(1).mean())
             worst.append(draws.min(1).mean())
             if all(answer is not None for _, answer in pairs):
-                majority.append(_majority([answer for _, answer in pairs], np.asarray(group), drawn))
+                majority.append(
+                    _majority([answer for _, answer in pairs], np.asarray(group), drawn)
+                )
         metrics[f"best@{k}/mean"] = float(np.mean(best))
         metrics[f"worst@{k}/mean"] = float(np.mean(worst))
         if len(majority) == len(groups):

@@ -37,19 +37,26 @@ def export_checkpoint(folder: Path, target: Path, dtype: str = "float32") -> flo
         engine = TrainEngine(model, FSDPConfig(), device="cpu")
         engine.load(folder / "actor")
         engine.save_pretrained(target, load_tokenizer(model), getattr(torch, dtype))
-        merged = replace(model, path=str(target), tokenizer_path=None, lora_rank=0, lora_adapter_path=None)
+        merged = replace(
+            model, path=str(target), tokenizer_path=None, lora_rank=0, lora_adapter_path=None
+        )
         exported = TrainEngine(merged, FSDPConfig(), device="cpu")
         return float((_probe(engine) - _probe(exported)).abs().max())
 
 
 def _probe(engine: TrainEngine) -> torch.Tensor:
     vocabulary = engine.model.model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (_PROBES, _PROBE_LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        vocabulary, (_PROBES, _PROBE_LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     ones, half = torch.ones_like(ids), _PROBE_LENGTH // 2
     rows = {
-        "input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(1) - 1,
-        "responses": ids[:, half:], "response_mask": ones[:, half:],
-    }  # fmt: skip
+        "input_ids": ids,
+        "attention_mask": ones,
+        "position_ids": ones.cumsum(1) - 1,
+        "responses": ids[:, half:],
+        "response_mask": ones[:, half:],
+    }
     return engine.forward(DataProto.from_dict(rows), MicroBatching(_PROBES, None))["log_probs"]
 
 

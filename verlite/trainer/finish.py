@@ -13,7 +13,11 @@ from verlite.trainer.stages import keep_samples, validate
 def start_with_validation(run: Run) -> bool:
     """Validate before the first step where the configuration says so. False: that was all there was to do (val_only)."""
     trainer = run.config.trainer
-    if run.val_data is not None and run.plan.validates_first and (run.resumed_step == 0 or trainer.val_only):
+    if (
+        run.val_data is not None
+        and run.plan.validates_first
+        and (run.resumed_step == 0 or trainer.val_only)
+    ):
         run.metrics = validate(run)
         run.tracking.log(run.step, run.metrics)
         run.display.step(run.step, run.metrics)
@@ -25,15 +29,32 @@ def finish_step(run: Run, batch: DataProto) -> None:
     trainer = run.config.trainer
     run.metrics.update(batch_metrics(batch, run.plan.longest_prompt, run.plan.longest_response))
     run.metrics.update(agent_metrics(batch))
-    run.metrics.update({"training/global_step": run.step, "training/epoch": run.sampler.epoch, "training/weight_version": run.version})
+    run.metrics.update(
+        {
+            "training/global_step": run.step,
+            "training/epoch": run.sampler.epoch,
+            "training/weight_version": run.version,
+        }
+    )
     run.stopwatch.end_step()
-    tokens, response_tokens = run.metrics["perf/total_num_tokens"], float(batch.batch["trained_tokens"].sum())
+    tokens, response_tokens = (
+        run.metrics["perf/total_num_tokens"],
+        float(batch.batch["trained_tokens"].sum()),
+    )
     run.metrics.update(speed_metrics(run.stopwatch, tokens, response_tokens, run.plan.n_devices))
     keep_samples(run, batch)
-    if run.val_data is not None and trainer.test_freq > 0 and (run.last_step or run.step % trainer.test_freq == 0):
+    if (
+        run.val_data is not None
+        and trainer.test_freq > 0
+        and (run.last_step or run.step % trainer.test_freq == 0)
+    ):
         run.metrics.update(validate(run))
     run.metrics.update(run.stopwatch.metrics())  # what a checkpoint keeps of its step
-    if trainer.save_freq > 0 and (run.last_step or run.step % trainer.save_freq == 0) or run.stop.requested:
+    if (
+        trainer.save_freq > 0
+        and (run.last_step or run.step % trainer.save_freq == 0)
+        or run.stop.requested
+    ):
         save(run)
     run.metrics.update(run.stopwatch.metrics())
     run.tracking.log(run.step, run.metrics)
@@ -54,7 +75,9 @@ def save(run: Run) -> None:
                 continue
             if refused := next(filter(None, role.save(str(folder / name))), None):
                 raise OSError(refused)
-            if (seen := len(list(folder.glob(f"{name}/rng_rank_*.json")))) != (ranks := len(run.plan.placement[name])):
+            if (seen := len(list(folder.glob(f"{name}/rng_rank_*.json")))) != (
+                ranks := len(run.plan.placement[name])
+            ):
                 raise OSError(
                     f"{ranks} ranks of the {name} wrote to trainer.default_local_dir, but the driver sees the files of {seen}: "
                     "it must be one folder that all nodes share"

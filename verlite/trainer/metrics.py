@@ -22,12 +22,23 @@ def spread(name: str, values: torch.Tensor, counts: torch.Tensor | None = None) 
         return {}
     values = values.double()
     mean = values.mean() if counts is None else (values * counts).sum() / counts.sum()
-    return {f"{name}/mean": mean.item(), f"{name}/max": values.max().item(), f"{name}/min": values.min().item()}
+    return {
+        f"{name}/mean": mean.item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
 
 
-def token_metrics(advantages: torch.Tensor, returns: torch.Tensor, trained: torch.Tensor, values: torch.Tensor | None) -> Metrics:
+def token_metrics(
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    trained: torch.Tensor,
+    values: torch.Tensor | None,
+) -> Metrics:
     """Advantages, returns and values over trained tokens: [B, R] each, or [B, 1] for rows with one number and `trained` tokens each."""
-    metrics = spread("critic/advantages", advantages, trained) | spread("critic/returns", returns, trained)
+    metrics = spread("critic/advantages", advantages, trained) | spread(
+        "critic/returns", returns, trained
+    )
     if values is not None:
         chosen = trained.bool()
         values, returns = values[chosen].double(), returns[chosen].double()
@@ -68,7 +79,9 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
 def group_metrics(batch: DataProto) -> Metrics:
     """Share of prompts whose samples all got the same score: they teach a group estimator nothing."""
     scores, groups = batch.batch["scores"].tolist(), defaultdict(set)
-    for uid, score, valid in zip(batch.non_tensor_batch["uid"], scores, batch.batch["valid"].tolist(), strict=True):
+    for uid, score, valid in zip(
+        batch.non_tensor_batch["uid"], scores, batch.batch["valid"].tolist(), strict=True
+    ):
         if valid:
             groups[uid].add(score)
     if not groups:
@@ -99,10 +112,19 @@ class Stopwatch:
 
 
 # Phases whose cost per token is reported, and whether they handle response tokens alone.
-_PER_TOKEN = {"gen": True, "ref": False, "values": False, "adv": False, "update_critic": False, "update_actor": False}
+_PER_TOKEN = {
+    "gen": True,
+    "ref": False,
+    "values": False,
+    "adv": False,
+    "update_critic": False,
+    "update_actor": False,
+}
 
 
-def speed_metrics(stopwatch: Stopwatch, total_tokens: float, response_tokens: float, n_devices: int) -> Metrics:
+def speed_metrics(
+    stopwatch: Stopwatch, total_tokens: float, response_tokens: float, n_devices: int
+) -> Metrics:
     """Throughput per device and cost per token of each phase, from the step's stopwatch (which must have timed `step`)."""
     seconds = stopwatch.seconds
     metrics = {

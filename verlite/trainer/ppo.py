@@ -31,17 +31,23 @@ def train(run: Run) -> None:
         return
     for _ in run.steps():
         batch = DataProto()
-        while len(batch) < run.plan.rows:  # once, unless algorithm.filter_groups asks for more
+        while (
+            len(batch) < run.plan.batch_size
+        ):  # once, unless algorithm.filter_groups asks for more
             more = next_prompts(run)  # uid prompt_ids sampling data_source ground_truth extra_info
-            more = generate(run, more)  # response_ids response_mask rollout_log_probs raw_scores valid
+            more = generate(
+                run, more
+            )  # response_ids response_mask rollout_log_probs raw_scores valid
             more = score(run, more)  # scores (reward_baselines)
             batch = gather(run, batch, more)
-        batch = balance(run, batch)  # mini_batch
+        batch = balance(run, batch)  # mini_batch_index
         batch = old_log_probs(run, batch)  # old_log_probs entropy_sums gap_sums
         batch = correct(run, batch)  # rollout_is_weights rejected_tokens
         batch = reference_log_probs(run, batch)  # ref_log_prob
         batch = values(run, batch)  # values
-        batch = advantages(run, batch)  # rewards advantages returns, trained_tokens of what is left in the loss
+        batch = advantages(
+            run, batch
+        )  # rewards advantages returns, trained_tokens of what is left in the loss
         update_critic(run, batch)
         update_actor(run, batch)
         sync_weights(run)

@@ -13,7 +13,7 @@ from verlite.config.schema import Config
 from verlite.controller.supervise import StopRequest
 from verlite.data.dataset import PromptDataset
 from verlite.data.sampler import PromptSampler
-from verlite.envs.world import World
+from verlite.envs.factory import EnvFactory
 from verlite.trainer.display import Display
 from verlite.trainer.metrics import Metrics, Stopwatch
 from verlite.trainer.tracking import Tracking
@@ -47,7 +47,7 @@ class Run:
     tracking: Tracking
     display: Display
     stop: StopRequest
-    world: World | None = None
+    env_factory: EnvFactory | None = None
     step: int = 0
     version: int = 0
     drawn: int = 0

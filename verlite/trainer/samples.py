@@ -20,24 +20,34 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that a terminal would obey; models and passages write them too."""
 
 
-def read_samples(run_dir: Path, step: int | None, validation: bool = False) -> tuple[Path, list[Sample]]:
+def read_samples(
+    run_dir: Path, step: int | None, validation: bool = False
+) -> tuple[Path, list[Sample]]:
     """The samples of a step, in the order in which they were made; None: of the newest step that has any.
 
     Raises:
         ValueError: there are none, or the file cannot be read; the message says which steps there are.
     """
     start = "val_step_" if validation else "step_"
-    files = [path.stem.removeprefix(start) for path in (run_dir / "rollouts").glob(f"{start}*.jsonl")]
+    files = [
+        path.stem.removeprefix(start) for path in (run_dir / "rollouts").glob(f"{start}*.jsonl")
+    ]
     steps = sorted(int(name) for name in files if name.isdecimal())
     if not steps:
-        raise ValueError(f"{run_dir / 'rollouts'} has no {start}N.jsonl: is it a run directory, with trainer.rollouts_per_step above 0?")
+        raise ValueError(
+            f"{run_dir / 'rollouts'} has no {start}N.jsonl: is it a run directory, with trainer.rollouts_per_step above 0?"
+        )
     if step is None:
         step = steps[-1]
     if step not in steps:
-        raise ValueError(f"{run_dir} has no samples of step {step}; there are steps {', '.join(map(str, steps[-20:]))}")
+        raise ValueError(
+            f"{run_dir} has no samples of step {step}; there are steps {', '.join(map(str, steps[-20:]))}"
+        )
     path = run_dir / "rollouts" / f"{start}{step}.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # and at no other line separator, which a model may have written
+        lines = path.read_text(encoding="utf-8").split(
+            "\n"
+        )  # and at no other line separator, which a model may have written
         return path, [json.loads(line) for line in lines if line]
     except ValueError as error:
         raise ValueError(f"{path} is not whole: {error}") from error
@@ -45,7 +55,9 @@ def read_samples(run_dir: Path, step: int | None, validation: bool = False) -> t
 
 def worst(samples: Sequence[Sample], count: int) -> list[Sample]:
     """The samples with the lowest scores, the lowest first; those without a score, which failed, come before all."""
-    return sorted(samples, key=lambda sample: (sample["score"] is not None, sample["score"] or 0.0))[:count]
+    return sorted(
+        samples, key=lambda sample: (sample["score"] is not None, sample["score"] or 0.0)
+    )[:count]
 
 
 def legend() -> Text:
@@ -70,9 +82,15 @@ def picture(sample: Sample, whole_prompt: bool = False) -> RenderableType:
     for who, text in sample.get("transcript") or [["model", sample["response"]]]:
         if who == "model":
             turn += 1
-            grid.add_row(f"turn {turn}", Text(_shown(text), style=STYLES["trained" if trained else "not trained"]))
+            grid.add_row(
+                f"turn {turn}",
+                Text(_shown(text), style=STYLES["trained" if trained else "not trained"]),
+            )
         else:
-            grid.add_row(_call(infos[turn - 1] if turn <= len(infos) else {}), Text(_shown(text.strip("\n")), style=STYLES["tool"]))
+            grid.add_row(
+                _call(infos[turn - 1] if turn <= len(infos) else {}),
+                Text(_shown(text.strip("\n")), style=STYLES["tool"]),
+            )
     if sample.get("error"):
         grid.add_row("error", Text(_shown(str(sample["error"])), style="red"))
     grid.add_row("expected", Text(_shown(_plain(sample["ground_truth"]))))
@@ -84,13 +102,21 @@ def _head(sample: Sample) -> Text:
     style = "bold red" if score is None else "bold green" if score > 0 else "bold yellow"
     text = Text("no score" if score is None else f"score {score:g}", style=style)
     parts = [
-        f"{name} {value:g}" if isinstance(value, (int, float)) else f"{name} {value!r}" for name, value in sample["reward_parts"].items()
+        f"{name} {value:g}" if isinstance(value, (int, float)) else f"{name} {value!r}"
+        for name, value in sample["reward_parts"].items()
     ]
     searches = sum(bool(info.get("called")) for info in sample.get("turn_infos") or [])
-    words = [*parts, f"status {sample['status']}", sample["data_source"], f"prompt {sample['index']}"]
+    words = [
+        *parts,
+        f"status {sample['status']}",
+        sample["data_source"],
+        f"prompt {sample['index']}",
+    ]
     words += [f"{searches} tool call{'s' * (searches != 1)}"] if "turn_infos" in sample else []
     tokens = f"{sample['response_tokens']} tokens"
-    words += [f"{tokens}, {sample['trained_tokens']} trained" if "trained_tokens" in sample else tokens]
+    words += [
+        f"{tokens}, {sample['trained_tokens']} trained" if "trained_tokens" in sample else tokens
+    ]
     return text.append("  " + "  ".join(words), style="dim")
 
 

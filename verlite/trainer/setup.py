@@ -24,8 +24,8 @@ from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.sampler import PromptSampler
 from verlite.engine.folder import ModelError, load_config, load_tokenizer
 from verlite.envs.chat import TemplateError
+from verlite.envs.factory import EnvFactory, build_env_factory, encoder
 from verlite.envs.step import Step
-from verlite.envs.world import World, build_world, encoder
 from verlite.trainer import checkpoints
 from verlite.trainer.begin import AlreadyComplete, Begun, RunRefused, held, joined
 from verlite.trainer.display import Display
@@ -61,27 +61,42 @@ def open_run(loaded: Loaded, begun: Begun) -> Iterator[Run]:
     Raises:
         RunRefused, CheckpointError, and the data and reward rooms' own errors before any worker is built.
     """
-    config, placement, checkpoint, warnings = begun.config, begun.placement, begun.checkpoint, begun.warnings
+    config, placement, checkpoint, warnings = (
+        begun.config,
+        begun.placement,
+        begun.checkpoint,
+        begun.warnings,
+    )
     trainer, policy = config.trainer, config.actor_rollout_ref
     run_dir = Path(trainer.default_local_dir)
     with ExitStack() as stack:
         state = checkpoint.state() if checkpoint else {"step": 0}
         functions_of(config)
         tokenizer = tokenizer_of(policy.model)
-        world = world_of(config, tokenizer)
+        world = env_factory_of(config, tokenizer)
         limits = longest_prompt(config), world.tools if world else ()
         train_data = PromptDataset(begun.train, tokenizer, config.data, "train", *limits)
-        val_data = PromptDataset(begun.val, tokenizer, config.data, "val", *limits) if begun.val else None
+        val_data = (
+            PromptDataset(begun.val, tokenizer, config.data, "val", *limits) if begun.val else None
+        )
         drawn_by, prompts = prompts_drawn(config)
-        sampler = PromptSampler(len(train_data), prompts, config.data.seed, config.data.shuffle, drawn_by)
+        sampler = PromptSampler(
+            len(train_data), prompts, config.data.seed, config.data.shuffle, drawn_by
+        )
         if checkpoint:
             sampler.load_state_dict(state["sampler"])
         plan = make_plan(config)
         total_steps = plan.steps(len(train_data))[1]
         # A kill between the last checkpoint and the export leaves the export to do: then the run opens once more, for that alone.
-        if state["step"] >= total_steps and not trainer.val_only and (not trainer.export_hf or exported_step(run_dir) == state["step"]):
+        if (
+            state["step"] >= total_steps
+            and not trainer.val_only
+            and (not trainer.export_hf or exported_step(run_dir) == state["step"])
+        ):
             finish_metrics(run_dir, state)
-            raise AlreadyComplete(f"already complete: {run_dir} has a checkpoint of step {state['step']} of {total_steps}")
+            raise AlreadyComplete(
+                f"already complete: {run_dir} has a checkpoint of step {state['step']} of {total_steps}"
+            )
         display = Display(total_steps, state["step"])
         stack.callback(display.close)
         overlap = overlap_note(train_data, val_data) if val_data else None
@@ -93,15 +108,31 @@ def open_run(loaded: Loaded, begun: Begun) -> Iterator[Run]:
         replace_file(run_dir / "config.yaml", dump(loaded))
 
         with display.phase("starting workers"):
-            cluster = placement.cluster if placement else stack.enter_context(joined(config, plan, config.ray_kwargs.ray_init.address))
-            stop = stack.enter_context(StopRequest(lambda name: display.say(f"{name}: stopping after this step")))
+            cluster = (
+                placement.cluster
+                if placement
+                else stack.enter_context(joined(config, plan, config.ray_kwargs.ray_init.address))
+            )
+            stop = stack.enter_context(
+                StopRequest(lambda name: display.say(f"{name}: stopping after this step"))
+            )
             placement = placement or held(cluster, config, plan)
-            if placement.kind != plan.device:  # the driver's machine has another kind of device than the cluster
+            if (
+                placement.kind != plan.device
+            ):  # the driver's machine has another kind of device than the cluster
                 plan = make_plan(config, placement.kind)
             display.say_plan(plan)
             actor = spawn(ActorWorker, placement, "actor", config, plan, total_steps)
-            critic = spawn(CriticWorker, placement, "critic", config, plan, total_steps) if plan.needs_critic else None
-            reference = spawn(ReferenceWorker, placement, "ref", config, plan, total_steps) if "ref" in plan.roles else None
+            critic = (
+                spawn(CriticWorker, placement, "critic", config, plan, total_steps)
+                if plan.needs_critic
+                else None
+            )
+            reference = (
+                spawn(ReferenceWorker, placement, "ref", config, plan, total_steps)
+                if "ref" in plan.roles
+                else None
+            )
             training = [role for role in (actor, critic, reference) if role is not None]
             if checkpoint or placement.kind == "cuda":
                 ready(*training)
@@ -115,16 +146,40 @@ def open_run(loaded: Loaded, begun: Begun) -> Iterator[Run]:
         if checkpoint:
             finish_metrics(run_dir, state)
         tracking = Tracking(
-            trainer.logger, run_dir, trainer.project_name, trainer.experiment_name, yaml.safe_load(dump(loaded)), display.warn,
+            trainer.logger,
+            run_dir,
+            trainer.project_name,
+            trainer.experiment_name,
+            yaml.safe_load(dump(loaded)),
+            display.warn,
             resumed_step=state["step"],
-        )  # fmt: skip
+        )
         stack.callback(tracking.finish)
         ctrl = config.algorithm.kl_ctrl
-        kl = FixedKLController(ctrl.kl_coef) if ctrl.type == "fixed" else AdaptiveKLController(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        kl = (
+            FixedKLController(ctrl.kl_coef)
+            if ctrl.type == "fixed"
+            else AdaptiveKLController(ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        )
         run = Run(
-            config, plan, run_dir, tokenizer, train_data, val_data, sampler, total_steps,
-            actor, rollout, critic, reference, kl, tracking, display, stop, world,
-        )  # fmt: skip
+            config,
+            plan,
+            run_dir,
+            tokenizer,
+            train_data,
+            val_data,
+            sampler,
+            total_steps,
+            actor,
+            rollout,
+            critic,
+            reference,
+            kl,
+            tracking,
+            display,
+            stop,
+            world,
+        )
         if checkpoint:
             restore(run, checkpoint, state)
         yield run
@@ -144,7 +199,7 @@ def functions_of(config: Config) -> None:
         raise RunRefused(str(error)) from error
 
 
-def world_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> World | None:
+def env_factory_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> EnvFactory | None:
     """The world that an agent's samples act in; None for single turns.
 
     Raises:
@@ -153,7 +208,7 @@ def world_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> World | None
     if not max_turns(config):
         return None
     try:
-        world = build_world(config)
+        world = build_env_factory(config)
         template, limit = config.data.apply_chat_template_kwargs, config.data.max_obs_length
         encode = encoder(world, tokenizer, template)
         before, after = world.around
@@ -183,7 +238,9 @@ def finish_metrics(run_dir: Path, state: dict[str, Any]) -> None:
 def restore(run: Run, checkpoint: checkpoints.Checkpoint, state: dict[str, Any]) -> None:
     """Put the driver where the checkpoint left it: step, KL weight, versions. The workers have loaded their own parts."""
     run.step = run.resumed_step = state["step"]
-    run.version = state["version"] - 1  # the engine gets the saved weights once more, by the first sync, under their own version
+    run.version = (
+        state["version"] - 1
+    )  # the engine gets the saved weights once more, by the first sync, under their own version
     run.saved_step = run.step if checkpoint.path.parent == run.run_dir else 0
     if run.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed weight is the configuration's
         run.kl.load_state_dict(state["kl_controller"])
@@ -202,8 +259,12 @@ def finished(run: Run) -> int:
         if run.step > run.saved_step:  # the request came after the step had looked for one
             save(run)
         if run.step > run.saved_step:
-            raise checkpoints.CheckpointError(f"stopped by request after step {run.step}, whose checkpoint could not be written")
-        run.display.say(f"stopped by request after step {run.step} of {run.total_steps}; the same command resumes it")
+            raise checkpoints.CheckpointError(
+                f"stopped by request after step {run.step}, whose checkpoint could not be written"
+            )
+        run.display.say(
+            f"stopped by request after step {run.step} of {run.total_steps}; the same command resumes it"
+        )
         return 75
     if run.config.trainer.export_hf and run.step and not run.config.trainer.val_only:
         with run.display.phase("writing Hugging Face export"):
@@ -219,7 +280,9 @@ def export(run: Run) -> None:
     Raises:
         CheckpointError: the folder that the actor wrote is not here.
     """
-    final, temporary, old = (run.run_dir / name for name in ("huggingface", ".tmp_huggingface", ".old_huggingface"))
+    final, temporary, old = (
+        run.run_dir / name for name in ("huggingface", ".tmp_huggingface", ".old_huggingface")
+    )
     shutil.rmtree(temporary, ignore_errors=True)
     run.actor.export_hf(str(temporary))
     if not (temporary / "config.json").is_file():

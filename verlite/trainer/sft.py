@@ -27,7 +27,9 @@ from verlite.trainer.export import world_of_one
 from verlite.trainer.tracking import MetricsFile
 
 
-def sft_loss(rows: TensorDict, outputs: dict[str, Tensor], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+def sft_loss(
+    rows: TensorDict, outputs: dict[str, Tensor], counts: Counts
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean over the step's response tokens of -log p(token | what stands before it); this micro-batch's part of it."""
     mask = rows["response_mask"]
     return -(outputs["log_probs"] * mask).sum() / counts.tokens, {"train/tokens": mask.sum()}
@@ -38,7 +40,9 @@ def batch_of(examples: list[Example]) -> DataProto:
     prompts, responses = [prompt for prompt, _ in examples], [response for _, response in examples]
     p, r = max(map(len, prompts), default=1), max(map(len, responses), default=1)
     response_mask = pad([[1] * len(ids) for ids in responses], r, torch.int64)
-    attention_mask = torch.cat([pad([[1] * len(ids) for ids in prompts], p, torch.int64, "left"), response_mask], dim=1)
+    attention_mask = torch.cat(
+        [pad([[1] * len(ids) for ids in prompts], p, torch.int64, "left"), response_mask], dim=1
+    )
     padded = pad(responses, r, torch.int64)
     return DataProto.from_dict(
         {
@@ -57,7 +61,13 @@ def train(config: SFTConfig) -> Path:
     Raises DataError or ValueError, before the first step, for files and values that cannot be used.
     """
     data, trainer = config.data, config.trainer
-    device = trainer.device if trainer.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = (
+        trainer.device
+        if trainer.device != "auto"
+        else "cuda"
+        if torch.cuda.is_available()
+        else "cpu"
+    )
     with world(device):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         out = console()
@@ -67,11 +77,18 @@ def train(config: SFTConfig) -> Path:
         held_out = read_examples(data.val_files, tokenizer, data) if data.val_files else []
         sampler = PromptSampler(len(examples), data.train_batch_size, trainer.seed, data.shuffle)
         total = trainer.total_training_steps or trainer.total_epochs * sampler.steps_per_epoch
-        out.print(f"{len(examples)} examples, {sum(len(r) for _, r in examples)} tokens to learn; {total} steps of {data.train_batch_size}")
+        out.print(
+            f"{len(examples)} examples, {sum(len(r) for _, r in examples)} tokens to learn; {total} steps of {data.train_batch_size}"
+        )
         engine = TrainEngine(
-            config.model, config.fsdp_config, config.optim, total_training_steps=total, grad_clip=config.grad_clip,
-            device=device if device == "cpu" else f"cuda:{torch.cuda.current_device()}", seed=trainer.seed,
-        )  # fmt: skip
+            config.model,
+            config.fsdp_config,
+            config.optim,
+            total_training_steps=total,
+            grad_clip=config.grad_clip,
+            device=device if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
+            seed=trainer.seed,
+        )
         micro = MicroBatching(max_tokens=data.max_token_len_per_gpu)
         run_dir = Path(trainer.default_local_dir).expanduser()
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -81,9 +98,17 @@ def train(config: SFTConfig) -> Path:
                 mine = [examples[i] for i in sampler.next_batch()[rank::ranks]]
                 found = engine.update(batch_of(mine), micro, 1.0, sft_loss)
                 engine.step_schedule()
-                metrics = {"train/loss": found["loss"], "train/grad_norm": found["grad_norm"], "train/lr": found["lr"]}
+                metrics = {
+                    "train/loss": found["loss"],
+                    "train/grad_norm": found["grad_norm"],
+                    "train/lr": found["lr"],
+                }
                 metrics |= {"train/tokens": found["train/tokens"], "train/epoch": sampler.epoch}
-                if held_out and trainer.test_freq > 0 and (step % trainer.test_freq == 0 or step == total):
+                if (
+                    held_out
+                    and trainer.test_freq > 0
+                    and (step % trainer.test_freq == 0 or step == total)
+                ):
                     metrics["val/loss"] = validation_loss(engine, held_out[rank::ranks], micro)
                 if log is not None:
                     log.write(step, metrics)
@@ -91,7 +116,10 @@ def train(config: SFTConfig) -> Path:
         if log is not None:
             log.close()
         engine.save_pretrained(run_dir / "huggingface", tokenizer)
-        out.print(f"metrics       {run_dir / 'metrics.jsonl'}\nHugging Face  {run_dir / 'huggingface'}", highlight=False)
+        out.print(
+            f"metrics       {run_dir / 'metrics.jsonl'}\nHugging Face  {run_dir / 'huggingface'}",
+            highlight=False,
+        )
         return run_dir / "huggingface"
 
 
@@ -99,7 +127,9 @@ def validation_loss(engine: TrainEngine, examples: list[Example], micro: MicroBa
     """Mean over all ranks' response tokens of -log p. `examples` are this rank's; maybe none."""
     batch = batch_of(examples)
     log_probs = engine.forward(batch, micro)["log_probs"]
-    sums = torch.stack([-log_probs.double().sum(), batch.batch["response_mask"].sum().double()]).to(engine.device)
+    sums = torch.stack([-log_probs.double().sum(), batch.batch["response_mask"].sum().double()]).to(
+        engine.device
+    )
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
@@ -124,16 +154,27 @@ def world(device: str) -> Iterator[None]:
 def _progress(out, total: int):
     """A live line on a terminal; ten lines over the run elsewhere too."""
     bar = Progress(
-        TextColumn("step"), MofNCompleteColumn(), BarColumn(24), TimeRemainingColumn(), TextColumn("{task.fields[loss]}"),
-        console=out, transient=True, disable=not out.is_terminal or out.quiet,
-    )  # fmt: skip
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(24),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}"),
+        console=out,
+        transient=True,
+        disable=not out.is_terminal or out.quiet,
+    )
     task = bar.add_task("", total=total, loss="")
 
     def show(step: int, metrics: dict[str, float]) -> None:
         loss = f"loss {metrics['train/loss']:.3f}"
         bar.update(task, completed=step, loss=loss)
         if "val/loss" in metrics or step % max(1, total // 10) == 0 or step == total:
-            parts = [f"step {step}/{total}", loss, f"grad {metrics['train/grad_norm']:.2f}", f"lr {metrics['train/lr']:.2g}"]
+            parts = [
+                f"step {step}/{total}",
+                loss,
+                f"grad {metrics['train/grad_norm']:.2f}",
+                f"lr {metrics['train/lr']:.2g}",
+            ]
             parts += [f"val loss {metrics['val/loss']:.3f}"] if "val/loss" in metrics else []
             out.print("  ".join(parts), highlight=False)
 

@@ -11,7 +11,12 @@ from collections.abc import Callable
 import torch
 from tensordict import TensorDict
 
-from verlite.algorithms.advantages import OUTCOME_ESTIMATORS, AdvantageInputs, compute_advantages, place_scores
+from verlite.algorithms.advantages import (
+    OUTCOME_ESTIMATORS,
+    AdvantageInputs,
+    compute_advantages,
+    place_scores,
+)
 from verlite.algorithms.gap import gap_metrics, gap_totals
 from verlite.algorithms.kl import apply_kl_penalty
 from verlite.algorithms.losses import SELECTORS
@@ -26,15 +31,21 @@ from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.ragged import TOKENS, padded, ragged
 from verlite.rollout.types import Sampling, Status
 from verlite.trainer import batch as batches
-from verlite.trainer.agent import outage_is_over, sample_numbers
+from verlite.trainer.agent import sample_numbers, wait_for_tools
 from verlite.trainer.evaluation import validation_metrics
 from verlite.trainer.metrics import spread, token_metrics
 from verlite.trainer.run import Run
 
 _MOST_DRAWS = 4  # of the same samples, each after an outage
 _UPDATE = (
-    "rollout_log_probs", "old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights", "rejected_tokens", "selected_tokens"
-)  # fmt: skip
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_prob",
+    "advantages",
+    "rollout_is_weights",
+    "rejected_tokens",
+    "selected_tokens",
+)
 """What a policy loss may look at beside the tokens."""
 _SHOWN = ("prompt_ids", "text", "transcript")
 """What a person wants to see of a sample, and the driver does not have."""
@@ -48,7 +59,7 @@ class RolloutFailures(Exception):
     """More samples could not be generated than `actor_rollout_ref.rollout.max_error_rate` allows."""
 
 
-class StepUnmade(Exception):
+class StepAborted(Exception):
     """A stop was requested while a step could not go on: it is left unmade, and nothing of it was learnt yet."""
 
 
@@ -81,7 +92,14 @@ def next_prompts(run: Run) -> DataProto:
     uids = [f"{run.step}-{run.drawn + i}" for i in range(len(rows))]
     wanted = [(row, uid) for row, uid in zip(rows, uids, strict=True) for _ in range(rollout.n)]
     samplings = [
-        Sampling(rollout.temperature, rollout.top_p, rollout.top_k, longest, seed=seed, ignore_eos=rollout.ignore_eos)
+        Sampling(
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            longest,
+            seed=seed,
+            ignore_eos=rollout.ignore_eos,
+        )
         for seed in batches.seeds(rollout.seed, run.step, run.drawn, len(wanted))
     ]
     run.drawn += len(rows)
@@ -98,11 +116,16 @@ def generate(run: Run, requests: DataProto) -> DataProto:
     Raises:
         RolloutFailures: more than `rollout.max_error_rate` of the samples failed; the message has the first failure.
     """
-    batch = answered(run, requests, sleep_after=not run.plan.filters_groups)  # the next generation of the step needs their weights
-    failed, limit = torch.from_numpy(batch.non_tensor_batch["status"] == Status.ERROR), run.config.actor_rollout_ref.rollout.max_error_rate
+    batch = answered(
+        run, requests, sleep_after=not run.plan.filters_groups
+    )  # the next generation of the step needs their weights
+    failed, limit = (
+        torch.from_numpy(batch.non_tensor_batch["status"] == Status.ERROR),
+        run.config.actor_rollout_ref.rollout.max_error_rate,
+    )
     if (rate := failed.double().mean().item()) > limit:
         if run.stop.requested:  # while it waited for tools
-            raise StepUnmade
+            raise StepAborted
         raise RolloutFailures(
             f"{rate:.1%} of this step's samples could not be generated, more than actor_rollout_ref.rollout.max_error_rate={limit:g} "
             f"allows. The first failure: {batch.non_tensor_batch['error'][failed.nonzero()[0, 0]]}"
@@ -115,12 +138,14 @@ def answered(run: Run, requests: DataProto, sleep_after: bool) -> DataProto:
 
     Not for ever: tools that answer a check may fail the samples all the same.
     """
-    waits = run.world is not None and run.config.retriever.outage_wait_s > 0
-    asked = requests.select([], ["prompt_ids", "sampling", "data_source", "ground_truth", "extra_info"])
+    waits = run.env_factory is not None and run.config.retriever.outage_wait_s > 0
+    asked = requests.select(
+        [], ["prompt_ids", "sampling", "data_source", "ground_truth", "extra_info"]
+    )
     known = requests.pop(non_tensor_batch_keys=["prompt_ids"])[1]
     for left in reversed(range(_MOST_DRAWS)):
         batch = known.union(run.rollout.generate(asked, sleep_after=sleep_after and not waits))
-        if not (waits and left and outage_is_over(run, batch)):
+        if not (waits and left and wait_for_tools(run, batch)):
             break
     if waits and sleep_after:
         run.rollout.sleep()
@@ -160,10 +185,19 @@ def reward_failures(batch: DataProto) -> tuple[float, str]:
 def shaped(run: Run, batch: DataProto) -> DataProto:
     """The scores as training takes them: normalised, clipped, and less the penalty for length; 0 without a trained token."""
     reward, longest, t = run.config.reward, run.config.data.max_response_length, batch.batch
-    after_baseline = run.config.algorithm.adv_estimator == "rloo_token_kl"  # which clips what is left of the score then
-    scores = shape_scores(t["raw_scores"], reward.mean, reward.std, None if after_baseline else reward.clip_range)
+    after_baseline = (
+        run.config.algorithm.adv_estimator == "rloo_token_kl"
+    )  # which clips what is left of the score then
+    scores = shape_scores(
+        t["raw_scores"], reward.mean, reward.std, None if after_baseline else reward.clip_range
+    )
     if reward.overlong_buffer.enable:
-        penalty = overlong_penalty(t["response_length"], longest, run.plan.overlong_buffer, reward.overlong_buffer.penalty_factor)
+        penalty = overlong_penalty(
+            t["response_length"],
+            longest,
+            run.plan.overlong_buffer,
+            reward.overlong_buffer.penalty_factor,
+        )
         scores, batch = scores + penalty, batch.with_batch(overlong_penalty=penalty)
     return batch.with_batch(scores=scores.masked_fill(t["trained_tokens"] == 0, 0))
 
@@ -182,11 +216,15 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
     settings, plan = run.config.algorithm.filter_groups, run.plan
     name = settings.metric or "score"
     metric = _filter_metric(more, name)
-    kept = more.select_idxs(rows_with_signal(metric, more.non_tensor_batch["uid"], more.batch["valid"]))
+    kept = more.select_idxs(
+        rows_with_signal(metric, more.non_tensor_batch["uid"], more.batch["valid"])
+    )
     draws = run.drawn // plan.gen_prompts
     averages = {
         "filter_groups/kept_ratio": len(kept) / len(more),
-        "filter_groups/score/mean": masked_mean(more.batch["raw_scores"], more.batch["valid"]).item(),
+        "filter_groups/score/mean": masked_mean(
+            more.batch["raw_scores"], more.batch["valid"]
+        ).item(),
         "reward/error_rate": more.meta_info["reward_error_rate"],
     }
     for key, value in averages.items():  # over all generations of the step
@@ -195,9 +233,9 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
     run.metrics["train/num_gen_batches"] = float(draws)
     parts = [part for part in (batch, kept) if len(part)]
     joined = DataProto.concat([part.select(meta_info_keys=[]) for part in parts]) if parts else kept
-    joined = joined[: plan.rows].with_meta(reward_error_rate=run.metrics["reward/error_rate"])
+    joined = joined[: plan.batch_size].with_meta(reward_error_rate=run.metrics["reward/error_rate"])
     limit = settings.max_num_gen_batches or -(-len(run.train_data) // plan.gen_prompts)
-    if len(joined) < plan.rows and draws >= limit:
+    if len(joined) < plan.batch_size and draws >= limit:
         raise TooFewGroups(
             f"after {draws} generations of {plan.gen_prompts} prompts, only {len(joined) // plan.samples_per_prompt} of "
             f"data.train_batch_size={plan.prompts} have samples whose {name} differs (mean score "
@@ -205,7 +243,7 @@ def gather(run: Run, batch: DataProto, more: DataProto) -> DataProto:
             "prompts, raise actor_rollout_ref.rollout.n or temperature, allow more with algorithm.filter_groups.max_num_gen_batches, "
             "or train on all with algorithm.filter_groups.enable=false"
         )
-    if len(joined) == plan.rows:
+    if len(joined) == plan.batch_size:
         _sleep(run)
     return joined
 
@@ -220,7 +258,9 @@ def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
     if name in ("score", "seq_reward"):
         return batch.batch["raw_scores" if name == "score" else "scores"]
     parts, valid = batch.non_tensor_batch["reward_parts"], batch.batch["valid"].tolist()
-    if name == "acc" and not any(name in part for part in parts):  # scorers that only tell right from wrong
+    if name == "acc" and not any(
+        name in part for part in parts
+    ):  # scorers that only tell right from wrong
         return batch.batch["raw_scores"]
     for part, ok in zip(parts, valid, strict=True):
         if ok and not isinstance(part.get(name), (int, float)):
@@ -229,13 +269,20 @@ def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
                 f"algorithm.filter_groups.metric={name}: the reward function returned no such number for each sample. "
                 f"Numbers that it returned: {', '.join(['score', *numbers])}"
             )
-    return torch.tensor([part[name] if ok else 0.0 for part, ok in zip(parts, valid, strict=True)], dtype=torch.float64)
+    return torch.tensor(
+        [part[name] if ok else 0.0 for part, ok in zip(parts, valid, strict=True)],
+        dtype=torch.float64,
+    )
 
 
 def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
     """Sampled rows with the score of their prompt's greedy row, reward_baselines. Where that row failed, its prompt has no vote."""
     scores, valid = greedy.batch["scores"].tolist(), greedy.batch["valid"].tolist()
-    baselines = {uid: score for uid, score, ok in zip(greedy.non_tensor_batch["uid"], scores, valid, strict=True) if ok}
+    baselines = {
+        uid: score
+        for uid, score, ok in zip(greedy.non_tensor_batch["uid"], scores, valid, strict=True)
+        if ok
+    }
     uids, errors = batch.non_tensor_batch["uid"], list(batch.non_tensor_batch["error"])
     compared = torch.tensor([uid in baselines for uid in uids])
     for row in (batch.batch["valid"] & ~compared).nonzero().flatten().tolist():
@@ -243,18 +290,26 @@ def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
     valid = batch.batch["valid"] & compared
     return batch.with_batch(
         valid=valid,
-        trained_tokens=batch.batch["trained_tokens"] * valid,  # without a vote it is trained on nowhere: no loss, mean or count sees it
-        reward_baselines=torch.tensor([baselines.get(uid, 0.0) for uid in uids], dtype=torch.float32),
+        trained_tokens=batch.batch["trained_tokens"]
+        * valid,  # without a vote it is trained on nowhere: no loss, mean or count sees it
+        reward_baselines=torch.tensor(
+            [baselines.get(uid, 0.0) for uid in uids], dtype=torch.float32
+        ),
     ).with_non_tensor(error=object_array(errors))
 
 
 def balance(run: Run, batch: DataProto) -> DataProto:
-    """Decide which rows update together: mini_batch, and critic_mini_batch where there is a critic."""
-    uids, seed = batch.non_tensor_batch["uid"], [run.config.actor_rollout_ref.actor.data_loader_seed, run.step]
-    batch = batch.with_batch(mini_batch=batches.update_numbers(uids, run.plan.actor, seed))
+    """Decide which rows update together: mini_batch_index, and critic_mini_batch_index where there is a critic."""
+    uids, seed = (
+        batch.non_tensor_batch["uid"],
+        [run.config.actor_rollout_ref.actor.data_loader_seed, run.step],
+    )
+    batch = batch.with_batch(mini_batch_index=batches.update_numbers(uids, run.plan.actor, seed))
     if run.plan.critic is None:
         return batch
-    return batch.with_batch(critic_mini_batch=batches.update_numbers(uids, run.plan.critic, [*seed, 1]))
+    return batch.with_batch(
+        critic_mini_batch_index=batches.update_numbers(uids, run.plan.critic, [*seed, 1])
+    )
 
 
 def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
@@ -263,19 +318,29 @@ def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
     With the numbers of each row, its tokens, and those of the named ragged columns that there are. Ranks that run their rows together
     are one to spread over; which of them brings a row does not matter.
     """
-    numbers = batch.batch["critic_mini_batch" if role == "critic" else "mini_batch"][:, 0]
+    numbers = batch.batch["critic_mini_batch_index" if role == "critic" else "mini_batch_index"][
+        :, 0
+    ]
     lengths = batch.batch["prompt_length"] + batch.batch["response_length"]
     shared = run.plan.sequence_parallel[role]
-    groups = batches.spread(numbers, lengths, len(run.plan.placement[role]) // shared, run.config.trainer.balance_batch)
+    groups = batches.spread(
+        numbers, lengths, len(run.plan.placement[role]) // shared, run.config.trainer.balance_batch
+    )
     assignment = [rows[i::shared] for rows in groups for i in range(shared)]
     if role == "actor":
         run.metrics.update(batches.balance_metrics(lengths, groups))
-    return with_ragged(batch, *columns).with_meta(assignment=assignment, updates=int(numbers.max()) + 1, step=run.step)
+    return with_ragged(batch, *columns).with_meta(
+        assignment=assignment, updates=int(numbers.max()) + 1, step=run.step
+    )
 
 
 def with_ragged(batch: DataProto, *columns: str) -> DataProto:
     """The numbers of each row, its tokens, and those of the named ragged columns that there are; nothing else."""
-    return batch.select(non_tensor_batch_keys=[name for name in (*TOKENS, *columns) if name in batch.non_tensor_batch])
+    return batch.select(
+        non_tensor_batch_keys=[
+            name for name in (*TOKENS, *columns) if name in batch.non_tensor_batch
+        ]
+    )
 
 
 def here(batch: DataProto, *columns: str) -> TensorDict:
@@ -301,12 +366,19 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
         return batch
     answer = run.actor.log_probs(to_ranks(run, batch, "actor", "rollout_log_probs"))
     measured = batch.with_batch(**answer.batch).with_non_tensor(**answer.non_tensor_batch)
-    gap, tokens = gap_metrics(gap_totals(answer.batch["gap_sums"])), batch.batch["trained_tokens"].sum().item()
-    run.metrics.update(gap | {"actor/entropy": answer.batch["entropy_sums"].sum().item() / max(1, tokens)})
+    gap, tokens = (
+        gap_metrics(gap_totals(answer.batch["gap_sums"])),
+        batch.batch["trained_tokens"].sum().item(),
+    )
+    run.metrics.update(
+        gap | {"actor/entropy": answer.batch["entropy_sums"].sum().item() / max(1, tokens)}
+    )
     limit = run.config.actor_rollout_ref.rollout.log_prob_gap_limit
     if gate and not gap:
         why = next(filter(None, batch.non_tensor_batch["error"]), "all responses are empty")
-        raise LogProbGap(f"the first step has no trained token, so that trainer and rollout engine cannot be compared: {why}")
+        raise LogProbGap(
+            f"the first step has no trained token, so that trainer and rollout engine cannot be compared: {why}"
+        )
     if gate and not gap["training/log_prob_gap"] <= limit:
         raise LogProbGap(
             f"mean |log p_train - log p_rollout| is {gap['training/log_prob_gap']:.2e} before the first update; "
@@ -338,11 +410,19 @@ def correct(run: Run, batch: DataProto) -> DataProto:
     if not run.plan.correction.acts_on_batch:
         return batch
     t = here(batch, "old_log_probs", "rollout_log_probs")
-    weights, mask, metrics = correct_rollout(t["old_log_probs"], t["rollout_log_probs"], t["response_mask"], run.plan.correction)
+    weights, mask, metrics = correct_rollout(
+        t["old_log_probs"], t["rollout_log_probs"], t["response_mask"], run.plan.correction
+    )
     run.metrics.update(metrics)
     rejected, lengths = (t["response_mask"] - mask).bool(), t["response_length"]
-    batch = batch.with_batch(rejected=rejected.sum(1)).with_non_tensor(rejected_tokens=ragged(rejected, lengths))
-    return batch if weights is None else batch.with_non_tensor(rollout_is_weights=ragged(weights, lengths))
+    batch = batch.with_batch(rejected=rejected.sum(1)).with_non_tensor(
+        rejected_tokens=ragged(rejected, lengths)
+    )
+    return (
+        batch
+        if weights is None
+        else batch.with_non_tensor(rollout_is_weights=ragged(weights, lengths))
+    )
 
 
 @stage("ref")
@@ -350,13 +430,21 @@ def reference_log_probs(run: Run, batch: DataProto) -> DataProto:
     """Log-probs under the frozen reference: ref_log_prob. Only when a KL term uses it. With LoRA it is the actor without its adapters."""
     if run.plan.reference_is_actor:
         return batch.union(run.actor.reference_log_probs(to_ranks(run, batch, "actor")))
-    return batch if run.reference is None else batch.union(run.reference.log_probs(to_ranks(run, batch, "ref")))
+    return (
+        batch
+        if run.reference is None
+        else batch.union(run.reference.log_probs(to_ranks(run, batch, "ref")))
+    )
 
 
 @stage("values")
 def values(run: Run, batch: DataProto) -> DataProto:
     """The critic's values. Only for estimators that use them."""
-    return batch if run.critic is None else batch.union(run.critic.values(to_ranks(run, batch, "critic")))
+    return (
+        batch
+        if run.critic is None
+        else batch.union(run.critic.values(to_ranks(run, batch, "critic")))
+    )
 
 
 @stage("adv")
@@ -370,15 +458,24 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
         t = batch.batch.clone(recurse=False)
         t["response_mask"] = (t["trained_tokens"] > 0).long()[:, None]
     else:
-        t = here(batch, "old_log_probs", "ref_log_prob", "values", "sum_pi_squared", "rollout_is_weights")
+        t = here(
+            batch, "old_log_probs", "ref_log_prob", "values", "sum_pi_squared", "rollout_is_weights"
+        )
     scores = rewards = place_scores(t["scores"], t["response_mask"])
     if algorithm.use_kl_in_reward:
         coefficient = run.kl.value
         rewards, kl = apply_kl_penalty(
-            rewards, t["old_log_probs"], t["ref_log_prob"], t["response_mask"], coefficient, algorithm.kl_penalty
+            rewards,
+            t["old_log_probs"],
+            t["ref_log_prob"],
+            t["response_mask"],
+            coefficient,
+            algorithm.kl_penalty,
         )
         run.kl.update(kl, len(batch))
-        run.metrics.update({"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient})
+        run.metrics.update(
+            {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+        )
     inputs = AdvantageInputs(
         token_level_rewards=rewards,
         response_mask=t["response_mask"],
@@ -398,7 +495,11 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
     )
     adv, returns = compute_advantages(algorithm.adv_estimator, inputs)
     batch = without_untrained(run, batch.with_batch(rewards=rewards.sum(1)))
-    trained = batch.batch["trained_tokens"][:, None] if by_row else here(batch, "rejected_tokens")["response_mask"]
+    trained = (
+        batch.batch["trained_tokens"][:, None]
+        if by_row
+        else here(batch, "rejected_tokens")["response_mask"]
+    )
     run.metrics.update(token_metrics(adv, returns, trained, t.get("values")))
     if by_row:
         batch = batch.with_batch(advantages=adv, returns=returns)
@@ -410,7 +511,10 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
 
 def needs_no_tokens(config: Config) -> bool:
     """Whether advantages follow from one number of each row."""
-    return config.algorithm.adv_estimator in OUTCOME_ESTIMATORS and not config.algorithm.use_kl_in_reward
+    return (
+        config.algorithm.adv_estimator in OUTCOME_ESTIMATORS
+        and not config.algorithm.use_kl_in_reward
+    )
 
 
 def without_untrained(run: Run, batch: DataProto) -> DataProto:
@@ -445,7 +549,11 @@ def with_selected_tokens(run: Run, batch: DataProto) -> DataProto:
 def update_critic(run: Run, batch: DataProto) -> None:
     """Fit the critic to the returns."""
     if run.critic is not None:
-        run.metrics.update(run.critic.update(to_ranks(run, batch, "critic", "values", "returns", "rejected_tokens"))[0])
+        run.metrics.update(
+            run.critic.update(
+                to_ranks(run, batch, "critic", "values", "returns", "rejected_tokens")
+            )[0]
+        )
 
 
 @stage("update_actor")
@@ -461,18 +569,26 @@ def validate(run: Run) -> dict[str, float]:
     if run.val_data is None:
         return {}
     val, data = run.config.actor_rollout_ref.rollout.val_kwargs, run.config.data
-    rows: list[tuple[str, PromptRow]] = [(f"val-{i}", run.val_data.row(i)) for i in range(len(run.val_data)) for _ in range(val.n)]
+    rows: list[tuple[str, PromptRow]] = [
+        (f"val-{i}", run.val_data.row(i)) for i in range(len(run.val_data)) for _ in range(val.n)
+    ]
     greedy = not val.do_sample or val.temperature == 0
     seeds = batches.seeds(run.config.actor_rollout_ref.rollout.seed, 0, 0, len(rows))
     size = (data.val_batch_size or len(run.val_data)) * val.n
     sources, uids, rewards, parts, records, turns = [], [], [], [], [], []
-    of_turns: dict[str, list[float | None]] = defaultdict(list)
+    trajectory_info: dict[str, list[float | None]] = defaultdict(list)
     first_error, shown = "", _at_most(run)
     shown = shown if shown is None else max(shown, run.config.trainer.log_val_generations)
     for start in range(0, len(rows), size):
         chunk = rows[start : start + size]
         samplings = [
-            Sampling(0.0 if greedy else val.temperature, val.top_p, val.top_k, data.max_response_length, seed=seed)
+            Sampling(
+                0.0 if greedy else val.temperature,
+                val.top_p,
+                val.top_k,
+                data.max_response_length,
+                seed=seed,
+            )
             for seed in seeds[start : start + size]
         ]
         requests = batches.requests([row for _, row in chunk], [uid for uid, _ in chunk], samplings)
@@ -482,21 +598,41 @@ def validate(run: Run) -> dict[str, float]:
         uids += list(batch.non_tensor_batch["uid"])
         rewards += [total if ok else None for total, ok in zip(totals, valid, strict=True)]
         parts += list(batch.non_tensor_batch["reward_parts"])
-        records += sample_records(run, batch[: None if shown is None else max(0, shown - len(records))])
+        records += sample_records(
+            run, batch[: None if shown is None else max(0, shown - len(records))]
+        )
         turns += batch.batch["turns"].tolist()
-        for name, values in (sample_numbers(batch) if run.world else {}).items():
-            of_turns[name] += [value if ok else None for value, ok in zip(values, valid, strict=True)]
-        first_error = first_error or reward_failures(batch)[1] or next(filter(None, batch.non_tensor_batch["error"]), "")
-    numeric = sorted({name for p in parts for name, value in p.items() if isinstance(value, (int, float))})
-    variables = {"reward": rewards, **of_turns, **{name: [p.get(name) for p in parts] for name in numeric if name != "reward"}}
+        for name, values in (sample_numbers(batch) if run.env_factory else {}).items():
+            trajectory_info[name] += [
+                value if ok else None for value, ok in zip(values, valid, strict=True)
+            ]
+        first_error = (
+            first_error
+            or reward_failures(batch)[1]
+            or next(filter(None, batch.non_tensor_batch["error"]), "")
+        )
+    numeric = sorted(
+        {name for p in parts for name, value in p.items() if isinstance(value, (int, float))}
+    )
+    variables = {
+        "reward": rewards,
+        **trajectory_info,
+        **{name: [p.get(name) for p in parts] for name in numeric if name != "reward"},
+    }
     _write_jsonl(run.run_dir / "rollouts" / f"val_step_{run.step}.jsonl", records[: _at_most(run)])
     failed = sum(reward is None for reward in rewards)
     if failed == len(rewards):
-        raise RewardFailures(f"none of the {failed} validation samples could be scored. The first failure:\n{first_error.rstrip()}")
+        raise RewardFailures(
+            f"none of the {failed} validation samples could be scored. The first failure:\n{first_error.rstrip()}"
+        )
     if failed:
-        run.display.warn(f"{failed} of {len(rewards)} validation samples could not be scored and are left out; first: {first_error}")
+        run.display.warn(
+            f"{failed} of {len(rewards)} validation samples could not be scored and are left out; first: {first_error}"
+        )
     for record in records[: run.config.trainer.log_val_generations]:
-        run.display.say(f"{record['prompt']}{record['response']}  [score {record['score']}, expected {record['ground_truth']}]")
+        run.display.say(
+            f"{record['prompt']}{record['response']}  [score {record['score']}, expected {record['ground_truth']}]"
+        )
     return {
         **validation_metrics(sources, uids, variables, [p.get("pred") for p in parts]),
         **spread("val-aux/num_turns", torch.tensor(turns)),
@@ -506,7 +642,10 @@ def validate(run: Run) -> dict[str, float]:
 
 def sample_records(run: Run, batch: DataProto) -> list[dict]:
     """What a person wants to see of each sample: prompt, response, score and its parts, status, versions."""
-    t, columns = batch.batch, fetch(batch, [name for name in _SHOWN if name in batch.non_tensor_batch]).non_tensor_batch
+    t, columns = (
+        batch.batch,
+        fetch(batch, [name for name in _SHOWN if name in batch.non_tensor_batch]).non_tensor_batch,
+    )
     scores = t.get("scores", t["raw_scores"]).tolist()
     return [
         {
@@ -517,14 +656,20 @@ def sample_records(run: Run, batch: DataProto) -> list[dict]:
             "response": columns["text"][i],
             "ground_truth": columns["ground_truth"][i],
             "score": scores[i] if t["valid"][i] else None,
-            **({"raw_score": t["raw_scores"][i].item()} if t["valid"][i] and t["raw_scores"][i] != scores[i] else {}),
+            **(
+                {"raw_score": t["raw_scores"][i].item()}
+                if t["valid"][i] and t["raw_scores"][i] != scores[i]
+                else {}
+            ),
             "reward_parts": columns["reward_parts"][i],
             "status": columns["status"][i],
             "error": columns["error"][i],
             "response_tokens": int(t["response_length"][i]),
             "trained_tokens": int(t["trained_tokens"][i]),
             "weight_version": int(t["weight_version"][i]),
-            **({name: columns[name][i] for name in ("transcript", "turn_infos") if name in columns}),
+            **(
+                {name: columns[name][i] for name in ("transcript", "turn_infos") if name in columns}
+            ),
         }
         for i in range(len(batch))
     ]
@@ -532,7 +677,10 @@ def sample_records(run: Run, batch: DataProto) -> list[dict]:
 
 def keep_samples(run: Run, batch: DataProto) -> None:
     """Write a few of the step's samples to rollouts/step_N.jsonl."""
-    _write_jsonl(run.run_dir / "rollouts" / f"step_{run.step}.jsonl", sample_records(run, batch[: _at_most(run)]))
+    _write_jsonl(
+        run.run_dir / "rollouts" / f"step_{run.step}.jsonl",
+        sample_records(run, batch[: _at_most(run)]),
+    )
 
 
 def _at_most(run: Run) -> int | None:

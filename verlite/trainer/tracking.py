@@ -69,10 +69,17 @@ def replace_file(path: Path, text: str) -> None:
 class BackgroundTracker:
     """Runs one tracker in a thread; the first failure is told once and ends that tracker, never the run."""
 
-    def __init__(self, name: str, open_tracker: Callable[[], Callable[[int, Metrics], None]], warn: Callable[[str], None]):
+    def __init__(
+        self,
+        name: str,
+        open_tracker: Callable[[], Callable[[int, Metrics], None]],
+        warn: Callable[[str], None],
+    ):
         self.name, self._warn = name, warn
         self._queue: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(maxsize=1000)
-        self._thread = threading.Thread(target=self._work, args=(open_tracker,), daemon=True, name=f"tracker-{name}")
+        self._thread = threading.Thread(
+            target=self._work, args=(open_tracker,), daemon=True, name=f"tracker-{name}"
+        )
         self._thread.start()
 
     def _work(self, open_tracker: Callable[[], Callable[[int, Metrics], None]]) -> None:
@@ -81,7 +88,9 @@ class BackgroundTracker:
             while (item := self._queue.get()) is not None:
                 log(*item)
             getattr(log, "finish", lambda: None)()
-        except Exception as error:  # a tracker is a guest: whatever it raises must not reach the run
+        except (
+            Exception
+        ) as error:  # a tracker is a guest: whatever it raises must not reach the run
             self._warn(
                 f"tracker {self.name} failed and is off for the rest of the run: {type(error).__name__}: {error}. "
                 "Nothing is lost: metrics.jsonl has every step."
@@ -103,14 +112,22 @@ class BackgroundTracker:
                 pass
             self._thread.join(seconds)
         if self._thread.is_alive():
-            self._warn(f"tracker {self.name} did not finish within {seconds:.0f} s and was left behind")
+            self._warn(
+                f"tracker {self.name} did not finish within {seconds:.0f} s and was left behind"
+            )
 
 
 class _Wandb:
     def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]):
         import wandb
 
-        self._run = wandb.init(project=project, name=name, dir=str(directory), config=config, settings=wandb.Settings(silent=True))
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            dir=str(directory),
+            config=config,
+            settings=wandb.Settings(silent=True),
+        )
 
     def __call__(self, step: int, metrics: Metrics) -> None:
         self._run.log(metrics, step=step)
@@ -152,7 +169,11 @@ class Tracking:
             "wandb": lambda: _Wandb(project, name, run_dir, config),
             "tensorboard": lambda: _TensorBoard(run_dir),
         }
-        self._trackers = [BackgroundTracker(logger, openers[logger], warn) for logger in loggers if logger in openers]
+        self._trackers = [
+            BackgroundTracker(logger, openers[logger], warn)
+            for logger in loggers
+            if logger in openers
+        ]
 
     def log(self, step: int, metrics: Metrics) -> None:
         self.file.write(step, metrics)

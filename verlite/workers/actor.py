@@ -37,7 +37,9 @@ class ActorWorker(TrainingWorker):
     """One rank of the policy."""
 
     def __init__(self, config: Config, plan: Plan, total_steps: int):
-        from verlite.engine.fsdp import TrainEngine  # its libraries take seconds, and the driver only names this class
+        from verlite.engine.fsdp import (
+            TrainEngine,
+        )  # its libraries take seconds, and the driver only names this class
 
         super().__init__(config, plan, total_steps)
         policy = config.actor_rollout_ref
@@ -56,7 +58,7 @@ class ActorWorker(TrainingWorker):
         self.engine.offload()
         self._exported: Buckets | None = None
 
-    @register("split", keeps=("old_log_probs", "sum_pi_squared"))
+    @register("split", keep_remote=("old_log_probs", "sum_pi_squared"))
     def log_probs(self, batch: DataProto) -> DataProto:
         """Of the responses under the current policy: ragged old_log_probs, and sum_pi_squared where the plan needs it; and each row's
         entropy_sums [b] and gap_sums [b, G] to what the rollout engine said."""
@@ -76,17 +78,23 @@ class ActorWorker(TrainingWorker):
             "gap_sums": gap_rows(out["log_probs"], t["rollout_log_probs"], t["response_mask"]),
         }
         out["old_log_probs"] = out.pop("log_probs")
-        return DataProto.from_dict(sums, {name: ragged(values, t["response_length"]) for name, values in out.items()})
+        return DataProto.from_dict(
+            sums, {name: ragged(values, t["response_length"]) for name, values in out.items()}
+        )
 
-    @register("split", keeps=("ref_log_prob",))
+    @register("split", keep_remote=("ref_log_prob",))
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         """Ragged ref_log_prob of the responses under the policy without its adapters."""
         rows = padded(batch)
         self.engine.onload()
         with self.engine.without_adapters():
-            out = self.engine.forward(rows, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature)
+            out = self.engine.forward(
+                rows, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature
+            )
         self.engine.offload()
-        return DataProto.from_dict({}, {"ref_log_prob": ragged(out["log_probs"], rows.batch["response_length"])})
+        return DataProto.from_dict(
+            {}, {"ref_log_prob": ragged(out["log_probs"], rows.batch["response_length"])}
+        )
 
     @register("split")
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -95,10 +103,18 @@ class ActorWorker(TrainingWorker):
         unmeasured = "entropy_sums" not in batch.batch.keys()
         with_entropy = actor.calculate_entropy or actor.entropy_coeff != 0 or unmeasured
         metrics = self.update_in_mini_batches(
-            "actor", padded(batch), self.plan.actor, policy_objective(self.config, self.plan), with_entropy=with_entropy
+            "actor",
+            padded(batch),
+            self.plan.actor,
+            policy_objective(self.config, self.plan),
+            with_entropy=with_entropy,
         )
         sums = {key: metrics.pop(key) for key in list(metrics) if key.startswith("gap/")}
-        return metrics | gap_metrics(sums) | ({"actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else {})
+        return (
+            metrics
+            | gap_metrics(sums)
+            | ({"actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else {})
+        )
 
     @register("all")
     def export_weights(self) -> Export:
@@ -149,7 +165,9 @@ def policy_objective(config: Config, plan: Plan):
         **chosen.kwargs,
     }
 
-    def objective(rows: TensorDict, outputs: dict[str, torch.Tensor], counts: "Counts") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def objective(
+        rows: TensorDict, outputs: dict[str, torch.Tensor], counts: "Counts"
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_probs = outputs["log_probs"]
         mask = rows["response_mask"]
         weights = token_weights(

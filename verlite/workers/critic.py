@@ -23,7 +23,9 @@ class CriticWorker(TrainingWorker):
     """One rank of the critic: a causal LM's body with a scalar head."""
 
     def __init__(self, config: Config, plan: Plan, total_steps: int):
-        from verlite.engine.fsdp import TrainEngine  # its libraries take seconds, and the driver only names this class
+        from verlite.engine.fsdp import (
+            TrainEngine,
+        )  # its libraries take seconds, and the driver only names this class
 
         super().__init__(config, plan, total_steps)
         critic = config.critic
@@ -41,7 +43,7 @@ class CriticWorker(TrainingWorker):
         )
         self.engine.offload()
 
-    @register("split", keeps=("values",))
+    @register("split", keep_remote=("values",))
     def values(self, batch: DataProto) -> DataProto:
         """Ragged values: the value before each response token, 0 where the token is not trained."""
         rows = padded(batch)
@@ -49,22 +51,40 @@ class CriticWorker(TrainingWorker):
         out = self.engine.forward(rows, cut(self.plan.value_micro), 1.0)
         self.engine.offload()
         t = rows.batch
-        return DataProto.from_dict({}, {"values": ragged(out["values"] * t["response_mask"], t["response_length"])})
+        return DataProto.from_dict(
+            {}, {"values": ragged(out["values"] * t["response_mask"], t["response_length"])}
+        )
 
     @register("split")
     def update(self, batch: DataProto) -> dict[str, float]:
         """All of the step's critic updates; returns verl's critic/ metrics, equal on every rank."""
-        return self.update_in_mini_batches("critic", padded(batch), self.plan.critic, value_objective(self.config, self.plan))
+        return self.update_in_mini_batches(
+            "critic", padded(batch), self.plan.critic, value_objective(self.config, self.plan)
+        )
 
 
 def value_objective(config: Config, plan: Plan):
     """The critic's loss as the engine calls it, aggregated over the whole optimizer step as the policy's is."""
 
-    def objective(rows: TensorDict, outputs: dict[str, torch.Tensor], counts: "Counts") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def objective(
+        rows: TensorDict, outputs: dict[str, torch.Tensor], counts: "Counts"
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask = rows["response_mask"]
-        weights = token_weights(mask, plan.critic.loss_agg_mode, tokens=counts.tokens, sequences=counts.sequences, scale=plan.loss_scale)
+        weights = token_weights(
+            mask,
+            plan.critic.loss_agg_mode,
+            tokens=counts.tokens,
+            sequences=counts.sequences,
+            scale=plan.loss_scale,
+        )
         loss, metrics = value_loss(
-            outputs["values"], rows["values"], rows["returns"], mask, weights, cliprange=config.critic.cliprange_value, tokens=counts.tokens
+            outputs["values"],
+            rows["values"],
+            rows["returns"],
+            mask,
+            weights,
+            cliprange=config.critic.cliprange_value,
+            tokens=counts.tokens,
         )
         return loss, {**metrics, "critic/vf_loss": loss.detach()}
 

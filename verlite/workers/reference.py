@@ -12,7 +12,9 @@ class ReferenceWorker(TrainingWorker):
     """One rank of the reference. It has no optimizer, so nothing can change it."""
 
     def __init__(self, config: Config, plan: Plan, total_steps: int):
-        from verlite.engine.fsdp import TrainEngine  # its libraries take seconds, and the driver only names this class
+        from verlite.engine.fsdp import (
+            TrainEngine,
+        )  # its libraries take seconds, and the driver only names this class
 
         super().__init__(config, plan, total_steps)
         policy = config.actor_rollout_ref
@@ -30,11 +32,15 @@ class ReferenceWorker(TrainingWorker):
         )
         self.engine.offload()
 
-    @register("split", keeps=("ref_log_prob",))
+    @register("split", keep_remote=("ref_log_prob",))
     def log_probs(self, batch: DataProto) -> DataProto:
         """Ragged ref_log_prob of the responses."""
         rows = padded(batch)
         self.engine.onload()
-        out = self.engine.forward(rows, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature)
+        out = self.engine.forward(
+            rows, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature
+        )
         self.engine.offload()
-        return DataProto.from_dict({}, {"ref_log_prob": ragged(out["log_probs"], rows.batch["response_length"])})
+        return DataProto.from_dict(
+            {}, {"ref_log_prob": ragged(out["log_probs"], rows.batch["response_length"])}
+        )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a run is looked at before anything heavy is imported
     from transformers import PreTrainedTokenizerBase
 
 
-class World:
+class EnvFactory:
     """Makes one `Env` for each sample, and holds what they share: connections, caches, limits.
 
     One of your own: a subclass, and `env.name=package.module:Subclass`; it is made with the entries of `env.kwargs`.
@@ -47,13 +47,15 @@ class World:
         pass
 
 
-class SearchWorld(World):
+class SearchEnvFactory(EnvFactory):
     """Search-R1's: a search engine behind tags in the text."""
 
     around = INFORMATION
 
     def __init__(self, retriever: RetrieverConfig) -> None:
-        from verlite.envs.retriever import RetrieverClient  # with an HTTP client, which nothing else needs
+        from verlite.envs.retriever import (
+            RetrieverClient,
+        )  # with an HTTP client, which nothing else needs
 
         self.client = RetrieverClient(retriever)
         self._observe_errors = retriever.on_error == "observe"
@@ -72,7 +74,7 @@ class SearchWorld(World):
         await self.client.__aexit__(*error)
 
 
-class CalculatorWorld(World):
+class CalculatorEnvFactory(EnvFactory):
     """A calculator, called with JSON in the chat format."""
 
     chat = True
@@ -82,15 +84,15 @@ class CalculatorWorld(World):
         return Calculator()
 
 
-WORLDS = {"search": SearchWorld, "calculator": CalculatorWorld}
+ENV_FACTORIES = {"search": SearchEnvFactory, "calculator": CalculatorEnvFactory}
 """env.name to world."""
 
 
-def build_world(config: Config) -> World:
+def build_env_factory(config: Config) -> EnvFactory:
     """The world of `env.name`. Raises ValueError when it cannot be found or made."""
     if config.env.name == "search":
-        return SearchWorld(config.retriever)
-    make = lookup(config.env.name, WORLDS, "env.name")
+        return SearchEnvFactory(config.retriever)
+    make = lookup(config.env.name, ENV_FACTORIES, "env.name")
     try:
         inspect.signature(make).bind(**config.env.kwargs)
     except TypeError as error:
@@ -98,18 +100,28 @@ def build_world(config: Config) -> World:
     try:
         world = make(**config.env.kwargs)
     except Exception as error:  # a user's own class may raise anything
-        raise ValueError(f"env.name={config.env.name} cannot be made: {type(error).__name__}: {error}") from error
-    if not isinstance(world, World):
-        raise ValueError(f"env.name={config.env.name} makes a {type(world).__name__}, which is no verlite.envs.world.World")
+        raise ValueError(
+            f"env.name={config.env.name} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(world, EnvFactory):
+        raise ValueError(
+            f"env.name={config.env.name} makes a {type(world).__name__}, which is no verlite.envs.factory.EnvFactory"
+        )
     return world
 
 
-def encoder(world: World, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any]) -> EncodeObservation:
+def encoder(
+    world: EnvFactory, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any]
+) -> EncodeObservation:
     """How this world's observations become tokens. Raises TemplateError when the chat template cannot carry them."""
-    return encode_chat(tokenizer, world.tools, template_kwargs) if world.chat else encode_text(tokenizer)
+    return (
+        encode_chat(tokenizer, world.tools, template_kwargs)
+        if world.chat
+        else encode_text(tokenizer)
+    )
 
 
-def checked(world: World) -> str | None:
+def checked(world: EnvFactory) -> str | None:
     """`world.check()` from outside an event loop. Raises ToolError, whatever it was that the world raised."""
     try:
         return asyncio.run(world.check())
