@@ -1,0 +1,5 @@
+"""Mutants of verlite.config."""
+
+from tests.mutants import Mutant
+
+MUTANTS: list[Mutant] = []

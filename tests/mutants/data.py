@@ -1,0 +1,5 @@
+"""Mutants of verlite.data."""
+
+from tests.mutants import Mutant
+
+MUTANTS: list[Mutant] = []

@@ -1,0 +1,5 @@
+"""Mutants of verlite.envs."""
+
+from tests.mutants import Mutant
+
+MUTANTS: list[Mutant] = []

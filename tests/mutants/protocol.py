@@ -1,0 +1,5 @@
+"""Mutants of verlite.protocol."""
+
+from tests.mutants import Mutant
+
+MUTANTS: list[Mutant] = []

@@ -1,0 +1,5 @@
+"""Mutants of verlite.rollout."""
+
+from tests.mutants import Mutant
+
+MUTANTS: list[Mutant] = []

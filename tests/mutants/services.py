@@ -1,0 +1,5 @@
+"""Mutants of verlite.services."""
+
+from tests.mutants import Mutant
+
+MUTANTS: list[Mutant] = []

@@ -1,0 +1,5 @@
+"""Mutants of verlite.trainer."""
+
+from tests.mutants import Mutant
+
+MUTANTS: list[Mutant] = []

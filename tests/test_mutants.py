@@ -1,0 +1,43 @@
+"""The mutants fit the code, and docs/mutants.md shows each as caught. `make mutants` plants them."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import PACKAGES, mutants, owner_and_name
+from tests.mutants.page import CAUGHT, PAGE, page_text, read_page
+
+TOP = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_mutant_has_a_target_and_a_test_that_exist(package):
+    names = [mutant.bug for mutant in mutants(package)]
+    assert len(set(names)) == len(names)
+    for mutant in mutants(package):
+        module, _, path = mutant.target.partition(":")
+        owner_and_name(importlib.import_module(module), path)
+        assert "|" not in mutant.bug, f"{mutant.bug}: a bar would break the table"
+        assert mutant.tests, mutant.bug
+        for test in mutant.tests:
+            file, _, function = test.partition("::")
+            text = (TOP / file).read_text(encoding="utf-8")
+            name = function.split("[")[0]
+            assert f"def {name}(" in text or not function, f"{mutant.bug}: {test} does not exist"
+
+
+def test_the_page_shows_every_mutant_as_caught():
+    results = read_page()
+    missed = [
+        f"{package}/{mutant.bug}"
+        for package in PACKAGES
+        for mutant in mutants(package)
+        if results[package].get(mutant.bug) not in CAUGHT
+    ]
+    assert not missed, f"new or not caught: {missed}; run python -m tests.mutants --new"
+
+
+def test_the_page_is_up_to_date():
+    text = page_text(read_page())
+    assert PAGE.read_text(encoding="utf-8") == text, "run python -m tests.mutants --new"
