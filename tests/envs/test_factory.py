@@ -16,7 +16,7 @@ from verlite.envs.factory import (
 from verlite.envs.search import SearchEnv
 from verlite.envs.step import Step, ToolError
 
-HERE = "tests.envs.test_world"
+HERE = "tests.envs.test_factory"
 
 
 class Guessing(EnvFactory):
