@@ -38,7 +38,7 @@ class Idle(Worker):
     def nothing(self) -> None:
         """A call without a batch."""
 
-    @register("split", keeps=KEPT)
+    @register("split", keep_remote=KEPT)
     def make(self, asked: DataProto) -> DataProto:
         """Samples of the asked lengths, of which the tokens stay here; a few numbers for each row come back."""
         lengths = asked.batch["response_length"].tolist()

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -15,7 +16,7 @@ from verlite.controller.hosts import prestart
 from verlite.controller.placement import ResourcesMissing, reserve
 from verlite.controller.supervise import presences
 from verlite.controller.worker_group import group, ready, spawn, submit
-from verlite.protocol.data import DataProto
+from verlite.protocol.data import DataProto, object_array
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,24 @@ def test_kept_columns_stay_with_their_maker_and_follow_their_rows(echo, cluster)
     )
     none = echo.speak(asked[:0])
     assert len(none) == 0
+
+
+def test_columns_mix_references_and_values(echo):
+    spoken = echo.speak(DataProto.from_dict({"x": torch.tensor([[3, 0], [70_000, 0], [5, 0]])}))
+    tokens = list(spoken.non_tensor_batch["tokens"])
+    tokens[1] = np.array([8, 8])
+    mixed = spoken.with_non_tensor(tokens=object_array(tokens))
+    fetched = fetch(mixed, ["tokens"]).non_tensor_batch
+    assert [len(row) for row in fetched["tokens"]] == [3, 2, 5]
+    assert isinstance(fetched["text"][0], Ref)
+    assert echo.listen_to(mixed).batch["sum"].tolist() == [9, 16, 25]
+
+
+def test_method_registered_without_fetch_chooses_its_columns(echo):
+    spoken = echo.speak(DataProto.from_dict({"x": torch.tensor([[3, 0], [4, 0]])}))
+    heard = echo.listen_to_text(spoken).non_tensor_batch
+    assert heard["heard"].tolist() == ["3!", "4!"]
+    assert heard["is_ref"].tolist() == [True, True]
 
 
 def test_what_is_no_reference_stays_as_it_is():

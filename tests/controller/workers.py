@@ -131,6 +131,16 @@ class Echo(Worker):
             {"sum": sums}, {"heard": list(columns["text"]), "listener": [self.rank] * len(data)}
         )
 
+    @register("split", fetch=False)
+    def listen_to_text(self, data: "DataProto") -> "DataProto":
+        """Fetch one column; report the text and how many entries of the other are still references."""
+        from verlite.controller.columns import Ref, fetch
+        from verlite.protocol.data import DataProto
+
+        columns = fetch(data, ["text"]).non_tensor_batch
+        is_ref = [isinstance(tokens, Ref) for tokens in columns["tokens"]]
+        return DataProto.from_dict({}, {"heard": list(columns["text"]), "is_ref": is_ref})
+
     @register("split")
     def lose_a_row(self, data: "DataProto") -> "DataProto":
         return data[1:]

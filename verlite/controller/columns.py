@@ -45,37 +45,48 @@ def keep(batch: DataProto, names: Iterable[str]) -> DataProto:
 
 
 def fetch(batch: DataProto, names: Iterable[str] | None = None) -> DataProto:
-    """The batch with values in place of references, of these columns or of all. What is no reference stays as it is.
+    """Return the batch with values in place of references.
 
-    Raises WorkerError in the driver when the worker that kept them has died.
+    A column may mix references and values: values pass through, and a column without references
+    is not copied.
+
+    Args:
+        names: the object columns to fetch; None means all.
+
+    Raises:
+        WorkerError: in the driver, if the worker that stored the values has died.
     """
     wanted = batch.non_tensor_batch if names is None else names
-    columns = {
-        name: batch.non_tensor_batch[name]
-        for name in wanted
-        if _refers(batch.non_tensor_batch[name])
-    }
-    if not columns:
+    columns = {name: batch.non_tensor_batch[name] for name in wanted}
+    refs = [value for column in columns.values() for value in column if isinstance(value, Ref)]
+    if not refs:
         return batch
+    stored = _load(list(dict.fromkeys(ref.chunk for ref in refs)))
+
+    def value_of(entry: Any) -> Any:
+        if isinstance(entry, Ref):
+            return stored[entry.chunk][entry.name][entry.row]
+        return entry
+
+    fetched = {
+        name: object_array([value_of(entry) for entry in column])
+        for name, column in columns.items()
+        if any(isinstance(entry, Ref) for entry in column)
+    }
+    return batch.with_non_tensor(**fetched)
+
+
+def _load(chunks: list[Any]) -> dict[Any, dict[str, list[Any]]]:
+    """Return {chunk: {column name: values}}, read from the object store."""
     import ray
 
-    chunks = list({ref.chunk: None for column in columns.values() for ref in column})
     try:
-        stored = dict(zip(chunks, ray.get(chunks), strict=True))
+        return dict(zip(chunks, ray.get(chunks), strict=True))
     except ray.exceptions.ObjectLostError:
-        if cluster := current():  # a worker's own failure is told by its supervisor
+        cluster = current()
+        if cluster is not None:  # a worker leaves the diagnosis to the driver's supervisor
             cluster.supervisor.look_for_dead()
         raise
-    return batch.with_non_tensor(
-        **{
-            name: object_array([stored[ref.chunk][ref.name][ref.row] for ref in column])
-            for name, column in columns.items()
-        }
-    )
-
-
-def _refers(column: np.ndarray) -> bool:
-    return len(column) > 0 and isinstance(column[0], Ref)
 
 
 def _size(value: Any) -> int:

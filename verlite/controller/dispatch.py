@@ -46,23 +46,28 @@ class _RankZero(Protocol):
 
 
 @overload
-def register(dispatch: Literal["split"], keep_remote: Sequence[str] = ()) -> _Split: ...
+def register(
+    dispatch: Literal["split"], keep_remote: Sequence[str] = (), fetch: bool = True
+) -> _Split: ...
 @overload
 def register(dispatch: Literal["all"]) -> _All: ...
 @overload
 def register(dispatch: Literal["rank_zero"]) -> _RankZero: ...
-def register(dispatch: Dispatch, keep_remote: Sequence[str] = ()) -> Any:
+def register(dispatch: Dispatch, keep_remote: Sequence[str] = (), fetch: bool = True) -> Any:
     """Mark a worker method as callable from the driver. Its static type becomes what the driver gets.
 
     split: rows go by data.meta_info["assignment"] (one list of row numbers per rank, each row in exactly one list, lists may be
     empty), else in near-equal consecutive pieces. A rank without rows is called too, with a batch of 0 rows. DataProto results are
-    joined in the caller's row order (a result may hold k rows for each row it was given); other results come as a list by rank. References
-    in the batch become values before the method runs, and its object columns named in `keep_remote` become references after it.
+    joined in the caller's row order (a result may hold k rows for each row it was given); other results come as a list by rank. Every
+    reference in the batch becomes its value before the method runs, unless `fetch` is False: then the method gets the references and
+    calls `columns.fetch(batch, names)` for the columns it needs. Object columns of the result named in `keep_remote` become references.
     all: a list of results by rank. rank_zero: rank 0's result.
     """
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
-        method.__dispatch__, method.__keep_remote__ = dispatch, keep_remote  # type: ignore[attr-defined]
+        method.__dispatch__ = dispatch  # type: ignore[attr-defined]
+        method.__keep_remote__ = keep_remote  # type: ignore[attr-defined]
+        method.__fetch__ = fetch  # type: ignore[attr-defined]
         return method
 
     return mark

@@ -132,7 +132,8 @@ class WorkerActor:
                 keep,
             )  # with torch, which a worker that handles no batches starts without
 
-            result = function(fetch(arguments[0]), *arguments[1:], **named)
+            batch = fetch(arguments[0]) if function.__fetch__ else arguments[0]
+            result = function(batch, *arguments[1:], **named)
             return keep(result, function.__keep_remote__) if function.__keep_remote__ else result
         except BaseException as error:
             return _failed(error)
