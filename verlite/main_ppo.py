@@ -20,7 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     if loaded.notes:
         console().print(notes_text(loaded.notes), soft_wrap=True)
     # torch, ray and transformers are imported only for a configuration that can run.
-    from verlite.trainer.begin import AlreadyComplete, begin
+    from verlite.trainer.begin import begin
+    from verlite.trainer.errors import AlreadyComplete
 
     try:
         with begin(loaded.config) as begun:
@@ -32,16 +33,16 @@ def main(argv: list[str] | None = None) -> int:
         console(stderr=True).print("interrupted")
         return 130
     except Exception as error:
-        from verlite.trainer.errors import explain
+        from verlite.trainer.errors import report_error
 
-        return explain(error, console(stderr=True))
+        return report_error(error, console(stderr=True))
 
 
 def run(loaded: Loaded, begun: "Begun") -> int:
     """Train, and return the exit code."""
+    from verlite.trainer.errors import StepAborted
     from verlite.trainer.ppo import train
     from verlite.trainer.setup import finished, open_run
-    from verlite.trainer.stages import StepAborted
 
     with open_run(loaded, begun) as opened:
         try:

@@ -7,8 +7,9 @@ import pytest
 from tests.trainer.test_stages import a_run
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
-from verlite.trainer.begin import RunRefused, from_anywhere, hold, refuse_changed_settings
+from verlite.trainer.begin import from_anywhere, hold, refuse_changed_settings
 from verlite.trainer.checkpoints import Checkpoint
+from verlite.trainer.errors import RunRefused
 from verlite.trainer.setup import restore
 
 STATE = {"step": 6, "version": 9, "kl_controller": {"value": 0.25}}

@@ -27,6 +27,7 @@ from verlite.envs.factory import build_env_factory, checked
 from verlite.envs.step import ToolError
 from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
+from verlite.trainer.errors import RunRefused
 
 NEEDED = "verlite.trainer.setup"
 """The driver's heavy imports."""
@@ -37,14 +38,6 @@ WORKERS = {
     "rollout": ("verlite.workers.rollout",),
 }
 """Theirs; a rollout worker's engine has its own."""
-
-
-class RunRefused(Exception):
-    """The run cannot start; the message names the key or file, the value, the rule and the remedy."""
-
-
-class AlreadyComplete(Exception):
-    """There is nothing left to do: the checkpoint that would be resumed is the last step's."""
 
 
 @dataclass(frozen=True)

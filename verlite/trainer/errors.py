@@ -1,4 +1,7 @@
-"""How a failed run ends: one message with the first cause, and an exit code."""
+"""Exceptions of the trainer, and how a failed run ends: one message with the first cause, and an exit code.
+
+torch is not imported here, so that a refused run ends without waiting for it.
+"""
 
 from pathlib import Path
 
@@ -11,9 +14,36 @@ from verlite.controller.supervise import StuckError, WorkerError
 from verlite.data.dataset import DataError
 from verlite.rewards.child import FunctionError
 from verlite.rewards.routing import UnknownDataSource
-from verlite.trainer.begin import RunRefused
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
-from verlite.trainer.stages import LogProbGap, RewardFailures, RolloutFailures, TooFewGroups
+
+
+class RunRefused(Exception):
+    """The run cannot start. The message names the key or file, the value, the rule and the remedy."""
+
+
+class AlreadyComplete(Exception):
+    """There is nothing left to train: the checkpoint to resume from is the last step's."""
+
+
+class StepAborted(Exception):
+    """A stop was requested while a step could not continue. Nothing was updated; the step is undone."""
+
+
+class RewardFailures(Exception):
+    """More rewards failed than `reward.max_error_rate` allows."""
+
+
+class RolloutFailures(Exception):
+    """More samples failed than `actor_rollout_ref.rollout.max_error_rate` allows."""
+
+
+class TooFewGroups(Exception):
+    """`algorithm.filter_groups` found too few prompts whose samples differ in score."""
+
+
+class LogProbGap(Exception):
+    """Trainer and rollout engine disagree on log-probs of the same tokens before any update."""
+
 
 REFUSED = (
     RunRefused,
@@ -24,8 +54,9 @@ REFUSED = (
     NoCluster,
     ResumeRefused,
 )
-"""What the user's files or settings cause before anything is trained: the message says all, the exit code is 2."""
-EXPLAINED = (
+"""Caused by the user's files or settings before any training. The exit code is 2."""
+
+FAILED = (
     CheckpointError,
     RewardFailures,
     RolloutFailures,
@@ -34,13 +65,18 @@ EXPLAINED = (
     WorkerError,
     StuckError,
 )
-"""What a run can die of with a message that says all: the exit code is 1."""
+"""Failures during training whose message is complete without a traceback. The exit code is 1."""
 
 
-def explain(error: Exception, console: Console) -> int:
-    """Print what ended the run, and return the exit code. An error of another kind is a defect: its traceback is printed."""
-    if isinstance(error, REFUSED + EXPLAINED):
-        console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+def report_error(error: Exception, console: Console) -> int:
+    """Print the error that ended the run and return the exit code.
+
+    Any type not in REFUSED or FAILED is a bug in verlite; its traceback is printed.
+    """
+    if isinstance(error, REFUSED + FAILED):
+        message = Text.assemble(("error: ", "bold red"), str(error))
+        console.print(message, soft_wrap=True)
         return 2 if isinstance(error, REFUSED) else 1
-    console.print_exception(show_locals=False, suppress=[str(Path(__file__).parents[2] / ".venv")])
+    environment = Path(__file__).parents[2] / ".venv"
+    console.print_exception(show_locals=False, suppress=[str(environment)])
     return 1

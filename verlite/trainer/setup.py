@@ -27,8 +27,9 @@ from verlite.envs.chat import TemplateError
 from verlite.envs.factory import EnvFactory, build_env_factory, encoder
 from verlite.envs.step import Step
 from verlite.trainer import checkpoints
-from verlite.trainer.begin import AlreadyComplete, Begun, RunRefused, held, joined
+from verlite.trainer.begin import Begun, held, joined
 from verlite.trainer.display import Display
+from verlite.trainer.errors import AlreadyComplete, RunRefused
 from verlite.trainer.finish import save
 from verlite.trainer.run import Run
 from verlite.trainer.tracking import MetricsFile, Tracking, read_lines, replace_file

@@ -32,6 +32,13 @@ from verlite.protocol.ragged import TOKENS, padded, ragged
 from verlite.rollout.types import Sampling, Status
 from verlite.trainer import batch as batches
 from verlite.trainer.agent import sample_numbers, wait_for_tools
+from verlite.trainer.errors import (
+    LogProbGap,
+    RewardFailures,
+    RolloutFailures,
+    StepAborted,
+    TooFewGroups,
+)
 from verlite.trainer.evaluation import validation_metrics
 from verlite.trainer.metrics import spread, token_metrics
 from verlite.trainer.run import Run
@@ -49,26 +56,6 @@ _UPDATE = (
 """What a policy loss may look at beside the tokens."""
 _SHOWN = ("prompt_ids", "text", "transcript")
 """What a person wants to see of a sample, and the driver does not have."""
-
-
-class RewardFailures(Exception):
-    """More rewards failed than `reward.max_error_rate` allows."""
-
-
-class RolloutFailures(Exception):
-    """More samples could not be generated than `actor_rollout_ref.rollout.max_error_rate` allows."""
-
-
-class StepAborted(Exception):
-    """A stop was requested while a step could not go on: it is left unmade, and nothing of it was learnt yet."""
-
-
-class TooFewGroups(Exception):
-    """`algorithm.filter_groups` found too few prompts whose samples differ."""
-
-
-class LogProbGap(Exception):
-    """Trainer and rollout engine disagree about the log-probs of the same tokens before the first update."""
 
 
 def stage(name: str) -> Callable:
