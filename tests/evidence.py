@@ -22,7 +22,7 @@ from tests.engine import matrix
 from tests.engine.ranks import Ranks
 from tests.models import tiny_model
 from verlite.algorithms.aggregation import AGGREGATION_MODES
-from verlite.trainer.export import world_of_one
+from verlite.engine.process_group import single_process_group
 
 PAGE = Path(__file__).parents[1] / "docs" / "evidence.md"
 HEAD = """\
@@ -149,7 +149,7 @@ def page() -> Iterator[str]:
     yield MATRIX.format(
         others=ARRANGEMENTS - 1, every=ARRANGEMENTS, tolerance=matrix.TOLERANCE
     ).rstrip("\n")
-    with tempfile.TemporaryDirectory() as folder, world_of_one():
+    with tempfile.TemporaryDirectory() as folder, single_process_group():
         ranks = Ranks(Path(folder))
         try:
             rows = list(matrix_rows(tiny_model(Path(folder) / "qwen2"), ranks))

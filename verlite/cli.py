@@ -118,8 +118,8 @@ def export(
     """Turn a checkpoint into a Hugging Face model folder, reload it, and compare the two. Needs no Ray and no GPU."""
     from pathlib import Path
 
+    from verlite.report.export import export_checkpoint
     from verlite.trainer.checkpoints import CheckpointError
-    from verlite.trainer.export import export_checkpoint
 
     try:
         difference = export_checkpoint(Path(checkpoint), Path(target), dtype)
@@ -143,7 +143,7 @@ def curve(
     """Show a run's reward over its steps, in the terminal and as a picture. Works while the run is going on."""
     from pathlib import Path
 
-    from verlite.trainer.curve import draw, plot, read_curve
+    from verlite.report.curve import draw, plot, read_curve
 
     target = Path(picture.replace("RUN_DIR", run_dir))
     try:
@@ -182,8 +182,8 @@ def show(
     from pathlib import Path
 
     from verlite.config.show import console
-    from verlite.trainer.samples import legend, picture, read_samples
-    from verlite.trainer.samples import worst as lowest
+    from verlite.report.samples import legend, picture, read_samples
+    from verlite.report.samples import worst as lowest
 
     try:
         path, samples = read_samples(Path(run_dir), step, validation)

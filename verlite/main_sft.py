@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     # torch and transformers are imported only for a configuration that can run.
     from verlite.data.dataset import DataError
     from verlite.engine.folder import ModelError
-    from verlite.trainer.sft import train
+    from verlite.sft.train import train
 
     try:
         train(config)

@@ -17,7 +17,7 @@ import yaml
 from rich.progress import track
 
 from recipes.quickstart.run import BUILD, ROOT, WARM_UP
-from verlite.trainer.curve import read_curve
+from verlite.report.curve import read_curve
 
 PICTURE = Path(__file__).with_name("curves.png")
 METHODS: dict[str, list[str]] = {

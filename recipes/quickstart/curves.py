@@ -15,7 +15,7 @@ from pathlib import Path
 from run import BUILD, ROOT, TRAIN, WARM_UP
 
 from verlite.algorithms.advantages import AdvantageInputs, grpo
-from verlite.trainer.curve import read_curve
+from verlite.report.curve import read_curve
 
 PICTURE = Path(__file__).with_name("curves.png")
 METHODS = {

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verlite.config.load import compose
 from verlite.config.show import console
-from verlite.trainer.curve import draw, plot, read_curve
+from verlite.report.curve import draw, plot, read_curve
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "recipes/quickstart/build"

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verlite.config.show import console
-from verlite.trainer.curve import Curve, read_curve
+from verlite.report.curve import Curve, read_curve
 from verlite.trainer.tracking import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]

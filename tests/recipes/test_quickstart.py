@@ -13,9 +13,9 @@ from verlite.config import sft
 from verlite.config.load import compose
 from verlite.config.schema import DataConfig, ModelConfig
 from verlite.data.dataset import PromptDataset, overlap_note
-from verlite.data.supervised import read_examples
 from verlite.engine.folder import load_tokenizer
 from verlite.rewards.exact import compute_score
+from verlite.sft.data import read_examples
 
 
 @pytest.fixture(scope="module")

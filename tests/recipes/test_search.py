@@ -12,11 +12,11 @@ from verlite.config import make_plan, sft
 from verlite.config.load import compose
 from verlite.config.schema import ModelConfig, RetrieverConfig
 from verlite.data.dataset import PromptDataset
-from verlite.data.supervised import read_examples
 from verlite.engine.folder import load_tokenizer
 from verlite.envs.retriever import RetrieverClient
 from verlite.envs.search import SearchEnv
 from verlite.rewards.routing import scorer_of
+from verlite.sft.data import read_examples
 
 
 @pytest.fixture(scope="module")

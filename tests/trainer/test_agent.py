@@ -548,7 +548,7 @@ def test_losses_entropy_and_kl_do_not_see_observations():
 
 def test_what_a_model_wrote_never_keeps_its_sample_from_being_written(tmp_path):
     """A lone surrogate, as a call's JSON can hold it, and separators at which Python's splitlines would cut a line."""
-    from verlite.trainer.samples import read_samples
+    from verlite.report.samples import read_samples
 
     records = [
         {"response": "a\u2028b\x85c", "turn_infos": [{"query": "\ud800"}]},

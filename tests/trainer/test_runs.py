@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.runs import Launch, quiet, write_reward, write_sums
-from verlite.trainer.export import export_checkpoint
+from verlite.report.export import export_checkpoint
 from verlite.trainer.setup import STEP_FILE, exported_step
 
 pytestmark = pytest.mark.timeout(600)

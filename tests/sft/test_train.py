@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verlite.config.problems import ConfigError
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.config.sft import SFTDataConfig, compose
-from verlite.data.supervised import read_examples
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
+from verlite.engine.process_group import single_process_group
 from verlite.main_sft import main
-from verlite.trainer.export import world_of_one
-from verlite.trainer.sft import batch_of, sft_loss, validation_loss
+from verlite.sft.data import read_examples
+from verlite.sft.train import batch_of, sft_loss, validation_loss
 
 SUMS = [
     {"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(0, 24, 3) for b in range(2, 10)
@@ -61,7 +61,7 @@ def test_the_loss_is_transformers_label_loss_with_prompts_left_out(tiny_qwen2, s
     )
     expected = transformers_loss(tiny_qwen2, by_hand)
     examples = read_examples(str(sums), tokenizer, SFTDataConfig())[::5]
-    with world_of_one():
+    with single_process_group():
         engine = TrainEngine(
             ModelConfig(path=tiny_qwen2), FSDPConfig(), OptimConfig(lr=1e-3), device="cpu"
         )
@@ -123,7 +123,7 @@ def test_adapters_learn_and_the_folder_has_both(tiny_qwen2, sums, tmp_path, caps
     assert losses[-1] < 0.9 * losses[0]
     examples = read_examples(str(sums), AutoTokenizer.from_pretrained(tiny_qwen2), SFTDataConfig())
     adapter = tmp_path / "run" / "huggingface" / "lora_adapter"
-    with world_of_one():
+    with single_process_group():
         merged, adapted = (
             validation_loss(
                 TrainEngine(model, FSDPConfig(), device="cpu"),

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verlite.cli import app
-from verlite.trainer.curve import Curve, draw, plot, read_curve
+from verlite.report.curve import Curve, draw, plot, read_curve
 
 
 def write(path, lines):

@@ -1,17 +1,15 @@
 """From a checkpoint to a Hugging Face folder, without Ray or a GPU, whatever number of ranks wrote it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from verlite.config.schema import FSDPConfig, ModelConfig
 from verlite.engine.folder import load_tokenizer
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
+from verlite.engine.process_group import single_process_group
 from verlite.protocol.data import DataProto
 from verlite.trainer.checkpoints import Checkpoint, CheckpointError, defect, step_of
 
@@ -33,7 +31,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str = "float32") -> flo
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty; choose another folder")
     model = ModelConfig(**Checkpoint(folder, step_of(folder)).state()["model"])
-    with world_of_one():
+    with single_process_group():
         engine = TrainEngine(model, FSDPConfig(), device="cpu")
         engine.load(folder / "actor")
         engine.save_pretrained(target, load_tokenizer(model), getattr(torch, dtype))
@@ -58,13 +56,3 @@ def _probe(engine: TrainEngine) -> torch.Tensor:
         "response_mask": ones[:, half:],
     }
     return engine.forward(DataProto.from_dict(rows), MicroBatching(_PROBES, None))["log_probs"]
-
-
-@contextmanager
-def world_of_one() -> Iterator[None]:
-    """torch.distributed with this process alone, for a training engine outside of Ray."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

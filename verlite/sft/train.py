@@ -17,13 +17,13 @@ from torch import Tensor
 from verlite.config.sft import SFTConfig
 from verlite.config.show import console
 from verlite.data.sampler import PromptSampler
-from verlite.data.supervised import Example, read_examples
 from verlite.engine.folder import load_tokenizer
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
+from verlite.engine.process_group import single_process_group
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import pad
-from verlite.trainer.export import world_of_one
+from verlite.sft.data import Example, read_examples
 from verlite.trainer.tracking import MetricsFile
 
 
@@ -138,7 +138,7 @@ def validation_loss(engine: TrainEngine, examples: list[Example], micro: MicroBa
 def world(device: str) -> Iterator[None]:
     """torch.distributed as torchrun has laid it out, or this process alone."""
     if "WORLD_SIZE" not in os.environ:
-        with world_of_one():
+        with single_process_group():
             yield
         return
     if device == "cuda":

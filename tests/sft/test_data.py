@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from verlite.config.sft import SFTDataConfig
 from verlite.data.dataset import DataError
-from verlite.data.supervised import read_examples
+from verlite.sft.data import read_examples
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from verlite.cli import app
-from verlite.trainer.samples import STYLES, picture, read_samples, worst
+from verlite.report.samples import STYLES, picture, read_samples, worst
 
 SEARCHED = {
     "uid": "3-0",
