@@ -1,10 +1,16 @@
-"""The mathematics scorer: which text is the answer, and what is equivalent."""
+"""The math scorer: which text is the final answer, and which answers are equivalent."""
 
 import time
 
 import pytest
 
-from verlite.rewards.math import compute_score, equivalent, last_answer_line, last_boxed
+from verlite.rewards.math import (
+    compute_score,
+    equivalent,
+    last_answer_line,
+    last_boxed,
+    normalize,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,21 +25,31 @@ from verlite.rewards.math import compute_score, equivalent, last_answer_line, la
         (r"$\boxed 8$ units", "8"),
         (r"$\boxed \frac{1}{2}$.", r"\frac{1}{2}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{4} and \boxed{5", "4"),  # cut off in the middle of the last one
+        (r"\boxed{4} and \boxed{5", "4"),  # the last box is truncated
         (r"\boxed{}", ""),
         (r"\boxed{", None),
         ("5", None),
         ("", None),
     ],
 )
-def test_the_last_box(text: str, answer: str | None) -> None:
+def test_last_box(text: str, answer: str | None) -> None:
     assert last_boxed(text) == answer
 
 
-def test_a_hostile_text_takes_no_time() -> None:
+def test_hostile_text_is_parsed_in_linear_time() -> None:
     start = time.monotonic()
-    for text in (r"\boxed{" * 20_000, "{" * 100_000, r"\boxed " * 20_000, "answer:" * 20_000):
-        last_boxed(text), last_answer_line(text)
+    for text in (
+        r"\boxed{" * 20_000,
+        "{" * 100_000,
+        r"\boxed " * 20_000,
+        "answer:" * 20_000,
+        "answer" + " " * 100_000,
+        "answer:" + "\n" * 100_000,
+        "Answer: " + r"\text{" * 20_000,
+    ):
+        last_boxed(text)
+        line = last_answer_line(text)
+        normalize(line or text)
     assert time.monotonic() - start < 10.0
 
 
@@ -59,6 +75,19 @@ def test_a_hostile_text_takes_no_time() -> None:
         (r"\begin{pmatrix} 2 \\ -1 \end{pmatrix}", r"\begin{pmatrix}2\\-1\end{pmatrix}"),
         ("C", r"\text{(C)}"),
         (r"9\pi", r"\pi \cdot 9"),
+        ("025", "25"),
+        ("25", "025"),
+        ("025", r"\text{025}"),
+        ("25", r"\text{025}"),
+        ("073", r"\mathbf{073}"),
+        ("73", r"\boldsymbol{073}"),
+        ("7", r"x = \mathrm{7}"),
+        ("1024", r"2^\text{10}"),
+        ("7.5", "007.50"),
+        ("0.5", "000.5"),
+        ("0", "000"),
+        ("-7", "-007"),
+        (r"\$32{,}048", "32048"),
     ],
 )
 def test_equivalent(truth: str, answer: str) -> None:
@@ -79,19 +108,60 @@ def test_equivalent(truth: str, answer: str) -> None:
         ("", ""),
         (r"[2,\infty)", r"(2,\infty)"),
         (r"9\pi", "28.27"),
+        ("25", "2500"),
+        ("25", r"\text{250}"),
+        ("0.25", "025"),
     ],
 )
 def test_not_equivalent(truth: str, answer: str) -> None:
     assert not equivalent(answer, truth)
 
 
-def test_only_a_box_counts_where_the_prompt_asks_for_one() -> None:
-    assert compute_score("lighteval/MATH", r"Thus \boxed{0.5}.", r"\frac12") == 1
-    assert compute_score("lighteval/MATH", "Answer: 0.5", r"\frac12") == 0
-    assert compute_score("aime2024", "Answer: 204", "204") == 1
-    assert compute_score("math_dapo", "Answer: 3\nWait.\n**Answer:** $34$.", "34") == 1
-    assert compute_score("math_dapo", r"Answer: 3, no: \boxed{34}", "34") == 1
-    assert compute_score("math_dapo", "34", "34") == 0
+@pytest.mark.parametrize(
+    ("source", "response", "truth", "score"),
+    [
+        ("lighteval/MATH", r"Thus \boxed{0.5}.", r"\frac12", 1),
+        ("lighteval/MATH", "Answer: 0.5", r"\frac12", 0),
+        ("lighteval/MATH", r"so \boxed{5}? Answer: 6", "5", 1),
+        ("HuggingFaceH4/MATH-500", "Answer: 6", "6", 0),
+    ],
+)
+def test_only_a_box_counts_if_the_prompt_asks_for_one(
+    source: str, response: str, truth: str, score: int
+) -> None:
+    assert compute_score(source, response, truth) == score
+
+
+@pytest.mark.parametrize("source", ["math_dapo", "math_dapo_reasoning", "math", "aime2024"])
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("Answer: 204", "204", 1),
+        (r"so \boxed{5}? Answer: 6", "6", 1),
+        (r"so \boxed{5}? Answer: 6", "5", 0),
+        (r"Answer: 3, no: \boxed{34}", "34", 1),  # a box on the answer line is the answer
+        ("Answer: 3\nWait, \\boxed{34}", "34", 0),
+        ("Answer: 3\nWait.\n**Answer:** $34$.", "34", 1),
+        ("Answer: 3\nWait.\n**Answer:** $34$.", "3", 0),
+        ("Answer: $\\boxed{034}$", "34", 1),
+        ("Answer: \\(34\\)", "34", 1),
+        ("Answer:\n34", "34", 1),
+        ("Answer: **\n$$\\boxed{34}$$", "34", 1),
+        ("Answer: \\boxed{\\begin{pmatrix}1\\\\\n2\\end{pmatrix}}", r"\binom{1}{2}", 0),
+        (
+            "Answer: \\boxed{\\begin{pmatrix}1\\\\\n2\\end{pmatrix}}",
+            r"\begin{pmatrix}1\\2\end{pmatrix}",
+            1,
+        ),
+        (r"thus \boxed{34}", "34", 1),
+        ("34", "34", 0),
+        ("Answer:", "34", 0),
+    ],
+)
+def test_the_answer_line_decides_if_the_prompt_asks_for_one(
+    source: str, response: str, truth: str, score: int
+) -> None:
+    assert compute_score(source, response, truth) == score
 
 
 def test_model_text_is_not_evaluated_as_python(tmp_path) -> None:
