@@ -1,5 +1,6 @@
-"""The `verlite` command in a process of its own: what it prints, its exit codes, how light it is."""
+"""The `verlite` command: output, exit codes, start-up imports, modules of the working directory."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -8,21 +9,28 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import verlite as verlite_package
+from verlite.cli import app
+
+PACKAGE = Path(verlite_package.__file__).parent
 
 
-def verlite(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "verlite.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def verlite(*arguments: str) -> tuple[int, str]:
+    """Run the command in this process; return the exit code and the output."""
+    result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.output
 
 
-def test_check_of_a_good_line(material):
-    done = verlite(
+def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python in a new process. Its PYTHONPATH contains this checkout."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+
+
+def test_check_accepts_a_valid_command(material):
+    code, text = verlite(
         "check",
         "--config-name",
         "grpo",
@@ -30,21 +38,17 @@ def test_check_of_a_good_line(material):
         "actor_rollout_ref.rollout.n_agent=8",
         "data.train_batch_size=512",
     )
-    assert done.returncode == 0, done.stderr
-    assert (
-        "note: actor_rollout_ref.rollout.n_agent is now called actor_rollout_ref.rollout.n\n"
-        in done.stdout
-    )
-    assert (
-        "512 prompts x 8 = 4096 samples / 8 devices = 512 each; 2 updates of 2048; micro-batches of 4"
-        in done.stdout
-    )
-    assert done.stdout.strip().endswith("The configuration is fine.")
+    assert code == 0, text
+    renamed = "actor_rollout_ref.rollout.n_agent is now called actor_rollout_ref.rollout.n"
+    assert f"note: {renamed}\n" in text
+    sizes = "512 prompts x 8 = 4096 samples / 8 devices = 512 each"
+    assert f"{sizes}; 2 updates of 2048; micro-batches of 4" in text
+    assert text.strip().endswith("The configuration is fine.")
 
 
-def test_check_of_a_bad_line_names_everything(material):
-    done = verlite("check", *material.good, "data.sede=1", "trainer.nnodes=0", "--wrong")
-    assert done.returncode == 2
+def test_check_lists_all_problems(material):
+    code, text = verlite("check", *material.good, "data.sede=1", "trainer.nnodes=0", "--wrong")
+    assert code == 2
     for words in (
         "3 problems",
         "data.sede",
@@ -53,64 +57,71 @@ def test_check_of_a_bad_line_names_everything(material):
         "must be >= 1",
         "--wrong",
     ):
-        assert words in done.stderr
+        assert words in text
 
 
-def test_plan_prints_values_and_their_origins(material):
-    done = verlite("plan", "--config", *material.good)
-    assert (done.returncode, "n_gpus_per_node: 8  # command line" in done.stdout) == (0, True)
+def test_check_imports_modules_of_the_working_directory(material, tmp_path):
+    """The example environment of docs/agents.md passes `verlite check` as it passes main_ppo."""
+    page = (PACKAGE.parent / "docs" / "agents.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(# my_game\.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "my_game.py").write_text(example)
+    line = [*material.good, "max_turns=5", "env.name=my_game:Game"]
+    # -P: as for an installed script, the working directory is not on sys.path at the start.
+    done = run_python("-P", "-m", "verlite", "check", *line, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("The configuration is fine.")
 
 
-def test_explain_of_an_unknown_key():
-    done = verlite("explain", "data.sede")
-    assert (done.returncode, "Did you mean data.seed" in done.stderr) == (2, True)
+def test_plan_prints_values_and_origins(material):
+    code, text = verlite("plan", "--config", *material.good)
+    assert code == 0 and "n_gpus_per_node: 8  # command line" in text
+
+
+def test_explain_suggests_a_key():
+    code, text = verlite("explain", "data.sede")
+    assert code == 2 and "Did you mean data.seed" in text
+
+
+def test_version_and_help():
+    assert verlite("--version") == (0, f"verlite {verlite_package.__version__}\n")
+    code, text = verlite("--help")
+    assert code == 0 and "check " in text and "explain " in text
+    code, text = verlite("check", "--help")
+    assert code == 0 and "arguments of main_ppo" in text
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["check"], ["explain", "data.seed"]])
-def test_neither_torch_nor_ray_is_imported(material, arguments):
+def test_commands_do_not_import_torch_or_ray(material, arguments):
     line = [*arguments, *(material.good if arguments == ["check"] else [])]
+    heavy = {"torch", "ray", "transformers", "vllm"}
+    if arguments == ["--help"]:
+        heavy |= {"hydra", "omegaconf"}
     code = (
-        "import sys\nfrom verlite.cli import app\n"
-        f"try:\n    app({line!r})\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
-        "heavy = {'torch', 'ray', 'transformers', 'vllm'} | ({'hydra', 'omegaconf'} if '--help' in "
-        + repr(line)
-        + " else set())\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "import sys\n"
+        "from verlite.cli import app\n"
+        f"try:\n    app({line!r})\n"
+        "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        f"found = {heavy!r} & set(sys.modules)\n"
+        "assert not found, found\n"
     )
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 20  # seconds on a busy machine; about 1.5 on a quiet one
+    # Seconds on a busy machine; about 1.5 on an idle one.
+    assert time.perf_counter() - start < 20
 
 
-def test_an_installed_wheel_brings_its_yaml_files(material, tmp_path):
-    """A wheel holds conf/ as verlite/conf (pyproject); a user's own file on top of it works from any folder."""
-    package = Path(verlite_package.__file__).parent
-    for name in ("__init__.py", "cli.py"):
-        (tmp_path / "verlite").mkdir(exist_ok=True)
-        shutil.copy(package / name, tmp_path / "verlite" / name)
-    for room in (
-        "config",
-        "algorithms",
-        "rewards",
-        "envs",
-    ):  # config reads names from the text of the others
-        shutil.copytree(package / room, tmp_path / "verlite" / room)
-    shutil.copytree(package.parent / "conf", tmp_path / "verlite" / "conf")
-    (tmp_path / "mine.yaml").write_text(
-        "defaults:\n  - grpo\n  - _self_\ndata:\n  train_batch_size: 512\n"
-    )
+def test_wheel_contains_yaml_files(material, tmp_path):
+    """A wheel stores conf/ as verlite/conf. A user's YAML file can extend it from any folder."""
+    ignore = shutil.ignore_patterns("__pycache__", "conf")
+    shutil.copytree(PACKAGE, tmp_path / "verlite", ignore=ignore)
+    shutil.copytree(PACKAGE.parent / "conf", tmp_path / "verlite" / "conf")
+    own = "defaults:\n  - grpo\n  - _self_\ndata:\n  train_batch_size: 512\n"
+    (tmp_path / "mine.yaml").write_text(own)
     line = ["plan", "--config-name", "mine", "--config-path", ".", *material.good]
-    done = subprocess.run(
-        [sys.executable, "-m", "verlite.cli", *line],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-    )
+    done = run_python("-m", "verlite.cli", *line, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "512 prompts x 5 = 2560 samples" in done.stdout
-    wheel = tomllib.loads((package.parent / "pyproject.toml").read_text())["tool"]["hatch"][
-        "build"
-    ]["targets"]["wheel"]
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["force-include"] == {"conf": "verlite/conf"}

@@ -11,7 +11,8 @@ from io import StringIO
 from pathlib import Path
 
 from tests.errors.cases import Case
-from verlite import cli, main_ppo
+from verlite import main_ppo
+from verlite.cli import check
 from verlite.config import plan
 
 REPOSITORY = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def _here(case: Case) -> tuple[int, str]:
     with redirect_stdout(printed), redirect_stderr(printed):
         try:
             code = (
-                cli.check(case.arguments)
+                check.check(case.arguments)
                 if case.program == "verlite check"
                 else main_ppo.main(case.arguments)
             )

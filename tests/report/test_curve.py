@@ -1,4 +1,4 @@
-"""Reward curves: from metrics.jsonl to a picture and to characters."""
+"""Reward curves: read metrics.jsonl, draw an image and terminal characters."""
 
 import json
 
@@ -14,7 +14,7 @@ def write(path, lines):
     return path
 
 
-def test_scores_are_read_by_step_and_source(tmp_path):
+def test_read_curve_by_step_and_source(tmp_path):
     file = write(
         tmp_path / "metrics.jsonl",
         [
@@ -34,14 +34,14 @@ def test_scores_are_read_by_step_and_source(tmp_path):
     assert curve.validation == {"openai/gsm8k": [(0, 0.1), (3, 0.4)], "toy": [(0, 0.2)]}
 
 
-def test_a_file_without_scores_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="gone.jsonl has no scores"):
+def test_missing_file_and_file_without_scores_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="gone.jsonl does not exist"):
         read_curve(tmp_path / "gone.jsonl")
     with pytest.raises(ValueError, match="has no scores"):
         read_curve(write(tmp_path / "metrics.jsonl", [{"step": 1, "train/loss": 2.0}]))
 
 
-def test_characters_stand_for_eighths_between_the_axes():
+def test_plot_draws_eighths_between_axes():
     rising = [(0, 0.0), (2, 0.5), (4, 1.0)]
     assert plot(rising, height=2).splitlines() == [
         "1 │     ▂▄▆█",
@@ -49,7 +49,7 @@ def test_characters_stand_for_eighths_between_the_axes():
         "  └─────────",
         "   0       4 step",
     ]
-    # More points than columns: each column is a mean. Means outside of [0, 1] set the range.
+    # More points than columns: each column is a mean. Means outside [0, 1] set the axis range.
     many = [(step, 10.0 * (step % 2) - 10.0 * (step >= 4)) for step in range(8)]
     assert plot(many, width=2, height=2).splitlines() == [
         " 5 │█",
@@ -61,14 +61,14 @@ def test_characters_stand_for_eighths_between_the_axes():
     assert plot([(0, 7.0), (1, 7.0)], height=2).splitlines()[:2] == ["7.5 │", "6.5 │███"]
 
 
-def test_the_picture_is_a_png(tmp_path):
+def test_draw_writes_png(tmp_path):
     draw(
         Curve([(1, 0.3), (2, 0.5)], {"toy": [(0, 0.2), (2, 0.6)]}), tmp_path / "curve.png", "a run"
     )
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_shows_a_run_and_writes_its_picture(tmp_path):
+def test_curve_command_prints_and_writes_image(tmp_path):
     write(
         tmp_path / "metrics.jsonl",
         [{"step": 1, "critic/score/mean": 0.25}, {"step": 2, "critic/score/mean": 0.75}],
@@ -80,7 +80,8 @@ def test_the_command_shows_a_run_and_writes_its_picture(tmp_path):
         and (tmp_path / "reward_curve.png").exists()
     )
     for arguments, message in [
-        ([str(tmp_path / "gone")], "gone/metrics.jsonl has no scores"),
+        ([str(tmp_path / "gone")], "gone/metrics.jsonl does not exist"),
+        ([str(tmp_path / "metrics.jsonl")], "metrics.jsonl is a file. Give a run directory"),
         ([str(tmp_path), "--picture", "x.paint"], "paint"),
     ]:
         refused = CliRunner().invoke(app, ["curve", *arguments])

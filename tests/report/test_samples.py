@@ -1,4 +1,4 @@
-"""`verlite show`: a step's samples as a person reads them, with and without colours."""
+"""`verlite show`: samples of a step in the terminal, with and without colors."""
 
 import io
 import json
@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from verlite.cli import app
-from verlite.report.samples import STYLES, picture, read_samples, worst
+from verlite.report.samples import STYLES, lowest_scores, read_samples, render
 
 SEARCHED = {
     "uid": "3-0",
@@ -86,10 +86,10 @@ def show(*arguments):
     return result.exit_code, result.output
 
 
-def test_the_newest_step_is_shown(run_dir):
+def test_show_prints_newest_step(run_dir):
     code, text = show(run_dir)
     assert code == 0 and "step_10.jsonl: 3 of 3 samples" in text.replace("\n", "")
-    for said in (
+    for expected in (
         "score 0.2",
         "acc 0",
         "pred 'Bob'",
@@ -114,10 +114,10 @@ def test_the_newest_step_is_shown(run_dir):
         "It is [b]Ann[/b] 東",
         "score 1",
     ):
-        assert said in text, said
+        assert expected in text, expected
     order = [
-        text.index(said)
-        for said in (
+        text.index(part)
+        for part in (
             "Question: who?",
             "<search>who",
             "Doc 1",
@@ -129,7 +129,7 @@ def test_the_newest_step_is_shown(run_dir):
     assert order == sorted(order)
 
 
-def test_a_step_validation_and_a_number_of_samples(run_dir):
+def test_show_options_step_val_and_count(run_dir):
     assert "step_2.jsonl: 1 of 1" in show(run_dir, "--step", 2)[1].replace("\n", "")
     code, text = show(run_dir, "--val")
     assert code == 0 and "val_step_4.jsonl" in text.replace("\n", "") and "no score" in text
@@ -137,16 +137,16 @@ def test_a_step_validation_and_a_number_of_samples(run_dir):
     assert "1 of 3" in text.replace("\n", "") and "score 0.2" in text and "no score" not in text
 
 
-def test_the_worst_come_first_and_failures_before_all(run_dir):
-    assert [sample["index"] for sample in worst([SINGLE, SEARCHED, FAILED], 3)] == [8, 7, 9]
+def test_worst_sorts_failures_first(run_dir):
+    assert [sample["index"] for sample in lowest_scores([SINGLE, SEARCHED, FAILED], 3)] == [8, 7, 9]
     assert [
-        sample["score"] for sample in worst([{"score": s} for s in (0.0, -1.0, None, 2.0)], 3)
+        sample["score"] for sample in lowest_scores([{"score": s} for s in (0.0, -1.0, None, 2.0)], 3)
     ] == [None, -1.0, 0.0]
     code, text = show(run_dir, "--worst", 2)
     assert code == 0 and text.index("no score") < text.index("score 0.2") and "score 1 " not in text
 
 
-def test_long_prompts_are_cut_at_their_beginning_unless_asked_for(run_dir):
+def test_long_prompts_lose_their_start_without_whole(run_dir):
     text = show(run_dir, "--step", 2)[1]
     assert text.count("x") < 700 and "…" in text
     whole = show(run_dir, "--step", 2, "--whole")[1]
@@ -154,56 +154,58 @@ def test_long_prompts_are_cut_at_their_beginning_unless_asked_for(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["--step", 3], "no samples of step 3; there are steps 2, 10"),
-        (["--val", "--step", 2], "no samples of step 2; there are steps 4"),
+        (["--step", 3], "no samples of step 3. Available steps: 2, 10"),
+        (["--val", "--step", 2], "no samples of step 2. Available steps: 4"),
     ],
 )
-def test_a_step_that_is_not_there(run_dir, arguments, said):
+def test_unknown_step_lists_available_steps(run_dir, arguments, message):
     code, text = show(run_dir, *arguments)
-    assert code == 2 and said in text and "Traceback" not in text
+    assert code == 2 and message in text and "Traceback" not in text
 
 
-def test_a_folder_without_samples_and_files_that_are_not_whole(run_dir, tmp_path):
+def test_missing_samples_and_damaged_files(run_dir, tmp_path):
     code, text = show(tmp_path / "nothing")
     assert code == 2 and "has no step_N.jsonl" in text and "trainer.rollouts_per_step" in text
+    code, text = show(run_dir / "rollouts" / "step_2.jsonl")
+    assert code == 2 and "is a file. Give a run directory" in text.replace("\n", "")
     path = run_dir / "rollouts" / "step_11.jsonl"
     for damaged in (json.dumps(SINGLE)[:-20].encode(), b"\xff\xfe{}\n"):
         path.write_bytes(damaged)
         code, text = show(run_dir)
         assert (
             code == 2
-            and "step_11.jsonl is not whole" in text.replace("\n", "")
+            and "step_11.jsonl is damaged" in text.replace("\n", "")
             and "Traceback" not in text
         )
     path.write_text("")
     assert show(run_dir)[0] == 0
-    with pytest.raises(ValueError, match="is not whole"):
+    with pytest.raises(ValueError, match="is damaged"):
         path.write_text("{")
         read_samples(run_dir, None)
 
 
 @pytest.mark.parametrize("sample", [SEARCHED, FAILED, SINGLE], ids=["searched", "failed", "single"])
-def test_colours_add_nothing_to_the_words(sample):
+def test_colors_do_not_change_the_text(sample):
     texts = []
-    for colours in (True, False):
+    for colors in (True, False):
         out = io.StringIO()
-        system = "truecolor" if colours else None
+        system = "truecolor" if colors else None
         Console(
-            file=out, force_terminal=colours, no_color=not colours, width=160, color_system=system
-        ).print(picture(sample))
+            file=out, force_terminal=colors, no_color=not colors, width=160, color_system=system
+        ).print(render(sample))
         texts.append(out.getvalue())
-    colour = re.compile(r"\x1b\[[0-9;]*m")
-    assert colour.search(texts[0]) and not colour.search(texts[1])
-    assert colour.sub("", texts[0]) == texts[1]
+    color = re.compile(r"\x1b\[[0-9;]*m")
+    assert color.search(texts[0]) and not color.search(texts[1])
+    assert color.sub("", texts[0]) == texts[1]
 
 
-def test_colours_tell_what_was_trained():
+def test_colors_mark_trained_text():
     def styled(sample):
         out = io.StringIO()
         Console(file=out, force_terminal=True, width=160, color_system="standard").print(
-            picture(sample)
+            render(sample)
         )
         return out.getvalue()
 

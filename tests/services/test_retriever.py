@@ -361,7 +361,7 @@ def test_wrong_files_and_options_are_one_line(path: Path, tmp_path: Path) -> Non
     assert (code, "missing.jsonl" in text, text.count("\n")) == (2, True, 1)
     assert said("--corpus", str(path), "--rebuild") == (
         2,
-        "--rebuild: has no effect without --index, which says what to rebuild\n",
+        "--rebuild has no effect without --index DIR\n",
     )
     write(tmp_path / "note.txt", ["mine"])
     code, text = said("--corpus", str(path), "--index", str(tmp_path))

@@ -1,4 +1,7 @@
-"""From a checkpoint to a Hugging Face folder, without Ray or a GPU, whatever number of ranks wrote it."""
+"""Export a checkpoint to a Hugging Face folder, without Ray or a GPU.
+
+The number of ranks that wrote the checkpoint does not matter.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,28 +16,84 @@ from verlite.engine.process_group import single_process_group
 from verlite.protocol.data import DataProto
 from verlite.trainer.checkpoints import Checkpoint, CheckpointError, defect, step_of
 
-_PROBES, _PROBE_LENGTH = 8, 16
+_PROBE_ROWS = 8
+_PROBE_LENGTH = 16
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the global_step_N folder that `path` names.
+
+    A run directory stands for its newest complete checkpoint.
+
+    Raises:
+        CheckpointError: `path` is neither a checkpoint nor a run directory, or the run directory
+            has no complete checkpoint.
+    """
+    usage = "Give a run directory or a global_step_N folder."
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file. {usage}")
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist. {usage}")
+    if path.resolve().name.startswith("global_step_"):
+        return path
+    steps = [
+        folder
+        for folder in path.glob("global_step_*")
+        if folder.name.removeprefix("global_step_").isdecimal()
+    ]
+    if not steps:
+        raise CheckpointError(f"{path} {_reason_without_checkpoints(path)} {usage}")
+    defects = []
+    for folder in sorted(steps, key=step_of, reverse=True):
+        problem = defect(folder)
+        if problem is None:
+            return folder
+        defects.append(f"{folder.name}: {problem}")
+    raise CheckpointError(f"{path} has no complete checkpoint: {'; '.join(defects)}.")
+
+
+def _reason_without_checkpoints(path: Path) -> str:
+    if (path / "config.json").is_file():
+        return "is already a Hugging Face model folder."
+    if (path / "metrics.jsonl").is_file():
+        return (
+            "is a run directory without checkpoints: "
+            "trainer.save_freq=-1 saves none, and main_sft writes huggingface/ instead."
+        )
+    return "contains no global_step_N folder."
 
 
 def export_checkpoint(folder: Path, target: Path, dtype: str = "float32") -> float:
-    """Write the policy of `folder` (a global_step_N) to `target` with its tokenizer, reload it, and compare.
+    """Write the policy of a checkpoint and its tokenizer to `target`, reload it, and compare.
+
+    Args:
+        folder: a global_step_N folder.
+        target: the Hugging Face folder to write.
+        dtype: float32, bfloat16 or float16.
 
     Returns:
-        The largest difference between the two models' log-probs on 8 sequences of random tokens. 0 up to rounding in float32;
-        in bfloat16 it is what the rounding of the weights costs.
+        The largest difference between the log-probs of the two models on 8 random token sequences.
+        It is 0 up to rounding in float32. In a 16-bit dtype it includes the rounding of weights.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, or `target` has something in it.
+        CheckpointError: the checkpoint is incomplete or damaged, `target` is not empty, or `dtype`
+            is unknown.
     """
-    if problem := defect(folder):
-        raise CheckpointError(f"{folder} cannot be exported: {problem}")
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"--dtype={dtype} must be one of {', '.join(_DTYPES)}.")
+    problem = defect(folder)
+    if problem:
+        raise CheckpointError(f"{folder} cannot be exported: {problem}.")
+    if target.is_file():
+        raise CheckpointError(f"{target} is a file. Choose a new or empty folder.")
     if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} is not empty; choose another folder")
+        raise CheckpointError(f"{target} is not empty. Choose a new or empty folder.")
     model = ModelConfig(**Checkpoint(folder, step_of(folder)).state()["model"])
     with single_process_group():
         engine = TrainEngine(model, FSDPConfig(), device="cpu")
         engine.load(folder / "actor")
-        engine.save_pretrained(target, load_tokenizer(model), getattr(torch, dtype))
+        engine.save_pretrained(target, load_tokenizer(model), _DTYPES[dtype])
         merged = replace(
             model, path=str(target), tokenizer_path=None, lora_rank=0, lora_adapter_path=None
         )
@@ -43,11 +102,12 @@ def export_checkpoint(folder: Path, target: Path, dtype: str = "float32") -> flo
 
 
 def _probe(engine: TrainEngine) -> torch.Tensor:
+    """Return log-probs [8, 8] of the second halves of 8 fixed random sequences."""
     vocabulary = engine.model.model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(
-        vocabulary, (_PROBES, _PROBE_LENGTH), generator=torch.Generator().manual_seed(0)
-    )
-    ones, half = torch.ones_like(ids), _PROBE_LENGTH // 2
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (_PROBE_ROWS, _PROBE_LENGTH), generator=generator)
+    ones = torch.ones_like(ids)
+    half = _PROBE_LENGTH // 2
     rows = {
         "input_ids": ids,
         "attention_mask": ones,
@@ -55,4 +115,4 @@ def _probe(engine: TrainEngine) -> torch.Tensor:
         "responses": ids[:, half:],
         "response_mask": ones[:, half:],
     }
-    return engine.forward(DataProto.from_dict(rows), MicroBatching(_PROBES, None))["log_probs"]
+    return engine.forward(DataProto.from_dict(rows), MicroBatching(_PROBE_ROWS, None))["log_probs"]

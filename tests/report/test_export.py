@@ -1,0 +1,69 @@
+"""`verlite export`: find the checkpoint in a run directory, and reject other paths."""
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.models import tiny_model
+from verlite.cli import app
+from verlite.config.schema import FSDPConfig, ModelConfig
+from verlite.engine.fsdp import TrainEngine
+from verlite.engine.process_group import single_process_group
+from verlite.trainer import checkpoints
+
+
+def export(*arguments):
+    result = CliRunner().invoke(app, ["export", *map(str, arguments)])
+    return result.exit_code, result.output.replace("\n", " ")
+
+
+def write_checkpoint(run_dir, step, model):
+    def save(folder):
+        with single_process_group():
+            TrainEngine(ModelConfig(path=model), FSDPConfig(), device="cpu").save(folder / "actor")
+
+    run_dir.mkdir(exist_ok=True)
+    return checkpoints.write(run_dir, step, {"step": step, "model": {"path": model}}, save).path
+
+
+def test_export_of_run_dir_uses_newest_complete_checkpoint(tmp_path):
+    model = str(tiny_model(tmp_path / "model"))
+    run_dir = tmp_path / "run"
+    complete = write_checkpoint(run_dir, 2, model)
+    damaged = run_dir / "global_step_10"
+    damaged.mkdir()
+    unfinished = run_dir / ".tmp_global_step_12"
+    unfinished.mkdir()
+    code, text = export(run_dir, tmp_path / "out")
+    assert code == 0, text
+    assert f"wrote {complete} to {tmp_path / 'out'} in float32" in text
+    assert float(text.split()[-1]) < 1e-5
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert unfinished.is_dir(), "a running run may still write it"
+    code, text = export(damaged, tmp_path / "other")
+    assert code == 2 and "global_step_10 cannot be exported: no manifest" in text
+    code, text = export(run_dir, tmp_path / "out")
+    assert code == 2 and "out is not empty. Choose a new or empty folder" in text
+    code, text = export(run_dir, tmp_path / "other", "--dtype", "int8")
+    assert code == 2 and "--dtype=int8 must be one of float32, bfloat16, float16" in text
+    (complete / "manifest.json").unlink()
+    code, text = export(run_dir, tmp_path / "other")
+    assert code == 2 and "has no complete checkpoint: global_step_10: no manifest" in text
+    assert "global_step_2: no manifest" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "message"),
+    [
+        ("gone", None, "gone does not exist. Give a run directory or a global_step_N folder."),
+        ("run/metrics.jsonl", "run/metrics.jsonl", "metrics.jsonl is a file."),
+        ("run", "run/metrics.jsonl", "is a run directory without checkpoints"),
+        ("model", "model/config.json", "is already a Hugging Face model folder."),
+        ("other", "other/notes.txt", "contains no global_step_N folder."),
+    ],
+)
+def test_export_says_what_other_paths_are(tmp_path, name, file, message):
+    if file:
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+    code, text = export(tmp_path / name, tmp_path / "out")
+    assert code == 2 and message in text

@@ -1,0 +1,60 @@
+"""The `verlite` command. Each command is a file of this package.
+
+Commands import their dependencies when they run, so `verlite --help` starts quickly.
+"""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from verlite import __version__
+from verlite.cli import check, contract, curve, explain, export, plan, serve, show
+
+PASS_THROUGH = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": ["--help"],
+}
+"""Settings of the commands that take a training command's arguments."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Reinforcement learning for language models. "
+    "To train, run `python -m verlite.main_ppo key=value ...`.",
+)
+app.command(context_settings=PASS_THROUGH)(check.check)
+app.command(context_settings=PASS_THROUGH)(plan.plan)
+app.command()(explain.explain)
+app.command()(export.export)
+app.command()(curve.curve)
+app.command()(show.show)
+app.command()(contract.contract)
+app.add_typer(serve.app, name="serve")
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(f"verlite {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def prepare(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """Make modules in the working directory importable, as `python -m` does."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
