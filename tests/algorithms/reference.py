@@ -448,10 +448,8 @@ def geo_mean_row(
     return total * row, {t: total * row / n if moving[t] else 0.0 for t in weights}
 
 
-def rejected(
-    case: Case, i: int, name: str, low: float, high: float, a: Tensor, b: Tensor
-) -> dict[int, bool]:
-    """Which tokens of a row a rejection rule takes out; bounds of k1 are ratios. a: trainer's log-probs, b: rollout's."""
+def rule_statistic(case: Case, i: int, name: str, a: Tensor, b: Tensor) -> dict[int, float]:
+    """A rejection rule's statistic for each token of a row. a: trainer's log-probs, b: rollout's."""
     columns = case.mask[i].nonzero().flatten().tolist()
     d = {t: max(float(a[i, t]), -1e4) - max(float(b[i, t]), -1e4) for t in columns}
 
@@ -460,7 +458,7 @@ def rejected(
         return math.exp(x) - 1 - x
 
     level, kind = name.rsplit("_", 1)
-    one = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": k3}[kind]
+    one = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": k3}[kind]
     values = {t: one(x) for t, x in d.items()}
     if level == "seq_sum":
         values = dict.fromkeys(columns, sum(values.values()))
@@ -468,11 +466,50 @@ def rejected(
         values = dict.fromkeys(columns, sum(values.values()) / len(columns))
     elif level == "seq_max" and columns:
         values = dict.fromkeys(columns, max(values.values()))
-    if kind == "k1":
-        low, high = math.log(low), math.log(high)
-    else:
-        low = -math.inf
-    return {t: not low <= x <= high for t, x in values.items()}
+    return values
+
+
+def rule_bounds(name: str, low: float, high: float) -> tuple[float, float]:
+    """Bounds of the statistic from a user's bounds, which for k1 = -log w are those of w."""
+    if name.endswith("k1"):
+        return -math.log(high), -math.log(low)
+    return -math.inf, high
+
+
+def rejected(
+    case: Case, i: int, name: str, low: float, high: float, a: Tensor, b: Tensor
+) -> dict[int, bool]:
+    """Which tokens of a row a rejection rule removes; low and high as a user writes them."""
+    lowest, highest = rule_bounds(name, low, high)
+    statistic = rule_statistic(case, i, name, a, b)
+    return {t: not lowest <= x <= highest for t, x in statistic.items()}
+
+
+def rule_metrics(case: Case, rows: list[int], name: str, low: float, high: float) -> dict:
+    """A rule's own metrics, as verl defines them."""
+    lowest, highest = rule_bounds(name, low, high)
+    values = {i: rule_statistic(case, i, name, case.old, case.log_prob) for i in rows}
+    tokens = [x for row in values.values() for x in row.values()]
+    per_row = [mean(list(row.values())) for row in values.values()]
+    units = per_row if name.startswith("seq") else tokens
+    out = [{t for t, x in row.items() if not lowest <= x <= highest} for row in values.values()]
+    return {
+        "mean": mean(tokens),
+        "max": max(units),
+        "min": min(units),
+        "std": deviation([min(max(x, lowest), highest) for x in tokens]),
+        "fraction_high": mean([float(x > highest) for x in units]),
+        "fraction_low": mean([float(x < lowest) for x in units]),
+        "seq_mean": mean(per_row),
+        "seq_std": sample_deviation(per_row),
+        "seq_max": max(per_row),
+        "seq_min": min(per_row),
+        "seq_max_deviation": max(abs(x) for x in per_row),
+        "seq_fraction_high": mean([float(x > highest) for x in per_row]),
+        "seq_fraction_low": mean([float(x < lowest) for x in per_row]),
+        "masked_fraction": sum(map(len, out)) / len(tokens),
+        "seq_masked_fraction": mean([float(bool(tokens_out)) for tokens_out in out]),
+    }
 
 
 def importance(case: Case, i: int, level: str, a: Tensor, b: Tensor) -> dict[int, float]:
@@ -511,6 +548,46 @@ def mean(x: list[float]) -> float:
 def deviation(x: list[float]) -> float:
     """Of a population."""
     return math.sqrt(mean([(y - mean(x)) ** 2 for y in x]))
+
+
+def sample_deviation(x: list[float]) -> float:
+    """Unbiased; 0 for a single number."""
+    if len(x) < 2:
+        return 0.0
+    return math.sqrt(sum((y - mean(x)) ** 2 for y in x) / (len(x) - 1))
+
+
+def weight_metrics(
+    raw: list[list[float]], applied: list[list[float]], level: str, low: float, high: float
+) -> dict[str, float]:
+    """Metrics of importance weights as verl defines them; one list of tokens per row."""
+    token_raw = [w for row in raw for w in row]
+    token_applied = [w for row in applied for w in row]
+    row_raw = [mean(row) for row in raw]
+    row_applied = [mean(row) for row in applied]
+    extremes = row_raw if level == "sequence" else token_applied
+    ratios = row_raw if level == "sequence" else token_raw
+    return {
+        "mean": mean(token_applied),
+        "max": max(extremes),
+        "min": min(extremes),
+        "std": deviation(token_applied),
+        "ratio_fraction_high": mean([float(w > high) for w in ratios]),
+        "ratio_fraction_low": mean([float(w < low) for w in ratios]),
+        "eff_sample_size": mean(token_applied) ** 2
+        / max(mean([w * w for w in token_applied]), 1e-12),
+        "seq_mean": mean(row_applied),
+        "seq_std": sample_deviation(row_applied),
+        "seq_max": max(row_applied),
+        "seq_min": min(row_applied),
+        "seq_max_deviation": max(abs(w - 1) for w in row_applied),
+        "seq_fraction_high": mean([float(w > high) for w in row_raw]),
+        "seq_fraction_low": mean([float(w < low) for w in row_raw]),
+        "raw_mean": mean(token_raw),
+        "raw_max": max(token_raw),
+        "raw_min": min(token_raw),
+        "raw_std": deviation(token_raw),
+    }
 
 
 def limited(x: float) -> float:
@@ -579,33 +656,20 @@ def corrected(
         for i, row in ratios.items():
             for t, ratio in row.items():
                 weights[i, t] = min(ratio, high) if truncate else ratio * (low <= ratio <= high)
-        flat, means = (
-            [r for row in ratios.values() for r in row.values()],
-            [mean(list(row.values())) for row in ratios.values()],
-        )
-        applied = [float(weights[i, t]) for i, row in ratios.items() for t in row]
-        metrics |= {
-            "rollout_is_mean": mean(flat),
-            "rollout_is_max": max(flat),
-            "rollout_is_min": min(flat),
-            "rollout_is_std": deviation(flat),
-            "rollout_is_ratio_fraction_high": mean([float(r > high) for r in flat]),
-            "rollout_is_ratio_fraction_low": mean([float(r < low) for r in flat]),
-            "rollout_is_eff_sample_size": mean(applied) ** 2
-            / max(mean([w * w for w in applied]), 1e-12),
-            "rollout_is_seq_mean": mean(means),
-            "rollout_is_seq_std": deviation(means),
-            "rollout_is_seq_max": max(means),
-            "rollout_is_seq_min": min(means),
-            "rollout_is_seq_max_deviation": max(abs(m - 1) for m in means),
-        }
+        raw = [list(row.values()) for row in ratios.values()]
+        used = [[float(weights[i, t]) for t in row] for i, row in ratios.items()]
+        found = weight_metrics(raw, used, level, low, high)
+        if not truncate:
+            outside = [not low <= w <= high for row in raw for w in row]
+            found["oob_ratio"] = sum(outside) / len(outside)
+        metrics |= {f"rollout_is_{key}": value for key, value in found.items()}
         if normalize:
-            factor = (
-                mean([mean([float(weights[i, t]) for t in ratios[i]]) for i in rows])
-                if level == "sequence"
-                else mean(applied)
-            )
-            weights /= factor if factor > 1e-8 else 1.0
+            if level == "sequence":
+                factor = mean([mean(row) for row in used])
+            else:
+                factor = mean([w for row in used for w in row])
+            factor = factor if factor > 1e-8 else 1.0
+            weights /= factor
             metrics["rollout_is_batch_norm_factor"] = factor
     left = case.mask.double().numpy().copy()
     if rules:
@@ -621,9 +685,16 @@ def corrected(
                 for t, out in rejected(case, i, name, low, high, case.old, case.log_prob).items()
                 if out
             }
-            metrics[f"rollout_rs_{name}_masked_fraction"] = len(gone) / total
+            for key, value in rule_metrics(case, rows, name, low, high).items():
+                metrics[f"rollout_rs_{name}_{key}"] = value
             for place in gone:
                 left[place] = 0
         metrics["rollout_rs_masked_fraction"] = 1 - left.sum() / total
-        metrics["rollout_rs_seq_masked_fraction"] = mean([float(not left[i].any()) for i in rows])
+        whole = case.mask.double().numpy()
+        metrics["rollout_rs_seq_masked_fraction"] = mean(
+            [float((left[i] != whole[i]).any()) for i in rows]
+        )
+        metrics["rollout_rs_seq_fully_masked_fraction"] = mean(
+            [float(not left[i].any()) for i in rows]
+        )
     return weights, left, {f"rollout_corr/{key}": value for key, value in metrics.items()}

@@ -1,5 +1,7 @@
 """Importance weights, rejection and metrics against naive loops; settings that make no sense are refused."""
 
+import math
+
 import pytest
 import torch
 
@@ -47,6 +49,52 @@ def test_rules_combine_and_a_single_ratio_bound_is_symmetric() -> None:
     assert metrics["rollout_corr/rollout_rs_token_k1_masked_fraction"] == pytest.approx(2 / 9)
     assert metrics["rollout_corr/rollout_rs_seq_max_k2_masked_fraction"] == pytest.approx(6 / 9)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 3)
+    assert metrics["rollout_corr/rollout_rs_seq_fully_masked_fraction"] == pytest.approx(2 / 3)
+    assert metrics["rollout_corr/rollout_rs_token_k1_seq_masked_fraction"] == pytest.approx(2 / 3)
+
+
+def test_metrics_have_the_values_that_verl_reports() -> None:
+    # Two rows of two tokens; w is 1 and 3, and 0.25 and 1.
+    rollout = torch.full((2, 2), -5.0)
+    old = rollout + torch.tensor([[1.0, 3.0], [0.25, 1.0]]).log()
+    mask = torch.ones(2, 2)
+
+    tis = correct_rollout(old, rollout, mask, RolloutCorrection("token", 2.0))[2]
+    # The applied weights are 1, 2, 0.25, 1; their row means are 1.5 and 0.625.
+    assert tis["rollout_corr/rollout_is_mean"] == pytest.approx(1.0625)
+    assert tis["rollout_corr/rollout_is_max"] == pytest.approx(2)
+    assert tis["rollout_corr/rollout_is_min"] == pytest.approx(0.25)
+    assert tis["rollout_corr/rollout_is_raw_max"] == pytest.approx(3)
+    assert tis["rollout_corr/rollout_is_ratio_fraction_high"] == 0.25
+    assert tis["rollout_corr/rollout_is_ratio_fraction_low"] == 0.25
+    assert tis["rollout_corr/rollout_is_seq_mean"] == pytest.approx(1.0625)
+    assert tis["rollout_corr/rollout_is_seq_std"] == pytest.approx(0.875 / 2**0.5)
+    assert tis["rollout_corr/rollout_is_seq_max_deviation"] == pytest.approx(0.5)
+    assert "rollout_corr/rollout_is_oob_ratio" not in tis
+
+    icepop = correct_rollout(old, rollout, mask, RolloutCorrection("token", "0.5_2.0"))[2]
+    assert icepop["rollout_corr/rollout_is_oob_ratio"] == 0.5
+    assert icepop["rollout_corr/rollout_is_min"] == 0
+    assert icepop["rollout_corr/rollout_is_mean"] == pytest.approx(0.5)
+
+    sequence = correct_rollout(old, rollout, mask, RolloutCorrection("sequence", 2.0))[2]
+    # Products are 3 and 0.25; 3 is truncated to 2 in the mean, but not in the maximum.
+    assert sequence["rollout_corr/rollout_is_max"] == pytest.approx(3)
+    assert sequence["rollout_corr/rollout_is_mean"] == pytest.approx(1.125)
+    assert sequence["rollout_corr/rollout_is_ratio_fraction_high"] == 0.5
+    assert sequence["rollout_corr/rollout_is_seq_fraction_low"] == 0.5
+
+    rule = RolloutCorrection(rollout_rs="token_k1", rollout_rs_threshold=2.0)
+    rejection = correct_rollout(old, rollout, mask, rule)[2]
+    # k1 is -log w: 0, -log 3, log 4, 0.
+    prefix = "rollout_corr/rollout_rs_token_k1"
+    assert rejection[f"{prefix}_max"] == pytest.approx(math.log(4))
+    assert rejection[f"{prefix}_min"] == pytest.approx(-math.log(3))
+    assert rejection[f"{prefix}_fraction_high"] == rejection[f"{prefix}_fraction_low"] == 0.25
+    assert rejection[f"{prefix}_seq_max"] == pytest.approx(math.log(4) / 2)
+    assert rejection[f"{prefix}_masked_fraction"] == 0.5
+    assert rejection["rollout_corr/rollout_rs_seq_masked_fraction"] == 1
+    assert rejection["rollout_corr/rollout_rs_seq_fully_masked_fraction"] == 0
 
 
 @pytest.mark.parametrize(

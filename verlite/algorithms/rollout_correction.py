@@ -1,10 +1,17 @@
-"""Correcting for the difference between the engine that sampled and the trainer that learns.
+"""Rollout correction: importance weights and rejection of off-policy tokens.
 
-w = pi_train / pi_rollout on sampled tokens. Importance weights multiply the loss; rejection takes tokens or whole sequences out
-of it. Keys, metric names and presets are verl's; the settings are in config.correction. Log-ratios are limited to +-20 before they
-are exponentiated.
-(Background: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; IcePop, Ling Team 2025.)
+The rollout engine and the trainer compute slightly different log-probs for the same tokens.
+
+w = pi_train / pi_rollout for each sampled token. Importance weights multiply the token losses.
+Rejection removes tokens or whole rows from the loss. Config keys, metric names and presets are
+verl's; the settings class is in verlite/config/correction.py. Log-ratios are clamped to [-20, 20]
+before they are exponentiated.
+
+References: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+(truncated importance sampling, TIS); Ling Team 2025 (IcePop).
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +20,25 @@ from verlite.algorithms.kl import LOG_PROB_FLOOR, MAX_LOG_RATIO
 from verlite.algorithms.masked import masked_mean, masked_sum
 from verlite.config.correction import RolloutCorrection
 
+MIN_MEAN_WEIGHT = 1e-8
+"""Batch normalization divides by the mean weight only if the mean is above this."""
+
+
+@dataclass(frozen=True)
+class RuleResult:
+    """One rejection rule evaluated on a batch.
+
+    kept: [b, R] bool, tokens that the rule keeps; False where the mask is 0.
+    statistic: k1 = -log w, k2 = (log w)^2 / 2 or k3 = w - 1 - log w. [b, R] for token rules; [b, 1]
+        for sequence rules, where it is the sum, mean or maximum over the row.
+    low, high: a token or row is kept if low <= statistic <= high.
+    """
+
+    kept: Tensor
+    statistic: Tensor
+    low: float
+    high: float
+
 
 def correct_rollout(
     old_log_probs: Tensor,
@@ -20,13 +46,22 @@ def correct_rollout(
     response_mask: Tensor,
     settings: RolloutCorrection,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Importance weights, the mask of what is left, and metrics, for a whole training batch.
+    """Compute importance weights, the mask after rejection, and metrics for a whole training batch.
 
-    Inputs [B, R]. Returns weights [B, R] float32 (0 where the mask is 0; None without rollout_is), response_mask [B, R] with the
-    rejected tokens taken out (in the dtype of the input, never edited in place), and metrics named rollout_corr/*: off_policy_
-    metrics, statistics of the weights before truncation, and shares of rejected tokens and rows (a row counts when none of
-    its tokens is left). Weights and their mean are
-    computed over the mask before rejection, as in verl.
+    Weights, their mean for batch normalization, and all metrics use the mask before rejection, as
+    in verl.
+
+    Args:
+        old_log_probs: [B, R], the trainer's log-probs before the update.
+        rollout_log_probs: [B, R], the rollout engine's log-probs.
+        response_mask: [B, R], 1 on trainable tokens. Not modified.
+        settings: which weights and which rejection rules to apply.
+
+    Returns:
+        weights: [B, R] float32, 0 where the mask is 0. None without settings.rollout_is.
+        mask: [B, R], response_mask without the rejected tokens, in the same dtype.
+        metrics: `rollout_corr/*`, from `off_policy_metrics`, `weight_metrics` and
+            `rejection_metrics`.
     """
     mask = response_mask.bool()
     log_ratio = log_ratios(old_log_probs, rollout_log_probs, mask)
@@ -35,145 +70,268 @@ def correct_rollout(
     if settings.rollout_is:
         raw = importance_ratios(log_ratio, mask, settings.rollout_is)
         weights = bounded_weights(raw, settings)
-        metrics |= _weight_metrics(raw, weights, mask, settings)
+        metrics |= weight_metrics(raw, weights, mask, settings)
         if settings.rollout_is_batch_normalize:
-            per_row = settings.rollout_is == "sequence"  # one vote per row, else one per token
-            mean = (
-                masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
-                if per_row
-                else masked_mean(weights, mask)
-            )
-            weights = weights / torch.where(mean > 1e-8, mean, 1.0)
-            metrics["rollout_is_batch_norm_factor"] = float(mean)
-    kept, passed = rejection_mask(log_ratio, mask, settings)
-    if passed:
-        tokens, rows = max(int(mask.count_nonzero()), 1), max(int(mask.any(-1).count_nonzero()), 1)
-        for name, one in passed.items():
-            metrics[f"rollout_rs_{name}_masked_fraction"] = (
-                float((mask & ~one).count_nonzero()) / tokens
-            )
-        metrics["rollout_rs_masked_fraction"] = float((mask & ~kept).count_nonzero()) / tokens
-        metrics["rollout_rs_seq_masked_fraction"] = (
-            float((mask.any(-1) & ~kept.any(-1)).count_nonzero()) / rows
-        )
-    return (
-        weights,
-        response_mask * kept,
-        {f"rollout_corr/{key}": value for key, value in metrics.items()},
-    )
+            factor = _mean_weight(weights, mask, settings.rollout_is)
+            weights = weights / factor
+            metrics["rollout_is_batch_norm_factor"] = float(factor)
+    kept, results = rejection_mask(log_ratio, mask, settings)
+    metrics |= rejection_metrics(kept, results, mask)
+    named = {f"rollout_corr/{key}": value for key, value in metrics.items()}
+    return weights, response_mask * kept, named
 
 
 def log_ratios(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """[b, R] log w on the mask, 0 elsewhere; finite even where a log-prob is -inf."""
-    return torch.where(
-        mask, log_prob.clamp(min=LOG_PROB_FLOOR) - rollout_log_prob.clamp(min=LOG_PROB_FLOOR), 0
-    )
+    """Return log w [b, R]: log_prob - rollout_log_prob on the mask, 0 elsewhere.
+
+    Log-probs are floored at -1e4, so the result is finite even where a log-prob is -inf.
+    """
+    difference = log_prob.clamp(min=LOG_PROB_FLOOR) - rollout_log_prob.clamp(min=LOG_PROB_FLOOR)
+    return torch.where(mask, difference, 0)
 
 
 def importance_ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """[b, R] w of each token, or the product over its row, at level "token" or "sequence"; 0 outside the mask."""
+    """Return unbounded importance weights [b, R], 0 outside the mask.
+
+    level: "token" gives each token its own w; "sequence" gives each token the product of w over its
+        row.
+    """
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True)
     return torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0)
 
 
 def bounded_weights(ratios: Tensor, settings: RolloutCorrection) -> Tensor:
-    """Ratios truncated to the threshold (TIS), or set to 0 outside the band (IcePop)."""
+    """Truncate ratios to the upper threshold (TIS), or set them to 0 outside the band (IcePop)."""
     low, high = settings.is_band
-    return (
-        ratios.clamp(max=high)
-        if settings.is_truncated
-        else torch.where((ratios >= low) & (ratios <= high), ratios, 0)
-    )
+    if settings.is_truncated:
+        return ratios.clamp(max=high)
+    return torch.where((ratios >= low) & (ratios <= high), ratios, 0)
 
 
 def rejection_mask(
     log_ratio: Tensor, mask: Tensor, settings: RolloutCorrection
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[b, R] bool: trainable tokens that every rejection rule keeps; and by rule's name, those that it alone keeps."""
-    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    passed = {}
-    for name, low, high in settings.rejections:
-        level, kind = name.rsplit("_", 1)
-        # k1 is compared as log w itself, so that its bounds are those of the ratio.
-        statistic = {
-            "k1": log_ratio,
-            "k2": log_ratio.square() / 2,
-            "k3": torch.expm1(clamped) - clamped,
-        }[kind]
-        if level == "seq_sum":
-            statistic = masked_sum(statistic, mask, -1).unsqueeze(-1)
-        elif level == "seq_mean":
-            statistic = masked_mean(statistic, mask, -1).unsqueeze(-1)
-        elif level == "seq_max":
-            statistic = torch.where(mask, statistic, -torch.inf).amax(-1, keepdim=True)
-        passed[name] = mask & (statistic >= low) & (statistic <= high)
+) -> tuple[Tensor, dict[str, RuleResult]]:
+    """Apply every rule of settings.rollout_rs to log w [b, R].
+
+    Returns the tokens that all rules keep ([b, R] bool, False where the mask is 0), and each rule's
+    own result by name.
+    """
     kept = mask
-    for one in passed.values():
-        kept = kept & one
-    return kept, passed
+    results = {}
+    for name, low, high in settings.rejections:
+        result = _apply_rule(name, low, high, log_ratio, mask)
+        kept = kept & result.kept
+        results[name] = result
+    return kept, results
+
+
+def _apply_rule(name: str, low: float, high: float, log_ratio: Tensor, mask: Tensor) -> RuleResult:
+    """Evaluate one rule. For k1, low and high are bounds of log w; otherwise of the statistic."""
+    level, kind = name.rsplit("_", 1)
+    if kind == "k1":
+        # The bounds are those of the ratio w, and the statistic is -log w: negate and swap them.
+        statistic = -log_ratio
+        low, high = -high, -low
+    elif kind == "k2":
+        statistic = log_ratio.square() / 2
+    else:
+        clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        statistic = torch.expm1(clamped) - clamped
+    if level == "seq_sum":
+        statistic = masked_sum(statistic, mask, -1).unsqueeze(-1)
+    elif level == "seq_mean":
+        statistic = masked_mean(statistic, mask, -1).unsqueeze(-1)
+    elif level == "seq_max":
+        statistic = torch.where(mask, statistic, -torch.inf).amax(-1, keepdim=True)
+    return RuleResult(mask & (statistic >= low) & (statistic <= high), statistic, low, high)
+
+
+def _mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    """Return the mean weight over rows (level "sequence") or tokens; 1 if it is nearly 0."""
+    if level == "sequence":
+        mean = masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
+    else:
+        mean = masked_mean(weights, mask)
+    return torch.where(mean > MIN_MEAN_WEIGHT, mean, 1.0)
+
+
+# Metrics. All of them have verl's names and verl's meaning, except those that the docstrings call
+# verlite's own.
 
 
 def off_policy_metrics(
     log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """How far the trainer is from the rollout engine, on [b, R] log-probs; rows without trainable tokens do not count.
+    """Measure how far the trainer is from the rollout engine, on [b, R] log-probs.
 
-    kl: mean of -log w; k3_kl: mean of w - 1 - log w; *_ppl: mean over rows of exp(-mean log-prob), and its log; log_ppl_diff:
-    rollout's minus trainer's mean log-prob per row (mean, mean of absolute values, extremes); ppl_ratio: mean of its exp;
-    chi2_token, chi2_seq: mean w^2 - 1 over tokens, and of the rows' products.
+    Rows without trainable tokens are left out. All values are 0 if no token is trainable.
+
+    kl: mean over tokens of -log w. k3_kl: mean over tokens of w - 1 - log w.
+    training_ppl, rollout_ppl: mean over rows of the perplexity exp(-mean log-prob). *_log_ppl: mean
+        of its log.
+    log_ppl_diff: mean over rows of the training log-perplexity minus the rollout's.
+    log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min: mean absolute value and extremes of it.
+    ppl_ratio: mean over rows of exp(difference).
+    chi2_token: mean over tokens of w^2 - 1. chi2_seq: mean over rows of (product of w)^2 - 1.
     """
     mask = mask.bool()
     rows = mask.any(-1)
     log_ratio = log_ratios(log_prob, rollout_log_prob, mask)
     clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    trained = -masked_mean(log_prob.clamp(min=LOG_PROB_FLOOR), mask, -1)
-    sampled = -masked_mean(rollout_log_prob.clamp(min=LOG_PROB_FLOOR), mask, -1)
-    difference = trained - sampled
-    limited = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    training = -masked_mean(log_prob.clamp(min=LOG_PROB_FLOOR), mask, -1)
+    rollout = -masked_mean(rollout_log_prob.clamp(min=LOG_PROB_FLOOR), mask, -1)
+    difference = training - rollout
     row_ratio = log_ratio.sum(-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    any_row = bool(rows.any())
+    largest = difference[rows].max() if rows.any() else 0.0
+    smallest = difference[rows].min() if rows.any() else 0.0
     values = {
         "kl": masked_mean(-log_ratio, mask),
         "k3_kl": masked_mean(torch.expm1(clamped) - clamped, mask),
-        "training_ppl": masked_mean(trained.clamp(max=MAX_LOG_RATIO).exp(), rows),
-        "training_log_ppl": masked_mean(trained, rows),
-        "rollout_ppl": masked_mean(sampled.clamp(max=MAX_LOG_RATIO).exp(), rows),
-        "rollout_log_ppl": masked_mean(sampled, rows),
+        "training_ppl": masked_mean(training.clamp(max=MAX_LOG_RATIO).exp(), rows),
+        "training_log_ppl": masked_mean(training, rows),
+        "rollout_ppl": masked_mean(rollout.clamp(max=MAX_LOG_RATIO).exp(), rows),
+        "rollout_log_ppl": masked_mean(rollout, rows),
         "log_ppl_diff": masked_mean(difference, rows),
         "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
-        "log_ppl_diff_max": difference[rows].max() if any_row else 0.0,
-        "log_ppl_diff_min": difference[rows].min() if any_row else 0.0,
-        "ppl_ratio": masked_mean(limited.exp(), rows),
+        "log_ppl_diff_max": largest,
+        "log_ppl_diff_min": smallest,
+        "ppl_ratio": masked_mean(difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), rows),
         "chi2_token": masked_mean((2 * clamped).expm1(), mask),
         "chi2_seq": masked_mean((2 * row_ratio.double()).expm1(), rows),
     }
     return {key: float(value) for key, value in values.items()}
 
 
-def _weight_metrics(
-    raw: Tensor, weights: Tensor, mask: Tensor, settings: RolloutCorrection
+def weight_metrics(
+    raw: Tensor, applied: Tensor, mask: Tensor, settings: RolloutCorrection
 ) -> dict[str, float]:
-    """Statistics of the ratios before truncation, and of how much of the batch the weights leave (effective sample size)."""
-    low, high = settings.is_band
-    low = low or 1 / high
+    """Summarize importance weights [b, R] before batch normalization; {} if no token is trainable.
+
+    "Applied" weights are truncated (TIS) or set to 0 outside the band (IcePop); "raw" weights are
+    not. The bounds are the band, or [1 / threshold, threshold] for TIS. A row's weight is the mean
+    over its tokens.
+
+    rollout_is_mean, rollout_is_std: applied weights over tokens (population standard deviation).
+    rollout_is_max, rollout_is_min: token weights: applied. Sequence weights: raw.
+    rollout_is_ratio_fraction_high, *_low: share of raw weights beyond the bounds: of tokens for
+        token weights, of rows for sequence weights.
+    rollout_is_eff_sample_size: (mean applied)^2 / mean(applied^2) over tokens, from 0 to 1.
+    rollout_is_oob_ratio: IcePop only: share of tokens whose raw weight is outside the band.
+    rollout_is_seq_{mean,std,max,min}: applied weights of rows (unbiased standard deviation).
+    rollout_is_seq_max_deviation: largest distance of a row's applied weight from 1.
+    rollout_is_seq_fraction_high, *_low: share of rows whose raw weight is beyond the bounds.
+    rollout_is_raw_{mean,max,min,std}: raw weights over tokens (verlite's own).
+    """
     if not mask.any():
         return {}
-    kept, row_means = raw[mask], masked_mean(raw, mask, -1)[mask.any(-1)]
-    applied = weights[mask].double()
-    return {
-        "rollout_is_mean": float(kept.mean()),
-        "rollout_is_max": float(kept.max()),
-        "rollout_is_min": float(kept.min()),
-        "rollout_is_std": float(kept.double().std(correction=0)),
-        "rollout_is_ratio_fraction_high": float((kept > high).double().mean()),
-        "rollout_is_ratio_fraction_low": float((kept < low).double().mean()),
-        "rollout_is_eff_sample_size": float(
-            applied.mean().square() / applied.square().mean().clamp(min=1e-12)
-        ),
-        "rollout_is_seq_mean": float(row_means.mean()),
-        "rollout_is_seq_std": float(row_means.double().std(correction=0)),
-        "rollout_is_seq_max": float(row_means.max()),
-        "rollout_is_seq_min": float(row_means.min()),
-        "rollout_is_seq_max_deviation": float((row_means - 1).abs().max()),
+    low, high = settings.is_band
+    low = low or 1 / high
+    rows = mask.any(-1)
+    token_raw = raw[mask].double()
+    token_applied = applied[mask].double()
+    row_raw = masked_mean(raw, mask, -1)[rows].double()
+    row_applied = masked_mean(applied, mask, -1)[rows].double()
+    is_per_row = settings.rollout_is == "sequence"
+    extremes = row_raw if is_per_row else token_applied
+    ratios = row_raw if is_per_row else token_raw
+    squared_mean = token_applied.square().mean().clamp(min=1e-12)
+    values = {
+        "mean": token_applied.mean(),
+        "max": extremes.max(),
+        "min": extremes.min(),
+        "std": token_applied.std(correction=0),
+        "ratio_fraction_high": _fraction(ratios > high),
+        "ratio_fraction_low": _fraction(ratios < low),
+        "eff_sample_size": token_applied.mean().square() / squared_mean,
+        "seq_mean": row_applied.mean(),
+        "seq_std": _unbiased_std(row_applied),
+        "seq_max": row_applied.max(),
+        "seq_min": row_applied.min(),
+        "seq_max_deviation": (row_applied - 1).abs().max(),
+        "seq_fraction_high": _fraction(row_raw > high),
+        "seq_fraction_low": _fraction(row_raw < low),
+        "raw_mean": token_raw.mean(),
+        "raw_max": token_raw.max(),
+        "raw_min": token_raw.min(),
+        "raw_std": token_raw.std(correction=0),
     }
+    if not settings.is_truncated:
+        values["oob_ratio"] = _fraction((token_raw < low) | (token_raw > high))
+    return {f"rollout_is_{key}": float(value) for key, value in values.items()}
+
+
+def rejection_metrics(
+    kept: Tensor, results: dict[str, RuleResult], mask: Tensor
+) -> dict[str, float]:
+    """Summarize rejection over tokens and rows; {} without rules or if no token is trainable.
+
+    kept, results: from `rejection_mask`. mask: [b, R] bool, before rejection.
+
+    rollout_rs_masked_fraction: share of tokens that are rejected.
+    rollout_rs_seq_masked_fraction: share of rows with at least one rejected token.
+    rollout_rs_seq_fully_masked_fraction: share of rows with no token left (verlite's own).
+    rollout_rs_<rule>_*: the same two shares for one rule, and its statistic; see `_rule_metrics`.
+    """
+    if not results or not mask.any():
+        return {}
+    metrics = {}
+    for name, result in results.items():
+        for key, value in _rule_metrics(name, result, mask).items():
+            metrics[f"rollout_rs_{name}_{key}"] = float(value)
+    rows = mask.any(-1)
+    metrics["rollout_rs_masked_fraction"] = float(_fraction(~kept[mask]))
+    metrics["rollout_rs_seq_masked_fraction"] = float(_fraction((mask & ~kept).any(-1)[rows]))
+    metrics["rollout_rs_seq_fully_masked_fraction"] = float(_fraction(~kept.any(-1)[rows]))
+    return metrics
+
+
+def _rule_metrics(name: str, result: RuleResult, mask: Tensor) -> dict[str, Tensor]:
+    """Summarize one rule's statistic and what it rejects. `mask` has at least one token.
+
+    mean: over tokens. A sequence rule's statistic counts once per token of its row.
+    std: the same, of the statistic clamped to the bounds (population standard deviation).
+    max, min: over tokens for token rules, over rows for sequence rules.
+    fraction_high, fraction_low: share above and below the bounds, over the same.
+    seq_*: over rows. For token rules a row's value is the mean over its tokens.
+    seq_max_deviation: largest absolute value of a row.
+    masked_fraction, seq_masked_fraction: share of tokens rejected, and of rows with such a token.
+    """
+    rows = mask.any(-1)
+    low, high = result.low, result.high
+    per_token = result.statistic.expand_as(mask)[mask].double()
+    if name.startswith("seq"):
+        per_row = result.statistic.squeeze(-1)[rows].double()
+        units = per_row
+    else:
+        per_row = masked_mean(result.statistic, mask, -1)[rows].double()
+        units = per_token
+    return {
+        "mean": per_token.mean(),
+        "max": units.max(),
+        "min": units.min(),
+        "std": per_token.clamp(low, high).std(correction=0),
+        "fraction_high": _fraction(units > high),
+        "fraction_low": _fraction(units < low),
+        "seq_mean": per_row.mean(),
+        "seq_std": _unbiased_std(per_row),
+        "seq_max": per_row.max(),
+        "seq_min": per_row.min(),
+        "seq_max_deviation": per_row.abs().max(),
+        "seq_fraction_high": _fraction(per_row > high),
+        "seq_fraction_low": _fraction(per_row < low),
+        "masked_fraction": _fraction(~result.kept[mask]),
+        "seq_masked_fraction": _fraction((mask & ~result.kept).any(-1)[rows]),
+    }
+
+
+def _fraction(flags: Tensor) -> Tensor:
+    """Share of True in a bool tensor that is not empty."""
+    return flags.double().mean()
+
+
+def _unbiased_std(x: Tensor) -> Tensor:
+    """Unbiased standard deviation; 0 for a single entry."""
+    if len(x) < 2:
+        return x.new_zeros(())
+    return x.std()
