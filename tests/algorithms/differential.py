@@ -12,17 +12,17 @@ from torch import Tensor
 
 from tests.algorithms import reference
 from tests.algorithms.reference import Case, random_case
-from verlite.algorithms.advantages import ESTIMATORS, AdvantageInputs, compute_advantages
+from verlite.algorithms.advantages import AdvantageInputs, compute_advantages
 from verlite.algorithms.aggregation import AGGREGATION_MODES, token_weights
 from verlite.algorithms.kl import KL_KINDS, apply_kl_penalty, kl_estimate, kl_loss
 from verlite.algorithms.losses import (
-    POLICY_LOSSES,
     PolicyLossInputs,
     entropy_sum,
     policy_loss,
     value_loss,
 )
 from verlite.algorithms.rollout_correction import correct_rollout
+from verlite.config.catalog import ESTIMATORS, LOSSES
 from verlite.config.correction import PRESETS, REJECTIONS, RolloutCorrection
 
 BATCHES = 200
@@ -457,7 +457,7 @@ ROOMS: dict[str, dict[str, Comparison]] = {
         name: Comparison(name, partial(advantage_pairs, name), 2e-4) for name in ESTIMATORS
     },
     "Policy losses": {
-        **{name: Comparison(name, partial(policy_pairs, name), 2e-4) for name in POLICY_LOSSES},
+        **{name: Comparison(name, partial(policy_pairs, name), 2e-4) for name in LOSSES},
         "bypass_mode, reinforce": Comparison(
             "bypass_mode, reinforce",
             partial(policy_pairs, "bypass_mode", loss_type="reinforce"),

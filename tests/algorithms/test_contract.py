@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from verlite.algorithms.advantages import ESTIMATORS, AdvantageInputs
+from verlite.algorithms.advantages import AdvantageInputs
 from verlite.algorithms.contract import check_estimator, check_policy_loss
-from verlite.algorithms.losses import POLICY_LOSSES, PolicyLossInputs
+from verlite.algorithms.losses import PolicyLossInputs
+from verlite.config.catalog import ESTIMATORS, LOSSES, load
 from verlite.config.correction import RolloutCorrection
 
 WHITENING = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
@@ -18,14 +19,14 @@ POPULATION = {"gpg", *WHITENING}  # estimators that look at the whole batch on p
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_built_in_estimators_pass(name: str) -> None:
-    assert check_estimator(ESTIMATORS[name], whitens=name in POPULATION) == []
+    assert check_estimator(load(ESTIMATORS[name].path), whitens=name in POPULATION) == []
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"clip_cov", "kl_cov"}))
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"clip_cov", "kl_cov"}))
 def test_built_in_losses_pass(name: str) -> None:
     assert (
         check_policy_loss(
-            POLICY_LOSSES[name], {"rollout_correction": RolloutCorrection(bypass_mode=True)}
+            load(LOSSES[name].path), {"rollout_correction": RolloutCorrection(bypass_mode=True)}
         )
         == []
     )
@@ -35,7 +36,9 @@ def test_built_in_losses_pass(name: str) -> None:
 def test_losses_that_look_at_the_whole_micro_batch_are_told_so(name: str) -> None:
     assert any(
         "sum over micro-batches" in problem
-        for problem in check_policy_loss(POLICY_LOSSES[name], {"clip_cov_lb": 0, "clip_cov_ub": 99})
+        for problem in check_policy_loss(
+            load(LOSSES[name].path), {"clip_cov_lb": 0, "clip_cov_ub": 99}
+        )
     )
 
 

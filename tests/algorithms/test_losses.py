@@ -10,18 +10,18 @@ from tests.algorithms.differential import REJECT, ROOMS, SETTINGS, check, run
 from tests.algorithms.reference import random_case
 from verlite.algorithms.aggregation import AGGREGATION_MODES, token_weights
 from verlite.algorithms.losses import (
-    POLICY_LOSSES,
     PolicyLossInputs,
     entropy_sum,
     policy_loss,
     select_clip_cov,
     select_kl_cov,
 )
+from verlite.config.catalog import LOSSES
 
 NAN = math.nan
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_agrees_with_the_naive_reference(name: str) -> None:
     check(ROOMS["Policy losses"][name])
 
@@ -56,7 +56,7 @@ def test_vanilla_metrics_agree_with_the_naive_reference() -> None:
             )
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_micro_batches_add_up(name: str, mode: str) -> None:
     case = random_case(5)
@@ -72,7 +72,7 @@ def test_micro_batches_add_up(name: str, mode: str) -> None:
             torch.testing.assert_close(sum(p[2][key] for p in parts), value)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("gap", [60.0, -60.0, math.inf, -math.inf])
 @pytest.mark.parametrize("advantage", [2.0, -2.0, 0.0])
 def test_extremes_keep_value_and_gradient_finite(name: str, gap: float, advantage: float) -> None:
@@ -93,7 +93,7 @@ def test_extremes_keep_value_and_gradient_finite(name: str, gap: float, advantag
     )
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_nothing_to_train_gives_zero(name: str) -> None:
     case = random_case(2)
     case.mask[:] = 0
@@ -101,7 +101,7 @@ def test_nothing_to_train_gives_zero(name: str) -> None:
     assert loss == 0 and (gradient == 0).all() and all(m == 0 for m in metrics.values())
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"clip_cov"}))
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"clip_cov"}))
 def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     case = random_case(4)
     case.log_prob = case.old.clone()

@@ -80,7 +80,7 @@ def test_search_r1s_scores_for_form_go_to_the_scorer(material, tmp_path):
     (problem,) = error.value.problems
     assert (
         problem.key == "reward_model.structure_format_score"
-        and "gsm8k:compute_score has no such parameter" in problem.rule
+        and "gsm8k:compute_score does not take this argument" in problem.rule
     )
 
 

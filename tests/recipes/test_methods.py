@@ -8,8 +8,7 @@ import pytest
 from recipes.methods.curves import METHODS, task_settings
 from tests.models import tiny_model
 from tests.trainer.runs import write_sums
-from verlite.algorithms import aggregation, kl
-from verlite.config import compose, correction, keys, make_plan, rules
+from verlite.config import catalog, compose, correction, keys, make_plan
 
 TOP = Path(__file__).parents[2]
 PAGE = (TOP / "docs" / "algorithms.md").read_text()
@@ -89,11 +88,11 @@ def test_the_page_names_every_algorithm_recipe_and_key():
         for name in re.findall(r"`(.+?)`", row)
     }
     assert {
-        *rules.ESTIMATORS,
-        *rules.POLICY_LOSSES,
+        *catalog.ESTIMATORS,
+        *catalog.POLICY_LOSSES,
         *METHODS,
-        *aggregation.AGGREGATION_MODES,
-        *kl._BASE_KIND,
+        *catalog.AGGREGATION_MODES,
+        *catalog.KL_BASE_KINDS,
     } <= table_names
     assert {*re.findall(r"`(\w+)`", PAGE.split("Presets:")[1].split("Metrics")[0])} == set(
         correction.PRESETS

@@ -14,8 +14,8 @@ from tests.models import tiny_tokenizer
 from tests.trainer.test_batch import a_step, answers, asked
 from tests.trainer.test_stages import a_run, dense, validated
 from tests.workers.test_objectives import Numbers, config
-from verlite.algorithms.advantages import ESTIMATORS, OUTCOME_ESTIMATORS
 from verlite.algorithms.kl import FixedKLController
+from verlite.config.catalog import ESTIMATORS
 from verlite.engine.fsdp import Counts
 from verlite.envs.step import ToolError
 from verlite.protocol.data import DataProto, object_array
@@ -472,7 +472,7 @@ def test_an_observation_is_as_if_it_had_never_been(estimator, kl):
     assert told == pytest.approx(alone, rel=1e-6, abs=2e-6), "the metrics, too"
 
 
-@pytest.mark.parametrize("estimator", sorted(OUTCOME_ESTIMATORS))
+@pytest.mark.parametrize("estimator", [name for name, one in ESTIMATORS.items() if one.by_row])
 def test_estimators_that_need_no_tokens_say_the_same_without_them(estimator, monkeypatch):
     """One number for each row and its count of trained tokens, or every token: advantages, returns and metrics are the same."""
     batch = valued([*WORDS, ([1, 1], 1.0), ([1], 0.5)], list("aaabbacc"), failed=[6])

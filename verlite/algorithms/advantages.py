@@ -1,4 +1,4 @@
-"""From rewards to advantages: one function per estimator, and the table that names them.
+"""From rewards to advantages: one function per estimator. `verlite.config.catalog` lists them.
 
 Conventions shared by all estimators, B rows (samples) and R response tokens:
 
@@ -11,7 +11,7 @@ Conventions shared by all estimators, B rows (samples) and R response tokens:
 - Standard deviations are unbiased; 1e-6 is added to the group's, 1e-8 to whitening's variance.
 - Group statistics are float64 on [B] numbers; token fields are float32.
 
-To add one: write a function (AdvantageInputs) -> (advantages, returns) and name it in ESTIMATORS.
+To add one: write a function (AdvantageInputs) -> (advantages, returns) and add it to ESTIMATORS in `verlite.config.catalog`.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verlite.algorithms.lookup import lookup
 from verlite.algorithms.masked import masked_whiten
+from verlite.config.catalog import ESTIMATORS, measured, resolve
 
 STD_EPS = 1e-6
 
@@ -174,12 +174,12 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
 def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Advantages and returns, [B, R] float32 each and 0 where the mask is 0, by the estimator called `name`.
 
-    `name` is a key of ESTIMATORS or "package.module:function" of your own. The two results may be one and the same tensor.
+    `name` is a key of catalog.ESTIMATORS or a user's own "package.module:function". The two results may be one and the same tensor.
     ValueError: an unknown name, an input that the estimator needs and that is missing, a reward that is not finite, a result
     of the wrong shape or with a number that is not finite.
     """
-    estimator = lookup(name, ESTIMATORS, "advantage estimator")
-    for wanted in REQUIRES.get(name, ()):
+    estimator = resolve(name, ESTIMATORS, "advantage estimator")
+    for wanted in measured(name):
         if getattr(inputs, wanted) is None:
             raise ValueError(
                 f"adv_estimator={name} needs {wanted}, which are missing from its inputs"
@@ -394,37 +394,3 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 def _twice(advantages: Tensor) -> tuple[Tensor, Tensor]:
     return advantages, advantages
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "gae": gae,
-    "grpo": grpo,
-    "grpo_passk": grpo_passk,
-    "rloo": rloo,
-    "rloo_token_kl": rloo_token_kl,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "opo": opo,
-    "gpg": gpg,
-    "optimal_token_baseline": optimal_token_baseline,
-}
-REQUIRES: dict[str, tuple[str, ...]] = {
-    "gae": ("values",),
-    "remax": ("reward_baselines",),
-    "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
-}
-OUTCOME_ESTIMATORS = frozenset({"grpo", "grpo_passk", "rloo", "gpg"})
-"""They look at a row's sum of rewards alone and give all its trained tokens one number, so that [B, 1] inputs do: no token is needed."""
-GROUP_ESTIMATORS = frozenset(  # with rollout.n=1 these learn nothing
-    {
-        "grpo",
-        "grpo_passk",
-        "rloo",
-        "rloo_token_kl",
-        "reinforce_plus_plus_baseline",
-        "opo",
-        "gpg",
-        "optimal_token_baseline",
-    }
-)

@@ -7,13 +7,7 @@ and ranks of the weighted sums is the loss of the step, and its gradient does no
 import torch
 from torch import Tensor
 
-AGGREGATION_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
+from verlite.config.catalog import AGGREGATION_MODES
 
 
 def token_weights(

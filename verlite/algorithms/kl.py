@@ -17,21 +17,11 @@ import torch
 from torch import Tensor
 
 from verlite.algorithms.masked import masked_mean
+from verlite.config.catalog import KL_BASE_KINDS, KL_KINDS
 
 LOG_PROB_FLOOR = -1e4  # stands for log 0: exp of it is 0, and its square is still finite
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8 is still a sane float32 after squaring
 K3_LIMIT = 10.0
-
-_BASE_KIND = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "k3",
-    "k3": "k3",
-}
-KL_KINDS = (*_BASE_KIND, *(f"{kind}+" for kind in _BASE_KIND))
 
 
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
@@ -41,7 +31,7 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     10 with gradient 0 beyond it (as in verl; "k3+" keeps a gradient there). NaN stays NaN.
     ValueError: an unknown kind.
     """
-    base = _BASE_KIND.get(kind.removesuffix("+"))
+    base = KL_BASE_KINDS.get(kind.removesuffix("+"))
     if base is None:
         raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KL_KINDS)}")
     d = log_prob.clamp(min=LOG_PROB_FLOOR) - ref_log_prob.clamp(min=LOG_PROB_FLOOR)

@@ -1,6 +1,6 @@
 """Policy losses, value loss and entropy, as sums of weighted per-token terms that add over micro-batches and ranks.
 
-A policy loss is a function (PolicyLossInputs) -> (loss, metrics). To add one: write it and name it in POLICY_LOSSES.
+A policy loss is a function (PolicyLossInputs) -> (loss, metrics). To add one: write it and add it to POLICY_LOSSES in `verlite.config.catalog`.
 `loss` is a scalar with gradient: the sum of per-token losses times inputs.weights. Metrics are detached scalars whose sums
 over the micro-batches of a step are means over its tokens: a per-token quantity goes through inputs.token_mean.
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from verlite.algorithms.kl import LOG_PROB_FLOOR, MAX_LOG_RATIO
-from verlite.algorithms.lookup import lookup
 from verlite.algorithms.masked import masked_mean
 from verlite.algorithms.rollout_correction import (
     bounded_weights,
@@ -24,6 +23,7 @@ from verlite.algorithms.rollout_correction import (
     log_ratios,
     rejection_mask,
 )
+from verlite.config.catalog import LOSSES, resolve
 from verlite.config.correction import RolloutCorrection
 
 
@@ -91,12 +91,12 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss (scalar with gradient) and additive metrics, by the policy loss called `name`.
 
-    `name` is a key of POLICY_LOSSES, "package.module:function" of your own, or the function itself. Before the call, what lies
+    `name` is a key of catalog.LOSSES, a user's own "package.module:function", or the function itself. Before the call, what lies
     under mask 0 is set to 0 and log-probs are floored at -1e4, so that neither padding nor an impossible token makes value or
     gradient NaN.
     ValueError: an unknown name, or shapes that differ.
     """
-    function = lookup(name, POLICY_LOSSES, "policy loss") if isinstance(name, str) else name
+    function = resolve(name, LOSSES, "policy loss") if isinstance(name, str) else name
     for key in ("old_log_prob", "advantages", "response_mask", "weights", "rollout_is_weights"):
         value = getattr(inputs, key)
         if value is not None and value.shape != inputs.log_prob.shape:
@@ -307,31 +307,6 @@ def select_kl_cov(
     count = min(max(int(settings.get("kl_cov_ratio", 0.0002) * tokens), 1), tokens)
     covariance = _covariance(log_prob, advantages, mask).masked_fill(~mask, -torch.inf)
     return _at(covariance.flatten().topk(count).indices, mask)
-
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": vanilla,
-    "gspo": gspo,
-    "sapo": sapo,
-    "gpg": gpg,
-    "geo_mean": geo_mean,
-    "cispo": cispo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "bypass_mode": bypass_mode,
-}
-PAPER_AGGREGATION = {
-    "gspo": "seq-mean-token-mean",
-    "sapo": "seq-mean-token-mean",
-    "geo_mean": "seq-mean-token-mean",
-}
-"""Settings that config warns about when they are otherwise."""
-SELECTORS = {
-    "clip_cov": select_clip_cov,
-    "kl_cov": select_kl_cov,
-}  # once per optimizer step over all its rows -> extra["selected"]
 
 
 def _clipped_losses(

@@ -68,14 +68,10 @@ def _problems(kind: Kind, name: str, settings: dict[str, Any], whitens: bool) ->
         return check_reward(name, settings)
 
     from verlite.algorithms.contract import check_estimator, check_policy_loss
-    from verlite.algorithms.lookup import lookup
+    from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 
     if kind is Kind.estimator:
-        from verlite.algorithms.advantages import ESTIMATORS
-
-        estimator = lookup(name, ESTIMATORS, "advantage estimator")
+        estimator = resolve(name, ESTIMATORS, "advantage estimator")
         return check_estimator(estimator, whitens, settings)
 
-    from verlite.algorithms.losses import POLICY_LOSSES
-
-    return check_policy_loss(lookup(name, POLICY_LOSSES, "policy loss"), settings)
+    return check_policy_loss(resolve(name, POLICY_LOSSES, "policy loss"), settings)

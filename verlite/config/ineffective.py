@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
 
-from verlite.config import correction, plan, rules
-from verlite.config.names import readers
+from verlite.config import catalog, correction, plan, rules
 from verlite.config.schema import Config, ModelConfig, RetrieverConfig
 
 ACTOR, REF, ROLLOUT = (
@@ -27,27 +26,22 @@ def _no_critic(config: Config) -> bool:
 
 def _estimator_ignores(setting: str) -> Condition:
     """The estimator is one of ours, and does not read it: one's own function sees all keys."""
-    names = readers(rules.ADVANTAGES, "ESTIMATORS", setting)
-    return lambda c: (
-        c.algorithm.adv_estimator in rules.ESTIMATORS and c.algorithm.adv_estimator not in names
-    )
+    return lambda c: not catalog.reads(catalog.ESTIMATORS, c.algorithm.adv_estimator, setting)
 
 
 def _loss_ignores(setting: str) -> Condition:
     """As `_estimator_ignores`, for the policy loss."""
-    names = readers(rules.LOSSES, "POLICY_LOSSES", setting)
-
-    def condition(config: Config) -> bool:
-        loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-        return loss in rules.POLICY_LOSSES and loss not in names
-
-    return condition
+    return lambda c: (
+        not catalog.reads(
+            catalog.POLICY_LOSSES, c.actor_rollout_ref.actor.policy_loss.loss_mode, setting
+        )
+    )
 
 
 def _loss_is_not(*names: str) -> Condition:
     """The policy loss is one of ours, and none of these."""
     return lambda c: (
-        c.actor_rollout_ref.actor.policy_loss.loss_mode in set(rules.POLICY_LOSSES) - set(names)
+        c.actor_rollout_ref.actor.policy_loss.loss_mode in set(catalog.POLICY_LOSSES) - set(names)
     )
 
 
@@ -235,7 +229,7 @@ TABLE: tuple[tuple[str, Condition, str], ...] = (
     (ACTOR + "policy_loss.kwargs*", _loss_is_not(), "it is for a policy loss of your own"),
     (
         "algorithm.adv_kwargs*",
-        lambda c: c.algorithm.adv_estimator in rules.ESTIMATORS,
+        lambda c: c.algorithm.adv_estimator in catalog.ESTIMATORS,
         "it is for an advantage estimator of your own",
     ),
     (
@@ -525,8 +519,8 @@ def remarks(config: Config, old_names: Mapping[str, str]) -> list[str]:
         config.actor_rollout_ref.actor.policy_loss.loss_mode,
         config.actor_rollout_ref.actor.loss_agg_mode,
     )
-    usual = rules.PAPER_AGGREGATION.get(loss, mode)
-    if mode != usual:
+    usual = catalog.POLICY_LOSSES[loss].aggregation if loss in catalog.POLICY_LOSSES else None
+    if usual is not None and mode != usual:
         said.append(
             f"{ACTOR}loss_agg_mode={mode}: the paper of policy_loss.loss_mode={loss} uses {usual}"
         )
@@ -539,7 +533,7 @@ def remarks(config: Config, old_names: Mapping[str, str]) -> list[str]:
     if (
         rollout.n > 1
         and config.algorithm.filter_groups.enable
-        and config.algorithm.adv_estimator in plan.NEEDS_VALUES
+        and "values" in catalog.measured(config.algorithm.adv_estimator)
     ):
         said.append(
             "algorithm.filter_groups leaves out prompts whose samples agree: the critic never learns their values"

@@ -12,24 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verlite.config import correction, names
+from verlite.config import catalog, correction
 from verlite.config.correction import RolloutCorrection
 from verlite.config.placement import parse
 from verlite.config.schema import Config, ModelConfig
 
 ROLES = ("actor", "rollout", "ref", "critic")
 """Every role that can hold devices. Scoring runs on host processes and needs none."""
-
-_REQUIRES = names.value("algorithms/advantages.py", "REQUIRES").items()
-NEEDS_VALUES = frozenset(name for name, wanted in _REQUIRES if "values" in wanted)
-NEEDS_SUM_PI_SQUARED = frozenset(name for name, wanted in _REQUIRES if "sum_pi_squared" in wanted)
-NEEDS_GREEDY_BASELINE = frozenset(
-    name for name, wanted in _REQUIRES if "reward_baselines" in wanted
-)
-
-SELECTORS: dict[str, str] = dict(names.functions("algorithms/losses.py", "SELECTORS"))
-"""Policy losses that treat a few tokens, chosen over the whole step, in a way of their own."""
-BYPASS_LOSS = "bypass_mode"
 
 
 @dataclass(frozen=True)
@@ -278,6 +267,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
     everywhere = parse(config.cluster.component_placement, ROLES, n_devices)
     placement = {role: everywhere[role] for role in roles}
     rows = data.train_batch_size * rollout.n
+    measured = catalog.measured(algorithm.adv_estimator)
     corrected = correction.settings(algorithm.rollout_correction)
     shared = sequence_parallel(config)
     groups = len(placement["actor"]) // shared["actor"]
@@ -356,10 +346,10 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         needs_critic=with_critic,
         needs_reference=with_reference,
         reference_is_actor=reference_is_actor(config),
-        needs_greedy_baseline=algorithm.adv_estimator in NEEDS_GREEDY_BASELINE,
+        needs_greedy_baseline="reward_baselines" in measured,
         needs_old_log_probs=_needs_old_log_probs(config, actor_updates, corrected),
-        needs_sum_pi_squared=algorithm.adv_estimator in NEEDS_SUM_PI_SQUARED,
-        loss_mode=BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode,
+        needs_sum_pi_squared="sum_pi_squared" in measured,
+        loss_mode=catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode,
         correction=corrected,
         gen_prompts=prompts_drawn(config)[1],
         overlong_buffer=_first(
@@ -419,7 +409,7 @@ def _words(config: Config) -> list[tuple[str, str]]:
     if actor.use_kl_loss:
         kl.append(f"KL in the loss, {actor.kl_loss_type} x {actor.kl_loss_coef:g}")
     corrected = correction.settings(algorithm.rollout_correction)
-    loss_mode = BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
+    loss_mode = catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
     loss = f"{loss_mode} loss, {actor.loss_agg_mode}, clip {low:g}" + (
         f" and {high:g}" if high != low else ""
     )
@@ -525,24 +515,23 @@ def _needs_old_log_probs(config: Config, updates: Updates, corrected: RolloutCor
         config.algorithm.adv_estimator,
         config.actor_rollout_ref.actor.policy_loss.loss_mode,
     )
-    known = names.functions("algorithms/advantages.py", "ESTIMATORS")
-    asked = (
-        "old_log_probs" in dict(_REQUIRES).get(estimator, ()) or estimator not in known
-    )  # one's own may look at them
+    asked = catalog.reads(catalog.ESTIMATORS, estimator, "old_log_probs")
     if corrected.bypass_mode:
         return False
     return (
         updates.per_step > 1
         or config.algorithm.use_kl_in_reward
         or corrected.acts_on_batch
-        or loss in SELECTORS
+        or (loss in catalog.LOSSES and catalog.LOSSES[loss].selector is not None)
         or asked
     )
 
 
 def needs_critic(config: Config) -> bool:
     """critic.enable, or where that is null: the advantage estimator needs values."""
-    return _first(config.critic.enable, config.algorithm.adv_estimator in NEEDS_VALUES)
+    return _first(
+        config.critic.enable, "values" in catalog.measured(config.algorithm.adv_estimator)
+    )
 
 
 def needs_reference(config: Config) -> bool:

@@ -16,54 +16,39 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from verlite.config import correction, keys, names, plan
+from verlite.config import catalog, correction, keys, names, plan
 from verlite.config.placement import parse
 from verlite.config.problems import Problem
 from verlite.config.schema import Config, ModelConfig
 
-ADVANTAGES, LOSSES = "algorithms/advantages.py", "algorithms/losses.py"
-ESTIMATORS = tuple(names.functions(ADVANTAGES, "ESTIMATORS"))
-GROUP_ESTIMATORS: frozenset[str] = frozenset(names.value(ADVANTAGES, "GROUP_ESTIMATORS"))
-POLICY_LOSSES = tuple(
-    name for name in names.functions(LOSSES, "POLICY_LOSSES") if name != plan.BYPASS_LOSS
-)
-"""By name. The loss of the bypass mode is not chosen but follows from it."""
-PAPER_AGGREGATION: dict[str, str] = names.value(LOSSES, "PAPER_AGGREGATION")
-AGGREGATION_MODES: tuple[str, ...] = names.value("algorithms/aggregation.py", "AGGREGATION_MODES")
-_BASE_KINDS: dict[str, str] = names.value("algorithms/kl.py", "_BASE_KIND")
-KL_KINDS = (*_BASE_KINDS, *(f"{kind}+" for kind in _BASE_KINDS))
-
 DTYPES = ("float32", "bfloat16", "float16")
-TRACKERS = ("console", "wandb", "tensorboard")
+LOGGERS = ("console", *catalog.TRACKERS)
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "algorithm.adv_estimator": ESTIMATORS,
-    "algorithm.kl_penalty": KL_KINDS,
+    "algorithm.adv_estimator": tuple(catalog.ESTIMATORS),
+    "algorithm.kl_penalty": catalog.KL_KINDS,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.rollout_correction.preset": tuple(correction.PRESETS),
     "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
     "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
-    "actor_rollout_ref.actor.loss_agg_mode": AGGREGATION_MODES,
-    "actor_rollout_ref.actor.kl_loss_type": KL_KINDS,
-    "critic.loss_agg_mode": AGGREGATION_MODES,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": tuple(catalog.POLICY_LOSSES),
+    "actor_rollout_ref.actor.loss_agg_mode": catalog.AGGREGATION_MODES,
+    "actor_rollout_ref.actor.kl_loss_type": catalog.KL_KINDS,
+    "critic.loss_agg_mode": catalog.AGGREGATION_MODES,
     "*.optim.lr_scheduler_type": ("constant", "cosine"),
     "*.fsdp_config.model_dtype": DTYPES,
     "actor_rollout_ref.ref.fsdp_config.dtype": ("auto", *DTYPES),
     "*.fsdp_config.dtype": ("auto", "float32", "bfloat16"),
-    "actor_rollout_ref.rollout.name": ("auto", "vllm", "hf"),
+    "actor_rollout_ref.rollout.name": ("auto", *catalog.ENGINES),
     "actor_rollout_ref.rollout.dtype": ("auto", *DTYPES),
-    "env.name": tuple(names.functions("envs/factory.py", "ENV_FACTORIES")),
+    "env.name": tuple(catalog.ENV_FACTORIES),
     "retriever.on_error": ("mask", "observe"),
     "data.truncation": ("error", "left", "right", "middle"),
     "trainer.device": ("auto", "cuda", "cpu"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.logger": TRACKERS,
+    "trainer.logger": LOGGERS,
 }
 """Keys with a closed set of names."""
-
-RATIO_CLIPPED = ("vanilla", "gspo", "clip_cov")
-"""Losses that clip the ratio at 1 - clip_ratio_low, and have no use for a bound below 0."""
 
 OWN_FUNCTION = (
     "algorithm.adv_estimator",
@@ -174,8 +159,7 @@ BOUNDS: dict[str, str] = {
 }
 """Legal numbers, in words that are also the rule. null is legal where the type allows it; a list is checked item by item."""
 
-ENGINES = ("vllm", "hf")
-SCORERS: dict[str, str] = names.value("rewards/routing.py", "SCORERS")
+ENGINES = tuple(catalog.ENGINES)
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
@@ -392,14 +376,15 @@ def _micro_batches(config: Config, ok: Legal, user_keys: Collection[str]) -> Ite
 
 def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterator[Problem]:
     name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    if name in GROUP_ESTIMATORS and n == 1 and ok("algorithm.adv_estimator"):
+    estimator = catalog.ESTIMATORS.get(name)
+    if estimator and estimator.compares and n == 1 and ok("algorithm.adv_estimator"):
         yield Problem(
             "actor_rollout_ref.rollout.n",
             n,
             f"algorithm.adv_estimator={name} compares the samples of one prompt, so it needs at least 2",
             "Use 4 to 16.",
         )
-    if name in plan.NEEDS_VALUES and config.critic.enable is False:
+    if "values" in catalog.measured(name) and config.critic.enable is False:
         yield Problem(
             "critic.enable",
             False,
@@ -414,7 +399,8 @@ def _algorithm(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterato
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if (
         low > 1
-        and loss in RATIO_CLIPPED
+        and loss in catalog.POLICY_LOSSES
+        and catalog.POLICY_LOSSES[loss].ratio_clip
         and ok("actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low")
     ):
         key = (
@@ -682,7 +668,9 @@ def _rollout_correction(config: Config, ok: Legal, user_keys: Collection[str]) -
             f"{prefix}bypass_mode brings a loss of its own ({settings.loss_type})",
             f"Leave one of the two out; {prefix}loss_type chooses between ppo_clip and reinforce.",
         )
-    if settings.bypass_mode and config.algorithm.adv_estimator in plan.NEEDS_SUM_PI_SQUARED:
+    if settings.bypass_mode and "sum_pi_squared" in catalog.measured(
+        config.algorithm.adv_estimator
+    ):
         estimator = config.algorithm.adv_estimator
         rule = f"needs numbers from the forward pass that {prefix}bypass_mode saves"
         yield Problem(
@@ -1024,17 +1012,21 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
             ):
                 rule = f"column 'reward_model' holds {schema.field('reward_model').type}, expected {{style, ground_truth}}"
                 yield Problem(key, file, rule, "Write the file anew with data_preprocess/.")
-            unknown = list(islice((source for source in sources if _scorer_of(source) is None), 5))
+            unknown = list(
+                islice((source for source in sources if catalog.scorer_for(source) is None), 5)
+            )
             if unknown:
                 yield Problem(
                     key,
                     file,
                     f"no scorer belongs to data source {', '.join(map(repr, unknown))}",
                     "Give your own function with custom_reward_function.path=FILE.py, or name a known source in the data: "
-                    f"{', '.join(SCORERS)}.",
+                    f"{', '.join(catalog.SCORERS)}.",
                 )
             else:
-                scorers.update(scorer for source in sources if (scorer := _scorer_of(source)))
+                scorers.update(
+                    scorer for source in sources if (scorer := catalog.scorer_for(source))
+                )
             rows[f"{key} {file}"] = footer.num_rows
         if (
             key == "data.train_files"
@@ -1061,14 +1053,7 @@ def _data_files(config: Config, ok: Legal, user_keys: Collection[str]) -> Iterat
                 )
 
     for scorer in sorted(scorers):
-        module, _, function = scorer.partition(":")
-        source_file = names.PACKAGE.parent / f"{module.replace('.', '/')}.py"
-        yield from _unknown_kwargs(
-            config,
-            ast.parse(source_file.read_text(encoding="utf-8")).body,
-            function,
-            f"the scorer {scorer}",
-        )
+        yield from _unknown_settings(config, scorer)
 
 
 def _sources(file: str, schema: Any, column: str) -> list[str]:
@@ -1097,11 +1082,17 @@ def _has_ground_truth(column: Any) -> bool:
     return pyarrow.types.is_struct(column) and column.get_field_index("ground_truth") >= 0
 
 
-def _scorer_of(source: str) -> str | None:
-    """What rewards.routing would choose."""
-    return next(
-        (scorer for pattern, scorer in SCORERS.items() if fnmatchcase(source, pattern)), None
-    )
+def _unknown_settings(config: Config, scorer: str) -> Iterator[Problem]:
+    """Report entries of reward_kwargs that a built-in reward function does not take."""
+    known = catalog.SCORER_SETTINGS[scorer]
+    for name, value in config.custom_reward_function.reward_kwargs.items():
+        if name not in known:
+            yield Problem(
+                f"custom_reward_function.reward_kwargs.{name}",
+                value,
+                f"{scorer} does not take this argument",
+                f"Its arguments: {', '.join(known)}." if known else "It takes none.",
+            )
 
 
 def _neighbour(file: str) -> str:

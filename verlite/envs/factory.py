@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from verlite.algorithms.lookup import lookup
+from verlite.config.catalog import ENV_FACTORIES, resolve
 from verlite.config.schema import Config, RetrieverConfig
 from verlite.envs.calculator import Calculator
 from verlite.envs.chat import encode_chat
@@ -84,15 +84,11 @@ class CalculatorEnvFactory(EnvFactory):
         return Calculator()
 
 
-ENV_FACTORIES = {"search": SearchEnvFactory, "calculator": CalculatorEnvFactory}
-"""env.name to world."""
-
-
 def build_env_factory(config: Config) -> EnvFactory:
     """The world of `env.name`. Raises ValueError when it cannot be found or made."""
     if config.env.name == "search":
         return SearchEnvFactory(config.retriever)
-    make = lookup(config.env.name, ENV_FACTORIES, "env.name")
+    make = resolve(config.env.name, ENV_FACTORIES, "env.name")
     try:
         inspect.signature(make).bind(**config.env.kwargs)
     except TypeError as error:

@@ -2,29 +2,7 @@
 
 from collections.abc import Iterable
 
-SCORERS = {
-    "openai/gsm8k": "verlite.rewards.gsm8k:compute_score",
-    "lighteval/MATH": "verlite.rewards.math:compute_score",
-    "DigitalLearningGmbH/MATH-lighteval": "verlite.rewards.math:compute_score",
-    "HuggingFaceH4/MATH-500": "verlite.rewards.math:compute_score",
-    "math": "verlite.rewards.math:compute_score",
-    "math_dapo": "verlite.rewards.math:compute_score",
-    "math_dapo_reasoning": "verlite.rewards.math:compute_score",
-    "aime*": "verlite.rewards.math:compute_score",
-    "verlite/arithmetic": "verlite.rewards.exact:compute_score",
-    "verlite/facts": "verlite.rewards.qa:compute_score",
-    "nq": "verlite.rewards.qa:compute_score",
-    "triviaqa": "verlite.rewards.qa:compute_score",
-    "popqa": "verlite.rewards.qa:compute_score",
-    "hotpotqa": "verlite.rewards.qa:compute_score",
-    "2wikimultihopqa": "verlite.rewards.qa:compute_score",
-    "musique": "verlite.rewards.qa:compute_score",
-    "bamboogle": "verlite.rewards.qa:compute_score",
-    "web_questions": "verlite.rewards.qa:compute_score",
-    "strategyqa": "verlite.rewards.qa:compute_score",
-    "searchR1_*": "verlite.rewards.qa:compute_score",
-}
-"""Data source to module:function. A name that ends in * stands for all sources that begin with it."""
+from verlite.config.catalog import SCORERS, scorer_for
 
 IN_PROCESS = {
     "verlite.rewards.gsm8k:compute_score",
@@ -40,11 +18,9 @@ class UnknownDataSource(ValueError):
 
 def scorer_of(data_source: str) -> str:
     """The scorer of a data source, as module:function. Raises UnknownDataSource."""
-    if data_source in SCORERS:
-        return SCORERS[data_source]
-    for name, scorer in SCORERS.items():
-        if name.endswith("*") and data_source.startswith(name[:-1]):
-            return scorer
+    path = scorer_for(data_source)
+    if path is not None:
+        return path
     raise unknown([data_source])
 
 

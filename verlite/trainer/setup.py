@@ -11,10 +11,8 @@ from typing import Any, TextIO
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from verlite.algorithms.advantages import ESTIMATORS
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
-from verlite.algorithms.lookup import lookup
-from verlite.algorithms.losses import POLICY_LOSSES
+from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.config.load import Loaded, dump
 from verlite.config.plan import longest_prompt, make_plan, max_turns, prompts_drawn
 from verlite.config.schema import Config, ModelConfig
@@ -194,8 +192,8 @@ def functions_of(config: Config) -> None:
     """
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     try:
-        lookup(config.algorithm.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")
-        lookup(loss_mode, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+        resolve(config.algorithm.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")
+        resolve(loss_mode, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
     except ValueError as error:
         raise RunRefused(str(error)) from error
 

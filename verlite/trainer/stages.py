@@ -12,17 +12,16 @@ import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.advantages import (
-    OUTCOME_ESTIMATORS,
     AdvantageInputs,
     compute_advantages,
     place_scores,
 )
 from verlite.algorithms.gap import gap_metrics, gap_totals
 from verlite.algorithms.kl import apply_kl_penalty
-from verlite.algorithms.losses import SELECTORS
 from verlite.algorithms.masked import masked_mean
 from verlite.algorithms.rollout_correction import correct_rollout
 from verlite.algorithms.shaping import overlong_penalty, rows_with_signal, shape_scores
+from verlite.config import catalog
 from verlite.config.schema import Config
 from verlite.controller.columns import fetch
 from verlite.data.dataset import PromptRow
@@ -498,10 +497,9 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
 
 def needs_no_tokens(config: Config) -> bool:
     """Whether advantages follow from one number of each row."""
-    return (
-        config.algorithm.adv_estimator in OUTCOME_ESTIMATORS
-        and not config.algorithm.use_kl_in_reward
-    )
+    estimator = catalog.ESTIMATORS.get(config.algorithm.adv_estimator)
+    by_row = estimator is not None and estimator.by_row
+    return by_row and not config.algorithm.use_kl_in_reward
 
 
 def without_untrained(run: Run, batch: DataProto) -> DataProto:
@@ -522,12 +520,13 @@ def without_untrained(run: Run, batch: DataProto) -> DataProto:
 def with_selected_tokens(run: Run, batch: DataProto) -> DataProto:
     """For clip_cov and kl_cov: selected_tokens, chosen over the whole step, so that no split into updates changes them."""
     actor = run.config.actor_rollout_ref.actor
-    if run.plan.loss_mode not in SELECTORS:
+    loss = catalog.LOSSES.get(run.plan.loss_mode)
+    if loss is None or loss.selector is None:
         return batch
     t = here(batch, "old_log_probs", "advantages", "rejected_tokens")
     seed = batches.seeds(actor.data_loader_seed, run.step, 0, 1)[0]
     settings = {**vars(actor.policy_loss), "generator": torch.Generator().manual_seed(seed)}
-    select = SELECTORS[run.plan.loss_mode]
+    select = catalog.load(loss.selector)
     selected = select(t["old_log_probs"], t["advantages"], t["response_mask"].bool(), settings)
     return batch.with_non_tensor(selected_tokens=ragged(selected, t["response_length"]))
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from verlite.config.catalog import TRACKERS, resolve
+
 Metrics = dict[str, float]
 
 
@@ -117,7 +119,7 @@ class BackgroundTracker:
             )
 
 
-class _Wandb:
+class WandbTracker:
     def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]):
         import wandb
 
@@ -136,8 +138,8 @@ class _Wandb:
         self._run.finish()
 
 
-class _TensorBoard:
-    def __init__(self, directory: Path):
+class TensorBoardTracker:
+    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory / "tensorboard"))
@@ -165,14 +167,16 @@ class Tracking:
         resumed_step: int = 0,
     ):
         self.file = MetricsFile(run_dir / "metrics.jsonl", resumed_step)
-        openers: dict[str, Callable[[], Callable[[int, Metrics], None]]] = {
-            "wandb": lambda: _Wandb(project, name, run_dir, config),
-            "tensorboard": lambda: _TensorBoard(run_dir),
-        }
+
+        def opener(logger: str) -> Callable[[], Callable[[int, Metrics], None]]:
+            return lambda: resolve(logger, TRACKERS, "trainer.logger")(
+                project, name, run_dir, config
+            )
+
         self._trackers = [
-            BackgroundTracker(logger, openers[logger], warn)
+            BackgroundTracker(logger, opener(logger), warn)
             for logger in loggers
-            if logger in openers
+            if logger != "console"
         ]
 
     def log(self, step: int, metrics: Metrics) -> None:

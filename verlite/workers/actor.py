@@ -10,7 +10,8 @@ from verlite.algorithms.aggregation import token_weights
 from verlite.algorithms.gap import gap_metrics, gap_rows, gap_sums
 from verlite.algorithms.kl import kl_loss
 from verlite.algorithms.losses import PolicyLossInputs, entropy_sum, policy_loss
-from verlite.config.plan import BYPASS_LOSS, Plan
+from verlite.config.catalog import BYPASS_LOSS
+from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.engine.folder import load_tokenizer

@@ -1,0 +1,254 @@
+"""The catalog agrees with the code that it names."""
+
+import dataclasses
+import functools
+import inspect
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.algorithms.differential import REJECT, SETTINGS, inputs_of
+from tests.algorithms.reference import random_case
+from verlite.algorithms import advantages, losses
+from verlite.algorithms.advantages import AdvantageInputs, compute_advantages, place_scores
+from verlite.algorithms.aggregation import token_weights
+from verlite.algorithms.kl import kl_estimate
+from verlite.algorithms.losses import PolicyLossInputs, policy_loss
+from verlite.config import catalog
+from verlite.config.plan import installed
+from verlite.envs import factory
+from verlite.rewards import routing
+
+EVERY_ESTIMATOR_READS = {"token_level_rewards", "response_mask", "uid", "valid"}
+EVERY_LOSS_READS = {
+    "log_prob",
+    "old_log_prob",
+    "advantages",
+    "response_mask",
+    "weights",
+    "tokens",
+    "rollout_is_weights",
+    "extra",
+}
+
+
+def recording(cls: type, seen: set[str]) -> type:
+    """Return a subclass of a dataclass that records in `seen` which fields are read, outside dataclasses.replace."""
+    names = {field.name for field in dataclasses.fields(cls)}
+
+    def read(self, name):
+        caller = sys._getframe(1).f_globals["__name__"]
+        if name in names and caller != "dataclasses":
+            seen.add(name)
+        return object.__getattribute__(self, name)
+
+    return type(f"Recording{cls.__name__}", (cls,), {"__getattribute__": read})
+
+
+class RecordingDict(dict):
+    """A dict that records which keys are asked for."""
+
+    def __init__(self, entries: dict, seen: set[str]):
+        super().__init__(entries)
+        self.seen = seen
+
+    def get(self, key, default=None):
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+
+def values_of(inputs) -> dict:
+    return {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+
+
+@pytest.mark.parametrize("name", catalog.ESTIMATORS)
+def test_estimator_reads_what_the_catalog_declares(name):
+    seen: set[str] = set()
+    for seed in range(5):
+        inputs = recording(AdvantageInputs, seen)(**values_of(inputs_of(random_case(seed))))
+        seen.clear()
+        catalog.load(catalog.ESTIMATORS[name].path)(inputs)
+    assert seen - EVERY_ESTIMATOR_READS == set(catalog.ESTIMATORS[name].reads)
+
+
+@pytest.mark.parametrize("name", catalog.LOSSES)
+def test_loss_reads_what_the_catalog_declares(name):
+    seen: set[str] = set()
+    case = random_case(1)
+    extra = RecordingDict({"rollout_correction": REJECT}, seen)
+    tokens = int(case.mask.sum())
+    weights = token_weights(case.mask, "token-mean", tokens=tokens, sequences=len(case.mask))
+    inputs = recording(PolicyLossInputs, seen)(
+        log_prob=torch.where(case.mask.bool(), case.log_prob, 0),
+        old_log_prob=torch.where(case.mask.bool(), case.old, 0),
+        advantages=torch.where(case.mask.bool(), case.advantages, 0),
+        response_mask=case.mask,
+        weights=weights,
+        tokens=tokens,
+        extra=extra,
+        **SETTINGS[0],
+    )
+    seen.clear()
+    catalog.load(catalog.LOSSES[name].path)(inputs)
+    given_by_the_loop = {"selected", "generator"} if catalog.LOSSES[name].selector else set()
+    assert seen - EVERY_LOSS_READS - given_by_the_loop == set(catalog.LOSSES[name].reads)
+    assert ("selected" in seen) == (catalog.LOSSES[name].selector is not None)
+
+
+BY_ROW = [name for name, entry in catalog.ESTIMATORS.items() if entry.by_row]
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_estimators_by_row_need_one_reward_per_row(name):
+    inputs = inputs_of(random_case(5))
+    per_token, _ = compute_advantages(name, inputs)
+    one_column = dataclasses.replace(
+        inputs,
+        token_level_rewards=inputs.rewards.sum(-1, keepdim=True),
+        response_mask=inputs.mask.any(-1, keepdim=True).long(),
+    )
+    by_row, _ = compute_advantages(name, one_column)
+    torch.testing.assert_close(torch.where(inputs.mask, by_row, 0), per_token)
+    assert per_token.any()
+
+
+@pytest.mark.parametrize("name", catalog.ESTIMATORS)
+def test_comparing_estimators_give_a_single_sample_no_advantage(name):
+    case = random_case(0)
+    alone = dataclasses.replace(inputs_of(case), uid=case.uid.copy())
+    for row in range(len(alone.uid)):
+        alone.uid[row] = f"prompt {row}"
+    alone = dataclasses.replace(
+        alone,
+        token_level_rewards=place_scores(torch.arange(len(alone.uid)) + 1.0, case.mask),
+        token_level_scores=None,
+    )
+    advantages, _ = compute_advantages(name, alone)
+    assert (not advantages.any()) == catalog.ESTIMATORS[name].compares
+
+
+def test_every_path_exists():
+    tables = (catalog.ESTIMATORS, catalog.LOSSES, catalog.ENV_FACTORIES, catalog.TRACKERS)
+    for table in tables:
+        for name in table:
+            assert callable(catalog.resolve(name, table, "entry")), name
+    for path in {*catalog.SCORERS.values(), *routing.IN_PROCESS}:
+        assert callable(catalog.load(path)), path
+    for entry in catalog.LOSSES.values():
+        assert entry.selector is None or callable(catalog.load(entry.selector))
+
+
+@pytest.mark.parametrize("name", catalog.ENGINES)
+def test_every_engine_exists(name):
+    if name == "vllm" and not installed("vllm"):
+        pytest.skip("needs vllm")
+    assert callable(catalog.resolve(name, catalog.ENGINES, "rollout.name"))
+
+
+def public_functions(module: ModuleType, first_argument: type) -> set[str]:
+    """Return paths of public functions of a module whose only argument has the given type."""
+    found = set()
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        if name.startswith("_") or function.__module__ != module.__name__:
+            continue
+        arguments = [p.annotation for p in inspect.signature(function).parameters.values()]
+        returns = inspect.signature(function).return_annotation
+        if arguments == [first_argument] and getattr(returns, "__origin__", None) is tuple:
+            found.add(f"{module.__name__}:{name}")
+    return found
+
+
+def test_no_estimator_loss_or_environment_is_missing():
+    assert public_functions(advantages, AdvantageInputs) == {
+        entry.path for entry in catalog.ESTIMATORS.values()
+    }
+    assert public_functions(losses, PolicyLossInputs) == {
+        entry.path for entry in catalog.LOSSES.values()
+    }
+    factories = {
+        f"{cls.__module__}:{name}"
+        for name, cls in inspect.getmembers(factory, inspect.isclass)
+        if issubclass(cls, factory.EnvFactory) and cls is not factory.EnvFactory
+    }
+    assert factories == set(catalog.ENV_FACTORIES.values())
+
+
+def test_scorer_settings_are_the_keyword_arguments_of_the_reward_functions():
+    assert set(catalog.SCORER_SETTINGS) == set(catalog.SCORERS.values())
+    for path, settings in catalog.SCORER_SETTINGS.items():
+        parameters = list(inspect.signature(catalog.load(path)).parameters)
+        assert parameters[:4] == ["data_source", "solution_str", "ground_truth", "extra_info"]
+        assert tuple(parameters[4:]) == settings
+
+
+def test_scorer_for_a_data_source():
+    for source in ("openai/gsm8k", "math", "math_dapo_reasoning", "lighteval/MATH"):
+        assert catalog.scorer_for(source) == catalog.SCORERS[source] == routing.scorer_of(source)
+    assert catalog.scorer_for("aime2025") == catalog.SCORERS["aime*"]
+    assert catalog.scorer_for("mathematics") is None
+
+
+@pytest.mark.parametrize("kind", catalog.KL_KINDS)
+def test_every_kl_kind_is_implemented(kind):
+    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-2.0]), kind).isfinite().all()
+
+
+@pytest.mark.parametrize("mode", catalog.AGGREGATION_MODES)
+def test_every_aggregation_mode_is_implemented(mode):
+    weights = token_weights(torch.ones(2, 3), mode, tokens=6, sequences=2, scale=3.0)
+    assert (weights > 0).all()
+
+
+double_clipped = functools.partial(advantages.grpo)
+"""A user's own estimator that is not a plain function."""
+
+
+def test_a_partial_of_an_estimator_is_a_users_own_estimator():
+    inputs = inputs_of(random_case(2))
+    own, _ = compute_advantages(f"{__name__}:double_clipped", inputs)
+    built_in, _ = compute_advantages("grpo", inputs)
+    assert torch.equal(own, built_in)
+
+
+def test_a_loss_given_as_a_function_is_the_loss_of_that_name():
+    ones = torch.ones(1, 2)
+    inputs = PolicyLossInputs(
+        log_prob=-ones,
+        old_log_prob=-2 * ones,
+        advantages=ones,
+        response_mask=ones.long(),
+        weights=ones / 2,
+        tokens=2,
+    )
+    by_name, _ = policy_loss("vanilla", inputs)
+    by_function, _ = policy_loss(losses.vanilla, inputs)
+    assert by_name == by_function
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gropo", "unknown estimator 'gropo': did you mean grpo or opo or rloo? known: gae"),
+        ("xyzzy", "unknown estimator 'xyzzy': known: gae"),
+        ("no_such_package.mine:f", "cannot import no_such_package.mine: No module named"),
+        ("tests.test_catalog:nothing", "tests.test_catalog does not define nothing"),
+        ("tests.test_catalog:__name__", "is a str, not a function or class"),
+    ],
+)
+def test_wrong_names_are_explained(name, words):
+    with pytest.raises(ValueError) as error:
+        catalog.resolve(name, catalog.ESTIMATORS, "estimator")
+    assert words in str(error.value)
+
+
+def test_a_module_that_fails_while_it_is_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "fails_on_import.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match="importing fails_on_import failed: ZeroDivisionError"):
+        catalog.resolve("fails_on_import:f", catalog.ESTIMATORS, "estimator")
