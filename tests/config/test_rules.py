@@ -16,7 +16,8 @@ from verlite.config import ConfigError, catalog, ineffective, keys, make_plan, r
 from verlite.config.plan import installed
 from verlite.config.problems import nearest
 from verlite.engine.fsdp import Counts
-from verlite.trainer import stages
+from verlite.trainer.batch import fetch_padded
+from verlite.trainer.stages import advantage
 from verlite.workers.actor import policy_objective
 
 ACTOR, REF, ROLLOUT = (
@@ -833,8 +834,8 @@ def test_the_loop_gives_each_estimator_that_is_offered_what_it_needs(material, n
     if made.needs_greedy_baseline:
         given = given.with_batch(reward_baselines=torch.rand(4))
     run = SimpleNamespace(config=loaded.config, plan=made, metrics={})
-    advantages = stages.here(stages.advantages.__wrapped__(run, given), "advantages")["advantages"]
-    assert advantages.shape == (4, 3) and advantages.isfinite().all() and advantages.any()
+    result = fetch_padded(advantage.advantages.__wrapped__(run, given), "advantages")["advantages"]
+    assert result.shape == (4, 3) and result.isfinite().all() and result.any()
 
 
 @pytest.mark.parametrize("name", catalog.POLICY_LOSSES)

@@ -20,8 +20,18 @@ from verlite.engine.fsdp import Counts
 from verlite.envs.step import ToolError
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
-from verlite.trainer import agent, stages
+from verlite.trainer import agent
 from verlite.trainer.agent import agent_metrics, wait_for_tools
+from verlite.trainer.errors import RolloutFailures, StepAborted
+from verlite.trainer.samples import write_jsonl
+from verlite.trainer.stages import advantage
+from verlite.trainer.stages.advantage import advantages
+from verlite.trainer.stages.rollout import (
+    generate,
+    sample_responses,
+    score,
+)
+from verlite.trainer.validate import validate
 from verlite.workers.actor import policy_objective
 from verlite.workers.critic import value_objective
 
@@ -247,7 +257,7 @@ class Rollout:
 
 def waiting(world, wait=5.0, stop=False, limit=0.4, **fields):
     run = a_run(
-        world=world,
+        env_factory=world,
         stop=SimpleNamespace(requested=stop),
         tokenizer=tiny_tokenizer(),
         **({"rollout": SimpleNamespace()} | fields),
@@ -269,7 +279,7 @@ def waiting(world, wait=5.0, stop=False, limit=0.4, **fields):
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    monkeypatch.setattr(agent, "_ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(agent, "_CHECK_EVERY_S", 0.01)
 
 
 def assembled(rows) -> DataProto:
@@ -300,7 +310,7 @@ def test_what_is_an_outage(rows, limit, outage):
         reason = "ToolError: gone" if rows[0] is TOLD else "ToolError: the retriever at x"
         assert (
             lost == f"1 of 2 samples lost their tools ({reason}); waiting up to 5 s for them"
-            and back.startswith("the tools answer again")
+            and back.startswith("the tools recovered")
         )
 
 
@@ -319,7 +329,7 @@ def test_a_stop_ends_the_waiting():
 
 def test_after_an_outage_the_same_samples_are_drawn_again():
     run = waiting(Tools(2), rollout=Rollout([DOWN, DOWN], [FINE, FINE]))
-    batch = stages.answered(run, asked([[5], [6]], ["a", "b"]), sleep_after=True)
+    batch = sample_responses(run, asked([[5], [6]], ["a", "b"]), sleep_after=True)
     assert batch.non_tensor_batch["status"].tolist() == ["done", "done"]
     first, second = (requests.non_tensor_batch for requests, _ in run.rollout.asked)
     assert (
@@ -336,7 +346,7 @@ def test_after_an_outage_the_same_samples_are_drawn_again():
 def test_without_waiting_engines_sleep_at_once_and_nobody_is_asked():
     for world, wait in ((Tools(), 0.0), (None, 5.0)):
         run = waiting(world, wait=wait, rollout=Rollout([DOWN]))
-        stages.answered(run, asked([[5]], ["a"]), sleep_after=True)
+        sample_responses(run, asked([[5]], ["a"]), sleep_after=True)
         assert [sleeps for _, sleeps in run.rollout.asked] == [True] and run.rollout.slept == 0
         assert world is None or world.checks == 0
 
@@ -344,8 +354,8 @@ def test_without_waiting_engines_sleep_at_once_and_nobody_is_asked():
 @pytest.mark.timeout(20)
 def test_tools_that_answer_a_check_but_no_sample_are_not_waited_for_for_ever():
     run = waiting(Tools(0), rollout=Rollout([DOWN]))
-    with pytest.raises(stages.RolloutFailures, match="100.0% .*ToolError: the retriever at x"):
-        stages.generate(run, asked([[5]], ["a"]))
+    with pytest.raises(RolloutFailures, match="100.0% .*ToolError: the retriever at x"):
+        generate(run, asked([[5]], ["a"]))
     assert len(run.rollout.asked) == 4 and run.env_factory.checks == 3, (
         "nobody waits after the last draw"
     )
@@ -353,8 +363,8 @@ def test_tools_that_answer_a_check_but_no_sample_are_not_waited_for_for_ever():
 
 def test_a_stop_while_tools_are_awaited_leaves_the_step_unmade():
     run = waiting(Tools(10**9), stop=True, rollout=Rollout([DOWN]))
-    with pytest.raises(stages.StepAborted):
-        stages.generate(run, asked([[5]], ["a"]))
+    with pytest.raises(StepAborted):
+        generate(run, asked([[5]], ["a"]))
 
 
 # Votes
@@ -409,7 +419,7 @@ def valued(rows, uids, failed=(), seed=0, observed=True):
     }
     run = a_run()
     run.config.reward.max_error_rate = 1.0
-    return stages.score(run, batch).with_non_tensor(**ragged)
+    return score(run, batch).with_non_tensor(**ragged)
 
 
 WHITEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -428,7 +438,7 @@ def advanced(estimator, batch, kl=False):
         (1.0 if estimator == "rloo_token_kl" else 0.9),
         0.8,
     )
-    return dense(stages.advantages(run, batch), "advantages", "returns"), run.metrics
+    return dense(advantages(run, batch), "advantages", "returns"), run.metrics
 
 
 @pytest.mark.parametrize("kl", [False, True], ids=["", "KL in the reward"])
@@ -477,7 +487,7 @@ def test_estimators_that_need_no_tokens_say_the_same_without_them(estimator, mon
     """One number for each row and its count of trained tokens, or every token: advantages, returns and metrics are the same."""
     batch = valued([*WORDS, ([1, 1], 1.0), ([1], 0.5)], list("aaabbacc"), failed=[6])
     by_row, told = advanced(estimator, batch)
-    monkeypatch.setattr(stages, "needs_no_tokens", lambda config: False)
+    monkeypatch.setattr(advantage, "needs_no_tokens", lambda config: False)
     by_token, spelled_out = advanced(estimator, batch)
     for name in ("advantages", "returns", "rewards", "response_mask"):
         assert torch.equal(by_row[name], by_token[name])
@@ -554,7 +564,7 @@ def test_what_a_model_wrote_never_keeps_its_sample_from_being_written(tmp_path):
         {"response": "a\u2028b\x85c", "turn_infos": [{"query": "\ud800"}]},
         {"response": "d", "turn_infos": []},
     ]
-    stages._write_jsonl(tmp_path / "rollouts" / "step_1.jsonl", records)
+    write_jsonl(tmp_path / "rollouts" / "step_1.jsonl", records)
     assert read_samples(tmp_path, None)[1] == records
     assert (
         json.loads((tmp_path / "rollouts" / "step_1.jsonl").read_text("utf-8").split("\n")[0])
@@ -589,7 +599,7 @@ def test_validation_counts_its_last_batch_and_leaves_lost_samples_out_of_every_m
     )
     first = [FINE, ("max_turns", None, [search(called=True), INVALID])]
     run.rollout = Rollout(first, [DOWN], results=[RewardResult(1.0), RewardResult(0.0)])
-    metrics = stages.validate(run)
+    metrics = validate(run)
     assert len(run.rollout.asked) == 2 and metrics["val-aux/error_rate"] == pytest.approx(1 / 3)
     assert metrics["val-core/sums/reward/mean@1"] == 0.5
     assert (

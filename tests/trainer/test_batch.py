@@ -8,7 +8,7 @@ from verlite.config.plan import Micro, Updates
 from verlite.data.dataset import PromptRow
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling, Status, Trajectory
-from verlite.trainer.batch import balance_metrics, requests, seeds, spread, update_numbers
+from verlite.trainer.batch import balance_metrics, balance_rows, requests, seeds, update_numbers
 from verlite.workers.rollout import DecodedResponse, as_columns
 
 
@@ -78,14 +78,14 @@ def test_prompts_are_grouped_by_uid_wherever_they_stand():
 @pytest.mark.parametrize("balance", [True, False])
 def test_every_row_goes_to_one_rank(n_ranks, balance):
     lengths = torch.from_numpy(np.random.default_rng(0).integers(1, 50, 24))
-    ranks = spread(torch.arange(24) // 8, lengths, n_ranks, balance)
+    ranks = balance_rows(torch.arange(24) // 8, lengths, n_ranks, balance)
     assert len(ranks) == n_ranks and sorted(sum(ranks, [])) == list(range(24))
 
 
 def test_balancing_spreads_each_updates_cost():
     lengths = torch.tensor([100, 1, 1, 100, 100, 1, 1, 100])
     numbers = torch.arange(8) // 4
-    ranks = spread(numbers, lengths, 2, True)
+    ranks = balance_rows(numbers, lengths, 2, True)
     for update in (0, 1):
         assert [sum(int(lengths[i]) for i in rows if numbers[i] == update) for rows in ranks] == [
             101,

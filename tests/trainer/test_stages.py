@@ -10,12 +10,28 @@ from verlite.algorithms.gap import gap_rows
 from verlite.config.correction import RolloutCorrection
 from verlite.config.schema import Config, DataConfig, ModelConfig
 from verlite.controller.dispatch import join_rows, split_rows
+from verlite.data.dataset import PromptRow
 from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.ragged import ragged
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling
-from verlite.trainer import stages
+from verlite.trainer.batch import fetch_padded, to_ranks
+from verlite.trainer.errors import LogProbGap, RewardFailures, RolloutFailures, TooFewGroups
 from verlite.trainer.metrics import Stopwatch
+from verlite.trainer.stages.advantage import (
+    advantages,
+    old_log_probs,
+    reference_log_probs,
+    rollout_correction,
+)
+from verlite.trainer.stages.rollout import (
+    filter_groups,
+    generate,
+    next_prompts,
+    score,
+)
+from verlite.trainer.stages.update import update_actor
+from verlite.trainer.validate import validate
 
 
 class Screen(list):
@@ -38,7 +54,7 @@ def a_run(**fields) -> SimpleNamespace:
         "display": Screen(),
         "first_step": True,
         "drawn": 0,
-        "world": None,
+        "env_factory": None,
         "stop": SimpleNamespace(requested=False),
         "plan": SimpleNamespace(
             critic_warmup=0,
@@ -69,7 +85,7 @@ def a_batch(statuses=("done", "done", "done"), results=None) -> DataProto:
 
 def dense(batch, *names):
     """The tokens of the driver's batch and these columns, padded."""
-    return stages.here(batch, *names)
+    return fetch_padded(batch, *names)
 
 
 def columns(**rows) -> DataProto:
@@ -105,7 +121,7 @@ def test_the_policy_waits_for_the_critics_warm_up_which_only_a_critic_has():
         run.plan.critic_warmup, run.config.trainer.critic_warmup = warmup, 3
         batch = a_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
         for run.step in (1, 2, 3):
-            stages.update_actor(run, batch)
+            update_actor(run, batch)
         assert run.actor.steps == updated
 
 
@@ -116,7 +132,7 @@ def test_a_failed_greedy_answer_is_no_baseline_of_0():
         uid=object_array(["a", "b", "c", "a", "c"]),
         sampling=object_array([Sampling(1.0, 1.0, -1, 2)] * 3 + [Sampling(0.0, 1.0, -1, 2)] * 2),
     )
-    scored = stages.score(a_run(), batch)
+    scored = score(a_run(), batch)
     # a has the baseline 0.5; the greedy row of c failed, and b has none.
     assert scored.batch["valid"].tolist() == [True, False, False]
     assert scored.batch["reward_baselines"].tolist() == [0.5, 0, 0]
@@ -126,14 +142,14 @@ def test_a_failed_greedy_answer_is_no_baseline_of_0():
 
 def test_the_wait_for_rewards_is_the_slowest_workers():
     run, batch = a_run(), a_batch()
-    stages.score(run, batch.with_batch(reward_seconds=torch.tensor([100.0, 100.0, 250.0])))
+    score(run, batch.with_batch(reward_seconds=torch.tensor([100.0, 100.0, 250.0])))
     assert 250 <= run.stopwatch.seconds["reward"] < 260
 
 
 def test_a_failed_reward_takes_its_row_out_and_too_many_stop_the_run():
     run, batch = a_run(), a_batch(results=[GOOD, BAD, GOOD])
     run.config.reward.max_error_rate = 0.4
-    scored = stages.score(run, batch)
+    scored = score(run, batch)
     assert scored.batch["valid"].tolist() == [True, False, True]
     assert dense(scored)["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
     assert (
@@ -142,9 +158,9 @@ def test_a_failed_reward_takes_its_row_out_and_too_many_stop_the_run():
     )
     run.config.reward.max_error_rate = 0.3
     with pytest.raises(
-        stages.RewardFailures, match=r"33.3% of this step's rewards failed(.|\n)*it took too long"
+        RewardFailures, match=r"33.3% of this step's rewards failed(.|\n)*it took too long"
     ):
-        stages.score(run, batch)
+        score(run, batch)
 
 
 @pytest.mark.parametrize(("limit", "stops"), [(0.5, False), (0.3, True)])
@@ -155,16 +171,16 @@ def test_too_many_failed_samples_stop_the_run(limit, stops):
     )
     run.config.actor_rollout_ref.rollout.max_error_rate = limit
     if not stops:
-        assert stages.generate(run, asked([[5]] * 3, ["a"] * 3)).batch["valid"].tolist() == [
+        assert generate(run, asked([[5]] * 3, ["a"] * 3)).batch["valid"].tolist() == [
             True,
             False,
             True,
         ]
         return
     with pytest.raises(
-        stages.RolloutFailures, match="33.3% of this step's samples.*max_error_rate=0.3.*Timeout"
+        RolloutFailures, match="33.3% of this step's samples.*max_error_rate=0.3.*Timeout"
     ):
-        stages.generate(run, asked([[5]] * 3, ["a"] * 3))
+        generate(run, asked([[5]] * 3, ["a"] * 3))
 
 
 def log_probs(values):
@@ -189,7 +205,7 @@ def gated(values, needed=False, bypass=False, **fields):
         RolloutCorrection(bypass_mode=bypass),
     )
     batch = a_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
-    return run, stages.old_log_probs(run, batch)
+    return run, old_log_probs(run, batch)
 
 
 def test_the_start_up_gate_measures_and_where_log_probs_are_skipped_hides_them_from_the_update():
@@ -220,15 +236,14 @@ def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_sti
 
 def test_the_start_up_gate_says_where_the_gap_is():
     with pytest.raises(
-        stages.LogProbGap,
         match="2.50e-01 before the first update; .*limit=0.05.*first response token",
     ):
         gated([[-1.0, -1.5]] * 3)
-    with pytest.raises(stages.LogProbGap, match="on all tokens"):
+    with pytest.raises(LogProbGap, match="on all tokens"):
         gated([[-0.4, -1.4]] * 3)
-    with pytest.raises(stages.LogProbGap, match="no trained token.*: Timeout"):
+    with pytest.raises(LogProbGap, match="no trained token.*: Timeout"):
         run = a_run(actor=log_probs([[0.0]] * 2))
-        stages.old_log_probs(
+        old_log_probs(
             run,
             a_batch(["error"] * 2).with_batch(
                 mini_batch_index=torch.zeros(2, 1, dtype=torch.int64)
@@ -251,7 +266,7 @@ def test_rows_stay_whole_on_their_way_to_the_ranks_and_back(balanced):
     )
     run = a_run()
     run.plan.placement, run.config.trainer.balance_batch = {"actor": [0, 1, 2]}, balanced
-    sent = stages.to_ranks(run, batch, "actor", "rollout_log_probs", "values")
+    sent = to_ranks(run, batch, "actor", "rollout_log_probs", "values")
     assert set(sent.non_tensor_batch) == {
         "prompt_ids",
         "response_ids",
@@ -294,7 +309,7 @@ def test_ranks_that_share_sequences_are_one_to_spread_over():
     )
     run = a_run()
     run.plan.placement, run.plan.sequence_parallel = {"actor": [0, 1, 2, 3]}, {"actor": 2}
-    first, second, third, fourth = stages.to_ranks(run, batch, "actor").meta_info["assignment"]
+    first, second, third, fourth = to_ranks(run, batch, "actor").meta_info["assignment"]
     assert sorted([*first, *second, *third, *fourth]) == list(range(8))
     assert [len({0, 1} & {*group}) for group in ((*first, *second), (*third, *fourth))] == [1, 1]
     assert [len(rows) for rows in (first, second, third, fourth)] == [2, 2, 2, 2]
@@ -312,24 +327,18 @@ def test_the_reference_is_not_the_actor():
     )
     run.plan.placement["ref"] = [0]
     batch = a_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
-    assert (
-        dense(stages.reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -7
-    ).all()
+    assert (dense(reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -7).all()
     run.reference = None  # no KL term
-    assert "ref_log_prob" not in stages.reference_log_probs(run, batch).non_tensor_batch
+    assert "ref_log_prob" not in reference_log_probs(run, batch).non_tensor_batch
     run.plan.reference_is_actor = True  # LoRA
     run.actor.reference_log_probs = lambda batch: columns(ref_log_prob=[[-3.0, -3.0]] * len(batch))
-    assert (
-        dense(stages.reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -3
-    ).all()
+    assert (dense(reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -3).all()
 
 
 def validated(results, **trainer):
     rows = [([10, 11], [1, 1], [-0.5, -1.5], "done")]
     data = SimpleNamespace(
-        row=lambda i: stages.PromptRow(
-            i, [5, 6], [{"role": "user", "content": "1+1="}], "sums", "2"
-        )
+        row=lambda i: PromptRow(i, [5, 6], [{"role": "user", "content": "1+1="}], "sums", "2")
     )
     sequence = iter(results)
     run = a_run(
@@ -350,7 +359,7 @@ def validated(results, **trainer):
 
 def test_validation_tells_of_failures_in_any_chunk_and_shows_samples(tmp_path):
     run = validated([GOOD, BAD, RewardResult(0.0), GOOD], run_dir=tmp_path, log_val_generations=1)
-    metrics = stages.validate(run)
+    metrics = validate(run)
     assert (
         metrics["val-core/sums/reward/mean@1"] == pytest.approx(2 / 3)
         and metrics["val-aux/error_rate"] == 0.25
@@ -386,7 +395,7 @@ def test_how_validation_samples(tmp_path, asked_for, temperature):
     run.rollout.generate = lambda requests, sleep_after: (
         wanted.extend(requests.non_tensor_batch["sampling"]) or rollout(requests, sleep_after)
     )
-    assert "val-core/sums/reward/mean@2" in stages.validate(run)
+    assert "val-core/sums/reward/mean@2" in validate(run)
     assert [(s.temperature, s.top_p, s.top_k) for s in wanted] == [(temperature, 0.9, 7)] * 4
     assert len({s.seed for s in wanted}) == 4
 
@@ -401,16 +410,17 @@ def test_the_critic_has_mini_batches_of_its_own():
         ),
     )
     run.plan.placement["critic"] = [0]
-    assert [
-        stages.to_ranks(run, batch, role).meta_info["updates"] for role in ("actor", "critic")
-    ] == [3, 1]
+    assert [to_ranks(run, batch, role).meta_info["updates"] for role in ("actor", "critic")] == [
+        3,
+        1,
+    ]
 
 
 def test_validation_without_any_score_is_no_validation(tmp_path):
     with pytest.raises(
-        stages.RewardFailures, match=r"none of the 2 validation samples(.|\n)*it took too long"
+        RewardFailures, match=r"none of the 2 validation samples(.|\n)*it took too long"
     ):
-        stages.validate(validated([BAD, BAD], run_dir=tmp_path))
+        validate(validated([BAD, BAD], run_dir=tmp_path))
 
 
 def test_scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones_kept():
@@ -434,7 +444,7 @@ def test_scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones
         run.plan.overlong_buffer,
         reward.overlong_buffer.penalty_factor,
     ) = True, 2, 0.5
-    batch = stages.score(run, batch)
+    batch = score(run, batch)
     assert batch.batch["raw_scores"].tolist() == [1, 1, 0, 9]
     # (score - 0.5) / 0.25 is 2, 2, -2, 34; clipped at 3; lengths 2, 3, 4, 1 of 4 lose 0, half and all of 0.5, and 0.
     assert batch.batch["scores"].tolist() == [2, 1.75, -2.5, 3]
@@ -442,16 +452,16 @@ def test_scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones
 
 
 def test_rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score():
-    for estimator, score in (("grpo", 1.0), ("rloo_token_kl", 9.0)):
+    for estimator, total in (("grpo", 1.0), ("rloo_token_kl", 9.0)):
         run = a_run()
         run.config.algorithm.adv_estimator, run.config.reward.clip_range = estimator, [-1.0, 1.0]
-        batch = stages.score(
+        batch = score(
             run, a_batch(["done", "done"], [RewardResult(9.0), RewardResult(0.0)])
         ).with_non_tensor(uid=object_array(["a", "a"]))
-        assert batch.batch["scores"].sum().item() == score
-        advantages = dense(stages.advantages(run, batch), "advantages")["advantages"]
+        assert batch.batch["scores"].sum().item() == total
+        result = dense(advantages(run, batch), "advantages")["advantages"]
         if estimator == "rloo_token_kl":  # 9 - 0 and 0 - 9, clipped to 1 and -1
-            assert advantages.tolist() == [[1, 1], [-1, -1]]
+            assert result.tolist() == [[1, 1], [-1, -1]]
 
 
 class Engines:
@@ -477,8 +487,8 @@ def filtered(scores, uids, batch=None, **settings):
     for key, value in settings.items():
         setattr(run.config.algorithm.filter_groups, key, value)
     results = [RewardResult(score, parts={"acc": 1.0 - score}) for score in scores]
-    more = stages.score(run, a_batch(["done"] * 4, results)).with_non_tensor(uid=object_array(uids))
-    return run, stages.gather(run, DataProto() if batch is None else batch, more)
+    more = score(run, a_batch(["done"] * 4, results)).with_non_tensor(uid=object_array(uids))
+    return run, filter_groups(run, DataProto() if batch is None else batch, more)
 
 
 def test_dynamic_sampling_keeps_prompts_whose_samples_differ_until_the_step_is_full():
@@ -499,7 +509,7 @@ def test_dynamic_sampling_by_what_the_reward_function_says():
     _, batch = filtered([1, 0, 1, 1], ["a", "a", "b", "b"], metric="acc")
     assert list(batch.non_tensor_batch["uid"]) == ["a", "a"]
     with pytest.raises(
-        stages.TooFewGroups, match="metric=accuracy: .* no such number.*: score, acc"
+        TooFewGroups, match="metric=accuracy: .* did not return this number.*: score, acc"
     ):
         filtered([1, 0, 1, 1], ["a", "a", "b", "b"], metric="accuracy")
 
@@ -512,7 +522,7 @@ def test_dynamic_sampling_that_never_fills_a_step_stops_the_run(limit, data, las
             [1, 1, 0, 0], ["a", "a", "b", "b"], batch, run=run, max_num_gen_batches=limit
         )
     with pytest.raises(
-        stages.TooFewGroups,
+        TooFewGroups,
         match=f"after {last} generations of 2 prompts, only 0 of data.train_batch_size=2 have samples whose score differs",
     ):
         filtered([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
@@ -521,7 +531,7 @@ def test_dynamic_sampling_that_never_fills_a_step_stops_the_run(limit, data, las
 def test_engines_stay_awake_until_the_last_generation_of_a_step():
     """On a GPU sleep frees their weights, and the next generation would find none."""
     run, batch = filtered([1, 1, 0, 1], ["a", "a", "b", "b"])
-    stages.generate(run, asked([[5]] * 4, "ccdd"))
+    generate(run, asked([[5]] * 4, "ccdd"))
     assert run.rollout.slept == 0
     filtered([0, 1, 0, 1], ["c", "c", "d", "d"], batch, run=run)
     assert run.rollout.slept == 1
@@ -529,17 +539,17 @@ def test_engines_stay_awake_until_the_last_generation_of_a_step():
 
 def test_without_dynamic_sampling_a_step_is_one_generation():
     run, more = a_run(rollout=Engines()), a_batch()
-    stages.generate(run, asked([[5]], ["a"]))
-    assert stages.gather(run, DataProto(), more) is more and run.rollout.slept == 1
+    generate(run, asked([[5]], ["a"]))
+    assert filter_groups(run, DataProto(), more) is more and run.rollout.slept == 1
 
 
 def test_the_prompts_of_a_step_have_ids_and_seeds_of_their_own_over_generations():
-    rows = [stages.PromptRow(i, [5, 6], [], "sums", "2") for i in range(2)]
+    rows = [PromptRow(i, [5, 6], [], "sums", "2") for i in range(2)]
     run = a_run(
         train_data=SimpleNamespace(row=lambda i: rows[i]),
         sampler=SimpleNamespace(next_batch=lambda: [0, 1]),
     )
-    first, second = stages.next_prompts(run), stages.next_prompts(run)
+    first, second = next_prompts(run), next_prompts(run)
     assert list(first.non_tensor_batch["uid"]) == ["1-0", "1-1"] and list(
         second.non_tensor_batch["uid"]
     ) == ["1-2", "1-3"]
@@ -551,10 +561,10 @@ def corrected(settings, **batch):
     """Three right answers of one prompt; the rollout's log-probs are -0.5 and -1.5, so that the second's last token has w = exp(-3)."""
     run = a_run()
     run.plan.correction, run.config.algorithm.adv_estimator = settings, "rloo"
-    scored = stages.score(
-        a_run(), a_batch(results=[GOOD, RewardResult(0.0), GOOD])
-    ).with_non_tensor(uid=object_array(["a"] * 3))
-    return run, stages.correct(
+    scored = score(a_run(), a_batch(results=[GOOD, RewardResult(0.0), GOOD])).with_non_tensor(
+        uid=object_array(["a"] * 3)
+    )
+    return run, rollout_correction(
         run, scored.union(columns(old_log_probs=[[-0.5, -1.5], [-0.5, -4.5], [-0.5, -1.5]]))
     )
 
@@ -579,7 +589,7 @@ def test_rejected_tokens_leave_the_loss_but_not_the_baseline():
     ):
         run, batch = corrected(RolloutCorrection(rollout_rs=name, rollout_rs_threshold="0.5_2.0"))
         assert "rollout_is_weights" not in batch.non_tensor_batch
-        batch = stages.advantages(run, batch)
+        batch = advantages(run, batch)
         t = dense(batch, "rejected_tokens")
         assert t["response_mask"].tolist() == left and t["trained_tokens"].tolist() == [
             sum(row) for row in left
@@ -600,11 +610,11 @@ def advanced(loss_mode="vanilla", truncated=False, **policy_loss):
     )
     for key, value in policy_loss.items():
         setattr(run.config.actor_rollout_ref.actor.policy_loss, key, value)
-    scored = stages.score(
+    scored = score(
         run, a_batch(["done", "length", "done"], [RewardResult(s) for s in (1.0, 0.0, 0.5)])
     )
     old = columns(old_log_probs=[[-0.1, -3.0], [-0.1, -1.0], [-0.1, -0.2]])
-    batch = stages.advantages(run, scored.with_non_tensor(uid=object_array(["a"] * 3)).union(old))
+    batch = advantages(run, scored.with_non_tensor(uid=object_array(["a"] * 3)).union(old))
     return run, dense(batch, "advantages", "selected_tokens")
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.trainer.test_stages import a_run
-from verlite.trainer.sync import sync_weights
+from verlite.trainer.stages.weights import sync_weights
 
 
 class Calls(list):

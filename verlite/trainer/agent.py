@@ -1,4 +1,4 @@
-"""What samples of several turns add to a step: their metrics under Search-R1's names, and waiting for tools."""
+"""Multi-turn samples: metrics under Search-R1's names, and retries after an outage of the tools."""
 
 import time
 from collections.abc import Iterable
@@ -9,10 +9,12 @@ import torch
 from verlite.envs.step import ToolError
 from verlite.protocol.data import DataProto
 from verlite.rollout.types import Status
-from verlite.trainer.metrics import Metrics, spread
+from verlite.trainer.metrics import Metrics, summarize
 from verlite.trainer.run import Run
 
-_ASK_EVERY_S = 2.0
+_CHECK_EVERY_S = 2.0
+_MAX_RESAMPLES = 3
+"""Generations of the same samples after the first one, each after an outage."""
 
 
 def agent_metrics(batch: DataProto) -> Metrics:
@@ -38,7 +40,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
         return metrics
     rows = batch.select_idxs(torch.from_numpy(kept))
     numbers = sample_numbers(rows)
-    metrics |= spread("env/number_of_actions", torch.tensor(numbers.pop("number_of_actions")))
+    metrics |= summarize("env/number_of_actions", torch.tensor(numbers.pop("number_of_actions")))
     metrics |= {f"env/{name}": sum(values) / len(values) for name, values in numbers.items()}
     metrics |= _call_metrics(
         [info for infos in rows.non_tensor_batch["turn_infos"] for info in infos]
@@ -112,26 +114,47 @@ def _tool_failures(batch: DataProto) -> list[str]:
     return failures
 
 
-def wait_for_tools(run: Run, batch: DataProto) -> bool:
-    """Whether tools failed more of these samples than a run may lose, and answer again within `retriever.outage_wait_s`.
+def waits_for_tools(run: Run) -> bool:
+    """Return whether a generation is repeated after an outage of the tools."""
+    return run.env_factory is not None and run.config.retriever.outage_wait_s > 0
 
-    Waits for them. True: the samples should be drawn anew. False: nothing was wrong with the tools, or they did not come back.
+
+def generate_with_retry(run: Run, requests: DataProto) -> DataProto:
+    """Generate; when tools failed too many samples and then recovered, generate again.
+
+    Retries are bounded: a passing health check does not guarantee success.
     """
-    failed = _tool_failures(batch)
-    if len(failed) / len(batch) <= run.config.actor_rollout_ref.rollout.max_error_rate:
+    for _ in range(_MAX_RESAMPLES):
+        answers = run.rollout.generate(requests, sleep_after=False)
+        if not wait_for_tools(run, answers):
+            return answers
+    return run.rollout.generate(requests, sleep_after=False)
+
+
+def wait_for_tools(run: Run, batch: DataProto) -> bool:
+    """Return whether the samples should be drawn again after an outage of the tools.
+
+    True: tools failed more samples than `rollout.max_error_rate` allows, and recovered within
+    `retriever.outage_wait_s`. False: the tools worked, or they did not recover in time.
+    """
+    failures = _tool_failures(batch)
+    if len(failures) / len(batch) <= run.config.actor_rollout_ref.rollout.max_error_rate:
         return False
-    wait = run.config.retriever.outage_wait_s
+    limit_s = run.config.retriever.outage_wait_s
     run.display.warn(
-        f"{len(failed)} of {len(batch)} samples lost their tools ({failed[0]}); waiting up to {wait:g} s for them"
+        f"{len(failures)} of {len(batch)} samples lost their tools ({failures[0]}); "
+        f"waiting up to {limit_s:g} s for the tools"
     )
     began = time.monotonic()
     while not run.stop.requested:
-        if not any(run.rollout.tool_health()):  # each from its own machine
+        broken = any(run.rollout.tool_health())  # every worker checks from its own machine
+        waited = time.monotonic() - began
+        if not broken:
             run.display.say(
-                f"the tools answer again after {time.monotonic() - began:.0f} s; sampling the step's prompts anew"
+                f"the tools recovered after {waited:.0f} s; sampling the step's prompts again"
             )
             return True
-        if (left := wait - (time.monotonic() - began)) <= 0:
+        if waited >= limit_s:
             break
-        time.sleep(min(_ASK_EVERY_S, left))
+        time.sleep(min(_CHECK_EVERY_S, limit_s - waited))
     return False

@@ -4,12 +4,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from verlite.algorithms.balancing import karmarkar_karp, workload
 from verlite.config.plan import Updates
+from verlite.controller.columns import fetch
 from verlite.data.dataset import PromptRow
 from verlite.protocol.data import DataProto, object_array
+from verlite.protocol.ragged import TOKENS, padded
 from verlite.rollout.types import Sampling
+from verlite.trainer.run import Run
 
 
 def requests(rows: list[PromptRow], uids: list[str], samplings: list[Sampling]) -> DataProto:
@@ -65,7 +69,7 @@ def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> dict[
     return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
 
 
-def spread(
+def balance_rows(
     numbers: torch.Tensor, lengths: torch.Tensor, n_ranks: int, balance: bool
 ) -> list[list[int]]:
     """Row numbers for each rank.
@@ -88,3 +92,39 @@ def spread(
             ranks[rank] += part.tolist()
             load[rank] += costs[part].sum()
     return ranks
+
+
+def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
+    """The batch as one role's ranks take it: rows spread by cost within each update, and the number of updates in an epoch.
+
+    With the numbers of each row, its tokens, and those of the named ragged columns that there are. Ranks that run their rows together
+    are one to spread over; which of them brings a row does not matter.
+    """
+    numbers = batch.batch["critic_mini_batch_index" if role == "critic" else "mini_batch_index"][
+        :, 0
+    ]
+    lengths = batch.batch["prompt_length"] + batch.batch["response_length"]
+    shared = run.plan.sequence_parallel[role]
+    groups = balance_rows(
+        numbers, lengths, len(run.plan.placement[role]) // shared, run.config.trainer.balance_batch
+    )
+    assignment = [rows[i::shared] for rows in groups for i in range(shared)]
+    if role == "actor":
+        run.metrics.update(balance_metrics(lengths, groups))
+    return with_ragged(batch, *columns).with_meta(
+        assignment=assignment, updates=int(numbers.max()) + 1, step=run.step
+    )
+
+
+def with_ragged(batch: DataProto, *columns: str) -> DataProto:
+    """The numbers of each row, its tokens, and those of the named ragged columns that there are; nothing else."""
+    return batch.select(
+        non_tensor_batch_keys=[
+            name for name in (*TOKENS, *columns) if name in batch.non_tensor_batch
+        ]
+    )
+
+
+def fetch_padded(batch: DataProto, *columns: str) -> TensorDict:
+    """`with_ragged` as padded tensors on the driver: for what looks at all tokens of a step together."""
+    return padded(fetch(with_ragged(batch, *columns))).batch

@@ -7,7 +7,8 @@ from verlite.trainer import checkpoints
 from verlite.trainer.agent import agent_metrics
 from verlite.trainer.metrics import batch_metrics, speed_metrics
 from verlite.trainer.run import Run
-from verlite.trainer.stages import keep_samples, validate
+from verlite.trainer.samples import keep_samples
+from verlite.trainer.validate import validate
 
 
 def start_with_validation(run: Run) -> bool:

@@ -14,7 +14,7 @@ from verlite.protocol.data import DataProto
 Metrics = dict[str, float]
 
 
-def spread(name: str, values: torch.Tensor, counts: torch.Tensor | None = None) -> Metrics:
+def summarize(name: str, values: torch.Tensor, counts: torch.Tensor | None = None) -> Metrics:
     """`name/mean`, `name/max` and `name/min` of a tensor, each value as often as `counts` says; nothing where that is never."""
     if counts is not None:
         values, counts = values[counts > 0], counts[counts > 0].double()
@@ -36,13 +36,13 @@ def token_metrics(
     values: torch.Tensor | None,
 ) -> Metrics:
     """Advantages, returns and values over trained tokens: [B, R] each, or [B, 1] for rows with one number and `trained` tokens each."""
-    metrics = spread("critic/advantages", advantages, trained) | spread(
+    metrics = summarize("critic/advantages", advantages, trained) | summarize(
         "critic/returns", returns, trained
     )
     if values is not None:
         chosen = trained.bool()
         values, returns = values[chosen].double(), returns[chosen].double()
-        metrics |= spread("critic/values", values)
+        metrics |= summarize("critic/values", values)
         if returns.numel() > 1 and (variance := returns.var().item()) > 0:
             metrics["critic/vf_explained_var"] = 1 - (returns - values).var().item() / variance
     return metrics
@@ -56,22 +56,22 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     t = batch.batch
     valid, lengths, prompts = t["valid"], t["response_length"], t["prompt_length"]
     metrics = {
-        **spread("critic/score", t["scores"][valid]),
-        **spread("reward/raw_score", t["raw_scores"][valid]),
-        **spread("critic/rewards", t["rewards"][valid]),
-        **spread("response_length", lengths),
+        **summarize("critic/score", t["scores"][valid]),
+        **summarize("reward/raw_score", t["raw_scores"][valid]),
+        **summarize("critic/rewards", t["rewards"][valid]),
+        **summarize("response_length", lengths),
         "response_length/clip_ratio": (lengths >= max_response_length).double().mean().item(),
         "response/aborted_ratio": (lengths == 0).double().mean().item(),
-        **spread("response_length_non_aborted", lengths[lengths > 0]),
-        **spread("num_turns", t["turns"]),
-        **spread("prompt_length", prompts),
+        **summarize("response_length_non_aborted", lengths[lengths > 0]),
+        **summarize("num_turns", t["turns"]),
+        **summarize("prompt_length", prompts),
         "prompt_length/clip_ratio": (prompts >= max_prompt_length).double().mean().item(),
         "rollout/error_rate": (batch.non_tensor_batch["status"] == "error").mean().item(),
         "reward/error_rate": batch.meta_info["reward_error_rate"],
         "perf/total_num_tokens": float((prompts + lengths).sum()),
     }
     if "overlong_penalty" in t.keys():
-        metrics |= spread("reward/overlong_penalty", t["overlong_penalty"][valid])
+        metrics |= summarize("reward/overlong_penalty", t["overlong_penalty"][valid])
     metrics |= group_metrics(batch)
     return metrics
 

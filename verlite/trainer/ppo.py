@@ -1,53 +1,37 @@
-"""The training loop, on one page. Every stage is a function of the run and the batch; the comment names the fields it adds.
+"""The training loop on one page: PPO, and with another `algorithm.adv_estimator` GRPO and its relatives.
 
-PPO, GRPO and their relatives are this loop with another `algorithm.adv_estimator`: which stages have work to do follows
-from the configuration (no critic unless the estimator uses values, no reference unless a KL term uses it).
+Each stage takes the run and the batch, and adds the fields that the comment names. The
+configuration decides which stages have work to do: no critic unless the estimator uses values, no
+reference policy unless a KL term uses it.
 """
 
-from verlite.protocol.data import DataProto
 from verlite.trainer.finish import finish_step, start_with_validation
 from verlite.trainer.run import Run
-from verlite.trainer.stages import (
+from verlite.trainer.stages.advantage import (
     advantages,
-    balance,
-    correct,
-    gather,
-    generate,
-    next_prompts,
     old_log_probs,
     reference_log_probs,
-    score,
-    update_actor,
-    update_critic,
+    rollout_correction,
     values,
 )
-from verlite.trainer.sync import sync_weights
+from verlite.trainer.stages.rollout import rollout
+from verlite.trainer.stages.update import balance, update_actor, update_critic
+from verlite.trainer.stages.weights import sync_weights
 
 
 def train(run: Run) -> None:
-    """Train until the last step, or until a stop is requested; the run's last checkpoint is then up to date."""
-    sync_weights(run)  # the rollout engine holds the trainer's weights, proven by fingerprint
+    """Train until the last step or until a stop is requested. The last step writes a checkpoint."""
+    sync_weights(run)
     if not start_with_validation(run):
         return
     for _ in run.steps():
-        batch = DataProto()
-        while (
-            len(batch) < run.plan.batch_size
-        ):  # once, unless algorithm.filter_groups asks for more
-            more = next_prompts(run)  # uid prompt_ids sampling data_source ground_truth extra_info
-            more = generate(
-                run, more
-            )  # response_ids response_mask rollout_log_probs raw_scores valid
-            more = score(run, more)  # scores (reward_baselines)
-            batch = gather(run, batch, more)
+        batch = rollout(run)  # prompt_ids response_ids response_mask rollout_log_probs scores valid
         batch = balance(run, batch)  # mini_batch_index
-        batch = old_log_probs(run, batch)  # old_log_probs entropy_sums gap_sums
-        batch = correct(run, batch)  # rollout_is_weights rejected_tokens
+        batch = old_log_probs(run, batch)  # old_log_probs
+        batch = rollout_correction(run, batch)  # rollout_is_weights rejected_tokens
         batch = reference_log_probs(run, batch)  # ref_log_prob
         batch = values(run, batch)  # values
-        batch = advantages(
-            run, batch
-        )  # rewards advantages returns, trained_tokens of what is left in the loss
+        batch = advantages(run, batch)  # advantages returns
         update_critic(run, batch)
         update_actor(run, batch)
         sync_weights(run)

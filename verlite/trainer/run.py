@@ -1,7 +1,8 @@
 """A run: everything that the stages of the loop share."""
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,17 @@ class Run:
             "critical": critical_settings(self.config),
             "model": dataclasses.asdict(self.config.actor_rollout_ref.model),
         }
+
+
+def stage(name: str) -> Callable:
+    """Time a stage as `timing_s/<name>` and display it as the current phase."""
+
+    def wrap(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def timed(run: Run, *args):
+            with run.stopwatch(name), run.display.phase(name):
+                return function(run, *args)
+
+        return timed
+
+    return wrap

@@ -1,7 +1,6 @@
 """Weight sync from the trainer to the rollout engines: one function, one order, proven each time."""
 
-from verlite.trainer.run import Run
-from verlite.trainer.stages import stage
+from verlite.trainer.run import Run, stage
 
 
 @stage("update_weights")

@@ -1,0 +1,264 @@
+"""The rollout phase: choose prompts, sample responses, score them, filter groups."""
+
+import torch
+
+from verlite.algorithms.masked import masked_mean
+from verlite.algorithms.shaping import overlong_penalty, rows_with_signal, shape_scores
+from verlite.protocol.data import DataProto, object_array
+from verlite.rollout.types import Sampling, Status
+from verlite.trainer import batch as batches
+from verlite.trainer.agent import generate_with_retry, waits_for_tools
+from verlite.trainer.errors import RewardFailures, RolloutFailures, StepAborted, TooFewGroups
+from verlite.trainer.run import Run, stage
+
+_REQUEST_FIELDS = ("prompt_ids", "sampling", "data_source", "ground_truth", "extra_info")
+"""What a rollout worker needs to generate and score a response."""
+
+
+def rollout(run: Run) -> DataProto:
+    """Sample responses to the step's prompts and score them.
+
+    With `algorithm.filter_groups` (DAPO's dynamic sampling) only prompts whose samples differ are
+    kept, and this repeats with further prompts until the step is full.
+    """
+    batch = DataProto()
+    while len(batch) < run.plan.batch_size:
+        samples = next_prompts(run)
+        samples = generate(run, samples)
+        samples = score(run, samples)
+        batch = filter_groups(run, batch, samples)
+    return batch
+
+
+def next_prompts(run: Run) -> DataProto:
+    """Draw the next prompts; return `rollout.n` rows per prompt, each with its sampling parameters.
+
+    The rows of a prompt share a uid. ReMax adds one greedy row per prompt.
+    """
+    config = run.config.actor_rollout_ref.rollout
+    max_tokens = run.config.data.max_response_length
+    rows = [run.train_data.row(i) for i in run.sampler.next_batch()]
+    uids = [f"{run.step}-{run.drawn + i}" for i in range(len(rows))]
+    prompts = list(zip(rows, uids, strict=True))
+    samples = [prompt for prompt in prompts for _ in range(config.n)]
+    seeds = batches.seeds(config.seed, run.step, run.drawn, len(samples))
+    samplings = [
+        Sampling(
+            config.temperature,
+            config.top_p,
+            config.top_k,
+            max_tokens,
+            seed=seed,
+            ignore_eos=config.ignore_eos,
+        )
+        for seed in seeds
+    ]
+    run.drawn += len(rows)
+    if run.plan.needs_greedy_baseline:
+        samples += prompts
+        samplings += [Sampling(0.0, 1.0, -1, max_tokens)] * len(prompts)
+    return batches.requests([row for row, _ in samples], [uid for _, uid in samples], samplings)
+
+
+@stage("gen")
+def generate(run: Run, requests: DataProto) -> DataProto:
+    """Sample a response to each request. The rollout workers also score each finished response.
+
+    Raises:
+        RolloutFailures: More than `rollout.max_error_rate` of the samples failed.
+        StepAborted: As above, and a stop was requested meanwhile.
+    """
+    # With filter_groups the engines stay awake: the step's next generation needs their weights.
+    sleep_after = not run.plan.filters_groups
+    batch = sample_responses(run, requests, sleep_after)
+    failed = torch.from_numpy(batch.non_tensor_batch["status"] == Status.ERROR)
+    rate = failed.double().mean().item()
+    limit = run.config.actor_rollout_ref.rollout.max_error_rate
+    if rate <= limit:
+        return batch
+    if run.stop.requested:
+        raise StepAborted
+    first_error = batch.non_tensor_batch["error"][failed.nonzero()[0, 0]]
+    raise RolloutFailures(
+        f"{rate:.1%} of this step's samples could not be generated, more than "
+        f"actor_rollout_ref.rollout.max_error_rate={limit:g} allows. "
+        f"The first failure: {first_error}"
+    )
+
+
+def sample_responses(run: Run, requests: DataProto, sleep_after: bool) -> DataProto:
+    """Send the requests to the rollout workers; return their rows with responses and rewards."""
+    sent = requests.select([], _REQUEST_FIELDS)
+    kept = requests.pop(non_tensor_batch_keys=["prompt_ids"])[1]
+    if not waits_for_tools(run):
+        return kept.union(run.rollout.generate(sent, sleep_after=sleep_after))
+    answers = generate_with_retry(run, sent)
+    if sleep_after:
+        run.rollout.sleep()
+    return kept.union(answers)
+
+
+@stage("reward")
+def score(run: Run, batch: DataProto) -> DataProto:
+    """Turn raw scores into the scores that training uses.
+
+    ReMax: the greedy rows leave the batch, and their scores become `reward_baselines`.
+
+    Raises:
+        RewardFailures: More than `reward.max_error_rate` of the rewards failed.
+    """
+    run.stopwatch.seconds["reward"] += batch.batch["reward_seconds"].max().item()
+    limit = run.config.reward.max_error_rate
+    rate, first_error = reward_failures(batch)
+    if rate > limit:
+        raise RewardFailures(
+            f"{rate:.1%} of this step's rewards failed, more than reward.max_error_rate={limit:g} "
+            f"allows. The first failure:\n{first_error.rstrip()}\n"
+            "Correct the reward function, or raise reward.max_error_rate: samples without a "
+            "reward are then left out of the update."
+        )
+    batch = shape_rewards(run, batch).with_meta(reward_error_rate=rate)
+    greedy = torch.tensor([s.temperature == 0 for s in batch.non_tensor_batch["sampling"]])
+    if not greedy.any():
+        return batch
+    return with_baselines(batch.select_idxs(~greedy), batch.select_idxs(greedy))
+
+
+def reward_failures(batch: DataProto) -> tuple[float, str]:
+    """Return the share of completed samples without a reward, and the first one's traceback."""
+    completed = torch.from_numpy(batch.non_tensor_batch["status"] != Status.ERROR)
+    failed = (completed & ~batch.batch["valid"]).nonzero().flatten().tolist()
+    first = batch.non_tensor_batch["reward_traceback"][failed[0]] if failed else ""
+    return len(failed) / max(1, int(completed.sum())), first
+
+
+def shape_rewards(run: Run, batch: DataProto) -> DataProto:
+    """Add `scores`: raw scores normalized, clipped, and penalized for length.
+
+    The score of a row without trained tokens is 0.
+    """
+    reward = run.config.reward
+    t = batch.batch
+    # rloo_token_kl clips after subtracting its baseline.
+    clips_later = run.config.algorithm.adv_estimator == "rloo_token_kl"
+    clip_range = None if clips_later else reward.clip_range
+    scores = shape_scores(t["raw_scores"], reward.mean, reward.std, clip_range)
+    if reward.overlong_buffer.enable:
+        penalty = overlong_penalty(
+            t["response_length"],
+            run.config.data.max_response_length,
+            run.plan.overlong_buffer,
+            reward.overlong_buffer.penalty_factor,
+        )
+        scores = scores + penalty
+        batch = batch.with_batch(overlong_penalty=penalty)
+    return batch.with_batch(scores=scores.masked_fill(t["trained_tokens"] == 0, 0))
+
+
+def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
+    """Add `reward_baselines`: the score of the greedy response to the same prompt.
+
+    Rows whose greedy response failed become invalid: they are excluded from the loss and from all
+    statistics.
+    """
+    scores = greedy.batch["scores"].tolist()
+    valid = greedy.batch["valid"].tolist()
+    greedy_uids = greedy.non_tensor_batch["uid"]
+    baselines = {
+        uid: score for uid, score, ok in zip(greedy_uids, scores, valid, strict=True) if ok
+    }
+    uids = batch.non_tensor_batch["uid"]
+    has_baseline = torch.tensor([uid in baselines for uid in uids])
+    errors = list(batch.non_tensor_batch["error"])
+    for row in (batch.batch["valid"] & ~has_baseline).nonzero().flatten().tolist():
+        errors[row] = "the greedy response to this prompt failed, so the row has no baseline"
+    return batch.with_batch(
+        valid=batch.batch["valid"] & has_baseline,
+        trained_tokens=batch.batch["trained_tokens"] * has_baseline,
+        reward_baselines=torch.tensor(
+            [baselines.get(uid, 0.0) for uid in uids], dtype=torch.float32
+        ),
+    ).with_non_tensor(error=object_array(errors))
+
+
+def filter_groups(run: Run, batch: DataProto, samples: DataProto) -> DataProto:
+    """Return the step's samples so far, extended by those of one more generation.
+
+    Without `algorithm.filter_groups` these are the new samples. With it (DAPO's dynamic sampling,
+    arXiv:2503.14476, section 3.2) only prompts whose samples differ are kept, until there are
+    `data.train_batch_size` prompts. Surplus prompts are dropped, and the engines sleep.
+
+    Raises:
+        TooFewGroups: The step is not full after `filter_groups.max_num_gen_batches` generations,
+            or after one pass over the data.
+    """
+    if not run.plan.filters_groups:
+        return samples
+    settings = run.config.algorithm.filter_groups
+    plan = run.plan
+    name = settings.metric or "score"
+    metric = _filter_metric(samples, name)
+    uids = samples.non_tensor_batch["uid"]
+    kept = samples.select_idxs(rows_with_signal(metric, uids, samples.batch["valid"]))
+    generations = run.drawn // plan.gen_prompts
+    _average_over_generations(run, samples, len(kept), generations)
+    parts = [part for part in (batch, kept) if len(part)]
+    if parts:
+        kept = DataProto.concat([part.select(meta_info_keys=[]) for part in parts])
+    batch = kept[: plan.batch_size].with_meta(reward_error_rate=run.metrics["reward/error_rate"])
+    if len(batch) == plan.batch_size:
+        sleep(run)
+        return batch
+    limit = settings.max_num_gen_batches or -(-len(run.train_data) // plan.gen_prompts)
+    if generations >= limit:
+        raise TooFewGroups(
+            f"after {generations} generations of {plan.gen_prompts} prompts, only "
+            f"{len(batch) // plan.samples_per_prompt} of data.train_batch_size={plan.prompts} "
+            f"have samples whose {name} differs (mean score "
+            f"{run.metrics['filter_groups/score/mean']:.3g}): the other prompts are too easy or "
+            "too hard for this policy. Use other prompts, raise actor_rollout_ref.rollout.n or "
+            "temperature, allow more with algorithm.filter_groups.max_num_gen_batches, or train "
+            "on all with algorithm.filter_groups.enable=false."
+        )
+    return batch
+
+
+def _average_over_generations(run: Run, samples: DataProto, kept: int, generations: int) -> None:
+    """Update the step's metrics of dynamic sampling: running means over its generations."""
+    scores = samples.batch["raw_scores"]
+    values = {
+        "filter_groups/kept_ratio": kept / len(samples),
+        "filter_groups/score/mean": masked_mean(scores, samples.batch["valid"]).item(),
+        "reward/error_rate": samples.meta_info["reward_error_rate"],
+    }
+    for key, value in values.items():
+        before = run.metrics.get(key, 0.0)
+        run.metrics[key] = before + (value - before) / generations
+    run.metrics["train/num_gen_batches"] = float(generations)
+
+
+@stage("gen")
+def sleep(run: Run) -> None:
+    """Free the engines' device memory for training."""
+    run.rollout.sleep()
+
+
+def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
+    """Return the number [B] that must differ between the samples of a prompt."""
+    if name == "score":
+        return batch.batch["raw_scores"]
+    if name == "seq_reward":
+        return batch.batch["scores"]
+    parts = batch.non_tensor_batch["reward_parts"]
+    if name == "acc" and not any(name in part for part in parts):
+        return batch.batch["raw_scores"]  # scorers whose score is the accuracy
+    values = []
+    for part, valid in zip(parts, batch.batch["valid"].tolist(), strict=True):
+        if valid and not isinstance(part.get(name), (int, float)):
+            numbers = sorted(key for key, value in part.items() if isinstance(value, (int, float)))
+            raise TooFewGroups(
+                f"algorithm.filter_groups.metric={name}: the reward function did not return this "
+                f"number for each sample. It returned: {', '.join(['score', *numbers])}."
+            )
+        values.append(part[name] if valid else 0.0)
+    return torch.tensor(values, dtype=torch.float64)
