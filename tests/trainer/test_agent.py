@@ -309,7 +309,7 @@ def test_what_is_an_outage(rows, limit, outage):
         lost, back = run.display
         reason = "ToolError: gone" if rows[0] is TOLD else "ToolError: the retriever at x"
         assert (
-            lost == f"1 of 2 samples lost their tools ({reason}); waiting up to 5 s for them"
+            lost == f"1 of 2 samples lost their tools ({reason}); waiting up to 5 s for the tools"
             and back.startswith("the tools recovered")
         )
 

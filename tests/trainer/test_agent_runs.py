@@ -274,7 +274,7 @@ def test_a_retriever_that_comes_back_costs_time_and_no_numbers(undisturbed, worl
     wait_for_the_outage(run)
     with Facts(server.port):
         assert run.wait() == 0, run.text()
-    assert "the tools answer again" in " ".join(run.text().split())
+    assert "the tools recovered" in " ".join(run.text().split())
     assert numbers(run) == numbers(undisturbed)
 
 
