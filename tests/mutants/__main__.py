@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--new",
         action="store_true",
-        help="only mutants that docs/mutants.md does not show as caught",
+        help="only those that docs/mutants.md does not show as caught",
     )
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="plant N mutants at a time"

@@ -1,14 +1,32 @@
 """Mutants of verlite.algorithms: numbers that are wrong without an error message."""
 
-from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, result
+import dataclasses
 
+from tests.mutants import Mutant
+from tests.mutants.patches import argument, attribute, calls, constant, result
+
+T = "tests/algorithms/test_"
 MASKED = "verlite.algorithms.masked:"
 WEIGHTS = "verlite.algorithms.aggregation:token_weights"
 KL = "verlite.algorithms.kl:"
-T = "tests/algorithms/test_"
-MASKED_BY_HAND = f"{T}masked.py::test_hand_values"
-SPLIT = f"{T}aggregation.py"
+ADVANTAGES = "verlite.algorithms.advantages:"
+LOSSES = "verlite.algorithms.losses:"
+LOG_PROBS = "verlite.algorithms.logprobs:"
+PACKING = "verlite.algorithms.packing:"
+BALANCING = "verlite.algorithms.balancing:"
+CORRECTION = "verlite.algorithms.rollout_correction:"
+SHAPING = "verlite.algorithms.shaping:"
+GAP = "verlite.algorithms.gap:"
+
+
+def _inputs(name, change):
+    """Change one field of an estimator's or a loss's inputs."""
+    return argument("inputs", attribute(name, change))
+
+
+def _scale_both(factor):
+    """Scale advantages and returns."""
+    return result(lambda pair: (pair[0] * factor, pair[1] * factor))
 
 
 def _multiplied(original, x, mask, dim=None):
@@ -19,6 +37,17 @@ def _multiplied(original, x, mask, dim=None):
 def _mean_over_padding(original, x, mask, dim=None):
     kept = x.where(mask.bool(), 0)
     return kept.mean() if dim is None else kept.mean(dim)
+
+
+def _biased_whitening(original, x, mask, eps=1e-8):
+    n = mask.sum()
+    return original(x, mask, eps) * (n / (n - 1).clamp(min=1)).sqrt()
+
+
+def _whitened_with_padding(original, x, mask, eps=1e-8):
+    import torch
+
+    return original(x.where(mask.bool(), 0), torch.ones_like(mask), eps) * mask
 
 
 def _counts_of_the_micro_batch(original, response_mask, mode, *, tokens, sequences, scale=None):
@@ -34,48 +63,487 @@ def _divided_by_the_width(original, response_mask, mode, **counts):
     return original(response_mask, mode, **counts)
 
 
+def _sequence_mean_over_width(original, response_mask, mode, **counts):
+    weights = original(response_mask, mode, **counts)
+    if mode == "seq-mean-token-mean":
+        row = response_mask.sum(-1, keepdim=True)
+        weights = weights * row / response_mask.shape[-1]
+    return weights
+
+
+def _groups_by_position(original, self):
+    import numpy as np
+
+    pairs = np.arange(len(self.uid)) // 2
+    return original(dataclasses.replace(self, uid=pairs.astype(object)))
+
+
+def _one_group(original, self):
+    import numpy as np
+
+    return original(dataclasses.replace(self, uid=np.zeros(len(self.uid), dtype=object)))
+
+
+def _score_on_first_token(original, scores, response_mask):
+    import torch
+
+    placed = torch.zeros(response_mask.shape)
+    placed[:, 0] = scores
+    return placed
+
+
+def _score_on_last_column(original, scores, response_mask):
+    import torch
+
+    placed = torch.zeros(response_mask.shape)
+    placed[:, -1] = scores
+    return placed
+
+
+def _discount_over_tool_text(original, x, mask, decay):
+    import torch
+
+    return original(x, torch.ones_like(mask), decay)
+
+
+def _mean_with_itself(original, inputs):
+    advantages, returns = original(inputs)
+    size = inputs.groups.size().unsqueeze(-1)
+    factor = ((size - 1) / size.clamp(min=1)).float()
+    return advantages * factor, returns * factor
+
+
+def _baseline_added(original, inputs):
+    advantages, returns = original(inputs)
+    return 2 * returns - advantages, returns
+
+
+def _without_alpha(original, inputs):
+    advantages, _ = original(inputs)
+    rows = inputs.mask.any(-1).sum()
+    alpha = rows / inputs.scores.count_nonzero().clamp(min=1)
+    return advantages / alpha, advantages / alpha
+
+
+def _lambda_complement(original, inputs):
+    return original(dataclasses.replace(inputs, lam=1 - inputs.lam))
+
+
+def _attached_advantages(original, inputs):
+    loss, metrics = original(inputs)
+    return loss * (1 + inputs.log_prob.sum() - inputs.log_prob.sum().detach()), metrics
+
+
+def _swapped_clips(original, inputs):
+    swapped = dataclasses.replace(inputs, clip_low=inputs.clip_high, clip_high=inputs.clip_low)
+    return original(swapped)
+
+
+def _swapped_taus(original, inputs):
+    extra = {**inputs.extra}
+    extra["tau_pos"], extra["tau_neg"] = extra["tau_neg"], extra["tau_pos"]
+    return original(dataclasses.replace(inputs, extra=extra))
+
+
+def _own_token_count(original, self, x):
+    own = dataclasses.replace(self, tokens=int(self.mask.sum()))
+    return original(own, x)
+
+
+def _shifted_labels(original, *args, **kwargs):
+    log_probs, *rest = original(*args, **kwargs)
+    return (log_probs.roll(1, -1), *rest)
+
+
+def _upside_down(original, log_prob, rollout_log_prob, mask):
+    return original(rollout_log_prob, log_prob, mask)
+
+
+def _clipped_before_scaled(original, scores, mean, std, clip_range):
+    if clip_range is not None:
+        scores = scores.clamp(*clip_range)
+    return original(scores, mean, std, None)
+
+
+def _failed_rows_count(original, metric, uid, valid=None):
+    return original(metric, uid, None)
+
+
 MUTANTS = [
+    # masked reductions
     Mutant(
         "a masked sum multiplies by the mask, so NaN in padding reaches the result",
         MASKED + "masked_sum",
         calls(_multiplied),
-        (MASKED_BY_HAND,),
+        (T + "masked.py",),
     ),
     Mutant(
         "a masked mean divides by the number of all entries",
         MASKED + "masked_mean",
         calls(_mean_over_padding),
-        (MASKED_BY_HAND,),
+        (T + "masked.py",),
     ),
+    Mutant(
+        "whitening uses the biased variance",
+        MASKED + "masked_whiten",
+        calls(_biased_whitening),
+        (T + "masked.py",),
+    ),
+    Mutant(
+        "whitening counts padding",
+        MASKED + "masked_whiten",
+        calls(_whitened_with_padding),
+        (T + "masked.py",),
+    ),
+    # aggregation
     Mutant(
         "the loss is divided by the token count of its own micro-batch",
         WEIGHTS,
         calls(_counts_of_the_micro_batch),
-        (SPLIT,),
+        (T + "aggregation.py",),
     ),
     Mutant(
         "Dr.GRPO divides by the width of the batch",
         WEIGHTS,
         calls(_divided_by_the_width),
-        (SPLIT,),
+        (T + "aggregation.py",),
     ),
     Mutant(
-        "KL has the wrong sign",
+        "seq-mean-token-mean divides by the width of the batch",
+        WEIGHTS,
+        calls(_sequence_mean_over_width),
+        (T + "aggregation.py",),
+    ),
+    # KL
+    Mutant(
+        "KL is that of the reference against the policy",
         KL + "kl_estimate",
         calls(lambda original, log_prob, ref, kind: original(ref, log_prob, kind)),
-        (f"{T}kl.py",),
+        (T + "kl.py",),
     ),
-    Mutant("k3 has no upper limit", KL + "K3_LIMIT", constant(1e30), (f"{T}kl.py",)),
+    Mutant("k3 has no upper limit", KL + "K3_LIMIT", constant(1e30), (T + "kl.py",)),
     Mutant(
-        "the straight-through KL uses its own gradient",
+        "log 0 minus log 0 is NaN",
+        KL + "LOG_PROB_FLOOR",
+        constant(float("-inf")),
+        (T + "kl.py",),
+    ),
+    Mutant("exp overflows in k3", KL + "MAX_LOG_RATIO", constant(1e4), (T + "kl.py",)),
+    Mutant(
+        "the straight-through KL has its own gradient",
         KL + "kl_estimate",
         argument("kind", lambda kind: kind.removesuffix("+")),
-        (f"{T}kl.py",),
+        (T + "kl.py",),
     ),
     Mutant(
-        "the KL loss is doubled",
-        KL + "kl_loss",
-        result(lambda loss: 2 * loss),
-        (f"{T}kl.py",),
+        "k1 is used for k2",
+        KL + "kl_estimate",
+        argument("kind", lambda kind: kind.replace("k2", "k1").replace("mse", "kl")),
+        (T + "kl.py",),
+    ),
+    Mutant(
+        "the KL penalty in the reward is a bonus",
+        KL + "apply_kl_penalty",
+        calls(
+            lambda original, s, lp, ref, mask, beta, kind: original(s, lp, ref, mask, -beta, kind)
+        ),
+        (T + "kl.py",),
+    ),
+    Mutant(
+        "the KL penalty is also charged on tool text",
+        KL + "apply_kl_penalty",
+        calls(
+            lambda original, s, lp, ref, mask, beta, kind: original(
+                s, lp, ref, mask | True, beta, kind
+            )
+        ),
+        (T + "kl.py",),
+    ),
+    Mutant(
+        "the adaptive KL weight goes the wrong way",
+        KL + "AdaptiveKLController.update",
+        calls(
+            lambda original, self, current_kl, n_steps: original(
+                self, 2 * self.target - current_kl, n_steps
+            )
+        ),
+        (T + "kl.py",),
+    ),
+    # advantages
+    Mutant(
+        "failed rows count in their group",
+        ADVANTAGES + "AdvantageInputs.mask",
+        calls(lambda original, self: self.response_mask.bool()),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "rewards outside the mask count",
+        ADVANTAGES + "AdvantageInputs.rewards",
+        calls(lambda original, self: self.token_level_rewards.float()),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "groups are formed by position",
+        ADVANTAGES + "AdvantageInputs.groups",
+        calls(_groups_by_position),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "all rows are one group",
+        ADVANTAGES + "AdvantageInputs.groups",
+        calls(_one_group),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "the score is placed on the last column, which may be padding",
+        ADVANTAGES + "place_scores",
+        calls(_score_on_last_column),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "the score is placed on the first token",
+        ADVANTAGES + "place_scores",
+        calls(_score_on_first_token),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "tool text is discounted",
+        ADVANTAGES + "discounted_to_go",
+        calls(_discount_over_tool_text),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "GAE uses 1 - lambda",
+        ADVANTAGES + "gae",
+        calls(_lambda_complement),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "GAE does not discount",
+        ADVANTAGES + "gae",
+        _inputs("gamma", lambda gamma: 1.0),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "GAE is not whitened",
+        ADVANTAGES + "gae",
+        calls(
+            lambda original, inputs: (
+                (original(inputs)[1] - inputs.values.where(inputs.mask, 0)),
+                original(inputs)[1],
+            )
+        ),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "the returns of GAE are its advantages",
+        ADVANTAGES + "gae",
+        result(lambda pair: (pair[0], pair[0])),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "GRPO always divides by the standard deviation",
+        ADVANTAGES + "grpo",
+        _inputs("norm_adv_by_std_in_grpo", lambda flag: True),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "GRPO's sign is flipped",
+        ADVANTAGES + "grpo",
+        _scale_both(-1),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "RLOO's baseline includes the row itself",
+        ADVANTAGES + "rloo",
+        calls(_mean_with_itself),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "REINFORCE++ is not whitened",
+        ADVANTAGES + "reinforce_plus_plus",
+        result(lambda pair: (pair[1], pair[1])),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "ReMax adds the baseline",
+        ADVANTAGES + "remax",
+        calls(_baseline_added),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "pass@k is not divided by the standard deviation",
+        ADVANTAGES + "grpo_passk",
+        _inputs("norm_adv_by_std_in_grpo", lambda flag: False),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "GPG has no alpha",
+        ADVANTAGES + "gpg",
+        calls(_without_alpha),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "RLOO with token KL does not clip the score",
+        ADVANTAGES + "rloo_token_kl",
+        _inputs("reward_clip_range", lambda bounds: (-1e9, 1e9)),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "RLOO with token KL lets KL enter the baseline",
+        ADVANTAGES + "rloo_token_kl",
+        _inputs("token_level_scores", lambda scores: None),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "the optimal token baseline ignores importance weights",
+        ADVANTAGES + "optimal_token_baseline",
+        _inputs("rollout_is_weights", lambda weights: None),
+        (T + "advantages.py",),
+    ),
+    # policy losses
+    Mutant(
+        "PPO does not clip",
+        LOSSES + "vanilla",
+        calls(
+            lambda original, inputs: original(
+                dataclasses.replace(inputs, clip_low=1e9, clip_high=1e9)
+            )
+        ),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "PPO has no dual clip",
+        LOSSES + "vanilla",
+        _inputs("clip_c", lambda bound: 1e9),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "the two clip ranges are swapped",
+        LOSSES + "vanilla",
+        calls(_swapped_clips),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "the loss is maximized",
+        LOSSES + "vanilla",
+        result(lambda pair: (-pair[0], pair[1])),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "the ratio is detached from the graph",
+        LOSSES + "vanilla",
+        _inputs("log_prob", lambda log_prob: log_prob.detach() + 0 * log_prob),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "the policy's gradient also reaches the advantages",
+        LOSSES + "vanilla",
+        calls(_attached_advantages),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "importance weights are ignored",
+        LOSSES + "policy_loss",
+        _inputs("rollout_is_weights", lambda weights: None),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "metrics are means over the micro-batch",
+        LOSSES + "PolicyLossInputs.token_mean",
+        calls(_own_token_count),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "SAPO's temperatures are swapped", LOSSES + "sapo", calls(_swapped_taus), (T + "losses.py",)
+    ),
+    Mutant(
+        "GPG's loss has the wrong sign",
+        LOSSES + "gpg",
+        result(lambda pair: (-pair[0], pair[1])),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "GSPO has no gradient",
+        LOSSES + "gspo",
+        _inputs("log_prob", lambda log_prob: log_prob.detach() + 0 * log_prob),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "the entropy bonus counts tool text",
+        LOSSES + "entropy_sum",
+        calls(lambda original, entropy, mask, weights: (entropy * weights.max()).sum()),
+        (T + "losses.py",),
+    ),
+    Mutant(
+        "values are not clipped",
+        LOSSES + "value_loss",
+        argument("cliprange", lambda cliprange: 1e9),
+        (T + "losses.py",),
+    ),
+    # log-probs
+    Mutant(
+        "the temperature is dropped from log-probs",
+        LOG_PROBS + "token_log_probs",
+        argument("temperature", lambda temperature: 1.0),
+        (T + "logprobs.py",),
+    ),
+    Mutant(
+        "log-softmax is taken in half precision",
+        LOG_PROBS + "_upcast",
+        calls(lambda original, x: x),
+        (T + "logprobs.py",),
+    ),
+    # packing and balancing
+    Mutant(
+        "every micro-batch is allowed twice the token budget",
+        BALANCING + "micro_batches_by_tokens",
+        argument("max_tokens", lambda limit: 2 * limit),
+        (T + "balancing.py",),
+    ),
+    # rollout correction
+    Mutant(
+        "the importance ratio is upside down",
+        CORRECTION + "log_ratios",
+        calls(_upside_down),
+        (T + "rollout_correction.py",),
+    ),
+    Mutant(
+        "importance weights are not truncated",
+        CORRECTION + "bounded_weights",
+        calls(lambda original, ratios, settings: ratios),
+        (T + "rollout_correction.py",),
+    ),
+    Mutant(
+        "rejection keeps every token",
+        CORRECTION + "rejection_mask",
+        calls(lambda original, *args, **kwargs: original(*args, **kwargs) | True),
+        (T + "rollout_correction.py",),
+    ),
+    # reward shaping
+    Mutant(
+        "scores are clipped before they are scaled",
+        SHAPING + "shape_scores",
+        calls(_clipped_before_scaled),
+        (T + "shaping.py",),
+    ),
+    Mutant(
+        "the length penalty starts too late",
+        SHAPING + "overlong_penalty",
+        argument("buffer", lambda buffer: max(1, buffer // 2)),
+        (T + "shaping.py",),
+    ),
+    Mutant(
+        "failed rows make a group informative",
+        SHAPING + "rows_with_signal",
+        calls(_failed_rows_count),
+        (T + "shaping.py",),
+    ),
+    # trainer against rollout engine
+    Mutant(
+        "the log-prob gap counts tool text",
+        GAP + "gap_rows",
+        argument("mask", lambda mask: mask | 1),
+        (T + "gap.py",),
     ),
 ]

@@ -5,6 +5,7 @@ at every start; that installs an import hook which patches the target as soon as
 """
 
 import atexit
+import functools
 import importlib.abc
 import importlib.util
 import multiprocessing
@@ -72,11 +73,15 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
 
 def _patched(original: Any, patch: Any) -> Any:
-    """The patched object; static methods, class methods and properties stay what they are."""
+    """The patched object, of the same kind: function, static or class method, property."""
     if isinstance(original, staticmethod | classmethod):
         return type(original)(patch(original.__func__))
     if isinstance(original, property):
         return property(patch(original.fget))
+    if isinstance(original, functools.cached_property):
+        replacement = functools.cached_property(patch(original.func))
+        replacement.__set_name__(None, original.attrname)  # type: ignore[arg-type]
+        return replacement
     return patch(original)
 
 
@@ -88,7 +93,10 @@ def install() -> None:
 def run_pytest(
     tests: Sequence[str], mutant: str | None, log: Path, limit_s: float = LIMIT_S
 ) -> int | None:
-    """Run tests in a process of their own, with a mutant ("package/bug") or without. Returns pytest's exit code, None if out of time."""
+    """Run tests in a new process, with a mutant ("package/bug") or without.
+
+    Returns pytest's exit code, or None if it ran out of time.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=_pytest, args=(list(tests), mutant, log))
