@@ -218,12 +218,8 @@ def reference_row(
     if name == "geo_mean":
         return reference.geo_mean_row(case, i, weights, s)
     if name == "bypass_mode":
-        rules = (("seq_mean_k1", 0.5, 2.0), ("token_k3", 0, 3))
-        gone = [
-            reference.rejected(case, i, rule, low, high, case.log_prob, case.old)
-            for rule, low, high in rules
-        ]
-        weights = {t: 0.0 if any(g[t] for g in gone) else w for t, w in weights.items()}
+        gone = rejected_by_rules(case, i)
+        weights = {t: 0.0 if gone[t] else w for t, w in weights.items()}
     selected = case.values.nan_to_num() > 0.8
     ratios = reference.importance(case, i, "token", case.log_prob, case.old)
     loss, slopes = 0.0, {}
@@ -274,7 +270,7 @@ def policy_pairs(name: str, seed: int, loss_type: str = "ppo_clip") -> Iterator[
         if name == "bypass_mode"
         else None
     )
-    loss, gradient, _ = run(name, case, mode, is_weights=is_weights, extra=extra, **settings)
+    loss, gradient, metrics = run(name, case, mode, is_weights=is_weights, extra=extra, **settings)
     want, size, slopes = 0.0, SMALL, np.zeros(case.shape)
     for i, row_weight in enumerate(reference.row_weights(case.mask, mode, 7.0)):
         weights = {
@@ -289,6 +285,40 @@ def policy_pairs(name: str, seed: int, loss_type: str = "ppo_clip") -> Iterator[
             slopes[i, list(row_slopes)] = list(row_slopes.values())
     yield "loss", loss, want, size
     yield "gradient", gradient, slopes, SMALL
+    expected = reference_metrics(name, case, settings, loss_type)
+    if case.mask.any():
+        assert metrics.keys() == expected.keys()
+        yield "metrics", list(metrics.values()), [expected[key] for key in metrics], 1
+    else:
+        assert all(value == 0 for value in metrics.values())
+
+
+def reference_metrics(name: str, case: Case, s: dict, loss_type: str) -> dict[str, float]:
+    """Means over the trainable tokens, under their full names."""
+    formula = name
+    if name == "bypass_mode":
+        formula = "vanilla" if loss_type == "ppo_clip" else "reinforce"
+    selected = case.values.nan_to_num() > 0.8
+    tokens = case.mask.nonzero().tolist()
+    sums: dict[str, float] = {}
+    for i, t in tokens:
+        one = reference.token_metrics(formula, case, i, t, s, bool(selected[i, t]))
+        for key, value in one.items():
+            sums[f"actor/{key}"] = sums.get(f"actor/{key}", 0.0) + value
+    if name == "bypass_mode":
+        gone = [rejected_by_rules(case, i) for i in range(len(case.mask))]
+        sums["rollout_corr/rollout_rs_masked_fraction"] = sum(gone[i][t] for i, t in tokens)
+    return {key: total / max(len(tokens), 1) for key, total in sums.items()}
+
+
+def rejected_by_rules(case: Case, i: int) -> dict[int, bool]:
+    """Which tokens of a row REJECT removes; the trainer is case.log_prob, the engine case.old."""
+    rules = (("seq_mean_k1", 0.5, 2.0), ("token_k3", 0, 3))
+    gone = [
+        reference.rejected(case, i, rule, low, high, case.log_prob, case.old)
+        for rule, low, high in rules
+    ]
+    return {t: any(g[t] for g in gone) for t in gone[0]}
 
 
 # Value loss, entropy, aggregation

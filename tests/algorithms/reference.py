@@ -357,18 +357,23 @@ def cispo_token(new: float, old: float, advantage: float, s: dict) -> tuple[floa
     return weighted_gradient_token(factor, new, advantage)
 
 
+def is_inside_trust_region(
+    new: float, old: float, advantage: float, s: dict, distance: str
+) -> bool:
+    p, p_old = math.exp(max(new, -1e4)), math.exp(max(old, -1e4))
+    if distance == "tv":
+        return p - p_old <= s["clip_high"] if advantage > 0 else p_old - p <= s["clip_low"]
+    kl = p_old * (max(old, -1e4) - max(new, -1e4)) + (1 - p_old) * math.log(
+        (1 - p_old + 1e-8) / (1 - p + 1e-8)
+    )
+    outside = kl > (s["clip_high"] if advantage > 0 else s["clip_low"])
+    return not (outside and (p > p_old if advantage > 0 else p < p_old))
+
+
 def dppo_token(
     new: float, old: float, advantage: float, s: dict, distance: str
 ) -> tuple[float, float]:
-    p, p_old = math.exp(max(new, -1e4)), math.exp(max(old, -1e4))
-    if distance == "tv":
-        inside = p - p_old <= s["clip_high"] if advantage > 0 else p_old - p <= s["clip_low"]
-    else:
-        kl = p_old * (max(old, -1e4) - max(new, -1e4)) + (1 - p_old) * math.log(
-            (1 - p_old + 1e-8) / (1 - p + 1e-8)
-        )
-        outside = kl > (s["clip_high"] if advantage > 0 else s["clip_low"])
-        inside = not (outside and (p > p_old if advantage > 0 else p < p_old))
+    inside = is_inside_trust_region(new, old, advantage, s, distance)
     factor = min(math.exp(log_ratio(new, old)), s["clip_c"]) if inside else 0.0
     return weighted_gradient_token(factor, new, advantage)
 
@@ -446,6 +451,63 @@ def geo_mean_row(
     )
     total = sum(weights.values())
     return total * row, {t: total * row / n if moving[t] else 0.0 for t in weights}
+
+
+def is_ratio_clipped(ratio: float, advantage: float, s: dict) -> bool:
+    """PPO's clipped term is the larger one."""
+    clipped = min(max(ratio, 1 - s["clip_low"]), 1 + s["clip_high"])
+    return -advantage * clipped > -advantage * ratio
+
+
+def token_metrics(name: str, case: Case, i: int, t: int, s: dict, selected: bool) -> dict:
+    """One token's share of each metric, as verl defines it."""
+    new, old, advantage = (float(x[i, t]) for x in (case.log_prob, case.old, case.advantages))
+    d = log_ratio(new, old)
+    ratio = math.exp(d)
+    match name:
+        case "vanilla":
+            return {
+                "ppo_kl": -d,
+                "pg_clipfrac": is_ratio_clipped(ratio, advantage, s),
+                "pg_clipfrac_lower": advantage < 0 and ratio > s["clip_c"],
+            }
+        case "gspo":
+            row = [
+                max(float(case.log_prob[i, u]), -1e4) - float(case.old[i, u])
+                for u, m in enumerate(case.mask[i].tolist())
+                if m
+            ]
+            row_ratio = math.exp(min(mean(row), 10))
+            clipped = is_ratio_clipped(row_ratio, advantage, s)
+            return {"ppo_kl": -d, "pg_clipfrac": clipped, "pg_clipfrac_lower": 0}
+        case "sapo":
+            return {"ppo_kl": -d, "pg_clipfrac": 0, "pg_clipfrac_lower": 0}
+        case "cispo":
+            clipped = not 1 - s["clip_low"] <= ratio <= 1 + s["clip_high"]
+            return {"ppo_kl": -d, "pg_clipfrac": clipped, "pg_clipfrac_lower": 0}
+        case "dppo_tv" | "dppo_kl":
+            inside = is_inside_trust_region(new, old, advantage, s, name.removeprefix("dppo_"))
+            return {
+                "ppo_kl": -d,
+                "pg_clipfrac": not inside,
+                "pg_clipfrac_lower": inside and ratio > s["clip_c"],
+            }
+        case "geo_mean":
+            outside = d < -s["clip_low"] or d > s["clip_high"]
+            return {
+                "ppo_kl": -d,
+                "pg_clipfrac": outside and advantage > 0,
+                "pg_clipfrac_lower": outside and advantage < 0,
+                "ratio_clipfrac": (advantage > 0 and d > s["clip_high"])
+                or (advantage < 0 and d < -s["clip_low"]),
+            }
+        case "clip_cov":
+            clipped = is_ratio_clipped(ratio, advantage, s)
+            return {"ppo_kl": -d, "pg_clipfrac": selected, "ratio_clipfrac": clipped}
+        case "kl_cov":
+            return {"ppo_kl": abs(d), "ppo_kl_k1": -d}
+        case _:
+            return {"ppo_kl": -d}
 
 
 def rule_statistic(case: Case, i: int, name: str, a: Tensor, b: Tensor) -> dict[int, float]:
