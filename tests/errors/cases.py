@@ -20,7 +20,7 @@ from tests.trainer.runs import write_sums
 from verlite.config.critical import critical_settings
 from verlite.config.load import compose
 from verlite.trainer import checkpoints
-from verlite.trainer.begin import from_anywhere
+from verlite.trainer.launch import absolutize_paths
 
 SUMS = """\
 defaults: [grpo, _self_]
@@ -166,9 +166,8 @@ def port_of_something_else() -> Callable[[], None]:
 
 def checkpoint(**changed_settings: object) -> None:
     """A checkpoint of the right command, as far as anything looks into it before workers start."""
-    settings = (
-        critical_settings(from_anywhere(compose("sums", config_dir=".").config)) | changed_settings
-    )
+    config = absolutize_paths(compose("sums", config_dir=".").config)
+    settings = critical_settings(config) | changed_settings
     sampler = {"seed": 42, "shuffle": True, "epoch": 2, "position": 32, "size": 64}
 
     def parts(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""When a run validates and saves, and what it forgets between steps; the stages themselves are made up."""
+"""When a run validates and saves, and how steps follow each other. The stages are stubs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,12 +8,12 @@ import pytest
 from tests.trainer.test_stages import Screen, a_batch
 from verlite.config.schema import Config, DataConfig
 from verlite.trainer import checkpoints, finish
-from verlite.trainer.metrics import Stopwatch
-from verlite.trainer.run import Run
+from verlite.trainer.run import Run, StepState
 
 
-def a_run(tmp_path, **fields) -> Run:
-    made = dict.fromkeys(Run.__dataclass_fields__) | {
+def a_run(tmp_path, resumed_step=0, **fields) -> Run:
+    values = dict.fromkeys(Run.__dataclass_fields__)
+    values |= {
         "config": Config(data=DataConfig(train_files="x")),
         "total_steps": 5,
         "run_dir": tmp_path,
@@ -26,122 +26,141 @@ def a_run(tmp_path, **fields) -> Run:
             longest_prompt=7,
             longest_response=9,
         ),
-        "stop": SimpleNamespace(requested=False),
+        "stop": SimpleNamespace(requested=None),
         "sampler": SimpleNamespace(epoch=0, state_dict=dict),
         "tracking": SimpleNamespace(log=lambda step, metrics: None),
-        "step": 0,
+        "workers": {},
+        "current": StepState(number=resumed_step),
         "version": 0,
-        "resumed_step": 0,
+        "resumed_step": resumed_step,
         "saved_step": 0,
         "failed_saves": 0,
-        "metrics": {},
-        "stopwatch": Stopwatch(),
     }
-    run = Run(**(made | fields))
+    run = Run(**(values | fields))
     run.display.step = lambda step, metrics: None
     return run
 
 
 @pytest.fixture
-def done(monkeypatch):
-    """(what, step) of every validation and save."""
-    happened = []
-    monkeypatch.setattr(
-        finish, "validate", lambda run: happened.append(("validate", run.step)) or {}
-    )
-    monkeypatch.setattr(finish, "save", lambda run: happened.append(("save", run.step)))
+def events(monkeypatch):
+    """(name, step) of every validation and save."""
+    events = []
+    monkeypatch.setattr(finish, "validate", lambda run: events.append(("validate", run.step)) or {})
+    monkeypatch.setattr(finish, "save", lambda run: events.append(("save", run.step)))
     monkeypatch.setattr(finish, "keep_samples", lambda run, batch: None)
     monkeypatch.setattr(
         finish,
         "batch_metrics",
         lambda batch, *longest: {"perf/total_num_tokens": 1.0, "longest": longest},
     )
-    return happened
+    return events
 
 
-def finished(run, until=99):
+def finish_all_steps(run, stop_at=None):
     for step in run.steps():
-        assert not run.metrics, "a step begins with the metrics of the one before"
-        run.stop.requested = step == until
+        assert not run.metrics, "a step starts with the metrics of the previous one"
+        run.stop.requested = "SIGTERM" if step == stop_at else None
         finish.finish_step(run, a_batch())
 
 
-def test_validation_and_saves_come_every_few_steps_and_at_the_end(tmp_path, done):
+def test_validation_and_saves_follow_their_frequencies_and_the_last_step(tmp_path, events):
     run = a_run(tmp_path)
-    run.config.trainer.test_freq, run.config.trainer.save_freq = 2, 3
-    finished(run)
-    assert done == [("validate", 2), ("save", 3), ("validate", 4), ("validate", 5), ("save", 5)]
-    assert run.metrics["longest"] == (7, 9), (
-        "lengths are compared with those of whole samples, turns and all"
-    )
+    run.config.trainer.test_freq = 2
+    run.config.trainer.save_freq = 3
+    finish_all_steps(run)
+    assert events == [("validate", 2), ("save", 3), ("validate", 4), ("validate", 5), ("save", 5)]
+    assert run.metrics["longest"] == (7, 9), "length metrics use the plan's limits"
 
 
-def test_never_is_never_also_at_the_end(tmp_path, done):
+def test_negative_frequencies_never_validate_or_save(tmp_path, events):
     run = a_run(tmp_path)
-    run.config.trainer.test_freq = run.config.trainer.save_freq = -1
-    finished(run)
-    assert done == []
+    run.config.trainer.test_freq = -1
+    run.config.trainer.save_freq = -1
+    finish_all_steps(run)
+    assert events == []
 
 
-def test_a_stop_ends_the_run_with_this_step_and_saves_it_always(tmp_path, done):
+def test_a_stop_request_ends_the_run_after_the_step_and_saves(tmp_path, events):
     run = a_run(tmp_path)
-    run.config.trainer.test_freq = run.config.trainer.save_freq = -1
-    finished(run, until=2)
-    assert (run.step, done) == (2, [("save", 2)])
+    run.config.trainer.test_freq = -1
+    run.config.trainer.save_freq = -1
+    finish_all_steps(run, stop_at=2)
+    assert run.step == 2
+    assert events == [("save", 2)]
 
 
 @pytest.mark.parametrize(
     ("resumed", "only", "validates", "trains"),
     [(0, False, True, True), (3, False, False, True), (3, True, True, False)],
 )
-def test_a_run_begins_with_validation_unless_it_goes_on(
-    tmp_path, done, resumed, only, validates, trains
+def test_validation_before_training_is_skipped_on_resume(
+    tmp_path, events, resumed, only, validates, trains
 ):
-    run = a_run(tmp_path, resumed_step=resumed, step=resumed)
+    run = a_run(tmp_path, resumed_step=resumed)
     run.config.trainer.val_only = only
     assert finish.start_with_validation(run) == trains
-    assert done == [("validate", resumed)] * validates
+    assert events == [("validate", resumed)] * validates
 
 
-def test_the_first_step_of_a_process_is_first_also_when_resumed(tmp_path):
-    run = a_run(tmp_path, resumed_step=3, step=3)
-    assert [(step, run.first_step, run.last_step) for step in run.steps()] == [
-        (4, True, False),
-        (5, False, True),
-    ]
+def test_first_step_is_the_first_of_the_process(tmp_path):
+    run = a_run(tmp_path, resumed_step=3)
+    steps = [(step, run.first_step, run.last_step) for step in run.steps()]
+    assert steps == [(4, True, False), (5, False, True)]
 
 
-class Role:
-    """Workers that save, or say why not."""
+def test_undo_step_restores_number_metrics_and_sampler(tmp_path):
+    loaded = []
+    positions = iter([{"position": 0}, {"position": 8}])
+    sampler = SimpleNamespace(state_dict=lambda: next(positions), load_state_dict=loaded.append)
+    run = a_run(tmp_path, sampler=sampler)
+    steps = run.steps()
+    next(steps)
+    run.metrics["loss"] = 1.0
+    next(steps)
+    run.metrics["loss"] = 2.0
+    run.undo_step()
+    assert run.step == 1
+    assert run.metrics == {"loss": 1.0}
+    assert loaded == [{"position": 8}]
 
-    def __init__(self, ranks, refusals=()):
-        self.ranks, self.refusals = ranks, iter(refusals)
+
+class Workers:
+    """A worker group that saves, or returns an error."""
+
+    def __init__(self, ranks, errors=()):
+        self.ranks = ranks
+        self.errors = iter(errors)
 
     def save(self, folder):
         Path(folder).mkdir()
         for rank in range(self.ranks):
             (Path(folder) / f"rng_rank_{rank}.json").touch()
-        return [None, next(self.refusals, None)]
+        return [None, next(self.errors, None)]
 
 
 def test_saves_may_fail_a_few_times_in_a_row(tmp_path, monkeypatch):
-    run = a_run(tmp_path, actor=Role(2, ["full", "full", None, "full", "full", "full"]))
+    workers = Workers(2, ["full", "full", None, "full", "full", "full"])
+    run = a_run(tmp_path, workers={"actor": workers})
     monkeypatch.setattr(Run, "state", lambda run: {})
     run.config.trainer.max_failed_saves = 3
-    for run.step in range(1, 6):
+    for run.current.number in range(1, 6):
         finish.save(run)
     assert (run.saved_step, run.failed_saves, len(run.display)) == (3, 2, 4)
     with pytest.raises(checkpoints.CheckpointError, match="full"):
         finish.save(run)
 
 
-def test_files_that_the_driver_does_not_see_are_missed(tmp_path, monkeypatch):
-    run = a_run(tmp_path, actor=Role(1))
+def test_a_save_fails_if_the_driver_does_not_see_all_files(tmp_path, monkeypatch):
+    run = a_run(tmp_path, workers={"actor": Workers(1)})
     monkeypatch.setattr(Run, "state", lambda run: {})
-    run.step = 1
+    run.current.number = 1
     finish.save(run)
-    assert (
-        "2 ranks of the actor wrote" in run.display[0]
-        and "sees the files of 1" in run.display[0]
-        and run.saved_step == 0
-    )
+    assert "2 ranks of the actor wrote" in run.display[0]
+    assert "sees the files of 1" in run.display[0]
+    assert run.saved_step == 0
+
+
+def test_only_roles_that_train_are_saved(tmp_path):
+    run = a_run(tmp_path, workers={"actor": 1, "critic": 2, "ref": 3, "rollout": 4})
+    assert run.saved_workers == {"actor": 1, "critic": 2}
+    assert run.reference == 3

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.runs import Launch, quiet, write_reward, write_sums
 from verlite.report.export import export_checkpoint
-from verlite.trainer.setup import STEP_FILE, exported_step
+from verlite.trainer.build import STEP_FILE, exported_step
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -223,9 +223,9 @@ def test_a_sync_that_does_nothing_is_caught_and_leaves_nothing(tmp_path, base):
     """The engine gets the weights of before the last update, under the next version and the trainer's fingerprint."""
     stale = """
 import dataclasses
-from verlite.trainer import sync
+from verlite.trainer.stages import weights
 from verlite.trainer.run import Run
-inner, first = sync.sync_weights, []
+inner, first = weights.sync_weights, []
 class Stale:
     def __init__(self, actor): self.actor = actor
     def __getattr__(self, name): return getattr(self.actor, name)
@@ -234,7 +234,7 @@ class Stale:
         first.append(fresh[0].fingerprint)
         return [dataclasses.replace(e, fingerprint=e.fingerprint + (len(first) == 2)) for e in fresh]
 def planted(run):
-    run.actor = run.actor if isinstance(run.actor, Stale) else Stale(run.actor)
+    if not isinstance(run.actor, Stale): run.workers['actor'] = Stale(run.actor)
     inner(run)
 import verlite.trainer.ppo
 verlite.trainer.ppo.sync_weights = planted

@@ -37,7 +37,7 @@ from verlite.trainer.validate import validate
 class Screen(list):
     """What a display was told."""
 
-    say = warn = list.append
+    info = warn = list.append
 
     def phase(self, name):
         return Stopwatch()(name)
@@ -53,7 +53,7 @@ def a_run(**fields) -> SimpleNamespace:
         "stopwatch": Stopwatch(),
         "display": Screen(),
         "first_step": True,
-        "drawn": 0,
+        "current": SimpleNamespace(prompts_drawn=0),
         "env_factory": None,
         "stop": SimpleNamespace(requested=False),
         "plan": SimpleNamespace(
@@ -481,9 +481,9 @@ class Engines:
 def filtered(scores, uids, batch=None, **settings):
     """A generation of four samples with these scores, gathered."""
     run = settings.pop("run", None) or a_run(
-        drawn=0, train_data=range(settings.pop("data", 8)), rollout=Engines()
+        train_data=range(settings.pop("data", 8)), rollout=Engines()
     )
-    run.plan.filters_groups, run.drawn = True, run.drawn + 2
+    run.plan.filters_groups, run.current.prompts_drawn = True, run.current.prompts_drawn + 2
     for key, value in settings.items():
         setattr(run.config.algorithm.filter_groups, key, value)
     results = [RewardResult(score, parts={"acc": 1.0 - score}) for score in scores]
@@ -516,7 +516,7 @@ def test_dynamic_sampling_by_what_the_reward_function_says():
 
 @pytest.mark.parametrize(("limit", "data", "last"), [(2, 100, 2), (0, 6, 3)])
 def test_dynamic_sampling_that_never_fills_a_step_stops_the_run(limit, data, last):
-    run, batch = a_run(drawn=0, train_data=range(data)), None
+    run, batch = a_run(train_data=range(data)), None
     for _ in range(last - 1):
         _, batch = filtered(
             [1, 1, 0, 0], ["a", "a", "b", "b"], batch, run=run, max_num_gen_batches=limit

@@ -107,6 +107,8 @@ class Plan:
     """What algorithm.rollout_correction amounts to."""
     gen_prompts: int
     """Prompts per generation."""
+    gen_prompts_key: str
+    """Key that sets gen_prompts, for error messages."""
     overlong_buffer: int
     """Tokens before the longest response over which the length penalty grows."""
     filters_groups: bool
@@ -123,6 +125,8 @@ class Plan:
     """Tool calls that a sample may make. 0: every sample is one answer."""
     longest_prompt: int
     """Tokens of the first prompt."""
+    longest_prompt_key: str
+    """Key that sets longest_prompt, for error messages."""
     longest_response: int
     """Tokens after it, a tool's observations included."""
     longest_sequence: int
@@ -352,11 +356,13 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         loss_mode=catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode,
         correction=corrected,
         gen_prompts=prompts_drawn(config)[1],
+        gen_prompts_key=prompts_drawn(config)[0],
         overlong_buffer=_first(
             config.reward.overlong_buffer.len, max(1, data.max_response_length // 5)
         ),
         max_turns=turns,
         longest_prompt=longest_prompt(config)[1],
+        longest_prompt_key=longest_prompt(config)[0],
         longest_response=_longest_response(config, turns),
         longest_sequence=data.max_prompt_length + data.max_response_length,
         filters_groups=algorithm.filter_groups.enable,

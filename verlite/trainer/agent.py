@@ -150,7 +150,7 @@ def wait_for_tools(run: Run, batch: DataProto) -> bool:
         broken = any(run.rollout.tool_health())  # every worker checks from its own machine
         waited = time.monotonic() - began
         if not broken:
-            run.display.say(
+            run.display.info(
                 f"the tools recovered after {waited:.0f} s; sampling the step's prompts again"
             )
             return True

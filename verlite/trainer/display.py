@@ -78,10 +78,10 @@ class Display:
         )
         self._progress.update(self._task, completed=step)
 
-    def say_plan(self, plan: Plan) -> None:
+    def show_plan(self, plan: Plan) -> None:
         self.console.print(plan.table())
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def warn(self, text: str) -> None:

@@ -1,6 +1,7 @@
-"""Exceptions of the trainer, and how a failed run ends: one message with the first cause, and an exit code.
+"""Exceptions of the trainer, and the report of a failed run.
 
-torch is not imported here, so that a refused run ends without waiting for it.
+A failed run ends with one message, the first cause, and an exit code. torch is not imported here,
+so that a refused run ends without waiting for it.
 """
 
 from pathlib import Path
@@ -18,7 +19,7 @@ from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
 
 
 class RunRefused(Exception):
-    """The run cannot start. The message names the key or file, the value, the rule and the remedy."""
+    """The run cannot start. The message names the key or file, value, rule and remedy."""
 
 
 class AlreadyComplete(Exception):
@@ -26,7 +27,7 @@ class AlreadyComplete(Exception):
 
 
 class StepAborted(Exception):
-    """A stop was requested while a step could not continue. Nothing was updated; the step is undone."""
+    """A stop was requested while a step could not continue, before any update."""
 
 
 class RewardFailures(Exception):

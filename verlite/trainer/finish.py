@@ -1,4 +1,4 @@
-"""What follows the updates of a step: metrics, kept samples, validation, checkpoint; and how a run begins."""
+"""The end of a step: metrics, samples, validation, checkpoint. Also validation before step 1."""
 
 from pathlib import Path
 
@@ -12,86 +12,95 @@ from verlite.trainer.validate import validate
 
 
 def start_with_validation(run: Run) -> bool:
-    """Validate before the first step where the configuration says so. False: that was all there was to do (val_only)."""
-    trainer = run.config.trainer
-    if (
-        run.val_data is not None
-        and run.plan.validates_first
-        and (run.resumed_step == 0 or trainer.val_only)
-    ):
-        run.metrics = validate(run)
+    """Validate before the first step if the configuration asks for it.
+
+    Returns:
+        Whether to train afterwards: False with trainer.val_only.
+    """
+    val_only = run.config.trainer.val_only
+    from_beginning = run.resumed_step == 0
+    if run.val_data is not None and run.plan.validates_first and (from_beginning or val_only):
+        run.metrics.update(validate(run))
         run.tracking.log(run.step, run.metrics)
         run.display.step(run.step, run.metrics)
-    return not trainer.val_only
+    return not val_only
 
 
 def finish_step(run: Run, batch: DataProto) -> None:
-    """Compute and log the step's metrics, keep samples, then validate and save where they are due."""
-    trainer = run.config.trainer
-    run.metrics.update(batch_metrics(batch, run.plan.longest_prompt, run.plan.longest_response))
-    run.metrics.update(agent_metrics(batch))
-    run.metrics.update(
-        {
-            "training/global_step": run.step,
-            "training/epoch": run.sampler.epoch,
-            "training/weight_version": run.version,
-        }
-    )
-    run.stopwatch.end_step()
-    tokens, response_tokens = (
-        run.metrics["perf/total_num_tokens"],
-        float(batch.batch["trained_tokens"].sum()),
-    )
-    run.metrics.update(speed_metrics(run.stopwatch, tokens, response_tokens, run.plan.n_devices))
+    """Compute and log the step's metrics, keep samples, then validate and save if they are due."""
+    add_metrics(run, batch)
     keep_samples(run, batch)
-    if (
-        run.val_data is not None
-        and trainer.test_freq > 0
-        and (run.last_step or run.step % trainer.test_freq == 0)
-    ):
+    if run.val_data is not None and due(run, run.config.trainer.test_freq):
         run.metrics.update(validate(run))
-    run.metrics.update(run.stopwatch.metrics())  # what a checkpoint keeps of its step
-    if (
-        trainer.save_freq > 0
-        and (run.last_step or run.step % trainer.save_freq == 0)
-        or run.stop.requested
-    ):
+    # A checkpoint keeps its step's metrics, so the timings so far are added before it is written.
+    run.metrics.update(run.stopwatch.metrics())
+    if run.stop.requested or due(run, run.config.trainer.save_freq):
         save(run)
     run.metrics.update(run.stopwatch.metrics())
     run.tracking.log(run.step, run.metrics)
     run.display.step(run.step, run.metrics)
 
 
+def due(run: Run, frequency: int) -> bool:
+    """Whether something that happens every `frequency` steps and after the last is due now.
+
+    Never if `frequency` is not positive.
+    """
+    return frequency > 0 and (run.last_step or run.step % frequency == 0)
+
+
+def add_metrics(run: Run, batch: DataProto) -> None:
+    """Add the metrics of the batch, of the tools and of speed. The step's time ends here."""
+    run.metrics.update(batch_metrics(batch, run.plan.longest_prompt, run.plan.longest_response))
+    run.metrics.update(agent_metrics(batch))
+    run.metrics["training/global_step"] = run.step
+    run.metrics["training/epoch"] = run.sampler.epoch
+    run.metrics["training/weight_version"] = run.version
+    run.stopwatch.end_step()
+    tokens = run.metrics["perf/total_num_tokens"]
+    response_tokens = float(batch.batch["trained_tokens"].sum())
+    run.metrics.update(speed_metrics(run.stopwatch, tokens, response_tokens, run.plan.n_devices))
+
+
 def save(run: Run) -> None:
-    """Write a checkpoint; a failed save is told and the run goes on, until `trainer.max_failed_saves` in a row.
+    """Write a checkpoint and delete old ones.
+
+    A failed save costs a warning, and training goes on, until `trainer.max_failed_saves` in a row.
 
     Raises:
         CheckpointError: too many failed saves in a row.
     """
-    keep = run.config.trainer.max_actor_ckpt_to_keep
-
-    def save_parts(folder: Path) -> None:
-        for name, role in {"actor": run.actor, "critic": run.critic}.items():
-            if role is None:
-                continue
-            if refused := next(filter(None, role.save(str(folder / name))), None):
-                raise OSError(refused)
-            if (seen := len(list(folder.glob(f"{name}/rng_rank_*.json")))) != (
-                ranks := len(run.plan.placement[name])
-            ):
-                raise OSError(
-                    f"{ranks} ranks of the {name} wrote to trainer.default_local_dir, but the driver sees the files of {seen}: "
-                    "it must be one folder that all nodes share"
-                )
-
+    trainer = run.config.trainer
     with run.stopwatch("save_checkpoint"), run.display.phase("save_checkpoint"):
         try:
-            checkpoints.write(run.run_dir, run.step, run.state(), save_parts)
+            checkpoints.write(
+                run.run_dir, run.step, run.state(), lambda folder: save_workers(run, folder)
+            )
         except checkpoints.CheckpointError as error:
             run.failed_saves += 1
-            if run.failed_saves >= run.config.trainer.max_failed_saves:
+            if run.failed_saves >= trainer.max_failed_saves:
                 raise
             run.display.warn(str(error))
             return
-    run.failed_saves, run.saved_step = 0, run.step
-    checkpoints.prune(run.run_dir, keep, run.display.warn)
+    run.failed_saves = 0
+    run.saved_step = run.step
+    checkpoints.prune(run.run_dir, trainer.max_actor_ckpt_to_keep, run.display.warn)
+
+
+def save_workers(run: Run, folder: Path) -> None:
+    """Let the workers write their parts of a checkpoint, each role in a folder of its name.
+
+    Raises:
+        OSError: a worker could not write, or the driver does not see the files of every rank.
+    """
+    for role, workers in run.saved_workers.items():
+        errors = [error for error in workers.save(str(folder / role)) if error]
+        if errors:
+            raise OSError(errors[0])
+        written = len(run.plan.placement[role])
+        seen = len(list(folder.glob(f"{role}/rng_rank_*.json")))
+        if seen != written:
+            raise OSError(
+                f"{written} ranks of the {role} wrote to trainer.default_local_dir, but the driver "
+                f"sees the files of {seen}: it must be one folder that all nodes share"
+            )

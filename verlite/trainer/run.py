@@ -1,4 +1,4 @@
-"""A run: everything that the stages of the loop share."""
+"""The state of a run on the driver, which all stages of the loop share."""
 
 import dataclasses
 import functools
@@ -21,57 +21,121 @@ from verlite.trainer.tracking import Tracking
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
 from verlite.workers.reference import ReferenceWorker
+from verlite.workers.roles import ROLES
 from verlite.workers.rollout import RolloutWorker
 
 
 @dataclass
-class Run:
-    """State of a run on the driver.
+class StepState:
+    """What one training step accumulates. Every step starts with a new one."""
 
-    step counts finished and current training steps from 1 (0 before the first); version counts weight syncs; drawn counts the
-    prompts that this step has sampled so far.
+    number: int = 0
+    """Training step, from 1. 0 before the first."""
+    metrics: Metrics = field(default_factory=dict)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    prompts_drawn: int = 0
+    """Prompts sampled so far in this step. More than a batch if dynamic sampling drops groups."""
+    sampler_state: dict[str, int] = field(default_factory=dict)
+    """The sampler's position when the step started."""
+
+
+@dataclass
+class Run:
+    """A run on the driver: its settings, data, workers, outputs and progress.
+
+    Only `Run.steps` and `Run.undo_step` replace `current`, so that another training loop can keep
+    `StepState`s in another way.
     """
 
+    # Settings.
     config: Config
     plan: Plan
     run_dir: Path
+
+    # Data.
     tokenizer: Any
     train_data: PromptDataset
     val_data: PromptDataset | None
     sampler: PromptSampler
     total_steps: int
-    actor: ActorWorker
-    rollout: RolloutWorker
-    critic: CriticWorker | None
-    reference: ReferenceWorker | None
+
+    workers: dict[str, Any]
+    """Worker group of each role of `plan.roles`."""
     kl: FixedKLController | AdaptiveKLController
+    """Weight of the KL penalty in the reward."""
+
+    # Outputs.
     tracking: Tracking
     display: Display
+
     stop: StopRequest
+    """Whether SIGTERM or SIGUSR1 has requested a stop."""
     env_factory: EnvFactory | None = None
-    step: int = 0
+    """Environment of multi-turn samples. None for single-turn runs."""
+
+    # Progress.
+    current: StepState = field(default_factory=StepState)
+    """The step in progress, or the last finished one."""
+    previous: StepState = field(default_factory=StepState)
     version: int = 0
-    drawn: int = 0
+    """Version of the policy weights: the number of weight syncs."""
     resumed_step: int = 0
+    """Step of the checkpoint that this process resumed from. 0: started from the beginning."""
     saved_step: int = 0
+    """Step of the newest checkpoint in the run directory."""
     failed_saves: int = 0
-    before: dict[str, Any] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=dict)
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    """Failed saves since the last one that succeeded."""
+
+    @property
+    def actor(self) -> ActorWorker:
+        return self.workers["actor"]
+
+    @property
+    def rollout(self) -> RolloutWorker:
+        return self.workers["rollout"]
+
+    @property
+    def critic(self) -> CriticWorker | None:
+        return self.workers.get("critic")
+
+    @property
+    def reference(self) -> ReferenceWorker | None:
+        return self.workers.get("ref")
+
+    @property
+    def saved_workers(self) -> dict[str, Any]:
+        """Worker groups whose state is a part of every checkpoint, by role."""
+        return {role: group for role, group in self.workers.items() if ROLES[role].saves}
+
+    @property
+    def step(self) -> int:
+        """Number of the current training step, from 1."""
+        return self.current.number
+
+    @property
+    def metrics(self) -> Metrics:
+        """Metrics of the current step."""
+        return self.current.metrics
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Timings of the current step."""
+        return self.current.stopwatch
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left. Ends early when a stop was requested (SIGTERM, SIGUSR1)."""
+        """Yield the number of each step that is left. End early if a stop is requested."""
         while self.step < self.total_steps and not self.stop.requested:
-            self.before = {"metrics": self.metrics, "sampler": self.sampler.state_dict()}
-            self.step += 1
-            self.drawn = 0
-            self.metrics, self.stopwatch = {}, Stopwatch()
+            self.previous = self.current
+            self.current = StepState(number=self.step + 1, sampler_state=self.sampler.state_dict())
             yield self.step
 
     def undo_step(self) -> None:
-        """Back to the end of the last step, whose weights the workers still hold: nothing of this one was learnt yet."""
-        self.step, self.metrics = self.step - 1, self.before["metrics"]
-        self.sampler.load_state_dict(self.before["sampler"])
+        """Return to the end of the last finished step.
+
+        Only for a step that has updated nothing: the workers still have the weights of that step.
+        """
+        self.sampler.load_state_dict(self.current.sampler_state)
+        self.current = self.previous
 
     @property
     def first_step(self) -> bool:
@@ -80,10 +144,11 @@ class Run:
 
     @property
     def last_step(self) -> bool:
-        return self.step >= self.total_steps or self.stop.requested
+        """Whether no step follows the current one."""
+        return self.step >= self.total_steps or bool(self.stop.requested)
 
     def state(self) -> dict[str, Any]:
-        """The driver's part of a checkpoint, as JSON."""
+        """Return the driver's part of a checkpoint, as JSON values."""
         return {
             "step": self.step,
             "version": self.version,

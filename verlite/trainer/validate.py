@@ -85,7 +85,7 @@ def validate(run: Run) -> dict[str, float]:
             f"{failed} of {len(rewards)} validation samples could not be scored and are left out; first: {first_error}"
         )
     for record in records[: run.config.trainer.log_val_generations]:
-        run.display.say(
+        run.display.info(
             f"{record['prompt']}{record['response']}  [score {record['score']}, expected {record['ground_truth']}]"
         )
     return {

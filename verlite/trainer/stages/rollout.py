@@ -38,10 +38,10 @@ def next_prompts(run: Run) -> DataProto:
     config = run.config.actor_rollout_ref.rollout
     max_tokens = run.config.data.max_response_length
     rows = [run.train_data.row(i) for i in run.sampler.next_batch()]
-    uids = [f"{run.step}-{run.drawn + i}" for i in range(len(rows))]
+    uids = [f"{run.step}-{run.current.prompts_drawn + i}" for i in range(len(rows))]
     prompts = list(zip(rows, uids, strict=True))
     samples = [prompt for prompt in prompts for _ in range(config.n)]
-    seeds = batches.seeds(config.seed, run.step, run.drawn, len(samples))
+    seeds = batches.seeds(config.seed, run.step, run.current.prompts_drawn, len(samples))
     samplings = [
         Sampling(
             config.temperature,
@@ -53,7 +53,7 @@ def next_prompts(run: Run) -> DataProto:
         )
         for seed in seeds
     ]
-    run.drawn += len(rows)
+    run.current.prompts_drawn += len(rows)
     if run.plan.needs_greedy_baseline:
         samples += prompts
         samplings += [Sampling(0.0, 1.0, -1, max_tokens)] * len(prompts)
@@ -200,7 +200,7 @@ def filter_groups(run: Run, batch: DataProto, samples: DataProto) -> DataProto:
     metric = _filter_metric(samples, name)
     uids = samples.non_tensor_batch["uid"]
     kept = samples.select_idxs(rows_with_signal(metric, uids, samples.batch["valid"]))
-    generations = run.drawn // plan.gen_prompts
+    generations = run.current.prompts_drawn // plan.gen_prompts
     _average_over_generations(run, samples, len(kept), generations)
     parts = [part for part in (batch, kept) if len(part)]
     if parts:

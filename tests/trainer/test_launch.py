@@ -1,0 +1,94 @@
+"""What a run takes from a checkpoint, and what it refuses. Whole runs are in test_runs.py."""
+
+import os
+
+import pytest
+
+from tests.trainer.test_finish import a_run
+from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
+from verlite.config.critical import critical_settings
+from verlite.config.schema import Config, DataConfig
+from verlite.trainer.build import restore
+from verlite.trainer.checkpoints import POINTER, Checkpoint
+from verlite.trainer.errors import RunRefused
+from verlite.trainer.launch import (
+    absolutize_paths,
+    interrupted_text,
+    lock_run_dir,
+    refuse_changed_settings,
+)
+
+STATE = {"step": 6, "version": 9, "kl_controller": {"value": 0.25}}
+
+
+def a_config() -> Config:
+    return Config(data=DataConfig(train_files="x"))
+
+
+@pytest.mark.parametrize(("kind", "weight"), [("fixed", 0.1), ("adaptive", 0.25)])
+@pytest.mark.parametrize("moved", [False, True])
+def test_restore_sets_step_version_and_kl_weight(tmp_path, kind, weight, moved):
+    """A fixed KL weight is the configuration's. Another directory's checkpoint is not a save."""
+    kl = FixedKLController(0.1) if kind == "fixed" else AdaptiveKLController(0.1, 6.0, 100)
+    run_dir = tmp_path / "new" if moved else tmp_path
+    run = a_run(run_dir, kl=kl, total_steps=10)
+    run.config.algorithm.kl_ctrl.type = kind
+    restore(run, Checkpoint(tmp_path / "global_step_6", 6), STATE)
+    assert (run.step, run.resumed_step, run.kl.value) == (6, 6, weight)
+    assert run.version + 1 == 9, "the first sync sends the saved weights under their old version"
+    assert run.saved_step == (0 if moved else 6)
+
+
+def test_changed_settings_are_refused_in_one_message():
+    config = a_config()
+    saved = critical_settings(config) | {"data.seed": 7, "data.shuffle": False}
+    message = (
+        r"data.seed: 7 in the checkpoint, 42 now\n"
+        r"  data.shuffle: False in the checkpoint, True now"
+    )
+    with pytest.raises(RunRefused, match=message):
+        refuse_changed_settings(config, saved)
+    refuse_changed_settings(config, critical_settings(config))
+    refuse_changed_settings(config, {})  # no checkpoint
+
+
+def test_relative_paths_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "policy").mkdir()
+    given = a_config()
+    given.actor_rollout_ref.model.path = "policy"
+    given.critic.model.path = "Qwen/Qwen2.5-0.5B"
+    given.trainer.default_local_dir = "run"
+    config = absolutize_paths(given)
+    assert config.actor_rollout_ref.model.path == str(tmp_path / "policy")
+    assert config.critic.model.path == "Qwen/Qwen2.5-0.5B", "a name on the hub is not a folder"
+    assert config.trainer.default_local_dir == str(tmp_path / "run")
+    assert given.actor_rollout_ref.model.path == "policy"
+
+
+def test_a_run_directory_is_locked_until_its_owner_ends(tmp_path):
+    lock = lock_run_dir(tmp_path / "run")
+    with pytest.raises(RunRefused, match=f"in use by process {os.getpid()}"):
+        lock_run_dir(tmp_path / "run")
+    lock.close()
+    lock_run_dir(tmp_path / "run").close()
+    (tmp_path / "file").touch()
+    with pytest.raises(RunRefused, match="cannot be written"):
+        lock_run_dir(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(
+    ("mode", "saved", "text"),
+    [
+        ("auto", True, "global_step_4. To resume, run the same command."),
+        ("disable", True, "run the same command with trainer.resume_mode=auto."),
+        ("auto", False, "No checkpoint was saved"),
+    ],
+)
+def test_ctrl_c_names_the_last_checkpoint(tmp_path, mode, saved, text):
+    config = a_config()
+    config.trainer.default_local_dir = str(tmp_path)
+    config.trainer.resume_mode = mode
+    if saved:
+        (tmp_path / POINTER).write_text("4")
+    assert text in interrupted_text(config)

@@ -1,0 +1,390 @@
+"""Build a run and tear it down: everything of the launch that needs torch.
+
+`open_run` turns the result of `launch.preflight` into a `Run`; `finalize` writes the Hugging Face
+export after the last step and chooses the exit code.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
+from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
+from verlite.config.plan import Plan, make_plan
+from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
+from verlite.controller.placement import Placement
+from verlite.controller.supervise import StopRequest
+from verlite.controller.worker_group import ready, spawn
+from verlite.data.dataset import PromptDataset, overlap_note
+from verlite.data.sampler import PromptSampler
+from verlite.engine.folder import ModelError, load_config, load_tokenizer
+from verlite.envs.chat import TemplateError
+from verlite.envs.factory import EnvFactory, build_env_factory, encoder
+from verlite.envs.step import Step
+from verlite.trainer.checkpoints import Checkpoint, CheckpointError
+from verlite.trainer.display import Display
+from verlite.trainer.errors import AlreadyComplete, RunRefused
+from verlite.trainer.finish import save
+from verlite.trainer.launch import Preflight, connect_ray, reserve_devices
+from verlite.trainer.run import Run, StepState
+from verlite.trainer.tracking import MetricsFile, Tracking, read_lines, replace_file
+from verlite.workers.roles import ROLES
+
+STEP_FILE = "training_step.txt"
+"""File in huggingface/ with the step of the exported policy."""
+
+EXIT_DONE = 0
+EXIT_RESUMABLE = 75
+"""Stopped by request; the same command resumes."""
+
+
+@contextmanager
+def open_run(checks: Preflight) -> Iterator[Run]:
+    """Build everything, in the order that fails earliest: tokenizer, prompts, Ray cluster, workers.
+
+    Trackers, display and Ray are closed when the context ends.
+
+    Raises:
+        RunRefused: the model, the environment or a function of the algorithm cannot be loaded.
+        AlreadyComplete: the checkpoint to resume from is the last step's.
+        CheckpointError, DataError: before any worker is built.
+    """
+    config = checks.config
+    plan = checks.plan
+    run_dir = Path(config.trainer.default_local_dir)
+    state: dict[str, Any] = {"step": 0}
+    if checks.checkpoint:
+        state = checks.checkpoint.state()
+    with ExitStack() as stack:
+        check_functions(config)
+        tokenizer = load_policy_tokenizer(config.actor_rollout_ref.model)
+        env_factory = load_environment(config, plan, tokenizer)
+        train_data, val_data = load_datasets(checks, tokenizer, env_factory)
+        sampler = PromptSampler(
+            len(train_data),
+            plan.gen_prompts,
+            config.data.seed,
+            config.data.shuffle,
+            plan.gen_prompts_key,
+        )
+        if checks.checkpoint:
+            sampler.load_state_dict(state["sampler"])
+        _, total_steps = plan.steps(len(train_data))
+        stop_if_complete(config, run_dir, state, total_steps)
+
+        display = Display(total_steps, state["step"])
+        stack.callback(display.close)
+        show_data(display, train_data, val_data)
+        for text in checks.warnings:
+            display.warn(text)
+        replace_file(run_dir / "config.yaml", checks.config_yaml)
+
+        with display.phase("starting workers"):
+            placement = checks.placement
+            if placement is None:
+                address = config.ray_kwargs.ray_init.address
+                cluster = stack.enter_context(connect_ray(config, plan, address))
+            stop = stack.enter_context(
+                StopRequest(lambda signal: display.info(f"{signal}: stopping after this step"))
+            )
+            if placement is None:
+                placement = reserve_devices(cluster, config, plan)
+            if placement.kind != plan.device:
+                # trainer.device=auto: this machine has another kind of device than the cluster.
+                plan = make_plan(config, placement.kind)
+            display.show_plan(plan)
+            workers = start_workers(placement, config, plan, total_steps, checks.checkpoint)
+
+        if checks.checkpoint:
+            log_missing_step(run_dir, state)
+        tracking = Tracking(
+            config.trainer.logger,
+            run_dir,
+            config.trainer.project_name,
+            config.trainer.experiment_name,
+            yaml.safe_load(checks.config_yaml),
+            display.warn,
+            resumed_step=state["step"],
+        )
+        stack.callback(tracking.finish)
+        run = Run(
+            config=config,
+            plan=plan,
+            run_dir=run_dir,
+            tokenizer=tokenizer,
+            train_data=train_data,
+            val_data=val_data,
+            sampler=sampler,
+            total_steps=total_steps,
+            workers=workers,
+            kl=kl_controller(config.algorithm),
+            tracking=tracking,
+            display=display,
+            stop=stop,
+            env_factory=env_factory,
+        )
+        if checks.checkpoint:
+            restore(run, checks.checkpoint, state)
+        yield run
+
+
+def check_functions(config: Config) -> None:
+    """Look up the estimator and the policy loss, which may be the user's own, before workers start.
+
+    Raises:
+        RunRefused: one of them does not exist.
+    """
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    try:
+        resolve(config.algorithm.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")
+        resolve(loss_mode, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    except ValueError as error:
+        raise RunRefused(str(error)) from error
+
+
+def load_policy_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the policy's tokenizer, after checking its config.json.
+
+    A broken config.json fails here in a second; in the workers it would take many.
+
+    Raises:
+        RunRefused: either cannot be loaded.
+    """
+    try:
+        load_config(model)
+        return load_tokenizer(model)
+    except ModelError as error:
+        raise RunRefused(f"actor_rollout_ref.{error}") from error
+
+
+def load_environment(
+    config: Config, plan: Plan, tokenizer: PreTrainedTokenizerBase
+) -> EnvFactory | None:
+    """Build the environment factory and encode one observation. None for single-turn runs.
+
+    Raises:
+        RunRefused: the environment does not exist, the chat template does not support its tools, or
+            `data.max_obs_length` leaves no room for an observation.
+    """
+    if not plan.max_turns:
+        return None
+    limit = config.data.max_obs_length
+    try:
+        factory = build_env_factory(config)
+        encode = encoder(factory, tokenizer, config.data.apply_chat_template_kwargs)
+        before, after = factory.around
+        encode(Step("gizmo " * limit, before, after), [], limit)
+    except (TemplateError, ValueError) as error:
+        raise RunRefused(str(error)) from error
+    return factory
+
+
+def load_datasets(
+    checks: Preflight, tokenizer: PreTrainedTokenizerBase, env_factory: EnvFactory | None
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Tokenize and measure the prompts of both splits."""
+    data = checks.config.data
+    limit = (checks.plan.longest_prompt_key, checks.plan.longest_prompt)
+    tools = env_factory.tools if env_factory else ()
+    train = PromptDataset(checks.train, tokenizer, data, "train", limit, tools)
+    if checks.val is None:
+        return train, None
+    return train, PromptDataset(checks.val, tokenizer, data, "val", limit, tools)
+
+
+def show_data(display: Display, train: PromptDataset, val: PromptDataset | None) -> None:
+    """Print how many prompts of each split are used, and warn about prompts in both."""
+    display.info(str(train.report()))
+    if val is None:
+        return
+    display.info(str(val.report()))
+    overlap = overlap_note(train, val)
+    if overlap:
+        display.info(overlap)
+
+
+def stop_if_complete(
+    config: Config, run_dir: Path, state: dict[str, Any], total_steps: int
+) -> None:
+    """End here if the checkpoint is the last step's and its export exists.
+
+    A run that was killed between its last checkpoint and the export is opened again to write the
+    export.
+
+    Raises:
+        AlreadyComplete: nothing is left to do.
+    """
+    step = state["step"]
+    trainer = config.trainer
+    if step < total_steps or trainer.val_only:
+        return
+    if trainer.export_hf and exported_step(run_dir) != step:
+        return
+    log_missing_step(run_dir, state)
+    raise AlreadyComplete(
+        f"already complete: {run_dir} has a checkpoint of step {step} of {total_steps}"
+    )
+
+
+def start_workers(
+    placement: Placement,
+    config: Config,
+    plan: Plan,
+    total_steps: int,
+    checkpoint: Checkpoint | None,
+) -> dict[str, Any]:
+    """Start the workers of every role, load the checkpoint, and wait until all are ready.
+
+    Returns:
+        Worker group of each role, by the role's name.
+    """
+    training = {
+        role: spawn(entry.worker_class(), placement, role, config, plan, total_steps)
+        for role, entry in ROLES.items()
+        if role in plan.roles and role != "rollout"
+    }
+    if checkpoint or placement.kind == "cuda":
+        ready(*training.values())
+    if checkpoint:
+        for role, workers in training.items():
+            if ROLES[role].saves:
+                workers.load(str(checkpoint.path / role))
+    # Rollout comes last: vLLM takes its share of the memory that is free when it starts, which is
+    # most once the other roles have loaded and offloaded their models.
+    rollout_class = ROLES["rollout"].worker_class()
+    rollout = spawn(rollout_class, placement, "rollout", config, plan, os.getcwd())
+    ready(*training.values(), rollout)
+    return {**training, "rollout": rollout}
+
+
+def kl_controller(algorithm: AlgorithmConfig) -> FixedKLController | AdaptiveKLController:
+    """The weight of the KL penalty in the reward, fixed or adaptive."""
+    settings = algorithm.kl_ctrl
+    if settings.type == "fixed":
+        return FixedKLController(settings.kl_coef)
+    return AdaptiveKLController(settings.kl_coef, settings.target_kl, settings.horizon)
+
+
+def exported_step(run_dir: Path) -> int | None:
+    """Step of the policy in huggingface/. None if nothing was exported."""
+    try:
+        return int((run_dir / "huggingface" / STEP_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def log_missing_step(run_dir: Path, state: dict[str, Any]) -> None:
+    """Add the checkpoint's step to metrics.jsonl if a kill came after the checkpoint was written.
+
+    A checkpoint is written before its step's line, so that no line is ahead of the weights.
+    """
+    path = run_dir / "metrics.jsonl"
+    logged = [line["step"] for line in read_lines(path)]
+    if state["step"] in logged:
+        return
+    file = MetricsFile(path, state["step"])
+    file.write(state["step"], state["metrics"])
+    file.close()
+
+
+def restore(run: Run, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    """Restore the driver's state: step, KL weight, weight version. Workers load their own parts.
+
+    A fixed KL weight comes from the configuration, not from the checkpoint.
+    """
+    run.current = StepState(number=state["step"])
+    run.resumed_step = run.step
+    # The first sync gives the engines the saved weights again, under the version that they had.
+    run.version = state["version"] - 1
+    run.saved_step = run.step if checkpoint.path.parent == run.run_dir else 0
+    if run.config.algorithm.kl_ctrl.type == "adaptive":
+        run.kl.load_state_dict(state["kl_controller"])
+    run.display.info(f"resumed from {checkpoint.path} (step {run.step} of {run.total_steps})")
+
+
+def finalize(run: Run) -> int:
+    """End a run that did not fail: write the export, print where the results are.
+
+    Returns:
+        Exit code: 0 if every step is done, 75 if a stop was requested and the run can be resumed.
+
+    Raises:
+        CheckpointError: the steps since the last checkpoint cannot be saved.
+    """
+    trainer = run.config.trainer
+    if run.step < run.total_steps and not trainer.val_only:
+        return finalize_stopped(run)
+    if trainer.export_hf and run.step and not trainer.val_only:
+        with run.display.phase("writing Hugging Face export"):
+            export(run)
+    run.display.close()
+    print_results(run, sys.stdout)
+    return EXIT_DONE
+
+
+def finalize_stopped(run: Run) -> int:
+    """Save what is not saved yet: the request may have come after the step's own save."""
+    if run.step > run.saved_step:
+        save(run)
+    if run.step > run.saved_step:
+        raise CheckpointError(
+            f"stopped by request after step {run.step}, whose checkpoint could not be written"
+        )
+    run.display.info(
+        f"stopped by request after step {run.step} of {run.total_steps}; "
+        "the same command resumes it"
+    )
+    return EXIT_RESUMABLE
+
+
+def export(run: Run) -> None:
+    """Write the policy to huggingface/ in Hugging Face format.
+
+    The folder is the new export, the old one, or absent; never a part of one.
+
+    Raises:
+        CheckpointError: the driver does not see the folder that the actor wrote.
+    """
+    final = run.run_dir / "huggingface"
+    temporary = run.run_dir / ".tmp_huggingface"
+    old = run.run_dir / ".old_huggingface"
+    shutil.rmtree(temporary, ignore_errors=True)
+    run.actor.export_hf(str(temporary))
+    if not (temporary / "config.json").is_file():
+        raise CheckpointError(
+            f"the driver does not see the export that the actor wrote to {temporary}. "
+            "trainer.default_local_dir must be a folder that all nodes share."
+        )
+    (temporary / STEP_FILE).write_text(str(run.step), encoding="utf-8")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def print_results(run: Run, out: TextIO) -> None:
+    """Print the paths of metrics, samples, configuration, logs, checkpoint and export."""
+    folder = run.run_dir
+    saved = folder.glob("global_step_*")
+    newest = max(saved, key=lambda path: path.stat().st_mtime, default=None)
+    paths = [
+        ("metrics", folder / "metrics.jsonl"),
+        ("samples", folder / "rollouts"),
+        ("config", folder / "config.yaml"),
+        ("worker logs", folder / "logs"),
+        ("checkpoint", newest),
+        ("Hugging Face", folder / "huggingface"),
+    ]
+    for label, path in paths:
+        if path is None or not path.exists():
+            continue
+        inside = path.is_relative_to(Path.cwd())
+        out.write(f"{label:>13}  {os.path.relpath(path) if inside else path}\n")
