@@ -7,17 +7,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+import yaml
 
+from verlite.algorithms.shaping import overlong_penalty
 from verlite.config.schema import CustomRewardConfig, RewardConfig
-from verlite.rewards.child import FunctionError
+from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult
-from verlite.rewards.routing import UnknownDataSource
+from verlite.rewards.routing import UnknownDataSource, scale_of
 from verlite.rewards.scorer import Scorer
 
 MakeScorer = Callable[..., Scorer]
+TOP = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -30,7 +35,7 @@ def make(tmp_path: Path) -> Iterator[MakeScorer]:
         *,
         name: str = "compute_score",
         kwargs: dict | None = None,
-        **reward: float,
+        **reward: Any,
     ) -> Scorer:
         path = tmp_path / f"reward_{len(scorers)}.py"
         path.write_text(source)
@@ -156,7 +161,7 @@ def test_processes_that_die_between_steps_are_replaced(make: MakeScorer) -> None
     children = [
         child
         for child in psutil.Process().children()
-        if any("verlite.rewards.child" in word for word in child.cmdline())
+        if any("verlite.rewards.process" in word for word in child.cmdline())
     ]
     for child in children:
         child.kill()
@@ -407,3 +412,81 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_math_dapo_scores_plus_and_minus_one_with_acc(make: MakeScorer) -> None:
+    rows = [
+        *items("Answer: 7", "Answer: 8", "no answer", source="math_dapo", truth="7"),
+        *items("Answer: 7", source="aime2024", truth="7"),
+        *items("\\boxed{7}", "\\boxed{8}", source="lighteval/MATH", truth="7"),
+    ]
+    assert make().score(rows) == [
+        RewardResult(1.0, {"acc": 1.0}),
+        RewardResult(-1.0, {"acc": 0.0}),
+        RewardResult(-1.0, {"acc": 0.0}),
+        RewardResult(1.0, {"acc": 1.0}),
+        RewardResult(1.0),
+        RewardResult(0.0),
+    ]
+    zero_one = make(score_scale={"default": "zero_one"})
+    assert [result.score for result in zero_one.score(rows)] == [1, 0, 0, 1, 1, 0]
+    assert all(result.parts == {} for result in zero_one.score(rows))
+
+
+def test_score_scale_is_chosen_per_source(make: MakeScorer) -> None:
+    rows = [
+        *items("5", "6", source="verlite/arithmetic", truth="5"),
+        *items("#### 6", source="openai/gsm8k", truth="5"),
+        *items("<answer>no</answer>", source="nq", truth={"target": ["Paris"]}),
+    ]
+    scorer = make(score_scale={"verlite/*": "signed", "default": "signed", "nq": "zero_one"})
+    signed = scorer.score(rows)
+    assert [result.score for result in signed] == [1, -1, -1, 0]
+    assert [result.parts["acc"] for result in signed] == [1, 0, 0, 0]
+    with pytest.raises(FunctionError, match="reward.score_scale.nq=percent is not one of zero_one"):
+        make(score_scale={"nq": "percent"})
+
+
+@pytest.mark.parametrize(
+    ("source", "scales", "scale"),
+    [
+        ("math_dapo", {}, "signed"),
+        ("math", {}, "signed"),
+        ("aime2025", {}, "signed"),
+        ("openai/gsm8k", {}, "zero_one"),
+        ("mathematics", {}, "zero_one"),
+        ("math_dapo", {"default": "zero_one"}, "zero_one"),
+        ("aime2025", {"default": "signed", "aime*": "zero_one"}, "zero_one"),
+        ("aime2025", {"a*": "signed", "aime*": "zero_one"}, "zero_one"),
+        ("aime2025", {"aime2025": "signed", "aime*": "zero_one"}, "signed"),
+    ],
+)
+def test_the_most_specific_score_scale_counts(
+    source: str, scales: dict[str, str], scale: str
+) -> None:
+    assert scale_of(source, scales) == scale
+
+
+def test_a_custom_function_is_not_rescaled(make: MakeScorer) -> None:
+    source = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 0.0"
+    scorer = make(source, score_scale={"default": "signed"})
+    assert scorer.score(items("x", source="math_dapo")) == [RewardResult(0.0)]
+
+
+def test_a_failed_call_is_not_rescaled(make: MakeScorer) -> None:
+    scorer = make(score_scale={"default": "signed"})
+    [result] = scorer.score(items("#### 72", source="openai/gsm8k", truth="seventy"))
+    assert (result.score, result.error, result.parts) == (None, "InvalidOperation", {})
+
+
+def test_with_dapo_a_right_overlong_answer_beats_a_wrong_short_one(make: MakeScorer) -> None:
+    reward = yaml.safe_load((TOP / "conf" / "dapo.yaml").read_text(encoding="utf-8"))["reward"]
+    factor = reward["overlong_buffer"]["penalty_factor"]
+    lengths = torch.tensor([100, 10])  # of at most 100 tokens; the last 20 are penalized
+    for source, scales in (("math_dapo", {}), ("openai/gsm8k", reward["score_scale"])):
+        responses = items("Answer: 7\n#### 7", "Answer: 8\n#### 8", source=source, truth="7")
+        scores = torch.tensor(
+            [result.score for result in make(score_scale=scales).score(responses)]
+        )
+        right_overlong, wrong_short = scores + overlong_penalty(lengths, 100, 20, factor)
+        assert right_overlong > wrong_short

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from verlite.rewards.child import FunctionError
+from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult
-from verlite.rewards.stream import Stream
+from verlite.rewards.scorer import Stream
 
 
 class Scorer:

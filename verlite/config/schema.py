@@ -491,6 +491,9 @@ class RewardConfig:
     """Then it is divided by this, another constant (OpenRLHF's normalize_reward)."""
     clip_range: Optional[list[float]] = None
     """Bounds [low,high] of a training score. With adv_estimator=rloo_token_kl, of the score less its baseline; there null is [-10,10]."""
+    score_scale: dict[str, str] = field(default_factory=dict)
+    """Range of the built-in scorers' scores, by data source: signed (+1 right, -1 wrong, and the part acc with 1 and 0) or zero_one (1 and
+    0). `default` is for all other sources, `aime*` for a beginning. Without an entry math_dapo, math and aime* are signed, as in verl."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     """Length penalty."""
 

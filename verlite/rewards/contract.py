@@ -5,7 +5,7 @@ from typing import Any
 
 from verlite.config.names import module_file
 from verlite.config.schema import CustomRewardConfig, RewardConfig
-from verlite.rewards.child import FunctionError
+from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer
 

@@ -1,9 +1,9 @@
-"""A pool of reward processes: calls go out in chunks, results come back one by one, and what hangs or dies is replaced."""
+"""A pool of reward processes. A process that hangs or dies is killed and replaced."""
 
 import json
 import os
 import pickle
-import selectors
+import select
 import signal
 import struct
 import subprocess
@@ -12,29 +12,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verlite.rewards.child import Call, FunctionError
+from verlite.rewards.process import Call, FunctionError
 from verlite.rewards.result import RewardResult
 
 MAX_PROCESSES = 8
-SYNC_CHUNK = 16  # calls per message: enough to hide the pipe, few enough to keep all processes busy to the end
-ASYNC_CHUNK = 128  # calls in flight at once in one process
-LOAD_RETRIES = (
-    3  # processes in a row that may die while they load a function that has loaded before
-)
-ASYNC_GRACE_S = 2.0  # asynchronous calls end themselves at their limit; one that blocks its event loop is killed this much later
+MAX_CONCURRENT_CALLS = 128
+"""Calls of an asynchronous function that run at once in one process."""
+LOAD_RETRIES = 3
+"""Processes in a row that may die while they load a function that has loaded before."""
+ASYNC_GRACE_S = 2.0
+"""Asynchronous calls enforce their own limit. One that blocks the event loop is killed later."""
 
 
 class Pool:
-    """Processes that call one function, started when first needed.
+    """Processes that call one function. They are started when first needed.
 
-    A call that takes longer than `call_limit_s`, or whose process dies, becomes a result with error Timeout or Died, and
-    its process is replaced. When several calls were under way in that process, as asynchronous ones are, each is tried once
-    more, alone.
+    A call that takes longer than `call_limit_s` gets the error Timeout. A call whose process dies
+    gets the error Died. If several asynchronous calls were running in that process, each of them is
+    repeated alone, so that only the faulty one fails.
     """
 
     def __init__(
@@ -42,215 +42,288 @@ class Pool:
         target: str,
         argument_names: Sequence[str],
         call_limit_s: float,
-        size: int | None = None,
         share: int = 1,
         folder: str | None = None,
     ) -> None:
-        self.target, self.argument_names, self.call_limit_s, self.folder = (
-            target,
-            list(argument_names),
-            call_limit_s,
-            folder,
-        )
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        self.size = size or min(max(1, cores // share), MAX_PROCESSES)
-        self._children: list[_Child] = []
-        self._load_retries = 0  # what has never loaded fails at once
-        self._selector = selectors.DefaultSelector()
+        """Configure the pool; no process starts yet.
+
+        Args:
+            target: the function, as `file.py:name` or `package.module:name`.
+            argument_names: the keyword arguments of every call.
+            call_limit_s: seconds that one call may take.
+            share: number of pools on this machine that divide its cores.
+            folder: working directory of the processes; None for the current one.
+        """
+        self.target = target
+        self.argument_names = list(argument_names)
+        self.call_limit_s = call_limit_s
+        self.folder = folder
+        self.size = min(max(1, _cores() // share), MAX_PROCESSES)
+        self._idle: list[_Process] = []
+        self._busy: set[_Process] = set()
+        self._has_loaded = False
         self._lock = threading.Lock()
-        # The kernel ends a child with the thread that started it, so that thread must live as long as the pool.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-pool")
+        # The kernel ends a process together with the thread that started it. These threads live as
+        # long as the pool.
+        self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="reward-pool")
 
     def start(self, limit_s: float) -> None:
-        """Load the function in one process. Raises FunctionError when that fails or takes longer than `limit_s`."""
+        """Load the function in one process.
+
+        Raises:
+            FunctionError: loading failed or took longer than `limit_s` seconds.
+        """
         self.run([], limit_s)
-        if not any(child.ready for child in self._children):
+        if not self._idle:
             raise FunctionError(f"{self.target} was not loaded within {limit_s:g} s")
 
     def run(self, calls: Sequence[dict[str, Any]], limit_s: float) -> list[RewardResult]:
-        """One result per call's keyword arguments, in order, within `limit_s` (what is left then is a Timeout)."""
+        """Return one result per call's keyword arguments, in order.
+
+        Calls without a result after `limit_s` seconds get the error Timeout.
+        """
         with self._lock:
-            return self._run(calls, time.monotonic() + limit_s)
+            job = _Job(calls, self.size, time.monotonic() + limit_s)
+            workers = min(self.size, max(1, len(calls)))
+            futures = [self._threads.submit(self._work, job) for _ in range(workers)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                if not all(future.done() for future in futures):
+                    self._cancel(job)
+                    wait(futures)
+            for future in futures:
+                future.result()
+        return job.in_order()
 
     def close(self) -> None:
         """End all processes."""
         with self._lock:
-            for child in list(self._children):
-                self._end(child)
-            self._starter.shutdown()
+            while self._idle:
+                self._idle.pop().kill()
+            self._threads.shutdown()
 
-    def _run(self, calls: Sequence[dict[str, Any]], deadline: float) -> list[RewardResult]:
-        results: dict[int, RewardResult] = {}
-        waiting, alone = deque(enumerate(calls)), deque[Call]()
+    def _cancel(self, job: "_Job") -> None:
+        job.deadline = time.monotonic()
+        for process in list(self._busy):
+            process.signal_kill()  # wakes the thread that waits for it
 
-        def give_up(child: _Child, error: str, text: str) -> None:
-            self._end(child)
-            under_way = child.started & child.unfinished.keys() or set(child.unfinished)
-            waiting.extendleft(
-                call
-                for number, call in reversed(child.unfinished.items())
-                if number not in under_way
-            )
-            if len(under_way) == 1:
-                results[under_way.pop()] = RewardResult(None, error=error, traceback=text)
-            else:  # one of several is guilty
-                alone.extend(child.unfinished[number] for number in sorted(under_way))
+    def _work(self, job: "_Job") -> None:
+        """Score calls of the job in one process at a time, until none is left."""
+        while job.has_work() or not (job.calls or self._idle):
+            process = self._take_process(job)
+            if process is None:
+                return
+            batch = job.take(MAX_CONCURRENT_CALLS if process.concurrent else 1)
+            if not batch or self._score(process, batch, job):
+                self._idle.append(process)
+            else:
+                process.kill()
 
+    def _take_process(self, job: "_Job") -> "_Process | None":
+        """Return an idle process, or a new one. None if the job ended while it was loading."""
+        while self._idle:
+            with suppress(IndexError):  # another thread may have taken the last one
+                process = self._idle.pop()
+                if process.is_alive():
+                    return process
+                process.kill()
+        attempts = 1 + LOAD_RETRIES if self._has_loaded else 1
+        for _ in range(attempts):
+            process = self._open()
+            self._busy.add(process)
+            try:
+                event = process.next_event(job.deadline)
+            except TimeoutError:
+                process.kill()
+                return None
+            finally:
+                self._busy.discard(process)
+            if event is not None and "failed" not in event:
+                process.concurrent = event["concurrent"]
+                self._has_loaded = True
+                return process
+            process.kill()
+            if job.is_over():
+                return None
+            if event is not None:
+                raise FunctionError(event["failed"])
+        cause = process.cause_of_death()
+        raise FunctionError(f"{self.target}: the reward process {cause} while loading it")
+
+    def _score(self, process: "_Process", batch: list[Call], job: "_Job") -> bool:
+        """Run calls in a process and store their results. False if the process must be replaced."""
+        unfinished = dict(batch)
+        has_started = False
+        grace_s = ASYNC_GRACE_S if process.concurrent else 0.0
+        call_deadline = time.monotonic() + self.call_limit_s + grace_s
+        self._busy.add(process)
         try:
-            while len(results) < len(calls) or not (
-                calls or any(child.ready for child in self._children)
-            ):
-                self._hand_out(waiting, alone)
-                next_limit = min([deadline, *(child.deadline for child in self._children)])
-                for key, _ in self._selector.select(max(0.0, next_limit - time.monotonic())):
-                    child = key.data
-                    data = os.read(key.fd, 1 << 16)
-                    if not data:
-                        self._end(child)
-                        if not child.ready:
-                            if not self._load_retries:
-                                raise FunctionError(
-                                    f"{self.target}: the reward process {child.cause_of_death()} while loading it"
-                                )
-                            self._load_retries -= 1
-                        give_up(child, "Died", f"the reward process {child.cause_of_death()}")
-                    for event in child.events(data):
-                        self._take(child, event, results)
-                now = time.monotonic()
-                if now >= deadline:
-                    self._end_busy()
-                    break
-                for child in [child for child in self._children if child.deadline <= now]:
-                    give_up(
-                        child,
-                        "Timeout",
-                        f"no score within {self.call_limit_s:g} s; its process was killed",
-                    )
-        except BaseException:
-            self._end_busy()
-            raise
-        late = RewardResult(
-            None,
-            error="Timeout",
-            traceback="the time for this step's rewards was over before this one was scored",
+            process.send(batch)
+            while unfinished:
+                event = process.next_event(min(call_deadline, job.deadline))
+                if event is None:
+                    process.kill()
+                    reason = f"the reward process {process.cause_of_death()}"
+                    job.fail(unfinished, has_started, "Died", reason)
+                    return False
+                if "start" in event:
+                    has_started = True
+                    continue
+                number = event.pop("done")
+                job.results[number] = RewardResult(**event)
+                del unfinished[number]
+        except TimeoutError:
+            if not job.is_over():
+                reason = f"no score within {self.call_limit_s:g} s; its process was killed"
+                job.fail(unfinished, has_started, "Timeout", reason)
+            return False
+        finally:
+            self._busy.discard(process)
+        return True
+
+    def _open(self) -> "_Process":
+        # The process gets sys.path as an argument. An environment variable would also reach the
+        # programs that user code starts.
+        program = (
+            "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
+            "from verlite.rewards.process import main; main()"
         )
-        return [results.get(number, late) for number in range(len(calls))]
-
-    def _hand_out(self, waiting: deque[Call], alone: deque[Call]) -> None:
-        wanted = len(waiting) + len(alone) or int(not self._children)
-        idle = sum(not child.unfinished for child in self._children)
-        for _ in range(min(wanted - idle, self.size - len(self._children))):
-            child = _Child(self._starter.submit(self._open).result())
-            self._children.append(child)
-            self._selector.register(child.output, selectors.EVENT_READ, child)
-        for child in self._children:
-            if not child.ready or child.unfinished or not (waiting or alone):
-                continue
-            share = min(
-                ASYNC_CHUNK if child.concurrent else SYNC_CHUNK, -(-len(waiting) // self.size)
-            )
-            child.send(
-                [alone.popleft()] if alone else [waiting.popleft() for _ in range(share)],
-                self.call_limit_s,
-            )
-
-    def _take(
-        self, child: "_Child", event: dict[str, Any], results: dict[int, RewardResult]
-    ) -> None:
-        match event:
-            case {"failed": message}:
-                raise FunctionError(message)
-            case {"ready": _, "concurrent": concurrent}:
-                child.ready, child.concurrent = True, concurrent
-                self._load_retries = LOAD_RETRIES
-            case {"start": number}:
-                child.started.add(number)
-                child.deadline = (
-                    time.monotonic()
-                    + self.call_limit_s
-                    + (ASYNC_GRACE_S if child.concurrent else 0.0)
-                )
-            case {"done": number, **values}:
-                results[number] = RewardResult(**values)
-                del child.unfinished[number]
-                if not child.unfinished:
-                    child.deadline = float("inf")
-
-    def _open(self) -> subprocess.Popen[bytes]:
-        # The child gets our sys.path as it is: an environment variable would reach the programs that user code starts.
-        start = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from verlite.rewards.child import main; main()"
         arguments = [
             self.target,
             json.dumps(self.argument_names),
             str(self.call_limit_s),
             str(os.getpid()),
+            json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]),
         ]
-        path = json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path])
-        return subprocess.Popen(
-            [sys.executable, "-P", "-c", start, *arguments, path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # several processes share the cores
-            start_new_session=True,  # Ctrl-C is the trainer's to handle; and the group is killed as a whole
+        return _Process(
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", program, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=self.folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},  # several processes share the cores
+                start_new_session=True,  # Ctrl-C is for the trainer; the group is killed as one
+            )
         )
 
-    def _end_busy(self) -> None:
-        """End the processes that work or load: nobody will read what they say."""
-        for child in [child for child in self._children if child.unfinished or not child.ready]:
-            self._end(child)
 
-    def _end(self, child: "_Child") -> None:
-        if child in self._children:
-            self._children.remove(child)
-            self._selector.unregister(child.output)
-            child.kill()
+class _Job:
+    """The calls of one `Pool.run` and their results so far."""
+
+    def __init__(self, calls: Sequence[dict[str, Any]], size: int, deadline: float) -> None:
+        self.calls = calls
+        self.deadline = deadline
+        self.results: dict[int, RewardResult] = {}
+        self._waiting = deque(enumerate(calls))
+        self._repeated: deque[Call] = deque()
+        self._suspects: set[int] = set()
+        self._share = -(-len(calls) // size)
+        self._lock = threading.Lock()
+
+    def is_over(self) -> bool:
+        """Return whether the deadline has passed."""
+        return time.monotonic() >= self.deadline
+
+    def has_work(self) -> bool:
+        """Return whether calls wait and may still start."""
+        return bool(self._waiting or self._repeated) and not self.is_over()
+
+    def take(self, most: int) -> list[Call]:
+        """Remove and return the next calls, at most `most`. A repeated call comes alone."""
+        with self._lock:
+            if self._repeated:
+                return [self._repeated.popleft()]
+            count = min(most, self._share, len(self._waiting))
+            return [self._waiting.popleft() for _ in range(count)]
+
+    def fail(
+        self, unfinished: dict[int, dict[str, Any]], has_started: bool, error: str, reason: str
+    ) -> None:
+        """Handle the calls of a process that died or hung.
+
+        A call fails if it was the only one and had started, or if it was repeated before. Other
+        calls are repeated once, each alone, because another call may be the cause, or the process
+        may have died while it was idle.
+        """
+        is_cause = has_started and len(unfinished) == 1
+        for number, arguments in sorted(unfinished.items()):
+            if is_cause or number in self._suspects:
+                self.results[number] = RewardResult(None, error=error, traceback=reason)
+            else:
+                self._suspects.add(number)
+                self._repeated.append((number, arguments))
+
+    def in_order(self) -> list[RewardResult]:
+        """Return the results by call. A call without one ran out of the step's time."""
+        late = RewardResult(
+            None,
+            error="Timeout",
+            traceback="the time for this step's rewards was over before this one was scored",
+        )
+        return [self.results.get(number, late) for number in range(len(self.calls))]
 
 
-class _Child:
-    """What the pool knows of one process."""
+class _Process:
+    """A running reward process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None  # both are pipes
-        self.process, self.input, self.output = process, process.stdin, process.stdout
-        self.ready = self.concurrent = False
-        self.unfinished: dict[int, Call] = {}
-        self.started: set[int] = set()
-        self.deadline = float("inf")
-        self._rest = b""
+        self.concurrent = False
+        self._process = process
+        self._input = process.stdin
+        self._output = process.stdout
+        self._received = b""
+        self._poll = select.poll()
+        self._poll.register(self._output, select.POLLIN)
 
-    def send(self, chunk: list[Call], limit_s: float) -> None:
-        self.unfinished, self.started = {call[0]: call for call in chunk}, set()
-        self.deadline = (
-            time.monotonic() + limit_s + ASYNC_GRACE_S
-        )  # until the first call reports its start
-        data = pickle.dumps(chunk)
-        with suppress(
-            BrokenPipeError
-        ):  # it has died: its output ends too, and that is where this is handled
-            self.input.write(struct.pack("<Q", len(data)) + data)
-            self.input.flush()
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
-    def events(self, data: bytes) -> list[dict[str, Any]]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+    def send(self, batch: list[Call]) -> None:
+        data = pickle.dumps(batch)
+        with suppress(BrokenPipeError):  # it has died; `next_event` reports that
+            self._input.write(struct.pack("<Q", len(data)) + data)
+            self._input.flush()
+
+    def next_event(self, deadline: float) -> dict[str, Any] | None:
+        """Wait for the next event; None if the process ended. Raises TimeoutError."""
+        while b"\n" not in self._received:
+            left_s = max(0.0, deadline - time.monotonic())
+            if not self._poll.poll(left_s * 1000):
+                raise TimeoutError
+            data = os.read(self._output.fileno(), 1 << 16)
+            if not data:
+                return None
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def signal_kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """Kill the process and what it started, and free its pipes."""
+        if self._output.closed:
+            return
+        self.signal_kill()
+        self._process.wait()
         with suppress(BrokenPipeError):  # what `send` could not deliver
-            self.input.close()
-        self.output.close()
+            self._input.close()
+        self._output.close()
 
     def cause_of_death(self) -> str:
-        code = self.process.returncode
+        code = self._process.returncode
         if code >= 0:
             return f"ended itself with exit code {code}"
-        return f"was killed by {signal.Signals(-code).name}" + (
-            ", perhaps for lack of memory" if -code == signal.SIGKILL else ""
-        )
+        cause = f"was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            cause += ", perhaps for lack of memory"
+        return cause
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-CALLER = "verlite.rewards.child"  # the module that calls reward functions
+CALLER = "verlite.rewards.process"  # the module that calls reward functions
 TRACEBACK_LIMIT = 4000  # characters of a traceback that are kept, from its end
 
 

@@ -1,6 +1,10 @@
 """Which built-in scorer belongs to which data source."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from verlite.rewards.process import FunctionError
+from verlite.rewards.result import RewardResult
 
 from verlite.config.catalog import SCORERS, scorer_for
 
@@ -30,3 +34,54 @@ def unknown(data_sources: Iterable[str]) -> UnknownDataSource:
         f"no scorer belongs to data source {', '.join(map(repr, data_sources))}; built-in scorers know {', '.join(SCORERS)}. "
         "Give your own function with custom_reward_function.path=FILE.py, or name a known source in the data"
     )
+
+
+SIGNED_SOURCES = ("math_dapo", "math_dapo_reasoning", "math", "aime*")
+"""Data sources whose scores are +1 and -1 by default. verl scores all of them with its math_dapo."""
+
+SCALES = ("zero_one", "signed")
+"""Values of reward.score_scale: scores from 0 to 1, or from -1 to 1."""
+
+
+def check_scales(scales: Mapping[str, str]) -> dict[str, str]:
+    """Return reward.score_scale. Raises FunctionError for a value that is not in SCALES."""
+    for source, scale in scales.items():
+        if scale not in SCALES:
+            raise FunctionError(
+                f"reward.score_scale.{source}={scale} is not one of {', '.join(SCALES)}"
+            )
+    return dict(scales)
+
+
+def scale_of(data_source: str, scales: Mapping[str, str]) -> str:
+    """Return the scale of a built-in scorer's scores for a data source.
+
+    `scales` is reward.score_scale. The most specific entry counts: the source's own name, then the
+    longest pattern that ends in *, then "default". Without one, SIGNED_SOURCES are signed.
+    """
+    if data_source in scales:
+        return scales[data_source]
+    patterns = [name for name in scales if _matches(data_source, name)]
+    if patterns:
+        return scales[max(patterns, key=len)]
+    if "default" in scales:
+        return scales["default"]
+    signed = any(data_source == name or _matches(data_source, name) for name in SIGNED_SOURCES)
+    return "signed" if signed else "zero_one"
+
+
+def rescaled(result: RewardResult, scale: str) -> RewardResult:
+    """Return a built-in scorer's result on its scale.
+
+    Signed scores are 2 * score - 1, so a right answer scores +1 and a wrong one -1, as in verl's
+    math_dapo. The part `acc` is the score before that, unless the scorer returned its own.
+    """
+    if scale != "signed" or result.score is None:
+        return result
+    return replace(
+        result, score=2.0 * result.score - 1.0, parts={"acc": result.score} | result.parts
+    )
+
+
+def _matches(data_source: str, pattern: str) -> bool:
+    return pattern.endswith("*") and data_source.startswith(pattern[:-1])

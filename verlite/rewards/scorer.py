@@ -1,23 +1,34 @@
-"""Scores for a batch of responses: from the scorer of each row's data source, or from the user's own function."""
+"""Score responses with the scorer of each row's data source, or with the user's own function."""
 
+import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from verlite.config.names import names_a_file
 from verlite.config.schema import CustomRewardConfig, RewardConfig
-from verlite.rewards.child import FunctionError, load
 from verlite.rewards.pool import Pool
+from verlite.rewards.process import FunctionError, load
 from verlite.rewards.result import RewardItem, RewardResult, failure, result_of
-from verlite.rewards.routing import IN_PROCESS, UnknownDataSource, scorer_of, unknown
+from verlite.rewards.routing import (
+    IN_PROCESS,
+    UnknownDataSource,
+    check_scales,
+    rescaled,
+    scale_of,
+    scorer_of,
+    unknown,
+)
 
-BUILT_IN_LIMIT_S = 10.0  # a built-in scorer needs milliseconds; what takes longer will not end
+BUILT_IN_LIMIT_S = 10.0
+"""Time limit of one call of a built-in scorer. They need milliseconds; slower calls never end."""
 
 
 class Row(Protocol):
-    """What the self-check needs of a dataset row."""
+    """The fields of a dataset row that `Scorer.self_check` reads."""
 
     @property
     def data_source(self) -> str: ...
@@ -29,30 +40,31 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """How the reward function scores the data's own answers."""
+    """Scores of the ground-truth answers of the data."""
 
     checked: int
-    """Ground-truth answers that were scored."""
+    """Number of ground-truth answers that were scored."""
     rejected: list[str] = field(default_factory=list)
-    """One line for each that did not score above 0."""
+    """One line for each answer that did not score above 0."""
 
     def warning(self) -> str | None:
-        """What a person should know, with up to three examples; None when all answers scored above 0."""
+        """Return a warning with up to three examples, or None if all answers scored above 0."""
         if not self.rejected:
             return None
         return (
-            f"the reward function gives {len(self.rejected)} of {self.checked} ground-truth answers no score above 0, "
-            'however they are written (plain, after "####", in \\boxed{}, in <answer> tags): is it the right function for this data? '
+            f"the reward function gives {len(self.rejected)} of {self.checked} ground-truth "
+            'answers no score above 0, however they are written (plain, after "####", in '
+            "\\boxed{}, in <answer> tags): is it the right function for this data? "
             "Examples: " + "; ".join(self.rejected[:3])
         )
 
 
 class Scorer:
-    """Scores responses.
+    """Score responses.
 
-    With custom_reward_function.path every item goes to that function, else to the scorer in `routing` that belongs to its
-    data source; reward_kwargs are added to the arguments of either. User code and math-verify run in processes of their own, as many
-    as a `share`-th of the machine's cores, with `folder` as their working directory where there is such a one.
+    If custom_reward_function.path is set, that function scores every item. Otherwise the built-in
+    scorer of the item's data source does, and `reward.score_scale` sets its range. reward_kwargs
+    are passed to either. User code and math-verify run in separate processes.
     """
 
     def __init__(
@@ -62,18 +74,34 @@ class Scorer:
         share: int = 1,
         folder: str | None = None,
     ) -> None:
+        """Configure the scorer; nothing is loaded yet.
+
+        Args:
+            custom: the user's own function, if any, and the extra arguments.
+            reward: time limits and scales.
+            share: number of scorers on this machine that divide its cores.
+            folder: working directory of the reward processes, if it exists.
+
+        Raises:
+            FunctionError: reward.score_scale has an unknown value.
+        """
         self._custom = f"{_place(custom.path)}:{custom.name}" if custom.path else None
-        self._kwargs, self._reward, self._share = dict(custom.reward_kwargs), reward, share
+        self._kwargs = dict(custom.reward_kwargs)
+        self._reward = reward
+        self._scales = check_scales(reward.score_scale)
+        self._share = share
         self._folder = folder if folder and Path(folder).is_dir() else None
-        self._names = list({**RewardItem("", "", None).arguments(), **self._kwargs})
+        self._argument_names = list({**RewardItem("", "", None).arguments(), **self._kwargs})
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pools: dict[str, Pool] = {}
 
     def check_signature(self, data_sources: Iterable[str] = ()) -> None:
-        """Load what will score these data sources, before anything is spent on responses.
+        """Load the functions that will score these data sources.
 
-        Raises FunctionError (missing file or function, a file that cannot be loaded, parameters that do not fit) or
-        UnknownDataSource, each with one line that says what is wrong.
+        Raises:
+            FunctionError: the file or function is missing, cannot be loaded, or does not accept
+                the arguments.
+            UnknownDataSource: a data source has no built-in scorer.
         """
         if self._custom:
             place = self._custom.rpartition(":")[0]
@@ -93,28 +121,37 @@ class Scorer:
     def score(
         self, items: Sequence[RewardItem], limit_s: float | None = None
     ) -> list[RewardResult]:
-        """One result per item, in order, within limit_s, or reward.timeout_s where it is None.
+        """Return one result per item, in order, within `limit_s` seconds.
 
-        A failed call is a result with an error class and a traceback. Raises FunctionError when the function cannot be
-        loaded at all, and UnknownDataSource.
+        The default limit is reward.timeout_s. A failed call is a result with an error class and a
+        traceback.
+
+        Raises:
+            FunctionError: the function cannot be loaded.
+            UnknownDataSource: an item's data source has no built-in scorer.
         """
+        if not items:
+            return []
         deadline = time.monotonic() + (self._reward.timeout_s if limit_s is None else limit_s)
         results: dict[int, RewardResult] = {}
-        for target, numbers in (
-            self._by_target(item.data_source for item in items).items() if items else ()
-        ):
+        by_target = self._by_target(item.data_source for item in items)
+        for target, numbers in by_target.items():
             calls = [{**items[number].arguments(), **self._kwargs} for number in numbers]
             if target in IN_PROCESS:
                 scored = [_call(self._function(target), call) for call in calls]
             else:
-                scored = self._pool(target).run(calls, max(0.0, deadline - time.monotonic()))
+                left_s = max(0.0, deadline - time.monotonic())
+                scored = self._pool(target).run(calls, left_s)
             results.update(zip(numbers, scored, strict=True))
-        return [results[number] for number in range(len(items))]
+        return [self._rescaled(item, results[number]) for number, item in enumerate(items)]
 
     def self_check(self, rows: Sequence[Row]) -> SelfCheck:
-        """Score the rows' own ground truths, each written in the usual ways; the best way counts. Rows without one are left out.
+        """Score the rows' own ground truths, written in the usual ways. The best score counts.
 
-        Raises FunctionError when every call failed: then no response could be scored either.
+        Rows without a ground truth are skipped.
+
+        Raises:
+            FunctionError: every call failed, so no response could be scored either.
         """
         rows = [row for row in rows if row.ground_truth is not None]
         answers = [
@@ -127,9 +164,8 @@ class Scorer:
         scored: list[list[RewardResult]] = [[] for _ in rows]
         undecided = list(range(len(rows)))
         while undecided:
-            for i, result in zip(
-                undecided, self.score([answers[i][len(scored[i])] for i in undecided]), strict=True
-            ):
+            results = self.score([answers[i][len(scored[i])] for i in undecided])
+            for i, result in zip(undecided, results, strict=True):
                 scored[i].append(result)
             undecided = [
                 i
@@ -138,22 +174,16 @@ class Scorer:
             ]
         if rows and all(result.error for results in scored for result in results):
             raise FunctionError(
-                f"{self._named(rows[0].data_source)} fails on the data's own answers, in all {len(rows)} rows that were tried, "
-                f"so it would fail on every response. The first failure:\n{(scored[0][0].traceback or '').rstrip()}\n"
+                f"{self._named(rows[0].data_source)} fails on the data's own answers, in all "
+                f"{len(rows)} rows that were tried, so it would fail on every response. "
+                f"The first failure:\n{(scored[0][0].traceback or '').rstrip()}\n"
                 "Correct it, or start without this check: reward.check_ground_truth=false"
             )
-        rejected = []
-        for items, results in zip(answers, scored, strict=True):
-            if not any((result.score or 0.0) > 0 for result in results):
-                item, result = items[0], results[0]
-                outcome = (
-                    f"{result.error} ({(result.traceback or '').splitlines()[-1]})"
-                    if result.error
-                    else f"score {result.score:g}"
-                )
-                rejected.append(
-                    f"{item.data_source}: {item.solution_str[:100]!r} for {str(item.ground_truth)[:100]!r}: {outcome}"
-                )
+        rejected = [
+            _rejection(items[0], results[0])
+            for items, results in zip(answers, scored, strict=True)
+            if not any((result.score or 0.0) > 0 for result in results)
+        ]
         return SelfCheck(len(rows), rejected)
 
     def close(self) -> None:
@@ -163,14 +193,14 @@ class Scorer:
         self._pools.clear()
 
     def _named(self, data_source: str) -> str:
-        """What scores a data source, in the words of the configuration."""
+        """Describe what scores a data source, in terms of the configuration."""
         if not self._custom:
             return f"the built-in scorer of data source {data_source!r}"
         path, _, name = self._custom.rpartition(":")
         return f"custom_reward_function.path={path}: {name}"
 
     def _by_target(self, data_sources: Iterable[str]) -> dict[str, list[int]]:
-        """Which function scores which of the data sources, given and returned by position."""
+        """Return, for each function, the positions of the data sources that it scores."""
         targets: dict[str, list[int]] = {self._custom: []} if self._custom else {}
         missing: dict[str, None] = {}
         for number, source in enumerate(data_sources):
@@ -184,49 +214,114 @@ class Scorer:
 
     def _function(self, target: str) -> Callable[..., Any]:
         if target not in self._functions:
-            self._functions[target] = load(target, self._names)
+            self._functions[target] = load(target, self._argument_names)
         return self._functions[target]
 
     def _pool(self, target: str) -> Pool:
         if target not in self._pools:
-            limit = (
-                self._reward.item_timeout_s
-                if target == self._custom
-                else min(self._reward.item_timeout_s, BUILT_IN_LIMIT_S)
-            )
+            limit_s = self._reward.item_timeout_s
+            if target != self._custom:
+                limit_s = min(limit_s, BUILT_IN_LIMIT_S)
             self._pools[target] = Pool(
-                target, self._names, limit, share=self._share, folder=self._folder
+                target, self._argument_names, limit_s, share=self._share, folder=self._folder
             )
         return self._pools[target]
 
+    def _rescaled(self, item: RewardItem, result: RewardResult) -> RewardResult:
+        if self._custom:
+            return result
+        return rescaled(result, scale_of(item.data_source, self._scales))
+
+
+class Stream:
+    """Score samples in a thread while others are still generated.
+
+    Items are scored in the order in which they are added. All items that wait when the thread
+    becomes free are scored together.
+    """
+
+    def __init__(self, scorer: Scorer, timeout_s: float) -> None:
+        self._scorer = scorer
+        self._timeout_s = timeout_s
+        self._queue: queue.SimpleQueue[tuple[Any, RewardItem] | None] = queue.SimpleQueue()
+        self._deadline = float("inf")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._scored = self._thread.submit(self._run)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop. After a failure, the current batch finishes and no other batch starts."""
+        self._deadline = min(self._deadline, time.monotonic())
+        self._queue.put(None)
+        self._thread.shutdown(wait=False)
+
+    def add(self, key: Any, item: RewardItem) -> None:
+        """Queue an item. Raises the exception of an earlier batch that could not be scored."""
+        if self._scored.done():
+            self._scored.result()
+        self._queue.put((key, item))
+
+    def results(self) -> dict[Any, RewardResult]:
+        """Return results by key when all items are scored, at most `timeout_s` from now.
+
+        Raises what `Scorer.score` raises.
+        """
+        self._deadline = time.monotonic() + self._timeout_s
+        self._queue.put(None)
+        return self._scored.result()
+
+    def _run(self) -> dict[Any, RewardResult]:
+        results: dict[Any, RewardResult] = {}
+        while True:
+            waiting = [self._queue.get()]
+            while not self._queue.empty():
+                waiting.append(self._queue.get())
+            items = dict(entry for entry in waiting if entry is not None)
+            limit_s = min(self._timeout_s, self._deadline - time.monotonic())
+            scored = self._scorer.score(list(items.values()), limit_s)
+            results |= zip(items, scored, strict=True)
+            if None in waiting:
+                return results
+
 
 def _place(path: str) -> str:
-    """A file with its whole path, or a module's dotted name as it is."""
+    """Return the absolute path of a file, or the dotted name of a module unchanged."""
     return str(Path(path).expanduser().absolute()) if names_a_file(path) else path
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> RewardResult:
     try:
         return result_of(function(**arguments))
-    except (
-        Exception
-    ) as error:  # also of our own scorers: a ground truth that is no number, for example
+    except Exception as error:  # such as a ground truth that is not a number
         return failure(error)
 
 
 def _decides(result: RewardResult) -> bool:
-    """No other way to write the answer needs to be tried: it was accepted, or it hung, and the others would take as long."""
+    """Return whether no other way to write the answer needs to be tried.
+
+    After a timeout the other ways would probably take as long.
+    """
     return result.error == "Timeout" or (result.score or 0.0) > 0
 
 
+def _rejection(item: RewardItem, result: RewardResult) -> str:
+    if result.error:
+        outcome = f"{result.error} ({(result.traceback or '').splitlines()[-1]})"
+    else:
+        outcome = f"score {result.score:g}"
+    truth = str(item.ground_truth)[:100]
+    return f"{item.data_source}: {item.solution_str[:100]!r} for {truth!r}: {outcome}"
+
+
 def _answers(row: Row) -> list[str]:
-    """The ground truth as a response could state it."""
+    """Return the ground truth in the forms in which a response may state it."""
     truth = row.ground_truth
     if isinstance(truth, dict):  # question answering: {"target": [accepted answers]}
         truth = truth.get("target", truth)
     if isinstance(truth, list) and truth:
         truth = truth[0]
     forms = [f"{truth}", f"#### {truth}", f"\\boxed{{{truth}}}", f"<answer>{truth}</answer>"]
-    return forms + [
-        text for key in ("answer", "solution") if isinstance(text := row.extra_info.get(key), str)
-    ]
+    solutions = [row.extra_info.get(key) for key in ("answer", "solution")]
+    return forms + [text for text in solutions if isinstance(text, str)]

@@ -13,7 +13,7 @@ from verlite.controller.cluster import NoCluster
 from verlite.controller.placement import ResourcesMissing
 from verlite.controller.supervise import StuckError, WorkerError
 from verlite.data.dataset import DataError
-from verlite.rewards.child import FunctionError
+from verlite.rewards.process import FunctionError
 from verlite.rewards.routing import UnknownDataSource
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
 

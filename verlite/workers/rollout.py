@@ -20,8 +20,7 @@ from verlite.envs.step import Env, ToolError
 from verlite.protocol.data import DataProto
 from verlite.protocol.weights import read_buckets
 from verlite.rewards.result import RewardItem, RewardResult
-from verlite.rewards.scorer import Scorer
-from verlite.rewards.stream import Stream
+from verlite.rewards.scorer import Scorer, Stream
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Status, Trajectory

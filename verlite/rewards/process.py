@@ -1,0 +1,175 @@
+"""The program of a reward process: load one function and call it in isolation.
+
+A reward function may hang, leak memory or crash, so it never runs in the trainer's process.
+`verlite.rewards.pool` starts this program. Calls arrive on stdin as length-prefixed pickles, which
+only the parent writes. Results leave on stdout as one JSON object per line, because the trainer
+must not unpickle what user code returns. Output of the user's file goes to stderr. Only the
+standard library is imported, so a process starts in tens of milliseconds.
+"""
+
+import asyncio
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import pickle
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from verlite.rewards.result import RewardResult, failure, result_of
+
+Call = tuple[int, dict[str, Any]]
+"""Number of a call and its keyword arguments."""
+
+
+class FunctionError(ValueError):
+    """A reward function cannot be loaded, or does not accept its arguments."""
+
+
+def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
+    """Import `file.py:name` or `package.module:name` and check that it accepts these arguments.
+
+    Raises:
+        FunctionError: the file or module cannot be imported, has no such function, or the function
+            does not accept these keyword arguments.
+    """
+    place, _, name = target.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            module = _load_file(Path(place))
+        else:
+            module = importlib.import_module(place)
+    except BaseException as error:  # an imported file may raise anything, SystemExit included
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise FunctionError(
+            f"{place} cannot be loaded: {type(error).__name__}: {error} "
+            f"({line.filename}:{line.lineno})"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise FunctionError(
+            f"{place} has no function {name!r}; its functions are {', '.join(functions) or 'none'}"
+        )
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(argument_names))
+    except TypeError as error:
+        raise FunctionError(
+            f"{place}: {name}{signature} cannot be called with {', '.join(argument_names)}: "
+            f"{error}. Give it these parameters, or **kwargs"
+        ) from error
+    return function
+
+
+def _load_file(path: Path) -> ModuleType:
+    # The folder goes last, so that files beside this one never shadow a library.
+    sys.path.append(str(path.parent))
+    # The module gets a prefix because a file may be called math.py. It is registered because
+    # pickle and dataclasses look modules up by name.
+    spec = importlib.util.spec_from_file_location(f"verlite_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # true for every .py file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    """Serve calls until stdin ends.
+
+    Command line: the function, the names of its arguments as JSON, seconds per call, and the
+    process id of the parent.
+    """
+    target = sys.argv[1]
+    argument_names = json.loads(sys.argv[2])
+    limit_s = float(sys.argv[3])
+    _die_with(parent=int(sys.argv[4]))
+    calls = os.fdopen(os.dup(0), "rb")
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    def report(**event: Any) -> None:
+        events.write(json.dumps(event) + "\n")
+
+    try:
+        function = load(target, argument_names)
+    except FunctionError as error:
+        report(failed=str(error))
+        return
+    concurrent = inspect.iscoroutinefunction(function)
+    report(ready=True, concurrent=concurrent)
+
+    async def score_together(batch: list[Call]) -> None:
+        await asyncio.gather(*(score_one(number, arguments) for number, arguments in batch))
+
+    async def score_one(number: int, arguments: dict[str, Any]) -> None:
+        report(start=number)
+        report(done=number, **asdict(await _await(function(**arguments), limit_s)))
+
+    # One event loop serves all calls, so clients that the user's file keeps stay usable.
+    with asyncio.Runner() as runner:
+        while batch := _read(calls):
+            if concurrent:
+                runner.run(score_together(batch))
+                continue
+            for number, arguments in batch:
+                report(start=number)
+                # Called outside the event loop, because the function may run its own.
+                try:
+                    value = function(**arguments)
+                    if inspect.isawaitable(value):
+                        result = runner.run(_await(value, limit_s))
+                    else:
+                        result = result_of(value)
+                except BaseException as error:  # SystemExit too fails this call only
+                    result = failure(error)
+                report(done=number, **asdict(result))
+
+
+async def _await(value: Awaitable[Any], limit_s: float) -> RewardResult:
+    """Wait for an asynchronous function's value, at most `limit_s` seconds. Never raises."""
+    try:
+        async with asyncio.timeout(limit_s) as timeout:
+            return result_of(await value)
+    except TimeoutError as error:
+        if timeout.expired():
+            return RewardResult(None, error="Timeout", traceback=f"no score within {limit_s:g} s")
+        return failure(error)
+    except BaseException as error:  # SystemExit too fails this call only
+        return failure(error)
+
+
+def _read(calls: BinaryIO) -> list[Call] | None:
+    header = calls.read(8)
+    if len(header) < 8:
+        return None
+    (length,) = struct.unpack("<Q", header)
+    return pickle.loads(calls.read(length))
+
+
+def _die_with(parent: int) -> None:
+    """Make the kernel end this process with its parent, and first when memory runs out (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        sys.exit("the parent process has ended")
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError:
+        pass  # some containers forbid it, and rewards work without it
