@@ -1,46 +1,45 @@
-"""Which built-in scorer belongs to which data source."""
+"""Choose the built-in scorer of a data source, and the scale of its scores."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from verlite.config.catalog import SCORERS, scorer_for
 from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardResult
-
-from verlite.config.catalog import SCORERS, scorer_for
 
 IN_PROCESS = {
     "verlite.rewards.gsm8k:compute_score",
     "verlite.rewards.exact:compute_score",
     "verlite.rewards.qa:compute_score",
 }
-"""Scorers whose time is bounded by their code: they need no process of their own."""
-
-
-class UnknownDataSource(ValueError):
-    """No built-in scorer belongs to a data source."""
-
-
-def scorer_of(data_source: str) -> str:
-    """The scorer of a data source, as module:function. Raises UnknownDataSource."""
-    path = scorer_for(data_source)
-    if path is not None:
-        return path
-    raise unknown([data_source])
-
-
-def unknown(data_sources: Iterable[str]) -> UnknownDataSource:
-    """The error that names data sources without a scorer and what to do."""
-    return UnknownDataSource(
-        f"no scorer belongs to data source {', '.join(map(repr, data_sources))}; built-in scorers know {', '.join(SCORERS)}. "
-        "Give your own function with custom_reward_function.path=FILE.py, or name a known source in the data"
-    )
-
+"""Built-in scorers that always end quickly, so they do not need a separate process."""
 
 SIGNED_SOURCES = ("math_dapo", "math_dapo_reasoning", "math", "aime*")
-"""Data sources whose scores are +1 and -1 by default. verl scores all of them with its math_dapo."""
+"""Data sources whose scores are +1 and -1 by default. verl scores all of them with math_dapo."""
 
 SCALES = ("zero_one", "signed")
 """Values of reward.score_scale: scores from 0 to 1, or from -1 to 1."""
+
+
+class UnknownDataSource(ValueError):
+    """A data source has no built-in scorer."""
+
+
+def scorer_of(data_source: str) -> str:
+    """Return the scorer of a data source as `package.module:function`. Raises UnknownDataSource."""
+    path = scorer_for(data_source)
+    if path is None:
+        raise unknown([data_source])
+    return path
+
+
+def unknown(data_sources: Iterable[str]) -> UnknownDataSource:
+    """Return the error for data sources without a scorer, with the remedy."""
+    return UnknownDataSource(
+        f"no scorer belongs to data source {', '.join(map(repr, data_sources))}; "
+        f"built-in scorers know {', '.join(SCORERS)}. Give your own function with "
+        "custom_reward_function.path=FILE.py, or name a known source in the data"
+    )
 
 
 def check_scales(scales: Mapping[str, str]) -> dict[str, str]:
@@ -78,9 +77,8 @@ def rescaled(result: RewardResult, scale: str) -> RewardResult:
     """
     if scale != "signed" or result.score is None:
         return result
-    return replace(
-        result, score=2.0 * result.score - 1.0, parts={"acc": result.score} | result.parts
-    )
+    parts = {"acc": result.score} | result.parts
+    return replace(result, score=2.0 * result.score - 1.0, parts=parts)
 
 
 def _matches(data_source: str, pattern: str) -> bool:
