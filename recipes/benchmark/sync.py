@@ -87,7 +87,7 @@ def sync(
         lambda: write_buckets(trainer.export(dtype, snapshot=False), bucket_bytes), "buckets"
     )
     buckets = results["buckets"]
-    with mock.patch("verlite.rollout.vllm.tensor_fingerprint", hashing):
+    with mock.patch("verlite.rollout.engines.vllm_worker.tensor_fingerprint", hashing):
         whole = timed(
             lambda: engine.load_weights(read_buckets(buckets.paths), version, results["expected"]),
             "load",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.engine.batches import engine, ragged_batch
 from verlite.algorithms.aggregation import token_weights
 from verlite.config.schema import ActorConfig, Config
-from verlite.engine import fsdp, ulysses
+from verlite.engine import sharding, ulysses
 from verlite.engine.attention import Sequences, packed_attention
 from verlite.engine.checkpoint import local_part
 from verlite.engine.fsdp import Counts, NonFiniteError, TrainEngine
@@ -134,7 +134,7 @@ def shared_attention(
     n, rank = dist.get_world_size(), dist.get_rank()
     query, key, value = (tensor.chunk(n, 2)[rank].clone().requires_grad_() for tensor in tensors)
     sequences = Sequences(
-        lengths, torch.tensor([0, *lengths]).cumsum(0).int(), ulysses.neighbours(n, packed=True)
+        lengths, torch.tensor([0, *lengths]).cumsum(0).int(), ulysses.sp_group(n, packed=True)
     )
     out, _ = packed_attention(
         nn.Module(),
@@ -379,18 +379,18 @@ def refusal(path: str, settings: dict[str, Any]) -> str:
 
 def reads(path: str, head: str) -> int:
     """How many times this rank reads the checkpoint while the engine is built."""
-    count, load_model = 0, fsdp.load_model
+    count, load_model = 0, sharding.load_model
 
     def counted(*arguments: Any) -> Any:
         nonlocal count
         count += 1
         return load_model(*arguments)
 
-    fsdp.load_model = counted
+    sharding.load_model = counted
     try:
         engine(path, head=head)
     finally:
-        fsdp.load_model = load_model
+        sharding.load_model = load_model
     return count
 
 

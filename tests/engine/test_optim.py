@@ -43,7 +43,7 @@ def test_what_needs_the_length_of_training_says_so() -> None:
         ValueError, match="lr_scheduler_type=cosine needs the number of training steps"
     ):
         learning_rate(OptimConfig(lr_scheduler_type="cosine"), 3, None)
-    with pytest.raises(ValueError, match="'linear': choose constant or cosine"):
+    with pytest.raises(ValueError, match="'linear' must be constant or cosine"):
         learning_rate(OptimConfig(lr_scheduler_type="linear"), 3, 10)
 
 

@@ -57,7 +57,7 @@ def test_a_row_is_cut_by_hand() -> None:
             "response_mask": torch.tensor([[1, 1, 0], [1, 1, 0]]),
         }
     ).batch
-    every: Any = [model_inputs(rows, packed=True).cut(Rank(rank, 3)) for rank in range(3)]  # type: ignore[arg-type]
+    every: Any = [model_inputs(rows, packed=True).rank_slice(Rank(rank, 3)) for rank in range(3)]  # type: ignore[arg-type]
     assert [part.input_ids.tolist() for part in every] == [
         [[11, 12, 13]],
         [[21, 22, 23]],
@@ -320,7 +320,7 @@ def test_what_cannot_be_shared_is_refused_before_the_first_pass(
         (
             tiny_qwen2,
             {**TWO, "use_remove_padding": False},
-            "ulysses_sequence_parallel_size=2 cuts packed rows: it needs model.use_remove_padding=True",
+            "ulysses_sequence_parallel_size=2 splits packed rows: it needs model.use_remove_padding=True",
         ),
         (tiny_qwen2, TWO, "nothing"),
     ):

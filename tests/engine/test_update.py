@@ -334,5 +334,5 @@ def test_half_precision_needs_what_is_not_there(tiny_qwen2: str) -> None:
         engine(tiny_qwen2, train=True, dtype="float16")
     with pytest.raises(ValueError, match="fsdp_size=3 must divide"):
         engine(tiny_qwen2, fsdp_size=3)
-    with pytest.raises(ValueError, match="model_dtype='fp32': choose one of"):
+    with pytest.raises(ValueError, match="model_dtype='fp32' must be one of"):
         engine(tiny_qwen2, model_dtype="fp32")

@@ -21,11 +21,11 @@ from tests.rollout.oracle import (
 )
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.protocol.weights import fingerprint
-from verlite.rollout import hf
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
-from verlite.rollout.hf import HFCore
-from verlite.rollout.types import EngineError, Sampling, WeightSyncError
+from verlite.rollout.engines import hf
+from verlite.rollout.engines.hf import HFCore
+from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
 
 LONG = Sampling(max_tokens=24, ignore_eos=True)
 
@@ -39,6 +39,19 @@ def start(path: str, max_model_len: int = 128, pretrained: bool = True, **rollou
         torch.device("cpu"),
         seed=1,
         pretrained=pretrained,
+    )
+
+
+def options(path: str, max_num_seqs: int = 4, max_model_len: int = 64) -> EngineOptions:
+    """Options of a Core with the checkpoint's weights."""
+    return EngineOptions(
+        ModelConfig(path=path),
+        RolloutConfig(max_num_seqs=max_num_seqs),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=max_model_len,
+        seed=0,
+        pretrained=True,
     )
 
 
@@ -110,7 +123,7 @@ def test_other_architectures(tmp_path, name, caplog):
     arch, overrides = ARCHITECTURES[name]
     path = tiny_model(tmp_path / arch, arch, **overrides)
     engine = start(path)
-    cached = engine._call(lambda core: core._caching)
+    cached = engine._call(lambda core: core._is_caching)
     try:
         prompts = some_prompts(8)
         answers = ask(engine, prompts, *(dataclasses.replace(LONG, seed=i) for i in range(8)))
@@ -260,15 +273,7 @@ def test_a_request_that_joins_changes_nothing_for_those_that_run(path):
         alone = start(path)
         expected += ask(alone, [prompt], sampling)
         alone.close()
-    core = HFCore(
-        ModelConfig(path=path),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_num_seqs=8,
-        max_model_len=128,
-        seed=0,
-        pretrained=True,
-    )
+    core = HFCore(options(path, max_num_seqs=8, max_model_len=128))
     answers = {}
     core.add(0, prompts[0], samplings[0])
     for i in range(1, 6):
@@ -453,15 +458,7 @@ class DeafCore(HFCore):
 
 @pytest.mark.parametrize("size", [1e-6, 1.0])
 def test_a_sync_without_effect_is_caught(path, model, size):
-    options = dict(
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_num_seqs=4,
-        max_model_len=64,
-        seed=0,
-        pretrained=True,
-    )
-    engine = BatchedEngine(lambda: DeafCore(ModelConfig(path=path), **options), has_weights=True)
+    engine = BatchedEngine(lambda: DeafCore(options(path)), has_weights=True)
     try:
         load(engine, model, 1)  # the same weights: nothing to notice
         with pytest.raises(WeightSyncError, match="from before the sync"):
@@ -480,7 +477,7 @@ def truncated(pairs):
 
 BROKEN_SYNCS = {
     "breaks half-way": (truncated, "connection lost"),
-    "misses a weight": (lambda pairs: pairs[:-1], "did not come"),
+    "misses a weight": (lambda pairs: pairs[:-1], "are missing"),
     "has an unknown weight": (
         lambda pairs: [("nobody.weight", pairs[0][1]), *pairs],
         "nobody.weight",

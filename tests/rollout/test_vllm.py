@@ -26,10 +26,14 @@ from verlite.envs.step import Step
 from verlite.protocol.weights import fingerprint
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
-from verlite.rollout.types import EngineError, Sampling, WeightSyncError
-from verlite.rollout.vllm import WorkerExtension, _engine_args, combine_shards
+from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
 
-pytest.importorskip("vllm", reason="vLLM is an extra")
+pytest.importorskip("vllm", reason="vLLM is an optional dependency")
+
+from verlite.rollout.engines.vllm import engine_args
+from verlite.rollout.engines.vllm_worker import WorkerExtension, combine_shards
+
+WORKER = "verlite.rollout.engines.vllm_worker"
 
 LONG = Sampling(max_tokens=20, ignore_eos=True)
 PROMPT = [33, 44, 55]
@@ -305,9 +309,9 @@ def test_one_stale_layer_is_caught(synced, model):
 
 
 def test_a_stale_output_layer_is_caught(synced, model, monkeypatch):
-    monkeypatch.setattr("verlite.rollout.vllm._repack_tied_heads", lambda model: None)
+    monkeypatch.setattr(f"{WORKER}._repack_tied_heads", lambda model: None)
     with pytest.raises(
-        WeightSyncError, match="computes lm_head with weights that are not those it holds"
+        WeightSyncError, match="computes lm_head with weights that differ from the layer"
     ):
         load(synced, moved(model, 1e-6), synced.version + 1)
 
@@ -339,17 +343,17 @@ def test_what_a_kernel_really_computes_with_is_asked_of_it(synced, model, monkey
     monkeypatch.setattr(
         _custom_ops, "create_onednn_mm", lambda weight, size: pack(spoil(weight), size)
     )
-    with pytest.raises(WeightSyncError, match="with weights that are not those it was given"):
+    with pytest.raises(WeightSyncError, match="with weights that differ from those it was given"):
         load(synced, moved(model, 0.1), synced.version + 1)
     for module in kernels(synced):
         if hasattr(module, "verlite_read"):
             del module.verlite_read
     spoil = spoiled(3)  # which nobody asks for
     monkeypatch.setattr(
-        "verlite.rollout.vllm._choose",
+        f"{WORKER}._column_sampler",
         SimpleNamespace(sample=lambda columns, k: [c for c in columns if c != 3][:k]),
     )
-    with pytest.raises(WeightSyncError, match="with weights that are not those it was given"):
+    with pytest.raises(WeightSyncError, match="with weights that differ from those it was given"):
         load(synced, moved(model, 0.1), synced.version + 1)
 
 
@@ -357,7 +361,7 @@ def test_after_the_first_sync_no_kernel_is_read_whole(synced, model, monkeypatch
     def unpacked(*args):
         raise RuntimeError("read whole")
 
-    monkeypatch.setattr("verlite.rollout.vllm._unpacked", unpacked)
+    monkeypatch.setattr(f"{WORKER}._unpack", unpacked)
     load(synced, moved(model, 0.1), synced.version + 1)
 
 
@@ -367,7 +371,7 @@ def test_weights_that_are_not_finite_are_not_blamed_on_vllm_alone(synced, model)
         broken.model.layers[1].mlp.down_proj.weight[3, :] = torch.inf
     with pytest.raises(
         WeightSyncError,
-        match="down_proj with weights that are not those it was given, or those are not finite",
+        match="down_proj with weights that differ from those it was given, or those are not finite",
     ):
         load(synced, broken, synced.version + 1)
 
@@ -440,7 +444,15 @@ def test_several_devices_are_vllms_own_processes_also_inside_ray(path):
     """Left to itself inside a Ray actor, vLLM would wait for devices in a placement group that is full."""
     for devices, backend in ((1, "uni"), (2, "mp")):
         rollout = RolloutConfig(tensor_model_parallel_size=devices)
-        args = _engine_args(
-            ModelConfig(path=path), rollout, torch.float32, torch.device("cpu"), 64, 0, False
+        args = engine_args(
+            EngineOptions(
+                ModelConfig(path=path),
+                rollout,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                max_model_len=64,
+                seed=0,
+                pretrained=False,
+            )
         )
         assert (args.tensor_parallel_size, args.distributed_executor_backend) == (devices, backend)

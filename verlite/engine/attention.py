@@ -1,8 +1,10 @@
-"""Attention over packed rows: sequences lie end to end in one row of T tokens and none sees another.
+"""Attention over packed rows: sequences are concatenated into one row of T tokens, and none attends
+to another.
 
-Registered with transformers under the name `verlite_packed`. transformers makes masks only for the implementations of its
-mask registry; this one is absent there on purpose, so models pass attention_mask=None and no [T, T] mask is ever built.
-Where the sequences begin travels through the model's keyword arguments as `sequences`.
+The function is registered with transformers as `verlite_packed`. transformers builds masks only for
+the implementations in its mask registry. This one is deliberately not registered there, so models
+pass attention_mask=None and no [T, T] mask is built. The boundaries of the sequences reach
+attention as the model's keyword argument `sequences`.
 """
 
 from dataclasses import dataclass
@@ -19,17 +21,20 @@ from verlite.engine import ulysses
 
 PACKED_ATTENTION = "verlite_packed"
 
-# What some architectures add to the attention scores. Ignoring it would be silently wrong.
-_REFUSED = ("softcap", "s_aux", "position_bias", "sinks")
+# Additions to attention scores in some architectures. Ignoring them would be silently wrong.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
+_MAX_HEAD_DIM = 256  # of the varlen kernel
+_REMEDY = "Set model.use_remove_padding=False"
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where the n sequences of a packed row lie.
+    """Boundaries of the n sequences in a packed row.
 
     lengths: tokens of each sequence, in order; their sum is T.
-    cu_seqlens: [n + 1] int32 on the model's device: the first token of each sequence, and T.
-    group: the ranks that each hold an equal slice of the row (engine.ulysses). None: this rank holds all of it.
+    cu_seqlens: [n + 1] int32 on the model's device: the first token of each sequence, then T.
+    group: the sequence-parallel group whose ranks each have an equal slice of the row (see
+        ulysses.py). None: this rank has the whole row.
     """
 
     lengths: tuple[int, ...]
@@ -37,7 +42,7 @@ class Sequences:
     group: ProcessGroup | None = None
 
 
-@torch.compiler.disable  # torch.compile would make it anew for each set of lengths
+@torch.compiler.disable  # torch.compile would recompile it for every new set of lengths
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -50,42 +55,73 @@ def packed_attention(
     sequences: Sequences | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence. query: [1, H, T, D]; key, value: [1, KV, T, D]. Returns ([1, T, H, D], None).
+    """Compute causal attention within each sequence.
 
-    Where the row is shared by ranks, T is this rank's tokens; each then attends with some of the heads over all of the row.
+    With sequence parallelism, T is the number of this rank's tokens; each rank then attends with
+    some of the heads over the whole row.
 
-    Raises NotImplementedError for what it does not compute: masks, dropout, score soft-capping, sinks, position biases,
-    attention that is not causal, and models that do not hand their keyword arguments down to attention.
+    Args:
+        module: the attention layer.
+        query: [1, H, T, D].
+        key: [1, KV, T, D].
+        value: [1, KV, T, D].
+        attention_mask: must be None.
+        scaling: factor of the scores; None means 1 / sqrt(D).
+        dropout: must be 0.
+        sliding_window: number of tokens each token attends to, itself included; None means all
+            before it.
+        sequences: boundaries of the sequences.
+        **kwargs: other arguments of transformers' attention interface.
+
+    Returns:
+        ([1, T, H, D], None).
+
+    Raises:
+        NotImplementedError: masks, dropout, score soft-capping, sinks, position biases,
+            bidirectional attention, or a model that does not pass its keyword arguments on to
+            attention.
     """
-    refused = [name for name in _REFUSED if kwargs.get(name) is not None]
-    if refused or dropout or attention_mask is not None or not getattr(module, "is_causal", True):
-        what = refused or [
-            "dropout"
-            if dropout
-            else "an attention mask"
-            if attention_mask is not None
-            else "bidirectional attention"
-        ]
+    unsupported = _unsupported_features(module, attention_mask, dropout, kwargs)
+    if unsupported:
         raise NotImplementedError(
-            f"packed attention does not do {', '.join(what)}; set model.use_remove_padding=False for this model"
+            f"packed attention does not support {', '.join(unsupported)}. {_REMEDY}"
         )
     if sequences is None:
         raise NotImplementedError(
-            f"{type(module).__name__} did not receive the packing layout: its model does not pass keyword arguments on to attention; "
-            "set model.use_remove_padding=False"
+            f"{type(module).__name__} did not receive the packing layout: its model does not pass "
+            f"keyword arguments on to attention. {_REMEDY}"
         )
-    if sequences.group is not None:
-        query, key, value = ulysses.to_heads(query, key, value, sequences.group)
-    flash = (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] <= 256
-    )
-    if flash:
+    group = sequences.group
+    if group is not None:
+        query, key, value = ulysses.to_heads(query, key, value, group)
+    if _fits_varlen_kernel(query, value):
         out = _varlen(query, key, value, scaling, sliding_window, sequences)
     else:
         out = _per_sequence(query, key, value, scaling, sliding_window, sequences.lengths)
-    return (out if sequences.group is None else ulysses.to_tokens(out, sequences.group)), None
+    if group is not None:
+        out = ulysses.to_tokens(out, group)
+    return out, None
+
+
+def _unsupported_features(
+    module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> list[str]:
+    found = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if dropout:
+        found.append("dropout")
+    if attention_mask is not None:
+        found.append("an attention mask")
+    if not getattr(module, "is_causal", True):
+        found.append("bidirectional attention")
+    return found
+
+
+def _fits_varlen_kernel(query: Tensor, value: Tensor) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= _MAX_HEAD_DIM
+    )
 
 
 def _varlen(
@@ -96,28 +132,31 @@ def _varlen(
     window: int | None,
     sequences: Sequences,
 ) -> Tensor:
+    """Attention by torch's variable-length kernel, for GPUs."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    more = {}
+    options: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in signature(varlen_attn).parameters:
-            more["enable_gqa"] = True
+            options["enable_gqa"] = True
         else:  # torch 2.11
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    longest, cu_seqlens = max(sequences.lengths), sequences.cu_seqlens
-    back = -1 if window is None else window - 1
+            copies = q.shape[1] // k.shape[1]
+            k = k.repeat_interleave(copies, 1)
+            v = v.repeat_interleave(copies, 1)
+    longest = max(sequences.lengths)
+    tokens_back = -1 if window is None else window - 1
     out = varlen_attn(
         q,
         k,
         v,
-        cu_seqlens,
-        cu_seqlens,
+        sequences.cu_seqlens,
+        sequences.cu_seqlens,
         longest,
         longest,
         scale=scaling,
-        window_size=(back, 0),
-        **more,
+        window_size=(tokens_back, 0),
+        **options,
     )
     return out.unsqueeze(0)
 
@@ -130,26 +169,31 @@ def _per_sequence(
     window: int | None,
     lengths: tuple[int, ...],
 ) -> Tensor:
-    # One call per sequence: on a CPU never slower than padded blocks of sequences, and 4x faster where lengths differ much.
-    # `split`, unlike slicing, has a backward that writes each gradient once.
-    gqa = query.shape[1] != key.shape[1]
-    outputs = []
-    for q, k, v in zip(
+    """Attention by one call per sequence.
+
+    On a CPU this is never slower than padded blocks of sequences, and 4x faster if lengths differ
+    much. `split` is used instead of slicing because its backward pass writes each gradient once.
+    """
+    enable_gqa = query.shape[1] != key.shape[1]
+    parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
-    ):
-        band = (
-            None if window is None or window >= q.shape[2] else _band(q.shape[2], window, q.device)
+    )
+    outputs = []
+    for q, k, v in parts:
+        length = q.shape[2]
+        mask = None
+        if window is not None and window < length:
+            mask = _window_mask(length, window, q.device)
+        out = scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=enable_gqa
         )
-        outputs.append(
-            scaled_dot_product_attention(
-                q, k, v, band, is_causal=band is None, scale=scaling, enable_gqa=gqa
-            )
-        )
+        outputs.append(out)
     return torch.cat(outputs, 2).transpose(1, 2)
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length] bool: each token sees itself and the window - 1 tokens before it."""
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Return [length, length] bool: each token attends to itself and the window - 1 tokens before
+    it."""
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
     return ones.tril() & ones.triu(1 - window)
 

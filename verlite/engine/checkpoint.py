@@ -1,11 +1,13 @@
-"""A training engine's state on disk: torch.distributed.checkpoint in safetensors, and JSON for the rest. Nothing is pickled.
+"""A training engine's state on disk. Tensors are stored by torch.distributed.checkpoint as
+safetensors, the rest as JSON.
 
-    shards/*.safetensors     parameters (of a model with LoRA those that are trained, and not the base, which lies at its model.path),
-                             buffers, Adam's moments; one file per rank, loadable by any number of ranks
-    state.json               schedule, Adam's step counts, world size
-    rng_rank_N.json          states of Python's, numpy's and torch's generators on rank N
+    shards/*.safetensors     parameters, buffers and Adam's moments; one file per rank, loadable by
+    any number of ranks. With LoRA,
+                             only the trained parameters: the base model is stored at model.path.
+    state.json               schedule, Adam's step counts, number of ranks
+    rng_rank_N.json          states of Python's, NumPy's and torch's random generators on rank N
 
-Files are written in place; the caller makes the folder appear atomically.
+Nothing is pickled. Files are written in place; the caller makes the folder appear atomically.
 """
 
 import json
@@ -34,51 +36,71 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     schedule: dict[str, Any],
 ) -> None:
-    """Write the state; all ranks must call it. `schedule` is JSON. Raises OSError on all ranks when one of them cannot write."""
-    with _together(folder):
+    """Write the state. All ranks must call it.
+
+    Args:
+        folder: where to write.
+        model: the sharded model.
+        optimizer: AdamW, or None for a frozen model.
+        schedule: JSON values that `load` returns.
+
+    Raises:
+        OSError: on all ranks, if any rank cannot write.
+    """
+    rank = dist.get_rank()
+    with _raise_on_all_ranks(folder):
         folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder / "shards"), save_distributed=True)
     try:
         dcp.save(_tensors(model, optimizer), storage_writer=writer)
-    except (
-        dcp.CheckpointException
-    ) as error:  # on all ranks; a BaseException, which no handler of failed saves would see
+    except dcp.CheckpointException as error:
+        # Raised on all ranks. It is a BaseException, which handlers of failed saves would not
+        # catch.
         raise OSError(f"cannot write the checkpoint {folder}: {error}") from error
-    with _together(folder):
-        (folder / f"rng_rank_{dist.get_rank()}.json").write_text(json.dumps(_rng_state()))
-        if dist.get_rank() == 0:
-            steps = (
-                {}
-                if optimizer is None
-                else {name: int(optimizer.state[p]["step"]) for name, p in lora.trained(model)}
-            )
+    with _raise_on_all_ranks(folder):
+        (folder / f"rng_rank_{rank}.json").write_text(json.dumps(_rng_state()))
+        if rank == 0:
             state = {
                 "world_size": dist.get_world_size(),
                 "schedule": schedule,
-                "optimizer_steps": steps,
+                "optimizer_steps": _step_counts(model, optimizer),
             }
             (folder / "state.json").write_text(json.dumps(state))
 
 
+def _step_counts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    if optimizer is None:
+        return {}
+    return {name: int(optimizer.state[p]["step"]) for name, p in lora.trained(model)}
+
+
 @contextmanager
-def _together(folder: Path) -> Iterator[None]:
-    """What one rank's disk refuses is raised on all ranks: nobody waits in a collective for one that has left."""
-    mine: str | None = None
+def _raise_on_all_ranks(folder: Path) -> Iterator[None]:
+    """Raise an OSError of any rank on all ranks, so that no rank waits in a collective for one that
+    failed."""
+    own: str | None = None
     try:
         yield
     except OSError as error:
-        mine = f"rank {dist.get_rank()}: {error}"
-    every: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    if refused := [text for text in every if text]:
-        raise OSError(f"cannot write the checkpoint {folder}: {refused[0]}")
+        own = f"rank {dist.get_rank()}: {error}"
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, own)
+    failed = [error for error in errors if error]
+    if failed:
+        raise OSError(f"cannot write the checkpoint {folder}: {failed[0]}")
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Read what `save` wrote, by any number of ranks, into model and optimizer; returns the schedule. All ranks must call it.
+    """Read what `save` wrote into model and optimizer. All ranks must call it.
 
-    Generators are restored when the number of ranks is the same. Raises ValueError when the folder is incomplete or belongs to
-    another model.
+    The number of ranks may differ from the one that saved. Random generators are restored only if
+    it is the same.
+
+    Returns:
+        The schedule given to `save`.
+
+    Raises:
+        ValueError: the folder is incomplete or belongs to another model.
     """
     try:
         state = json.loads((folder / "state.json").read_text())
@@ -93,38 +115,42 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
             optimizer.state[parameter]["step"].fill_(state["optimizer_steps"][name])
     if state["world_size"] == dist.get_world_size():
         _set_rng_state(json.loads((folder / f"rng_rank_{dist.get_rank()}.json").read_text()))
-    return state["schedule"]
+    schedule: dict[str, Any] = state["schedule"]
+    return schedule
 
 
 def nonfinite(model: nn.Module) -> list[str]:
-    """Names of parameters with NaN or infinite values on any rank; all ranks must call it."""
+    """Return the names of parameters with NaN or infinite values on any rank. All ranks must call
+    it."""
     named = list(model.named_parameters())
-    bad = torch.stack([(~torch.isfinite(local_part(p))).any() for _, p in named]).int()
-    dist.all_reduce(bad, dist.ReduceOp.MAX)
-    return [name for (name, _), flag in zip(named, bad.tolist(), strict=True) if flag]
+    flags = torch.stack([(~torch.isfinite(local_part(p))).any() for _, p in named]).int()
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return [name for (name, _), flag in zip(named, flags.tolist(), strict=True) if flag]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor; a plain tensor as it is."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """Return this rank's shard of a sharded tensor, or a plain tensor itself, detached."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by name."""
+    trained = lora.trained(model)
     tensors = {
-        f"model.{name}": tensor.detach()
-        for name, tensor in [*lora.trained(model), *persistent_buffers(model)]
+        f"model.{name}": tensor.detach() for name, tensor in [*trained, *persistent_buffers(model)]
     }
     if optimizer is not None:
-        for name, parameter in lora.trained(model):
-            tensors |= {
-                f"optimizer.{name}.{moment}": optimizer.state[parameter][moment]
-                for moment in _MOMENTS
-            }
+        for name, parameter in trained:
+            for moment in _MOMENTS:
+                tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
     return tensors
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Buffers that belong to the weights (state_dict has them), as opposed to derived tables such as rotary frequencies."""
+    """Return the buffers in the model's state_dict, by name. Derived tables, such as rotary
+    frequencies, are not among them."""
     return [
         (f"{prefix}.{name}".lstrip("."), buffer)
         for prefix, module in model.named_modules()
@@ -134,15 +160,16 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _rng_state() -> dict[str, Any]:
+    """Return the random generators' states as JSON values."""
     algorithm, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
-    state = {
+    state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": [algorithm, keys.tolist(), position, has_gauss, gauss],  # type: ignore[union-attr]
         "torch": torch.get_rng_state().tolist(),
     }
-    return state | (
-        {"cuda": torch.cuda.get_rng_state().tolist()} if torch.cuda.is_available() else {}
-    )
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
 
 
 def _set_rng_state(state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Weights leave the engine: under Hugging Face names, whole, one layer at a time."""
+"""Export of weights under Hugging Face names: whole tensors, one layer at a time."""
 
 import json
 import re
@@ -18,46 +18,55 @@ from verlite.engine import lora
 from verlite.engine.checkpoint import local_part, persistent_buffers
 
 SHARD_BYTES = 5 << 30
+"""Maximum size of one safetensors file, unless a single tensor is larger."""
 
 
 def named_weights(
     model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers as they lie in the model (sharded or not), tied ones once, under the name that
-    save_pretrained keeps. Weights that have adapters come merged with them, in `dtype`, one at a time: all ranks must iterate."""
+    """Iterate over parameters and persistent buffers as the model stores them, sharded or not.
+
+    Tied weights appear once, under the name that save_pretrained keeps. Weights with LoRA adapters
+    are merged with them on `device`, in `dtype`, one at a time, so all ranks must iterate.
+    """
     tied = set(model._tied_weights_keys or ())
-    names: dict[int, tuple[str, Tensor]] = {}
+    by_identity: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = names.get(id(parameter))
+        known = by_identity.get(id(parameter))
         if known is None or known[0] in tied:
-            names[id(parameter)] = (name, parameter.detach())
+            by_identity[id(parameter)] = (name, parameter.detach())
     adapted = lora.layers(model)
-    for name, tensor in [*names.values(), *persistent_buffers(model)]:
-        if not lora.is_adapter(name):
-            yield (
-                lora.plain(name),
-                lora.merged(adapted[name], dtype, device) if name in adapted else tensor,
-            )
+    for name, tensor in [*by_identity.values(), *persistent_buffers(model)]:
+        if lora.is_adapter(name):
+            continue
+        if name in adapted:
+            tensor = lora.merged(adapted[name], dtype, device)
+        yield lora.base_name(name), tensor
 
 
 def full_weights(
     model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device, snapshot: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name as in the Hugging Face checkpoint, whole tensor on the CPU), cast to `dtype` (None: as they are).
+    """Iterate over (name in a Hugging Face checkpoint, whole tensor on the CPU).
 
-    Without `snapshot` they may be the model's own, which its next update changes.
+    All ranks must iterate in step, because each tensor is gathered from them. At most one decoder
+    layer is in memory at a time.
 
-    All ranks must iterate in step: each tensor is gathered from them on `device`. At most one decoder layer is held at a time.
+    Args:
+        model: the sharded model.
+        dtype: dtype of the yielded tensors; None keeps the model's.
+        device: where tensors are gathered.
+        snapshot: False allows yielding the model's own tensors, which its next update changes.
     """
-    for _, layer in groupby(
-        named_weights(model, dtype, device), key=lambda item: _layer_of(item[0])
-    ):
+    named = named_weights(model, dtype, device)
+    for _, layer in groupby(named, key=lambda item: _layer_prefix(item[0])):
         whole = {name: _gather(tensor, dtype, device, snapshot) for name, tensor in layer}
-        # transformers may hold weights fused or renamed; checkpoints and generation engines know them as on the hub.
+        # transformers may fuse or rename weights in memory. Checkpoints and generation engines use
+        # the hub's names.
         yield from revert_weight_conversion(model, whole).items()
 
 
-def _layer_of(name: str) -> str:
+def _layer_prefix(name: str) -> str:
     numbered = re.match(r".*?\.\d+\.", name)
     return numbered.group() if numbered else name
 
@@ -65,12 +74,61 @@ def _layer_of(name: str) -> str:
 def _gather(
     tensor: Tensor, dtype: torch.dtype | None, device: torch.device, snapshot: bool
 ) -> Tensor:
+    """Return the whole tensor on the CPU."""
     cast = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
-    whole = (cast.full_tensor() if isinstance(cast, DTensor) else cast).cpu()
-    # A world of one rank needs no copy to gather.
-    return (
-        whole.clone() if snapshot and whole.data_ptr() == local_part(tensor).data_ptr() else whole
-    )
+    whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
+    whole = whole.cpu()
+    # On a single rank nothing may have been copied so far.
+    is_own = whole.data_ptr() == local_part(tensor).data_ptr()
+    return whole.clone() if snapshot and is_own else whole
+
+
+class _ShardWriter:
+    """Writes a stream of weights as safetensors files of limited size, with one shard in memory at
+    a time."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.total_bytes = 0
+        self._shard: dict[str, Tensor] = {}
+        self._shard_bytes = 0
+        self._shard_of: dict[str, int] = {}
+        self._count = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a weight. Writes the current shard first if the weight does not fit into it."""
+        if self._shard and self._shard_bytes + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self._shard[name] = tensor.contiguous()
+        self._shard_bytes += tensor.nbytes
+        self.total_bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        self._count += 1
+        save_file(self._shard, self._temporary(self._count), metadata={"format": "pt"})
+        self._shard_of.update(dict.fromkeys(self._shard, self._count))
+        self._shard = {}
+        self._shard_bytes = 0
+
+    def _temporary(self, number: int) -> Path:
+        return self.folder / f"shard-{number}.tmp"
+
+    def finish(self) -> None:
+        """Write the last shard, give all files their final names, and write the index if there are
+        several."""
+        self._flush()
+        names = ["model.safetensors"]
+        if self._count > 1:
+            names = [
+                f"model-{i:05d}-of-{self._count:05d}.safetensors" for i in range(1, self._count + 1)
+            ]
+        for number, name in enumerate(names, 1):
+            self._temporary(number).replace(self.folder / name)
+        if self._count > 1:
+            weight_map = {name: names[number - 1] for name, number in self._shard_of.items()}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2)
+            (self.folder / "model.safetensors.index.json").write_text(text)
 
 
 def save_pretrained(
@@ -81,46 +139,28 @@ def save_pretrained(
     tokenizer: PreTrainedTokenizerBase | None,
     write: bool,
 ) -> None:
-    """Write a folder that from_pretrained and vLLM load, from a stream of weights: one shard in memory at a time.
+    """Write a folder that from_pretrained and vLLM load. Every rank must call it and consumes
+    `weights`.
 
-    Every rank must call it and consume the stream; only those with `write` touch the disk. `config` is the model's as
-    loaded, without what training changed in it.
+    Args:
+        folder: where to write.
+        weights: a stream of whole tensors.
+        model: the model, for its class and generation config.
+        config: the model's config as loaded, without changes made for training.
+        tokenizer: written too, unless None.
+        write: whether this rank writes to disk.
     """
-    shards: list[dict[str, Tensor]] = [{}]
-    index: dict[str, str] = {}
-    count = size = total = 0
-
-    def flush() -> None:
-        nonlocal count
-        count += 1
-        save_file(shards[0], folder / f"shard-{count}.tmp", metadata={"format": "pt"})
-        index.update(dict.fromkeys(shards[0], str(count)))
-        shards[0] = {}
-
-    if write:
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, tensor in weights:
-        if not write:
-            continue
-        if shards[0] and size + tensor.nbytes > SHARD_BYTES:
-            flush()
-            size = 0
-        shards[0][name] = tensor.contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-        config.dtype = tensor.dtype if tensor.is_floating_point() else config.dtype
     if not write:
+        for _ in weights:
+            pass
         return
-    flush()
-    names = {
-        str(i): "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
-        for i in range(1, count + 1)
-    }
-    for i, final in names.items():
-        (folder / f"shard-{i}.tmp").replace(folder / final)
-    if count > 1:
-        weight_map = {name: names[i] for name, i in index.items()}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        (folder / "model.safetensors.index.json").write_text(text)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = _ShardWriter(folder)
+    for name, tensor in weights:
+        writer.add(name, tensor)
+        if tensor.is_floating_point():
+            config.dtype = tensor.dtype
+    writer.finish()
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     if model.can_generate():

@@ -1,4 +1,5 @@
-"""What a model's folder says before anything of the model is built: its tokenizer and its configuration."""
+"""Tokenizer and configuration of a model, read from its folder or from the hub before the model is
+built."""
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -6,25 +7,30 @@ from verlite.config.schema import ModelConfig
 
 
 class ModelError(ValueError):
-    """The model's folder, or its name on the hub, does not hold what it should. The message names the key, its value and the remedy."""
+    """A model cannot be loaded or is not supported. The message names the key, its value and the
+    remedy."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with custom_chat_template if set, and a pad token (the EOS token where it has none). Raises ModelError."""
-    path, key = (
-        model.tokenizer_path or model.path,
-        f"model.{'tokenizer_path' if model.tokenizer_path else 'path'}",
-    )
+    """Load the model's tokenizer.
+
+    Applies custom_chat_template if it is set. The EOS token serves as the pad token if the
+    tokenizer has none.
+
+    Raises:
+        ModelError: the path has no usable tokenizer.
+    """
+    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
+    path = model.tokenizer_path or model.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{key}={path} gives no tokenizer: {error}") from error
-    if len(tokenizer) <= len(
-        set(tokenizer.all_special_ids)
-    ):  # what transformers makes up for a folder without tokenizer files
+        raise ModelError(f"{key}={path} has no tokenizer: {error}") from error
+    # transformers returns an empty tokenizer for a folder without tokenizer files.
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise ModelError(
-            f"{key}={path} gives no tokenizer: its vocabulary is empty. Put tokenizer.json and tokenizer_config.json there, "
-            "or set tokenizer_path, beside this key, to a folder that has them"
+            f"{key}={path} has no tokenizer: its vocabulary is empty. Put tokenizer.json and "
+            "tokenizer_config.json there, or set model.tokenizer_path to a folder that has them"
         )
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
@@ -34,7 +40,11 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_config(model: ModelConfig) -> PretrainedConfig:
-    """The model's config.json with override_config applied. Raises ModelError for a path that is no model, or an unknown key."""
+    """Load the model's config.json and apply override_config.
+
+    Raises:
+        ModelError: the path is not a model, or override_config has an unknown key.
+    """
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -44,7 +54,7 @@ def load_config(model: ModelConfig) -> PretrainedConfig:
     for key, value in model.override_config.items():
         if not hasattr(config, key):
             raise ModelError(
-                f"model.override_config.{key}: {type(config).__name__} has no such value"
+                f"model.override_config.{key} is not a value of {type(config).__name__}"
             )
         setattr(config, key, value)
     return config

@@ -1,6 +1,8 @@
-"""TrainEngine: one model, sharded over all ranks with FSDP2, that computes log-probs or values and takes optimizer steps.
+"""TrainEngine: one model, sharded over all ranks with FSDP2, that computes log-probs or values and
+takes optimizer steps.
 
-Knows no RL algorithm: the loss is a function that the caller gives. torch.distributed must be initialised.
+The engine knows no RL algorithm: the caller passes the loss as a function. torch.distributed must
+be initialized.
 """
 
 import math
@@ -13,41 +15,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
-from verlite.engine import checkpoint, export, lora, ulysses
-from verlite.engine.folder import ModelError, load_config
-from verlite.engine.layers import checkpoint_layers, compile_layer
+from verlite.engine import checkpoint, export, lora, sharding, ulysses
+from verlite.engine.folder import load_config
+from verlite.engine.layers import checkpoint_layers
 from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model_inputs
-from verlite.engine.model import HeadedModel, load_model, load_skeleton, value_head
+from verlite.engine.model import HeadedModel
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
 from verlite.protocol.data import DataProto
 from verlite.protocol.weights import combine, fingerprint
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(frozen=True)
 class Counts:
-    """Over all rows of all ranks of one optimizer step: trainable tokens, and rows that have at least one."""
+    """Totals over all rows of all ranks in one optimizer step.
+
+    tokens: trainable tokens.
+    sequences: rows with at least one trainable token.
+    """
 
     tokens: int
     sequences: int
 
 
 LossFn = Callable[[TensorDict, dict[str, Tensor], Counts], tuple[Tensor, dict[str, Tensor]]]
-"""(rows of a micro-batch, the model's outputs [b, R], counts) -> (loss, metrics). Loss and metrics are sums that add up over
-micro-batches and ranks to those of the step; of metrics whose name ends in _max the largest is taken."""
+"""(rows of a micro-batch, the model's outputs [b, R], counts) -> (loss, metrics).
+
+Loss and metrics are sums: added over micro-batches and ranks, they give those of the step. Metrics
+whose name ends in _max are combined by their maximum instead.
+"""
 
 
 class NonFiniteError(RuntimeError):
@@ -55,11 +56,20 @@ class NonFiniteError(RuntimeError):
 
 
 class TrainEngine:
-    """See the module's docstring.
+    """A sharded model with its optimizer. All ranks build it and call its methods together.
 
-    head: "lm" for log-probs, "value" for values. optim=None: a frozen model, for forward passes only.
-    total_training_steps: needed by schedules that end. device: this rank's; None: cuda where there is one.
-    sequence_parallel: neighbouring ranks that run their rows together, each a part of every sequence (engine.ulysses).
+    Args:
+        model: the model to load.
+        fsdp: sharding, dtypes and offload.
+        optim: the optimizer; None for a frozen model that only runs forward passes.
+        head: "lm" for log-probs, "value" for values.
+        total_training_steps: needed by learning-rate schedules that end.
+        grad_clip: maximum gradient norm.
+        max_nonfinite_updates: consecutive dropped updates after which `update` raises.
+        device: this rank's device; None chooses cuda if available.
+        seed: seed of torch's generator.
+        sequence_parallel: number of neighboring ranks that compute their rows together, each a
+            slice of every row (see ulysses.py).
     """
 
     def __init__(
@@ -78,123 +88,42 @@ class TrainEngine:
     ):
         torch.manual_seed(seed)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.sequence_group = ulysses.neighbours(sequence_parallel, model.use_remove_padding)
-        self.model_config, self.fsdp_config, self.optim_config = model, fsdp, optim
-        self.total_training_steps, self.grad_clip, self.max_nonfinite_updates = (
-            total_training_steps,
-            grad_clip,
-            max_nonfinite_updates,
-        )
-        hf_model = self._load(head)
-        if optim is not None and model.enable_gradient_checkpointing:
-            checkpoint_layers(
-                hf_model, offload=model.enable_activation_offload and self.device.type == "cuda"
-            )
-        self.model = HeadedModel(hf_model, head)
-        self.model.requires_grad_(False)
-        for _, parameter in lora.trained(hf_model):
-            parameter.requires_grad_(optim is not None)
-        self._shard()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.sequence_group = ulysses.sp_group(sequence_parallel, model.use_remove_padding)
+        self.model_config = model
+        self.fsdp_config = fsdp
+        self.optim_config = optim
+        self.total_training_steps = total_training_steps
+        self.grad_clip = grad_clip
+        self.max_nonfinite_updates = max_nonfinite_updates
+        self.model = self._build_model(head)
         self._require_finite(f"refusing model.path={model.path}")
         self._self_check()
-        self.parameters = [parameter for _, parameter in lora.trained(hf_model)]
+        self.parameters = [parameter for _, parameter in lora.trained(self.model.model)]
         self.optimizer = None if optim is None else build_adamw(self.parameters, optim)
         self.schedule_step = 0
-        self._updated = False  # since the last step of the schedule
+        self._has_updated = False  # since the last step of the schedule
         self._nonfinite_in_a_row = 0
         self._set_learning_rate()
 
-    def _load(self, kind: str) -> PreTrainedModel:
-        """The whole model on rank 0, which alone reads the checkpoint. The others have its modules, and get the weights in _shard."""
-        dtype = _dtype("model_dtype", self.fsdp_config.model_dtype)
-        shared: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                hf_model = load_model(self.model_config, kind, dtype)
-                lora.add(hf_model, self.model_config)
-                shared = [None, (_layout(hf_model), getattr(hf_model, "_weight_conversions", None))]
-            except ModelError as error:
-                shared = [str(error), None]
-        if self.world_size > 1:
-            dist.broadcast_object_list(shared)
-        if shared[0] is not None:
-            raise ModelError(shared[0])
-        if self.rank > 0:
-            hf_model = load_skeleton(self.model_config, kind)
-            lora.add(hf_model, self.model_config, read_weights=False)
-            layout, hf_model._weight_conversions = shared[1]
-            for name, tensor in [*hf_model.named_parameters(), *hf_model.named_buffers()]:
-                tensor.data = tensor.data.to(layout[name][1])
-            if _layout(hf_model) != layout:
-                raise ModelError(
-                    f"model.path={self.model_config.path} is another model on rank {self.rank} than on rank 0"
-                )
-        return hf_model
-
-    def _receive(self, tensors: Iterable[Tensor]) -> None:
-        """Put rank 0's values into whole tensors, on each rank's device. Tied tensors stay tied: their identity is kept."""
-        for tensor in tensors if self.world_size > 1 else ():
-            whole = (
-                tensor.detach().to(self.device)
-                if self.rank == 0
-                else torch.empty_like(tensor, device=self.device)
-            )
-            dist.broadcast(whole, 0)
-            # Both are new tensors over the storage of `whole`, which the communication backend may still refer to.
-            fresh = (
-                nn.Parameter(whole, tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else whole.detach()
-            )
-            torch.utils.swap_tensors(tensor, fresh)
-
-    def _shard(self) -> None:
-        compute = self.fsdp_config.dtype
-        compute = _dtype(
-            "dtype",
-            ("bfloat16" if self.device.type == "cuda" else "float32")
-            if compute == "auto"
-            else compute,
-        )
-        if compute == torch.float16 and self.optim_config is not None:
-            raise ValueError(
-                "fsdp_config.dtype=float16 needs loss scaling, which is not built in; use bfloat16"
-            )
-        size, world = self.fsdp_config.fsdp_size, self.world_size
-        if size in (-1, world):
-            mesh = init_device_mesh(self.device.type, (world,))
-        elif size > 0 and world % size == 0:
-            mesh = init_device_mesh(
-                self.device.type, (world // size, size), mesh_dim_names=("replicate", "shard")
-            )
-        else:
-            raise ValueError(
-                f"fsdp_config.fsdp_size={size} must divide the {world} devices of this role, or be -1 for all"
-            )
-        self.mesh = mesh
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "reshard_after_forward": self.fsdp_config.reshard_after_forward,
-        }
-        hf_model = self.model.model
-        for module in list(hf_model.modules()):
-            if type(module).__name__ in (hf_model._no_split_modules or ()):
-                self._receive(module.parameters())
-                if self.fsdp_config.use_torch_compile:
-                    compile_layer(module)
-                fully_shard(module, mp_policy=policy, **options)
-        self._receive(p for p in hf_model.parameters() if not isinstance(p, DTensor))
-        self._receive(hf_model.buffers())
-        if self.model.kind == "value":
-            fully_shard(
-                value_head(hf_model)[1],
-                mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
-                **options,
-            )
-        # The root holds the embeddings and the output head: needed first and last, so gathered from forward to backward.
-        fully_shard(self.model, mp_policy=policy, **(options | {"reshard_after_forward": False}))
+    def _build_model(self, head: str) -> HeadedModel:
+        """Load and shard the model."""
+        config = self.model_config
+        is_trained = self.optim_config is not None
+        storage_dtype = sharding.parse_dtype("model_dtype", self.fsdp_config.model_dtype)
+        hf_model = sharding.load_on_rank_zero(config, head, storage_dtype)
+        if is_trained and config.enable_gradient_checkpointing:
+            is_cuda = self.device.type == "cuda"
+            checkpoint_layers(hf_model, offload=config.enable_activation_offload and is_cuda)
+        headed = HeadedModel(hf_model, head)
+        headed.requires_grad_(False)
+        for _, parameter in lora.trained(hf_model):
+            parameter.requires_grad_(is_trained)
+        dtype = sharding.compute_dtype(self.fsdp_config, self.device, is_trained)
+        self.mesh = sharding.build_mesh(self.device, self.fsdp_config.fsdp_size)
+        sharding.shard(headed, self.mesh, self.fsdp_config, dtype, self.device)
+        return headed
 
     def _self_check(self) -> None:
         register_fsdp_forward_method(self.model, "self_check")
@@ -202,7 +131,7 @@ class TrainEngine:
         self.model.self_check(self.device, self.sequence_group)
         self._reshard()
 
-    # ---- passes
+    # Passes
 
     @torch.no_grad()
     def forward(
@@ -213,38 +142,44 @@ class TrainEngine:
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
     ) -> dict[str, Tensor]:
-        """{"log_probs" and, if asked for, "entropy" and "sum_pi_squared"} or {"values"}: [b, R] float32 on the CPU, rows in their
-        order, 0 where response_mask is 0. All ranks must call it, each with its own rows, of which there may be none."""
-        own = _rows(batch)
-        rows, mine = self._shared(own)
+        """Compute log-probs or values without gradients. All ranks must call it, each with its own
+        rows (possibly none).
+
+        Returns:
+            {"values"}, or {"log_probs"} plus the requested "entropy" and "sum_pi_squared". Each is
+            [b, R] float32 on the CPU, in the order of the rows, and 0 where response_mask is 0.
+        """
+        own = _tensors(batch)
+        rows, own_rows = self._gather_rows(own)
         self.model.eval()
         parts = micro.split(rows)
         out: dict[str, Tensor] = {}
-        for i in range(self._sum_and_max([], len(parts))[1]):
+        _, passes = self._sum_and_max([], len(parts))
+        for i in range(passes):
             part = parts[i] if i < len(parts) else None
             inputs, _ = self._inputs(rows, part)
-            result = self.model(inputs, temperature, with_entropy, with_sum_pi_squared)
-            if part is not None:
-                for name, values in result.items():
-                    out.setdefault(name, torch.zeros(rows["response_mask"].shape))[part] = (
-                        inputs.spread(values).cpu()
-                    )
+            outputs = self.model(inputs, temperature, with_entropy, with_sum_pi_squared)
+            if part is None:
+                continue
+            for name, values in outputs.items():
+                zeros = torch.zeros(rows["response_mask"].shape)
+                out.setdefault(name, zeros)[part] = inputs.scatter(values).cpu()
         self._reshard()
-        asked = {"log_probs": True, "entropy": with_entropy, "sum_pi_squared": with_sum_pi_squared}
-        names = (
-            ["values"]
-            if self.model.kind == "value"
-            else [name for name, wanted in asked.items() if wanted]
-        )
+        names = ["log_probs"]
+        if with_entropy:
+            names.append("entropy")
+        if with_sum_pi_squared:
+            names.append("sum_pi_squared")
+        if self.model.kind == "value":
+            names = ["values"]
         width = own["response_mask"].shape[1]
-        return {
-            name: out.get(name, torch.zeros(rows["response_mask"].shape))[mine, :width]
-            for name in names
-        }
+        zeros = torch.zeros(rows["response_mask"].shape)
+        return {name: out.get(name, zeros)[own_rows, :width] for name in names}
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Forward passes in it are those of the model that LoRA started from: the reference."""
+        """Disable LoRA within the context: forward passes are those of the base model, which serves
+        as the reference."""
         with lora.disabled(self.model):
             yield
 
@@ -257,100 +192,127 @@ class TrainEngine:
         with_entropy: bool = False,
         dump_dir: Path | None = None,
     ) -> dict[str, float]:
-        """One optimizer step over all rows of all ranks. All ranks must call it, each with its own rows (maybe none).
+        """Take one optimizer step over all rows of all ranks. All ranks must call it, each with its
+        own rows (possibly none).
 
-        Returns the sums of loss_fn's metrics, and loss, grad_norm (before clipping), lr, nonfinite (1: the update was dropped),
-        equal on all ranks. When loss or gradient norm is not finite on any rank, parameters and optimizer stay as they were
-        on all of them and each rank's rows are saved below dump_dir. Raises NonFiniteError after max_nonfinite_updates such
-        updates in a row. A step without any trainable token changes nothing.
+        If loss or gradient norm is not finite on any rank, parameters and optimizer stay unchanged
+        on all ranks, and each rank's rows are saved below `dump_dir`. A step without any trainable
+        token changes nothing.
+
+        Args:
+            batch: this rank's rows.
+            micro: how rows are split into micro-batches.
+            temperature: sampling temperature, by which logits are divided.
+            loss_fn: the loss; see `LossFn`.
+            with_entropy: also give the loss the entropy of each token.
+            dump_dir: where to save the rows of a dropped update; None saves nothing.
+
+        Returns:
+            The sums of loss_fn's metrics plus loss, grad_norm (before clipping), lr and nonfinite
+            (1 if the update was dropped). Equal on all ranks.
+
+        Raises:
+            NonFiniteError: max_nonfinite_updates consecutive updates were dropped.
         """
         if self.optimizer is None:
             raise RuntimeError(
                 "this engine was built without an optimizer; it can only run forward passes"
             )
-        mine = _rows(batch)
         self.model.train()
-        mask = mine["response_mask"]
-        rows, _ = self._shared(mine)
+        own = _tensors(batch)
+        mask = own["response_mask"]
+        rows, _ = self._gather_rows(own)
         parts = micro.split(rows)
-        (tokens, sequences), passes = self._sum_and_max(
-            [int(mask.sum()), int(mask.any(-1).sum())], len(parts)
-        )
+        totals = [int(mask.sum()), int(mask.any(-1).sum())]
+        (tokens, sequences), passes = self._sum_and_max(totals, len(parts))
         counts = Counts(tokens, sequences)
         sums: dict[str, Tensor] = {}
         for i in range(passes):
-            # Keeping gradients whole until the last pass saves communication and costs memory, like keeping parameters whole.
-            self.model.set_requires_gradient_sync(
-                self.fsdp_config.reshard_after_forward or i == passes - 1
-            )
+            # Unsharded gradients until the last pass save communication and cost memory, like
+            # unsharded parameters.
+            is_last = i == passes - 1
+            self.model.set_requires_gradient_sync(self.fsdp_config.reshard_after_forward or is_last)
             part = parts[i] if i < len(parts) else None
-            inputs, micro_rows = self._inputs(rows, part)
-            outputs = self.model(inputs, temperature, with_entropy)
-            if micro_rows is None:
-                sum(values.sum() for values in outputs.values()).mul(0).backward()
-                continue
-            loss, metrics = loss_fn(
-                micro_rows,
-                {name: inputs.spread(values) for name, values in outputs.items()},
-                counts,
-            )
-            (
-                loss * self.world_size
-            ).backward()  # FSDP averages over ranks; the loss is a sum over them
-            if self.sequence_group is not None and self.sequence_group.rank():
-                continue  # the first of the ranks that share rows counts them
-            for name, value in ({"loss": loss} | metrics).items():
-                sums[name] = (
-                    _both(name, sums[name], value.detach()) if name in sums else value.detach()
-                )
+            results = self._backward(rows, part, temperature, loss_fn, with_entropy, counts)
+            for name, value in results.items():
+                sums[name] = _combine(name, sums[name], value) if name in sums else value
         metrics = self._sum_metrics(sums)
         norm = float(clip_gradients(self.parameters, self.grad_clip))
-        finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
+        is_finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
         lr = self.optimizer.param_groups[0]["lr"]
-        if finite and passes:
+        if is_finite and passes:
             self.optimizer.step()
-            self._updated = True
+            self._has_updated = True
         self.optimizer.zero_grad(set_to_none=True)
-        self._guard(finite, batch, dump_dir)
-        return metrics | {"grad_norm": norm, "lr": lr, "nonfinite": float(not finite)}
+        self._handle_nonfinite(is_finite, batch, dump_dir)
+        return metrics | {"grad_norm": norm, "lr": lr, "nonfinite": float(not is_finite)}
+
+    def _backward(
+        self,
+        rows: TensorDict,
+        part: Tensor | None,
+        temperature: float,
+        loss_fn: LossFn,
+        with_entropy: bool,
+        counts: Counts,
+    ) -> dict[str, Tensor]:
+        """Run forward and backward passes of one micro-batch; return loss and metrics that this
+        rank counts."""
+        inputs, micro_rows = self._inputs(rows, part)
+        outputs = self.model(inputs, temperature, with_entropy)
+        if micro_rows is None:  # only takes part in the other ranks' collectives
+            total = sum(values.sum() for values in outputs.values())
+            total.mul(0).backward()  # type: ignore[union-attr]
+            return {}
+        scattered = {name: inputs.scatter(values) for name, values in outputs.items()}
+        loss, metrics = loss_fn(micro_rows, scattered, counts)
+        # FSDP averages gradients over ranks, but the loss is a sum over ranks.
+        (loss * self.world_size).backward()
+        if self.sequence_group is not None and self.sequence_group.rank() > 0:
+            return {}  # the group's first rank counts the rows that the group shares
+        return {name: value.detach() for name, value in ({"loss": loss} | metrics).items()}
 
     def _inputs(
         self, rows: TensorDict, part: Tensor | None
     ) -> tuple[ModelInputs, TensorDict | None]:
-        packed = self.model_config.use_remove_padding
+        """Return the model's inputs and the rows of a micro-batch; a dummy pass and None if there
+        is no micro-batch."""
+        is_packed = self.model_config.use_remove_padding
         if part is None:
-            return dummy_inputs(packed).cut(self.sequence_group).to(self.device), None
+            inputs = dummy_inputs(is_packed)
+            return inputs.rank_slice(self.sequence_group).to(self.device), None
         micro_rows = rows[part]
-        return model_inputs(micro_rows, packed).cut(self.sequence_group).to(
-            self.device
-        ), micro_rows.to(self.device)
+        inputs = model_inputs(micro_rows, is_packed).rank_slice(self.sequence_group)
+        return inputs.to(self.device), micro_rows.to(self.device)
 
-    def _shared(self, rows: TensorDict) -> tuple[TensorDict, slice]:
-        """The rows that this rank runs, and which of them are its own: with sequence parallelism, those of its whole group."""
-        return (
-            (rows, slice(None))
-            if self.sequence_group is None
-            else ulysses.together(rows, self.sequence_group)
-        )
+    def _gather_rows(self, rows: TensorDict) -> tuple[TensorDict, slice]:
+        """Return the rows that this rank computes (with sequence parallelism its group's) and the
+        slice of its own rows."""
+        if self.sequence_group is None:
+            return rows, slice(None)
+        return ulysses.all_gather_rows(rows, self.sequence_group)
 
-    def _guard(self, finite: bool, batch: DataProto, dump_dir: Path | None) -> None:
-        if finite:
+    def _handle_nonfinite(self, is_finite: bool, batch: DataProto, dump_dir: Path | None) -> None:
+        """Count consecutive dropped updates, save the batch, and raise NonFiniteError if there are
+        too many."""
+        if is_finite:
             self._nonfinite_in_a_row = 0
             return
         self._nonfinite_in_a_row += 1
-        where = "its batch was not saved"
+        saved = "its batch was not saved"
         if dump_dir is not None:
             folder = Path(dump_dir) / f"rank_{self.rank}"
             batch.save_to_disk(folder)
-            where = f"its batch is in {folder.parent}"
+            saved = f"its batch is in {folder.parent}"
         if self._nonfinite_in_a_row >= self.max_nonfinite_updates:
             raise NonFiniteError(
-                f"{self._nonfinite_in_a_row} updates in a row had a loss or gradient that is not finite and were dropped (training step "
-                f"{self.schedule_step + 1} of this model; {where}). Look at the batch, lower optim.lr, or raise max_nonfinite_updates"
+                f"{self._nonfinite_in_a_row} updates in a row had a loss or gradient that is not "
+                f"finite and were dropped (training step {self.schedule_step + 1} of this model; "
+                f"{saved}). Inspect the batch, lower optim.lr, or raise max_nonfinite_updates"
             )
 
     def _sum_and_max(self, numbers: list[int], largest: int) -> tuple[list[int], int]:
-        """Over ranks: the sums of `numbers`, and the maximum of `largest`."""
+        """Return the sums of `numbers` and the maximum of `largest` over all ranks."""
         if self.world_size == 1:
             return numbers, largest
         table = torch.zeros(
@@ -361,39 +323,42 @@ class TrainEngine:
         return table[:, :-1].sum(0).tolist(), int(table[:, -1].max())
 
     def _sum_metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Sums (or maxima) over ranks, which need not have the same names: a rank without rows has none."""
+        """Combine metrics over ranks. Ranks without rows have none, so names may differ between
+        ranks."""
         values = torch.stack([v.double() for v in sums.values()]).tolist() if sums else []
-        mine = dict(zip(sums, values, strict=True))
-        every: list[Any] = [mine]
+        own = dict(zip(sums, values, strict=True))
+        by_rank: list[Any] = [own]
         if self.world_size > 1:
-            every = [None] * self.world_size
-            dist.all_gather_object(every, mine)
-        names = dict.fromkeys(name for one in every for name in one)
-        return {
-            name: (max if name.endswith("_max") else math.fsum)(
-                one[name] for one in every if name in one
-            )
-            for name in names
-        }
+            by_rank = [None] * self.world_size
+            dist.all_gather_object(by_rank, own)
+        combined = {}
+        for name in dict.fromkeys(name for metrics in by_rank for name in metrics):
+            found = [metrics[name] for metrics in by_rank if name in metrics]
+            combined[name] = max(found) if name.endswith("_max") else math.fsum(found)
+        return combined
 
     def _reshard(self) -> None:
-        """Free parameters that forward passes left gathered; stale copies would otherwise survive a load."""
+        """Free parameters that forward passes left gathered. Otherwise stale copies would survive a
+        load."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    # ---- schedule
+    # Schedule
 
     def step_schedule(self) -> float:
-        """Once per training step, after its updates: set the next learning rate and return it.
+        """Set the next learning rate and return it. To be called once per training step, after its
+        updates.
 
-        The schedule counts training steps in which at least one update was applied.
+        The schedule counts training steps with at least one applied update.
         """
-        if self._updated:
+        if self._has_updated:
             self.schedule_step += 1
-            self._updated = False
+            self._has_updated = False
             self._set_learning_rate()
-        return self.optimizer.param_groups[0]["lr"] if self.optimizer else 0.0
+        if self.optimizer is None:
+            return 0.0
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def _set_learning_rate(self) -> None:
         if self.optimizer is not None and self.optim_config is not None:
@@ -401,15 +366,21 @@ class TrainEngine:
                 self.optim_config, self.schedule_step, self.total_training_steps
             )
 
-    # ---- weights out, state to and from disk
+    # Export, checkpoints
 
     def export(
         self, dtype: torch.dtype | None = None, snapshot: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor on the CPU) for each weight, one layer in memory at a time; tied weights once.
+        """Iterate over (Hugging Face name, whole tensor on the CPU) of each weight; tied weights
+        once.
 
-        All ranks must iterate to the end. Works while parameters are offloaded. snapshot=False, for who copies each weight at once: a
-        tensor may be the model's own.
+        All ranks must iterate to the end. One layer is in memory at a time. Works while parameters
+        are offloaded.
+
+        Args:
+            dtype: dtype of the yielded tensors; None keeps the model's.
+            snapshot: False allows yielding the model's own tensors, for callers that copy each
+                tensor at once.
         """
         return export.full_weights(self.model.model, dtype, self.device, snapshot)
 
@@ -419,95 +390,107 @@ class TrainEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Write a Hugging Face folder (rank 0 writes, all ranks must call). The value model becomes a token classification model.
+        """Write a Hugging Face folder: rank 0 writes, all ranks must call it.
 
-        With LoRA the weights are merged, and lora_adapter/ has a policy's adapter alone, as peft reads it.
+        A value model is written as a token classification model. With LoRA the weights are merged,
+        and for a policy lora_adapter/ contains the adapter in peft's format.
         """
+        folder = Path(folder)
+        is_writer = self.rank == 0
+        hf_model = self.model.model
         config = load_config(self.model_config)
         if self.model.kind == "value":
             config.num_labels = 1
         export.save_pretrained(
-            Path(folder),
-            self.export(dtype),
-            self.model.model,
-            config,
-            tokenizer,
-            write=self.rank == 0,
+            folder, self.export(dtype), hf_model, config, tokenizer, write=is_writer
         )
         if self.model.kind == "lm" and lora.layers(self.model):
-            lora.save(
-                Path(folder) / lora.FOLDER,
-                self.model.model,
-                self.model_config.path,
-                self.device,
-                write=self.rank == 0,
-            )
+            base = self.model_config.path
+            lora.save(folder / lora.FOLDER, hf_model, base, self.device, write=is_writer)
         dist.barrier()
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> int:
-        """protocol.weights.fingerprint of the weights in `dtype`, over all shards: equal to that of what export(dtype) yields."""
+        """Return protocol.weights.fingerprint of the weights in `dtype`, equal to that of what
+        export(dtype) yields.
+
+        All ranks must call it. Each rank hashes its own shards; nothing is gathered.
+        """
         return self._fingerprint(export.named_weights(self.model.model, dtype, self.device), dtype)
 
     def _fingerprint(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> int:
         replica = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
-        whose = (
-            (name, tensor, replica if isinstance(tensor, DTensor) else self.rank)
-            for name, tensor in named
-        )
-        mine = (
-            (name, checkpoint.local_part(tensor)) for name, tensor, copy in whose if copy == 0
-        )  # of copies, one counts
-        return combine(*self._sum_and_max([fingerprint(mine, dtype)], 0)[0])
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            """The local part of each weight of which this rank has the first copy."""
+            for name, tensor in named:
+                copy = replica if isinstance(tensor, DTensor) else self.rank
+                if copy == 0:
+                    yield name, checkpoint.local_part(tensor)
+
+        sums, _ = self._sum_and_max([fingerprint(counted(), dtype)], 0)
+        return combine(*sums)
 
     def save(self, folder: Path | str) -> None:
-        """Write parameters, optimizer, schedule and generators (engine.checkpoint says how). All ranks must call it.
+        """Write parameters, optimizer, schedule and random generators (see checkpoint.py). All
+        ranks must call it.
 
-        Raises NonFiniteError, before anything is written, when a weight is NaN or infinite.
+        Raises:
+            NonFiniteError: a weight is NaN or infinite. Nothing is written.
+            OSError: a rank cannot write.
         """
         self._require_finite("refusing to save")
         schedule = {
             "step": self.schedule_step,
-            "updated": self._updated,
+            "updated": self._has_updated,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
+            "frozen": self._fingerprint(lora.frozen(self.model.model), None),
         }
-        schedule["frozen"] = self._fingerprint(lora.frozen(self.model.model), None)
         checkpoint.save(Path(folder), self.model.model, self.optimizer, schedule)
 
     def load(self, folder: Path | str) -> None:
-        """Continue from what `save` wrote with any number of ranks: exactly, with the same number. All ranks must call it.
+        """Continue from what `save` wrote with any number of ranks; exactly, if the number is the
+        same. All ranks must call it.
 
-        Raises ValueError when the folder is incomplete or of another model, NonFiniteError when its weights are not finite;
-        the engine must not be used after either.
+        After an error the engine must not be used.
+
+        Raises:
+            ValueError: the folder is incomplete or belongs to another model.
+            NonFiniteError: its weights are not finite.
         """
         schedule = checkpoint.load(Path(folder), self.model.model, self.optimizer)
         self._require_finite(f"refusing the checkpoint {folder}")
         if schedule.get("frozen", 0) != self._fingerprint(lora.frozen(self.model.model), None):
             raise ValueError(
-                f"the checkpoint {folder} has adapters to another model than model.path={self.model_config.path}"
+                f"the checkpoint {folder} has adapters of another base model than "
+                f"model.path={self.model_config.path}"
             )
-        self.schedule_step, self._updated = schedule["step"], schedule["updated"]
+        self.schedule_step = schedule["step"]
+        self._has_updated = schedule["updated"]
         self._nonfinite_in_a_row = schedule["nonfinite_in_a_row"]
         self._set_learning_rate()
 
-    def _require_finite(self, doing: str) -> None:
-        if bad := checkpoint.nonfinite(self.model.model):
+    def _require_finite(self, action: str) -> None:
+        names = checkpoint.nonfinite(self.model.model)
+        if names:
             raise NonFiniteError(
-                f"{doing}: {len(bad)} weights are NaN or infinite, the first is {bad[0]}"
+                f"{action}: {len(names)} weights are NaN or infinite, the first is {names[0]}"
             )
 
-    # ---- memory
+    # Memory
 
     def onload(self, parameters: bool = True, optimizer: bool = False) -> None:
-        """Bring parameters and/or optimizer state to the device, where they are not there already."""
+        """Move parameters and/or optimizer state to the device, if they are not there already."""
         if parameters:
             self._move_parameters(self.device)
         if optimizer:
             self._move_optimizer(self.device)
 
     def offload(self) -> None:
-        """Move to host memory what fsdp_config.param_offload and optimizer_offload name, and free it on the device.
+        """Move what fsdp_config.param_offload and optimizer_offload select to host memory, and free
+        it on the device.
 
-        No pass leaves gathered parameters or gradients, so that nothing else of the model is there then.
+        Passes leave no gathered parameters or gradients, so nothing else of the model is on the
+        device then.
         """
         if self.fsdp_config.param_offload:
             self._move_parameters(torch.device("cpu"))
@@ -521,32 +504,20 @@ class TrainEngine:
             self.model.to(device)
 
     def _move_optimizer(self, device: torch.device) -> None:
-        for state in self.optimizer.state.values() if self.optimizer else ():
+        states = self.optimizer.state.values() if self.optimizer else ()
+        for state in states:
             for name, tensor in state.items():
                 state[name] = tensor.to(device, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def _both(name: str, a: Tensor, b: Tensor) -> Tensor:
-    """A metric over two micro-batches; see LossFn."""
+def _combine(name: str, a: Tensor, b: Tensor) -> Tensor:
+    """Combine a metric of two micro-batches; see LossFn."""
     return torch.maximum(a, b) if name.endswith("_max") else a + b
 
 
-def _layout(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {
-        name: (tensor.shape, tensor.dtype)
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
-
-
-def _dtype(key: str, name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ValueError(f"fsdp_config.{key}={name!r}: choose one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _rows(batch: DataProto) -> TensorDict:
+def _tensors(batch: DataProto) -> TensorDict:
     if batch.batch is None:
         raise ValueError("the batch has no tensors")
     return batch.batch

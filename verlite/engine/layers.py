@@ -1,4 +1,5 @@
-"""How a model's layers run in training: recomputed, with what they start from in host memory, compiled."""
+"""Execution options of a model's layers in training: gradient checkpointing, activation offload,
+torch.compile."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +12,31 @@ from transformers import PreTrainedModel
 
 
 def checkpoint_layers(model: PreTrainedModel, offload: bool) -> None:
-    """Recompute each layer in the backward pass. `offload`: what it starts from, all that is kept of it, waits in host memory."""
+    """Recompute each layer in the backward pass.
+
+    Args:
+        model: the model to change.
+        offload: keep each layer's inputs, the only activations that are stored, in host memory.
+    """
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules() if offload else ():
+    if not offload:
+        return
+    for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = _offloaded
+            module._gradient_checkpointing_func = _checkpoint_offloaded
 
 
-def _offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
-    # What the layer itself would save goes through the checkpoint's own hooks, so that only its inputs meet these.
+def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
+    # What the layer itself saves goes through the checkpoint's own hooks, so only its inputs are
+    # offloaded.
     with save_on_cpu(pin_memory=True):
         return checkpoint(layer, *inputs, use_reentrant=False)
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """torch.compile for rows of any length, before FSDP: hooks and checkpoints stay outside, so that one compiled layer serves all."""
-    layer.forward = torch.compile(layer.forward, dynamic=True)
+    """Compile a layer for rows of any length.
+
+    Must run before FSDP wraps the layer: hooks and checkpoints stay outside, so one compiled layer
+    serves all.
+    """
+    layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]

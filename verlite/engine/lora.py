@@ -1,10 +1,12 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685) through peft: frozen weights, and beside them small ones that are trained.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) through peft: frozen weights with small trained adapters.
 
-A linear layer W [out, in] gets A [r, in] and B [out, r] and computes W x + s B A x, s = lora_alpha / r. A starts random and B at 0, so
-that training starts from the model itself; without them the model is again what it was, which makes it its own reference.
+A linear layer W [out, in] gets A [r, in] and B [out, r] and computes W x + s B A x with s =
+lora_alpha / r. A starts random and B starts at 0, so training starts from the base model. Without
+adapters the model is the base model, which serves as the reference.
 
-peft puts them into the model's modules: `q_proj.weight` becomes `q_proj.base_layer.weight`, with `q_proj.lora_A.default.weight` and
-`q_proj.lora_B.default.weight` beside it. Nobody outside of the engine sees these names: weights leave it merged, under the model's own.
+peft adds the adapters as modules: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside
+`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. These names stay inside the
+engine: exported weights are merged and have the base model's names.
 """
 
 from collections.abc import Iterator
@@ -25,14 +27,16 @@ from verlite.engine.folder import ModelError
 from verlite.engine.model import VALUE_HEADS
 
 FOLDER = "lora_adapter"
-"""Of a Hugging Face folder: the adapter in peft's own format."""
+"""Subfolder of an exported Hugging Face folder with the adapter in peft's own format."""
 
 _NAME = "default"
-_BASE, _ADAPTER = ".base_layer.", f".{_NAME}."
-_PREFIX = "base_model.model."  # in peft's files, before the names of the model
+_BASE = ".base_layer."
+_ADAPTER = f".{_NAME}."
+_PREFIX = "base_model.model."  # precedes the model's names in peft's files
+_WEIGHTS_FILE = "adapter_model.safetensors"
 
-# What an adapter from elsewhere may have beside A and B. Merging without it would be silently wrong.
-_REFUSED = (
+# Features of peft adapters besides A and B. Merging without them would be silently wrong.
+_UNSUPPORTED = (
     "use_dora",
     "lora_bias",
     "modules_to_save",
@@ -44,55 +48,45 @@ _REFUSED = (
 
 
 def add(model: PreTrainedModel, config: ModelConfig, read_weights: bool = True) -> None:
-    """Freeze the model's weights and put float32 adapters beside those that `config` names; nothing where it asks for none.
+    """Freeze the model's weights and add float32 adapters to the layers that `config` names. Does
+    nothing without LoRA.
 
-    The head of a value model stays trainable. `read_weights`: take A and B from lora_adapter_path, where that is set.
-    Raises ModelError for names that the model does not have, for layers that are not linear, for the output head, and for an
-    adapter that is another model's or more than A and B.
+    The head of a value model stays trainable.
+
+    Args:
+        model: the model to change.
+        config: lora_rank, lora_alpha, target_modules, exclude_modules and lora_adapter_path.
+        read_weights: read A and B from lora_adapter_path, if it is set.
+
+    Raises:
+        ModelError: target_modules names unknown layers, layers that are not linear, or the output
+            head; or the adapter belongs to another model or has more than A and B.
     """
     if not uses_lora(config):
         return
-    from peft import (
-        LoraConfig,
-        inject_adapter_in_model,
-    )  # a second to import, and of use with LoRA alone
-    from peft.tuners.lora import Linear, LoraLayer
+    from peft import LoraConfig, inject_adapter_in_model  # takes a second to import
 
-    head = any(hasattr(model, name) for name in VALUE_HEADS)
-    adapter = (
-        _read_config(config)
-        if config.lora_adapter_path
-        else LoraConfig(
+    if config.lora_adapter_path:
+        adapter = _read_config(config)
+    else:
+        adapter = LoraConfig(
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,
             target_modules=config.target_modules,
             exclude_modules=config.exclude_modules,
         )
-    )
-    adapter.task_type = (
-        "SEQ_CLS" if head else "CAUSAL_LM"
-    )  # how peft knows which layer all-linear leaves out: the head
-    adapter.inference_mode, adapter.lora_dropout = (
-        False,
-        0.0,
-    )  # dropout: engine.model says why there is none
+    is_value_model = any(hasattr(model, name) for name in VALUE_HEADS)
+    # With the task type, peft finds the head that target_modules=all-linear must leave out.
+    adapter.task_type = "SEQ_CLS" if is_value_model else "CAUSAL_LM"
+    adapter.inference_mode = False
+    adapter.lora_dropout = 0.0  # see _training_config in engine.model for the reason
     try:
         inject_adapter_in_model(adapter, model, _NAME)
     except ValueError as error:
         raise ModelError(
             f"model.target_modules={config.target_modules} cannot be adapted: {error}"
         ) from error
-    heads = (model.get_output_embeddings(), *(getattr(model, name, None) for name in VALUE_HEADS))
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and (not isinstance(module, Linear) or module in heads):
-            why = (
-                "is the output head"
-                if module in heads
-                else f"is no linear layer but {type(module.get_base_layer()).__name__}"
-            )
-            raise ModelError(
-                f"model.target_modules={config.target_modules}: {name} {why}; leave it out with model.exclude_modules"
-            )
+    _check_layers(model, config)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()
@@ -100,18 +94,40 @@ def add(model: PreTrainedModel, config: ModelConfig, read_weights: bool = True) 
         _read_weights(model, Path(config.lora_adapter_path))
 
 
+def _check_layers(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Raise ModelError if an adapted layer is the output head or is not linear."""
+    from peft.tuners.lora import Linear, LoraLayer
+
+    value_heads = [getattr(model, name, None) for name in VALUE_HEADS]
+    heads = [model.get_output_embeddings(), *value_heads]
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        if module in heads:
+            problem = "is the output head"
+        elif not isinstance(module, Linear):
+            problem = f"is not a linear layer but {type(module.get_base_layer()).__name__}"
+        else:
+            continue
+        raise ModelError(
+            f"model.target_modules={config.target_modules}: {name} {problem}. "
+            "Exclude it with model.exclude_modules"
+        )
+
+
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is A or B."""
+    """Return True if the parameter is an A or a B."""
     return _ADAPTER in name
 
 
-def plain(name: str) -> str:
-    """A parameter's name in a model without adapters."""
+def base_name(name: str) -> str:
+    """Return the name of a frozen parameter in a model without adapters."""
     return name.replace(_BASE, ".")
 
 
 def layers(model: nn.Module) -> dict[str, Any]:
-    """The adapted layers, each a peft.tuners.lora.Linear, by the name of their frozen weight."""
+    """Return the adapted layers, each a peft.tuners.lora.Linear, by the name of their frozen
+    weight."""
     return {
         f"{name}{_BASE}weight": module
         for name, module in model.named_modules()
@@ -120,7 +136,8 @@ def layers(model: nn.Module) -> dict[str, Any]:
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that training changes: all, or with adapters those and the head of a value model."""
+    """Return the parameters that training changes: all; with adapters, the adapters and the head of
+    a value model."""
     named = list(model.named_parameters())
     if not any(is_adapter(name) for name, _ in named):
         return named
@@ -132,16 +149,19 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The other parameters, which adapters leave as they were."""
-    changing = {name for name, _ in trained(model)}
+    """Return the parameters that training does not change."""
+    trained_names = {name for name, _ in trained(model)}
     return [
-        (name, parameter) for name, parameter in model.named_parameters() if name not in changing
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if name not in trained_names
     ]
 
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """The model as it was before `add`. Parameters must not be gathered on entry and exit."""
+    """Disable all adapters within the context. Parameters must not be gathered on entry and
+    exit."""
     adapted = layers(model).values()
     try:
         for layer in adapted:
@@ -153,78 +173,98 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 
 def merged(layer: Any, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """W + s B A, sharded as W is, computed on `device` in float32 and cast to `dtype` (None: W's). All ranks must call it.
+    """Return W + s B A, sharded like W. All ranks must call it.
 
-    Each rank computes the rows that it holds, always in the same way: the checksum of the shards is that of the whole.
+    The sum is computed on `device` in float32 and cast to `dtype` (None: W's dtype). Each rank
+    computes the rows of its own shard in the same way for every layout, so the fingerprint of the
+    shards equals that of the whole.
     """
     base = layer.base_layer.weight.detach()
-    a, b = (
-        part[_NAME].weight.detach().to(device=device, dtype=torch.float32)
-        for part in (layer.lora_A, layer.lora_B)
-    )
-    change = (b @ a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)) * layer.scaling[
-        _NAME
-    ]
-    change = (change.t() if layer.fan_in_fan_out else change).redistribute(
-        placements=base.placements
-    )
-    return (base.to(device=device, dtype=torch.float32) + change).to(dtype or base.dtype)
+    a = layer.lora_A[_NAME].weight.detach().to(device=device, dtype=torch.float32)
+    b = layer.lora_B[_NAME].weight.detach().to(device=device, dtype=torch.float32)
+    whole_a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+    change = (b @ whole_a) * layer.scaling[_NAME]
+    if layer.fan_in_fan_out:
+        change = change.t()
+    change = change.redistribute(placements=base.placements)
+    result = base.to(device=device, dtype=torch.float32) + change
+    return result.to(dtype or base.dtype)
 
 
 def save(
     folder: Path, model: PreTrainedModel, path: str, device: torch.device, write: bool
 ) -> None:
-    """Write the adapter as peft reads it, above a model that lies at `path`. All ranks must call it; those with `write` write."""
+    """Write the adapter in peft's format. All ranks must call it.
+
+    Args:
+        folder: where to write.
+        model: the adapted model.
+        path: the base model's path, which is recorded in the adapter's config.
+        device: where tensors are gathered.
+        write: whether this rank writes to disk.
+    """
     tensors = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            tensors[_PREFIX + name.replace(_ADAPTER, ".")] = (
-                parameter.detach().to(device).full_tensor().cpu().contiguous()
-            )
+            whole = parameter.detach().to(device).full_tensor()  # type: ignore[attr-defined]
+            tensors[_file_name(name)] = whole.cpu().contiguous()
     if not write:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / _WEIGHTS_FILE, metadata={"format": "pt"})
     config = model.peft_config[_NAME]
-    config.base_model_name_or_path, config.inference_mode = path, True
+    config.base_model_name_or_path = path
+    config.inference_mode = True
     config.save_pretrained(str(folder))
 
 
+def _file_name(name: str) -> str:
+    """Return the name of an adapter's parameter in peft's files."""
+    return _PREFIX + name.replace(_ADAPTER, ".")
+
+
 def _read_config(config: ModelConfig) -> Any:
+    """Read the config of the adapter at lora_adapter_path. Raises ModelError if it is not plain
+    LoRA."""
     from peft import LoraConfig, PeftConfig
 
-    where = f"model.lora_adapter_path={config.lora_adapter_path}"
+    key = f"model.lora_adapter_path={config.lora_adapter_path}"
     try:
         adapter = PeftConfig.from_pretrained(config.lora_adapter_path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{where} is no adapter that peft can read: {error}") from error
+        raise ModelError(f"{key} is not an adapter that peft can read: {error}") from error
     if not isinstance(adapter, LoraConfig):
-        raise ModelError(f"{where} is a {type(adapter).__name__}, not LoRA")
-    more = [name for name in _REFUSED if getattr(adapter, name, None)] + (
-        ["bias"] if adapter.bias != "none" else []
-    )
-    if more:
+        raise ModelError(f"{key} is a {type(adapter).__name__}, not LoRA")
+    unsupported = [name for name in _UNSUPPORTED if getattr(adapter, name, None)]
+    if adapter.bias != "none":
+        unsupported.append("bias")
+    if unsupported:
         raise ModelError(
-            f"{where} has {', '.join(more)}, which is not built in: an adapter here is A and B alone"
+            f"{key} has {', '.join(unsupported)}, which is not supported: "
+            "an adapter may have only A and B"
         )
     return adapter
 
 
 def _read_weights(model: nn.Module, folder: Path) -> None:
+    """Read A and B from an adapter's folder. Raises ModelError if names or shapes differ from the
+    model's."""
     try:
-        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors = load_file(folder / _WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model.lora_adapter_path={folder} cannot be read: {error}") from error
-    mine = {
-        _PREFIX + name.replace(_ADAPTER, "."): parameter
+    expected = {
+        _file_name(name): parameter
         for name, parameter in model.named_parameters()
         if is_adapter(name)
     }
-    if wrong := {name for name in tensors.keys() ^ mine.keys()} or {
-        n for n, p in mine.items() if p.shape != tensors[n].shape
-    }:
+    different = tensors.keys() ^ expected.keys()
+    if not different:
+        different = {n for n, p in expected.items() if p.shape != tensors[n].shape}
+    if different:
         raise ModelError(
-            f"model.lora_adapter_path={folder} is another model's adapter: {len(wrong)} weights differ, such as {min(wrong)}"
+            f"model.lora_adapter_path={folder} is another model's adapter: "
+            f"{len(different)} weights differ, such as {min(different)}"
         )
-    for name, parameter in mine.items():
+    for name, parameter in expected.items():
         parameter.data.copy_(tensors[name])

@@ -11,11 +11,13 @@ from verlite.config.schema import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int | None) -> float:
-    """The learning rate of training step `step`, counted from 0.
+    """Return the learning rate of training step `step`, counted from 0.
 
-    Warm-up of w steps: lr (step + 1) / w, so that the first step already learns (verl starts at 0 and wastes it).
-    Then constant: lr; or cosine: lr max(m, m + (1 - m) (1 + cos(2 pi c p)) / 2), where m = min_lr_ratio, c = num_cycles and
-    p = (step - w) / (total_steps - w) is the progress after the warm-up.
+    During a warm-up of w steps: lr (step + 1) / w, so that the first step already learns (verl
+    starts at 0). After the warm-up:
+    - constant: lr;
+    - cosine: lr max(m, m + (1 - m) (1 + cos(2 pi c p)) / 2) with m = min_lr_ratio, c = num_cycles
+      and p = (step - w) / (total_steps - w), the progress after the warm-up.
     """
     warmup = warmup_steps(config, total_steps)
     if step < warmup:
@@ -24,38 +26,41 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int | None) -> fl
         return config.lr
     if config.lr_scheduler_type != "cosine":
         raise ValueError(
-            f"optim.lr_scheduler_type={config.lr_scheduler_type!r}: choose constant or cosine"
+            f"optim.lr_scheduler_type={config.lr_scheduler_type!r} must be constant or cosine"
         )
-    progress = min(
-        1.0, (step - warmup) / max(1, _known(total_steps, "lr_scheduler_type=cosine") - warmup)
-    )
+    total = _require_total(total_steps, "lr_scheduler_type=cosine")
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
     floor = config.min_lr_ratio
-    return config.lr * max(
-        floor, floor + (1 - floor) * (1 + math.cos(2 * math.pi * config.num_cycles * progress)) / 2
-    )
+    cosine = math.cos(2 * math.pi * config.num_cycles * progress)
+    return config.lr * max(floor, floor + (1 - floor) * (1 + cosine) / 2)
 
 
 def warmup_steps(config: OptimConfig, total_steps: int | None) -> int:
-    """Training steps of warm-up: lr_warmup_steps, or while that is negative, lr_warmup_steps_ratio of all steps."""
+    """Return the number of warm-up steps.
+
+    This is lr_warmup_steps, or if that is negative, lr_warmup_steps_ratio of all steps.
+    """
     if config.lr_warmup_steps >= 0:
         return config.lr_warmup_steps
     if config.lr_warmup_steps_ratio <= 0:
         return 0
-    return int(config.lr_warmup_steps_ratio * _known(total_steps, "lr_warmup_steps_ratio"))
+    return int(config.lr_warmup_steps_ratio * _require_total(total_steps, "lr_warmup_steps_ratio"))
 
 
-def _known(total_steps: int | None, key: str) -> int:
+def _require_total(total_steps: int | None, key: str) -> int:
     if total_steps is None:
         raise ValueError(
-            f"optim.{key} needs the number of training steps, which this engine was not given (total_training_steps)"
+            f"optim.{key} needs the number of training steps. Pass total_training_steps "
+            "to the engine"
         )
     return total_steps
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with its state allocated at once, so that memory is what it will be and a checkpoint can be loaded into it.
+    """Build AdamW with its state allocated at once.
 
-    Fused: one kernel per parameter, where the plain loop pays for a dozen sharded-tensor operations.
+    Memory use is then final from the start, and a checkpoint can be loaded into the state. The
+    fused version runs one kernel per parameter instead of a dozen sharded-tensor operations.
     """
     betas = (config.betas[0], config.betas[1])
     optimizer = torch.optim.AdamW(
@@ -76,18 +81,20 @@ def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torc
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients so that their norm over all parameters and all ranks is at most `max_norm`; returns the norm before.
+    """Scale gradients so that their norm over all parameters and all ranks is at most `max_norm`.
 
-    The norm is the same number on every rank. Nothing is scaled when it is not finite.
+    A norm that is not finite scales nothing.
+
+    Returns:
+        The norm before scaling, a scalar equal on all ranks.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
+    with_gradients = [p for p in parameters if p.grad is not None]
+    if not with_gradients:
         return torch.zeros(())
+    gradients = [p.grad for p in with_gradients if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):  # each rank's share of the norm, until it is reduced
+    if isinstance(norm, DTensor):  # the ranks' parts of the norm are not reduced yet
         norm = norm.full_tensor()
     if torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(
-            [p for p in parameters if p.grad is not None], max_norm, norm
-        )
+        torch.nn.utils.clip_grads_with_norm_(with_gradients, max_norm, norm)
     return norm

@@ -1,7 +1,10 @@
-"""Ulysses sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509): a few neighbouring ranks run one packed row together.
+"""Ulysses sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509): a few neighboring ranks
+compute one packed row together.
 
-Each holds an equal slice of the row's T tokens and runs every layer on it alone. Only attention looks further: there an all-to-all
-trades [all heads, this rank's tokens] for [this rank's heads, all tokens], and back afterwards. engine.micro cuts the row.
+Each rank has an equal slice of the row's T tokens and runs every layer on that slice. Only
+attention needs other tokens: before it, an all-to-all exchanges [all heads, this rank's tokens] for
+[this rank's heads, all tokens]; after it, another all-to-all restores the first layout.
+engine.micro splits the row.
 """
 
 import math
@@ -18,89 +21,108 @@ from verlite.protocol.fields import FIELDS
 KEY = "ulysses_sequence_parallel_size"
 
 
-def neighbours(size: int, packed: bool) -> dist.ProcessGroup | None:
-    """The group of this rank and its neighbours, `size` of them; None for a group of one. All ranks must call it.
+def sp_group(size: int, packed: bool) -> dist.ProcessGroup | None:
+    """Return this rank's sequence-parallel group of `size` neighboring ranks; None for size 1.
 
-    Raises ValueError when the ranks do not make whole groups, or rows are not packed.
+    All ranks must call it.
+
+    Raises:
+        ValueError: `size` does not divide the number of ranks, or rows are not packed.
     """
     if size == 1:
         return None
-    if size < 1 or dist.get_world_size() % size:
-        raise ValueError(
-            f"{KEY}={size} must divide the {dist.get_world_size()} devices of this role"
-        )
+    ranks = dist.get_world_size()
+    if size < 1 or ranks % size:
+        raise ValueError(f"{KEY}={size} must divide the {ranks} devices of this role")
     if not packed:
-        raise ValueError(f"{KEY}={size} cuts packed rows: it needs model.use_remove_padding=True")
-    return dist.new_subgroups(size)[0]
+        raise ValueError(f"{KEY}={size} splits packed rows: it needs model.use_remove_padding=True")
+    group, _ = dist.new_subgroups(size)
+    return group
 
 
-def together(rows: TensorDict, group: dist.ProcessGroup) -> tuple[TensorDict, slice]:
-    """The rows of all ranks of the group in rank order, and where this rank's own are among them.
+def all_gather_rows(rows: TensorDict, group: dist.ProcessGroup) -> tuple[TensorDict, slice]:
+    """Gather the rows of all ranks of the group.
 
-    Ranks pad their rows for themselves: prompts become as wide, on the left, and responses, on the right, as the widest.
+    Each rank pads its own rows. Here all rows are padded to the widest prompt (on the left) and the
+    widest response (on the right).
+
+    Returns:
+        The rows in rank order, and the slice of this rank's own rows.
     """
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(
-        every, rows.clone(), group=group
-    )  # a copy: a view would be sent with all that it is a view of
-    start = sum(len(part) for part in every[: group.rank()])
-    widths = [(part["attention_mask"].shape[1], part["response_mask"].shape[1]) for part in every]
-    p, r = max(both - own for both, own in widths), max(own for _, own in widths)
-    alike = [
-        _widened(part, p - (both - own), r - own)
-        for part, (both, own) in zip(every, widths, strict=True)
+    parts: list[Any] = [None] * group.size()
+    # A copy, because a view would be sent together with the whole storage it points into.
+    dist.all_gather_object(parts, rows.clone(), group=group)
+    start = sum(len(part) for part in parts[: group.rank()])
+    totals = [part["attention_mask"].shape[1] for part in parts]
+    responses = [part["response_mask"].shape[1] for part in parts]
+    prompts = [total - response for total, response in zip(totals, responses, strict=True)]
+    padded = [
+        _pad_rows(part, max(prompts) - prompt, max(responses) - response)
+        for part, prompt, response in zip(parts, prompts, responses, strict=True)
     ]
-    return torch.cat(alike), slice(start, start + len(rows))
+    return torch.cat(padded), slice(start, start + len(rows))
 
 
-def _widened(rows: TensorDict, left: int, right: int) -> TensorDict:
-    sides = {"B P": (left, 0), "B R": (0, right), "B S": (left, right)}
-    shapes = {name: FIELDS[name].shape for name in rows.keys() if name in FIELDS}
-    wider = {
-        name: pad(rows[name], sides[shape]) for name, shape in shapes.items() if shape in sides
-    }
-    return TensorDict({**rows, **wider}, rows.batch_size)
+def _pad_rows(rows: TensorDict, left: int, right: int) -> TensorDict:
+    """Pad prompts by `left` columns on the left and responses by `right` columns on the right."""
+    padding = {"B P": (left, 0), "B R": (0, right), "B S": (left, right)}
+    padded = {}
+    for name in rows.keys():
+        shape = FIELDS[name].shape if name in FIELDS else None
+        if shape in padding:
+            padded[name] = pad(rows[name], padding[shape])
+    return TensorDict({**rows, **padded}, rows.batch_size)
 
 
 def to_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of all heads and T/n tokens, this rank's 1/n of the heads and all T tokens. [1, heads, T/n, D] -> [1, heads/n, T, D]; differentiable.
+    """Exchange [1, heads, T/n, D] for [1, heads/n, T, D] between the n ranks of the group.
+    Differentiable.
 
-    Key and value heads that cannot be dealt out evenly are repeated as often as it takes. Raises ValueError when n does not divide
-    the query's heads.
+    Key and value heads that n does not divide are repeated until it does.
+
+    Raises:
+        ValueError: n does not divide the query's heads.
     """
-    n, heads, kv_heads = group.size(), query.shape[1], key.shape[1]
+    n = group.size()
+    heads = query.shape[1]
+    kv_heads = key.shape[1]
     if heads % n:
         raise ValueError(f"{KEY}={n} must divide the model's {heads} attention heads")
-    copies = (
-        math.lcm(kv_heads, n) // kv_heads
-    )  # both divide the query's heads, and so does their least common multiple
-    key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
-    query, key, value = (_Trade.apply(x, 1, 2, group) for x in (query, key, value))
+    # n and kv_heads both divide the query's heads, and so does their least common multiple.
+    copies = math.lcm(kv_heads, n) // kv_heads
+    if copies > 1:
+        key = key.repeat_interleave(copies, 1)
+        value = value.repeat_interleave(copies, 1)
+    query, key, value = (_AllToAll.apply(x, 1, 2, group) for x in (query, key, value))
     return query, key, value
 
 
 def to_tokens(attended: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: [1, T, heads/n, D] -> [1, T/n, heads, D]; differentiable."""
-    return _Trade.apply(attended, 1, 2, group)
+    """Exchange [1, T, heads/n, D] for [1, T/n, heads, D], the inverse of `to_heads`.
+    Differentiable."""
+    out: Tensor = _AllToAll.apply(attended, 1, 2, group)
+    return out
 
 
-class _Trade(torch.autograd.Function):
-    """Cut dimension `cut` into one part for each rank, send each its part, and join what comes along dimension `join`.
+class _AllToAll(torch.autograd.Function):
+    """Split dimension `split` into one part per rank, send each rank its part, and concatenate what
+    arrives along `concat`.
 
-    Elements only move, so the gradient moves back the same way.
+    Elements are only moved, so the gradient is moved back in the same way.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
-        ctx.way = cut, join, group
-        parts = torch.stack(x.chunk(group.size(), cut))
+    def forward(ctx: Any, x: Tensor, split: int, concat: int, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        ctx.split = split
+        ctx.concat = concat
+        ctx.group = group
+        parts = torch.stack(x.chunk(group.size(), split))
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)
-        return torch.cat(received.unbind(), join)
+        return torch.cat(received.unbind(), concat)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        cut, join, group = ctx.way
-        return _Trade.apply(grad, join, cut, group), None, None, None
+        return _AllToAll.apply(grad, ctx.concat, ctx.split, ctx.group), None, None, None

@@ -1,7 +1,7 @@
-"""One background thread that drives a batching generator, seen from outside as an asynchronous `Engine`.
+"""Asynchronous `Engine` around a synchronous, batching generator.
 
-A `Core` only knows how to advance everything it holds by one step. All its methods run on one thread, so that requests,
-weight syncs and sleeping never overlap, and a Core needs no lock.
+One background thread owns the generator (a `Core`). All methods of a Core run on that thread, so
+requests, weight syncs and sleeping never overlap, and a Core needs no lock.
 """
 
 import asyncio
@@ -21,9 +21,12 @@ from verlite.rollout.types import Completion, EngineError, Sampling, WeightSyncE
 
 Waiter = asyncio.Future[Completion]
 
+WAKE_TAGS = ("weights", "kv_cache")
+_CALL_POLL_S = 1.0  # interval at which a blocked caller checks whether the engine died
 
-class Finished(NamedTuple):
-    """A request that a step finished; fields as in Completion."""
+
+class FinishedRequest(NamedTuple):
+    """A request completed by a step. The fields are those of `Completion`."""
 
     request_id: int
     ids: list[int]
@@ -32,46 +35,47 @@ class Finished(NamedTuple):
 
 
 class Core(Protocol):
-    """A synchronous generator of many sequences at once."""
+    """A synchronous generator that advances many sequences together."""
 
     tokenizer: PreTrainedTokenizerBase
     max_model_len: int
     vocab_size: int
 
     def add(self, request_id: int, prompt_ids: list[int], sampling: Sampling) -> None:
-        """Queue a request, whose prompt was checked."""
+        """Queue a request with a validated prompt."""
         ...
 
     def abort(self, request_id: int) -> None:
-        """Forget a request, if it is still there."""
+        """Drop a request. Unknown ids are ignored."""
         ...
 
     def pending(self) -> int:
-        """Requests queued or running."""
+        """Return the number of queued and running requests."""
         ...
 
-    def step(self) -> list[Finished]:
-        """Advance all running sequences, by one token or by a prompt."""
+    def step(self) -> list[FinishedRequest]:
+        """Advance all running sequences by one token or by one prompt; return completed
+        requests."""
         ...
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights. Raises when one is missing, unknown or of another shape."""
+        """Replace all weights. Raises if a weight is missing, unknown or has another shape."""
         ...
 
     def reset_caches(self) -> None:
-        """Forget everything computed with earlier weights."""
+        """Drop everything computed with earlier weights."""
         ...
 
     def fingerprint(self) -> int:
-        """Checksum of the weights that steps compute with."""
+        """Return the fingerprint of the weights that steps compute with."""
         ...
 
     def sleep(self) -> set[str]:
-        """Free device memory; which of "weights" and "kv_cache" are gone."""
+        """Free device memory; return what was freed, a subset of {"weights", "kv_cache"}."""
         ...
 
     def wake(self, tag: str) -> None:
-        """Allocate again what sleep freed."""
+        """Reallocate what `sleep` freed."""
         ...
 
     def close(self) -> None:
@@ -80,7 +84,14 @@ class Core(Protocol):
 
 
 class BatchedEngine:
-    """An `Engine` (see types.py) around a Core that `make_core` builds on the engine's own thread."""
+    """An `Engine` (see types.py) around the Core that `make_core` builds on the engine's thread.
+
+    Args:
+        make_core: builds the Core. Its exceptions are raised by the constructor.
+        has_weights: True if the Core starts with weights, which become version 0.
+        request_timeout_s: seconds without a completed step after which a waiting request raises
+            EngineError.
+    """
 
     def __init__(
         self,
@@ -91,7 +102,9 @@ class BatchedEngine:
     ):
         self.version = 0 if has_weights else -1
         self._timeout = request_timeout_s
-        self._refusal = None if has_weights else "it has no weights yet: load_weights() comes first"
+        self._refusal: str | None = "it has no weights yet; call load_weights() first"
+        if has_weights:
+            self._refusal = None
         self._asleep: set[str] = set()
         self._death: EngineError | None = None
         self._fingerprint: int | None = None
@@ -110,13 +123,15 @@ class BatchedEngine:
         self.tokenizer = started.result()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Continue a prompt; see `Engine.generate`.
+        """Generate a continuation; see `Engine.generate`.
 
-        Requests of tasks that start together, or that the same step has woken, enter the core together, however slow the machine: which
-        rows share a step decides the last bits of their numbers, and equal runs must have equal numbers.
+        Requests of tasks that start together, or that the same step has woken, enter the Core
+        together, however slow the machine is. The rows that share a step decide the last bits of
+        their numbers, and equal runs must give equal numbers.
         """
         self._check_ready()
-        request_id, ids = next(self._request_ids), [int(i) for i in prompt_ids]
+        request_id = next(self._request_ids)
+        ids = [int(token) for token in prompt_ids]
         waiter: Waiter = asyncio.get_running_loop().create_future()
 
         def add(core: Core) -> None:
@@ -126,7 +141,7 @@ class BatchedEngine:
                 self._check_ready()
                 _check_prompt(ids, core)
                 core.add(request_id, ids, sampling)
-            except Exception as error:  # belongs to this request alone
+            except Exception as error:  # only this request fails
                 _answer([(waiter, error)])
             else:
                 self._waiting[request_id] = waiter
@@ -136,87 +151,114 @@ class BatchedEngine:
             core.abort(request_id)
 
         self._starting.put(add)
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
-            await asyncio.sleep(
-                0
-            )  # until every task that was started or woken with this one has come here
+            # Let every task that was started or woken together with this one queue its request.
+            await asyncio.sleep(0)
             self._send_starting()
-            if self._death is not None:  # the thread may have ended without seeing these jobs
+            if self._death is not None:  # the thread may have ended without running these jobs
                 raise self._death
-            while True:  # long queues are fine; an engine that finishes no step is not
-                silent = time.monotonic() - max(began, self._last_step)
-                if silent >= self._timeout:
-                    raise EngineError(
-                        f"the engine hangs: no generation step ended for {silent:.1f} s (rollout.request_timeout_s={self._timeout:g}) "
-                        f"while {len(self._waiting)} requests waited"
-                    )
-                done, _ = await asyncio.wait([waiter], timeout=self._timeout - silent)
-                if done:
-                    return waiter.result()
+            await self._wait(waiter, started_at)
+            return waiter.result()
         finally:
             if not waiter.done():
                 waiter.cancel()
                 self._jobs.put(abort)
 
+    async def _wait(self, waiter: Waiter, started_at: float) -> None:
+        """Wait for an answer. Raises EngineError if the engine completes no step within the
+        timeout.
+
+        Only silence of the engine counts: a long queue of requests is not an error.
+        """
+        done: set[Waiter] = set()
+        while not done:
+            silence = time.monotonic() - max(started_at, self._last_step)
+            if silence >= self._timeout:
+                raise EngineError(
+                    f"the engine hangs: no generation step completed for {silence:.1f} s "
+                    f"(rollout.request_timeout_s={self._timeout:g}) while "
+                    f"{len(self._waiting)} requests waited"
+                )
+            done, _ = await asyncio.wait([waiter], timeout=self._timeout - silence)
+
     def _send_starting(self) -> None:
-        together: list[Callable[[Core], None]] = []
+        """Send all queued requests to the engine's thread as one job."""
+        additions: list[Callable[[Core], None]] = []
 
         def add_all(core: Core) -> None:
-            for add in together:
+            for add in additions:
                 add(core)
 
-        with self._sending:  # whoever finds nothing to send must know that his own was sent
+        # With the lock, an empty queue means that another caller has already sent our request.
+        with self._sending:
             while not self._starting.empty():
-                together.append(self._starting.get())
-            if together:
+                additions.append(self._starting.get())
+            if additions:
                 self._jobs.put(add_all)
 
     def load_weights(
         self, named: Iterable[tuple[str, Tensor]], version: int, expected_fingerprint: int
     ) -> None:
-        """Replace all weights, all or nothing; see `Engine.load_weights`. `named` is consumed on the engine's thread."""
+        """Replace all weights; see `Engine.load_weights`. `named` is consumed on the engine's
+        thread."""
 
         def load(core: Core) -> None:
-            if core.pending():
-                raise WeightSyncError(
-                    f"{core.pending()} requests are still running; a sequence must not mix weight versions"
-                )
-            if "weights" in self._asleep:
-                raise WeightSyncError(
-                    'the engine sleeps: wake("weights") comes before load_weights()'
-                )
-            self._refusal = f"the sync to weight version {version} did not complete; sync again"
-            try:
-                core.load(named)
-                core.reset_caches()
-                found = core.fingerprint()
-            except Exception as error:
-                self._refusal = f"the sync to weight version {version} failed ({type(error).__name__}: {error}); sync again"
-                raise WeightSyncError(
-                    f"sync to weight version {version} failed: {type(error).__name__}: {error}. The engine stays at version "
-                    f"{self.version} and refuses to generate until a sync succeeds"
-                ) from error
-            before, self._fingerprint = self._fingerprint, found
-            if found != expected_fingerprint:
-                stale = (
-                    ", which are the weights from before the sync: loading had no effect"
-                    if found == before
-                    else ""
-                )
-                self._refusal = f"its weights after the sync to version {version} are not the trainer's; sync again"
-                raise WeightSyncError(
-                    f"sync to weight version {version}: the engine holds weights with fingerprint {found:08x}{stale}; the trainer's "
-                    f"is {expected_fingerprint:08x}. The engine stays at version {self.version} and refuses to generate until a "
-                    "sync succeeds"
-                )
-            self.version, self._refusal = version, None
+            self._load(core, named, version, expected_fingerprint)
 
         self._call(load)
 
+    def _load(
+        self,
+        core: Core,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        expected_fingerprint: int,
+    ) -> None:
+        if core.pending():
+            raise WeightSyncError(
+                f"{core.pending()} requests are still running; "
+                "a sequence must not mix weight versions"
+            )
+        if "weights" in self._asleep:
+            raise WeightSyncError('the engine sleeps; call wake("weights") before load_weights()')
+        self._refusal = f"the sync to weight version {version} did not complete; sync again"
+        try:
+            core.load(named)
+            core.reset_caches()
+            found = core.fingerprint()
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            self._refusal = f"the sync to weight version {version} failed ({cause}); sync again"
+            raise WeightSyncError(
+                f"sync to weight version {version} failed: {cause}. {self._keeps_version()}"
+            ) from error
+        before = self._fingerprint
+        self._fingerprint = found
+        if found != expected_fingerprint:
+            stale = ""
+            if found == before:
+                stale = ", the weights from before the sync: loading had no effect"
+            self._refusal = (
+                f"its weights after the sync to version {version} are not the trainer's; sync again"
+            )
+            raise WeightSyncError(
+                f"sync to weight version {version}: the engine's weights have fingerprint "
+                f"{found:08x}{stale}; the trainer's is {expected_fingerprint:08x}. "
+                f"{self._keeps_version()}"
+            )
+        self.version = version
+        self._refusal = None
+
+    def _keeps_version(self) -> str:
+        return (
+            f"The engine stays at version {self.version} and refuses to generate "
+            "until a sync succeeds"
+        )
+
     def fingerprint(self) -> int:
-        """Checksum of the weights the engine computes with, taken now."""
-        return self._call(lambda core: core.fingerprint())
+        """Return the fingerprint of the weights the engine computes with, measured now."""
+        return int(self._call(lambda core: core.fingerprint()))
 
     def sleep(self) -> None:
         """Free device memory; see `Engine.sleep`. Raises RuntimeError while requests run."""
@@ -233,9 +275,9 @@ class BatchedEngine:
         self._call(sleep)
 
     def wake(self, tag: str) -> None:
-        """Take back "weights" or "kv_cache"; nothing to do when they were not freed."""
-        if tag not in ("weights", "kv_cache"):
-            raise ValueError(f'wake("weights") or wake("kv_cache"), not wake({tag!r})')
+        """Reallocate "weights" or "kv_cache". Does nothing if that memory was not freed."""
+        if tag not in WAKE_TAGS:
+            raise ValueError(f"wake({tag!r}): the tag must be one of {', '.join(WAKE_TAGS)}")
 
         def wake(core: Core) -> None:
             if tag in self._asleep:
@@ -247,20 +289,23 @@ class BatchedEngine:
     def close(self) -> None:
         """Stop the thread; running requests raise EngineError. May be called twice."""
         self._closing = True
-        self._jobs.put(lambda core: None)  # wakes a thread that waits for work
+        self._jobs.put(lambda core: None)  # wakes the thread if it waits for a job
         self._thread.join()
 
     def _check_ready(self) -> None:
         if self._death is not None:
             raise self._death
-        if self._asleep or self._refusal:
-            reason = self._refusal or f'it sleeps; wake("{min(self._asleep)}") comes first'
+        reason = self._refusal
+        if reason is None and self._asleep:
+            reason = f'it sleeps; call wake("{min(self._asleep)}") first'
+        if reason is not None:
             raise EngineError(
                 f"the engine (weight version {self.version}) refuses to generate: {reason}"
             )
 
     def _call(self, job: Callable[[Core], Any]) -> Any:
-        """Run `job` on the engine's thread between two steps; its result or exception."""
+        """Run `job` on the engine's thread between two steps; return its result or raise its
+        exception."""
         if self._death is not None:
             raise self._death
         future: Future[Any] = Future()
@@ -276,7 +321,7 @@ class BatchedEngine:
         self._jobs.put(run)
         while True:
             try:
-                return future.result(timeout=1.0)
+                return future.result(timeout=_CALL_POLL_S)
             except TimeoutError:
                 if not future.done() and self._death is not None:
                     raise self._death from None
@@ -284,6 +329,7 @@ class BatchedEngine:
     def _run(
         self, make_core: Callable[[], Core], started: "Future[PreTrainedTokenizerBase]"
     ) -> None:
+        """Body of the engine's thread."""
         try:
             core = make_core()
         except BaseException as error:
@@ -292,14 +338,12 @@ class BatchedEngine:
         started.set_result(core.tokenizer)
         try:
             while not self._closing:
-                self._take_jobs(core)
+                self._run_jobs(core)
                 if core.pending():
                     self._resolve(core.step())
                     self._last_step = time.monotonic()
             self._death = EngineError("the engine was closed")
-        except (
-            BaseException
-        ) as error:  # nothing may end this thread without a word to those who wait
+        except BaseException as error:  # requests that wait must always receive an answer
             self._death = EngineError(
                 f"the engine died in a generation step: {type(error).__name__}: {error}"
             )
@@ -310,41 +354,45 @@ class BatchedEngine:
         self._waiting.clear()
         core.close()
 
-    def _take_jobs(self, core: Core) -> None:
-        """Run what was asked for. With nothing to generate, wait for a job."""
+    def _run_jobs(self, core: Core) -> None:
+        """Run all queued jobs. If nothing is being generated, wait for a job first."""
         if not core.pending():
             self._jobs.get()(core)
         while not self._jobs.empty():
             self._jobs.get()(core)
 
-    def _resolve(self, step: list[Finished]) -> None:
-        done = [(self._waiting.pop(one.request_id, None), one) for one in step]
-        _answer(
-            [
-                (waiter, Completion(*one[1:], self.version))
-                for waiter, one in done
-                if waiter is not None
-            ]
-        )
+    def _resolve(self, step: list[FinishedRequest]) -> None:
+        """Answer the requests that a step completed."""
+        answers: list[tuple[Waiter, Completion | Exception]] = []
+        for request in step:
+            waiter = self._waiting.pop(request.request_id, None)
+            if waiter is not None:
+                completion = Completion(
+                    request.ids, request.log_probs, request.finish_reason, self.version
+                )
+                answers.append((waiter, completion))
+        _answer(answers)
 
 
 def _answer(answers: list[tuple[Waiter, Completion | Exception]]) -> None:
-    """Wake those who wait in other threads: all of one event loop in the same turn of it."""
+    """Resolve futures of other threads. All futures of one event loop are resolved in the same
+    iteration of it."""
 
-    def wake(mine: list[tuple[Waiter, Completion | Exception]]) -> None:
-        for waiter, answer in mine:
-            if waiter.done():  # it was cancelled
+    def resolve(batch: list[tuple[Waiter, Completion | Exception]]) -> None:
+        for waiter, answer in batch:
+            if waiter.done():  # cancelled
                 continue
             if isinstance(answer, Exception):
                 waiter.set_exception(answer)
             else:
                 waiter.set_result(answer)
 
-    for loop in {waiter.get_loop(): None for waiter, _ in answers}:
-        with suppress(RuntimeError):  # the loop was closed, and with it all who waited
-            loop.call_soon_threadsafe(
-                wake, [(waiter, answer) for waiter, answer in answers if waiter.get_loop() is loop]
-            )
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Completion | Exception]]] = {}
+    for waiter, answer in answers:
+        by_loop.setdefault(waiter.get_loop(), []).append((waiter, answer))
+    for loop, batch in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed, so nothing waits there anymore
+            loop.call_soon_threadsafe(resolve, batch)
 
 
 def _check_prompt(ids: list[int], core: Core) -> None:
@@ -352,9 +400,11 @@ def _check_prompt(ids: list[int], core: Core) -> None:
         raise ValueError("the prompt is empty")
     if len(ids) >= core.max_model_len:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens; with max_model_len={core.max_model_len} there is no room to answer"
+            f"the prompt has {len(ids)} tokens, but max_model_len={core.max_model_len} must leave "
+            "at least one token for the response"
         )
     if min(ids) < 0 or max(ids) >= core.vocab_size:
+        invalid = min(ids) if min(ids) < 0 else max(ids)
         raise ValueError(
-            f"the prompt has token {min(ids) if min(ids) < 0 else max(ids)}; the model's ids are 0 to {core.vocab_size - 1}"
+            f"the prompt has token {invalid}; valid ids are 0 to {core.vocab_size - 1}"
         )

@@ -1,19 +1,30 @@
-"""From configuration to engine."""
+"""Build a generation engine from the configuration."""
+
+import importlib
+from collections.abc import Callable
 
 import torch
 
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.batched import BatchedEngine, Core
+from verlite.rollout.types import EngineOptions
 
+ENGINES = {
+    "vllm": "verlite.rollout.engines.vllm:VLLMCore",
+    "hf": "verlite.rollout.engines.hf:HFCore",
+}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def engine_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Dtype of an engine's weights for rollout.dtype: auto is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the dtype of an engine's weights for rollout.dtype.
+
+    "auto" means bfloat16 on a GPU and float32 on a CPU.
+    """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in _DTYPES:
-        raise ValueError(f"rollout.dtype={dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+        raise ValueError(f"rollout.dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
 
 
@@ -27,47 +38,44 @@ def build_engine(
     *,
     pretrained: bool = False,
 ) -> BatchedEngine:
-    """Start a generation engine: `name` is vllm or hf.
+    """Start a generation engine.
 
-    Weights come by `load_weights`; until then the engine refuses to generate. With `pretrained` it starts with the
-    checkpoint's weights as version 0. Raises what the engine raises when it cannot start.
+    Args:
+        name: rollout.name.
+        model: the model to generate with.
+        rollout: the engine's settings.
+        max_model_len: maximum number of prompt and response tokens of one sequence.
+        device: where the engine computes.
+        seed: seed of requests that have none of their own.
+        pretrained: start with the checkpoint's weights as version 0. Otherwise the engine refuses
+            to generate until `load_weights`.
+
+    Raises:
+        ValueError: the name or a setting is not supported. Other exceptions of the engine's
+            constructor are passed on.
     """
-    dtype = engine_dtype(rollout.dtype, device)
-    if name == "vllm":
-        from verlite.rollout.vllm import VLLMCore
-
-        def make_core() -> Core:
-            return VLLMCore(
-                model,
-                rollout,
-                dtype=dtype,
-                device=device,
-                max_model_len=max_model_len,
-                seed=seed,
-                pretrained=pretrained,
-            )
-
-    elif name == "hf":
-        from verlite.rollout.hf import HFCore
-
-        if extra := rollout.engine_kwargs.get("hf"):
-            raise ValueError(
-                f"rollout.engine_kwargs.hf.{min(extra)}: the hf engine has no extra arguments"
-            )
-
-        def make_core() -> Core:
-            return HFCore(
-                model,
-                dtype=dtype,
-                device=device,
-                max_num_seqs=rollout.max_num_seqs,
-                max_model_len=max_model_len,
-                seed=seed,
-                pretrained=pretrained,
-            )
-
-    else:
-        raise ValueError(f"rollout.name={name!r} is not an engine; there are vllm and hf")
-    return BatchedEngine(
-        make_core, has_weights=pretrained, request_timeout_s=rollout.request_timeout_s
+    make_core = _core_class(name)
+    options = EngineOptions(
+        model=model,
+        rollout=rollout,
+        dtype=engine_dtype(rollout.dtype, device),
+        device=device,
+        max_model_len=max_model_len,
+        seed=seed,
+        pretrained=pretrained,
     )
+    return BatchedEngine(
+        lambda: make_core(options),
+        has_weights=pretrained,
+        request_timeout_s=rollout.request_timeout_s,
+    )
+
+
+def _core_class(name: str) -> Callable[[EngineOptions], Core]:
+    if name not in ENGINES:
+        raise ValueError(f"rollout.name={name!r} must be one of {', '.join(ENGINES)}")
+    module, attribute = ENGINES[name].split(":")
+    core_class: Callable[[EngineOptions], Core] = getattr(
+        importlib.import_module(module), attribute
+    )
+    return core_class

@@ -1,7 +1,7 @@
-"""One sample from prompt to end: the same loop for a single answer and for many turns with an environment.
+"""The sampling loop of one trajectory, for a single answer and for many turns with an environment.
 
-The context only grows: sampled ids are kept exactly as sampled, observations are tokenised once and appended. The
-environment sees text, decoded for it alone.
+The context only grows: sampled ids are kept exactly as sampled, and observations are tokenized once
+    and appended. The environment receives decoded text; that text is never tokenized again.
 """
 
 import asyncio
@@ -11,38 +11,52 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from verlite.envs.step import EncodeObservation, Env, ToolError, encode_text
-from verlite.rollout.types import Engine, EngineError, Sampling, Status, Trajectory, with_seed
+from verlite.envs.step import EncodeObservation, Env, Step, ToolError, encode_text
+from verlite.rollout.types import (
+    Completion,
+    Engine,
+    EngineError,
+    Sampling,
+    Status,
+    Trajectory,
+    with_seed,
+)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to sample. Without `env` it is one answer of at most sampling.max_tokens tokens."""
+    """What to sample. Without `env`: one answer of at most sampling.max_tokens tokens."""
 
     prompt_ids: Sequence[int]
     sampling: Sampling
+    """`max_tokens` limits each turn."""
     env: Env | None = None
     max_turns: int = 0
-    """Observations the model may get; it speaks at most once more than that."""
+    """Maximum number of observations. The model generates at most max_turns + 1 times."""
     max_response_tokens: int | None = None
-    """Tokens of all turns and observations. None: sampling.max_tokens. Each turn also obeys sampling.max_tokens."""
+    """Token limit over all turns and observations. None means sampling.max_tokens."""
     max_observation_tokens: int = 512
+    """Token limit of one observation."""
     encode_observation: EncodeObservation | None = None
-    """How an observation becomes tokens. None: as plain text (`encode_text`)."""
+    """Converts an observation into tokens. None encodes it as plain text (`encode_text`)."""
 
 
 async def run_trajectory(engine: Engine, request: Request) -> Trajectory:
     """Sample one trajectory.
 
-    Environment exceptions and requests that the engine refuses end it with status ERROR; EngineError is raised, because then
-    every other sample fails as well.
+    An exception of the environment, or a request the engine rejects, ends the trajectory with
+    status ERROR.
+
+    Raises:
+        EngineError: the engine cannot generate, so every other sample fails too.
     """
     trajectory = Trajectory(list(request.prompt_ids))
     try:
         await _run(engine, request, trajectory)
     except EngineError:
         raise
-    except ToolError as error:  # an environment's own kinds of it too
+    except ToolError as error:
+        # Subclasses defined by an environment are reported under the base class's name.
         trajectory.fail(f"{ToolError.__name__}: {error}")
     except Exception as error:
         trajectory.fail(error)
@@ -50,51 +64,64 @@ async def run_trajectory(engine: Engine, request: Request) -> Trajectory:
 
 
 async def _run(engine: Engine, request: Request, trajectory: Trajectory) -> None:
-    env, sampling = request.env, request.sampling
+    env = request.env
+    sampling = request.sampling
     if env is not None:
         sampling = replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *env.stop))))
     encode = request.encode_observation or encode_text(engine.tokenizer)
-    total = request.max_response_tokens or request.sampling.max_tokens
+    token_limit = request.max_response_tokens or request.sampling.max_tokens
     for turn in range(request.max_turns + 1):
-        limited = replace(
-            sampling, max_tokens=min(sampling.max_tokens, total - len(trajectory.response_ids))
-        )
-        began = time.monotonic()
-        completion = await engine.generate(
-            trajectory.prompt_ids + trajectory.response_ids, with_seed(limited, turn)
-        )
-        trajectory.gen_seconds += time.monotonic() - began
-        trajectory.append_sampled(completion)
+        remaining = token_limit - len(trajectory.response_ids)
+        limited = replace(sampling, max_tokens=min(sampling.max_tokens, remaining))
+        completion = await _generate(engine, trajectory, with_seed(limited, turn))
         if completion.finish_reason == "abort":
-            return trajectory.fail("the engine aborted the request")
+            trajectory.fail("the engine aborted the request")
+            return
         if completion.finish_reason == "length":
             trajectory.status = Status.LENGTH
             return
         if env is None:
             return
 
-        began = time.monotonic()
-        last = turn == request.max_turns
-        step = await env.step(_text_view(engine.tokenizer, completion.ids, sampling.stop), last)
-        trajectory.tool_seconds += time.monotonic() - began
-        trajectory.infos.append(step.info)
-        trajectory.invalid_turns += not step.valid
-        if step.done or last:
+        is_last = turn == request.max_turns
+        text = _text_view(engine.tokenizer, completion.ids, sampling.stop)
+        step = await _step_env(env, trajectory, text, is_last)
+        if step.done or is_last:
             trajectory.status = Status.DONE if step.done else Status.MAX_TURNS
             return
 
-        ids, cut = encode(step, trajectory.response_ids, request.max_observation_tokens)
-        if (
-            len(trajectory.response_ids) + len(ids) >= total
-        ):  # no dangling observation that the model could not answer
+        ids, is_truncated = encode(step, trajectory.response_ids, request.max_observation_tokens)
+        if len(trajectory.response_ids) + len(ids) >= token_limit:
+            # The model could not answer this observation, so it is not added.
             trajectory.status = Status.LENGTH
             return
         trajectory.append_observation(ids)
-        trajectory.truncated_observations += cut
+        trajectory.truncated_observations += is_truncated
+
+
+async def _generate(engine: Engine, trajectory: Trajectory, sampling: Sampling) -> Completion:
+    """Generate one turn and append it."""
+    started_at = time.monotonic()
+    context = trajectory.prompt_ids + trajectory.response_ids
+    completion = await engine.generate(context, sampling)
+    trajectory.gen_seconds += time.monotonic() - started_at
+    trajectory.append_sampled(completion)
+    return completion
+
+
+async def _step_env(env: Env, trajectory: Trajectory, text: str, is_last: bool) -> Step:
+    """Give one turn's text to the environment and record what it reports."""
+    started_at = time.monotonic()
+    step = await env.step(text, is_last)
+    trajectory.tool_seconds += time.monotonic() - started_at
+    trajectory.infos.append(step.info)
+    trajectory.invalid_turns += not step.valid
+    return step
 
 
 def _text_view(tokenizer: PreTrainedTokenizerBase, ids: list[int], stop: tuple[str, ...]) -> str:
-    """A turn's text for the environment, cut behind the earliest end of a stop string; the ids stay as they are."""
+    """Return one turn's text for the environment, truncated after the earliest stop string. The ids
+    do not change."""
     text = str(tokenizer.decode(ids, skip_special_tokens=True))
     ends = [text.index(string) + len(string) for string in stop if string in text]
     return text[: min(ends)] if ends else text
@@ -105,10 +132,19 @@ async def run_all(
     requests: Sequence[Request],
     finished: Callable[[int, Trajectory], None] = lambda number, trajectory: None,
 ) -> list[Trajectory]:
-    """Sample all trajectories at the same time, in the order of `requests`. The engine decides how many run at once.
+    """Sample all trajectories concurrently. The engine decides how many run at once.
 
-    `finished` hears of each, with the number of its request, when it has ended and others may not have. A failed sample is a
-    trajectory with status ERROR. Raises EngineError, after cancelling the others, when the engine itself cannot go on.
+    Args:
+        engine: the engine to sample from.
+        requests: what to sample.
+        finished: `finished(i, trajectory)` is called when trajectory i completes, while others may
+            still run.
+
+    Returns:
+        One trajectory per request, in the order of `requests`. Failed samples have status ERROR.
+
+    Raises:
+        EngineError: the engine cannot generate. The other trajectories are cancelled.
     """
 
     async def run(number: int, request: Request) -> Trajectory:
@@ -116,7 +152,7 @@ async def run_all(
         finished(number, trajectory)
         return trajectory
 
-    tasks = [asyncio.create_task(run(*numbered)) for numbered in enumerate(requests)]
+    tasks = [asyncio.create_task(run(i, request)) for i, request in enumerate(requests)]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -1,0 +1,506 @@
+"""The hf engine: batched generation with any causal language model of transformers.
+
+The n running sequences are rows 0..n-1 of preallocated tensors. Each sequence starts at slot 0, so
+a token's slot is its position. When a row finishes, the last row takes its place; new requests are
+added behind. Every step therefore computes exactly the running rows. A prompt is prefilled except
+for its last token, which goes through the same decode step as sampled tokens.
+
+Shapes: n rows, L slots, V vocabulary size.
+"""
+
+import logging
+import random
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from verlite.config.schema import ModelConfig
+from verlite.protocol.weights import combine, tensor_fingerprint
+from verlite.rollout.batched import FinishedRequest
+from verlite.rollout.engines.kv_cache import CACHED_ATTENTION, KVCache
+from verlite.rollout.sampling import mix64, sample, uniform
+from verlite.rollout.types import EngineOptions, Sampling
+
+log = logging.getLogger(__name__)
+
+_PREFILL_TOKENS = 8192  # padded prompt tokens per prefill pass; bounds activation memory
+_CACHE_TOLERANCE = 0.02  # largest difference of cached logits, in standard deviations of the logits
+_REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 character decodes to
+
+
+@dataclass
+class _Row:
+    """A running sequence."""
+
+    request_id: int
+    sampling: Sampling
+    prompt_length: int
+
+
+@dataclass
+class _WaitingRequest:
+    """A request that has no row yet."""
+
+    request_id: int
+    prompt_ids: list[int]
+    sampling: Sampling
+
+
+class HFCore:
+    """Batched generation with a transformers model; see `batched.Core`.
+
+    Without options.pretrained the weights are random until `load`.
+    """
+
+    def __init__(self, options: EngineOptions):
+        extra = options.rollout.engine_kwargs.get("hf")
+        if extra:
+            raise ValueError(
+                f"rollout.engine_kwargs.hf.{min(extra)} is not supported: "
+                "the hf engine has no extra arguments. Remove it"
+            )
+        model = options.model
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
+        )
+        self.model = _build_model(model, options.dtype, options.pretrained).to(options.device)  # type: ignore[arg-type]
+        self.dtype = options.dtype
+        self.device = options.device
+        self.max_num_seqs = options.rollout.max_num_seqs
+        self.max_model_len = options.max_model_len
+        self._eos = torch.tensor(
+            sorted(eos_ids(model.path, self.model, self.tokenizer)),
+            dtype=torch.int64,
+            device=self.device,
+        )
+        self.vocab_size = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+        self._seeds = random.Random(options.seed)
+        self._waiting: deque[_WaitingRequest] = deque()
+        self._rows: list[_Row] = []
+        self._stop_candidates: dict[tuple[str, ...], list[bool]] = {}
+        self._cache = KVCache()
+        self._allocate_rows(0, 0)
+        self._is_caching = self._check_cache()
+
+    # Requests
+
+    def add(self, request_id: int, prompt_ids: list[int], sampling: Sampling) -> None:
+        """Queue a request."""
+        self._waiting.append(_WaitingRequest(request_id, prompt_ids, sampling))
+
+    @torch.inference_mode()
+    def abort(self, request_id: int) -> None:
+        """Drop a request."""
+        self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
+        self._remove([i for i, row in enumerate(self._rows) if row.request_id == request_id])
+
+    def pending(self) -> int:
+        """Return the number of queued and running requests."""
+        return len(self._waiting) + len(self._rows)
+
+    @torch.inference_mode()
+    def step(self) -> list[FinishedRequest]:
+        """Admit as many waiting requests as fit, then sample one token for each running row."""
+        if self._waiting and len(self._rows) < self.max_num_seqs:
+            self._admit()
+        n = len(self._rows)
+        rows = self._row_index[:n]
+        position = self._position[:n]
+        logits = self._next_logits(self._tokens[rows, position], position)
+        ids, log_probs = sample(
+            logits,
+            self._temperature[:n],
+            self._top_k[:n],
+            self._top_p[:n],
+            uniform(self._key[:n], position + 1),
+            filtered=self._is_filtered,
+        )
+        position += 1
+        self._tokens[rows, position] = ids
+        self._log_probs[rows, position] = log_probs
+        stopped = torch.isin(ids, self._eos) & self._stops_at_eos[:n]
+        if self._has_stop_strings:
+            stopped |= self._completes_stop_string(ids)
+        ended = stopped | (position + 1 >= self._limit[:n])
+        if not ended.any():
+            return []
+        indices = ended.nonzero().flatten().tolist()
+        finished = [self._finished_request(i, bool(stopped[i])) for i in indices]
+        self._remove(indices)
+        return finished
+
+    def _finished_request(self, i: int, is_stopped: bool) -> FinishedRequest:
+        new = slice(self._rows[i].prompt_length, int(self._position[i]) + 1)
+        return FinishedRequest(
+            self._rows[i].request_id,
+            self._tokens[i, new].tolist(),
+            self._log_probs[i, new].tolist(),
+            "stop" if is_stopped else "length",
+        )
+
+    # Weights and memory
+
+    @torch.no_grad()
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy all weights into the model.
+
+        Raises:
+            ValueError: a weight is unknown, has another shape, or is missing. The message names it.
+        """
+        targets = self.model.state_dict()
+        missing = {tensor.data_ptr(): name for name, tensor in targets.items()}
+        loaded: dict[str, Tensor] = {}
+        renamed: dict[str, Tensor] = {}
+        for name, tensor in named:
+            if name in targets:
+                _copy(name, tensor, targets[name])
+                missing.pop(targets[name].data_ptr(), None)
+                loaded[name] = targets[name]
+            else:
+                renamed[name] = tensor.clone()
+        if renamed:
+            for name, tensor in self._convert(loaded | renamed).items():
+                _copy(name, tensor, targets[name])
+                missing.pop(targets[name].data_ptr(), None)
+        if missing:
+            raise ValueError(f"{len(missing)} weights are missing, such as {min(missing.values())}")
+
+    def _convert(self, checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert weights with checkpoint names to the model's own names: transformers fuses some,
+        such as experts."""
+        twin, report = type(self.model).from_pretrained(
+            None,
+            config=self.model.config,
+            state_dict=checkpoint,
+            dtype=self.dtype,
+            output_loading_info=True,
+        )
+        if report["unexpected_keys"]:
+            raise ValueError(f"the model has no weight called {min(report['unexpected_keys'])}")
+        return {
+            name: tensor
+            for name, tensor in twin.state_dict().items()
+            if name not in report["missing_keys"]
+        }
+
+    def reset_caches(self) -> None:
+        """Do nothing: keys and values are recomputed for each request."""
+
+    def fingerprint(self) -> int:
+        """Return the fingerprint of the model's tensors, tied ones once."""
+        unique = {tensor.data_ptr(): tensor for tensor in self.model.state_dict().values()}
+        return combine(*(tensor_fingerprint(tensor, self.dtype) for tensor in unique.values()))
+
+    def sleep(self) -> set[str]:
+        """Free the key-value cache. It is reallocated on demand, and weights stay, so nothing needs
+        `wake`."""
+        self._cache = KVCache()
+        self._allocate_rows(0, 0)
+        return set()
+
+    def wake(self, tag: str) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Free everything."""
+        self._rows.clear()
+        self.sleep()
+        del self.model
+
+    # Rows
+
+    def _allocate_rows(self, rows: int, slots: int) -> None:
+        """Make room for `rows` sequences of `slots` tokens; keep the running ones."""
+        self._cache.reserve(rows, slots)
+        rows = self._cache.rows
+        slots = self._cache.slots
+
+        def grow(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+            new = torch.zeros(shape, dtype=dtype, device=self.device)
+            old = getattr(self, name, None)
+            if old is not None and self._rows:
+                new[tuple(slice(size) for size in old.shape)] = old
+            return new
+
+        self._tokens = grow("_tokens", torch.int64, rows, slots)
+        self._log_probs = grow("_log_probs", torch.float32, rows, slots)
+        self._position = grow("_position", torch.int64, rows)  # slot of the newest token
+        self._limit = grow("_limit", torch.int64, rows)  # number of slots the row may fill
+        self._key = grow("_key", torch.int64, rows)  # key of its random numbers
+        self._temperature = grow("_temperature", torch.float32, rows)
+        self._top_k = grow("_top_k", torch.int64, rows)
+        self._top_p = grow("_top_p", torch.float32, rows)
+        self._stops_at_eos = grow("_stops_at_eos", torch.bool, rows)
+        self._row_index = torch.arange(rows, device=self.device)
+        self._update_flags()
+
+    def _update_flags(self) -> None:
+        """Record properties of the running rows once, instead of in every step."""
+        samplings = [row.sampling for row in self._rows]
+        self._is_filtered = any(s.top_p < 1 or s.top_k > 0 for s in samplings)
+        self._has_stop_strings = any(s.stop for s in samplings)
+
+    def _admit(self) -> None:
+        """Move waiting requests into new rows and prefill them. Equal prompts are computed once."""
+        count = min(len(self._waiting), self.max_num_seqs - len(self._rows))
+        admitted = [self._waiting.popleft() for _ in range(count)]
+        admitted.sort(key=lambda request: (len(request.prompt_ids), request.prompt_ids))
+        prompts = [request.prompt_ids for request in admitted]
+        samplings = [request.sampling for request in admitted]
+        limits = [
+            min(len(prompt) + sampling.max_tokens, self.max_model_len)
+            for prompt, sampling in zip(prompts, samplings, strict=True)
+        ]
+        first = len(self._rows)
+        if first + count > self._cache.rows or max(limits) > self._cache.slots:
+            self._allocate_rows(first + count, max(limits))
+        for request in admitted:
+            row = _Row(request.request_id, request.sampling, len(request.prompt_ids))
+            self._rows.append(row)
+        new = slice(first, len(self._rows))
+        padded = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(prompt) for prompt in prompts], batch_first=True
+        )
+        self._tokens[new, : padded.shape[1]] = padded.to(self.device)
+
+        def fill(tensor: Tensor, values: list[Any]) -> None:
+            tensor[new] = torch.tensor(values, dtype=tensor.dtype, device=self.device)
+
+        fill(self._position, [len(prompt) - 1 for prompt in prompts])
+        fill(self._limit, limits)
+        fill(self._key, [self._random_key(s) for s in samplings])
+        fill(self._temperature, [s.temperature for s in samplings])
+        fill(self._top_k, [self._effective_top_k(s) for s in samplings])
+        fill(self._top_p, [1.0 if s.greedy else s.top_p for s in samplings])
+        fill(self._stops_at_eos, [not s.ignore_eos for s in samplings])
+        self._update_flags()
+        if self._is_caching:
+            self._prefill([prompt[:-1] for prompt in prompts], first)
+
+    def _random_key(self, sampling: Sampling) -> int:
+        seed = sampling.seed
+        return mix64(self._seeds.getrandbits(63) if seed is None else seed)
+
+    def _effective_top_k(self, sampling: Sampling) -> int:
+        if sampling.greedy or sampling.top_k < 1:
+            return self.vocab_size
+        return min(sampling.top_k, self.vocab_size)
+
+    def _prefill(self, contexts: list[list[int]], first: int) -> None:
+        """Fill the cache of rows first, first + 1, ... with their contexts, which are sorted by
+        length."""
+        batch: dict[tuple[int, ...], list[int]] = {}
+        for row, context in enumerate(map(tuple, contexts), first):
+            if not context:
+                continue
+            is_full = (len(batch) + 1) * len(context) > _PREFILL_TOKENS
+            if batch and context not in batch and is_full:
+                self._prefill_batch(batch)
+                batch = {}
+            batch.setdefault(context, []).append(row)
+        if batch:
+            self._prefill_batch(batch)
+
+    def _prefill_batch(self, batch: dict[tuple[int, ...], list[int]]) -> None:
+        """Run one pass over distinct contexts and copy each result to all rows that share the
+        context.
+
+        Contexts are padded on the right, which causal attention makes harmless.
+        """
+        longest = max(len(context) for context in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.int64, device=self.device)
+        for i, context in enumerate(batch):
+            ids[i, : len(context)] = torch.tensor(context)
+        rows = [row for rows in batch.values() for row in rows]
+        source = [i for i, rows in enumerate(batch.values()) for _ in rows]
+        self._cache.begin_prefill(
+            torch.tensor(rows, device=self.device), torch.tensor(source, device=self.device)
+        )
+        positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
+        self.model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, rollout_cache=self._cache
+        )
+
+    def _remove(self, indices: list[int]) -> None:
+        """Remove rows. The last rows move into the gaps."""
+        removed = set(indices)
+        n = len(self._rows) - len(removed)
+        targets = sorted(i for i in removed if i < n)
+        sources = [i for i in range(n, len(self._rows)) if i not in removed]
+        for source, target in zip(sources, targets, strict=True):
+            self._rows[target] = self._rows[source]
+        if targets:
+            length = int(self._position[sources].max()) + 1
+            self._cache.move(sources, targets, length)
+            for tensor in (self._tokens, self._log_probs):
+                tensor[targets, :length] = tensor[sources, :length]
+            for tensor in (
+                self._position,
+                self._limit,
+                self._key,
+                self._temperature,
+                self._top_k,
+                self._top_p,
+                self._stops_at_eos,
+            ):
+                tensor[targets] = tensor[sources]
+        del self._rows[n:]
+        self._update_flags()
+
+    # Model
+
+    def _next_logits(self, ids: Tensor, position: Tensor) -> Tensor:
+        """Return logits [n, V] after the newest token `ids` [n] of each row, at `position` [n]."""
+        if not self._is_caching:
+            return self._recompute_logits(position)
+        self._cache.begin_decode(position)
+        out = self.model(
+            input_ids=ids[:, None],
+            position_ids=position[:, None],
+            use_cache=False,
+            rollout_cache=self._cache,
+        )
+        return out.logits[:, -1]
+
+    def _recompute_logits(self, position: Tensor) -> Tensor:
+        """Return the same logits from whole sequences, for models with layers that the cache does
+        not support."""
+        length = int(position.max()) + 1
+        ids = self._tokens[: len(position), :length]
+        mask = torch.arange(length, device=self.device) <= position[:, None]
+        rows_per_pass = max(1, _PREFILL_TOKENS // length)
+        newest = []
+        for start in range(0, len(position), rows_per_pass):
+            part = slice(start, start + rows_per_pass)
+            logits = self.model(
+                input_ids=ids[part], attention_mask=mask[part].long(), use_cache=False
+            ).logits
+            newest.append(logits[self._row_index[: len(logits)], position[part]])
+        return torch.cat(newest)
+
+    @torch.inference_mode()
+    def _check_cache(self) -> bool:
+        """Compare cached generation with whole sequences on random tokens.
+
+        Returns:
+            True if they agree. Otherwise a warning is logged and every step recomputes whole
+            sequences.
+        """
+        generator = torch.Generator().manual_seed(0)
+        sequences = [
+            torch.randint(self.vocab_size, (length,), generator=generator).tolist()
+            for length in (5, 9)
+        ]
+        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)
+        self._allocate_rows(2, 9)
+        for i, sequence in enumerate(sequences):
+            self._tokens[i, : len(sequence)] = torch.tensor(sequence)
+        expected = self._recompute_logits(last).float()
+        problem = ""
+        try:
+            self.model.set_attn_implementation(CACHED_ATTENTION)
+            self._is_caching = True
+            self._prefill([sequence[:-2] for sequence in sequences], 0)
+            for position in (last - 1, last):
+                logits = self._next_logits(self._tokens[self._row_index[:2], position], position)
+            gap = (logits.float() - expected).abs().max()
+            if not gap <= _CACHE_TOLERANCE * expected.std():
+                problem = "its cached logits differ"
+        except (NotImplementedError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            log.warning(
+                "the hf engine cannot cache keys and values of a %s model (%s). It recomputes "
+                "every sequence for each token, which is slow. rollout.name=vllm does not have "
+                "this limit.",
+                self.model.config.model_type,
+                problem,
+            )
+            self.model.set_attn_implementation("eager")
+        self.sleep()
+        return not problem
+
+    # Stop strings
+
+    def _completes_stop_string(self, ids: Tensor) -> Tensor:
+        """Return [n] bool: rows whose newest token `ids` [n] completes one of their stop
+        strings."""
+        done = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
+        for i, (row, token) in enumerate(zip(self._rows, ids.tolist(), strict=True)):
+            stop = row.sampling.stop
+            if not stop or not self._may_complete(stop)[token]:
+                continue
+            # A character takes at most four tokens (its bytes), plus a few special tokens in
+            # between.
+            end = int(self._position[i]) + 1
+            start = max(row.prompt_length, end - 4 * max(map(len, stop)) - 8)
+            text = self.tokenizer.decode(
+                self._tokens[i, start:end].tolist(), skip_special_tokens=True
+            )
+            done[i] = any(string in text for string in stop)
+        return done
+
+    def _may_complete(self, stop: tuple[str, ...]) -> list[bool]:
+        """Return for each token whether it can complete one of these strings.
+
+        These are the tokens that contain the last character of a string, or a part of a character.
+        """
+        if stop not in self._stop_candidates:
+            texts = self.tokenizer.batch_decode([[i] for i in range(self.vocab_size)])
+            self._stop_candidates[stop] = [
+                _REPLACEMENT_CHARACTER in text or any(string[-1] in text for string in stop)
+                for text in texts
+            ]
+        return self._stop_candidates[stop]
+
+
+def eos_ids(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return every id that ends a sequence, by generation_config.json, the model's config or the
+    tokenizer."""
+    try:
+        # Read the file: a model built from its config alone does not.
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # the folder has no such file
+        generation = model.generation_config
+    found: set[int] = set()
+    for ids in (generation.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return found
+
+
+def _build_model(model: ModelConfig, dtype: torch.dtype, pretrained: bool) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    for key, value in model.override_config.items():
+        setattr(config, key, value)
+    # Eager attention supports everything a model may need, such as soft-capping. Cached attention
+    # replaces it where possible.
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "attn_implementation": "eager",
+    }
+    if pretrained:
+        built = AutoModelForCausalLM.from_pretrained(model.path, config=config, **options)
+    else:
+        built = AutoModelForCausalLM.from_config(config, **options)
+    return built.eval().requires_grad_(False)
+
+
+def _copy(name: str, source: Tensor, target: Tensor) -> None:
+    if source.shape != target.shape:
+        raise ValueError(
+            f"{name} has shape {list(source.shape)}, but the engine's has {list(target.shape)}"
+        )
+    target.copy_(source)

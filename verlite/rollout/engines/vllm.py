@@ -1,0 +1,208 @@
+"""The vLLM engine, in this process. This file and vllm_worker.py contain all code that depends on
+vLLM's version (0.26 to 0.32).
+
+Importing this module sets the environment variables that vLLM reads at import, and imports vLLM,
+which takes most of the engine's start time.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Read by vLLM when it is imported. The engine loop runs in this process; sharded workers still get
+# their own processes.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from vllm import EngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from verlite.protocol.weights import write_buckets
+from verlite.rollout.batched import FinishedRequest
+from verlite.rollout.engines import vllm_worker
+from verlite.rollout.types import EngineOptions, Sampling
+
+
+class VLLMCore:
+    """Batched generation with vLLM; see `batched.Core`."""
+
+    def __init__(self, options: EngineOptions):
+        if options.device.type == "cpu":
+            # Several engines and trainers share the cores, so vLLM must not bind its threads to
+            # them.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        args = engine_args(options)
+        self.engine = LLMEngine.from_engine_args(args)
+        self.tokenizer = self.engine.get_tokenizer()
+        self.max_model_len = options.max_model_len
+        self.vocab_size = self.engine.model_config.get_vocab_size()
+        self._shards = options.rollout.tensor_model_parallel_size
+        self._bucket_bytes = options.rollout.sync_bucket_mb << 20
+        self._frees_memory = args.enable_sleep_mode
+        # Even in eager mode vLLM compiles one sampling helper, which takes as long as the rest of
+        # the start.
+        self._stance = "force_eager" if args.enforce_eager else "default"
+        self._eos = _eos_ids(self.engine)
+
+    def add(self, request_id: int, prompt_ids: list[int], sampling: Sampling) -> None:
+        """Queue a request."""
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=max(sampling.top_k, 0),
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            stop=list(sampling.stop),
+            include_stop_str_in_output=True,
+            stop_token_ids=None if sampling.ignore_eos else self._eos,
+            ignore_eos=sampling.ignore_eos,
+            logprobs=0,  # only those of the sampled tokens
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self.engine.add_request(str(request_id), _token_prompt(prompt_ids), params)
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request."""
+        self.engine.abort_request([str(request_id)])
+
+    def pending(self) -> int:
+        """Return the number of queued and running requests."""
+        return self.engine.get_num_unfinished_requests()
+
+    def step(self) -> list[FinishedRequest]:
+        """Advance all running sequences."""
+        with torch.compiler.set_stance(self._stance):
+            outputs = self.engine.step()
+        return [_finished_request(output) for output in outputs if output.finished]
+
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights. One device reads them in this process; several read buckets from
+        shared memory."""
+        if self._shards == 1:
+            self.engine.collective_rpc("verlite_load", args=(named,))
+            return
+        buckets = write_buckets(named, self._bucket_bytes)
+        try:
+            self.engine.collective_rpc("verlite_load_buckets", args=(buckets.paths,))
+        finally:
+            buckets.close()
+
+    def reset_caches(self) -> None:
+        """Drop all cached prefixes."""
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache")
+
+    def fingerprint(self) -> int:
+        """Return the fingerprint of the weights in vLLM's layers; see `vllm_worker`."""
+        return vllm_worker.combine_shards(self.engine.collective_rpc("verlite_fingerprints"))
+
+    def sleep(self) -> set[str]:
+        """Free weights and KV cache on a GPU with rollout.free_cache_engine; otherwise nothing."""
+        if not self._frees_memory:
+            return set()
+        self.engine.sleep(level=2)
+        return {"weights", "kv_cache"}
+
+    def wake(self, tag: str) -> None:
+        """Reallocate what `sleep` freed."""
+        self.engine.wake_up(tags=[tag])
+
+    def close(self) -> None:
+        """Stop vLLM's executor and its worker processes, if any."""
+        self.engine.engine_core.shutdown()
+        del self.engine
+
+
+def engine_args(options: EngineOptions) -> EngineArgs:
+    """Return vLLM's arguments. rollout.engine_kwargs.vllm overrides everything else.
+
+    Raises:
+        ValueError: vLLM does not know a key of rollout.engine_kwargs.vllm.
+    """
+    model = options.model
+    rollout = options.rollout
+    shards = rollout.tensor_model_parallel_size
+    args: dict[str, Any] = {
+        "model": model.path,
+        "tokenizer": model.tokenizer_path or model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": dict(model.override_config),
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "seed": options.seed,
+        "load_format": "auto" if options.pretrained else "dummy",
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "tensor_parallel_size": shards,
+        # Inside a Ray actor vLLM would choose Ray and wait for devices of a placement group that
+        # this run occupies itself.
+        "distributed_executor_backend": "mp" if shards > 1 else "uni",
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_sleep_mode": options.device.type == "cuda" and rollout.free_cache_engine,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": f"{vllm_worker.__name__}.{vllm_worker.WorkerExtension.__name__}",
+        "disable_log_stats": True,
+    }
+    if options.device.type == "cpu":
+        args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
+    extra = dict(rollout.engine_kwargs.get("vllm") or {})
+    known = {field.name for field in fields(EngineArgs)}
+    unknown = sorted(set(extra) - known)
+    if unknown:
+        raise ValueError(
+            f"rollout.engine_kwargs.vllm.{unknown[0]}: vLLM's EngineArgs has no such argument"
+        )
+    return EngineArgs(**(args | extra))
+
+
+def _finished_request(output: Any) -> FinishedRequest:
+    answer = output.outputs[0]
+    ids = list(answer.token_ids)
+    reason = answer.finish_reason if answer.finish_reason in ("stop", "length") else "abort"
+    log_probs = _sampled_log_probs(answer.logprobs, ids)
+    return FinishedRequest(int(output.request_id), ids, log_probs, reason)
+
+
+def _token_prompt(ids: list[int]) -> Any:
+    """Return a prompt of token ids in the form that the installed vLLM expects."""
+    try:
+        from vllm.inputs import tokens_input
+    except ImportError:
+        return {"prompt_token_ids": ids}
+    return tokens_input(ids)
+
+
+def _sampled_log_probs(log_probs: Any, ids: list[int]) -> list[float]:
+    """Extract the sampled tokens' log-probs from vLLM's flat form: a run of candidates per token,
+    the sampled one first."""
+    starts = log_probs.start_indices
+    sampled = [log_probs.token_ids[start] for start in starts]
+    if sampled != ids:
+        raise RuntimeError("vLLM's log-probs do not belong to the tokens that it sampled")
+    return [log_probs.logprobs[start] for start in starts]
+
+
+def _eos_ids(engine: Any) -> list[int]:
+    """Return every id that ends a sequence, by the generation config, the model's config or the
+    tokenizer."""
+    config = engine.model_config
+    sources = (
+        config.try_get_generation_config().get("eos_token_id"),
+        getattr(config.hf_config, "eos_token_id", None),
+        engine.get_tokenizer().eos_token_id,
+    )
+    found: set[int] = set()
+    for ids in sources:
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return sorted(found)

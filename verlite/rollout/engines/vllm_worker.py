@@ -1,0 +1,232 @@
+"""Loading and verification of weights inside vLLM's workers.
+
+Two facts about vLLM 0.32 on CPUs decide how weights are verified:
+
+- vLLM packs each linear layer's weight for oneDNN and drops the original. The packed form cannot be
+  read directly, but a product with the identity matrix returns every weight exactly, because all
+  other terms of each sum are zero. That costs as much as one prompt as long as the widest layer, so
+  it is done at the first sync only. At later syncs, each weight is summed when it is packed
+  (`_recording_packs`), and a few columns are read back from the kernel that generates. A kernel
+  that mispacks some columns at a later sync, and none at the first, would be missed. A kernel that
+  was not repacked, or was replaced in another way, is read completely.
+- With tied embeddings, `reload_weights` renews the embedding but not the output layer's packed
+  copy, so vLLM would go on generating with the old output weights. `_repack_tied_heads` repairs
+  that; the fingerprint would reveal it.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from verlite.protocol.weights import combine, read_buckets, tensor_fingerprint
+
+_IDENTITY_ROWS = 256  # rows of the identity per product; bounds memory
+_PROBED_COLUMNS = 16  # columns of a packed weight that are read back
+_column_sampler = random.Random(0)  # separate generator: no other random numbers change
+
+
+class WorkerExtension:
+    """Methods that vLLM mixes into each of its workers (`worker_extension_cls`)."""
+
+    model_runner: Any
+    model_config: Any
+    reload_weights: Any
+    rank: int
+
+    def verlite_load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Load full weights by Hugging Face names; this worker keeps its shard."""
+        model = self.model_runner.get_model()
+        with _recording_packs(model, self.rank, self.model_config.dtype):
+            try:
+                self.reload_weights(weights_iterator=named)
+            except BaseException:
+                _abandon_reload(model, self.model_config)
+                raise
+            _repack_tied_heads(model)
+
+    def verlite_load_buckets(self, paths: list[str]) -> None:
+        """Load full weights from bucket files."""
+        self.verlite_load(read_buckets(paths))
+
+    def verlite_fingerprints(self) -> dict[str, int]:
+        """Return the fingerprint of each weight on this worker, as input of `combine_shards`.
+
+        Raises:
+            RuntimeError: a layer computes with other weights than it should.
+        """
+        model = self.model_runner.get_model()
+        dtype = self.model_config.dtype
+        found: dict[str, int] = {}
+        seen: set[int] = set()
+        heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
+        for name, module in model.named_modules(remove_duplicate=True):
+            weights = {
+                key: parameter
+                for key, parameter in module.named_parameters(recurse=False)
+                if parameter.numel() and parameter.data_ptr() not in seen
+            }
+            seen.update(parameter.data_ptr() for parameter in weights.values())
+            for key, weight in weights.items():
+                parts = _fingerprint_parts(weight, module, self.rank, dtype)
+                found |= {f"{name}.{key}{part}": value for part, value in parts.items()}
+            if hasattr(module, "cpu_linear") and not _is_only_looked_up(module, heads):
+                packed = _packed_parts(name, module, self.rank, dtype)
+                original = module.weight
+                if not original.numel():
+                    found |= {f"{name}.weight{part}": value for part, value in packed.items()}
+                elif tensor_fingerprint(original, dtype) != combine(*packed.values()):
+                    raise RuntimeError(
+                        f"vLLM computes {name} with weights that differ from the layer's own"
+                    )
+        return found
+
+
+def combine_shards(workers: list[dict[str, int]]) -> int:
+    """Combine the workers' fingerprints into the model's.
+
+    A weight with equal fingerprints on all workers is a copy and counts once; others are shards.
+    """
+    total = 0
+    for name in {name for worker in workers for name in worker}:
+        parts = [worker[name] for worker in workers if name in worker]
+        is_copy = len(set(parts)) == 1
+        total = combine(total, *(parts[:1] if is_copy else parts))
+    return total
+
+
+def _fingerprint_parts(
+    weight: Tensor, module: Any, rank: int, dtype: torch.dtype
+) -> dict[str, int]:
+    """Return the fingerprint of one weight under the key "".
+
+    A fused q, k, v weight has two parts if several workers share key-value heads: q, which is
+    sharded, and k, v, which are replicated.
+    """
+    replicas = getattr(module, "num_kv_head_replicas", 1)
+    if replicas == 1:
+        return {"": tensor_fingerprint(weight, dtype)}
+    q_rows = module.num_heads * module.head_size
+    return {
+        "[q]": tensor_fingerprint(weight[:q_rows], dtype),
+        f"[kv {rank // replicas}]": tensor_fingerprint(weight[q_rows:], dtype),
+    }
+
+
+class _PackedWeight(NamedTuple):
+    """A record of a weight [out, in] at the moment it was packed into `kernel`."""
+
+    kernel: Any
+    parts: dict[str, int]
+    """Its fingerprint parts."""
+    columns: list[int]
+    """Columns chosen to be read back."""
+    values: Tensor
+    """The weight's values in these columns, [out, c]."""
+
+
+@contextmanager
+def _recording_packs(model: nn.Module, rank: int, dtype: torch.dtype) -> Iterator[None]:
+    """Within the context, record a `_PackedWeight` for every linear layer whose weight is packed
+    for the CPU."""
+    methods = {
+        id(module.quant_method): module.quant_method
+        for module in model.modules()
+        if hasattr(module, "cpu_linear")
+    }
+
+    def recording(pack: Callable[[Any], None]) -> Callable[[Any], None]:
+        def pack_and_record(layer: Any) -> None:
+            weight = layer.weight.detach()
+            pack(layer)
+            width = weight.shape[1]
+            columns = _column_sampler.sample(range(width), min(_PROBED_COLUMNS, width))
+            parts = _fingerprint_parts(weight, layer, rank, dtype)
+            layer.verlite_packed = _PackedWeight(
+                layer.cpu_linear, parts, columns, weight[:, columns]
+            )
+
+        return pack_and_record
+
+    for method in methods.values():
+        method.process_weights_after_loading = recording(method.process_weights_after_loading)
+    try:
+        yield
+    finally:
+        for method in methods.values():
+            del method.process_weights_after_loading  # restores the class's method
+
+
+def _packed_parts(name: str, module: Any, rank: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the fingerprint parts of the weight that a layer's kernel computes with.
+
+    Raises:
+        RuntimeError: it is not the weight that was packed.
+    """
+    record: _PackedWeight | None = getattr(module, "verlite_packed", None)
+    if record is None or record.kernel is not module.cpu_linear:
+        return _fingerprint_parts(_unpack(module, dtype), module, rank, dtype)
+    mismatch = f"vLLM computes {name} with weights that differ from those it was given"
+    if not hasattr(module, "verlite_read"):
+        if _fingerprint_parts(_unpack(module, dtype), module, rank, dtype) != record.parts:
+            raise RuntimeError(mismatch)
+        module.verlite_read = True
+        return record.parts
+    rows = torch.zeros(len(record.columns), _input_size(module), dtype=dtype)
+    rows[range(len(record.columns)), record.columns] = 1
+    values = module.cpu_linear(rows, module.weight, None).t()
+    if not torch.equal(values, record.values):
+        finite = "" if values.isfinite().all() else ", or those are not finite"
+        raise RuntimeError(f"{mismatch}{finite}")
+    return record.parts
+
+
+def _is_only_looked_up(module: nn.Module, heads: list[nn.Module]) -> bool:
+    """Return True for an input embedding beside an output layer: vLLM packs it but never multiplies
+    with it."""
+    return bool(heads) and type(module).__name__ == "VocabParallelEmbedding"
+
+
+def _unpack(module: Any, dtype: torch.dtype) -> Tensor:
+    """Return the exact weight [out, in] of a packed layer, by multiplying with the identity."""
+    identity = torch.eye(_input_size(module), dtype=dtype)
+    products = [
+        module.cpu_linear(rows, module.weight, None) for rows in identity.split(_IDENTITY_ROWS)
+    ]
+    return torch.cat(products).t()
+
+
+def _input_size(module: Any) -> int:
+    """Return the number of inputs of a layer on this worker."""
+    if hasattr(module, "input_size_per_partition"):
+        return int(module.input_size_per_partition)
+    return int(module.embedding_dim)
+
+
+def _repack_tied_heads(model: nn.Module) -> None:
+    """Renew the packed copies of weights that were loaded under another module's name."""
+    owners: dict[int, nn.Module] = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.numel() and hasattr(module, "cpu_linear"):
+            owner = owners.setdefault(weight.data_ptr(), module)
+            if owner is not module:
+                module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+
+
+def _abandon_reload(model: nn.Module, model_config: Any) -> None:
+    """Drop what a failed reload has buffered. Otherwise the next reload would mix both."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        get_layerwise_info,
+    )
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+    finalize_layerwise_reload(model, model_config)
