@@ -44,11 +44,9 @@ def rollout_engine(path: str, pretrained: bool = True) -> BatchedEngine:
 def rollout_worker(path: str, pretrained: bool = True) -> RolloutWorker:
     """A worker without Ray, whose rewards are all 0."""
     worker = RolloutWorker.__new__(RolloutWorker)
-    worker.plan, worker.world, worker.engine = (
-        SimpleNamespace(max_turns=0),
-        EnvFactory(),
-        rollout_engine(path, pretrained),
-    )
+    worker.plan = SimpleNamespace(max_turns=0)
+    worker.env_factory = EnvFactory()
+    worker.engine = rollout_engine(path, pretrained)
     worker.config = SimpleNamespace(reward=Config().reward)
     worker.scorer = SimpleNamespace(score=lambda items, limit_s: [RewardResult(0.0)] * len(items))
     return worker

@@ -525,7 +525,7 @@ def test_sleep_gives_the_cache_back_and_generation_goes_on(engine):
 
 
 def test_unknown_engine_and_dtype_are_named(path):
-    with pytest.raises(ValueError, match="rollout.name='sglang'"):
+    with pytest.raises(ValueError, match="unknown rollout.name 'sglang'"):
         build_engine("sglang", ModelConfig(path=path), RolloutConfig(), 64, torch.device("cpu"), 0)
     with pytest.raises(ValueError, match="rollout.dtype='int3'"):
         start(path, dtype="int3")

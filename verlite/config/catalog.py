@@ -165,8 +165,8 @@ ENV_FACTORIES = {
 """env.name."""
 
 ENGINES = {
-    "vllm": "verlite.rollout.vllm:VLLMCore",
-    "hf": "verlite.rollout.hf:HFCore",
+    "vllm": "verlite.rollout.engines.vllm:VLLMCore",
+    "hf": "verlite.rollout.engines.hf:HFCore",
 }
 """actor_rollout_ref.rollout.name."""
 

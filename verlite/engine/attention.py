@@ -146,7 +146,7 @@ def _varlen(
             v = v.repeat_interleave(copies, 1)
     longest = max(sequences.lengths)
     tokens_back = -1 if window is None else window - 1
-    out = varlen_attn(
+    out: Any = varlen_attn(
         q,
         k,
         v,

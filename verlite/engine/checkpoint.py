@@ -161,7 +161,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _rng_state() -> dict[str, Any]:
     """Return the random generators' states as JSON values."""
-    algorithm, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    algorithm, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": [algorithm, keys.tolist(), position, has_gauss, gauss],  # type: ignore[union-attr]

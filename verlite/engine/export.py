@@ -166,6 +166,6 @@ def save_pretrained(
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     if model.is_remote_code():
-        custom_object_save(model, str(folder), config=config)
+        custom_object_save(model, str(folder), config=config)  # type: ignore[arg-type]
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -262,7 +262,7 @@ class TrainEngine:
         outputs = self.model(inputs, temperature, with_entropy)
         if micro_rows is None:  # only takes part in the other ranks' collectives
             total = sum(values.sum() for values in outputs.values())
-            total.mul(0).backward()  # type: ignore[union-attr]
+            total.mul(0).backward()
             return {}
         scattered = {name: inputs.scatter(values) for name, values in outputs.items()}
         loss, metrics = loss_fn(micro_rows, scattered, counts)

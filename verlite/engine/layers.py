@@ -23,7 +23,7 @@ def checkpoint_layers(model: PreTrainedModel, offload: bool) -> None:
         return
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = _checkpoint_offloaded
+            module._gradient_checkpointing_func = _checkpoint_offloaded  # type: ignore[assignment]
 
 
 def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
@@ -39,4 +39,4 @@ def compile_layer(layer: nn.Module) -> None:
     Must run before FSDP wraps the layer: hooks and checkpoints stay outside, so one compiled layer
     serves all.
     """
-    layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+    layer.forward = torch.compile(layer.forward, dynamic=True)

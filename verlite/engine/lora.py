@@ -67,7 +67,7 @@ def add(model: PreTrainedModel, config: ModelConfig, read_weights: bool = True) 
     from peft import LoraConfig, inject_adapter_in_model  # takes a second to import
 
     if config.lora_adapter_path:
-        adapter = _read_config(config)
+        adapter = _read_config(config.lora_adapter_path)
     else:
         adapter = LoraConfig(
             r=config.lora_rank,
@@ -223,14 +223,14 @@ def _file_name(name: str) -> str:
     return _PREFIX + name.replace(_ADAPTER, ".")
 
 
-def _read_config(config: ModelConfig) -> Any:
+def _read_config(path: str) -> Any:
     """Read the config of the adapter at lora_adapter_path. Raises ModelError if it is not plain
     LoRA."""
     from peft import LoraConfig, PeftConfig
 
-    key = f"model.lora_adapter_path={config.lora_adapter_path}"
+    key = f"model.lora_adapter_path={path}"
     try:
-        adapter = PeftConfig.from_pretrained(config.lora_adapter_path)
+        adapter = PeftConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{key} is not an adapter that peft can read: {error}") from error
     if not isinstance(adapter, LoraConfig):

@@ -112,7 +112,7 @@ def _architecture(model: ModelConfig, kind: str) -> tuple[Any, PretrainedConfig]
     if has_head or not has_body:
         return AutoModelForTokenClassification, config
     # transformers has no token classification class for this architecture, so define one.
-    body = AutoModel._model_mapping[type(config)]
+    body: Any = AutoModel._model_mapping[type(config)]
     name = body.__name__.removesuffix("Model") + "ForTokenClassification"
     return type(name, (GenericForTokenClassification, body.__base__), {}), config
 
@@ -318,7 +318,8 @@ class HeadedModel(nn.Module):
         """Return two rows of random tokens for the self-check, padded on different sides."""
         generator = torch.Generator().manual_seed(0)
         attention_mask = torch.tensor([[1] * 8, [0, 0, 1, 1, 1, 1, 0, 0]])
-        vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        embeddings: Any = self.model.get_input_embeddings()
+        vocab_size = embeddings.weight.shape[0]
         tensors = {
             "input_ids": torch.randint(vocab_size, (2, 8), generator=generator),
             "attention_mask": attention_mask,

@@ -124,5 +124,5 @@ class _AllToAll(torch.autograd.Function):
         return torch.cat(received.unbind(), concat)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _AllToAll.apply(grad, ctx.concat, ctx.split, ctx.group), None, None, None

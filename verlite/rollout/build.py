@@ -1,18 +1,14 @@
 """Build a generation engine from the configuration."""
 
-import importlib
 from collections.abc import Callable
 
 import torch
 
+from verlite.config.catalog import ENGINES, resolve
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.batched import BatchedEngine, Core
 from verlite.rollout.types import EngineOptions
 
-ENGINES = {
-    "vllm": "verlite.rollout.engines.vllm:VLLMCore",
-    "hf": "verlite.rollout.engines.hf:HFCore",
-}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -41,7 +37,7 @@ def build_engine(
     """Start a generation engine.
 
     Args:
-        name: rollout.name.
+        name: rollout.name: an entry of the catalog, or the user's own "package.module:name".
         model: the model to generate with.
         rollout: the engine's settings.
         max_model_len: maximum number of prompt and response tokens of one sequence.
@@ -54,7 +50,7 @@ def build_engine(
         ValueError: the name or a setting is not supported. Other exceptions of the engine's
             constructor are passed on.
     """
-    make_core = _core_class(name)
+    make_core: Callable[[EngineOptions], Core] = resolve(name, ENGINES, "rollout.name")
     options = EngineOptions(
         model=model,
         rollout=rollout,
@@ -69,13 +65,3 @@ def build_engine(
         has_weights=pretrained,
         request_timeout_s=rollout.request_timeout_s,
     )
-
-
-def _core_class(name: str) -> Callable[[EngineOptions], Core]:
-    if name not in ENGINES:
-        raise ValueError(f"rollout.name={name!r} must be one of {', '.join(ENGINES)}")
-    module, attribute = ENGINES[name].split(":")
-    core_class: Callable[[EngineOptions], Core] = getattr(
-        importlib.import_module(module), attribute
-    )
-    return core_class

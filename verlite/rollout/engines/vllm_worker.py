@@ -132,7 +132,7 @@ class _PackedWeight(NamedTuple):
 def _recording_packs(model: nn.Module, rank: int, dtype: torch.dtype) -> Iterator[None]:
     """Within the context, record a `_PackedWeight` for every linear layer whose weight is packed
     for the CPU."""
-    methods = {
+    methods: dict[int, Any] = {
         id(module.quant_method): module.quant_method
         for module in model.modules()
         if hasattr(module, "cpu_linear")
