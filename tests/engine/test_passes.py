@@ -132,7 +132,7 @@ def test_a_token_without_a_predecessor_is_refused(tiny_qwen2: str) -> None:
     batch = ragged_batch()
     attention_mask = batch.batch["attention_mask"].clone()
     attention_mask[0, :P] = 0
-    with pytest.raises(ValueError, match="every row needs a prompt token"):
+    with pytest.raises(ValueError, match="Every row needs a prompt token"):
         engine(tiny_qwen2).forward(batch.with_batch(attention_mask=attention_mask), ALL)
 
 

@@ -230,8 +230,8 @@ class TrainEngine:
         for i in range(passes):
             # Unsharded gradients until the last pass save communication and cost memory, like
             # unsharded parameters.
-            is_last = i == passes - 1
-            self.model.set_requires_gradient_sync(self.fsdp_config.reshard_after_forward or is_last)
+            needs_sync = self.fsdp_config.reshard_after_forward or i == passes - 1
+            self.model.set_requires_gradient_sync(needs_sync)  # type: ignore[operator]
             part = parts[i] if i < len(parts) else None
             results = self._backward(rows, part, temperature, loss_fn, with_entropy, counts)
             for name, value in results.items():

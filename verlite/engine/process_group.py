@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 @contextmanager
 def single_process_group() -> Iterator[None]:
-    """Initialize torch.distributed with this process as the only rank; destroy the group at the end."""
+    """Initialize torch.distributed with this process as the only rank; destroy it at the end."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
