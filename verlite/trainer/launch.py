@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from verlite.config.catalog import ENGINES
 from verlite.config.critical import critical_settings
 from verlite.config.load import Loaded, dump
 from verlite.config.names import names_a_file
@@ -130,7 +131,8 @@ def prestart_workers(placement: Placement, plan: Plan) -> None:
     for role in plan.roles:
         modules = [ROLES[role].worker.partition(":")[0], *ROLES[role].preload]
         if role == "rollout":
-            modules.append(f"verlite.rollout.start_{plan.rollout_name}")
+            engine = ENGINES.get(plan.rollout_name, plan.rollout_name)
+            modules.append(engine.partition(":")[0])
         prestart(placement, role, *modules)
 
 
