@@ -1,16 +1,17 @@
-# make quickstart   install the core, then train a tiny model on arithmetic and show what came of it
-# make test         install everything that the tests need (real vLLM for CPUs included), then run checks and tests
-# Both make their own environment in .venv; `make setup` is the install step that they share.
+# make quickstart   install the core, then train a tiny model on arithmetic and plot its reward curve
+# make check        linters, import directions, types, and the tests that start no process: the inner loop
+# make test         make check, then all other tests, with real Ray and real vLLM for CPUs: what CI runs
+# Each installs what it needs into .venv; `make setup` installs the core alone, `make setup-test` all of it.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 IN_PARALLEL := -n 2 --dist loadgroup
 
-.PHONY: help setup setup-test quickstart test lint mutants evidence benchmark core-test lock clean
+.PHONY: help setup setup-test quickstart check test lint soak mutants evidence benchmark core-test lock clean
 
 help:
-	@sed -n '1,3p' Makefile | sed 's/^# //'
+	@sed -n '1,4p' Makefile | sed 's/^# //'
 
 setup: $(VENV)/.core
 setup-test: $(VENV)/.test
@@ -36,19 +37,27 @@ lint: setup-test
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
+check: lint
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not process"
+
 test: lint
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
-# Plant every known bug, one by one, in a copy, and write docs/mutants.md. Takes hours; -m tests.mutants --new goes on with what is left.
+# Run the whole-run tests three times in a row: for faults that depend on timing.
+soak: setup-test
+	for round in 1 2 3; do $(BIN)/python -m pytest $(IN_PARALLEL) -m process || exit 1; done
+
+# Plant every known bug, one at a time, and write docs/mutants.md. Takes less than an hour.
 mutants: setup-test
-	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m tests.mutants --jobs 2
 
 # Measure the algorithms and gradients against their references; writes docs/evidence.md.
 evidence: setup-test
 	$(BIN)/python -m tests.evidence
 
-# Measure steps against TRL and the machine's limit, then each part alone; writes recipes/benchmark/results.json, docs/benchmarks.md and
-# its pictures. Takes about an hour. GSM8K=FOLDER has the original train.jsonl; without it the tests' sample is repeated.
+# Measure steps against TRL and the machine's limit, then each part alone; writes recipes/benchmark/results.json,
+# docs/benchmarks.md and its pictures. Takes about an hour. GSM8K=FOLDER has the original train.jsonl; without it the
+# tests' sample is repeated.
 TRL := recipes/benchmark/build/trl
 benchmark: setup-test
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
