@@ -1,7 +1,14 @@
-"""`python -m verlite.main_sft data.train_files=FILE.parquet model.path=MODEL key=value ...`: supervised training.
+"""`python -m verlite.main_sft data.train_files=FILE.parquet model.path=MODEL key=value ...`
 
-One process, or several: `torchrun --nproc_per_node 4 -m verlite.main_sft ...`. The trained model is a Hugging Face folder.
-Exit codes: 0 done; 2 the configuration or a file is wrong, nothing was started; anything else failed.
+Supervised fine-tuning, in one process or in several:
+`torchrun --nproc_per_node 4 -m verlite.main_sft ...`.
+
+The run directory gets config.yaml, metrics.jsonl, and the trained model in huggingface/.
+
+Exit codes:
+  0  finished
+  2  the configuration or a file is wrong; nothing was trained
+  any other code: failed
 """
 
 import sys
@@ -14,25 +21,24 @@ from verlite.config.show import console
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check the configuration, train, and return the exit code."""
-    config_name, config_dir, overrides, help_wanted = parse_argv(
-        sys.argv[1:] if argv is None else argv
-    )
-    if help_wanted:
-        print(help_text())
-        return 0
+    """Validate the configuration, train, and return the exit code."""
     try:
-        config = compose(config_name, overrides, config_dir)
+        arguments = sys.argv[1:] if argv is None else argv
+        config_name, config_dir, overrides, help_wanted = parse_argv(arguments)
+        if help_wanted:
+            print(help_text())
+            return 0
+        loaded = compose(config_name, overrides, config_dir)
     except ConfigError as error:
         console(stderr=True).print(error.text(), soft_wrap=True, end="")
         return 2
-    # torch and transformers are imported only for a configuration that can run.
+    # Import torch and transformers only for a valid configuration.
     from verlite.data.dataset import DataError
     from verlite.engine.folder import ModelError
     from verlite.sft.train import train
 
     try:
-        train(config)
+        train(loaded)
     except (DataError, ModelError) as error:
         console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 2
@@ -43,12 +49,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """How to call it, and every key."""
-    lines = [__doc__.strip(), ""]
+    """Return the usage and a description of every key."""
+    lines = [str(__doc__).strip(), ""]
     for key in keys.table(SFTConfig()).values():
         if not key.section:
             default = "" if key.default == "???" else f" (default {key.default})"
-            lines += [f"{key.name}: {key.type}{default}", f"    {key.doc}"]
+            lines.append(f"{key.name}: {key.type}{default}")
+            lines.append(f"    {key.doc}")
     return "\n".join(lines)
 
 

@@ -107,7 +107,7 @@ def test_dstack(material):
 def test_slurm(material):
     loaded = compose(None, arguments("slurm.sh", material))
     assert loaded.notes == [
-        "actor_rollout_ref.model.enable_gradient_checkpointing is given 2 times (command line): false, true; the last one counts",
+        "actor_rollout_ref.model.enable_gradient_checkpointing is given 2 times (command line): false, true; the last one is used",
         NO_KL,
         "actor_rollout_ref.ref.fsdp_config.param_offload, actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu have no effect: "
         "no KL term is on, so there is no reference",

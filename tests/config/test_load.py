@@ -1,4 +1,4 @@
-"""Names, types, origins: everything between a command line and the typed configuration."""
+"""From a command line and YAML files to the typed configuration: names, types, origins."""
 
 import pytest
 import yaml
@@ -19,13 +19,13 @@ def problems(material, *overrides, **options) -> list:
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
-def test_a_plus_before_a_known_key_changes_nothing(material, prefix):
+def test_plus_before_a_known_key_is_optional(material, prefix):
     loaded = material.load(f"{prefix}trainer.total_epochs=7")
     assert loaded.config.trainer.total_epochs == 7
     assert loaded.notes == []
 
 
-def test_tilde_is_the_default_again(material):
+def test_tilde_restores_the_default(material):
     loaded = material.load(
         "trainer.total_epochs=7",
         "~trainer.total_epochs",
@@ -41,11 +41,11 @@ def test_tilde_is_the_default_again(material):
     assert material.load("data.shuffle=false", "data.seed=1", "~data.shuffle").notes == []
 
 
-def test_tilde_of_what_is_not_there(material):
+def test_tilde_of_an_unknown_key_or_entry(material):
     found = problems(material, "~data.shufle", f"~{ROLLOUT}engine_kwargs.hf.a")
     assert [(p.key, p.rule) for p in found] == [
-        ("data.shufle", "there is no such key"),
-        (f"{ROLLOUT}engine_kwargs.hf.a", "there is no such entry to remove"),
+        ("data.shufle", "unknown key"),
+        (f"{ROLLOUT}engine_kwargs.hf.a", "this entry does not exist"),
     ]
     assert "data.shuffle" in found[0].remedy
 
@@ -66,9 +66,9 @@ def test_tilde_of_what_is_not_there(material):
         ("adv_estimator=gae", "algorithm.adv_estimator"),
     ],
 )
-def test_an_unknown_key_names_the_one_that_was_meant(material, typed, meant):
+def test_unknown_key_suggests_similar_keys(material, typed, meant):
     (problem,) = problems(material, typed)
-    assert (problem.key, problem.value, problem.rule) == (*typed.split("="), "there is no such key")
+    assert (problem.key, problem.value, problem.rule) == (*typed.split("="), "unknown key")
     assert problem.remedy.startswith(f"Did you mean {meant}")
 
 
@@ -84,7 +84,7 @@ def test_an_unknown_key_names_the_one_that_was_meant(material, typed, meant):
         (ACTOR + "optim.lr=fast", "expected number, got text"),
         (ACTOR + "optim.betas=[a,b]", "expected list of numbers, got a list"),
         (ACTOR + "ppo_micro_batch_size_per_gpu=None", "expected whole number or null, got text"),
-        (ACTOR + "optim=3", "is a section; it holds keys, not a value"),
+        (ACTOR + "optim=3", "is a section of keys and takes no value"),
         ("cluster.component_placement=0-3", "expected mapping or null, got text"),
         (ROLLOUT + "engine_kwargs=fast", "expected mapping, got text"),
         ("trainer.experiment_name=[a,b]", "expected text, got a list"),
@@ -92,7 +92,7 @@ def test_an_unknown_key_names_the_one_that_was_meant(material, typed, meant):
         ("retriever.url={a:1}", "expected an address or a list of addresses, got a mapping"),
     ],
 )
-def test_a_wrong_type_names_the_expected_one(material, typed, rule):
+def test_wrong_type_names_the_expected_type(material, typed, rule):
     (problem,) = problems(material, typed)
     assert (problem.key, problem.rule) == (typed.split("=")[0], rule)
 
@@ -100,15 +100,15 @@ def test_a_wrong_type_names_the_expected_one(material, typed, rule):
 @pytest.mark.parametrize(
     ("typed", "key", "rule"),
     [
-        ("data.shuffle", "data.shuffle", "is no override"),
-        ("--epochs=3", "--epochs=3", "there is no such option"),
-        ("data.seed=1,2", "data.seed", "a comma outside brackets asks for several runs"),
+        ("data.shuffle", "data.shuffle", "is not an override"),
+        ("--epochs=3", "--epochs=3", "unknown option"),
+        ("data.seed=1,2", "data.seed", "a comma outside brackets starts a sweep of several runs"),
         (
             "trainer.logger=console,wandb",
             "trainer.logger",
-            "a comma outside brackets asks for several runs",
+            "a comma outside brackets starts a sweep of several runs",
         ),
-        ("trainer.logger=[console", "trainer.logger", "cannot be read: "),
+        ("trainer.logger=[console", "trainer.logger", "cannot be parsed: "),
         (
             "trainer.experiment_name=${trainer.nothing}",
             "trainer.experiment_name",
@@ -121,14 +121,14 @@ def test_a_wrong_type_names_the_expected_one(material, typed, rule):
         ),
     ],
 )
-def test_what_cannot_be_read_says_so(material, typed, key, rule):
+def test_unparsable_override_is_reported(material, typed, key, rule):
     (problem,) = problems(material, typed)
     assert problem.key == key
     assert problem.rule.startswith(rule)
 
 
-def test_text_is_taken_as_it_stands(material):
-    """Hydra's grammar has no reading for these; a shell user means them literally."""
+def test_text_is_taken_literally(material):
+    """Hydra's grammar cannot parse these values. A shell user means them literally."""
     loaded = material.load(
         "trainer.experiment_name=lr=1e-6,n=5",
         "trainer.project_name=~x(y)",
@@ -140,8 +140,8 @@ def test_text_is_taken_as_it_stands(material):
 
 
 @pytest.mark.parametrize("name", ["2024_11", "1e-6", "1.50", "true", "007", "1_000.5", "inf"])
-def test_a_name_that_looks_like_a_number_is_kept(material, name):
-    """Hydra reads these as numbers and truth values; written back they would be other names."""
+def test_name_that_looks_like_a_number_is_kept(material, name):
+    """Hydra parses these as numbers and booleans. Converted back they would be other names."""
     loaded = material.load(
         f"trainer.experiment_name={name}",
         f"data.tokenizer={name}",
@@ -161,7 +161,7 @@ def test_a_name_that_looks_like_a_number_is_kept(material, name):
     )
 
 
-def test_values_of_every_kind(material):
+def test_values_of_every_type(material):
     loaded = material.load(
         "trainer.logger=console",
         f"{ACTOR}optim={{lr:2e-5,betas:[0.8,0.9]}}",
@@ -182,14 +182,14 @@ def test_values_of_every_kind(material):
     assert config.trainer.default_local_dir == f"{material.folder}/run"
 
 
-def test_a_mapping_may_have_quoted_keys(material):
+def test_mapping_with_quoted_keys(material):
     loaded = material.load('+cluster.component_placement={"actor,critic": "0-3", rollout: "4-7"}')
     assert loaded.config.cluster.component_placement == {"actor,critic": "0-3", "rollout": "4-7"}
     (problem,) = problems(material, 'cluster.component_placement={"actor": 0-3')
-    assert problem.rule.startswith("cannot be read")
+    assert problem.rule.startswith("cannot be parsed")
 
 
-def test_everything_wrong_is_found_in_one_pass(material):
+def test_all_problems_are_reported_together(material):
     found = problems(
         material,
         "data.shufle=false",
@@ -211,7 +211,7 @@ def test_everything_wrong_is_found_in_one_pass(material):
     ]
 
 
-def test_what_must_be_given():
+def test_required_keys():
     with pytest.raises(ConfigError) as error:
         compose()
     assert [p.key for p in error.value.problems] == [
@@ -221,7 +221,7 @@ def test_what_must_be_given():
     ]
 
 
-def test_a_mistyped_required_key_is_reported_once(material):
+def test_mistyped_required_key_is_reported_once(material):
     (problem,) = [
         p
         for p in problems(material, "~data.train_files", "data.train_file=x")
@@ -233,7 +233,7 @@ def test_a_mistyped_required_key_is_reported_once(material):
 # --- YAML files ---
 
 
-def test_our_own_files(material):
+def test_verlite_yaml_files(material):
     assert material.load().config.algorithm.adv_estimator == "gae"
     grpo = material.load(config_name="grpo").config
     assert (
@@ -243,7 +243,7 @@ def test_our_own_files(material):
     ) == ("grpo", 5, True)
 
 
-def test_a_users_file_on_top_of_ours(material, tmp_path):
+def test_user_yaml_extends_verlite_yaml(material, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults:\n  - grpo\n  - _self_\n"
         "actor_rollout_ref:\n  rollout:\n    n_agent: 3\n    engine_kwargs:\n      hf: {a: 1}\n"
@@ -276,18 +276,16 @@ def test_a_users_file_on_top_of_ours(material, tmp_path):
         "trainer.n_gpus_per_node": "command line",
     }
     assert {f"{ROLLOUT}n", "data.seed"} <= loaded.user_keys
-    assert (
-        "algorithm.adv_estimator" not in loaded.user_keys
-    )  # our own files' choices are not the user's
+    assert "algorithm.adv_estimator" not in loaded.user_keys  # set by verlite's own file
     assert f"{ROLLOUT}n_agent is now called {ROLLOUT}n" in loaded.notes
 
 
-def test_our_files_choices_are_not_held_against_the_user(material):
+def test_verlite_yaml_values_cause_no_notes(material):
     notes = material.load(f"{ACTOR}use_kl_loss=false", config_name="grpo").notes
     assert notes == []  # grpo.yaml's kl_loss_coef has no effect now, but nobody typed it
 
 
-def test_groups_of_a_users_folder(material, tmp_path):
+def test_config_groups_of_the_user_folder(material, tmp_path):
     (tmp_path / "size").mkdir()
     (tmp_path / "size" / "small.yaml").write_text(
         "# @package _global_\ndata:\n  train_batch_size: 256\n"
@@ -306,40 +304,43 @@ def test_groups_of_a_users_folder(material, tmp_path):
     )
 
 
-def test_a_folder_of_ones_own_without_a_name_means_ppo_trainer(material, tmp_path):
+def test_config_path_without_name_uses_ppo_trainer(material, tmp_path):
     assert material.load(config_dir=tmp_path).config.algorithm.adv_estimator == "gae"
 
 
 @pytest.mark.parametrize(
     ("content", "key", "words"),
     [
-        ("data:\n  sede: 1\n", "data.sede (mine.yaml)", "no such key"),
+        ("data:\n  sede: 1\n", "data.sede (mine.yaml)", "unknown key"),
         ("data:\n  seed: x\n", "data.seed (mine.yaml)", "expected whole number"),
-        ("megatron:\n  a: 1\n  b: {c: 2}\n", "megatron (mine.yaml)", "no such key"),
-        ("data: [\n", "mine.yaml", "is no YAML"),
+        ("megatron:\n  a: 1\n  b: {c: 2}\n", "megatron (mine.yaml)", "unknown key"),
+        ("data: [\n", "mine.yaml", "is not valid YAML"),
         ("- 1\n", "mine.yaml", ""),
         ("defaults:\n  - nothing_here\n", "--config-name", "nothing_here"),
     ],
 )
-def test_a_users_file_with_a_mistake(material, tmp_path, content, key, words):
+def test_user_yaml_with_an_error(material, tmp_path, content, key, words):
     (tmp_path / "mine.yaml").write_text(content)
     (problem,) = problems(material, config_name="mine", config_dir=tmp_path)
     assert problem.key.endswith(key) or key == "mine.yaml" and "mine" in str(problem)
     assert words in str(problem)
 
 
-def test_a_config_name_that_is_not_there(material, tmp_path):
+def test_unknown_config_name_and_path(material, tmp_path):
     (problem,) = problems(material, config_name="grop")
     assert (problem.key, problem.value) == ("--config-name", "grop")
     assert "grpo" in problem.remedy and "sft" not in problem.remedy
     (problem,) = problems(material, config_name="grpo", config_dir=tmp_path / "none")
-    assert problem.key == "--config-path"
+    assert problem.key == "--config-path" and problem.rule == "does not exist"
+    (tmp_path / "file.yaml").touch()
+    (problem,) = problems(material, config_name="grpo", config_dir=tmp_path / "file.yaml")
+    assert problem.rule == "is a file, not a folder"
 
 
 # --- origins and config.yaml ---
 
 
-def test_dump_says_where_values_come_from_and_loads_again(material, tmp_path):
+def test_dump_has_origins_and_can_be_loaded(material, tmp_path):
     loaded = material.load("data.seed=7", f"{ROLLOUT}engine_kwargs.hf.a=1", config_name="grpo")
     text = dump(loaded)
     lines = [line.strip() for line in text.splitlines()]
@@ -416,8 +417,57 @@ def test_secrets_are_never_printed(material, tmp_path):
         ["-cn", "grpo", "a=1", "b=2", "-cd", "mine"],
     ],
 )
-def test_options_may_stand_anywhere(argv):
+def test_options_at_any_position(argv):
     assert parse_argv(argv) == ("grpo", "mine", ["a=1", "b=2"], False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "rule"),
+    [
+        (["--config-name", "grpo", "-cn=ppo"], "-cn", "--config-name is given twice"),
+        (["--config-path=a", "--config-dir", "b"], "--config-dir", "--config-path is given twice"),
+        (["a=1", "--config-name"], "--config-name", "needs a value"),
+    ],
+)
+def test_option_given_twice_or_without_value(argv, key, rule, capsys):
+    with pytest.raises(ConfigError) as error:
+        parse_argv(argv)
+    (problem,) = error.value.problems
+    assert (problem.key, problem.rule) == (key, rule)
+    with pytest.raises(SystemExit) as stop:
+        main_argv(argv)
+    assert stop.value.code == 2 and rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["data.seed", "=", "7"],
+        ["data.seed=", "7"],
+        ["data.seed", "=7"],
+        ["data.seed = 7"],
+    ],
+)
+def test_spaces_around_the_equal_sign(material, typed):
+    (problem,) = problems(material, *typed, "data.shuffle=false")
+    assert (problem.key, problem.rule, problem.remedy) == (
+        "data.seed = 7",
+        "there are spaces around the = sign",
+        "Write data.seed=7",
+    )
+
+
+def test_literal_quotes_and_unexpanded_variables(material, monkeypatch):
+    (problem,) = problems(material, "'data.seed=7'")
+    assert problem.rule == "the quotes are part of the argument"
+    found = problems(material, "data.train_files=$DATA/train.parquet")
+    assert [p.rule for p in found] == ["contains $DATA, which was not expanded"]
+    assert "${oc.env:DATA}" in found[0].remedy and "double quotes" in found[0].remedy
+    found = problems(material, "trainer.experiment_name=${NAME}")
+    assert "${oc.env:NAME}" in found[0].remedy
+    monkeypatch.setenv("DATA", str(material.folder))
+    loaded = material.load("data.val_files=${oc.env:DATA}/test.parquet")
+    assert loaded.config.data.val_files == f"{material.folder}/test.parquet"
 
 
 def test_main_argv(material, capsys):
@@ -428,9 +478,9 @@ def test_main_argv(material, capsys):
     with pytest.raises(SystemExit) as stop:
         main_argv(["--help"])
     assert stop.value.code == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     names = "dapo, dr_grpo, grpo, gspo, ppo, ppo_trainer, quickstart, reinforce_plus_plus, remax, rloo, search_r1, search_world"
-    assert f"NAME is one of {names}, or a YAML file" in told
+    assert f"NAME is one of {names}, or a YAML file" in printed
     with pytest.raises(SystemExit) as stop:
         main_argv([*material.good, "data.sede=1"])
     assert stop.value.code == 2

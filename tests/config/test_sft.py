@@ -1,4 +1,4 @@
-"""Wrong command lines of main_sft: each is told under its key before anything is loaded, and ends with exit code 2."""
+"""main_sft reports each invalid key before it loads anything, and exits with code 2."""
 
 import pytest
 
@@ -25,12 +25,13 @@ WRONG = [
     ("trainer.test_freq=0", "trainer.test_freq", "must be >= 1 or -1"),
     ("trainer.seed=-1", "trainer.seed", "must be >= 0"),
     ("trainer.device=cuda", "trainer.device", "shows no GPU"),
-    ("model.path=/nonexistent", "model.path", "there is no such folder; on the hub"),
+    ("model.path=/nonexistent", "model.path", "this folder does not exist; on the hub"),
     (
         "model.tokenizer_path=/nonexistent",
         "model.tokenizer_path",
-        "there is no such folder; on the hub",
+        "this folder does not exist; on the hub",
     ),
+    ("model.path={folder}/train.parquet", "model.path", "is a file, not a model folder"),
     (
         "trainer.default_local_dir={folder}/train.parquet/run",
         "trainer.default_local_dir",
@@ -48,7 +49,7 @@ def line(material, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("typed", "key", "words"), WRONG, ids=[typed for typed, _, _ in WRONG])
-def test_wrong_lines(material, typed, key, words):
+def test_invalid_value_is_reported_under_its_key(material, typed, key, words):
     with pytest.raises(ConfigError) as error:
         compose(overrides=line(material, typed.replace("{folder}", str(material.folder))))
     (problem,) = error.value.problems
@@ -57,22 +58,20 @@ def test_wrong_lines(material, typed, key, words):
         assert part in str(problem)
 
 
-def test_the_right_line_is_right(material):
-    assert (
-        compose(overrides=line(material, "trainer.experiment_name=2024_11")).trainer.experiment_name
-        == "2024_11"
-    )
+def test_valid_command_line(material):
+    loaded = compose(overrides=line(material, "trainer.experiment_name=2024_11"))
+    assert loaded.config.trainer.experiment_name == "2024_11"
 
 
-def test_only_files_of_this_schema_are_offered(material):
+def test_unknown_config_name_lists_sft_files_only(material):
     with pytest.raises(ConfigError) as error:
         compose("sfft")
     (problem,) = error.value.problems
-    assert problem.remedy == "There are: sft."
+    assert problem.remedy == "Available: sft."
 
 
 @pytest.mark.parametrize("path", ["/nonexistent", "{folder}"])
-def test_a_path_that_is_no_model_is_one_message(material, tmp_path, path, capsys):
+def test_invalid_model_path_is_one_message(material, tmp_path, path, capsys):
     path = path.replace("{folder}", str(tmp_path))
     file = write_prompts(tmp_path / "train.parquet", 2)
     assert (
@@ -86,5 +85,5 @@ def test_a_path_that_is_no_model_is_one_message(material, tmp_path, path, capsys
         )
         == 2
     )
-    told = capsys.readouterr().err
-    assert f"model.path={path}" in told and "Traceback" not in told
+    printed = capsys.readouterr().err
+    assert f"model.path={path}" in printed and "Traceback" not in printed

@@ -195,14 +195,14 @@ CASES = (
     Case(
         "A key that does not exist",
         f"{ACTOR}ppo_epoch=2",
-        (f"{ACTOR}ppo_epoch=2", "there is no such key", f"Did you mean {ACTOR}ppo_epochs"),
+        (f"{ACTOR}ppo_epoch=2", "unknown key", f"Did you mean {ACTOR}ppo_epochs"),
     ),
     Case(
         "A key of another version that means nothing here",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         (
             "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-            "no meaning here",
+            "not supported",
             "FSDP2",
             "fsdp_config",
         ),
@@ -227,7 +227,7 @@ CASES = (
     Case(
         "An argument that sets nothing",
         "data.train_batch_size",
-        ("data.train_batch_size", "is no override", "key=value"),
+        ("data.train_batch_size", "is not an override", "key=value"),
     ),
     Case(
         "A list without brackets",
@@ -237,7 +237,7 @@ CASES = (
     Case(
         "A configuration file that does not exist",
         "",
-        ("--config-name=summs", "no summs.yaml", "There are: ", "sums"),
+        ("--config-name=summs", "summs.yaml was not found", "Available: ", "sums"),
         config_name="summs",
     ),
     Case(

@@ -84,7 +84,7 @@ def test_the_model_is_what_vllm_runs_on_a_cpu_and_the_seed_decides_it(built, tmp
 def test_the_commands_fit_each_other(tmp_path, monkeypatch):
     (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # what the first command makes
     monkeypatch.chdir(tmp_path)
-    warm_up = sft.compose(overrides=run.WARM_UP[2:])
+    warm_up = sft.compose(overrides=run.WARM_UP[2:]).config
     config = compose("quickstart", check=False).config
     assert warm_up.model.path == f"{make.FOLDER}/model"
     assert config.actor_rollout_ref.model.path == f"{warm_up.trainer.default_local_dir}/huggingface"

@@ -104,7 +104,7 @@ def test_the_real_search_engine_finds_the_facts_and_the_empty_one_nothing(built,
 def test_the_commands_fit_each_other(built, tmp_path, monkeypatch):
     (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # what the first command makes
     monkeypatch.chdir(tmp_path)
-    assert sft.compose(overrides=run.WARM_UP[2:]).model.path == f"{make.FOLDER}/model"
+    assert sft.compose(overrides=run.WARM_UP[2:]).config.model.path == f"{make.FOLDER}/model"
     config = compose("search_world", check=False).config
     assert (
         config.actor_rollout_ref.model.path == f"{make.FOLDER}/warm_up/huggingface"

@@ -1,4 +1,4 @@
-"""Examples of supervised training: tokens of prompt and response, and every wrong file."""
+"""SFT examples: tokens of prompts and responses, and invalid files."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,9 +20,7 @@ def parquet(path, rows):
     return str(path)
 
 
-def test_text_and_messages_become_the_same_tokens_and_the_response_ends_with_eos(
-    tmp_path, tokenizer
-):
+def test_text_and_messages_give_the_same_tokens_and_eos(tmp_path, tokenizer):
     text = parquet(
         tmp_path / "text.parquet",
         [{"prompt": "3+4=", "response": "7"}, {"prompt": "5+8=", "response": "13"}],
@@ -42,21 +40,22 @@ def test_text_and_messages_become_the_same_tokens_and_the_response_ends_with_eos
     assert read_examples([chat, text], tokenizer, SFTDataConfig()) == examples * 2
 
 
-def test_a_long_example_is_refused_or_loses_its_end(tmp_path, tokenizer):
+def test_long_example_is_an_error_or_truncated(tmp_path, tokenizer):
     file = parquet(
         tmp_path / "long.parquet",
         [{"prompt": "1+1=", "response": "2"}, {"prompt": "12+34=", "response": "46"}],
     )
     with pytest.raises(
-        DataError, match=r"long.parquet row 1: 9 tokens, data.max_length=8 .* data.truncation=right"
+        DataError,
+        match=r"long.parquet row 1: the example has 9 tokens, more than data.max_length=8.*=right",
     ):
         read_examples(file, tokenizer, SFTDataConfig(max_length=8))
-    cut = read_examples(file, tokenizer, SFTDataConfig(max_length=8, truncation="right"))
-    assert cut[1] == (tokenizer.encode("12+34="), tokenizer.encode("46"))
-    assert cut[0][1][-1] == tokenizer.eos_token_id
+    truncated = read_examples(file, tokenizer, SFTDataConfig(max_length=8, truncation="right"))
+    assert truncated[1] == (tokenizer.encode("12+34="), tokenizer.encode("46"))
+    assert truncated[0][1][-1] == tokenizer.eos_token_id
     with pytest.raises(
         DataError,
-        match=r"row 1: the prompt's 6 tokens leave no room for a response in data.max_length=6",
+        match=r"row 1: the prompt has 6 tokens; with data.max_length=6 no token is left for the response",
     ):
         read_examples(file, tokenizer, SFTDataConfig(max_length=6, truncation="right"))
 
@@ -66,7 +65,7 @@ def test_a_long_example_is_refused_or_loses_its_end(tmp_path, tokenizer):
     [
         (
             [{"prompt": "1+1="}],
-            r"has no column 'response'; its columns are prompt \(data.prompt_key, data.response_key\)",
+            r"no column 'response'. Its columns: prompt. Set data.prompt_key and data.response_key",
         ),
         (
             [{"prompt": "1+1=", "response": None}],
@@ -79,19 +78,21 @@ def test_a_long_example_is_refused_or_loses_its_end(tmp_path, tokenizer):
         ([{"prompt": "", "response": "4"}], r"row 0: the prompt has no tokens"),
     ],
 )
-def test_a_wrong_row_is_named(tmp_path, tokenizer, rows, message):
+def test_invalid_row_is_named(tmp_path, tokenizer, rows, message):
     with pytest.raises(DataError, match=message):
         read_examples(parquet(tmp_path / "bad.parquet", rows), tokenizer, SFTDataConfig())
 
 
-def test_a_wrong_file_is_named(tmp_path, tokenizer):
-    (tmp_path / "text.parquet").write_text("no parquet")
+def test_invalid_file_is_named(tmp_path, tokenizer):
+    (tmp_path / "text.parquet").write_text("not parquet")
+    (tmp_path / "folder.parquet").mkdir()
     pq.write_table(
         pa.table({"prompt": pa.array([], pa.string()), "response": pa.array([], pa.string())}),
         tmp_path / "empty.parquet",
     )
     for name, message in [
         ("gone", "does not exist"),
+        ("folder", "is a folder"),
         ("text", "cannot be read as parquet"),
         ("empty", "has no rows"),
     ]:

@@ -1,4 +1,4 @@
-"""Supervised training: its loss is transformers' own, it learns, and two ranks learn what one does."""
+"""Supervised fine-tuning: its loss equals transformers', it learns, two ranks equal one rank."""
 
 import json
 import subprocess
@@ -18,12 +18,12 @@ from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import single_process_group
 from verlite.main_sft import main
 from verlite.sft.data import read_examples
-from verlite.sft.train import batch_of, sft_loss, validation_loss
+from verlite.sft.train import build_batch, sft_loss, validation_loss
 
 SUMS = [
     {"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(0, 24, 3) for b in range(2, 10)
 ]
-"""64 examples; prompts of 4 and 5 tokens, responses of 2 and 3."""
+"""64 examples. Prompts have 4 or 5 tokens, responses 2 or 3."""
 
 
 @pytest.fixture
@@ -33,42 +33,44 @@ def sums(tmp_path):
 
 
 def transformers_loss(path, examples):
-    """Mean over response tokens of transformers' label loss, prompts labelled -100, one example at a time in float64."""
+    """Return transformers' mean label loss over response tokens, in float64, one example at a time.
+
+    Prompt tokens have the label -100.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     for prompt, response in examples:
         labels = torch.tensor([[-100] * len(prompt) + response])
         with torch.no_grad():
             loss = model(input_ids=torch.tensor([prompt + response]), labels=labels).loss
-        total, tokens = total + float(loss) * len(response), tokens + len(response)
+        total += float(loss) * len(response)
+        tokens += len(response)
     return total / tokens
 
 
 @pytest.mark.parametrize("micro", [MicroBatching(max_tokens=4096), MicroBatching(max_tokens=17)])
-def test_the_loss_is_transformers_label_loss_with_prompts_left_out(tiny_qwen2, sums, micro):
+def test_loss_equals_transformers_loss_on_responses(tiny_qwen2, sums, micro):
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
-    by_hand = [
+    expected_examples = [
         (
             tokenizer.encode(row["prompt"]),
             [*tokenizer.encode(row["response"]), tokenizer.eos_token_id],
         )
         for row in SUMS[::5]
     ]
-    assert (
-        len({len(prompt) for prompt, _ in by_hand})
-        == len({len(response) for _, response in by_hand})
-        == 2
-    )
-    expected = transformers_loss(tiny_qwen2, by_hand)
+    for part in zip(*expected_examples, strict=True):
+        assert len({len(ids) for ids in part}) == 2, "lengths differ"
+    expected = transformers_loss(tiny_qwen2, expected_examples)
     examples = read_examples(str(sums), tokenizer, SFTDataConfig())[::5]
     with single_process_group():
         engine = TrainEngine(
             ModelConfig(path=tiny_qwen2), FSDPConfig(), OptimConfig(lr=1e-3), device="cpu"
         )
         assert validation_loss(engine, examples, micro) == pytest.approx(expected, abs=1e-5)
-        found = engine.update(batch_of(examples), micro, 1.0, sft_loss)
+        found = engine.update(build_batch(examples), micro, 1.0, sft_loss)
         assert found["loss"] == pytest.approx(expected, abs=1e-5)
-        assert found["train/tokens"] == sum(len(response) for _, response in by_hand)
+        assert found["train/tokens"] == sum(len(response) for _, response in expected_examples)
         assert validation_loss(engine, examples, micro) < expected
 
 
@@ -90,9 +92,7 @@ def lines(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_command_learns_and_leaves_a_model_that_transformers_loads(
-    tiny_qwen2, sums, tmp_path, capsys
-):
+def test_command_learns_and_writes_a_transformers_model(tiny_qwen2, sums, tmp_path, capsys):
     run_dir = tmp_path / "run"
     options = run_options(
         sums, tiny_qwen2, run_dir, "trainer.total_epochs=10", "trainer.test_freq=20"
@@ -103,12 +103,20 @@ def test_the_command_learns_and_leaves_a_model_that_transformers_loads(
     assert [line["step"] for line in steps if "val/loss" in line] == [20, 40]
     assert steps[-1]["val/loss"] < 0.7 * steps[0]["train/loss"]
     assert "step 40/40" in capsys.readouterr().out
+    config = (run_dir / "config.yaml").read_text()
+    assert (
+        "lr: 0.003  # command line" in config
+        and "lr_warmup_steps_ratio: 0.03  # sft.yaml" in config
+    )
+    (tmp_path / "again.yaml").write_text(config)
+    again = compose("again", config_dir=tmp_path)
+    assert again.config == compose(overrides=options).config
     exported = run_dir / "huggingface"
     examples = read_examples(str(sums), AutoTokenizer.from_pretrained(exported), SFTDataConfig())
     assert transformers_loss(exported, examples) == pytest.approx(steps[-1]["val/loss"], abs=1e-4)
 
 
-def test_adapters_learn_and_the_folder_has_both(tiny_qwen2, sums, tmp_path, capsys):
+def test_lora_learns_and_writes_adapter_and_merged_model(tiny_qwen2, sums, tmp_path, capsys):
     code = main(
         run_options(
             sums,
@@ -138,7 +146,7 @@ def test_adapters_learn_and_the_folder_has_both(tiny_qwen2, sums, tmp_path, caps
     assert merged == pytest.approx(adapted, abs=1e-5) and merged < losses[0]
 
 
-def test_two_ranks_learn_what_one_does(tiny_qwen2, sums, tmp_path):
+def test_two_ranks_equal_one_rank(tiny_qwen2, sums, tmp_path):
     options = [
         "trainer.total_training_steps=4",
         "trainer.test_freq=2",
@@ -168,7 +176,7 @@ def test_two_ranks_learn_what_one_does(tiny_qwen2, sums, tmp_path):
     assert (tmp_path / "two" / "huggingface" / "model.safetensors").exists()
 
 
-def test_every_wrong_key_is_told_at_once(capsys):
+def test_all_invalid_keys_are_reported_together(capsys):
     with pytest.raises(ConfigError) as caught:
         compose(
             overrides=[
@@ -180,10 +188,10 @@ def test_every_wrong_key_is_told_at_once(capsys):
                 "model.override_config.rope_theta=1e6",
             ]
         )
-    told = {problem.key: problem for problem in caught.value.problems}
-    assert set(told) == {"data.train_file", "optim.lr", "model", "model.path"}
-    assert "data.train_files" in told["data.train_file"].remedy
-    assert told["optim.lr"].rule == "expected number, got 'fast'"
+    by_key = {problem.key: problem for problem in caught.value.problems}
+    assert set(by_key) == {"data.train_file", "optim.lr", "model", "model.path"}
+    assert "data.train_files" in by_key["data.train_file"].remedy
+    assert by_key["optim.lr"].rule == "expected number, got 'fast'"
     with pytest.raises(ConfigError) as caught:
         compose(
             overrides=[
@@ -203,7 +211,7 @@ def test_every_wrong_key_is_told_at_once(capsys):
     assert "model.path" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_used_ends_with_code_2(tiny_qwen2, tmp_path, capsys):
+def test_missing_file_exits_with_code_2(tiny_qwen2, tmp_path, capsys):
     assert main(run_options(tmp_path / "gone.parquet", tiny_qwen2, tmp_path / "run")) == 2
     assert "gone.parquet does not exist" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -211,6 +219,6 @@ def test_a_file_that_cannot_be_used_ends_with_code_2(tiny_qwen2, tmp_path, capsy
 
 def test_help_lists_every_key(capsys):
     assert main(["--help"]) == 0
-    told = capsys.readouterr().out
-    assert "data.response_key: text (default response)\n    Column of the response" in told
-    assert "model.use_remove_padding: true/false" in told
+    printed = capsys.readouterr().out
+    assert "data.response_key: text (default response)\n    Column of the response" in printed
+    assert "model.use_remove_padding: true/false" in printed

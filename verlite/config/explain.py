@@ -32,7 +32,7 @@ def explain(name: str = "") -> str:
     hint = (
         f"Did you mean {' or '.join(close)}?" if close else "`verlite explain` lists the sections."
     )
-    raise KeyError(f"{name}: there is no such key. {hint}")
+    raise KeyError(f"{name}: unknown key. {hint}")
 
 
 def _leaf(name: str) -> str:

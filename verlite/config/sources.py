@@ -1,8 +1,8 @@
-"""Where values come from: YAML files in the order of Hydra's defaults lists, and overrides in Hydra's grammar."""
+"""The sources of configuration values: YAML files in Hydra's defaults order, and overrides."""
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,59 +13,59 @@ from omegaconf.errors import OmegaConfBaseException
 
 import verlite
 from verlite.config import aliases, keys
-from verlite.config.problems import ConfigError, Problem, is_secret
+from verlite.config.problems import ConfigError, Problem, display, is_secret
 
 COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One `key=value`, before it is known whether the key exists."""
+    """One `key=value`. The key may be unknown."""
 
     key: str
     value: Any
     origin: str
-    """"command line", or the YAML file's name."""
+    """"command line", or the name of the YAML file."""
     by_user: bool
-    """Not from one of verlite's own files."""
+    """False: from one of verlite's own files."""
     delete: bool = False
-    """`~key`."""
+    """True for `~key`."""
 
 
 def conf_dir() -> Path:
-    """The folder of verlite's own YAML files, in a checkout or in an installed wheel."""
+    """Return the folder of verlite's own YAML files, in a checkout or an installed wheel."""
     package = Path(verlite.__file__).resolve().parent
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 def from_command_line(
-    overrides: Iterable[str],
+    overrides: Sequence[str],
     config_dir: str | Path | None,
     schema_keys: dict[str, keys.Key] | None = None,
 ) -> tuple[list[Assignment], list[str], list[Problem]]:
-    """(assignments, overrides that choose a file of a config group in the user's folder, what cannot be read).
+    """Parse overrides.
 
-    schema_keys: another schema's `keys.table`; None: the training loop's.
+    Args:
+        overrides: the arguments of the command line, without options.
+        config_dir: the user's folder of YAML files.
+        schema_keys: the `keys.table` of another schema. None: main_ppo's.
+
+    Returns:
+        The assignments, the overrides that select a file of a config group in the user's folder,
+        and the problems.
     """
     assignments: list[Assignment] = []
     groups: list[str] = []
-    problems: list[Problem] = []
+    overrides, problems = _without_spaces(overrides)
     for text in overrides:
-        key, equals, _ = text.lstrip("+~").partition("=")
+        key = text.lstrip("+~").partition("=")[0]
         if text.startswith("-"):
-            problems.append(
-                Problem(
-                    text,
-                    None,
-                    "there is no such option",
-                    "Options are --config-name, --config-path and --help.",
-                )
-            )
-        elif (
-            config_dir
-            and re.fullmatch(r"[\w/]+(@[\w.]+)?", key)
-            and (Path(config_dir) / key.split("@")[0]).is_dir()
-        ):
+            remedy = "Options are --config-name, --config-path and --help."
+            problems.append(Problem(text, None, "unknown option", remedy))
+        elif text.startswith(("'", '"')):
+            rule = "the quotes are part of the argument"
+            problems.append(Problem(text, None, rule, "Remove one level of quotes."))
+        elif _is_group(key, config_dir):
             groups.append(text)
         else:
             assignment = _parse_override(text, problems, schema_keys)
@@ -74,55 +74,95 @@ def from_command_line(
     return assignments, groups, problems
 
 
+def _without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Return the overrides without those written as `key = value`, and a problem for each of those.
+
+    A shell splits `key = value` into up to three arguments.
+    """
+    kept: list[str] = []
+    problems: list[Problem] = []
+    position = 0
+    while position < len(overrides):
+        words = _spaced_override(overrides[position:])
+        if words is None:
+            kept.append(overrides[position])
+            position += 1
+            continue
+        key, _, value = "".join(words).partition("=")
+        key = key.strip()
+        shown = display(key, value.strip(), keys.is_plain(key))
+        rule = "there are spaces around the = sign"
+        problems.append(Problem(f"{key} = {shown}", None, rule, f"Write {key}={shown}"))
+        position += len(words)
+    return kept, problems
+
+
+def _spaced_override(words: Sequence[str]) -> Sequence[str] | None:
+    """Return the first arguments if they are one override with spaces around its = sign."""
+    first = words[0]
+    following = words[1] if len(words) > 1 else ""
+    if "=" not in first and following == "=":
+        return words[:3]
+    if "=" not in first and following.startswith("="):
+        return words[:2]
+    is_value = following and "=" not in following and following[0] not in "-~+"
+    if first.endswith("=") and is_value:
+        return words[:2]
+    if first.partition("=")[0].endswith(" "):
+        return words[:1]
+    return None
+
+
+def _is_group(key: str, config_dir: str | Path | None) -> bool:
+    """Return whether a key names a config group: a subfolder of the user's folder."""
+    if not config_dir or not re.fullmatch(r"[\w/]+(@[\w.]+)?", key):
+        return False
+    return (Path(config_dir) / key.split("@")[0]).is_dir()
+
+
 def _parse_override(
     text: str, problems: list[Problem], schema_keys: dict[str, keys.Key] | None
 ) -> Assignment | None:
+    """Return the assignment of one override, or report a problem and return None."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     key, equals, raw = text.lstrip("+~").partition("=")
     known = keys.find(key if schema_keys else aliases.renamed(key) or key, schema_keys)
     if not equals and not text.startswith("~"):
-        problems.append(Problem(key, None, "is no override", "Overrides are written key=value."))
+        problems.append(Problem(key, None, "is not an override", "Write overrides as key=value."))
         return None
-    # Text such as ~/data, /runs/lr=1e-6 or 0-3,6 has no reading in Hydra's grammar, or another one: it is taken as it stands.
-    of_text = known is not None and (
+    # Hydra's grammar rejects or changes text such as ~/data, /runs/lr=1e-6 or 0-3,6. Values of
+    # text keys are therefore taken literally.
+    takes_text = known is not None and (
         known.type.startswith("text") or known.name == "cluster.component_placement"
     )
     any_type = known is not None and known.any_type
-    hidden = is_secret(key, raw) and not keys.is_plain(key)
-    shown = "***" if hidden else raw
+    is_hidden = is_secret(key, raw) and not keys.is_plain(key)
+    shown = "***" if is_hidden else raw
     try:
         override = OverridesParser.create().parse_override(text)
         if not override.is_sweep_override():
             value = override.value()
-            if (of_text or any_type) and isinstance(value, bool | int | float):
-                value = (
-                    raw.strip()
-                )  # the name 2024_11 is no number, and 1e-6 would be written otherwise
+            if (takes_text or any_type) and isinstance(value, bool | int | float):
+                # The name 2024_11 is not a number, and 1e-6 would be printed differently.
+                value = raw.strip()
             return Assignment(
                 override.key_or_group, value, COMMAND_LINE, True, override.is_delete()
             )
-        problem = Problem(
-            key,
-            shown,
-            "a comma outside brackets asks for several runs",
-            f"A list is written {key}=[{shown}].",
-        )
+        rule = "a comma outside brackets starts a sweep of several runs"
+        problem = Problem(key, shown, rule, f"Write a list as {key}=[{shown}].")
     except HydraException as error:
-        of_text = of_text or any_type
-        reason = (
-            "the value cannot be read"
-            if hidden
-            else f"cannot be read: {str(error).splitlines()[0]}"
-        )
-        problem = Problem(key, shown, reason, f"Quote the value: '{key}=\"...\"'.")
-    if of_text and raw and raw[0] not in "[{'\"":
+        takes_text = takes_text or any_type
+        rule = "cannot be parsed"
+        if not is_hidden:
+            rule += f": {str(error).splitlines()[0]}"
+        problem = Problem(key, shown, rule, f"Quote the value: '{key}=\"...\"'.")
+    if takes_text and raw and raw[0] not in "[{'\"":
         return Assignment(key, raw, COMMAND_LINE, True)
     if known is not None and known.free and raw.startswith("{"):
-        mapping = _flow_mapping(
-            raw
-        )  # as one writes it in YAML or JSON, with quoted keys, which Hydra's grammar lacks
+        # Hydra's grammar has no quoted keys. YAML and JSON do.
+        mapping = _flow_mapping(raw)
         if mapping is not None:
             return Assignment(key, mapping, COMMAND_LINE, True)
     problems.append(problem)
@@ -139,18 +179,23 @@ def _flow_mapping(text: str) -> dict[str, Any] | None:
 
 @functools.cache
 def from_our_yaml(name: str, sections: frozenset[str] | None = None) -> list[Assignment]:
-    """`from_yaml` for verlite's own files, which do not change while a process runs."""
+    """Return `from_yaml` of one of verlite's own files. These do not change during a process."""
     return from_yaml(name, None, (), sections)
 
 
 def our_names(sections: frozenset[str] | None = None) -> list[str]:
-    """Names of verlite's own YAML files that fit a schema with these top-level names; None: the training loop's."""
+    """Return the names of verlite's own YAML files that fit a schema.
+
+    Args:
+        sections: the top-level names of the schema. None: main_ppo's.
+    """
     known = sections or frozenset(name for name in keys.keys() if "." not in name)
-    tops = {
-        file.stem: set(yaml.safe_load(file.read_text(encoding="utf-8")))
-        for file in conf_dir().glob("*.yaml")
-    }
-    return sorted(name for name, top in tops.items() if top - {"defaults", "hydra"} <= known)
+    names = []
+    for file in sorted(conf_dir().glob("*.yaml")):
+        used = set(yaml.safe_load(file.read_text(encoding="utf-8")))
+        if used - {"defaults", "hydra"} <= known:
+            names.append(file.stem)
+    return names
 
 
 def from_yaml(
@@ -159,74 +204,71 @@ def from_yaml(
     groups: Iterable[str],
     sections: frozenset[str] | None = None,
 ) -> list[Assignment]:
-    """The YAML files of a configuration, first to last, as assignments. ConfigError: a file that is missing or cannot be read.
+    """Return the assignments of a configuration's YAML files, in the order of the defaults list.
 
-    sections: the top-level names of another schema; None: the training loop's.
+    Args:
+        name: the file's name without its suffix.
+        config_dir: the user's folder; it takes precedence over verlite's.
+        groups: overrides that select files of config groups.
+        sections: the top-level names of another schema. None: main_ppo's.
+
+    Raises:
+        ConfigError: a file is missing or cannot be parsed.
     """
     own = conf_dir()
     folders = [own] if config_dir is None else [config_dir, own]
     if not folders[0].is_dir():
-        raise ConfigError([Problem("--config-path", str(config_dir), "is no folder")])
+        rule = "is a file, not a folder" if folders[0].is_file() else "does not exist"
+        remedy = "Give the folder of your YAML files; --config-name names the file."
+        raise ConfigError([Problem("--config-path", str(config_dir), rule, remedy)])
     home = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if home is None:
-        theirs = {
-            file.stem for folder in folders if folder != own for file in folder.glob("*.yaml")
-        }
-        available = ", ".join(sorted(theirs.union(our_names(sections))))
-        where = " or ".join(map(str, folders))
-        raise ConfigError(
-            [
-                Problem(
-                    "--config-name", name, f"no {name}.yaml in {where}", f"There are: {available}."
-                )
-            ]
-        )
+        available = set(our_names(sections))
+        for folder in folders[:-1]:
+            available.update(file.stem for file in folder.glob("*.yaml"))
+        rule = f"{name}.yaml was not found in {' or '.join(map(str, folders))}"
+        remedy = f"Available: {', '.join(sorted(available))}."
+        raise ConfigError([Problem("--config-name", name, rule, remedy)])
     folders.sort(key=lambda folder: folder != home)
     assignments = []
     for path, package in _defaults_list(name, folders, groups):
         file = next(folder / path for folder in folders if (folder / path).is_file())
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False) or {}
         if not isinstance(content, dict):
-            raise ConfigError([Problem(str(file), None, "must hold keys and values")])
+            raise ConfigError([Problem(str(file), None, "must contain keys and values")])
+        prefix = f"{package}." if package else ""
         for key, value in content.items():
             if key not in ("defaults", "hydra"):
-                prefix = f"{package}." if package else ""
-                assignments.append(Assignment(prefix + str(key), value, path, file.parent != own))
+                by_user = file.parent != own
+                assignments.append(Assignment(f"{prefix}{key}", value, path, by_user))
     return assignments
 
 
 def _defaults_list(
     name: str, folders: list[Path], groups: Iterable[str]
-) -> list[tuple[str, str | None]]:
-    """(file, package) of every YAML file that `name` is made of, in the order in which they are laid over each other."""
+) -> Iterator[tuple[str, str | None]]:
+    """Yield (file, package) of every YAML file of a configuration. Later files override earlier."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
-    search = (
-        [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"]
-        if folders[1:]
-        else []
-    )
+    overrides = list(groups)
+    if folders[1:]:
+        search = ",".join(f"file://{folder}" for folder in folders[1:])
+        overrides.insert(0, f"hydra.searchpath=[{search}]")
     try:
         with initialize_config_dir(str(folders[0]), version_base="1.3"):
-            order = (
-                GlobalHydra.instance()
-                .config_loader()
-                .compute_defaults_list(name, [*search, *groups], RunMode.RUN)
-                .defaults
-            )
+            loader = GlobalHydra.instance().config_loader()
+            order = loader.compute_defaults_list(name, overrides, RunMode.RUN).defaults
     except yaml.YAMLError as error:
-        raise ConfigError([Problem("--config-name", name, f"is no YAML: {error}")]) from error
+        rule = f"is not valid YAML: {error}"
+        raise ConfigError([Problem("--config-name", name, rule)]) from error
     except (HydraException, OmegaConfBaseException) as error:
         remedy = "Check the defaults list at the top of the file."
-        raise ConfigError(
-            [Problem("--config-name", name, str(error).splitlines()[0], remedy)]
-        ) from error
-    paths = [(f"{entry.config_path}.yaml", entry.package) for entry in order if entry.config_path]
-    return [
-        (path, package)
-        for path, package in paths
-        if any((folder / path).is_file() for folder in folders)
-    ]
+        problem = Problem("--config-name", name, str(error).splitlines()[0], remedy)
+        raise ConfigError([problem]) from error
+    for entry in order:
+        path = f"{entry.config_path}.yaml"
+        if entry.config_path and any((folder / path).is_file() for folder in folders):
+            yield path, entry.package

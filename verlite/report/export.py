@@ -5,6 +5,7 @@ The number of ranks that wrote the checkpoint does not matter.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -103,7 +104,8 @@ def export_checkpoint(folder: Path, target: Path, dtype: str = "float32") -> flo
 
 def _probe(engine: TrainEngine) -> torch.Tensor:
     """Return log-probs [8, 8] of the second halves of 8 fixed random sequences."""
-    vocabulary = engine.model.model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = engine.model.model.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (_PROBE_ROWS, _PROBE_LENGTH), generator=generator)
     ones = torch.ones_like(ids)

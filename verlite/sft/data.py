@@ -1,4 +1,4 @@
-"""Parquet files of prompts with the responses to learn, read, checked and tokenised once."""
+"""Read parquet files of prompts and responses, check every row, and tokenize it once."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,25 +12,27 @@ from verlite.data.dataset import DataError
 from verlite.data.prompts import build_prompt
 
 Example = tuple[list[int], list[int]]
-"""(prompt ids, response ids with the end-of-sequence token). The loss is on the response alone."""
+"""(prompt ids, response ids). The response ends with the end-of-sequence token."""
 
 
 def read_examples(files: str | Sequence[str], tokenizer: Any, data: SFTDataConfig) -> list[Example]:
-    """Every row of the files as token ids.
+    """Return every row of the files as token ids.
 
-    The prompt is built as in reinforcement learning (data.prompts.build_prompt): through the chat template where the tokenizer has
-    one. The response is encoded by itself, as a model that generates would write it, and ends with the end-of-sequence token.
+    The prompt is built as in RL training (data.prompts.build_prompt), with the tokenizer's chat
+    template if it has one. The response is tokenized separately, as a model would generate it.
+    The end-of-sequence token is appended.
 
-    Raises DataError for a file that is missing, unreadable or empty, a missing column, a row of another form, an example that is
-    too long under data.truncation=error, or one whose prompt alone leaves no room for a response.
+    Raises:
+        DataError: a file is missing, unreadable or empty; a column is missing; a row has the wrong
+            form; or an example is too long.
     """
     examples = []
-    for path in [
-        Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)
-    ]:
+    for file in [files] if isinstance(files, str) else files:
+        path = Path(file).expanduser()
         table = _read(path, [data.prompt_key, data.response_key])
-        columns = table[data.prompt_key].to_pylist(), table[data.response_key].to_pylist()
-        for row, (prompt, response) in enumerate(zip(*columns, strict=True)):
+        prompts = table[data.prompt_key].to_pylist()
+        responses = table[data.response_key].to_pylist()
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             try:
                 examples.append(_example(prompt, response, tokenizer, data))
             except ValueError as error:
@@ -41,42 +43,51 @@ def read_examples(files: str | Sequence[str], tokenizer: Any, data: SFTDataConfi
 
 
 def _example(prompt: Any, response: Any, tokenizer: Any, data: SFTDataConfig) -> Example:
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if (
-        not isinstance(prompt, list)
-        or not prompt
-        or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in prompt)
-    ):
-        raise ValueError(
-            f"column {data.prompt_key!r} is {str(prompt)[:100]!r}, expected text or a list of messages {{role, content}}"
-        )
+    messages = _messages(prompt, data.prompt_key)
     if not isinstance(response, str):
         raise ValueError(f"column {data.response_key!r} is {str(response)[:100]!r}, expected text")
-    messages = [
-        {name: value for name, value in message.items() if value is not None} for message in prompt
-    ]
     prompt_ids = build_prompt(tokenizer, messages, template_kwargs=data.apply_chat_template_kwargs)
-    response_ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-    length = len(prompt_ids) + len(response_ids)
     if not prompt_ids:
         raise ValueError("the prompt has no tokens")
-    if length > data.max_length:
-        if data.truncation == "error":
-            raise ValueError(
-                f"{length} tokens, data.max_length={data.max_length} allows no more; raise it, or set data.truncation=right"
-            )
-        response_ids = response_ids[: max(0, data.max_length - len(prompt_ids))]
-        if not response_ids:
-            raise ValueError(
-                f"the prompt's {len(prompt_ids)} tokens leave no room for a response in data.max_length={data.max_length}"
-            )
+    response_ids = tokenizer.encode(response, add_special_tokens=False)
+    response_ids = [*response_ids, tokenizer.eos_token_id]
+    length = len(prompt_ids) + len(response_ids)
+    if length > data.max_length and data.truncation == "error":
+        raise ValueError(
+            f"the example has {length} tokens, more than data.max_length={data.max_length}. "
+            "Raise it, or set data.truncation=right"
+        )
+    response_ids = response_ids[: max(0, data.max_length - len(prompt_ids))]
+    if not response_ids:
+        raise ValueError(
+            f"the prompt has {len(prompt_ids)} tokens; with data.max_length={data.max_length} "
+            "no token is left for the response"
+        )
     return prompt_ids, response_ids
 
 
+def _messages(prompt: Any, key: str) -> list[dict[str, Any]]:
+    """Return a prompt as chat messages, without the null fields that parquet adds."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(message, dict) and isinstance(message.get("content"), str) for message in prompt
+    )
+    if not prompt or not is_chat:
+        raise ValueError(
+            f"column {key!r} is {str(prompt)[:100]!r}, "
+            "expected text or a list of messages {role, content}"
+        )
+    return [
+        {name: value for name, value in message.items() if value is not None} for message in prompt
+    ]
+
+
 def _read(path: Path, columns: list[str]) -> pa.Table:
+    if path.is_dir():
+        raise DataError(f"{path} is a folder. Name parquet files in data.train_files or val_files.")
     if not path.is_file():
-        raise DataError(f"{path} does not exist: correct data.train_files or data.val_files")
+        raise DataError(f"{path} does not exist. Correct data.train_files or data.val_files.")
     try:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
@@ -85,7 +96,8 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
         if column not in table.column_names:
             present = ", ".join(table.column_names) or "none"
             raise DataError(
-                f"{path} has no column {column!r}; its columns are {present} (data.prompt_key, data.response_key)"
+                f"{path} has no column {column!r}. Its columns: {present}. "
+                "Set data.prompt_key and data.response_key."
             )
     if table.num_rows == 0:
         raise DataError(f"{path} has no rows")

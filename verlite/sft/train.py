@@ -1,20 +1,22 @@
-"""Supervised training on prompts and responses, with the training engine of reinforcement learning and without Ray.
+"""Supervised fine-tuning on prompts and responses, with the engine of RL training but without Ray.
 
-One process, or several under torchrun: every rank reads all examples and takes its share of each batch.
+Runs as one process, or as several under torchrun. Every rank reads all examples and trains on its
+share of each batch.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensordict import TensorDict
 from torch import Tensor
 
-from verlite.config.sft import SFTConfig
+from verlite.config.sft import LoadedSFT
 from verlite.config.show import console
 from verlite.data.sampler import PromptSampler
 from verlite.engine.folder import load_tokenizer
@@ -24,52 +26,66 @@ from verlite.engine.process_group import single_process_group
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import pad
 from verlite.sft.data import Example, read_examples
-from verlite.trainer.tracking import MetricsFile
+from verlite.trainer.tracking import MetricsFile, replace_file
+
+Metrics = dict[str, float]
 
 
 def sft_loss(
     rows: TensorDict, outputs: dict[str, Tensor], counts: Counts
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean over the step's response tokens of -log p(token | what stands before it); this micro-batch's part of it."""
+    """Return this micro-batch's part of the mean of -log p(token | context).
+
+    The mean is over the response tokens of the whole optimizer step: `counts.tokens`.
+    """
     mask = rows["response_mask"]
-    return -(outputs["log_probs"] * mask).sum() / counts.tokens, {"train/tokens": mask.sum()}
+    loss = -(outputs["log_probs"] * mask).sum() / counts.tokens
+    return loss, {"train/tokens": mask.sum()}
 
 
-def batch_of(examples: list[Example]) -> DataProto:
-    """Examples as a batch: prompts padded on the left to P, responses on the right to R; response_mask [B, R] is 1 on the response."""
-    prompts, responses = [prompt for prompt, _ in examples], [response for _, response in examples]
-    p, r = max(map(len, prompts), default=1), max(map(len, responses), default=1)
-    response_mask = pad([[1] * len(ids) for ids in responses], r, torch.int64)
-    attention_mask = torch.cat(
-        [pad([[1] * len(ids) for ids in prompts], p, torch.int64, "left"), response_mask], dim=1
-    )
-    padded = pad(responses, r, torch.int64)
+def build_batch(examples: list[Example]) -> DataProto:
+    """Return examples as a batch of B rows.
+
+    Prompts are padded on the left to P tokens, responses on the right to R tokens.
+    response_mask [B, R] int64 is 1 on the response.
+    """
+    prompts = [prompt for prompt, _ in examples]
+    responses = [response for _, response in examples]
+    prompt_width = max(map(len, prompts), default=1)
+    width = max(map(len, responses), default=1)
+    prompt_mask = pad([[1] * len(ids) for ids in prompts], prompt_width, torch.int64, "left")
+    response_mask = pad([[1] * len(ids) for ids in responses], width, torch.int64)
+    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    padded_prompts = pad(prompts, prompt_width, torch.int64, "left")
+    padded_responses = pad(responses, width, torch.int64)
     return DataProto.from_dict(
         {
-            "input_ids": torch.cat([pad(prompts, p, torch.int64, "left"), padded], dim=1),
+            "input_ids": torch.cat([padded_prompts, padded_responses], dim=1),
             "attention_mask": attention_mask,
             "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-            "responses": padded,
+            "responses": padded_responses,
             "response_mask": response_mask,
         }
     )
 
 
-def train(config: SFTConfig) -> Path:
-    """Train, and return the folder of the trained model. Every rank calls it; rank 0 writes and prints.
+def train(loaded: LoadedSFT) -> Path:
+    """Train, and return the folder of the trained model.
 
-    Raises DataError or ValueError, before the first step, for files and values that cannot be used.
+    Every rank calls this function. Rank 0 writes and prints.
+
+    Raises:
+        DataError, ValueError: a file or value cannot be used. Raised before the first step.
     """
-    data, trainer = config.data, config.trainer
-    device = (
-        trainer.device
-        if trainer.device != "auto"
-        else "cuda"
-        if torch.cuda.is_available()
-        else "cpu"
-    )
-    with world(device):
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+    config = loaded.config
+    data = config.data
+    trainer = config.trainer
+    device = trainer.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    with process_group(device):
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
         out = console()
         out.quiet = rank > 0
         tokenizer = load_tokenizer(config.model)
@@ -77,9 +93,9 @@ def train(config: SFTConfig) -> Path:
         held_out = read_examples(data.val_files, tokenizer, data) if data.val_files else []
         sampler = PromptSampler(len(examples), data.train_batch_size, trainer.seed, data.shuffle)
         total = trainer.total_training_steps or trainer.total_epochs * sampler.steps_per_epoch
-        out.print(
-            f"{len(examples)} examples, {sum(len(r) for _, r in examples)} tokens to learn; {total} steps of {data.train_batch_size}"
-        )
+        tokens = sum(len(response) for _, response in examples)
+        out.print(f"{len(examples)} examples, {tokens} response tokens")
+        out.print(f"{total} steps of {data.train_batch_size} examples")
         engine = TrainEngine(
             config.model,
             config.fsdp_config,
@@ -92,51 +108,56 @@ def train(config: SFTConfig) -> Path:
         micro = MicroBatching(max_tokens=data.max_token_len_per_gpu)
         run_dir = Path(trainer.default_local_dir).expanduser()
         run_dir.mkdir(parents=True, exist_ok=True)
-        log = MetricsFile(run_dir / "metrics.jsonl") if rank == 0 else None
-        with _progress(out, total) as progress:
+        log = None
+        if rank == 0:
+            replace_file(run_dir / "config.yaml", loaded.dump())
+            log = MetricsFile(run_dir / "metrics.jsonl")
+        with _progress(out, total) as show_step:
             for step in range(1, total + 1):
                 mine = [examples[i] for i in sampler.next_batch()[rank::ranks]]
-                found = engine.update(batch_of(mine), micro, 1.0, sft_loss)
+                result = engine.update(build_batch(mine), micro, 1.0, sft_loss)
                 engine.step_schedule()
                 metrics = {
-                    "train/loss": found["loss"],
-                    "train/grad_norm": found["grad_norm"],
-                    "train/lr": found["lr"],
+                    "train/loss": result["loss"],
+                    "train/grad_norm": result["grad_norm"],
+                    "train/lr": result["lr"],
+                    "train/tokens": result["train/tokens"],
+                    "train/epoch": sampler.epoch,
                 }
-                metrics |= {"train/tokens": found["train/tokens"], "train/epoch": sampler.epoch}
-                if (
-                    held_out
-                    and trainer.test_freq > 0
-                    and (step % trainer.test_freq == 0 or step == total)
-                ):
+                is_due = trainer.test_freq > 0 and (step % trainer.test_freq == 0 or step == total)
+                if held_out and is_due:
                     metrics["val/loss"] = validation_loss(engine, held_out[rank::ranks], micro)
                 if log is not None:
                     log.write(step, metrics)
-                progress(step, metrics)
+                show_step(step, metrics)
         if log is not None:
             log.close()
-        engine.save_pretrained(run_dir / "huggingface", tokenizer)
-        out.print(
-            f"metrics       {run_dir / 'metrics.jsonl'}\nHugging Face  {run_dir / 'huggingface'}",
-            highlight=False,
-        )
-        return run_dir / "huggingface"
+        target = run_dir / "huggingface"
+        engine.save_pretrained(target, tokenizer)
+        out.print(f"metrics       {run_dir / 'metrics.jsonl'}", highlight=False)
+        out.print(f"Hugging Face  {target}", highlight=False)
+        return target
 
 
 def validation_loss(engine: TrainEngine, examples: list[Example], micro: MicroBatching) -> float:
-    """Mean over all ranks' response tokens of -log p. `examples` are this rank's; maybe none."""
-    batch = batch_of(examples)
+    """Return the mean of -log p over the response tokens of all ranks.
+
+    Args:
+        examples: this rank's examples; may be empty.
+    """
+    batch = build_batch(examples)
     log_probs = engine.forward(batch, micro)["log_probs"]
-    sums = torch.stack([-log_probs.double().sum(), batch.batch["response_mask"].sum().double()]).to(
-        engine.device
-    )
+    loss_sum = -log_probs.double().sum()
+    assert batch.batch is not None
+    token_count = batch.batch["response_mask"].sum().double()
+    sums = torch.stack([loss_sum, token_count]).to(engine.device)
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
 
 @contextmanager
-def world(device: str) -> Iterator[None]:
-    """torch.distributed as torchrun has laid it out, or this process alone."""
+def process_group(device: str) -> Iterator[None]:
+    """Initialize torch.distributed for torchrun's processes, or for this process alone."""
     if "WORLD_SIZE" not in os.environ:
         with single_process_group():
             yield
@@ -151,8 +172,8 @@ def world(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(out, total: int):
-    """A live line on a terminal; ten lines over the run elsewhere too."""
+def _progress(out: Console, total: int) -> Iterator[Callable[[int, Metrics], None]]:
+    """Show a progress bar on a terminal, and print about ten lines during the run everywhere."""
     bar = Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
@@ -165,18 +186,16 @@ def _progress(out, total: int):
     )
     task = bar.add_task("", total=total, loss="")
 
-    def show(step: int, metrics: dict[str, float]) -> None:
+    def show_step(step: int, metrics: Metrics) -> None:
         loss = f"loss {metrics['train/loss']:.3f}"
         bar.update(task, completed=step, loss=loss)
-        if "val/loss" in metrics or step % max(1, total // 10) == 0 or step == total:
-            parts = [
-                f"step {step}/{total}",
-                loss,
-                f"grad {metrics['train/grad_norm']:.2f}",
-                f"lr {metrics['train/lr']:.2g}",
-            ]
-            parts += [f"val loss {metrics['val/loss']:.3f}"] if "val/loss" in metrics else []
-            out.print("  ".join(parts), highlight=False)
+        is_tenth = step % max(1, total // 10) == 0 or step == total
+        if is_tenth or "val/loss" in metrics:
+            line = f"step {step}/{total}  {loss}"
+            line += f"  grad {metrics['train/grad_norm']:.2f}  lr {metrics['train/lr']:.2g}"
+            if "val/loss" in metrics:
+                line += f"  val loss {metrics['val/loss']:.3f}"
+            out.print(line, highlight=False)
 
     with bar:
-        yield show
+        yield show_step
