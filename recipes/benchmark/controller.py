@@ -112,13 +112,13 @@ def measure(
         ready(idle[0])
 
     found["start_seconds"] = seconds(start)
-    handles = [member.handle for member in group(idle[0]).members]
+    handles = [worker.actor for worker in group(idle[0]).workers]
     # Two rows for each of 64 workers, as long as w25's; and the batch of a large step.
     small, large = asked(np.full(128, 128)), asked(lengths(samples, longest))
     of_small, of_large = made(idle[0], small), made(idle[0], large)
     found["driver_bytes"] = carried(large, idle[0].make(large), of_large)
     calls: dict[str, Callable[[], object]] = {
-        "ray": lambda: ray.get([handle.presence.remote() for handle in handles]),
+        "ray": lambda: ray.get([handle.process_info.remote() for handle in handles]),
         "nothing": idle[0].nothing,
         "make": lambda: idle[0].make(small),
         "take": lambda: idle[0].take(of_small),
@@ -129,7 +129,7 @@ def measure(
         call()
     times = [{name: seconds(call) for name, call in calls.items()} for _ in range(rounds)]
     found |= {f"{name}_ms": 1e3 * statistics.median(one[name] for one in times) for name in calls}
-    cluster.supervisor.end_all()
+    cluster.supervisor.stop_all()
     ray.util.remove_placement_group(cluster.reserved.pop())
     return found
 

@@ -1,4 +1,4 @@
-"""One local Ray per test file."""
+"""One local Ray cluster per test file, and helpers to look at processes."""
 
 import os
 import signal
@@ -8,40 +8,52 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from verlite.controller.cluster import RUN_ID, Cluster, connect
+from verlite.controller.cluster import RUN_MARK, Cluster, connect
 from verlite.controller.supervise import Supervisor
+from verlite.controller.worker_group import group
+from verlite.controller.worker_handle import process_infos
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Eight CPU slots, however many cores there are. Leaving it restores what connecting changed."""
-    before = dict(os.environ), signal.getsignal(signal.SIGTERM)
-    with connect(
-        tmp_path_factory.mktemp("run"), address="local", num_cpus=8, call_timeout_s=120
-    ) as cluster:
+    """A local cluster with eight CPU slots. Leaving it must restore environment and processes."""
+    environment_before = dict(os.environ)
+    sigterm_before = signal.getsignal(signal.SIGTERM)
+    run_dir = tmp_path_factory.mktemp("run")
+    with connect(run_dir, address="local", num_cpus=8, call_timeout_s=120) as cluster:
         yield cluster
-    after = dict(os.environ), signal.getsignal(signal.SIGTERM)
-    changed = {
+    changed = [
         name
-        for name in before[0].keys() | after[0].keys()
-        if before[0].get(name) != after[0].get(name)
-    }
-    assert before[1] == after[1] and not [
-        name for name in changed if name.startswith(("RAY_AUTH", "RAY_ENABLE", "VERLITE"))
+        for name in environment_before.keys() | os.environ.keys()
+        if environment_before.get(name) != os.environ.get(name)
+        and name.startswith(("RAY_AUTH", "RAY_ENABLE", "VERLITE"))
     ]
+    assert not changed
+    assert signal.getsignal(signal.SIGTERM) == sigterm_before
     assert not processes_of(cluster.run_id)
 
 
 @pytest.fixture
 def fresh(cluster: Cluster) -> Iterator[Cluster]:
-    """The file's cluster with no workers and no devices taken; what the test leaves is ended after it."""
+    """The file's cluster without workers and reserved devices. It is cleaned after the test."""
     import ray
 
-    cluster.supervisor = Supervisor(cluster.supervisor.call_timeout_s)
+    supervisor_before = cluster.supervisor
+    cluster.supervisor = Supervisor(supervisor_before.call_timeout_s)
+    reserved_before = list(cluster.reserved)
+    cluster.reserved.clear()
     yield cluster
-    cluster.supervisor.end_all()
-    while cluster.reserved:
-        ray.util.remove_placement_group(cluster.reserved.pop())
+    cluster.supervisor.stop_all()
+    for placement_group in cluster.reserved:
+        ray.util.remove_placement_group(placement_group)
+    cluster.reserved[:] = reserved_before
+    cluster.supervisor = supervisor_before
+
+
+def pids(worker: object) -> list[int]:
+    """Process ids of a role's ranks."""
+    infos = process_infos(group(worker).workers)
+    return [info.process.pid for info in infos if info is not None]
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:
@@ -49,7 +61,8 @@ def processes_of(run_id: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(RUN_ID) == run_id and process.status() != psutil.STATUS_ZOMBIE:
+            mark = process.environ().get(RUN_MARK, "")
+            if mark.partition("/")[0] == run_id and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue
@@ -57,7 +70,7 @@ def processes_of(run_id: str) -> list[psutil.Process]:
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Whether it comes true in time."""
+    """Whether the condition becomes true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -67,4 +80,5 @@ def within(seconds: float, condition: Callable[[], bool]) -> bool:
 
 
 def alive(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

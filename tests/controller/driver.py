@@ -1,4 +1,7 @@
-"""A run as a user starts it: `python driver.py <run dir> <how it ends>`. Prints the run's id once it runs."""
+"""A driver process for test_orphans: `python driver.py <run dir> <way to end>`.
+
+Prints the run's id when it is ready.
+"""
 
 import multiprocessing
 import os
@@ -6,27 +9,26 @@ import signal
 import sys
 import time
 
+from tests.controller.conftest import pids
 from tests.controller.workers import Light
 from verlite.controller.cluster import connect
 from verlite.controller.placement import reserve
-from verlite.controller.supervise import StopRequest
-from verlite.controller.worker_group import group, ready, spawn
+from verlite.controller.stop import StopRequest
+from verlite.controller.worker_group import ready, spawn
 
 
 def main(run_dir: str, end: str) -> None:
     with connect(run_dir, address="local", num_cpus=2) as cluster:
-        worker = spawn(
-            Light, reserve(cluster, {"light": [0]}, devices_per_node=1, kind="cpu"), "light"
-        )
+        placement = reserve(cluster, {"light": [0]}, devices_per_node=1, kind="cpu")
+        worker = spawn(Light, placement, "light")
         ready(worker)
         worker.child()
-        # A fork keeps the driver's open files, also its end of the guardian's pipe, and carries no mark of the run.
-        multiprocessing.get_context("fork").Process(
-            target=time.sleep, args=(20,), daemon=True
-        ).start()
-        if end == "frozen":
-            os.kill(group(worker).pids[0], signal.SIGSTOP)
-        if end == "request":
+        # A forked process keeps the driver's end of the guardian's pipe open, and has no mark.
+        context = multiprocessing.get_context("fork")
+        context.Process(target=time.sleep, args=(20,), daemon=True).start()
+        if end == "kill":
+            os.kill(pids(worker)[0], signal.SIGSTOP)
+        if end == "stop_request":
             with StopRequest() as stop:
                 print(cluster.run_id, flush=True)
                 while not stop.requested:
@@ -34,8 +36,6 @@ def main(run_dir: str, end: str) -> None:
             print("saved after", stop.requested)
             return
         print(cluster.run_id, flush=True)
-        if end == "success":
-            return
         if end == "exception":
             raise ValueError("a bug in the driver")
         worker.sleep(1000)

@@ -1,6 +1,5 @@
-"""Which cluster is joined, what is said when none can be, and a guardian on its own."""
+"""Find a cluster, the guardian, signals, and facts about a machine, without a Ray cluster."""
 
-import functools
 import os
 import signal
 import socket
@@ -13,125 +12,127 @@ from pathlib import Path
 import pytest
 
 from tests.controller.conftest import alive, within
-from verlite.controller import cluster, guardian, node, supervise
-from verlite.controller.supervise import StopRequest, Terminated
+from verlite.controller import cluster, guardian, node, stop
+from verlite.controller.stop import StopRequest, Terminated
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://127.0.0.1:8265"])
 def test_addresses_of_other_services_name_the_right_command(address, tmp_path):
-    with pytest.raises(
-        ConnectionError, match=f"address={address}.*ray job submit --address={address}"
-    ):
+    message = f"address={address}.*ray job submit --address={address}"
+    with pytest.raises(ConnectionError, match=message):
         cluster.connect(tmp_path, address=address)
 
 
-def test_a_stale_address_is_told_at_once(tmp_path, monkeypatch):
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))  # bound and not listening: refuses
-        stale = f"127.0.0.1:{holder.getsockname()[1]}"
+def test_stale_address_is_refused_at_once(tmp_path, monkeypatch):
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))  # bound but not listening
+        stale = f"127.0.0.1:{refusing.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", stale)
         start = time.monotonic()
         with pytest.raises(ConnectionError, match=f"RAY_ADDRESS={stale} does not answer"):
             cluster.connect(tmp_path)
         assert time.monotonic() - start < 10
+        # The address that a crashed `ray start` left behind is ignored.
         monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: stale)
         monkeypatch.setenv("RAY_ADDRESS", "")
-        assert cluster.find(None) is None  # what a crashed `ray start` left behind does not count
+        assert cluster.find(None) is None
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
         with pytest.raises(ConnectionError, match="RAY_ADDRESS=auto, but no cluster runs"):
-            monkeypatch.setenv("RAY_ADDRESS", "auto")
             cluster.find(None)
 
 
 @pytest.mark.parametrize(
-    "reply, joined",
+    "reply, is_cluster",
     [(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), True), (b"HTTP/1.1 400 Bad Request", False)],
 )
-def test_a_cluster_that_runs_on_this_machine_is_joined_and_other_servers_are_not(
-    reply, joined, monkeypatch
-):
+def test_running_cluster_is_joined_and_other_servers_are_not(reply, is_cluster, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=lambda: server.accept()[0].sendall(reply), daemon=True).start()
+
+        def answer():
+            server.accept()[0].sendall(reply)
+
+        threading.Thread(target=answer, daemon=True).start()
         address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: address)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         assert cluster.find("local") is None
-        assert cluster.find(None) == (address if joined else None)
+        assert cluster.find(None) == (address if is_cluster else None)
 
 
 OWNER = """
-import os, subprocess, sys, time
+import os, subprocess, sys
 from verlite.controller import guardian
-os.environ["MARK_ALL"] = os.environ["MARK_WORKERS"] = "{mark}"
-watch = guardian.start("MARK_ALL={mark}", "MARK_WORKERS={mark}", "{folder}")
+os.environ["MARK"] = "{mark}"
+watch = guardian.start("MARK={mark}", "{folder}")
+os.environ["MARK"] = "{mark}/actor/1"
 worker = subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=subprocess.DEVNULL)
-del os.environ["MARK_WORKERS"]
+os.environ["MARK"] = "{mark}"
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=subprocess.DEVNULL)
-print(worker.pid, child.pid, flush=True)
+os.environ["MARK"] = "{mark}0"
+other = subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=subprocess.DEVNULL)
+print(worker.pid, child.pid, other.pid, flush=True)
 sys.stdin.read()
 guardian.dismiss(watch)
 """
 
 
-@pytest.mark.parametrize("orderly", [True, False])
-def test_a_guardian_spares_the_owners_children_only_when_the_owner_leaves_in_order(
-    orderly, tmp_path
-):
+@pytest.mark.parametrize("normal_exit", [True, False])
+def test_guardian_spares_the_owners_children_after_a_normal_exit(normal_exit, tmp_path):
     folder = tmp_path / "temporary"
     folder.mkdir()
-    code = OWNER.format(mark=f"test-{os.getpid()}-{orderly}", folder=folder)
-    owner = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    worker, child = map(int, owner.stdout.readline().split())
+    code = OWNER.format(mark=f"test-{os.getpid()}-{normal_exit}", folder=folder)
+    command = [sys.executable, "-c", code]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    worker, child, other = map(int, owner.stdout.readline().split())
     os.kill(worker, signal.SIGSTOP)
     assert alive(worker) and alive(child) and folder.exists()
-    if orderly:
+    if normal_exit:
         owner.communicate(timeout=60)
     else:
         owner.kill()
         owner.communicate()
     try:
         assert within(10, lambda: not alive(worker) and not folder.exists())
-        assert alive(child) == orderly
+        assert alive(child) == normal_exit
+        assert alive(other), "a run whose id begins with this one's"
     finally:
-        if alive(child):
-            os.kill(child, signal.SIGKILL)
+        for pid in (child, other):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("failed_start", [False, True])
-def test_rays_agents_are_known_by_their_files_when_their_title_lies_over_their_mark(
-    failed_start, tmp_path, monkeypatch
-):
-    folder, another = tmp_path / "temporary", tmp_path / "temporary-2"
-    folder.mkdir(), another.mkdir()
-    places = {"ray::Agent": folder, "ray::Another": another, "tracker": folder}
-    started = {
-        title: subprocess.Popen(
-            ["bash", "-c", f"exec -a {title} sleep 1000 > {place}/log"],
-            env={"PATH": os.environ["PATH"]},
-        )
-        for title, place in places.items()
-    }
+def test_ray_agents_without_a_mark_are_found_by_their_files(failed_start, tmp_path, monkeypatch):
+    """Ray's agents overwrite the start of their environment with their title."""
+    folder = tmp_path / "temporary"
+    other_folder = tmp_path / "temporary-2"
+    folder.mkdir()
+    other_folder.mkdir()
+    places = {"ray::Agent": folder, "ray::Another": other_folder, "tracker": folder}
+    started = {}
+    for title, place in places.items():
+        command = ["bash", "-c", f"exec -a {title} sleep 1000 > {place}/log"]
+        started[title] = subprocess.Popen(command, env={"PATH": os.environ["PATH"]})
+
+    def all_have_titles():
+        command_lines = [Path(f"/proc/{one.pid}/cmdline") for one in started.values()]
+        return all(b"exec" not in path.read_bytes() for path in command_lines)
+
     try:
         assert within(10, lambda: all((place / "log").exists() for place in places.values()))
-        assert within(
-            10,
-            lambda: all(
-                b"sleep" not in Path(f"/proc/{one.pid}/cmdline").read_bytes()
-                for one in started.values()
-            ),
-        )
+        assert within(10, all_have_titles)
         agent = started["ray::Agent"]
         for who in ("getpid", "getppid"):  # the process that looks, and the guardian's owner
             with monkeypatch.context() as as_agent:
                 as_agent.setattr(os, who, lambda: agent.pid)
-                assert guardian.writing(str(folder)) == []
+                assert guardian.ray_processes_using(str(folder)) == []
         if failed_start:
-            cluster._kill_ray("nobody", 0, str(folder))
+            cluster._kill_ray("MARK=nobody", str(folder))
         else:
-            guardian.dismiss(guardian.start("MARK_ALL=nobody", "MARK_WORKERS=nobody", str(folder)))
+            guardian.dismiss(guardian.start("MARK=nobody", str(folder)))
         assert agent.wait(10) == -signal.SIGKILL
-        assert started["ray::Another"].poll() is started["tracker"].poll() is None
+        assert started["ray::Another"].poll() is None
+        assert started["tracker"].poll() is None
     finally:
         for one in started.values():
             one.kill()
@@ -139,58 +140,62 @@ def test_rays_agents_are_known_by_their_files_when_their_title_lies_over_their_m
 
 
 def test_stop_request_keeps_the_first_signal_and_raises_on_the_second_sigterm():
-    told = []
-    with StopRequest(told.append) as stop:
-        assert stop.requested is None
+    requests = []
+    with StopRequest(requests.append) as request:
+        assert request.requested is None
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop.requested == "SIGUSR1" and told == ["SIGUSR1"]
+        assert request.requested == "SIGUSR1"
+        assert requests == ["SIGUSR1"]
         os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(Terminated):
             os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and stop.requested == "SIGUSR1"
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert request.requested == "SIGUSR1"
 
 
-def test_a_sigterm_that_comes_out_of_ray_as_ctrl_c_is_a_sigterm_again(monkeypatch):
+@pytest.mark.parametrize("is_sigterm, kind", [(True, Terminated), (False, KeyboardInterrupt)])
+def test_sigterm_inside_ray_raises_terminated(is_sigterm, kind, monkeypatch):
+    """Ray replaces the exception of a signal handler with a bare KeyboardInterrupt."""
     import ray
 
-    def wait(*_, terminated, **__):
-        try:
-            supervise.terminate("SIGTERM") if terminated else None
-        except Terminated:
-            pass
+    def wait(*args, **kwargs):
+        if is_sigterm:
+            try:
+                stop.terminate("SIGTERM")
+            except Terminated:
+                pass
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(supervise, "_terminated", [])
-    for terminated, kind in ((True, Terminated), (False, KeyboardInterrupt)):
-        monkeypatch.setattr(ray, "wait", functools.partial(wait, terminated=terminated))
-        with pytest.raises(KeyboardInterrupt) as caught:
-            supervise._wait([], 1, 1.0)
-        assert caught.type is kind
+    monkeypatch.setattr(stop, "_pending", [])
+    monkeypatch.setattr(ray, "wait", wait)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        stop.wait_for_refs([], 1, 1.0)
+    assert caught.type is kind
 
 
-FORKS = """
+FORKING = """
 import os, signal, time
-from verlite.controller.supervise import StopRequest
+from verlite.controller.stop import StopRequest
 with StopRequest() as stop:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        os.write(writer, b"here")
+        os.write(writer, b"ready")
         time.sleep(60)
-    os.read(reader, 4)
+    os.read(reader, 5)
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     assert stop.requested is None
 """
 
 
-def test_a_forked_child_does_not_inherit_the_request():
-    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=60)
+def test_forked_child_does_not_inherit_the_stop_request():
+    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=60)
 
 
-def test_sixteen_meeting_points_at_once_have_sixteen_ports():
+def test_free_listeners_have_different_ports():
     listeners = [node.free_listener("127.0.0.1") for _ in range(16)]
     assert len({listener.getsockname()[1] for listener in listeners}) == 16
     assert {listener.getsockname()[0] for listener in listeners} == {"127.0.0.1"}
@@ -198,29 +203,37 @@ def test_sixteen_meeting_points_at_once_have_sixteen_ports():
         listener.close()
 
 
-def test_what_a_machine_says_of_itself(tmp_path):
-    assert 1 <= node.cores() <= os.cpu_count() and node.oom_kills() >= 0
-    assert node.interface_of("127.0.0.1") == "lo" and node.interface_of("203.0.113.9") is None
+def test_facts_about_a_machine(tmp_path):
+    assert 1 <= node.cores() <= os.cpu_count()
+    assert node.oom_kills() >= 0
+    assert node.interface_of("127.0.0.1") == "lo"
+    assert node.interface_of("203.0.113.9") is None
     log = tmp_path / "log"
     log.write_text("".join(f"line {i}\n" for i in range(1000)))
-    assert (
-        node.tail(str(log), 2) == "line 998\nline 999"
-        and node.tail(str(tmp_path / "none"), 2) == ""
-    )
+    assert node.tail(str(log), 2) == "line 998\nline 999"
+    assert node.tail(str(tmp_path / "none"), 2) == ""
 
 
-def test_a_process_number_that_another_process_has_now_is_left_alone():
-    me, other = node.this_process(), subprocess.Popen(["sleep", "100"])
-    process = node.Process(other.pid, int(Path(f"/proc/{other.pid}/stat").read_text().split()[21]))
-    assert "gone" not in (node.process_state(me), node.process_state(process))
+def test_diagnosis_leaves_out_the_log_of_earlier_processes(tmp_path):
+    log = tmp_path / "log"
+    me = node.this_process()
+    log.write_text(f"--- pid 1 on host\nold\n--- pid {me.pid} on host\nnew\nExtension modules: x\n")
+    assert node.diagnose([(str(log), me)])[0].log == "new"
+    assert "old" in node.diagnose([(str(log), None)])[0].log
+
+
+def test_process_with_a_reused_id_is_not_signaled():
+    other = subprocess.Popen(["sleep", "100"])
+    started = int(Path(f"/proc/{other.pid}/stat").read_text().split()[21])
+    process = node.Process(other.pid, started)
+    earlier = node.Process(other.pid, started - 1)
+    assert node.process_state(node.this_process()) != "gone"
+    assert node.process_state(process) != "gone"
     os.kill(other.pid, signal.SIGSTOP)
     assert within(5, lambda: node.process_state(process) == "stopped by a signal")
-    node.send_signal(
-        [node.Process(other.pid, process.started - 1), node.Process(2**22 + 1, 1)], signal.SIGKILL
-    )
-    assert (
-        other.poll() is None
-        and node.process_state(node.Process(other.pid, process.started - 1)) == "gone"
-    )
+    node.send_signal([earlier, node.Process(2**22 + 1, 1)], signal.SIGKILL)
+    assert other.poll() is None
+    assert node.process_state(earlier) == "gone"
     node.send_signal([process], signal.SIGKILL)
-    assert other.wait() == -signal.SIGKILL and node.process_state(process) == "gone"
+    assert other.wait() == -signal.SIGKILL
+    assert node.process_state(process) == "gone"

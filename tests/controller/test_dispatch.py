@@ -1,4 +1,4 @@
-"""Rows out, rows back: the arithmetic without any process."""
+"""Split and join rows, without any worker process."""
 
 import pytest
 import torch
@@ -17,9 +17,8 @@ ASSIGNMENTS = [
 
 
 def batch(assignment: object = None, rows: int = 5) -> DataProto:
-    data = DataProto.from_dict(
-        {"x": torch.arange(rows)}, {"uid": [f"u{i}" for i in range(rows)]}, {"step": 7}
-    )
+    uids = [f"u{i}" for i in range(rows)]
+    data = DataProto.from_dict({"x": torch.arange(rows)}, {"uid": uids}, {"step": 7})
     return data if assignment is None else data.with_meta(assignment=assignment)
 
 
@@ -36,14 +35,15 @@ def test_rows_come_back_in_the_callers_order(assignment, k):
     assert joined.non_tensor_batch["uid"].tolist() == [f"u{i}" for i in range(5) for _ in range(k)]
 
 
-def test_more_ranks_than_rows_leaves_some_without():
+def test_fewer_rows_than_ranks():
     parts = split_rows(batch(rows=2), 4)
     assert [len(part) for part in parts] == [1, 1, 0, 0]
     assert join_rows(parts, batch(rows=2)).batch["x"].tolist() == [0, 1]
 
 
-def test_no_rows_at_all():
-    assert len(join_rows(split_rows(batch([[], []], 0), 2), batch([[], []], 0))) == 0
+def test_empty_batch():
+    empty = batch([[], []], 0)
+    assert len(join_rows(split_rows(empty, 2), empty)) == 0
 
 
 def test_other_results_are_a_list_by_rank():
@@ -55,12 +55,12 @@ def test_other_results_are_a_list_by_rank():
     "assignment",
     [[[0, 1, 2], [3]], [[0, 1, 2], [3, 4, 4]], [[0, 1, 2, 3, 5], []], [[0, 1, 2, 3, 4]]],
 )
-def test_an_assignment_that_loses_or_doubles_rows_is_refused(assignment):
+def test_assignment_with_missing_or_repeated_rows_is_refused(assignment):
     with pytest.raises(ValueError, match="assignment"):
         split_rows(batch(assignment), 2)
 
 
-def test_results_that_do_not_fit_the_rows_are_refused():
+def test_results_with_the_wrong_number_of_rows_are_refused():
     data = batch()
     parts = split_rows(data, 2)
     for results in (
@@ -75,10 +75,8 @@ def test_results_that_do_not_fit_the_rows_are_refused():
 
 
 def test_only_registered_methods_can_be_called():
-    assert [dispatch_of(Light, name) for name in ("seat", "add")] == ["all", "rank_zero"]
+    assert [dispatch_of(Light, name) for name in ("spec", "add")] == ["all", "rank_zero"]
+    registered = "add, child, environment, fail, imported, lose, sleep, spec"
     for name in ("not_registered", "rank", "nope"):
-        with pytest.raises(
-            AttributeError,
-            match=f"Light.{name} cannot be called.*add, child, environment, fail, imported, lose, seat, sleep",
-        ):
+        with pytest.raises(AttributeError, match=f"Light.{name} cannot be called.*{registered}"):
             dispatch_of(Light, name)

@@ -1,155 +1,145 @@
-"""Workers that fail, die or stop: one error with the first cause, in bounded time, and nobody left."""
+"""How failures are classified and reported, without any worker process."""
 
-import os
-import signal
-import threading
-import time
+import pickle
 
 import pytest
-import torch
 
-from tests.controller.conftest import alive, within
-from tests.controller.workers import Echo, Light
-from verlite.controller.columns import fetch
-from verlite.controller.placement import reserve
-from verlite.controller.supervise import StuckError, WorkerError
-from verlite.controller.worker_group import group, ready, spawn, submit
-from verlite.protocol.data import DataProto
+from tests.controller.workers import Light
+from verlite.controller.failures import (
+    DIED,
+    Cause,
+    cause_of_exception,
+    main_thread_frames,
+    reason_for_death,
+    stuck_error,
+    worker_error,
+)
+from verlite.controller.node import Diagnosis
+from verlite.controller.records import Failed
+from verlite.controller.worker_actor import WorkerActor
+from verlite.controller.worker_handle import WorkerHandle
 
 
-@pytest.fixture
-def light(fresh):
-    worker = spawn(Light, reserve(fresh, {"light": [0, 1]}, devices_per_node=2), "light")
-    ready(worker)
-    return worker
+@pytest.fixture(autouse=True)
+def no_process_lookup(monkeypatch):
+    monkeypatch.setattr(WorkerHandle, "pid", "4711")
+
+
+def handle(rank: int) -> WorkerHandle:
+    return WorkerHandle(None, "actor", rank, "0123456789ab", f"/logs/actor_{rank}.log", None)
+
+
+def cause(rank: int, type_name: str | None, message: str = "", when: float = 0.0) -> Cause:
+    kind = "exception" if type_name else DIED
+    return Cause(handle(rank), "update", kind, type_name, message, "", when)
+
+
+def call(how: str) -> Failed:
+    """The value that a worker's actor returns when its method fails."""
+    actor = WorkerActor.__new__(WorkerActor)
+    actor.worker = Light.__new__(Light)
+    actor.worker.rank = 0
+    result = actor.call("fail", ["how"], 0, how)
+    assert isinstance(result, Failed)
+    return result
 
 
 @pytest.mark.parametrize(
-    "how, kind, exception, says",
+    "how, kind, type_name, message, is_pickled",
     [
-        ("exception", "exception", "ValueError", "ValueError: bad batch"),
-        ("unpicklable", "exception", "Unpicklable", "Unpicklable: cannot travel"),
-        ("memory", "out of host memory", "MemoryError", "MemoryError: cannot allocate"),
-        ("exit", "exception", "SystemExit", "SystemExit: 3"),
-        ("terminate", "killed by SIGTERM", "Sigterm", "SIGTERM"),
-        ("kill", "killed by SIGKILL or os._exit", None, "the process ended without a word"),
-        ("segfault", "killed by SIGSEGV", None, 'workers.py", line [0-9]+ in fail'),
-        ("abort", "killed by SIGABRT", None, 'workers.py", line [0-9]+ in fail'),
+        ("exception", "exception", "ValueError", "bad batch", True),
+        ("unpicklable", "exception", "Unpicklable", "cannot travel", False),
+        ("memory", "out of host memory", "MemoryError", "cannot allocate", True),
+        ("exit", "exception", "SystemExit", "3", True),
     ],
 )
-def test_the_cause_is_named_and_the_others_do_not_wait(light, how, kind, exception, says):
-    pids = group(light).pids
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match=rf"light rank 1 failed in fail \({kind}\)") as caught:
-        light.fail(1, how)
-    error = caught.value
-    assert (error.role, error.rank, error.method, error.kind, error.exception_type) == (
-        "light",
-        1,
-        "fail",
-        kind,
-        exception,
-    )
-    caught.match(says)
-    caught.match("light_1.log")
-    assert time.monotonic() - start < 10 and within(10, lambda: not any(alive(pid) for pid in pids))
-    if how == "exception":
-        assert isinstance(error.__cause__, ValueError)
-        caught.match(r'raise ValueError\("bad batch"\)')
-    if how == "unpicklable":
-        assert error.__cause__ is None
-    with pytest.raises(RuntimeError, match="stopped after an earlier failure") as later:
-        light.add(1)
-    assert later.value.__cause__ is error
+def test_exception_in_a_worker_becomes_a_value(how, kind, type_name, message, is_pickled):
+    failed = call(how)
+    found = cause_of_exception(handle(0), "fail", failed)
+    assert (found.kind, found.type_name, found.message) == (kind, type_name, message)
+    assert "workers.py" in found.traceback
+    assert "worker_actor.py" not in found.traceback
+    assert (found.pickled is not None) == is_pickled
+    if is_pickled:
+        assert type(pickle.loads(found.pickled)).__name__ == type_name
+    text = str(worker_error([found], Diagnosis("log line", "running", 0), 0))
+    assert f"actor rank 0 failed in fail ({kind}): {type_name}: {message}" in text
+    assert "  its traceback:\n    " in text
+    assert "log line" not in text
 
 
-def test_a_peer_that_died_is_the_cause_and_not_the_broken_collective(fresh):
-    echo = spawn(Echo, reserve(fresh, {"echo": [0, 1]}, devices_per_node=2), "echo")
-    assert echo.all_reduce() == [3.0, 3.0]
-    with pytest.raises(WorkerError, match="echo rank 1 failed in all_reduce .killed by SIGKILL"):
-        echo.all_reduce(die_on=1)
+def test_call_before_construction_is_a_consequence():
+    actor = WorkerActor.__new__(WorkerActor)
+    actor.worker = None
+    found = cause_of_exception(handle(0), "update", actor.call("update", []))
+    assert found.type_name == "WorkerNotBuilt"
+    assert found.is_consequence
 
 
-def test_a_failure_that_looks_like_a_consequence_waits_for_its_cause(light):
-    with pytest.raises(
-        WorkerError, match="light rank 1 failed in lose .killed by SIGKILL"
-    ) as caught:
-        light.lose(1)
-    caught.match("then light rank 0 in lose: RuntimeError: .*closed by peer")
+@pytest.mark.parametrize(
+    "log, more_oom_kills, kind",
+    [
+        ("Fatal Python error: Segmentation fault", False, "killed by SIGSEGV"),
+        ("Fatal Python error: Aborted", False, "killed by SIGABRT"),
+        ("Fatal Python error: Bus error", False, "killed by SIGBUS"),
+        ("Fatal Python error: Floating-point exception", False, "killed by SIGFPE"),
+        ("Fatal Python error: Illegal instruction", False, "killed by SIGILL"),
+        ("loss 0.5", True, "out of host memory"),
+        ("loss 0.5", False, "killed by SIGKILL or os._exit"),
+    ],
+)
+def test_reason_for_death_comes_from_log_and_kernel(log, more_oom_kills, kind):
+    assert reason_for_death(log, more_oom_kills)[0] == kind
+    diagnosis = Diagnosis(log, "gone", 3 + more_oom_kills)
+    error = worker_error([cause(0, None)], diagnosis, 3)
+    assert error.kind == kind
+    assert error.exception_type is None
+    assert f"end of its log:\n    {log}" in str(error)
 
 
-def test_a_death_between_calls_is_named_when_its_columns_are_missed(fresh):
-    """Who wants them only sees that their owner is gone."""
-    placement = reserve(fresh, {"maker": [0], "reader": [1]}, devices_per_node=2)
-    maker, reader = spawn(Echo, placement, "maker"), spawn(Echo, placement, "reader")
-    spoken = maker.speak(DataProto.from_dict({"x": torch.tensor([[200_000, 0]])}))
-    ready(reader)
-    os.kill(group(maker).pids[0], signal.SIGKILL)
-    with pytest.raises(
-        WorkerError, match="maker rank 0 failed in no call .killed by SIGKILL"
-    ) as caught:
-        reader.listen_to(spoken)
-    caught.match("then reader rank 0 in listen_to: OwnerDiedError")
+def test_death_on_a_node_that_does_not_answer():
+    error = worker_error([cause(0, None)], None, 0)
+    assert error.kind == "node lost"
+    assert "its node does not answer" in str(error)
 
 
-def test_a_death_between_calls_is_named_when_the_driver_misses_its_columns(fresh):
-    maker = spawn(Echo, reserve(fresh, {"maker": [0]}, devices_per_node=1), "maker")
-    spoken = maker.speak(DataProto.from_dict({"x": torch.tensor([[200_000, 0]])}))
-    os.kill(group(maker).pids[0], signal.SIGKILL)
-    assert within(20, lambda: fresh.supervisor._dead()), "Ray has not seen it"
-    time.sleep(2)  # until then the object store may still have the values
-    with pytest.raises(WorkerError, match="maker rank 0 failed in no call .killed by SIGKILL"):
-        fetch(spoken)
+def test_causes_come_before_consequences_and_deaths_before_exceptions():
+    broken_collective = cause(0, "RuntimeError", "Connection closed by peer", 1.0)
+    lost_column = cause(1, "OwnerDiedError", "", 2.0)
+    bug = cause(2, "ValueError", "bad batch", 3.0)
+    later_bug = cause(3, "RuntimeError", "bad shape", 4.0)
+    death = cause(4, None, "", 5.0)
+    found = [lost_column, broken_collective, later_bug, death, bug]
+    found.sort(key=lambda one: one.order)
+    assert [one.worker.rank for one in found] == [4, 2, 3, 0, 1]
+    assert [one.is_consequence for one in found] == [False, False, False, True, True]
+    text = str(worker_error(found, Diagnosis("", "gone", 0), 0))
+    assert "then actor rank 0 in update: RuntimeError: Connection closed by peer" in text
 
 
-def test_construction_that_fails_is_the_failure_of_the_next_call(fresh):
-    worker = spawn(
-        Light, reserve(fresh, {"light": [0, 1]}, devices_per_node=2), "light", fail_on_rank=1
-    )
-    with pytest.raises(
-        WorkerError, match="light rank 1 failed in construction.*FileNotFoundError: no such model"
-    ) as caught:
-        worker.seat()
-    assert isinstance(caught.value.__cause__, FileNotFoundError)
+DUMP = """loss 0.5
+Thread 0x1 (most recent call first):
+  File "queue.py", line 1 in get
+Current thread 0x2 (most recent call first):
+  File "model.py", line 5 in forward
+  File "/x/verlite/controller/worker_actor.py", line 9 in call
+  File "ray.py", line 7 in main
+"""
 
 
-def test_a_role_that_nobody_waits_for_is_watched_too(fresh):
-    placement = reserve(fresh, {"a": [0], "b": [0]}, devices_per_node=1)
-    a, b = spawn(Light, placement, "a"), spawn(Light, placement, "b")
-    ready(a, b)
-    submit(b.sleep, 1000)
-    submit(b.sleep, 1000)
-    threading.Timer(0.5, os.kill, (group(b).pids[0], signal.SIGKILL)).start()
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match="b rank 0 failed in sleep"):
-        a.sleep(1000)
-    assert time.monotonic() - start < 10
+def test_frames_of_the_main_thread_end_where_the_worker_begins():
+    assert main_thread_frames(DUMP) == 'File "model.py", line 5 in forward'
+    idle = DUMP.replace('  File "model.py", line 5 in forward\n', "")
+    assert main_thread_frames(idle).endswith('File "ray.py", line 7 in main')
+    assert main_thread_frames("loss 0.5") == ""
 
 
-def test_a_frozen_rank_is_named_and_killed(light):
-    pids = group(light).pids
-    os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(
-        StuckError,
-        match=r"(?s)light.sleep did not finish within 2 s.*rank 1: process \d+ is stopped",
-    ) as caught:
-        submit(light.sleep, 0.0).result(timeout_s=2)
-    assert (caught.value.finished, caught.value.unfinished) == ([0], [1])
-    assert within(10, lambda: not any(alive(pid) for pid in pids))
-
-
-def test_a_stuck_rank_shows_where_it_is(light, fresh):
-    with pytest.raises(
-        StuckError,
-        match='(?s)not finished: 0, 1.*rank 0: process [0-9]+ is sleeping.*workers.py", line [0-9]+ in sleep',
-    ):
-        submit(light.sleep, 1000).result(timeout_s=1)
-    assert "most recent call first" in (fresh.run_dir / "logs" / "light_1.log").read_text()
-
-
-def test_ctrl_c_interrupts_a_wait_at_once(light):
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        light.sleep(1000)
-    assert time.monotonic() - start < 4
+def test_stuck_error_names_finished_and_unfinished_ranks():
+    unfinished = [(handle(1), Diagnosis(DUMP, "sleeping", 0)), (handle(2), None)]
+    error = stuck_error("actor", "update", 60, [0], unfinished)
+    assert (error.finished, error.unfinished) == ([0], [1, 2])
+    assert "actor.update did not finish within 60 s" in str(error)
+    assert "finished: 0; not finished: 1, 2" in str(error)
+    assert "rank 1: process 4711 is sleeping; stacks in /logs/actor_1.log" in str(error)
+    assert 'File "model.py", line 5 in forward' in str(error)
+    assert "rank 2: process 4711 is on a node that does not answer" in str(error)

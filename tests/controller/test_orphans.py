@@ -1,4 +1,4 @@
-"""However a driver ends, nothing of its run is alive soon after: no Ray, no worker, no worker's child, no temporary folder."""
+"""A driver that ends in any way leaves nothing: no Ray, no worker, no worker's child, no folder."""
 
 import os
 import signal
@@ -11,39 +11,45 @@ import pytest
 from tests.controller.conftest import processes_of, within
 
 ENDS = {
-    "success": (None, 0, ""),
+    "stop_request": (signal.SIGTERM, 0, ""),
     "exception": (None, 1, "ValueError: a bug in the driver"),
-    "ctrl-c": (signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
+    "ctrl_c": (signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
     "terminate": (signal.SIGTERM, 1, "Terminated: SIGTERM"),
-    "request": (signal.SIGTERM, 0, ""),
-    "frozen": (signal.SIGKILL, -signal.SIGKILL, ""),
+    "kill": (signal.SIGKILL, -signal.SIGKILL, ""),
 }
-"""name: (signal sent, exit code, end of its standard error). frozen: kill -9 of the driver while a worker is stopped."""
+"""{way to end: (signal to send, exit code, end of standard error)}.
+
+stop_request: the driver returns normally after a signal. kill: a worker is stopped at that time.
+"""
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A driver that ends in a given way; the next one is started too, since starting is mostly waiting."""
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "start_new_session": True,
-    }
+    """Return a function that starts the driver for a way to end, and the next one in advance."""
     started = {}
+
+    def start_driver(name):
+        started[name] = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.controller.driver",
+                str(tmp_path_factory.mktemp(name)),
+                name,
+            ],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def run(end):
         order = list(ENDS)
-        for name in order[order.index(end) : order.index(end) + 2]:
+        index = order.index(end)
+        for name in order[index : index + 2]:
             if name not in started:
-                command = [
-                    sys.executable,
-                    "-m",
-                    "tests.controller.driver",
-                    str(tmp_path_factory.mktemp(name)),
-                    name,
-                ]
-                started[name] = subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes)
+                start_driver(name)
         return started[end]
 
     yield run
@@ -53,19 +59,19 @@ def start(tmp_path_factory):
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_nothing_is_left_after(end, start):
-    number, code, says = ENDS[end]
+def test_no_process_is_left_after(end, start):
+    number, code, message = ENDS[end]
     process = start(end)
     line = process.stdout.readline().split()
     assert line, process.stderr.read()
     run_id = line[0]
     if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does: everyone in the foreground gets it
+        os.killpg(process.pid, number)  # a terminal sends it to the whole foreground group
     elif number is not None:
         process.send_signal(number)
     process.wait(timeout=60)
     assert within(15, lambda: not processes_of(run_id)), processes_of(run_id)
     assert process.returncode == code
-    assert process.stderr.read().rstrip().endswith(says)
-    if end == "request":
+    assert process.stderr.read().rstrip().endswith(message)
+    if end == "stop_request":
         assert "saved after SIGTERM" in process.stdout.read()

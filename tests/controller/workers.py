@@ -1,4 +1,4 @@
-"""Worker classes for the tests. Light ones do not import torch, so that their processes start quickly."""
+"""Worker classes for the tests. They import torch only where needed, to start quickly."""
 
 import ctypes
 import os
@@ -23,13 +23,15 @@ class Unpicklable(Exception):
 
 
 class Light(Worker):
+    """Methods without batches; the process never imports torch."""
+
     def __init__(self, fail_on_rank: int | None = None) -> None:
         if self.rank == fail_on_rank:
             raise FileNotFoundError("no such model")
-        print(f"{self.role} {self.rank} is here")
+        print(f"{self.role} {self.rank} is running")
 
     @register("all")
-    def seat(self) -> tuple[int, int, int, str]:
+    def spec(self) -> tuple[int, int, int, str]:
         return self.rank, self.world_size, self.local_rank, self.node_id
 
     @register("all")
@@ -51,12 +53,12 @@ class Light(Worker):
 
     @register("all")
     def child(self) -> int:
-        """A process that leaves the worker's process group, as servers do."""
+        """Start a process outside the worker's process group, as servers do; return its id."""
         return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
 
     @register("all")
     def fail(self, rank: int, how: str) -> None:
-        """One rank fails; the others wait, as in a collective."""
+        """One rank fails. The others wait, as in a collective."""
         if self.rank != rank:
             time.sleep(1000)
         if how == "exception":
@@ -69,15 +71,13 @@ class Light(Worker):
             ctypes.string_at(0)
         if how == "exit":
             sys.exit(3)
-        os.kill(
-            os.getpid(),
-            {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "abort": signal.SIGABRT}[how],
-        )
+        numbers = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
+        os.kill(os.getpid(), numbers[how])
         time.sleep(1000)
 
     @register("all")
     def lose(self, rank: int) -> None:
-        """One rank dies, but the others notice before the driver does."""
+        """One rank dies, and the others notice before the driver does."""
         if self.rank != rank:
             raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2345")
         time.sleep(1)
@@ -87,25 +87,27 @@ class Light(Worker):
 
 
 class Echo(Worker):
+    """Methods with batches and collectives."""
+
     @register("split")
     def double(self, data: "DataProto", *, plus: int = 0) -> "DataProto":
-        """Marks each row with the rank that had it."""
+        """Return 2x + plus, and the rank that computed each row."""
         import torch
 
-        tags = torch.full((len(data),), self.rank)
-        return data.with_batch(y=data.batch["x"] * 2 + plus, rank=tags)
+        ranks = torch.full((len(data),), self.rank)
+        return data.with_batch(y=data.batch["x"] * 2 + plus, rank=ranks)
 
     @register("split")
     def samples(self, data: "DataProto", n: int) -> "DataProto":
-        """n rows for each row."""
+        """Return n rows for each row."""
         import torch
 
         copies = data.repeat(n)
         return copies.with_batch(sample=torch.arange(n).repeat(len(data)))
 
     @register("split", keep_remote=("tokens", "text", "absent"))
-    def speak(self, data: "DataProto") -> "DataProto":
-        """As many tokens as each row's x says, all of them x, and a text."""
+    def produce(self, data: "DataProto") -> "DataProto":
+        """For each row return x tokens, each equal to x, and the text "x!"."""
         import numpy as np
 
         from verlite.protocol.data import DataProto
@@ -114,32 +116,33 @@ class Echo(Worker):
         columns = {
             "tokens": [np.full(x, x, dtype=np.int32) for x in numbers],
             "text": [f"{x}!" for x in numbers],
-            "who": [self.rank] * len(data),
+            "producer": [self.rank] * len(data),
         }
         return DataProto.from_dict({}, columns)
 
     @register("split")
-    def listen_to(self, data: "DataProto") -> "DataProto":
-        """What stands in the rows' columns, as a sum and a text."""
+    def consume(self, data: "DataProto") -> "DataProto":
+        """Return the sum of each row's tokens, its text, and the rank that read it."""
         import torch
 
         from verlite.protocol.data import DataProto
 
         columns = data.non_tensor_batch
-        sums = torch.tensor([int(tokens.sum()) for tokens in columns["tokens"]], dtype=torch.int64)
+        sums = [int(tokens.sum()) for tokens in columns["tokens"]]
         return DataProto.from_dict(
-            {"sum": sums}, {"heard": list(columns["text"]), "listener": [self.rank] * len(data)}
+            {"sum": torch.tensor(sums, dtype=torch.int64)},
+            {"text_read": list(columns["text"]), "consumer": [self.rank] * len(data)},
         )
 
     @register("split", fetch=False)
-    def listen_to_text(self, data: "DataProto") -> "DataProto":
-        """Fetch one column; report the text and how many entries of the other are still references."""
+    def consume_text(self, data: "DataProto") -> "DataProto":
+        """Fetch the text only. Return it, and whether each row's tokens are still a reference."""
         from verlite.controller.columns import Ref, fetch
         from verlite.protocol.data import DataProto
 
         columns = fetch(data, ["text"]).non_tensor_batch
         is_ref = [isinstance(tokens, Ref) for tokens in columns["tokens"]]
-        return DataProto.from_dict({}, {"heard": list(columns["text"]), "is_ref": is_ref})
+        return DataProto.from_dict({}, {"text_read": list(columns["text"]), "is_ref": is_ref})
 
     @register("split")
     def lose_a_row(self, data: "DataProto") -> "DataProto":
@@ -161,7 +164,7 @@ class Echo(Worker):
 
     @register("all")
     def all_reduce(self, die_on: int | None = None) -> float:
-        """A sum over ranks; a rank may die before it."""
+        """Return the sum of rank + 1 over ranks. Rank `die_on` dies first."""
         import torch
         import torch.distributed as dist
 

@@ -19,7 +19,7 @@ from verlite.workers.training import TrainingWorker
 
 def worker(engine) -> TrainingWorker:
     made = TrainingWorker.__new__(TrainingWorker)
-    made.config, made.engine, made._seat = (
+    made.config, made.engine, made._spec = (
         Config(data=DataConfig(train_files="x")),
         engine,
         SimpleNamespace(device_kind="cpu"),

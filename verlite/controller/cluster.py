@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting one on this machine, and leaving nothing behind."""
+"""Join a Ray cluster, or start one on this machine, and leave no process behind at the end."""
 
 import atexit
 import logging
@@ -8,42 +8,44 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from verlite.controller import guardian, node
-from verlite.controller.supervise import Supervisor, die_of, terminate
+from verlite.controller import guardian, node, ray_internals
+from verlite.controller.stop import apply_default_action, terminate
+from verlite.controller.supervise import Supervisor
 
-RUN_ID = "VERLITE_RUN_ID"
-"""Environment variable that marks every process of a run: Ray's, the workers, their children and the driver's."""
-WORKERS_OF = "VERLITE_WORKERS_OF"
-"""Environment variable that marks Ray's processes, the workers and their children, but not the driver's."""
-WORKER = "VERLITE_WORKER"
-"""Environment variable that marks one worker on another machine and its children."""
+RUN_MARK = "VERLITE_RUN"
+"""Environment variable that marks the processes of a run.
 
+The driver and its children have the run's id. Ray, the workers and their children have
+"RUN_ID/...". See `controller.guardian`.
+"""
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What a gRPC client says first: HTTP/2's preface and empty settings (RFC 9113, 3.4). The server's first frame is settings too."""
+"""The first bytes of a gRPC client: the HTTP/2 preface and empty settings (RFC 9113, section 3.4).
+The server's first frame contains settings, too."""
 HTTP2_SETTINGS = 4
 
 
 class NoCluster(ConnectionError):
-    """No Ray cluster answers where one was said to be."""
+    """No Ray cluster answers at the given address."""
 
 
 @dataclass(eq=False)
 class Cluster:
-    """A connection to Ray for one run. As a context manager it ends all workers on the way out, whatever the reason.
+    """The connection of one run to Ray. As a context manager it stops all workers at exit.
 
-    local: started by us, for us. address: of the cluster. run_dir: workers log into run_dir/logs. sent_bytes, received_bytes: what
-    passed through the driver.
+    Attributes:
+        local: whether this process started the cluster.
+        run_dir: workers write their logs into run_dir/logs.
+        reserved: Ray placement groups to remove at exit.
+        sent_bytes, received_bytes: size of the batches that passed through the driver.
     """
 
     local: bool
@@ -55,9 +57,9 @@ class Cluster:
     sent_bytes: int = 0
     received_bytes: int = 0
     _guardian: "subprocess.Popen[bytes] | None" = None
-    _undo: dict[str, str | None] = field(default_factory=dict)
-    _sigterm: Any = None
-    _process: int = field(default_factory=os.getpid)
+    _environment_before: dict[str, str | None] = field(default_factory=dict)
+    _sigterm_before: Any = None
+    _pid: int = field(default_factory=os.getpid)
 
     def __enter__(self) -> "Cluster":
         return self
@@ -66,9 +68,10 @@ class Cluster:
         self.shutdown(graceful=kind is None)
 
     def shutdown(self, graceful: bool = True) -> None:
-        """End the workers, free the devices, leave or stop the cluster. May be repeated.
+        """Stop the workers, free the devices, leave or stop the cluster. Later calls do nothing.
 
-        graceful: give the workers a few seconds for their close().
+        Args:
+            graceful: give the workers a few seconds for their close().
         """
         global _current
         if _current is not self:
@@ -81,24 +84,23 @@ class Cluster:
                 _close_workers(self.supervisor)
         finally:
             if ray.is_initialized():
-                self.supervisor.end_all()
+                self.supervisor.stop_all()
                 for group in self.reserved:
                     ray.util.remove_placement_group(group)
             ray.shutdown()
-            if self._sigterm is not None:
-                signal.signal(signal.SIGTERM, self._sigterm)
-            _set_environment(self._undo)
+            if self._sigterm_before is not None:
+                signal.signal(signal.SIGTERM, self._sigterm_before)
+            _set_environment(self._environment_before)
             if self._guardian is not None:
                 guardian.dismiss(self._guardian)
 
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            die_of(number)
-        else:
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # once is enough: cleaning up must not be interrupted
-            terminate("SIGTERM")
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            apply_default_action(number)
+            return
+        # A second SIGTERM must not interrupt the cleanup.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        terminate("SIGTERM")
 
 
 _current: Cluster | None = None
@@ -113,126 +115,133 @@ def connect(
     call_timeout_s: float = 3600.0,
     temp_dir: str | None = None,
 ) -> Cluster:
-    """Join a cluster, or start one on this machine, for the rest of this process or until Cluster.shutdown.
+    """Join a Ray cluster, or start one on this machine.
 
-    address: host:port, "local" to start one whatever runs here, or None: RAY_ADDRESS (which `ray job submit` sets), else a cluster that
-    `ray start` has left running on this machine, else a local one.
-    num_cpus: CPU slots of a local cluster; None: the cores, and at least `slots`, so that a laptop can try any placement.
-    call_timeout_s: default limit of one call to workers.
-    temp_dir: of a local cluster's sockets and logs; None: a private one, removed at the end.
+    The connection lasts until Cluster.shutdown or the end of this process.
 
-    A local cluster listens on loopback only, has no dashboard, and ends with this process, however that ends. On SIGTERM the main thread
-    gets Terminated. Raises NoCluster when no cluster answers at the address.
+    A cluster started here is local: it listens on loopback only, has no dashboard, and always ends
+    with this process. SIGTERM raises Terminated in the main thread.
+
+    Args:
+        address: host:port of a cluster, or "local" to start one. None uses RAY_ADDRESS (which `ray
+            job submit` sets), else a cluster that `ray start` has started on this machine, else
+            starts one.
+        num_cpus: CPU slots of a local cluster. None uses the number of cores, but at least `slots`,
+            so that any placement can be tried on a laptop.
+        call_timeout_s: default time limit of one call to workers, in seconds.
+        temp_dir: folder for the sockets and logs of a local cluster. None creates a private folder
+            and removes it at the end.
+
+    Raises:
+        NoCluster: no cluster answers at the address.
     """
     global _current
     if _current is not None:
-        raise RuntimeError("this process has a cluster already: shut it down first")
+        raise RuntimeError("this process is connected to a cluster: call Cluster.shutdown first")
     target = find(address)
+    local = target is None
     run_path = Path(run_dir).resolve()
     (run_path / "logs").mkdir(parents=True, exist_ok=True)
     run_id = f"{os.getpid()}-{secrets.token_hex(8)}"
-    changes = {RUN_ID: run_id, WORKERS_OF: run_id, "RAY_USAGE_STATS_ENABLED": "0"}
-    private_dir: str | None = None
-    before = signal.getsignal(signal.SIGTERM)  # ray.init replaces it
-    if target is None:
-        changes["RAY_worker_niceness"] = (
-            "0"  # Ray's 15 would let anything else on the machine starve the run
-        )
-        changes["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
-            "0"  # Ray's name for: single node, loopback only
-        )
-        if (
-            "RAY_AUTH_MODE" not in os.environ
-        ):  # else Ray would write a token into the home directory
-            changes |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        if temp_dir is None:
-            temp_dir = private_dir = os.path.realpath(
-                tempfile.mkdtemp(prefix="verlite-", dir="/tmp")
-            )  # paths of sockets must be short
-    undo = {name: os.environ.get(name) for name in changes}
-    _set_environment(changes)
-    watch = guardian.start(f"{RUN_ID}={run_id}", f"{WORKERS_OF}={run_id}", private_dir)
+    private_dir = None
+    if local and temp_dir is None:
+        # In /tmp, because the paths of sockets must be short.
+        private_dir = os.path.realpath(tempfile.mkdtemp(prefix="verlite-", dir="/tmp"))
+        temp_dir = private_dir
+    environment = {RUN_MARK: run_id, "RAY_USAGE_STATS_ENABLED": "0"}
+    if local:
+        environment |= _local_environment()
+    environment_before = {name: os.environ.get(name) for name in environment}
+    sigterm_before = signal.getsignal(signal.SIGTERM)  # ray.init replaces the handler
+    _set_environment(environment)
+    mark = f"{RUN_MARK}={run_id}"
+    watch = guardian.start(mark, private_dir)
+    os.environ[RUN_MARK] = f"{run_id}/ray"  # for the processes that Ray starts
     try:
+        import ray
+
         if target is None:
             _start_local(
                 num_cpus or max(node.cores(), slots),
                 temp_dir,
-                lambda: _kill_ray(run_id, watch.pid, private_dir),
+                lambda: _kill_ray(mark, private_dir),
             )
         else:
-            import ray
-
             ray.init(address=target, log_to_driver=False, logging_level=logging.ERROR)
     except BaseException:
-        _set_environment(undo)
+        _set_environment(environment_before)
         guardian.dismiss(watch)
         raise
-    import ray
-
+    os.environ[RUN_MARK] = run_id
     _redirect_ray_messages(run_path / "logs" / "ray.log")
-    where = ray.get_runtime_context().gcs_address
     cluster = Cluster(
-        target is None,
-        where,
+        local,
+        ray.get_runtime_context().gcs_address,
         run_id,
         run_path,
         Supervisor(call_timeout_s),
         _guardian=watch,
-        _undo=undo,
+        _environment_before=environment_before,
     )
-    os.environ.pop(WORKERS_OF)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, cluster._terminate)
-        cluster._sigterm = before
+        signal.signal(signal.SIGTERM, cluster._on_sigterm)
+        cluster._sigterm_before = sigterm_before
     _current = cluster
     atexit.register(cluster.shutdown, graceful=False)
     return cluster
 
 
 def current() -> Cluster | None:
-    """The cluster that this process has started or joined; workers have none."""
+    """Return the cluster that this process has started or joined; None in workers."""
     return _current
 
 
 def find(address: str | None) -> str | None:
-    """Address of the cluster to join, known to answer; None to start one."""
+    """Return the address of the cluster to join, after checking that it answers; None to start one.
+
+    Raises:
+        NoCluster: no cluster answers at the address.
+    """
     source = "ray_kwargs.ray_init.address" if address else "RAY_ADDRESS"
     wanted = address or os.environ.get("RAY_ADDRESS") or ""
     if wanted == "local":
         return None
     if wanted.startswith(("ray://", "http://", "https://")):
         raise NoCluster(
-            f"{source}={wanted}: this process must run inside the cluster; submit it with "
-            f"`ray job submit --address={wanted} -- <command>`, or give the host:port that `ray start --head` printed"
+            f"{source}={wanted}: this process must run inside the cluster. Submit it with "
+            f"`ray job submit --address={wanted} -- <command>`, or give the host:port that "
+            "`ray start --head` printed."
         )
     if wanted and wanted != "auto":
         if not _answers(wanted):
             raise NoCluster(
-                f"{source}={wanted} does not answer as a Ray cluster does: start it, give the host:port that `ray start --head` printed "
-                "(not the dashboard's), or unset it to run on this machine"
+                f"{source}={wanted} does not answer as a Ray cluster does. Start the cluster, give "
+                "the host:port that `ray start --head` printed (not the dashboard's), or unset it "
+                "to run on this machine."
             )
         return wanted
-    from ray._private.utils import read_ray_address
-
-    found = read_ray_address()
+    found = ray_internals.running_cluster()
     if found and _answers(found):
         return found
     if wanted == "auto":
         raise NoCluster(
-            f"{source}=auto, but no cluster runs on this machine: start one with `ray start --head`"
+            f"{source}=auto, but no cluster runs on this machine. "
+            "Start one with `ray start --head`."
         )
     return None
 
 
 def _answers(address: str) -> bool:
-    """Whether gRPC is spoken there, as Ray does. Ray itself would try for minutes to find that out, then end the process."""
+    """Return whether a gRPC server, such as Ray's, answers there.
+
+    Ray itself would try for minutes to find out, and then end the process.
+    """
     parts = urllib.parse.urlsplit("//" + address)
     try:
-        with socket.create_connection(
-            (parts.hostname or "", parts.port or 6379), timeout=5
-        ) as connection:
+        server = (parts.hostname or "", parts.port or 6379)
+        with socket.create_connection(server, timeout=5) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return True  # what is said there is encrypted
+                return True  # the answer would be encrypted
             connection.sendall(HTTP2_GREETING)
             reply = connection.recv(9)
             return len(reply) > 3 and reply[3] == HTTP2_SETTINGS
@@ -240,13 +249,31 @@ def _answers(address: str) -> bool:
         return False
 
 
+def _local_environment() -> dict[str, str]:
+    """Return the environment variables for Ray of a local cluster."""
+    environment = {
+        # Ray's default of 15 would let every other process on the machine slow the run down.
+        "RAY_worker_niceness": "0",
+        # Ray's name for: single node, loopback only.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+    if "RAY_AUTH_MODE" not in os.environ:
+        # Without a token of ours, Ray would write one into the home directory.
+        environment["RAY_AUTH_MODE"] = "token"
+        environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    return environment
+
+
 def _start_local(num_cpus: int, temp_dir: str | None, clean: Callable[[], None]) -> None:
-    """Start a cluster on this machine. Ray gives its own processes 30 s to come up, too little on a busy laptop: it gets three tries."""
+    """Start a cluster on this machine, with up to three tries.
+
+    Ray waits 30 s for its own processes, which is too short on a busy laptop.
+    """
     import ray
 
-    for last in (False, False, True):
+    for is_last_try in (False, False, True):
         try:
-            with _lean_head():
+            with ray_internals.lean_head():
                 ray.init(
                     address="local",
                     num_cpus=num_cpus,
@@ -257,99 +284,58 @@ def _start_local(num_cpus: int, temp_dir: str | None, clean: Callable[[], None])
                     _temp_dir=temp_dir,
                 )
             return
-        except Exception as error:  # Ray raises no narrower class here
+        except Exception as error:  # Ray has no narrower class for it
             ray.shutdown()
             clean()
-            if last or "timed out" not in str(error):
+            if is_last_try or "timed out" not in str(error):
                 raise
 
 
-def _kill_ray(run_id: str, guardian_pid: int, private_dir: str | None) -> None:
-    """End what a failed start has left."""
+def _kill_ray(mark: str, private_dir: str | None) -> None:
+    """Kill the processes of a failed start."""
     if os.path.isdir("/proc/self"):
-        writing = guardian.writing(private_dir) if private_dir else []
-        for pid in {*guardian.marked(f"{WORKERS_OF}={run_id}"), *writing} - {guardian_pid}:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-@contextmanager
-def _lean_head() -> Iterator[None]:
-    """Start a head node without autoscaler, log monitor and dashboard process. Its agent gets no servers, and this process does not
-    import the dashboard to see whether it could have them.
-
-    Ray has no option for it, and they are half of its start-up time. Where a version of Ray has no such method, it starts as usual.
-    """
-    from ray import _raylet
-    from ray._private import utils
-    from ray._private.node import Node
-
-    nothing = (
-        (Node, name, lambda self, *args, **kwargs: None)
-        for name in ("start_monitor", "start_log_monitor", "start_api_server")
-    )
-    no_dashboard = (utils, "get_dashboard_dependency_error", lambda: ImportError("not used"))
-    tells = hasattr(
-        _raylet, "persist_port"
-    )  # an agent without servers says that it has none; else Ray complains on the terminal
-    changes = [
-        change for change in (*nothing, *([no_dashboard] if tells else [])) if hasattr(*change[:2])
-    ]
-    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
-        for change in changes:
-            setattr(*change)
-        yield
-    finally:
-        for original in saved:
-            setattr(*original)
+        guardian.kill(mark, True, *([private_dir] if private_dir else []))
 
 
 def _redirect_ray_messages(path: Path) -> None:
-    """Ray prints a paragraph on the driver's output for every process that ends. Our reports say it better: into a file with it."""
-    from ray._private import worker
+    """Write Ray's messages about ended processes to a file. The supervisor reports the cause."""
 
-    def write(data: Mapping[str, Any], *args: object, **kwargs: object) -> None:
+    def write(lines: Sequence[str]) -> None:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in data["lines"])
+            file.writelines(f"{line}\n" for line in lines)
 
-    if hasattr(worker, "print_to_stdstream"):
-        worker.print_to_stdstream = write
+    ray_internals.redirect_messages(write)
 
 
 def _object_store_bytes() -> int:
-    """2 GiB, more on large machines (a tenth of memory), never more than most of /dev/shm. Ray takes the memory only as it is used."""
+    """Return a tenth of memory, but at least 2 GiB, and at most 80% of /dev/shm.
+
+    Ray takes the memory only as it is used.
+    """
     import psutil
 
-    size = max(2 << 30, psutil.virtual_memory().total // 10)
+    size = int(max(2 << 30, psutil.virtual_memory().total // 10))
     shm = Path("/dev/shm")
     free = shutil.disk_usage(shm).free if shm.is_dir() else size
-    return size if free < 256 << 20 else min(size, int(free * 0.8))
+    if free < 256 << 20:
+        return size
+    return min(size, int(free * 0.8))
 
 
 def _close_workers(supervisor: Supervisor) -> None:
-    """Let workers close for a few seconds; how that ends no longer matters to the run."""
+    """Give the workers a few seconds to close. Failures no longer matter to the run."""
     import ray
 
-    refs = [member.handle.close.remote() for member in supervisor.members]
+    refs = [worker.actor.close.remote() for worker in supervisor.workers]
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=10)
 
 
 def _set_environment(values: Mapping[str, str | None]) -> None:
-    """Set variables (None: remove them), and have Ray read those again that it read when it was imported."""
+    """Set environment variables, or remove those with None, and have Ray read them again."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    from ray import _raylet
-    from ray._private import ray_constants
-
-    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", sys.platform == "linux"
-    )
-    if hasattr(_raylet, "Config"):
-        _raylet.Config.initialize("")
-    if hasattr(_raylet, "AuthenticationTokenLoader"):
-        _raylet.AuthenticationTokenLoader.instance().reset_cache()
+    ray_internals.reload_environment()

@@ -1,7 +1,8 @@
-"""Columns that stay where they were made: the batch carries a reference for each row, and whoever needs the values fetches them.
+"""Columns whose values stay on the node that produced them.
 
-Rows are selected, joined, regrouped and spread over ranks by their references; the values lie in the object store of the node that
-made them and go straight to the node that asks, once for all ranks there.
+The batch carries a reference for each row. Rows are selected, joined, regrouped and distributed
+over ranks by their references. The values are in the object store of the node that produced them.
+They go directly to a node that fetches them, once for all ranks there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,11 +14,16 @@ from verlite.controller.cluster import current
 from verlite.protocol.data import DataProto, object_array
 
 CHUNK_BYTES = 1 << 20
-"""Rows are stored together up to this size: a rank that wants few of them fetches little else, and objects stay few."""
+"""Rows are stored together up to this size. It bounds both the number of objects and the excess
+data that a rank fetches when it needs only a few rows."""
 
 
 class Ref(NamedTuple):
-    """A row's value of one column: entry `row` of column `name` in the stored `chunk`, {name: values}."""
+    """Reference to one row of one column: entry `row` of column `name` in the stored `chunk`.
+
+    Attributes:
+        chunk: Ray reference to {column name: list of values}.
+    """
 
     chunk: Any
     name: str
@@ -25,19 +31,21 @@ class Ref(NamedTuple):
 
 
 def keep(batch: DataProto, names: Iterable[str]) -> DataProto:
-    """The batch with references in place of these object columns, whose values now lie in this node's object store.
+    """Store object columns on this node and return the batch with references in their place.
 
-    Columns that the batch does not have are passed over.
+    Args:
+        names: the columns; names that the batch does not have are ignored.
     """
     import ray
 
     columns = {
         name: batch.non_tensor_batch[name] for name in names if name in batch.non_tensor_batch
     }
+    row_bytes = [
+        sum(_size(column[row]) for column in columns.values()) for row in range(len(batch))
+    ]
     refs: dict[str, list[Ref]] = {name: [] for name in columns}
-    for start, stop in _chunks(
-        [sum(_size(column[row]) for column in columns.values()) for row in range(len(batch))]
-    ):
+    for start, stop in _chunk_bounds(row_bytes):
         chunk = ray.put({name: list(column[start:stop]) for name, column in columns.items()})
         for name in columns:
             refs[name] += [Ref(chunk, name, row) for row in range(stop - start)]
@@ -47,11 +55,11 @@ def keep(batch: DataProto, names: Iterable[str]) -> DataProto:
 def fetch(batch: DataProto, names: Iterable[str] | None = None) -> DataProto:
     """Return the batch with values in place of references.
 
-    A column may mix references and values: values pass through, and a column without references
-    is not copied.
+    A column may mix references and values; values pass through. Columns without references are not
+    copied.
 
     Args:
-        names: the object columns to fetch; None means all.
+        names: the object columns to fetch; None fetches all.
 
     Raises:
         WorkerError: in the driver, if the worker that stored the values has died.
@@ -84,21 +92,31 @@ def _load(chunks: list[Any]) -> dict[Any, dict[str, list[Any]]]:
         return dict(zip(chunks, ray.get(chunks), strict=True))
     except ray.exceptions.ObjectLostError:
         cluster = current()
-        if cluster is not None:  # a worker leaves the diagnosis to the driver's supervisor
-            cluster.supervisor.look_for_dead()
+        if cluster is not None:  # in a worker, the driver's supervisor makes the diagnosis
+            cluster.supervisor.raise_if_worker_died()
         raise
 
 
 def _size(value: Any) -> int:
+    """Return the approximate size of a value in bytes."""
     return value.nbytes if isinstance(value, np.ndarray) else len(str(value))
 
 
-def _chunks(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive (start, stop) ranges of rows of about CHUNK_BYTES each; a larger row has one of its own."""
-    bounds, start, held = [], 0, 0
+def _chunk_bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return consecutive (start, stop) ranges of rows of at most CHUNK_BYTES.
+
+    A larger row gets its own range.
+    """
+    if not sizes:
+        return []
+    bounds = []
+    start = 0
+    total = 0
     for row, size in enumerate(sizes):
-        if row > start and held + size > CHUNK_BYTES:
+        if row > start and total + size > CHUNK_BYTES:
             bounds.append((start, row))
-            start, held = row, 0
-        held += size
-    return [*bounds, (start, len(sizes))] if sizes else []
+            start = row
+            total = 0
+        total += size
+    bounds.append((start, len(sizes)))
+    return bounds

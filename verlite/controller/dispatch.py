@@ -1,14 +1,23 @@
-"""Three ways to call a method on all ranks of a role, and the arithmetic of rows behind the first.
+"""How a method of a role's workers is called, and how rows are split over ranks and joined again.
 
-split: the first argument is a DataProto whose rows are divided over the ranks; the other arguments go to all.
+split: the rows of the first argument, a DataProto, are split over the ranks; the other arguments
+    go to all ranks.
 all: every rank gets the same arguments.
 rank_zero: only rank 0 is called.
-
-What a split method returns in the columns that it `keep_remote` stays with its worker; the driver gets references (controller.columns).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    overload,
+)
 
 import numpy as np
 
@@ -24,9 +33,9 @@ Dispatch = Literal["split", "all", "rank_zero"]
 
 class _Split(Protocol):
     @overload
-    def __call__(
+    def __call__(  # type: ignore[overload-overlap]
         self, method: Callable[Concatenate[W, P], "DataProto"]
-    ) -> Callable[Concatenate[W, P], "DataProto"]: ...  # type: ignore[overload-overlap]
+    ) -> Callable[Concatenate[W, P], "DataProto"]: ...
     @overload
     def __call__(
         self, method: Callable[Concatenate[W, P], T]
@@ -54,14 +63,25 @@ def register(dispatch: Literal["all"]) -> _All: ...
 @overload
 def register(dispatch: Literal["rank_zero"]) -> _RankZero: ...
 def register(dispatch: Dispatch, keep_remote: Sequence[str] = (), fetch: bool = True) -> Any:
-    """Mark a worker method as callable from the driver. Its static type becomes what the driver gets.
+    """Mark a worker method as callable from the driver.
 
-    split: rows go by data.meta_info["assignment"] (one list of row numbers per rank, each row in exactly one list, lists may be
-    empty), else in near-equal consecutive pieces. A rank without rows is called too, with a batch of 0 rows. DataProto results are
-    joined in the caller's row order (a result may hold k rows for each row it was given); other results come as a list by rank. Every
-    reference in the batch becomes its value before the method runs, unless `fetch` is False: then the method gets the references and
-    calls `columns.fetch(batch, names)` for the columns it needs. Object columns of the result named in `keep_remote` become references.
-    all: a list of results by rank. rank_zero: rank 0's result.
+    Its static type becomes the type of the driver's call.
+
+    Args:
+        dispatch: how the method is called.
+
+            - "split": rank i gets the rows listed in data.meta_info["assignment"][i]; without that
+              entry, a near-equal consecutive range of rows. Each row must be in exactly one list.
+              A rank without rows is called too, with a batch of 0 rows. DataProto results are
+              joined in the caller's row order; a result may have k rows for each input row. Other
+              results are returned as a list by rank.
+            - "all": returns a list of results by rank.
+            - "rank_zero": returns rank 0's result.
+        keep_remote: object columns of a split method's result that stay on the worker's node. The
+            driver gets references; see `controller.columns`.
+        fetch: whether the references in a split method's batch are replaced by values before the
+            method runs. With False the method calls `columns.fetch(batch, names)` for the columns
+            it needs.
     """
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,37 +94,46 @@ def register(dispatch: Dispatch, keep_remote: Sequence[str] = (), fetch: bool = 
 
 
 def dispatch_of(worker_class: type, method: str) -> Dispatch:
-    """How a method was registered. Raises AttributeError that says which methods can be called."""
+    """Return how a method was registered.
+
+    Raises:
+        AttributeError: the method is not registered; the message lists those that are.
+    """
     dispatch = getattr(getattr(worker_class, method, None), "__dispatch__", None)
     if dispatch is None:
-        known = sorted(
+        known = [
             name
             for name in dir(worker_class)
             if hasattr(getattr(worker_class, name), "__dispatch__")
-        )
+        ]
         raise AttributeError(
-            f"{worker_class.__name__}.{method} cannot be called from the driver; registered methods: {', '.join(known)}"
+            f"{worker_class.__name__}.{method} cannot be called from the driver; "
+            f"registered methods: {', '.join(sorted(known))}"
         )
-    return dispatch
+    return cast(Dispatch, dispatch)
 
 
 def assigned_rows(data: "DataProto", ranks: int) -> list[np.ndarray] | None:
-    """The checked meta_info["assignment"], or None when there is none."""
-    given: Sequence[Sequence[int]] | None = data.meta_info.get("assignment")
-    if given is None:
+    """Return the row numbers of each rank from meta_info["assignment"], None without that entry.
+
+    Raises:
+        ValueError: the assignment does not contain each row exactly once.
+    """
+    assignment: Sequence[Sequence[int]] | None = data.meta_info.get("assignment")
+    if assignment is None:
         return None
-    rows = [np.asarray(part, dtype=np.int64).reshape(-1) for part in given]
+    rows = [np.asarray(part, dtype=np.int64).reshape(-1) for part in assignment]
     if len(rows) != ranks:
         raise ValueError(f"meta_info['assignment'] has {len(rows)} lists of rows for {ranks} ranks")
     if not np.array_equal(np.sort(np.concatenate(rows)), np.arange(len(data))):
         raise ValueError(
-            f"meta_info['assignment'] must hold each of the {len(data)} rows exactly once"
+            f"meta_info['assignment'] must contain each of the {len(data)} rows exactly once"
         )
     return rows
 
 
 def split_rows(data: "DataProto", ranks: int) -> list["DataProto"]:
-    """One piece per rank; pieces may differ in size and may be empty. The assignment itself does not travel."""
+    """Return one batch per rank, without the assignment. Sizes may differ and may be 0."""
     from verlite.protocol.data import near_equal_bounds
 
     rows = assigned_rows(data, ranks)
@@ -115,32 +144,47 @@ def split_rows(data: "DataProto", ranks: int) -> list["DataProto"]:
 
 
 def join_rows(results: list[Any], data: "DataProto") -> Any:
-    """What the driver gets from a split call: one DataProto in the order of data's rows, or the list of results by rank."""
+    """Return the driver's result of a split call.
+
+    Args:
+        results: the result of each rank, in rank order.
+        data: the batch that was split.
+
+    Returns:
+        One DataProto in the row order of `data` if all results are DataProtos, else the list.
+
+    Raises:
+        ValueError: the ranks did not all return the same whole number of rows for each input row.
+    """
     from verlite.protocol.data import DataProto, near_equal_bounds
 
     if not all(isinstance(result, DataProto) for result in results):
         return results
     rows = assigned_rows(data, len(results))
-    sizes = (
-        [stop - start for start, stop in near_equal_bounds(len(data), len(results))]
-        if rows is None
-        else [len(part) for part in rows]
-    )
-    given = [(size, len(result)) for size, result in zip(sizes, results, strict=True)]
-    factors = {out / size for size, out in given if size}
-    if (
-        len(factors) > 1
-        or any(factor % 1 for factor in factors)
-        or any(out for size, out in given if not size)
-    ):
-        sizes, returned = [size for size, _ in given], [out for _, out in given]
-        raise ValueError(
-            f"ranks were given {sizes} rows and returned {returned}: not one whole multiple for all"
-        )
+    if rows is None:
+        sizes = [stop - start for start, stop in near_equal_bounds(len(data), len(results))]
+    else:
+        sizes = [len(part) for part in rows]
+    factor = _rows_per_input(sizes, [len(result) for result in results])
     joined = DataProto.concat(results)
-    if rows is None or not factors:
+    if rows is None or factor is None:
         return joined
-    k = int(factors.pop())
     position = np.empty(len(data), dtype=np.int64)
     position[np.concatenate(rows)] = np.arange(len(data))
-    return joined.select_idxs((position[:, None] * k + np.arange(k)).reshape(-1))
+    return joined.select_idxs((position[:, None] * factor + np.arange(factor)).reshape(-1))
+
+
+def _rows_per_input(sizes: list[int], returned: list[int]) -> int | None:
+    """Return how many rows the ranks returned for each input row, None without input rows.
+
+    Raises:
+        ValueError: it is not the same whole number for all ranks.
+    """
+    inputs = sum(sizes)
+    factor = sum(returned) // inputs if inputs else 0
+    if returned != [size * factor for size in sizes]:
+        raise ValueError(
+            f"ranks were given {sizes} rows and returned {returned}: "
+            "not the same whole multiple for every rank"
+        )
+    return factor if inputs else None

@@ -1,12 +1,18 @@
-"""Last line against orphans: a tiny process that outlives its owner, then ends what the owner left behind.
+"""A small process that outlives its owner and then kills what the owner left behind.
 
-    python -I -S guardian.py OWNER ALL=ID WORKERS=ID [folder]
+    python -I -S guardian.py OWNER NAME=VALUE [folder]
 
-It watches its parent, the process OWNER. When the owner is gone, in whatever way (kill -9 included), every process that was started
-with ALL=ID in its environment is killed, also one that is stopped. When the owner writes something to the guardian's input, it
-leaves in order: then only those with WORKERS=ID are killed, and the owner's own children, such as a tracker that still uploads,
-are left alone. Either way Ray's processes that write into the folder are killed, and the folder is removed. It needs /proc, so it
-does nothing on systems other than Linux. Standard library only: it must be small and start at once.
+All processes of a run carry the run's mark in their environment: NAME=VALUE for the owner's own
+children, NAME=VALUE/... for Ray, the workers and their children.
+
+The guardian watches its parent, the process OWNER. When the owner ends in any way, including kill
+-9, the guardian kills every marked process, including stopped ones. When the owner writes to the
+guardian's input, the owner is exiting normally. Then the guardian kills only the processes with
+NAME=VALUE/..., and spares the owner's own children, such as a tracker that is still uploading.
+In both cases it kills Ray's processes that have files of the folder open, and removes the folder.
+
+It needs /proc, so it does nothing on systems other than Linux. It uses the standard library only,
+because it must be small and start at once.
 """
 
 import os
@@ -17,98 +23,122 @@ import subprocess
 import sys
 import time
 
-PATIENCE_S = 15.0
-"""Processes that start while we look are found by looking again; this is for how long."""
+SWEEP_S = 15.0
+"""How long to look for marked processes again, to find those that start during the search."""
 
 
-def start(everything: str, workers: str, folder: str | None = None) -> "subprocess.Popen[bytes]":
-    """Start a guardian of this process."""
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        __file__,
-        str(os.getpid()),
-        everything,
-        workers,
-        *([folder] if folder else []),
-    ]
-    quiet = subprocess.DEVNULL
+def start(mark: str, folder: str | None = None) -> "subprocess.Popen[bytes]":
+    """Start a guardian of this process. `mark` is NAME=VALUE."""
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
+    if folder:
+        command.append(folder)
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
 
 
 def dismiss(process: "subprocess.Popen[bytes]") -> None:
-    """Leave in order: have the guardian end the workers, and wait for it."""
+    """Exit normally: have the guardian kill the workers, and wait until it has ended."""
     try:
-        process.communicate(b"done", timeout=PATIENCE_S + 5)
+        process.communicate(b"done", timeout=SWEEP_S + 5)
     except (BrokenPipeError, subprocess.TimeoutExpired):
         process.kill()
 
 
-def marked(entry: str) -> list[int]:
-    """Processes, except this one, whose environment at their start had the entry."""
+def marked(mark: str, workers_only: bool = False) -> list[int]:
+    """Return the ids of the other processes that were started with the mark.
+
+    Args:
+        mark: NAME=VALUE; matches that entry and NAME=VALUE/... in the environment.
+        workers_only: match only NAME=VALUE/...
+    """
+    exact = mark.encode()
+    prefix = exact + b"/"
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            try:
-                with open(f"/proc/{name}/environ", "rb") as file:
-                    if entry.encode() in file.read().split(b"\0"):
-                        found.append(int(name))
-            except OSError:  # ended meanwhile, or another user's
-                continue
+    for name in _other_processes(os.getpid()):
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                entries = file.read().split(b"\0")
+        except OSError:  # the process has ended, or belongs to another user
+            continue
+        for entry in entries:
+            if entry.startswith(prefix) or (entry == exact and not workers_only):
+                found.append(int(name))
+                break
     return found
 
 
-def writing(folder: str) -> list[int]:
-    """Ray's agents and workers, except this process and its parent, that have files of the folder (a path without links) open. To give
-    itself a title such a process blanks the first part of what its environment was, and the mark may have been there."""
+def ray_processes_using(folder: str) -> list[int]:
+    """Return the ids of Ray's processes that have files of the folder open.
+
+    This process and its parent are left out.
+
+    Such a process sets its title by overwriting the first part of its environment, which may have
+    contained the mark. The folder must be a path without links.
+    """
     found = []
-    for name in set(filter(str.isdigit, os.listdir("/proc"))) - {
-        str(os.getpid()),
-        str(os.getppid()),
-    }:
+    for name in _other_processes(os.getpid(), os.getppid()):
         try:
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 if file.read(5) != b"ray::":
                     continue
-            paths = (
-                os.readlink(f"/proc/{name}/fd/{number}")
-                for number in os.listdir(f"/proc/{name}/fd")
-            )
-            if any(path.startswith(folder + "/") for path in paths):
-                found.append(int(name))
-        except OSError:  # ended meanwhile, or another user's
+            descriptors = f"/proc/{name}/fd"
+            for number in os.listdir(descriptors):
+                if os.readlink(f"{descriptors}/{number}").startswith(folder + "/"):
+                    found.append(int(name))
+                    break
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return found
 
 
-def sweep(entry: str, *folders: str) -> None:
-    """Kill marked processes, and Ray's of these folders, until two looks in a row find none."""
-    quiet, deadline = 0, time.monotonic() + PATIENCE_S
-    while quiet < 2 and time.monotonic() < deadline:
-        pids = [pid for found in (marked(entry), *map(writing, folders)) for pid in found]
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except OSError:
-                pass
-        quiet = 0 if pids else quiet + 1
+def _other_processes(*excluded: int) -> list[str]:
+    return [name for name in os.listdir("/proc") if name.isdigit() and int(name) not in excluded]
+
+
+def kill(mark: str, workers_only: bool, *folders: str) -> bool:
+    """Kill marked processes and Ray's processes that use the folders.
+
+    Returns whether there were any.
+    """
+    pids = marked(mark, workers_only)
+    for folder in folders:
+        pids += ray_processes_using(folder)
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
+    return bool(pids)
+
+
+def sweep(mark: str, workers_only: bool, *folders: str) -> None:
+    """Repeat `kill` until it finds no process twice in a row."""
+    empty_passes = 0
+    deadline = time.monotonic() + SWEEP_S
+    while empty_passes < 2 and time.monotonic() < deadline:
+        found_any = kill(mark, workers_only, *folders)
+        empty_passes = 0 if found_any else empty_passes + 1
         time.sleep(0.1)
 
 
-def main(owner: int, everything: str, workers: str, *folders: str) -> None:
-    # The end of the pipe alone would not tell: a process that the owner forked holds it open too.
-    orderly = False
-    while not orderly and os.getppid() == owner:
+def main(owner: int, mark: str, *folders: str) -> None:
+    """Wait until the owner exits, then clean up."""
+    # A process that the owner forked also keeps the pipe open, so its end alone does not show that
+    # the owner has exited. The parent's id does.
+    normal_exit = False
+    while not normal_exit and os.getppid() == owner:
         readable, _, _ = select.select([0], [], [], 0.25)
         if readable:
-            orderly = bool(os.read(0, 16))
-            if not orderly:
+            normal_exit = bool(os.read(0, 16))
+            if not normal_exit:
                 time.sleep(0.25)
     if os.path.isdir("/proc/self"):
-        sweep(workers if orderly else everything, *folders)
+        sweep(mark, normal_exit, *folders)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

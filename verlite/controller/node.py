@@ -1,17 +1,29 @@
-"""What one machine can tell about itself and do to its own processes. Standard library only, so that any process may import it."""
+"""Facts about one machine, and control of its processes. Imports only light modules."""
 
 import os
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+PROCESS_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for the disk",
+    "T": "stopped by a signal",
+    "Z": "dead",
+}
+"""Names of the state letters in /proc/PID/stat."""
+LOG_HEADER = "--- pid"
+"""A worker's log starts with this text and the process id, once per process."""
 
 
 def cores() -> int:
-    """Cores this process may use: its affinity, cut by the container's CPU quota."""
+    """Return how many cores this process may use: its affinity, limited by the CPU quota."""
     try:
         usable = len(os.sched_getaffinity(0))
-    except AttributeError:  # no affinity on macOS
+    except AttributeError:  # macOS has no affinity
         usable = os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -21,7 +33,10 @@ def cores() -> int:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory, in this container or on this machine; 0 where unknown."""
+    """Return how many processes the kernel has killed for lack of memory, 0 if unknown.
+
+    The count is that of this container, or of the machine outside a container.
+    """
     for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
         try:
             for line in Path(path).read_text().splitlines():
@@ -34,7 +49,7 @@ def oom_kills() -> int:
 
 
 def tail(path: str, lines: int) -> str:
-    """The last lines of a text file; empty when it cannot be read."""
+    """Return the last lines of a text file, "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -47,18 +62,24 @@ def tail(path: str, lines: int) -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told from later ones with the same number by the time of its start (clock ticks since boot; 0 without /proc)."""
+    """A process id with the process's start time, because the kernel reuses process ids.
+
+    Attributes:
+        started: clock ticks since boot; 0 on systems without /proc.
+    """
 
     pid: int
     started: int
 
 
 def this_process() -> Process:
-    return Process(os.getpid(), int((_stat(os.getpid()) or ["0"] * 20)[19]))
+    """Return the current process."""
+    stat = _stat(os.getpid())
+    return Process(os.getpid(), int(stat[19]) if stat else 0)
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third (the state) on; empty when there is no such process."""
+    """Return the fields of /proc/PID/stat from the third (the state) on, [] without a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -66,18 +87,11 @@ def _stat(pid: int) -> list[str]:
 
 
 def process_state(process: Process) -> str:
-    """running, sleeping, waiting for the disk, stopped by a signal, dead or gone."""
+    """Return a value of PROCESS_STATES, or "gone"."""
     stat = _stat(process.pid)
     if not stat or int(stat[19]) != process.started:
         return "gone"
-    letter = stat[0]
-    return {
-        "R": "running",
-        "S": "sleeping",
-        "D": "waiting for the disk",
-        "T": "stopped by a signal",
-        "Z": "dead",
-    }.get(letter, letter)
+    return PROCESS_STATES.get(stat[0], stat[0])
 
 
 def send_signal(processes: Iterable[Process], number: int) -> None:
@@ -90,28 +104,45 @@ def send_signal(processes: Iterable[Process], number: int) -> None:
                 pass
 
 
-def diagnose(workers: Iterable[tuple[str, Process | None]]) -> list[tuple[str, str, int]]:
-    """For each log and its process: (end of what the process wrote there, its state, oom_kills()), in one visit to the node."""
+class Diagnosis(NamedTuple):
+    """What a node knows about a worker.
+
+    Attributes:
+        log: the end of what its process wrote into its log.
+        state: see `process_state`.
+        oom_kills: see `oom_kills`.
+    """
+
+    log: str
+    state: str
+    oom_kills: int
+
+
+def diagnose(workers: Iterable[tuple[str, Process | None]]) -> list[Diagnosis]:
+    """Return a diagnosis for each (log path, process) on this node."""
     found = []
     for log, process in workers:
-        text = tail(log, 400)
-        if process is not None and (start := f"--- pid {process.pid} ") in text:
-            text = text.rpartition(start)[2].partition("\n")[2]  # not what earlier runs wrote
+        text = _log_of(process, tail(log, 400))
         state = "unknown" if process is None else process_state(process)
-        found.append(
-            (
-                "\n".join(
-                    line for line in text.splitlines() if not line.startswith("Extension modules:")
-                ),
-                state,
-                oom_kills(),
-            )
-        )
+        found.append(Diagnosis(text, state, oom_kills()))
     return found
 
 
+def _log_of(process: Process | None, text: str) -> str:
+    """Return the part of a log that the process wrote, without the lines of earlier runs."""
+    if process is not None:
+        header = f"{LOG_HEADER} {process.pid} "
+        if header in text:
+            text = text.rpartition(header)[2].partition("\n")[2]
+    lines = text.splitlines()
+    return "\n".join(line for line in lines if not line.startswith("Extension modules:"))
+
+
 def free_listener(address: str) -> socket.socket:
-    """A listening socket on a port that the kernel chose. It stays open until it is used, so nobody can take the port in between."""
+    """Return a listening socket on a free port.
+
+    Keep it open until the port is used: then no other process can take the port in between.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.bind((address, 0))
     listener.listen(1024)
@@ -119,16 +150,13 @@ def free_listener(address: str) -> socket.socket:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface that has this address; None when it cannot be told."""
+    """Return the name of the network interface with this IP address, None if it is not found."""
     if address in ("127.0.0.1", "::1"):
-        return next(
-            (name for name in ("lo", "lo0") if name in {n for _, n in socket.if_nameindex()}), None
-        )
+        names = {name for _, name in socket.if_nameindex()}
+        return next((name for name in ("lo", "lo0") if name in names), None)
     import psutil
 
-    found = (
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(entry.address == address for entry in addresses)
-    )
-    return next(found, None)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return str(name)
+    return None

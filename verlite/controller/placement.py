@@ -1,7 +1,8 @@
-"""Which role sits on which device, and holding those devices for the run.
+"""Assign the ranks of each role to devices, and reserve those devices for the run.
 
-A device is a GPU, or a CPU slot where there is none. Devices are numbered node by node, so that ranks are in the same order in
-every run. Each is one bundle of a Ray placement group; the roles on a device share its bundle in equal fractions.
+A device is a GPU, or a CPU slot on machines without GPUs. Devices are numbered node by node, so the
+ranks have the same order in every run. Each device is one bundle of a Ray placement group. The
+workers on a device share its bundle in equal fractions.
 """
 
 import sys
@@ -10,48 +11,61 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verlite.controller import ray_internals
 from verlite.controller.cluster import Cluster
-from verlite.controller.supervise import WorkerHandle
+from verlite.controller.worker_handle import WorkerHandle
 
 Kind = Literal["cpu", "cuda"]
+Ranks = dict[str, tuple[tuple[int, ...], ...]]
+"""For each role, the device numbers of each of its ranks."""
 RESOURCE = {"cpu": "CPU", "cuda": "GPU"}
 CPUS_PER_GPU = 1.0
-"""CPU slots taken beside each GPU, shared by its roles: small, since a missing CPU would hold up a free GPU."""
+"""CPU slots reserved with each GPU and shared by its workers. It is small, because a missing CPU
+slot would block a free GPU."""
 
 
 class ResourcesMissing(RuntimeError):
-    """The cluster has not got what the run needs. The message is a table: needed, in total, free, by node."""
+    """The cluster does not have the devices that the run needs. The message is a table by node."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A device. index: its number, which is also its bundle's. on_node: slots of this run on the same machine. gpu_id: None on CPU."""
+class Device:
+    """A reserved device.
+
+    Attributes:
+        index: its number, and the index of its bundle.
+        address: IP address of the node.
+        devices_on_node: number of devices of this run on the same node.
+        gpu_id: known only if a worker uses several GPUs; else None.
+    """
 
     index: int
     node_id: str
     address: str
-    on_node: int
+    devices_on_node: int
     gpu_id: str | None = None
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices held for a run.
+    """The devices reserved for a run.
 
-    roles: for each role, the devices of each of its ranks; all of one rank's devices are on one node. hosts: processes that were started
-    for a role and wait for its workers.
+    Attributes:
+        roles: for each role, the device numbers of each rank, all on one node.
+        group: the Ray placement group.
+        prestarted: processes of a role that wait for `spawn`.
     """
 
     cluster: Cluster
     kind: Kind
-    slots: tuple[Slot, ...]
-    roles: dict[str, tuple[tuple[int, ...], ...]]
+    devices: tuple[Device, ...]
+    roles: Ranks
     group: Any
-    hosts: dict[str, list[WorkerHandle]] = field(default_factory=dict)
+    prestarted: dict[str, list[WorkerHandle]] = field(default_factory=dict)
 
-    def share(self, slot: int) -> float:
-        """The fraction of a device that each worker on it takes, in Ray's units of 1/10000."""
-        workers = sum(slot in devices for ranks in self.roles.values() for devices in ranks)
+    def share(self, index: int) -> float:
+        """Return the fraction of a device for each worker on it, in Ray's units of 1/10000."""
+        workers = sum(index in devices for ranks in self.roles.values() for devices in ranks)
         return (10000 // max(1, workers)) / 10000
 
 
@@ -64,134 +78,148 @@ def reserve(
     kind: Kind | Literal["auto"] = "auto",
     wait_s: float = 300.0,
 ) -> Placement:
-    """Hold nodes x devices_per_node devices.
+    """Reserve nodes x devices_per_node devices.
 
-    roles: role to its ranks in order; a rank is a device number, or a list of them for a worker that uses several (of one node).
-    kind: auto takes GPUs where the cluster has any. On a local cluster of CPU slots several `nodes` may be the same machine.
-    wait_s: how long to wait for nodes to join or to get free; then ResourcesMissing. Raises ValueError for a role on a missing device.
+    Args:
+        roles: for each role, its ranks in order. A rank is a device number, or a list of device
+            numbers of one node for a worker that uses several devices.
+        kind: "auto" takes GPUs if the cluster has any, else CPU slots. On a local cluster of CPU
+            slots, several `nodes` may be the same machine.
+        wait_s: how long to wait for nodes that join or become free, in seconds.
+
+    Raises:
+        ValueError: a role is placed on a device that does not exist.
+        ResourcesMissing: the devices were not free within wait_s.
     """
-    ranks = {
-        role: tuple((rank,) if isinstance(rank, int) else tuple(rank) for rank in wanted)
-        for role, wanted in roles.items()
-    }
+    ranks = _normalized(roles)
     _check(ranks, nodes, devices_per_node)
-    chosen_kind: Kind = ("cuda" if _totals("GPU") else "cpu") if kind == "auto" else kind
-    if cluster.local and chosen_kind == "cpu":
-        where, free_per_node = [_nodes()[0]] * nodes, nodes * devices_per_node
-        if _nodes()[0]["Resources"].get("CPU", 0) < free_per_node:
-            raise ResourcesMissing(_table(chosen_kind, nodes, devices_per_node))
+    chosen_kind: Kind
+    if kind == "auto":
+        chosen_kind = "cuda" if _has_gpus() else "cpu"
     else:
-        where = _wait_for_nodes(chosen_kind, nodes, devices_per_node, wait_s)
-    group = _hold(where, chosen_kind, devices_per_node, wait_s)
+        chosen_kind = kind
+    if cluster.local and chosen_kind == "cpu":
+        machine = _nodes()[0]
+        if machine["Resources"].get("CPU", 0) < nodes * devices_per_node:
+            raise ResourcesMissing(_table(chosen_kind, nodes, devices_per_node))
+        chosen_nodes = [machine] * nodes
+    else:
+        chosen_nodes = _wait_for_nodes(chosen_kind, nodes, devices_per_node, wait_s)
+    group = _placement_group(chosen_nodes, chosen_kind, devices_per_node, wait_s)
     cluster.reserved.append(group)
-    ids = (
-        _gpu_ids(group, nodes * devices_per_node)
-        if chosen_kind == "cuda" and _several(ranks)
-        else None
-    )
-    count = {
-        node["NodeID"]: devices_per_node * sum(node is other for other in where) for node in where
-    }
-    slots = tuple(
-        Slot(
-            i,
-            node["NodeID"],
-            node["NodeManagerAddress"],
-            count[node["NodeID"]],
-            ids[i] if ids else None,
-        )
-        for i, node in enumerate(node for node in where for _ in range(devices_per_node))
-    )
-    return Placement(cluster, chosen_kind, slots, ranks, group)
+    gpu_ids: list[str] | None = None
+    if chosen_kind == "cuda" and _any_rank_has_several(ranks):
+        gpu_ids = _gpu_ids(group, nodes * devices_per_node)
+    devices = _devices(chosen_nodes, devices_per_node, gpu_ids)
+    return Placement(cluster, chosen_kind, devices, ranks, group)
 
 
-def _several(ranks: Mapping[str, tuple[tuple[int, ...], ...]]) -> bool:
+def _normalized(roles: Mapping[str, Sequence[int] | Sequence[Sequence[int]]]) -> Ranks:
+    """Return the roles with a tuple of devices for each rank."""
+    ranks = {}
+    for role, wanted in roles.items():
+        ranks[role] = tuple((rank,) if isinstance(rank, int) else tuple(rank) for rank in wanted)
+    return ranks
+
+
+def _any_rank_has_several(ranks: Ranks) -> bool:
     return any(len(devices) > 1 for role in ranks.values() for devices in role)
 
 
-def _check(
-    ranks: Mapping[str, tuple[tuple[int, ...], ...]], nodes: int, devices_per_node: int
-) -> None:
+def _check(ranks: Ranks, nodes: int, devices_per_node: int) -> None:
+    """Raise ValueError if a rank has no device, a missing device or devices of several nodes."""
     total = nodes * devices_per_node
     for role, devices_of_ranks in ranks.items():
         if not devices_of_ranks:
             raise ValueError(f"role {role} has no device")
         for rank, devices in enumerate(devices_of_ranks):
-            outside = [device for device in devices if not 0 <= device < total]
-            if outside or not devices:
-                raise ValueError(
-                    f"{role} rank {rank} is placed on devices {list(devices)}, but the run has only 0 to {total - 1}"
-                )
+            placed = f"{role} rank {rank} is placed on devices {list(devices)}"
+            if not devices or any(not 0 <= device < total for device in devices):
+                raise ValueError(f"{placed}, but the run has only 0 to {total - 1}")
             if len({device // devices_per_node for device in devices}) > 1:
-                raise ValueError(
-                    f"{role} rank {rank} is placed on devices {list(devices)}, which are on different nodes"
-                )
+                raise ValueError(f"{placed}, which are on different nodes")
+
+
+def _devices(
+    chosen_nodes: Sequence[dict[str, Any]], devices_per_node: int, gpu_ids: list[str] | None
+) -> tuple[Device, ...]:
+    """Return the devices in order. On a local CPU cluster all nodes may be one machine."""
+    node_ids = [node["NodeID"] for node in chosen_nodes]
+    devices: list[Device] = []
+    for node in chosen_nodes:
+        on_node = devices_per_node * node_ids.count(node["NodeID"])
+        for _ in range(devices_per_node):
+            index = len(devices)
+            gpu_id = gpu_ids[index] if gpu_ids else None
+            device = Device(index, node["NodeID"], node["NodeManagerAddress"], on_node, gpu_id)
+            devices.append(device)
+    return tuple(devices)
 
 
 def _nodes() -> list[dict[str, Any]]:
-    """Living nodes, always in the same order."""
+    """Return the living nodes, always in the same order."""
     import ray
 
     def order(node: dict[str, Any]) -> tuple[Any, ...]:
         address = node["NodeManagerAddress"]
         parts = address.split(".")
-        return (
-            tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else (),
-            address,
-            node["NodeID"],
-        )
+        is_ipv4 = all(part.isdigit() for part in parts)
+        numbers = tuple(int(part) for part in parts) if is_ipv4 else ()
+        return numbers, address, node["NodeID"]
 
-    return sorted((node for node in ray.nodes() if node["Alive"]), key=order)
+    untyped_ray: Any = ray
+    return sorted((node for node in untyped_ray.nodes() if node["Alive"]), key=order)
 
 
-def _totals(resource: str) -> float:
-    return sum(node["Resources"].get(resource, 0) for node in _nodes())
+def _has_gpus() -> bool:
+    return any(node["Resources"].get("GPU", 0) for node in _nodes())
 
 
 def _needs(kind: Kind, devices: int) -> dict[str, float]:
-    return {"CPU": devices} if kind == "cpu" else {"GPU": devices, "CPU": CPUS_PER_GPU * devices}
-
-
-def _free() -> dict[str, dict[str, float]]:
-    from ray._private.state import available_resources_per_node
-
-    return available_resources_per_node()
+    """Return {resource: amount} for a number of devices."""
+    if kind == "cpu":
+        return {"CPU": devices}
+    return {"GPU": devices, "CPU": CPUS_PER_GPU * devices}
 
 
 def _wait_for_nodes(kind: Kind, count: int, devices: int, wait_s: float) -> list[dict[str, Any]]:
-    """The first `count` nodes that have enough free, waiting for them with a countdown on the terminal."""
+    """Return the first `count` nodes with enough free resources.
+
+    Shows a countdown on the terminal while it waits.
+
+    Raises:
+        ResourcesMissing: after wait_s.
+    """
     deadline = time.monotonic() + wait_s
-    countdown = _Countdown()
-    with countdown:
+    needs = _needs(kind, devices)
+    with _Countdown() as countdown:
         while True:
-            free, needs = _free(), _needs(kind, devices)
-            ready = [
-                node
-                for node in _nodes()
-                if all(
-                    free.get(node["NodeID"], {}).get(name, 0) >= need
-                    for name, need in needs.items()
-                )
-            ]
+            free = ray_internals.free_resources()
+            ready = [node for node in _nodes() if _has(free.get(node["NodeID"], {}), needs)]
             if len(ready) >= count:
                 return ready[:count]
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 raise ResourcesMissing(_table(kind, count, devices))
             have = f"{len(ready)} of {count} nodes have {devices} free {RESOURCE[kind]}s"
-            countdown.show(f"waiting for devices: {have}, giving up in {left:.0f} s")
-            time.sleep(min(1.0, left))
+            countdown.show(f"waiting for devices: {have}, giving up in {remaining:.0f} s")
+            time.sleep(min(1.0, remaining))
+
+
+def _has(free: Mapping[str, float], needs: Mapping[str, float]) -> bool:
+    return all(free.get(name, 0) >= need for name, need in needs.items())
 
 
 class _Countdown:
-    """One changing line on a terminal; elsewhere a line now and then."""
+    """A line that is updated in place on a terminal. Elsewhere it is printed every 30 s."""
 
     def __enter__(self) -> "_Countdown":
         self._status: Any = None
-        self._last = 0.0
+        self._last_print = 0.0
         return self
 
     def show(self, text: str) -> None:
+        """Update the line."""
         if sys.stderr.isatty():
             from rich.console import Console
 
@@ -199,8 +227,8 @@ class _Countdown:
                 self._status = Console(stderr=True).status(text)
                 self._status.start()
             self._status.update(text)
-        elif time.monotonic() - self._last > 30:
-            self._last = time.monotonic()
+        elif time.monotonic() - self._last_print > 30:
+            self._last_print = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 
     def __exit__(self, *exc: object) -> None:
@@ -209,65 +237,77 @@ class _Countdown:
 
 
 def _table(kind: Kind, count: int, devices: int) -> str:
-    free, needs = _free(), _needs(kind, devices)
-    names = list(needs)
-    rows = [["node", *(f"{name} {what}" for name in names for what in ("needed", "total", "free"))]]
+    """Return the text of ResourcesMissing: needed, total and free resources of each node."""
+    free = ray_internals.free_resources()
+    needs = _needs(kind, devices)
+    header = ["node"]
+    for name in needs:
+        header += [f"{name} needed", f"{name} total", f"{name} free"]
+    rows = [header]
     nodes = _nodes()
     for node in nodes:
         row = [node["NodeManagerAddress"]]
-        for name in names:
-            row += [
-                f"{needs[name]:g}",
-                f"{node['Resources'].get(name, 0):g}",
-                f"{free.get(node['NodeID'], {}).get(name, 0):g}",
-            ]
+        for name, need in needs.items():
+            total = node["Resources"].get(name, 0)
+            unused = free.get(node["NodeID"], {}).get(name, 0)
+            row += [f"{need:g}", f"{total:g}", f"{unused:g}"]
         rows.append(row)
-    rows += [
-        [f"(node {i + 1}: has not joined)", *("-" for _ in rows[0][1:])]
-        for i in range(len(nodes), count)
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    for number in range(len(nodes), count):
+        rows.append([f"(node {number + 1}: has not joined)", *("-" for _ in header[1:])])
     what = ", ".join(f"{need:g} {name}" for name, need in needs.items())
     return (
-        f"the run needs {count} node(s) with {what} each, and the cluster does not have them free:\n"
-        + "\n".join(lines)
-        + "\n"
-        "  Lower trainer.nnodes or trainer.n_gpus_per_node, add nodes with `ray start --address=...`, or free what `ray status` shows."
+        f"the run needs {count} node(s) with {what} each, and the cluster does not have them "
+        f"free:\n"
+        f"{_aligned(rows)}\n"
+        "  Lower trainer.nnodes or trainer.n_gpus_per_node, add nodes with "
+        "`ray start --address=...`, or free what `ray status` shows."
     )
 
 
-def _hold(where: Sequence[dict[str, Any]], kind: Kind, devices: int, wait_s: float) -> Any:
-    """A placement group with one bundle per device, each on the node chosen for it."""
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows as indented lines with aligned columns."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def _placement_group(
+    chosen_nodes: Sequence[dict[str, Any]], kind: Kind, devices: int, wait_s: float
+) -> Any:
+    """Create a placement group with one bundle per device, each on its chosen node.
+
+    Raises:
+        ResourcesMissing: Ray could not create it in time.
+    """
     import ray
 
-    bundles = [_needs(kind, 1) for _ in where for _ in range(devices)]
-    pins = [{"ray.io/node-id": node["NodeID"]} for node in where for _ in range(devices)]
-    group = ray.util.placement_group(bundles, strategy="PACK", bundle_label_selector=pins)
+    bundles = []
+    selectors = []
+    for node in chosen_nodes:
+        bundles += [_needs(kind, 1)] * devices
+        selectors += [{"ray.io/node-id": node["NodeID"]}] * devices
+    group = ray.util.placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
     if not group.wait(timeout_seconds=max(10.0, wait_s)):
         ray.util.remove_placement_group(group)
-        raise ResourcesMissing(_table(kind, len(where), devices))
+        raise ResourcesMissing(_table(kind, len(chosen_nodes), devices))
     return group
 
 
 def _gpu_ids(group: Any, count: int) -> list[str]:
-    """The GPU behind each bundle, asked on the spot while the bundles are empty."""
+    """Return the GPU of each bundle, from a task that runs there while the bundles are empty."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def here() -> str:
+    def gpu_id() -> str:
         return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
 
-    task = ray.remote(num_cpus=0, num_gpus=1)(here)
-    strategies = [
-        PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-        for i in range(count)
-    ]
-    return ray.get(
-        [task.options(scheduling_strategy=strategy).remote() for strategy in strategies],
-        timeout=300,
-    )
+    task = ray.remote(num_cpus=0, num_gpus=1)(gpu_id)
+    refs = []
+    for index in range(count):
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        refs.append(task.options(scheduling_strategy=strategy).remote())
+    ids: list[str] = ray.get(refs, timeout=300)
+    return ids

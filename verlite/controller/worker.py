@@ -1,20 +1,25 @@
-"""The base of every worker class."""
+"""The base class of every worker."""
 
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from verlite.controller.host import WorkerSpec
+from verlite.controller.records import WorkerSpec
 
 if TYPE_CHECKING:
     import torch
 
 
 class Worker:
-    """A subclass gets its attributes before its own __init__ runs, and marks what the driver may call with @register.
+    """One rank of a role. Subclasses mark the methods that the driver may call with @register.
 
-    role, rank, world_size: its role and place in it. local_rank: its place among the role's workers on its node.
-    device: torch.device of its own device; a worker sees only its own GPUs, so that is always cuda:0.
+    The attributes are set before the subclass's __init__ runs.
+
+    Attributes:
+        role: name of the role.
+        rank: index among the workers of the role.
+        world_size: number of workers of the role.
+        local_rank: index among the workers of the role on the same node.
     """
 
     role: str
@@ -23,35 +28,47 @@ class Worker:
     local_rank: int
 
     def assign(
-        self, seat: WorkerSpec, rendezvous: tuple[str, int], listener: socket.socket | None
+        self, spec: WorkerSpec, rendezvous: tuple[str, int], listener: socket.socket | None
     ) -> None:
-        """Called by the host before __init__."""
-        self.role, self.rank, self.world_size, self.local_rank = (
-            seat.role,
-            seat.rank,
-            seat.world_size,
-            seat.local_rank,
-        )
-        self._seat, self._rendezvous, self._listener = seat, rendezvous, listener
+        """Set the attributes. WorkerActor calls this before __init__.
+
+        Args:
+            rendezvous: address and port where the ranks of the role meet.
+            listener: the socket that listens there, on rank 0.
+        """
+        self.role = spec.role
+        self.rank = spec.rank
+        self.world_size = spec.world_size
+        self.local_rank = spec.local_rank
+        self._spec = spec
+        self._rendezvous = rendezvous
+        self._listener = listener
 
     @property
     def device(self) -> "torch.device":
+        """The worker's own device. A worker sees only its own GPUs, so it is cuda:0 or cpu."""
         import torch
 
-        return torch.device("cpu") if self._seat.device_kind == "cpu" else torch.device("cuda", 0)
+        if self._spec.device_kind == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", 0)
 
     @property
     def node_id(self) -> str:
         """Ray's id of the worker's node."""
         import ray
 
-        return ray.get_runtime_context().get_node_id()
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
 
     def init_distributed(self, timeout_s: float = 1800.0) -> None:
-        """Join the torch.distributed world of this role: gloo on CPU, NCCL (and gloo for host tensors) on GPU.
+        """Create the torch.distributed process group of this role. All ranks must call it.
 
-        All ranks must call it. They meet at a port that rank 0 has held open since it started, on the address Ray uses for its
-        node, or on loopback when all ranks share a node. timeout_s: longest a collective may take.
+        The backend is gloo on CPU, and NCCL with gloo for host tensors on GPU. The ranks meet at a
+        port that rank 0 has kept open since it started, on loopback if they share a node.
+
+        Args:
+            timeout_s: time limit of one collective, in seconds.
         """
         import torch.distributed as dist
 
@@ -60,23 +77,22 @@ class Worker:
         address, port = self._rendezvous
         timeout = timedelta(seconds=timeout_s)
         listening = None if self._listener is None else self._listener.detach()
-        leads = listening is not None
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             address,
             port,
             self.world_size,
-            leads,
-            timeout,
+            is_master=listening is not None,
+            timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=listening,
         )
-        backend = "gloo" if self._seat.device_kind == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = "gloo" if self._spec.device_kind == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
 
     def close(self) -> None:
-        """Release what must not wait for the end of the process. Subclasses that hold more extend it."""
+        """Release what must not wait for the end of the process. Subclasses may extend it."""
         import sys
 
         distributed = sys.modules.get("torch.distributed")

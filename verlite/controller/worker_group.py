@@ -1,4 +1,4 @@
-"""Starting the workers of a role, and calling them as if they were one object of their class."""
+"""Start the workers of a role, and call them as if they were one object of their class."""
 
 import os
 from collections.abc import Callable
@@ -6,52 +6,57 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar, cast
 
 from verlite.controller.dispatch import dispatch_of, join_rows, split_rows
-from verlite.controller.hosts import start_hosts
 from verlite.controller.placement import Placement
-from verlite.controller.supervise import Future, presences
+from verlite.controller.supervise import Future
+from verlite.controller.worker_start import start_processes
 from verlite.protocol.data import DataProto
 
 P = ParamSpec("P")
-T = TypeVar("T")
 W = TypeVar("W")
 
 INLINE_BYTES = 64 << 10
-"""Smaller batches travel inside the call; larger ones are put into the object store first."""
+"""Smaller batches are sent with the call. Larger ones are put into the object store first."""
 
 
 def spawn(
     worker: Callable[P, W], placement: Placement, role: str, /, *args: P.args, **kwargs: P.kwargs
 ) -> W:
-    """Start one `worker` on each of the role's places, all constructed with the same arguments.
+    """Start one worker on each rank of the role, all constructed with the same arguments.
 
-    The result has the static type of the worker class; what it really is calls all ranks: `actor.update(batch)` divides, runs, collects
-    and blocks. It returns at once: construction goes on meanwhile, and its failure is the failure of the next call. Use `ready` to wait.
+    The result has the static type of the worker class. At run time it is a proxy for all ranks:
+    `actor.update(batch)` splits the batch, runs the method on every rank, and blocks until the
+    results are collected.
+
+    Returns at once, while the workers are constructed. If construction fails, the next call raises
+    the error. Use `ready` to wait.
     """
     return cast(W, _Proxy(WorkerGroup(cast(type, worker), placement, role, args, kwargs)))
 
 
-def submit(method: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Call without blocking: submit(actor.update, batch).result(). Calls of one role run in the order they were made."""
-    if not isinstance(method, _Method):
-        raise TypeError(f"submit needs a method of a spawned worker, got {method!r}")
-    return method.group.submit(method.name, *args, **kwargs)
-
-
 def group(worker: object) -> "WorkerGroup":
-    """The group behind what spawn returned."""
+    """Return the group behind a proxy that `spawn` returned."""
     if not isinstance(worker, _Proxy):
-        raise TypeError(f"not a spawned worker: {worker!r}")
-    return object.__getattribute__(worker, "_group")
+        raise TypeError(f"{worker!r} is not the result of spawn")
+    return cast(WorkerGroup, object.__getattribute__(worker, "_group"))
 
 
 def ready(*workers: object, timeout_s: float | None = None) -> None:
-    """Wait until all ranks of these roles are constructed. Raises WorkerError with the first cause."""
+    """Wait until all ranks of these roles are constructed.
+
+    Raises:
+        WorkerError: with the first cause.
+    """
     for worker in workers:
-        group(worker).started.result(timeout_s)
+        group(worker).construction.result(timeout_s)
 
 
 class WorkerGroup:
-    """The ranks of one role. members: what is known of each; started: completes when all are constructed."""
+    """The ranks of one role.
+
+    Attributes:
+        workers: the handle of each rank.
+        construction: completes when all ranks are constructed.
+    """
 
     def __init__(
         self,
@@ -63,82 +68,90 @@ class WorkerGroup:
     ) -> None:
         import ray
 
-        self.worker_class, self.placement, self.role = worker_class, placement, role
+        self.worker_class = worker_class
+        self.role = role
         self.cluster = placement.cluster
         self.supervisor = self.cluster.supervisor
-        self.members = placement.hosts.pop(role, None) or start_hosts(placement, role)
-        rendezvous = self.members[0].handle.listen.remote()
-        code, names = ray.put(ray.cloudpickle.dumps(worker_class)), list(kwargs)
+        self.workers = placement.prestarted.pop(role, []) or start_processes(placement, role)
+        rendezvous = self.workers[0].actor.listen.remote()
+        untyped_ray: Any = ray
+        code = ray.put(untyped_ray.cloudpickle.dumps(worker_class))
+        names = list(kwargs)
         values = [ray.put(value) for value in (*args, *kwargs.values())]
-        refs = {
-            member.handle.build.remote(code, names, rendezvous, *values): member
-            for member in self.members
+        pending = {
+            worker.actor.build.remote(code, names, rendezvous, *values): worker
+            for worker in self.workers
         }
-        self.started: Future[None] = self.supervisor.watch(
-            Future(self.supervisor, role, "construction", refs, lambda values: None)
+        self.construction: Future[None] = self.supervisor.watch(
+            Future(self.supervisor, role, "construction", pending, lambda values: None)
         )
 
     def __len__(self) -> int:
-        return len(self.members)
-
-    @property
-    def pids(self) -> list[int | None]:
-        """Process id of each rank, None where it never started."""
-        return [known.process.pid if known else None for known in presences(self.members)]
-
-    @property
-    def node_ids(self) -> list[str]:
-        """Ray's node id of each rank."""
-        return [member.node_id for member in self.members]
+        return len(self.workers)
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Send a call to the ranks its dispatch names."""
+        """Send a call to the ranks that its dispatch names, without waiting.
+
+        Calls of one role run in the order of submission.
+        """
         dispatch = dispatch_of(self.worker_class, method)
-        members = self.members[:1] if dispatch == "rank_zero" else self.members
-        assemble: Callable[[list[Any]], Any] = self._collected
-        shards: list[Any] | None = None
+        workers = self.workers
+        assemble: Callable[[list[Any]], Any] = self._count_received
+        pieces: list[list[Any]] = [[] for _ in workers]
         if dispatch == "rank_zero":
-            assemble = lambda values: self._collected(values)[0]  # noqa: E731
+            workers = workers[:1]
+
+            def assemble(values: list[Any]) -> Any:
+                return self._count_received(values)[0]
+
         elif dispatch == "split":
             if not args or not isinstance(args[0], DataProto):
                 raise TypeError(
-                    f"{self.role}.{method} divides the rows of its first argument, which must be a DataProto"
+                    f"{self.role}.{method} splits the rows of its first argument, "
+                    "which must be a DataProto"
                 )
-            data, args = args[0], args[1:]
-            shards = self._put(split_rows(data, len(members)))
-            assemble = lambda values: join_rows(self._collected(values), data)  # noqa: E731
-        common = self._put([*args, *kwargs.values()], copies=len(members))
-        refs = {}
-        for i, member in enumerate(members):
-            own = [] if shards is None else [shards[i]]
-            refs[member.handle.call.remote(method, list(kwargs), *own, *common)] = member
-        return self.supervisor.watch(Future(self.supervisor, self.role, method, refs, assemble))
+            data = args[0]
+            args = args[1:]
+            pieces = [[piece] for piece in self._store(split_rows(data, len(workers)))]
 
-    def _put(self, values: list[Any], copies: int = 1) -> list[Any]:
-        """Large batches into the object store, in parallel; everything else stays as it is."""
+            def assemble(values: list[Any]) -> Any:
+                return join_rows(self._count_received(values), data)
+
+        common = self._store([*args, *kwargs.values()], copies=len(workers))
+        pending = {}
+        for worker, piece in zip(workers, pieces, strict=False):
+            ref = worker.actor.call.remote(method, list(kwargs), *piece, *common)
+            pending[ref] = worker
+        return self.supervisor.watch(Future(self.supervisor, self.role, method, pending, assemble))
+
+    def _store(self, values: list[Any], copies: int = 1) -> list[Any]:
+        """Put large batches into the object store, in parallel; return other values unchanged."""
         import ray
 
         sizes = [value.nbytes if isinstance(value, DataProto) else 0 for value in values]
         large = [i for i, size in enumerate(sizes) if size > INLINE_BYTES]
-        self.cluster.sent_bytes += sum(
-            size if size > INLINE_BYTES else copies * size for size in sizes
-        )
-        with ThreadPoolExecutor(max(1, min(len(large), os.cpu_count() or 1))) as pool:
-            stored = dict(zip(large, pool.map(ray.put, [values[i] for i in large]), strict=True))
+        for size in sizes:
+            self.cluster.sent_bytes += size if size > INLINE_BYTES else copies * size
+        threads = max(1, min(len(large), os.cpu_count() or 1))
+        with ThreadPoolExecutor(threads) as pool:
+            refs = pool.map(ray.put, [values[i] for i in large])
+            stored = dict(zip(large, refs, strict=True))
         return [stored.get(i, value) for i, value in enumerate(values)]
 
-    def _collected(self, values: list[Any]) -> list[Any]:
-        self.cluster.received_bytes += sum(
-            value.nbytes for value in values if isinstance(value, DataProto)
-        )
+    def _count_received(self, values: list[Any]) -> list[Any]:
+        """Add the size of the batches to the cluster's count; return the values."""
+        for value in values:
+            if isinstance(value, DataProto):
+                self.cluster.received_bytes += value.nbytes
         return values
 
 
 class _Method:
     """A method of all ranks."""
 
-    def __init__(self, of: WorkerGroup, name: str) -> None:
-        self.group, self.name = of, name
+    def __init__(self, workers: WorkerGroup, name: str) -> None:
+        self.group = workers
+        self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.group.submit(self.name, *args, **kwargs).result()
@@ -148,19 +161,21 @@ class _Method:
 
 
 class _Proxy:
-    """Stands for the workers of a role; has the registered methods of their class and nothing else."""
+    """Proxy for the workers of a role. It has only the registered methods of their class."""
 
-    def __init__(self, of: WorkerGroup) -> None:
-        object.__setattr__(self, "_group", of)
+    def __init__(self, workers: WorkerGroup) -> None:
+        object.__setattr__(self, "_group", workers)
 
     def __getattr__(self, name: str) -> _Method:
-        of = object.__getattribute__(self, "_group")
-        dispatch_of(of.worker_class, name)
-        return _Method(of, name)
+        workers = group(self)
+        dispatch_of(workers.worker_class, name)
+        return _Method(workers, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"workers are other processes: {name} cannot be set from here")
+        raise AttributeError(
+            f"{name} cannot be set from the driver, because the workers are other processes"
+        )
 
     def __repr__(self) -> str:
-        of = object.__getattribute__(self, "_group")
-        return f"<{of.role}: {len(of)} x {of.worker_class.__name__}>"
+        workers = group(self)
+        return f"<{workers.role}: {len(workers)} x {workers.worker_class.__name__}>"

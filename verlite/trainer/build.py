@@ -20,7 +20,7 @@ from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.config.plan import Plan, make_plan
 from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.controller.placement import Placement
-from verlite.controller.supervise import StopRequest
+from verlite.controller.stop import StopRequest
 from verlite.controller.worker_group import ready, spawn
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.sampler import PromptSampler

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from verlite.controller.cluster import NoCluster
+from verlite.controller.failures import StuckError, WorkerError
 from verlite.controller.placement import ResourcesMissing
-from verlite.controller.supervise import StuckError, WorkerError
 from verlite.data.dataset import DataError
 from verlite.rewards.process import FunctionError
 from verlite.rewards.routing import UnknownDataSource

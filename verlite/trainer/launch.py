@@ -24,9 +24,9 @@ from verlite.config.names import names_a_file
 from verlite.config.plan import Plan, make_plan
 from verlite.config.schema import Config
 from verlite.controller.cluster import Cluster, connect, find
-from verlite.controller.host import import_ahead
-from verlite.controller.hosts import prestart
 from verlite.controller.placement import Placement, reserve
+from verlite.controller.worker_actor import import_ahead
+from verlite.controller.worker_start import prestart
 from verlite.data.dataset import RowFiles
 from verlite.envs.factory import build_env_factory, checked
 from verlite.envs.step import ToolError

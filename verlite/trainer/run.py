@@ -11,7 +11,7 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
-from verlite.controller.supervise import StopRequest
+from verlite.controller.stop import StopRequest
 from verlite.data.dataset import PromptDataset
 from verlite.data.sampler import PromptSampler
 from verlite.envs.factory import EnvFactory

@@ -49,7 +49,7 @@ class RolloutWorker(Worker):
             checked(
                 self.env_factory
             )  # tools that the driver's machine reaches need not be in reach of this one
-        engines_here = max(1, self._seat.devices_on_node // self._seat.devices)
+        engines_here = max(1, self._spec.devices_on_node // self._spec.devices)
         self.scorer = Scorer(
             config.custom_reward_function, config.reward, share=engines_here, folder=folder
         )

@@ -1,0 +1,183 @@
+"""The Ray actor around one worker. It prepares the process before the worker's code is loaded."""
+
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from verlite.controller import guardian, node, ray_internals
+from verlite.controller.records import Failed, ProcessInfo, WorkerSpec
+
+if TYPE_CHECKING:
+    from verlite.controller.worker import Worker
+
+
+class WorkerActor:
+    """Run one worker in its process. Return failures as `Failed` values instead of raising."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.worker: Worker | None = None
+        self.listener: socket.socket | None = None
+        _log_to(spec.log)
+        # Stored, because the guardian's input pipe closes with the Popen object.
+        self.guardian = None if spec.mark is None else guardian.start(spec.mark)
+        # Ctrl-C in a terminal reaches the whole process group. Only the driver acts on it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _raise_sigterm)
+        # Ray sets OMP_NUM_THREADS=1. The value must be right before torch is imported.
+        threads = spec.threads or max(1, node.cores() // spec.devices_on_node) * spec.devices
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        interface = node.interface_of(spec.address)
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        if spec.device_kind == "cpu":
+            ray_internals.set_visible_gpus(())
+        elif spec.gpu_ids is not None:
+            ray_internals.set_visible_gpus(spec.gpu_ids)
+
+    def process_info(self) -> ProcessInfo:
+        """Return the process of this worker."""
+        return ProcessInfo(node.this_process(), node.oom_kills())
+
+    def listen(self) -> tuple[str, int]:
+        """On rank 0: open the port where the ranks of the role meet, and return (address, port)."""
+        self.listener = node.free_listener(self.spec.address)
+        address, port = self.listener.getsockname()[:2]
+        return address, port
+
+    def load(self, modules: tuple[str, ...]) -> None:
+        """Import modules that the worker will need."""
+        import_ahead(*modules)
+
+    def build(
+        self, worker_class: bytes, names: list[str], rendezvous: tuple[str, int], *values: Any
+    ) -> Failed | None:
+        """Construct the worker.
+
+        Args:
+            worker_class: the pickled class.
+            names: names of the keyword arguments, which are the last len(names) of `values`.
+        """
+        try:
+            cls = pickle.loads(worker_class)
+            if "torch" in sys.modules:  # OpenMP may have been loaded before the variable was set
+                sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            arguments, keywords = _split_arguments(names, values)
+            worker = cls.__new__(cls)
+            worker.assign(self.spec, rendezvous, self.listener)
+            worker.__init__(*arguments, **keywords)
+            self.worker = worker
+            return None
+        except BaseException as error:  # an uncaught SystemExit would look like a crash
+            return _failed(error)
+
+    def call(self, method: str, names: list[str], *values: Any) -> Any:
+        """Run a method of the worker. The last len(names) values are its keyword arguments."""
+        if self.worker is None:
+            return Failed("WorkerNotBuilt", "its construction failed", "", time.time())
+        try:
+            arguments, keywords = _split_arguments(names, values)
+            function = getattr(self.worker, method)
+            if getattr(function, "__dispatch__", None) != "split":
+                return function(*arguments, **keywords)
+            # Imported here because it imports torch, which a worker without batches does not need.
+            from verlite.controller import columns
+
+            batch, *others = arguments
+            if function.__fetch__:
+                batch = columns.fetch(batch)
+            result = function(batch, *others, **keywords)
+            if function.__keep_remote__:
+                result = columns.keep(result, function.__keep_remote__)
+            return result
+        except BaseException as error:
+            return _failed(error)
+
+    def close(self) -> Failed | None:
+        """Let the worker release its resources."""
+        try:
+            if self.worker is not None:
+                self.worker.close()
+            return None
+        except BaseException as error:
+            return _failed(error)
+
+
+def _split_arguments(
+    names: list[str], values: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (positional arguments, keyword arguments)."""
+    count = len(values) - len(names)
+    return values[:count], dict(zip(names, values[count:], strict=True))
+
+
+def import_ahead(*modules: str) -> None:
+    """Import modules before they are needed.
+
+    Errors are ignored: a broken import fails again where the module is needed.
+
+    Garbage collection is off meanwhile. Imports create little garbage, and looking for it takes an
+    eighth of their time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for module in modules:
+            with suppress(Exception):
+                importlib.import_module(module)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Sigterm(SystemExit):
+    """This worker received SIGTERM."""
+
+
+def _raise_sigterm(number: int, frame: FrameType | None) -> None:
+    raise Sigterm("SIGTERM")
+
+
+def _log_to(path: str) -> None:
+    """Send all output of this process to a file, including that of C++ code and of a crash.
+
+    SIGUSR1 writes the stacks of all threads there.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    faulthandler.enable(file=file, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    print(f"{node.LOG_HEADER} {os.getpid()} on {socket.gethostname()} at {now}")
+
+
+def _failed(error: BaseException) -> Failed:
+    """Print the exception into the worker's log and return it as a value."""
+    traceback.print_exception(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    text = "".join(traceback.format_list([frame for frame in frames if frame.filename != __file__]))
+    pickled: bytes | None
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # a user's exception class may raise anything here
+        pickled = None
+    return Failed(type(error).__qualname__, str(error), text, time.time(), pickled)

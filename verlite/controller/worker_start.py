@@ -1,0 +1,105 @@
+"""Start the processes of a role.
+
+Imports nothing heavy, so that processes can start before the driver imports torch.
+"""
+
+import os
+from typing import Any
+
+from verlite.controller.cluster import RUN_MARK
+from verlite.controller.placement import Placement
+from verlite.controller.records import WorkerSpec
+from verlite.controller.worker_actor import WorkerActor
+from verlite.controller.worker_handle import WorkerHandle
+
+
+def prestart(placement: Placement, role: str, *modules: str) -> None:
+    """Start a role's processes and let them import modules. `spawn` builds the workers in them.
+
+    Returns at once. A module that cannot be imported is reported by `spawn`, which needs it.
+    """
+    workers = start_processes(placement, role)
+    placement.prestarted[role] = workers
+    for worker in workers:
+        worker.actor.load.remote(modules)
+
+
+def start_processes(placement: Placement, role: str) -> list[WorkerHandle]:
+    """Start one process for each rank of the role."""
+    import ray
+
+    driver_node = ray.get_runtime_context().get_node_id()
+    specs = _specs(placement, role, driver_node)
+    ranks = placement.roles[role]
+    workers = [
+        _start_process(placement, spec, devices[0])
+        for spec, devices in zip(specs, ranks, strict=True)
+    ]
+    placement.cluster.supervisor.workers += workers
+    return workers
+
+
+def _start_process(placement: Placement, spec: WorkerSpec, device: int) -> WorkerHandle:
+    """Start the process of one rank in the bundle of its first device."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    share = placement.share(device)
+    options: dict[str, Any] = {"num_cpus": share}
+    if placement.kind == "cuda":
+        options["num_gpus"] = share
+    if not placement.cluster.local:  # a local cluster's processes inherit the run's mark
+        options["runtime_env"] = {"env_vars": {RUN_MARK: _mark(placement, spec.role, spec.rank)}}
+    strategy = PlacementGroupSchedulingStrategy(
+        placement.group, placement_group_bundle_index=device
+    )
+    actor_class: Any = ray.remote(WorkerActor)
+    actor = actor_class.options(
+        scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, **options
+    ).remote(spec)
+    return WorkerHandle(
+        actor=actor,
+        role=spec.role,
+        rank=spec.rank,
+        node_id=placement.devices[device].node_id,
+        log=spec.log,
+        info_ref=actor.process_info.remote(),
+    )
+
+
+def _specs(placement: Placement, role: str, driver_node: str) -> list[WorkerSpec]:
+    """Return the specs of the role's ranks, in rank order."""
+    ranks = placement.roles[role]
+    first_devices = [placement.devices[devices[0]] for devices in ranks]
+    one_node = len({device.node_id for device in first_devices}) == 1
+    logs = placement.cluster.run_dir / "logs"
+    specs = []
+    for rank, (device, devices) in enumerate(zip(first_devices, ranks, strict=True)):
+        gpu_ids = None
+        if len(devices) > 1 and placement.kind == "cuda":
+            gpu_ids = tuple(str(placement.devices[index].gpu_id) for index in devices)
+        mark = None
+        if device.node_id != driver_node:  # the driver's guardian does not see that machine
+            mark = f"{RUN_MARK}={_mark(placement, role, rank)}"
+        earlier = first_devices[:rank]
+        specs.append(
+            WorkerSpec(
+                role=role,
+                rank=rank,
+                world_size=len(ranks),
+                local_rank=sum(other.node_id == device.node_id for other in earlier),
+                device_kind=placement.kind,
+                devices=len(devices),
+                devices_on_node=device.devices_on_node,
+                address="127.0.0.1" if one_node else device.address,
+                log=str(logs / f"{role}_{rank}.log"),
+                threads=int(os.environ.get("OMP_NUM_THREADS") or 0),
+                gpu_ids=gpu_ids,
+                mark=mark,
+            )
+        )
+    return specs
+
+
+def _mark(placement: Placement, role: str, rank: int) -> str:
+    return f"{placement.cluster.run_id}/{role}/{rank}"
