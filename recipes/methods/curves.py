@@ -1,9 +1,9 @@
-"""Every recipe of conf/ on the quickstart's task: curves over seeds, as recipes/methods/curves.png, and a table.
+"""Learning curves of every recipe in conf/ on the quickstart task: recipes/methods/curves.png.
 
     python -m recipes.methods.curves [--seeds 0 1 2] [--methods dapo rloo]
 
-A seed is one of data, model, warm-up and sampling. What is already trained below recipes/quickstart/build is kept. Takes about
-a quarter of an hour a seed on two cores.
+Also prints the results as a table. A seed sets the data, model, warm-up and sampling. Finished runs
+in recipes/quickstart/build are kept. Takes about a quarter of an hour per seed on two CPU cores.
 """
 
 import argparse
@@ -11,7 +11,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.progress import track
@@ -25,32 +27,31 @@ METHODS: dict[str, list[str]] = {
     "grpo": [],
     "dr_grpo": [],
     "dapo": [],
-    "gspo": [
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16"
-    ],  # its ratio is 1 in a step's first update
+    # Several updates per step: GSPO's ratio is 1 in the first.
+    "gspo": ["actor_rollout_ref.actor.ppo_mini_batch_size=16"],
     "rloo": [],
     "reinforce_plus_plus": [],
     "remax": [],
 }
-"""Recipe, and what it needs on this task beyond the recipe and `task_settings`."""
+"""Recipe -> overrides for this task, in addition to `task_settings`."""
 
 
 def task_settings() -> list[str]:
-    """conf/quickstart.yaml without its choice of method: sizes, lengths and the learning rate of the task."""
+    """Return conf/quickstart.yaml as overrides, without the settings that choose a method."""
     settings = yaml.safe_load((ROOT / "conf" / "quickstart.yaml").read_text())
-    del (
-        settings["defaults"],
-        settings["actor_rollout_ref"]["actor"]["use_kl_loss"],
-        settings["trainer"]["save_freq"],
-    )
+    del settings["defaults"]
+    del settings["actor_rollout_ref"]["actor"]["use_kl_loss"]
+    del settings["trainer"]["save_freq"]
     return [f"{key}={value}" for key, value in leaves(settings)]
 
 
-def leaves(node: dict, prefix: str = ""):
+def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested mappings."""
     for key, value in node.items():
-        yield from (
-            leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-        )
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def run_dir(method: str, seed: int) -> str:
@@ -58,77 +59,66 @@ def run_dir(method: str, seed: int) -> str:
 
 
 def warm_up(seed: int) -> None:
-    """Model, data and warm-up of a seed, shared by all methods."""
+    """Build the model and data of a seed and warm the model up, for all methods."""
     folder = f"{BUILD}/seed_{seed}"
-    if not (ROOT / folder / "warm_up" / "huggingface").is_dir():
-        subprocess.run(
-            [sys.executable, "recipes/quickstart/make.py", "--folder", folder, "--seed", str(seed)],
-            check=True,
-        )
-        command = [argument.replace(BUILD, folder) for argument in WARM_UP]
-        subprocess.run([sys.executable, *command, f"trainer.seed={seed}"], check=True)
+    if (ROOT / folder / "warm_up" / "huggingface").is_dir():
+        return
+    make = ["recipes/quickstart/make.py", "--folder", folder, "--seed", str(seed)]
+    subprocess.run([sys.executable, *make], check=True)
+    train = [argument.replace(BUILD, folder) for argument in WARM_UP]
+    subprocess.run([sys.executable, *train, f"trainer.seed={seed}"], check=True)
 
 
 def measure(method: str, seed: int) -> None:
-    """Train by one recipe from the seed's warm-up."""
+    """Train one recipe from the seed's warm-up, unless that run is finished."""
     folder = f"{BUILD}/seed_{seed}"
     if (ROOT / run_dir(method, seed) / "huggingface").is_dir():
         return
-    own = [
-        f"data.train_files={folder}/train.parquet",
-        f"data.val_files={folder}/test.parquet",
-        f"data.seed={seed}",
-        f"actor_rollout_ref.model.path={folder}/warm_up/huggingface",
-        f"actor_rollout_ref.rollout.seed={seed}",
-        f"trainer.default_local_dir={run_dir(method, seed)}",
-    ]
     command = [
         "-m",
         "verlite.main_ppo",
         "--config-name",
         method,
         *task_settings(),
-        *own,
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/test.parquet",
+        f"data.seed={seed}",
+        f"actor_rollout_ref.model.path={folder}/warm_up/huggingface",
+        f"actor_rollout_ref.rollout.seed={seed}",
+        f"trainer.default_local_dir={run_dir(method, seed)}",
         *METHODS[method],
     ]
     log = ROOT / folder / f"recipe_{method}.log"
     with log.open("w") as out:
-        code = subprocess.run(
-            [sys.executable, *command], stdout=out, stderr=subprocess.STDOUT
-        ).returncode
-    if code:
-        sys.exit(f"{method}, seed {seed}: exit code {code}, see {log}")
+        done = subprocess.run([sys.executable, *command], stdout=out, stderr=subprocess.STDOUT)
+    if done.returncode:
+        sys.exit(f"{method}, seed {seed}: exit code {done.returncode}, see {log}")
 
 
 def draw(methods: list[str], seeds: list[int]) -> None:
-    """A panel for each method, a colour for each seed: samples thin, held-out sums bold."""
+    """Draw one panel per method and one color per seed: samples thin, held-out sums thick."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 4, sharex=True, sharey=True).flatten()
-    print(
-        "| recipe | held out, greedy: before | step 4 | step 8 | step 24 |\n|---|---|---|---|---|"
-    )
+    print("| recipe | held out, greedy: before | step 4 | step 8 | step 24 |")
+    print("|---|---|---|---|---|")
     for panel, method in zip(panels, methods, strict=False):
-        rows = []
+        accuracies = []
         for number, seed in enumerate(seeds):
             curve = read_curve(ROOT / run_dir(method, seed) / "metrics.jsonl")
             (held_out,) = curve.validation.values()
-            panel.plot(
-                *zip(*held_out, strict=True), color=f"C{number}", linewidth=2, label=f"seed {seed}"
-            )
-            panel.plot(
-                *zip(*samples(method, seed), strict=True),
-                color=f"C{number}",
-                linewidth=0.9,
-                alpha=0.7,
-            )
-            rows.append(dict(held_out))
-        cells = [
-            ", ".join(f"{100 * row[step]:.0f}" for row in rows) + "%" for step in (0, 4, 8, 24)
-        ]
+            color = f"C{number}"
+            steps, values = zip(*held_out, strict=True)
+            panel.plot(steps, values, color=color, linewidth=2, label=f"seed {seed}")
+            steps, values = zip(*samples(method, seed), strict=True)
+            panel.plot(steps, values, color=color, linewidth=0.9, alpha=0.7)
+            accuracies.append(dict(held_out))
+        cells = []
+        for step in (0, 4, 8, 24):
+            cells.append(", ".join(f"{100 * row[step]:.0f}" for row in accuracies) + "%")
         print(f"| {method} | {' | '.join(cells)} |")
         panel.set(title=method, ylim=(-0.03, 1.03))
         panel.grid(alpha=0.25)
@@ -136,23 +126,27 @@ def draw(methods: list[str], seeds: list[int]) -> None:
     for panel in panels[4:]:
         panel.set_xlabel("training step")
     for panel in panels[::4]:
-        panel.set_ylabel("right (bold: held out, greedy)")
+        panel.set_ylabel("right (thick: held out, greedy)")
     panels[0].legend(frameon=False, loc="lower right")
     figure.savefig(PICTURE)
     print(PICTURE)
 
 
 def samples(method: str, seed: int) -> list[tuple[int, float]]:
-    """(step, share of its samples that were right), before KL and length penalty, and before dynamic sampling chooses among them."""
+    """Return (step, fraction of its samples that were right).
+
+    This is before KL and length penalties, and before dynamic sampling.
+    """
     lines = (ROOT / run_dir(method, seed) / "metrics.jsonl").read_text().splitlines()
-    points = [point for point in map(json.loads, lines) if "reward/raw_score/mean" in point]
-    return [
-        (point["step"], point.get("filter_groups/score/mean", point["reward/raw_score/mean"]))
-        for point in points
-    ]
+    points = []
+    for metrics in map(json.loads, lines):
+        if "reward/raw_score/mean" in metrics:
+            score = metrics["reward/raw_score/mean"]
+            points.append((metrics["step"], metrics.get("filter_groups/score/mean", score)))
+    return points
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -160,10 +154,13 @@ if __name__ == "__main__":
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     chosen = parser.parse_args()
     os.chdir(ROOT)
-    for one in chosen.seeds:
-        warm_up(one)
-    for method_, seed_ in track(
-        [(m, s) for s in chosen.seeds for m in chosen.methods], description="training"
-    ):
-        measure(method_, seed_)
+    for seed in chosen.seeds:
+        warm_up(seed)
+    runs = [(method, seed) for seed in chosen.seeds for method in chosen.methods]
+    for method, seed in track(runs, description="training"):
+        measure(method, seed)
     draw(chosen.methods, chosen.seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,30 +1,39 @@
-"""Makes everything that the quickstart needs: a tiny random model with its tokenizer, and the sums. Nothing is downloaded.
+"""Build the quickstart's files: a tiny random model with its tokenizer, and sums. No downloads.
 
     python recipes/quickstart/make.py [--folder recipes/quickstart/build] [--seed 0]
 
-Writes model/ (a random Qwen2), warm_up.parquet (prompt and response columns, for main_sft), train.parquet and test.parquet (verl's
-rows, for main_ppo). No problem of test.parquet is in the other two.
+Writes model/ (a random Qwen2), warm_up.parquet (prompt and response columns for main_sft),
+train.parquet and test.parquet (rows in verl's format for main_ppo). The problems of test.parquet
+are in neither of the other two.
 """
 
 import argparse
 import random
 import string
 from pathlib import Path
+from typing import Any
 
 from verlite.data.preprocess import write_parquet
 
 FOLDER = "recipes/quickstart/build"
-CARELESSNESS = 0.7
+FORGET_PROBABILITY = 0.7
 TEST_PROBLEMS = 512
 
 
 def work(a: int, b: int, forgets: float = 0.0, rng: random.Random | None = None) -> str:
-    """Column addition of two-digit numbers as on paper: from the right, each column's digit and then what is carried.
+    """Return the written column addition of two two-digit numbers.
 
-    47+48 is "5190": 7+8 writes 5 and carries 1, 4+4+1 writes 9 and carries 0; read back, 095. With `forgets`, a carry that is due
-    is forgotten with this probability, and the columns after it go on without it.
+    From right to left, each column writes its digit and then its carry. 47+48 is "5190": 7+8 writes
+    5 and carries 1; 4+4+1 writes 9 and carries 0. Read backwards, the sum is 095.
+
+    Args:
+        a: the first number.
+        b: the second number.
+        forgets: probability that a carry of 1 is forgotten. Later columns then continue without it.
+        rng: random numbers for `forgets`.
     """
-    written, carry = "", 0
+    written = ""
+    carry = 0
     for place in (1, 10):
         column = a // place % 10 + b // place % 10 + carry
         carry = column // 10
@@ -35,14 +44,14 @@ def work(a: int, b: int, forgets: float = 0.0, rng: random.Random | None = None)
 
 
 def problems(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All 8,100 sums of two two-digit numbers, shuffled and cut into (training, test)."""
+    """Return all 8,100 sums of two two-digit numbers, shuffled and split into (train, test)."""
     every = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(every)
     return every[TEST_PROBLEMS:], every[:TEST_PROBLEMS]
 
 
-def rl_row(split: str, index: int, a: int, b: int) -> dict:
-    """One problem as a row of verl's."""
+def rl_row(split: str, index: int, a: int, b: int) -> dict[str, Any]:
+    """Return one problem as a row in verl's format."""
     return {
         "data_source": "verlite/arithmetic",
         "prompt": [{"role": "user", "content": f"{a}+{b}="}],
@@ -53,40 +62,35 @@ def rl_row(split: str, index: int, a: int, b: int) -> dict:
 
 
 def make_data(folder: Path, seed: int) -> None:
+    """Write the three parquet files and print four demonstrations."""
     train, test = problems(seed)
-    rng = random.Random(seed + 1)
     for split, sums in (("train", train), ("test", test)):
-        write_parquet(
-            [rl_row(split, i, a, b) for i, (a, b) in enumerate(sums)], folder / f"{split}.parquet"
-        )
+        rows = [rl_row(split, index, a, b) for index, (a, b) in enumerate(sums)]
+        write_parquet(rows, folder / f"{split}.parquet")
+    rng = random.Random(seed + 1)
     demonstrations = [
-        {"prompt": f"{a}+{b}=", "response": work(a, b, CARELESSNESS, rng)} for a, b in train
+        {"prompt": f"{a}+{b}=", "response": work(a, b, FORGET_PROBABILITY, rng)} for a, b in train
     ]
     write_parquet(demonstrations, folder / "warm_up.parquet")
-    right = sum(
-        work(a, b) == row["response"] for (a, b), row in zip(train, demonstrations, strict=True)
-    )
-    print(
-        f"{folder}: {len(train)} sums to learn from, {len(test)} held out; {right / len(train):.0%} of the demonstrations are right"
-    )
-    for (a, b), row in list(zip(train, demonstrations, strict=True))[:4]:
-        note = (
-            "" if row["response"] == work(a, b) else f"  (forgot to carry, right is {work(a, b)})"
-        )
+    answers = [work(a, b) for a, b in train]
+    pairs = list(zip(demonstrations, answers, strict=True))
+    right = sum(row["response"] == answer for row, answer in pairs)
+    print(f"{folder}: {len(train)} training sums, {len(test)} held out")
+    print(f"{right / len(train):.0%} of the demonstrations are right, for example:")
+    for row, answer in pairs[:4]:
+        note = "" if row["response"] == answer else f"  (forgot to carry; right is {answer})"
         print(f"  {row['prompt']}{row['response']}{note}")
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """A random Qwen2 of 0.3 million parameters, and a tokenizer with one id per printable character."""
+    """Write a random Qwen2 with 0.3 million parameters and a tokenizer of single characters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-
-    characters = [{" ": "Ġ"}.get(c, c) for c in string.printable[:95]] + [
-        "Ċ"
-    ]  # space and newline as byte-level BPE spells them
+    # Byte-level BPE writes space as Ġ and newline as Ċ.
+    characters = [*string.printable[:95].replace(" ", "Ġ"), "Ċ"]
     vocabulary = ["<pad>", "<eos>", *characters]
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(vocabulary)},
@@ -96,8 +100,9 @@ def make_model(folder: Path, seed: int) -> None:
         unk_token="<pad>",
     )
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    # The usual initializer_range of 0.02 is meant for wide models: in one this narrow the signal all but dies, and learning
-    # starts several times later. Heads of 32 are the smallest that vLLM runs on a CPU.
+    # The usual initializer_range of 0.02 is meant for wide models. In a model this narrow the
+    # signal vanishes and learning starts several times later. A head size of 32 is the smallest
+    # that vLLM supports on a CPU.
     config = Qwen2Config(
         vocab_size=len(vocabulary),
         hidden_size=128,

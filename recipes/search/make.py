@@ -1,17 +1,20 @@
-"""Makes a small world of facts to search in, and a tiny model that has seen how searching looks. Nothing is downloaded.
+"""Build the search recipe's files: made-up facts to search, and a tiny random model. No downloads.
 
     python recipes/search/make.py [--folder recipes/search/build] [--seed 0]
 
-Writes corpus.jsonl (one made-up fact a passage), nothing.jsonl (a corpus in which nothing is ever found), warm_up.parquet (prompt and
-response columns, for main_sft), train.parquet and test.parquet (questions in verl's rows), and model/ (a random Qwen2). No name that a
-question of test.parquet asks for is in the other two.
+Writes corpus.jsonl (one made-up fact per passage), nothing.jsonl (a corpus without any match),
+warm_up.parquet (prompt and response columns for main_sft), train.parquet and test.parquet
+(questions as rows in verl's format), and model/ (a random Qwen2). The names in test.parquet's
+questions are in neither of the other two files.
 """
 
 import argparse
 import json
 import random
 import string
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from verlite.data.preprocess import write_parquet
 from verlite.envs.search import passages_text
@@ -27,10 +30,26 @@ VALUES = {
 HELD_OUT = 60
 PASSAGES = 2
 TAGS = ["<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"]
+PHRASES = [
+    "Which ",
+    " is ",
+    " of ",
+    "The ",
+    "'s?\n",
+    "Doc ",
+    '(Title: "',
+    '") ',
+    ".\n",
+    "\n\n",
+    "No results found.",
+]
+
+Facts = dict[str, dict[str, str]]
+"""Name -> kind (metal, tree, bird) -> value."""
 
 
-def facts(seed: int) -> dict[str, dict[str, str]]:
-    """Every name's metal, tree and bird, in an order of the names by chance."""
+def make_facts(seed: int) -> Facts:
+    """Return a random metal, tree and bird for every name. The names are in random order."""
     rng = random.Random(seed)
     names = [first + last for first in FIRST for last in LAST]
     rng.shuffle(names)
@@ -42,29 +61,34 @@ def question(name: str, kind: str) -> str:
 
 
 def passage(name: str, kind: str, value: str) -> str:
-    """One fact as a passage: the title in its first line."""
+    """Return one fact as a passage. The first line is its title."""
     return f'"{name}"\nThe {kind} of {name} is {value}.'
 
 
-def demonstration(
-    world: dict[str, dict[str, str]], name: str, kind: str, rng: random.Random
-) -> str:
-    """How a careless pupil works: now and then guesses, searches for something else, or copies from the wrong passage."""
+def demonstration(facts: Facts, name: str, kind: str, rng: random.Random) -> str:
+    """Return an imperfect demonstration.
+
+    It often guesses, searches for something else, or copies from the wrong passage.
+    """
     if rng.random() < 0.65:
         return f"<answer>{rng.choice(VALUES[kind])}</answer>"
-    asked_name = name if rng.random() < 0.6 else rng.choice(list(world))
-    asked_kind = kind if rng.random() < 0.7 else rng.choice(list(VALUES))
-    other = rng.choice([k for k in VALUES if k != asked_kind])
-    found = [(asked_name, asked_kind), (asked_name, other)]
-    rng.shuffle(found)
-    observation = passages_text([passage(n, k, world[n][k]) for n, k in found])
-    copied = rng.choice(found) if rng.random() < 0.5 else (asked_name, asked_kind)
-    answer = world[copied[0]][copied[1]]
-    return f"<search>{asked_kind} of {asked_name}</search>\n\n<information>{observation}</information>\n\n<answer>{answer}</answer>"
+    query_name = name if rng.random() < 0.6 else rng.choice(list(facts))
+    query_kind = kind if rng.random() < 0.7 else rng.choice(list(VALUES))
+    other = rng.choice([k for k in VALUES if k != query_kind])
+    results = [(query_name, query_kind), (query_name, other)]
+    rng.shuffle(results)
+    observation = passages_text([passage(n, k, facts[n][k]) for n, k in results])
+    copied = rng.choice(results) if rng.random() < 0.5 else (query_name, query_kind)
+    answer = facts[copied[0]][copied[1]]
+    return (
+        f"<search>{query_kind} of {query_name}</search>\n\n"
+        f"<information>{observation}</information>\n\n"
+        f"<answer>{answer}</answer>"
+    )
 
 
-def rl_row(split: str, index: int, name: str, kind: str, value: str) -> dict:
-    """One question as a row of verl's."""
+def rl_row(split: str, index: int, name: str, kind: str, value: str) -> dict[str, Any]:
+    """Return one question as a row in verl's format."""
     return {
         "data_source": "verlite/facts",
         "prompt": [{"role": "user", "content": question(name, kind)}],
@@ -75,64 +99,56 @@ def rl_row(split: str, index: int, name: str, kind: str, value: str) -> dict:
 
 
 def make_data(folder: Path, seed: int) -> None:
-    world = facts(seed)
+    """Write the corpora and parquet files, and print three demonstrations."""
+    facts = make_facts(seed)
     rng = random.Random(seed + 1)
-    names = list(world)
+    names = list(facts)
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {"contents": passage(name, kind, value)}
-        for name, values in world.items()
-        for kind, value in values.items()
-    ]
-    rng.shuffle(rows)
-    corpora = {
-        "corpus.jsonl": rows,
-        "nothing.jsonl": [{"contents": '"Nothing"\nThis corpus is void.'}],
-    }
-    for file, contents in corpora.items():
-        (folder / file).write_text(
-            "".join(json.dumps({"id": str(i), **row}) + "\n" for i, row in enumerate(contents)),
-            encoding="utf-8",
-        )
+    passages = [passage(name, kind, facts[name][kind]) for name in names for kind in VALUES]
+    rng.shuffle(passages)
+    write_corpus(folder / "corpus.jsonl", passages)
+    write_corpus(folder / "nothing.jsonl", ['"Nothing"\nThis corpus is void.'])
     splits = {"test": names[:HELD_OUT], "train": names[HELD_OUT:]}
     for split, chosen in splits.items():
         asked = [(name, kind) for name in chosen for kind in VALUES]
         rng.shuffle(asked)
-        questions = [
-            rl_row(split, i, name, kind, world[name][kind]) for i, (name, kind) in enumerate(asked)
+        rows = [
+            rl_row(split, i, name, kind, facts[name][kind]) for i, (name, kind) in enumerate(asked)
         ]
-        write_parquet(questions, folder / f"{split}.parquet")
+        write_parquet(rows, folder / f"{split}.parquet")
     shown = [(name, rng.choice(list(VALUES))) for name in splits["train"] for _ in range(12)]
-    seen = {name: world[name] for name in splits["train"]}
+    train_facts = {name: facts[name] for name in splits["train"]}
     demonstrations = [
-        {"prompt": question(name, kind), "response": demonstration(seen, name, kind, rng)}
+        {"prompt": question(name, kind), "response": demonstration(train_facts, name, kind, rng)}
         for name, kind in shown
     ]
     write_parquet(demonstrations, folder / "warm_up.parquet")
     right = sum(
-        f"<answer>{world[n][k]}</answer>" in row["response"]
-        for (n, k), row in zip(shown, demonstrations, strict=True)
+        f"<answer>{facts[name][kind]}</answer>" in row["response"]
+        for (name, kind), row in zip(shown, demonstrations, strict=True)
     )
-    print(
-        f"{folder}: {len(rows)} facts; {3 * len(splits['train'])} questions to learn from, {3 * HELD_OUT} held out; ",
-        end="",
-    )
-    print(f"{right / len(shown):.0%} of {len(shown)} demonstrations are right")
+    print(f"{folder}: {len(passages)} facts")
+    print(f"{3 * len(splits['train'])} training questions, {3 * HELD_OUT} held out")
+    print(f"{right / len(shown):.0%} of {len(shown)} demonstrations are right, for example:")
     for row in demonstrations[:3]:
         print(f"  {row['prompt'].strip()} {row['response']!r}")
 
 
+def write_corpus(file: Path, passages: Iterable[str]) -> None:
+    lines = [json.dumps({"id": str(i), "contents": text}) for i, text in enumerate(passages)]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def make_model(folder: Path, seed: int) -> None:
-    """A random Qwen2 with one token for each word of the world, and one for each printable character."""
+    """Write a random Qwen2. Its tokenizer has a token per word of the facts and per character."""
     import torch
     from tokenizers import AddedToken
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    characters = [{" ": "Ġ"}.get(c, c) for c in string.printable[:95]] + [
-        "Ċ"
-    ]  # space and newline as byte-level BPE spells them
+    # Byte-level BPE writes space as Ġ and newline as Ċ.
+    characters = [*string.printable[:95].replace(" ", "Ġ"), "Ċ"]
     vocabulary = ["<pad>", "<eos>", *characters]
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(vocabulary)},
@@ -141,29 +157,11 @@ def make_model(folder: Path, seed: int) -> None:
         eos_token="<eos>",
         unk_token="<pad>",
     )
-    words = [
-        *TAGS,
-        *FIRST,
-        *LAST,
-        *VALUES,
-        *(value for values in VALUES.values() for value in values),
-    ]
-    words += [
-        "Which ",
-        " is ",
-        " of ",
-        "The ",
-        "'s?\n",
-        "Doc ",
-        '(Title: "',
-        '") ',
-        ".\n",
-        "\n\n",
-        "No results found.",
-    ]
+    values = [value for kind in VALUES.values() for value in kind]
+    words = [*TAGS, *FIRST, *LAST, *VALUES, *values, *PHRASES]
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    # As the quickstart's, for the same reasons: heads of 32 are the smallest that vLLM runs on a CPU.
+    # See recipes/quickstart/make.py for initializer_range and the head size of 32.
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

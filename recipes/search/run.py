@@ -1,11 +1,13 @@
-"""The search recipe, start to end: a world of facts, a search engine over it, a model that learns to search and to copy what it finds.
+"""The search recipe: build made-up facts, serve them with a search engine, train a model to search.
 
     python recipes/search/run.py [key=value ...]
 
-Overrides go to both trainings: actor_rollout_ref.rollout.name=vllm, trainer.total_training_steps=24, ... The second training is the
-same with a search engine that never finds anything.
+Overrides go to both training runs, for example actor_rollout_ref.rollout.name=vllm or
+trainer.total_training_steps=24. The second training run is the same with a search engine that never
+finds anything.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -35,52 +37,63 @@ WARM_UP = [
     "trainer.total_training_steps=300",
     f"trainer.default_local_dir={BUILD}/warm_up",
 ]
-TRAIN = ["-m", "verlite.main_ppo", "--config-name", "search_world", "trainer.resume_mode=disable"]
+TRAIN = ["-m", "verlite.main_ppo", "--config-name", "search_demo", "trainer.resume_mode=disable"]
 CORPORA = {"with search": "corpus.jsonl", "nothing is ever found": "nothing.jsonl"}
 SEARCHES = "val-aux/verlite/facts/number_of_valid_search/mean@1"
 
 
-def main(overrides: list[str]) -> int:
-    """Run the commands, then show the results. Returns the exit code of the first that fails, else 0."""
-    began = time.monotonic()
+def main(argv: list[str]) -> int:
+    """Run the commands and show the results. Return the first nonzero exit code, else 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of main_ppo")
+    overrides = parser.parse_args(argv).overrides
+    start = time.monotonic()
     os.chdir(ROOT)
-    out = console()
-
-    def run(title: str, command: list[str]) -> int:
-        out.rule(title, align="left")
-        out.print("python " + " ".join(command), style="dim", highlight=False, soft_wrap=True)
-        return subprocess.run([sys.executable, *command]).returncode
-
-    if code := run("1. A world of facts, and a tiny random model", MAKE):
-        return code
-    if code := run(
-        "2. Supervised warm-up: how a search looks, shown by a pupil who mostly guesses", WARM_UP
-    ):
-        return code
+    code = run("1. Build made-up facts and a tiny random model", MAKE)
+    code = code or run("2. Supervised warm-up on demonstrations that mostly guess", WARM_UP)
     for number, (name, corpus) in enumerate(CORPORA.items(), start=3):
+        if code:
+            return code
         with search_engine(f"{BUILD}/{corpus}") as url:
-            train = [
-                *TRAIN,
-                f"retriever.url={url}",
-                f"trainer.default_local_dir={run_dir(name)}",
-                *overrides,
-            ]
-            if code := run(f"{number}. GRPO, {name}: only right or wrong is told", train):
-                return code
-    out.rule("What came of it", align="left")
-    draw({name: read_curve(run_dir(name) / "metrics.jsonl") for name in CORPORA})
-    for name in CORPORA:
-        lines = [line for line in read_lines(run_dir(name) / "metrics.jsonl") if SEARCHES in line]
-        (_, before), *_, (_, after) = held_out(read_curve(run_dir(name) / "metrics.jsonl"))
-        searches = f"searches per question {lines[0][SEARCHES]:.2f} before, {lines[-1][SEARCHES]:.2f} after"
+            command = [*TRAIN, f"retriever.url={url}"]
+            command += [f"trainer.default_local_dir={run_dir(name)}", *overrides]
+            code = run(f"{number}. GRPO, {name}: the reward is 1 for right, 0 for wrong", command)
+    if code:
+        return code
+    show_results()
+    console().print(f"{time.monotonic() - start:.0f} seconds in all", highlight=False)
+    return 0
+
+
+def run(title: str, command: list[str]) -> int:
+    """Print and run a Python command. Return its exit code."""
+    out = console()
+    out.rule(title, align="left")
+    out.print("python " + " ".join(command), style="dim", highlight=False, soft_wrap=True)
+    return subprocess.run([sys.executable, *command]).returncode
+
+
+def show_results() -> None:
+    """Draw the curves; print accuracy and searches per question before and after training."""
+    out = console()
+    out.rule("Results", align="left")
+    curves = {name: read_curve(run_dir(name) / "metrics.jsonl") for name in CORPORA}
+    draw(curves)
+    for name, curve in curves.items():
+        lines = read_lines(run_dir(name) / "metrics.jsonl")
+        searches = [line[SEARCHES] for line in lines if SEARCHES in line]
+        accuracies = [value for _, value in held_out(curve)]
         out.print(
-            f"{name}: right on held-out questions {before:.1%} before, {after:.1%} after; {searches}",
+            f"{name}: right on held-out questions "
+            f"{accuracies[0]:.1%} before, {accuracies[-1]:.1%} after; "
+            f"searches per question {searches[0]:.2f} before, {searches[-1]:.2f} after",
             style="bold",
             highlight=False,
         )
-    out.print(f"curves  {PICTURE}\nsamples  verlite show {run_dir('with search')}", highlight=False)
-    out.print(f"{time.monotonic() - began:.0f} seconds in all", highlight=False)
-    return 0
+    out.print(f"curves  {PICTURE}", highlight=False)
+    out.print(f"samples  verlite show {run_dir('with search')}", highlight=False)
 
 
 def run_dir(name: str) -> Path:
@@ -89,28 +102,20 @@ def run_dir(name: str) -> Path:
 
 @contextmanager
 def search_engine(corpus: str) -> Iterator[str]:
-    """A retriever over a corpus, on a free port of this machine; its address."""
-    command = [
-        sys.executable,
-        "-m",
-        "verlite.cli",
-        "serve",
-        "retriever",
-        "--corpus",
-        corpus,
-        "--port",
-        "0",
-    ]
+    """Serve a corpus on a free local port; yield the retriever's URL."""
+    command = [sys.executable, "-m", "verlite.cli", "serve", "retriever"]
+    command += ["--corpus", corpus, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout
         for line in process.stdout:
-            if found := re.search(r"http://\S+/retrieve", line):
+            found = re.search(r"http://\S+/retrieve", line)
+            if found:
                 print(line, end="")
                 yield found[0]
                 break
         else:
-            raise SystemExit(f"the retriever ended with code {process.wait()}")
+            raise SystemExit(f"the retriever exited with code {process.wait()}")
     finally:
         process.terminate()
         process.wait()
@@ -121,7 +126,7 @@ def held_out(curve: Curve) -> list[tuple[int, float]]:
 
 
 def draw(curves: dict[str, Curve]) -> None:
-    """Accuracy on held-out questions over the steps, a line each."""
+    """Draw the accuracy on held-out questions over the steps, one line per run."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -366,7 +366,8 @@ def test_interpolations_are_resolved(material):
 def test_secrets_are_never_printed(material, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs): return 0\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs):\n"
+        "    return 0\n"
     )
     kwargs = "custom_reward_function.reward_kwargs"
     given = [
@@ -479,7 +480,8 @@ def test_main_argv(material, capsys):
         main_argv(["--help"])
     assert stop.value.code == 0
     printed = capsys.readouterr().out
-    names = "dapo, dr_grpo, grpo, gspo, ppo, ppo_trainer, quickstart, reinforce_plus_plus, remax, rloo, search_r1, search_world"
+    names = "dapo, dr_grpo, grpo, gspo, ppo, ppo_trainer, quickstart, reinforce_plus_plus, remax"
+    names += ", rloo, search_demo, search_r1"
     assert f"NAME is one of {names}, or a YAML file" in printed
     with pytest.raises(SystemExit) as stop:
         main_argv([*material.good, "data.sede=1"])

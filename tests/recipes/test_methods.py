@@ -1,4 +1,4 @@
-"""Each recipe is a configuration that works and does what its method says; the page of algorithms names all that there is."""
+"""Each recipe of conf/ is valid and configures its method; docs/algorithms.md names everything."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def given(tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_recipe_works_as_it_is_and_on_the_task_of_the_curves(method, given):
+def test_recipe_is_valid_alone_and_on_the_quickstart_task(method, given):
     alone = [
         "trainer.total_training_steps=9",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
@@ -39,9 +39,7 @@ def test_a_recipe_works_as_it_is_and_on_the_task_of_the_curves(method, given):
         "data.max_response_length=64",
     ]
     notes = compose(method, [*given, *alone]).notes
-    assert [
-        note for note in notes if "name=auto chose" not in note
-    ] == []  # nothing in a recipe is in vain or doubtful
+    assert [note for note in notes if "name=auto chose" not in note] == []
     on_task = [
         setting
         for setting in task_settings()
@@ -70,7 +68,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_recipe_is_its_method(method, given):
+def test_recipe_configures_its_method(method, given):
     config = compose(method, given, check=False).config
     plan = make_plan(config, device="cpu", count_rows=False)
     assert {name: getattr(plan, name) for name in EXPECTED[method]} == EXPECTED[method]
@@ -81,7 +79,7 @@ def test_a_recipe_is_its_method(method, given):
         )
 
 
-def test_the_page_names_every_algorithm_recipe_and_key():
+def test_page_names_every_algorithm_recipe_and_key():
     table_names = {
         name
         for row in re.findall(r"^\| (`.+?) \|", PAGE, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The quickstart's parts: right work is right, careless work is wrong in its one way, held-out sums stay out, files fit their readers."""
+"""The quickstart recipe: its task, its files, and the commands of run.py."""
 
 import random
 import re
@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipes.quickstart import make, run
+from recipes.search import run as search_run
 from verlite.config import sft
 from verlite.config.load import compose
 from verlite.config.schema import DataConfig, ModelConfig
@@ -26,22 +27,36 @@ def built(tmp_path_factory):
     return folder
 
 
-def test_the_work_reads_back_as_the_sum():
+def test_help_starts_nothing(monkeypatch, capsys):
+    def refuse(command, **options):
+        raise AssertionError(command)
+
+    monkeypatch.setattr(run.subprocess, "run", refuse)
+    for main in (run.main, search_run.main):
+        with pytest.raises(SystemExit) as stop:
+            main(["--help"])
+        assert stop.value.code == 0
+        assert "key=value" in capsys.readouterr().out
+        with pytest.raises(AssertionError, match="make.py"):
+            main(["trainer.total_training_steps=2"])
+
+
+def test_work_is_the_sum_read_backwards():
     for a in range(10, 100):
         for b in range(10, 100):
             ones, _, tens, hundreds = map(int, make.work(a, b))
             assert 100 * hundreds + 10 * tens + ones == a + b
 
 
-def test_a_pupil_who_forgets_every_carry_is_right_only_where_none_is_due():
+def test_forgetting_every_carry_is_wrong_where_a_carry_is_needed():
     rng = random.Random(0)
     for a, b in [(12, 34), (47, 48), (55, 61), (99, 99)]:
-        due = a % 10 + b % 10 > 9 or a + b > 99
-        assert (make.work(a, b, 1.0, rng) != make.work(a, b)) == due
+        needs_carry = a % 10 + b % 10 > 9 or a + b > 99
+        assert (make.work(a, b, 1.0, rng) != make.work(a, b)) == needs_carry
     assert make.work(99, 99, 1.0, rng) == "8080"
 
 
-def test_files_fit_their_readers_and_held_out_sums_stay_out(built):
+def test_files_can_be_read_and_held_out_sums_are_separate(built):
     tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
     config = compose("quickstart", check=False).config.data
     data = DataConfig(max_prompt_length=config.max_prompt_length)
@@ -67,7 +82,7 @@ def test_files_fit_their_readers_and_held_out_sums_stay_out(built):
     ) == len(demonstrations)
 
 
-def test_the_model_is_what_vllm_runs_on_a_cpu_and_the_seed_decides_it(built, tmp_path):
+def test_model_has_vllms_head_size_and_depends_only_on_the_seed(built, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(built / "model")
     assert model.config.hidden_size // model.config.num_attention_heads == 32
     tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
@@ -81,8 +96,8 @@ def test_the_model_is_what_vllm_runs_on_a_cpu_and_the_seed_decides_it(built, tmp
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_the_commands_fit_each_other(tmp_path, monkeypatch):
-    (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # what the first command makes
+def test_commands_use_each_others_files(tmp_path, monkeypatch):
+    (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # built by the first command
     monkeypatch.chdir(tmp_path)
     warm_up = sft.compose(overrides=run.WARM_UP[2:]).config
     config = compose("quickstart", check=False).config
@@ -94,7 +109,7 @@ def test_the_commands_fit_each_other(tmp_path, monkeypatch):
     )
 
 
-def test_samples_are_shown_once_a_problem(tmp_path):
+def test_one_sample_per_problem_is_shown(tmp_path):
     lines = [
         '{"prompt": "1+1=", "response": "2", "score": 1.0}',
         '{"prompt": "1+1=", "response": "3", "score": 0.0}',

@@ -1,4 +1,4 @@
-"""The search recipe's parts: held-out names stay out, demonstrations are what the real world would answer, commands fit each other."""
+"""The search recipe: its facts, its demonstrations, its search engines, and its commands."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def passages(file):
     return [json.loads(line)["contents"] for line in file.read_text().splitlines()]
 
 
-def test_every_fact_can_be_found_and_none_of_the_held_out_names_is_learnt(built):
+def test_corpus_has_every_fact_and_demonstrations_no_held_out_name(built):
     corpus = passages(built / "corpus.jsonl")
     rows = {
         split: pq.read_table(built / f"{split}.parquet").to_pylist() for split in ("train", "test")
@@ -49,16 +49,16 @@ def test_every_fact_can_be_found_and_none_of_the_held_out_names_is_learnt(built)
             row["extra_info"]["name"], row["extra_info"]["kind"]
         )
     demonstrations = pq.read_table(built / "warm_up.parquet").to_pylist()
-    learnt = json.dumps(demonstrations)
-    assert not [name for name in names["test"] if name in learnt]
+    demonstration_text = json.dumps(demonstrations)
+    assert not [name for name in names["test"] if name in demonstration_text]
     values = [row["reward_model"]["ground_truth"]["target"][0] for row in rows["test"]]
     assert max(values.count(value) for value in values) < 0.1 * len(values), (
-        "no answer is worth guessing"
+        "guessing one answer must not pay"
     )
     assert scorer_of(rows["test"][0]["data_source"]) == "verlite.rewards.qa:compute_score"
 
 
-def test_demonstrations_look_as_what_the_environment_answers(built):
+def test_demonstrations_have_the_format_of_the_environment(built):
     rows = pq.read_table(built / "warm_up.parquet").to_pylist()
     observed = [
         found
@@ -74,7 +74,7 @@ def test_demonstrations_look_as_what_the_environment_answers(built):
     assert len(
         read_examples(str(built / "warm_up.parquet"), tokenizer, sft.SFTDataConfig(max_length=64))
     ) == len(rows)
-    for row in rows[:50]:  # a tag is one token, so that a random model can write it
+    for row in rows[:50]:  # tags are single tokens, so a random model can write them
         ids = tokenizer.encode(row["response"], add_special_tokens=False)
         assert tokenizer.decode(ids) == row["response"]
         assert sum(i in map(tokenizer.convert_tokens_to_ids, make.TAGS) for i in ids) == len(
@@ -82,7 +82,7 @@ def test_demonstrations_look_as_what_the_environment_answers(built):
         )
 
 
-def test_the_real_search_engine_finds_the_facts_and_the_empty_one_nothing(built, monkeypatch):
+def test_search_engine_finds_facts_and_empty_corpus_finds_nothing(built, monkeypatch):
     async def ask(url, name, kind):
         client = RetrieverClient(RetrieverConfig(url=url, topk=make.PASSAGES))
         async with client:
@@ -101,11 +101,11 @@ def test_the_real_search_engine_finds_the_facts_and_the_empty_one_nothing(built,
         assert asyncio.run(ask(url, "Suttev", "tree")).obs == "No results found."
 
 
-def test_the_commands_fit_each_other(built, tmp_path, monkeypatch):
-    (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # what the first command makes
+def test_commands_use_each_others_files(built, tmp_path, monkeypatch):
+    (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # built by the first command
     monkeypatch.chdir(tmp_path)
     assert sft.compose(overrides=run.WARM_UP[2:]).config.model.path == f"{make.FOLDER}/model"
-    config = compose("search_world", check=False).config
+    config = compose("search_demo", check=False).config
     assert (
         config.actor_rollout_ref.model.path == f"{make.FOLDER}/warm_up/huggingface"
         and config.data.val_files == f"{make.FOLDER}/test.parquet"

@@ -55,7 +55,7 @@ def test_long_example_is_an_error_or_truncated(tmp_path, tokenizer):
     assert truncated[0][1][-1] == tokenizer.eos_token_id
     with pytest.raises(
         DataError,
-        match=r"row 1: the prompt has 6 tokens; with data.max_length=6 no token is left for the response",
+        match=r"row 1: the prompt has 6 tokens; with data.max_length=6 no token is left",
     ):
         read_examples(file, tokenizer, SFTDataConfig(max_length=6, truncation="right"))
 

@@ -87,7 +87,7 @@ class Facts(Retriever):
 
 def launch(tmp_path, name, world, url, *overrides, before=""):
     base = [
-        "--config-name=search_world",
+        "--config-name=search_demo",
         f"data.train_files={world}/train.parquet",
         f"data.val_files={world}/test.parquet",
         f"actor_rollout_ref.model.path={world}/model",
