@@ -1,4 +1,4 @@
-"""Tool calls in JSON: what is a call, what is a mistake, and that no text of a model's is run or takes long."""
+"""Calculator calls in JSON: valid and malformed ones, and safety against hostile expressions."""
 
 import asyncio
 import json
@@ -43,13 +43,13 @@ def quick(function, *arguments, limit_s=0.5):
         ("10 ** 99", "1e+99"),
     ],
 )
-def test_a_call_is_worked_out(expression, result):
+def test_call_returns_the_result(expression, result):
     answer = step(f"<think>sum</think>{call(expression)}")
     assert (answer.obs, answer.valid, answer.done) == (result, True, False)
     assert answer.info == {"action": "calculator", "query": expression, "called": True}
 
 
-def test_results_are_pythons_on_random_expressions():
+def test_results_equal_python_on_random_expressions():
     rng = random.Random(0)
 
     def expression(depth):
@@ -61,7 +61,7 @@ def test_results_are_pythons_on_random_expressions():
     for _ in range(300):
         text = expression(rng.randrange(1, 4))
         try:
-            expected = eval(text)  # the oracle; the text is the test's own
+            expected = eval(text)  # the reference; the test wrote this text
         except ZeroDivisionError:
             with pytest.raises(ZeroDivisionError):
                 calculate(text)
@@ -72,41 +72,41 @@ def test_results_are_pythons_on_random_expressions():
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_turn_without_a_call_is_the_answer(last):
+def test_turn_without_a_call_ends_the_sample(last):
     answer = step("It is 84.", last)
     assert answer.done and answer.valid and answer.obs == "" and answer.info == {"action": "answer"}
 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("<tool_call>{'name': 'calculator'}</tool_call>", "no JSON"),
-        ("<tool_call></tool_call>", "no JSON"),
-        (call("1") + call("2"), "one whole <tool_call> a turn"),
-        ("<tool_call>" + call("1"), "no JSON"),
-        ("<tool_call>{", "has no end"),
-        (call("1", name="python"), 'one tool, "calculator"'),
-        ("<tool_call>[1]</tool_call>", "one tool"),
+        ("<tool_call>{'name': 'calculator'}</tool_call>", "not valid JSON"),
+        ("<tool_call></tool_call>", "not valid JSON"),
+        (call("1") + call("2"), "one <tool_call> per turn"),
+        ("<tool_call>" + call("1"), "not valid JSON"),
+        ("<tool_call>{", "is not closed"),
+        (call("1", name="python"), 'the only tool is "calculator"'),
+        ("<tool_call>[1]</tool_call>", "the only tool"),
         (call("1", arguments="1 + 1"), "arguments must be"),
         (call("1", arguments={"expr": "1"}), "arguments must be"),
         (call(7), "arguments must be"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "no JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
         (
             '<tool_call>{"name": "calculator", "arguments": {"expression": '
             + "9" * 5000
             + "}}</tool_call>",
-            "no JSON",
+            "not valid JSON",
         ),
     ],
 )
-def test_a_malformed_call_is_the_models_mistake(text, said, last):
+def test_malformed_call_is_an_invalid_step(text, message, last):
     answer = quick(step, text, last)
     assert (
         not answer.valid
         and not answer.done
         and answer.obs.startswith("error: ")
-        and said in answer.obs
+        and message in answer.obs
     )
     assert answer.info == {"action": "invalid"}
 
@@ -156,16 +156,16 @@ def test_a_malformed_call_is_the_models_mistake(text, said, last):
         "*1",
     ],
 )
-def test_what_has_no_value_is_told_and_nothing_else_happens(expression):
+def test_expression_without_a_value_is_an_error_message(expression):
     with pytest.raises((ValueError, ArithmeticError)):
         quick(calculate, expression)
     answer = quick(step, call(expression))
     assert answer.obs.startswith("error: ") and answer.valid and not answer.done, (
-        "a calculator's answer, to a call that is whole"
+        "the call itself is valid"
     )
 
 
-def test_no_text_is_run(tmp_path):
+def test_expressions_are_not_evaluated_as_python(tmp_path):
     witness = tmp_path / "run"
     for expression in (
         f"open({str(witness)!r}, 'w')",
@@ -177,7 +177,7 @@ def test_no_text_is_run(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_text_neither_crashes_nor_takes_long(seed):
+def test_random_text_is_handled_quickly(seed):
     rng = random.Random(seed)
     for _ in range(300):
         expression = "".join(rng.choices("0123456789.e+-*/%() j_'", k=rng.randrange(1, 200)))
@@ -188,14 +188,14 @@ def test_random_text_neither_crashes_nor_takes_long(seed):
         assert math.isfinite(value) and abs(value) <= 1e100
 
 
-def test_thousands_of_calls_without_an_end_take_no_time():
+def test_unclosed_calls_are_parsed_in_linear_time():
     answer = quick(step, "<tool_call> {" * 10_000)
-    assert "has no end" in answer.obs
+    assert "is not closed" in answer.obs
     answer = quick(step, "<tool_call> {" * 10_000 + call("1"))
     assert not answer.valid
 
 
-def test_on_the_last_turn_nothing_is_worked_out():
+def test_no_calculation_in_the_last_turn():
     answer = step(call("1 + 1"), last=True)
     assert answer.obs == "" and answer.valid and not answer.done
     assert answer.info == {"action": "calculator not executed", "query": "1 + 1"}

@@ -1,4 +1,4 @@
-"""Turns appended to a chat are, token for token, what the chat template writes of the whole conversation."""
+"""Appended turns equal, token for token, the chat template's rendering of the whole chat."""
 
 import itertools
 
@@ -85,7 +85,7 @@ THINKS_AT_ONCE = QWEN.replace(
     "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
 )
 BAD = {
-    "strips thoughts": (STRIPS_THOUGHTS, "what came before differently"),
+    "strips thoughts": (STRIPS_THOUGHTS, "earlier messages differently"),
     "strips older thoughts": (STRIPS_OLDER_THOUGHTS, "differently"),
     "rewrites the system part": (REWRITES_SYSTEM, "differently"),
     "no tool role": (NO_TOOL_ROLE, "leaves out"),
@@ -257,19 +257,19 @@ def test_a_cut_observation_keeps_the_templates_parts(name, ended):
     assert encode(Step("(the user. " * 50 + ")"), context, len(whole)) == (whole, False)
     with pytest.raises(
         ValueError,
-        match=rf"data.max_obs_length={len(empty) - 1} has no room .* itself needs {len(empty) - 1}",
+        match=rf"data.max_obs_length={len(empty) - 1} is too small .* itself needs {len(empty) - 1}",
     ):
         encode(Step("(the user. " * 50 + ")"), context, len(empty) - 1)
 
 
-def test_a_cut_json_string_stays_one_line_with_its_quotes():
+def test_truncated_json_string_keeps_its_quotes():
     tokenizer = tokenizer_of(LLAMA, "<|eot|>")
     ids, cut = encode_chat(tokenizer)(Step("\n" * 400), [tokenizer.eos_token_id], 60)
     body = tokenizer.decode(ids).partition("ipython<|end|>\n\n")[2].partition("<|eot|>")[0]
     assert cut and body.startswith('"\\n\\n') and body.endswith('"') and "\n" not in body
 
 
-def test_parts_of_the_environments_own_are_the_tools_words():
+def test_before_and_after_are_part_of_the_tool_message():
     tokenizer = tokenizer_of(HERMES)
     one, _ = encode_chat(tokenizer)(Step("b", "a ", " c"), [], 500)
     other, _ = encode_chat(tokenizer)(Step("a b c"), [], 500)

@@ -1,4 +1,4 @@
-"""Which world env.name means, and one's own with its settings."""
+"""Environment factories: built-in and custom ones, and their settings."""
 
 import asyncio
 
@@ -20,10 +20,12 @@ HERE = "tests.envs.test_factory"
 
 
 class Guessing(EnvFactory):
-    """One's own: the model guesses the number in extra_info."""
+    """A custom factory: the model guesses the number in extra_info."""
 
     def __init__(self, lowest: int, highest: int = 10) -> None:
-        self.lowest, self.highest, self.entered = lowest, highest, 0
+        self.lowest = lowest
+        self.highest = highest
+        self.entered = 0
 
     def env(self, extra_info):
         return Guess(extra_info["secret"], self.lowest)
@@ -37,7 +39,8 @@ class Guess:
     stop = ("!",)
 
     def __init__(self, secret, lowest):
-        self.secret, self.lowest = secret, lowest
+        self.secret = secret
+        self.lowest = lowest
 
     async def step(self, text: str, last: bool) -> Step:
         return Step(f"not {text}, at least {self.lowest}", done=str(self.secret) in text)
@@ -48,7 +51,7 @@ class Picky(EnvFactory):
         raise TypeError("size must be even")
 
 
-def no_world():
+def not_a_factory():
     return 7
 
 
@@ -56,36 +59,32 @@ def config(name, **kwargs) -> Config:
     return Config(env=EnvConfig(name, kwargs))
 
 
-def test_the_worlds_with_a_name_of_their_own():
-    search, calculator = (
-        build_env_factory(config("search")),
-        build_env_factory(config("calculator")),
-    )
-    assert isinstance(search, SearchEnvFactory) and not search.chat and search.tools == ()
-    assert isinstance(search.env({}), SearchEnv) and search.env({}).stop == (
-        "</search>",
-        "</answer>",
-    )
-    assert isinstance(calculator, CalculatorEnvFactory) and calculator.chat
-    assert calculator.tools[0]["function"]["name"] == "calculator" and isinstance(
-        calculator.env({}), Calculator
-    )
-    assert search.env({}) is not search.env({}), "one for each sample"
+def test_built_in_factories():
+    search = build_env_factory(config("search"))
+    assert isinstance(search, SearchEnvFactory)
+    assert not search.chat
+    assert search.tools == ()
+    assert isinstance(search.env({}), SearchEnv)
+    assert search.env({}).stop == ("</search>", "</answer>")
+    assert search.env({}) is not search.env({}), "each sample has its own"
+    calculator = build_env_factory(config("calculator"))
+    assert isinstance(calculator, CalculatorEnvFactory)
+    assert calculator.chat
+    assert calculator.tools[0]["function"]["name"] == "calculator"
+    assert isinstance(calculator.env({}), Calculator)
     asyncio.run(calculator.check())
 
 
 @pytest.mark.parametrize("on_error", ["mask", "observe"])
-def test_the_search_worlds_settings_reach_its_samples(on_error):
+def test_search_settings_reach_the_samples(on_error):
     with Retriever() as server:
-        made = Config(
-            retriever=RetrieverConfig(url=server.url, topk=1, on_error=on_error, deadline_s=0.4)
-        )
-        world = build_env_factory(made)
-        asyncio.run(world.check())
+        settings = RetrieverConfig(url=server.url, topk=1, on_error=on_error, deadline_s=0.4)
+        factory = build_env_factory(Config(retriever=settings))
+        asyncio.run(factory.check())
 
         async def search(text):
-            async with world:
-                return await world.env({}).step(f"<search>{text}</search>", False)
+            async with factory:
+                return await factory.env({}).step(f"<search>{text}</search>", False)
 
         assert asyncio.run(search("capital of France")).info["hits"] == 1
         assert asyncio.run(search("capital of France")).info["cached"], (
@@ -98,29 +97,27 @@ def test_the_search_worlds_settings_reach_its_samples(on_error):
             with pytest.raises(ToolError, match="HTTP 500"):
                 asyncio.run(search("Everest"))
         with pytest.raises(ToolError, match="does not answer"):
-            asyncio.run(world.check())
+            asyncio.run(factory.check())
 
 
-def test_a_world_of_ones_own():
-    world = build_env_factory(config(f"{HERE}:Guessing", lowest=3))
-    assert (world.lowest, world.highest, world.chat) == (3, 10, False)
-    env = world.env({"secret": 7})
+def test_custom_factory():
+    factory = build_env_factory(config(f"{HERE}:Guessing", lowest=3))
+    assert (factory.lowest, factory.highest, factory.chat) == (3, 10, False)
+    env = factory.env({"secret": 7})
 
     async def play():
-        async with world:
+        async with factory:
             return [await env.step(text, False) for text in ("4!", "7!")]
 
     first, second = asyncio.run(play())
-    assert (first.obs, first.done, second.done) == (
-        "not 4!, at least 3",
-        False,
-        True,
-    ) and world.entered == 1
-    asyncio.run(world.check())
+    assert (first.obs, first.done) == ("not 4!, at least 3", False)
+    assert second.done
+    assert factory.entered == 1
+    asyncio.run(factory.check())
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "said"),
+    ("name", "kwargs", "message"),
     [
         ("serach", {}, r"env.name.*search"),
         (f"{HERE}:Nothing", {}, "Nothing"),
@@ -128,9 +125,9 @@ def test_a_world_of_ones_own():
         (f"{HERE}:Guessing", {}, f"env.kwargs do not fit env.name={HERE}:Guessing: .*lowest"),
         (f"{HERE}:Guessing", {"lowest": 1, "low": 2}, "env.kwargs do not fit .*'low'"),
         (f"{HERE}:Picky", {"size": 3}, "size must be even"),
-        (f"{HERE}:no_world", {}, "makes a int, which is no verlite.envs.factory.EnvFactory"),
+        (f"{HERE}:not_a_factory", {}, "returns a int, which is not an EnvFactory subclass"),
     ],
 )
-def test_what_is_wrong_with_a_world_is_said(name, kwargs, said):
-    with pytest.raises(ValueError, match=said):
+def test_unusable_factory_is_an_error(name, kwargs, message):
+    with pytest.raises(ValueError, match=message):
         build_env_factory(config(name, **kwargs))

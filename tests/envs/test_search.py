@@ -1,4 +1,4 @@
-"""Search-R1's texts and rules, word for word, and what is a mistake of whom."""
+"""Search-R1's texts and rules, word for word; invalid actions and tool failures."""
 
 import asyncio
 import time
@@ -9,8 +9,9 @@ from verlite.envs.search import Found, SearchEnv, passages_text
 from verlite.envs.step import ToolError
 
 INVALID = (
-    "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I want to give the "
-    "final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
+    "\nMy previous action is invalid. If I want to search, I should put the query between <search> "
+    "and </search>. If I want to give the final answer, I should put the answer between <answer> "
+    "and </answer>. Let me try again.\n"
 )
 
 
@@ -33,7 +34,7 @@ def whole(step):
     return step.before + step.obs + step.after
 
 
-def test_a_search_is_answered_in_the_published_format():
+def test_search_result_has_the_published_format():
     engine = Engine(
         '"Paul Walker"\nPaul Walker was an actor.\nHe died in 2013.',
         '"Eiffel Tower"\nIt stands in Paris.',
@@ -45,7 +46,7 @@ def test_a_search_is_answered_in_the_published_format():
         'Doc 2(Title: "Eiffel Tower") It stands in Paris.</information>\n\n'
     )
     assert answer.before == "\n\n<information>" and answer.after == "</information>\n\n", (
-        "the tags are never cut"
+        "the tags are never truncated"
     )
     assert answer.valid and not answer.done
     assert answer.info == {
@@ -59,12 +60,12 @@ def test_a_search_is_answered_in_the_published_format():
     }
 
 
-def test_a_passage_without_text_is_all_title():
+def test_passage_without_text_is_a_title():
     assert passages_text(["Only a line"]) == "Doc 1(Title: Only a line)"
     assert passages_text([]) == ""
 
 
-def test_an_answer_ends_the_sample():
+def test_answer_ends_the_sample():
     for last in (False, True):
         answer = step("<think>done</think><answer> Paris </answer>", last=last)
         assert answer.done and answer.valid and whole(answer) == ""
@@ -85,42 +86,40 @@ def test_an_answer_ends_the_sample():
         "<information>made up</information>",
     ],
 )
-def test_what_is_no_action_is_said_to_the_model_and_nobody_is_asked(text):
+def test_invalid_action_is_reported_to_the_model_without_a_search(text):
     engine = Engine("t\nx")
     answer = step(text, engine)
     assert not answer.valid and not answer.done and whole(answer) == INVALID and not engine.asked
 
 
-def test_text_is_read_by_the_rule_by_which_turns_end():
-    """The earliest closing tag ends the turn, so what was opened before and never closed does not count."""
+def test_first_closing_tag_decides():
+    """The earliest closing tag ends the turn. Tags opened before and never closed do not count."""
     engine = Engine("t\nx")
     assert not step("<answer> A <search> q </search>", engine).done
     assert engine.asked == ["q"]
     assert step("<search> q <answer> A </answer>", engine).done and engine.asked == ["q"]
 
 
-def test_on_the_last_turn_nothing_is_searched():
+def test_no_search_in_the_last_turn():
     engine = Engine("t\nx")
     answer = step("<search>late</search>", engine, last=True)
     assert not engine.asked and not answer.done and answer.valid and "called" not in answer.info
 
 
-def test_nothing_found_is_said_and_a_failure_is_not_taken_for_it():
+def test_no_results_and_failures_are_different():
     assert (
         whole(step("<search>x</search>")) == "\n\n<information>No results found.</information>\n\n"
     )
     broken = Engine(fault=ToolError("down"))
     with pytest.raises(ToolError, match="down"):
         step("<search>x</search>", broken)
-    told = step("<search>x</search>", broken, observe_errors=True)
-    assert (
-        "does not answer" in whole(told)
-        and told.info["error"] == "down"
-        and "called" not in told.info
-    )
+    observed = step("<search>x</search>", broken, observe_errors=True)
+    assert "does not answer" in whole(observed)
+    assert observed.info["error"] == "down"
+    assert "called" not in observed.info
 
 
-def test_thousands_of_openings_without_an_end_take_no_time():
+def test_unclosed_tags_are_parsed_in_linear_time():
     began = time.monotonic()
     assert not step("<search> <answer> " * 10_000).valid
     assert step("<search> " * 10_000 + "<answer>A</answer>").done

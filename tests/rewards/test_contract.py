@@ -1,4 +1,4 @@
-"""The contract test for reward functions finds what is wrong with one, and nothing with a good one."""
+"""The contract test for reward functions finds each problem, and none in a good function."""
 
 import re
 
@@ -25,7 +25,7 @@ WRONG = [
     ),
     (
         "import random\n" + HEAD + "return (ground_truth in solution_str) + random.random() / 2",
-        "on .*another result when scored again",
+        "on .*the result changes when scored again",
     ),
     (
         HEAD + "return float(extra_info['index'] == 0 and ground_truth in solution_str)",
@@ -34,7 +34,7 @@ WRONG = [
     (
         HEAD
         + "return {'score': ground_truth in solution_str, **({'a': 1} if solution_str else {})}",
-        "other parts for other answers",
+        "different parts for different answers",
     ),
     (HEAD + "return 1.0", "scores no higher than a wrong answer"),
     ("def compute_score(text, truth):\n    return 1.0", "cannot be called with data_source"),
@@ -52,21 +52,21 @@ def reward(folder, source) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize(("source", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_what_is_wrong_is_said_once(tmp_path, source, said):
+@pytest.mark.parametrize(("source", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_each_problem_is_reported_once(tmp_path, source, message):
     (problem,) = check_reward(reward(tmp_path, source))
-    assert re.search(said, problem), problem
+    assert re.search(message, problem), problem
 
 
-def test_a_good_function_by_file_and_by_module(tmp_path, monkeypatch):
+def test_good_functions_have_no_problems(tmp_path, monkeypatch):
     assert check_reward(reward(tmp_path, GOOD), {"weight": 2}) == []
     assert check_reward("verlite.rewards.exact:compute_score") == []
     for name in ("no_colon", "nothing.here:f"):
-        with pytest.raises(ValueError, match="write FILE.py|there is no module nothing.here"):
+        with pytest.raises(ValueError, match="write FILE.py|module nothing.here was not found"):
             check_reward(name)
 
 
-def test_the_command(tmp_path, monkeypatch):
+def test_contract_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_functions.py").write_text(
         "def flat(inputs):\n    a = inputs.extra['k'] * inputs.mask.float()\n    return a, a\n"

@@ -33,7 +33,7 @@ SAMPLES = Path(__file__).parents[1] / "samples/gsm8k"
         ("72 " + " " * 300, 0, 0),
     ],
 )
-def test_answers_by_hand(solution: str, strict: int, flexible: int) -> None:
+def test_extracted_answers(solution: str, strict: int, flexible: int) -> None:
     assert compute_score("openai/gsm8k", solution, "72") == strict
     assert compute_score("openai/gsm8k", solution, "72", method="flexible") == flexible
 
@@ -45,7 +45,7 @@ def test_large_and_fractional_truths() -> None:
     assert compute_score("openai/gsm8k", "#### 72", 72) == 1  # type: ignore[arg-type]  # files with numbers exist
 
 
-def test_the_data_sets_own_answers_are_right() -> None:
+def test_gsm8k_reference_answers_score_one() -> None:
     lines = [
         line
         for name in ("train", "test")
@@ -59,6 +59,6 @@ def test_the_data_sets_own_answers_are_right() -> None:
         assert compute_score("openai/gsm8k", answer, truth + "1") == 0
 
 
-def test_an_unknown_method_is_named() -> None:
+def test_unknown_method_is_an_error() -> None:
     with pytest.raises(ValueError, match="method='loose' is not one of strict, flexible"):
         extract_answer("72", "loose")

@@ -1,4 +1,6 @@
-"""Question answering: the table of scores by hand, who may say what, and the structure against a regex over a marked-up string."""
+"""Question answering: the table of scores by hand, who may say what, and the structure against a
+regex over a marked-up string.
+"""
 
 import random
 import re
@@ -13,7 +15,7 @@ from verlite.rewards.contract import check_reward
 from verlite.rewards.qa import (
     compute_score,
     gold_answers,
-    holds,
+    contain_gold,
     last_answer,
     matches,
     normalize,
@@ -36,9 +38,9 @@ FORMAT = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_s
 
 
 def score(segments: Segments, golds: Any = "Beijing", **kwargs: Any) -> dict[str, Any]:
-    said = "".join(text for who, text in segments if who == "model")
+    text = "".join(part for who, part in segments if who == "model")
     return compute_score(
-        "nq", said, {"target": golds}, {"trajectory": {"segments": segments}}, **kwargs
+        "nq", text, {"target": golds}, {"trajectory": {"segments": segments}}, **kwargs
     )
 
 
@@ -94,7 +96,7 @@ TABLE = [
     [row[1:] for row in TABLE],
     ids=[row[0] for row in TABLE],
 )
-def test_the_table(
+def test_scores_by_structure_and_answer(
     segments: Segments, expected: float, acc: float, valid: float, retrieved: float
 ) -> None:
     got = score(segments, **FORMAT)
@@ -103,16 +105,18 @@ def test_the_table(
     assert score(segments) == {**got, "score": acc}  # without the scores for form: the method alone
 
 
-def test_only_what_the_model_says_is_an_answer() -> None:
-    """The prompt's example is <answer> Beijing </answer>; tool text and the invalid action's hint hold tags, too."""
+def test_only_text_of_the_model_contains_answers() -> None:
+    """The prompt's example is <answer> Beijing </answer>; tool text and the invalid action's hint
+    hold tags, too.
+    """
     in_passage = "\n\n<information>One writes <answer>Beijing</answer> here.</information>\n\n"
     hint = (
         INVALID_ACTION
         + "If I want to give the final answer, I should put it between <answer> and </answer>."
     )
-    for tool, said in ((in_passage, SEARCH), (hint, "I do not know.")):
+    for tool, text in ((in_passage, SEARCH), (hint, "I do not know.")):
         got = score(
-            [["model", said], ["tool", tool], ["model", "I give up: and"]],
+            [["model", text], ["tool", tool], ["model", "I give up: and"]],
             ["Beijing", "and"],
             **FORMAT,
         )
@@ -125,7 +129,7 @@ def test_only_what_the_model_says_is_an_answer() -> None:
     )  # tags inside a passage are the passage's
 
 
-def test_the_last_answer_counts() -> None:
+def test_last_answer_counts() -> None:
     two = "<answer>Lima</answer> or <answer>\nBeijing\n</answer>"
     assert last_answer(two) == "Beijing"
     assert last_answer(two + "<answer>Ro") == "Beijing"  # cut off
@@ -157,34 +161,36 @@ def test_the_last_answer_counts() -> None:
         ("", ""),
     ],
 )
-def test_normalised_by_hand(text: str, normal: str) -> None:
+def test_normalize(text: str, normal: str) -> None:
     assert normalize(text) == normal
 
 
-def test_exact_and_contained() -> None:
+def test_em_and_sub_em() -> None:
     golds = ["14 December 1972 UTC", "December 1972"]
     assert matches("the December, 1972", golds)
     assert not matches("in December 1972", golds)
     assert matches("in December 1972", golds, "sub_em")
     assert not matches(
         "1972", golds, "sub_em"
-    )  # the gold answer in what is said, not the other way round
-    said = "<think>x</think><answer>It was in December 1972.</answer>"
+    )  # the gold answer in what is text, not the other way round
+    text = "<think>x</think><answer>It was in December 1972.</answer>"
     exact, contained = (
-        compute_score("nq", said, golds, method=method) for method in ("em", "sub_em")
+        compute_score("nq", text, golds, method=method) for method in ("em", "sub_em")
     )
     assert (exact["score"], exact["acc"], contained["score"], contained["acc"]) == (0, 0, 1, 1)
 
 
 @pytest.mark.parametrize("gold", ["A+", "the", "*", "---", "A", "  "])
-def test_a_gold_answer_that_normalises_to_nothing_is_compared_as_written(gold: str) -> None:
+def test_gold_answer_that_normalizes_to_nothing_is_compared_as_written(gold: str) -> None:
     """NQ-open has "A+", "*", "---" and ")"."""
     for method in ("em", "sub_em"):
-        for said in ("", "an", "anything at all", "?"):
-            assert not matches(said, [gold], method)
+        for text in ("", "an", "anything at all", "?"):
+            assert not matches(text, [gold], method)
         assert matches(f" {gold.lower()} ", [gold], method) == bool(gold.strip())
         assert matches("Beijing", [gold, "Beijing"], method)
-    assert not holds(["a + the * --- text"], [gold]) and holds(["of Beijing"], [gold, "Beijing"])
+    assert not contain_gold(["a + the * --- text"], [gold]) and contain_gold(
+        ["of Beijing"], [gold, "Beijing"]
+    )
 
 
 MODEL_TEXTS = {
@@ -204,12 +210,12 @@ MODEL_TEXTS = {
 
 
 @pytest.mark.parametrize("text", MODEL_TEXTS.values(), ids=MODEL_TEXTS)
-def test_structures_that_are_not_valid(text: str) -> None:
+def test_invalid_structures(text: str) -> None:
     assert observations([["model", text]]) is None
     assert compute_score("nq", text, "Beijing", {}, **FORMAT)["format_valid"] == 0
 
 
-def test_what_the_tool_says_must_be_information_after_a_search() -> None:
+def test_tool_text_must_be_information_after_a_search() -> None:
     good = [["model", SEARCH], ["tool", FOUND], ["model", ANSWER]]
     assert observations(good) == ['Doc 1(Title: "China") Its capital is Beijing.']
     assert (
@@ -233,12 +239,15 @@ def test_what_the_tool_says_must_be_information_after_a_search() -> None:
         [],
     ):
         assert observations(wrong) is None
-    # What the model makes up is not retrieved, even where its own structure around it would be right.
+    # What the model makes up is not retrieved, even where its own structure around it would be
+    # right.
     assert score([["model", SEARCH + FOUND + THOUGHT + WRONG]], **FORMAT)["score"] == 0.1
 
 
 def naively(segments: Segments) -> bool:
-    """The structure as one regular expression over a string in which each block is one capital letter. Texts must hold none."""
+    """The structure as one regular expression over a string in which each block is one capital
+    letter. Texts must hold none.
+    """
     marked = "".join(
         text if who == "model" else f"\0{text.strip()}\0" if text.strip() else " "
         for who, text in segments
@@ -321,7 +330,7 @@ def test_structure_agrees_with_a_regex_on_random_trajectories() -> None:
     ],
     ids=str,
 )
-def test_ground_truths_of_all_shapes(truth: Any) -> None:
+def test_ground_truth_formats(truth: Any) -> None:
     assert compute_score("nq", ANSWER, truth)["score"] == 1
     assert compute_score("nq", THOUGHT + WRONG, truth)["score"] == 0
 
@@ -341,12 +350,12 @@ def test_ground_truths_of_all_shapes(truth: Any) -> None:
     ],
     ids=str,
 )
-def test_a_row_without_an_answer_is_an_error(truth: Any) -> None:
+def test_row_without_an_answer_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="ground_truth=.* has no answers"):
         gold_answers(truth)
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_invalid_arguments_are_errors() -> None:
     with pytest.raises(ValueError, match="method='exact' is not one of em, sub_em"):
         compute_score("nq", ANSWER, "x", method="exact")
     with pytest.raises(ValueError, match=r"retrieval_score=1.5 is outside \[0, 1\]"):
@@ -361,7 +370,7 @@ def test_wrong_arguments_are_named() -> None:
     "part",
     ["<answer>", "<answer></answer>", "<think>", "<", "a ", "</answer>", "<search> <answer> "],
 )
-def test_time_grows_with_the_length_alone(part: str) -> None:
+def test_scoring_time_is_linear(part: str) -> None:
     """Such texts take a backtracking search for pairs minutes."""
     text, began = part * (300_000 // len(part)), time.monotonic()
     score(
@@ -376,7 +385,7 @@ def test_time_grows_with_the_length_alone(part: str) -> None:
 SOURCES = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle web_questions strategyqa searchR1_nq searchR1_hotpotqa".split()
 
 
-def test_search_r1s_sources_come_here_with_its_scores() -> None:
+def test_search_r1_sources_use_this_scorer() -> None:
     scorer = Scorer(CustomRewardConfig(reward_kwargs=FORMAT), RewardConfig())
     scorer.check_signature(SOURCES)
     items = [RewardItem(source, THOUGHT + WRONG, {"target": ["Beijing"]}) for source in SOURCES]
@@ -386,19 +395,21 @@ def test_search_r1s_sources_come_here_with_its_scores() -> None:
     assert not scorer._pools  # in this process
 
 
-def test_it_keeps_the_contract_of_reward_functions() -> None:
+def test_scorer_passes_the_contract() -> None:
     assert check_reward("verlite.rewards.qa:compute_score", dict(FORMAT)) == []
 
 
-def test_an_answer_stands_in_one_turn():
-    """As the environment, which reads turn by turn: a tag that is left open belongs to its turn alone."""
+def test_answer_must_be_in_one_turn():
+    """As the environment, which reads turn by turn: a tag that is left open belongs to its turn
+    alone.
+    """
     turns = [
         ["model", "<answer> hmm <search>q</search>"],
         ["tool", "..."],
         ["model", "<answer>Rome</answer>"],
     ]
-    said = "".join(text for who, text in turns if who == "model")
-    assert compute_score("nq", said, "Rome", {"trajectory": {"segments": turns}})["pred"] == "Rome"
+    text = "".join(part for who, part in turns if who == "model")
+    assert compute_score("nq", text, "Rome", {"trajectory": {"segments": turns}})["pred"] == "Rome"
     split = [["model", "<ans"], ["tool", "..."], ["model", "wer>Rome</answer>"]]
     scored = compute_score(
         "nq", "<answer>Rome</answer>", "Rome", {"trajectory": {"segments": split}}
@@ -406,7 +417,7 @@ def test_an_answer_stands_in_one_turn():
     assert scored["pred"] == "" and scored["score"] == 0.0
 
 
-def test_form_is_never_worth_more_than_a_right_answer():
+def test_format_never_scores_above_a_right_answer():
     with pytest.raises(
         ValueError, match="structure_format_score . retrieval_score = 0.9 . 0.2 is above 1"
     ):

@@ -1,4 +1,4 @@
-"""Scoring as a whole: user functions good and bad in their own processes, routing, checks at the start."""
+"""Scoring: user functions in separate processes, routing, scales, checks before the start."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ TOP = Path(__file__).parents[2]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeScorer]:
-    """Builds scorers around a function's source, and ends them."""
+    """Build scorers from the source of a function, and close them after the test."""
     scorers = []
 
     def build(
@@ -91,7 +91,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("asynchronous", ["", "async "])
-def test_every_failure_is_a_value_and_the_others_are_scored(
+def test_failed_calls_are_results_and_the_others_are_scored(
     make: MakeScorer, asynchronous: str
 ) -> None:
     scorer = make(MIXED.format(asynchronous=asynchronous), item_timeout_s=2.0)
@@ -106,17 +106,18 @@ def test_every_failure_is_a_value_and_the_others_are_scored(
         else:
             assert result == RewardResult(float(len(solution))), solution
     assert results[-1] == RewardResult(0.5, {"acc": 1.0, "n": 3.0, "pred": "x", "none": "None"})
-    told = dict(zip(solutions, results, strict=False))
-    assert "lost" in told["raise"].traceback and "in compute_score" in told["raise"].traceback
-    assert told["die"].traceback == "the reward process ended itself with exit code 3"
-    assert told["segfault"].traceback == "the reward process was killed by SIGSEGV"
-    assert (
-        "returned 'text'" not in told["text"].traceback
-        and "returned '1.0'" in told["text"].traceback
-    )
+    tracebacks = {
+        solution: result.traceback for solution, result in zip(solutions, results, strict=False)
+    }
+    assert "lost" in tracebacks["raise"]
+    assert "in compute_score" in tracebacks["raise"]
+    assert tracebacks["die"] == "the reward process ended itself with exit code 3"
+    assert tracebacks["segfault"] == "the reward process was killed by SIGSEGV"
+    assert "returned '1.0'" in tracebacks["text"]
+    assert "returned 'text'" not in tracebacks["text"]
 
 
-def test_the_step_limit_holds_and_the_next_step_is_as_fast_as_ever(make: MakeScorer) -> None:
+def test_step_limit_ends_slow_calls_and_not_the_next_step(make: MakeScorer) -> None:
     source = """
 import time
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -146,7 +147,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert time.monotonic() - start < 20.0
     assert results[0].error == "Timeout"
     assert {result.score for result in results[1:]} == {1.0}
-    again = scorer.score(items(*["0"] * 99))  # nobody was killed for a call that ended itself
+    again = scorer.score(items(*["0"] * 99))  # no process was killed for the timeout
     assert {result.parts["pid"] for result in again} <= {
         result.parts["pid"] for result in results[1:]
     }
@@ -168,7 +169,7 @@ def test_processes_that_die_between_steps_are_replaced(make: MakeScorer) -> None
     assert children and scorer.score(long) == [RewardResult(1.0)] * 100
 
 
-def test_when_a_process_dies_under_several_calls_only_the_guilty_one_fails(
+def test_only_the_call_that_kills_its_process_fails(
     make: MakeScorer,
 ) -> None:
     source = """
@@ -183,7 +184,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert [result.error for result in results] == [None, "Died", None, None, None, None]
 
 
-def test_functions_run_in_the_folder_that_is_named_where_there_is_such_a_one(
+def test_functions_run_in_the_given_folder_if_it_exists(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "reward.py"
@@ -202,7 +203,7 @@ def test_functions_run_in_the_folder_that_is_named_where_there_is_such_a_one(
         scorer.close()
 
 
-def test_engines_of_one_machine_share_its_cores(
+def test_pools_on_one_machine_divide_its_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "reward.py"
@@ -217,7 +218,7 @@ def test_engines_of_one_machine_share_its_cores(
         scorer.close()
 
 
-def test_arguments_are_verls(make: MakeScorer) -> None:
+def test_arguments_are_those_of_verl(make: MakeScorer) -> None:
     source = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return {"score": 1, "seen": repr((data_source, solution_str, ground_truth, extra_info, kwargs))}
@@ -229,7 +230,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     )
 
 
-def test_a_function_may_run_its_own_event_loop_and_import_its_neighbours(
+def test_functions_may_run_an_event_loop_and_import_files_beside_them(
     make: MakeScorer, tmp_path: Path
 ) -> None:
     (tmp_path / "neighbour.py").write_text("async def one(): return 1.0")
@@ -241,8 +242,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert make(source).score(items("a")) == [RewardResult(1.0)]
 
 
-def test_a_file_with_a_librarys_name_hides_nothing(make: MakeScorer, tmp_path: Path) -> None:
-    """`import math` in the file and in what it imports is the library's, and classes of the file can be pickled."""
+def test_file_named_like_a_library_does_not_shadow_it(make: MakeScorer, tmp_path: Path) -> None:
+    """A file called decimal.py can import the library, and its classes can be pickled."""
     (tmp_path / "decimal.py").write_text("""
 import dataclasses, fractions, math, pickle
 from decimal import Decimal  # the library's, not this file
@@ -262,7 +263,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "said"),
+    ("source", "name", "expected"),
     [
         (
             "def compute_score(solution, truth): return 1",
@@ -287,20 +288,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         ),
     ],
 )
-def test_a_function_that_cannot_work_is_one_line_before_the_start(
-    make: MakeScorer, source: str, name: str, said: str
+def test_unusable_function_is_a_one_line_error_before_the_start(
+    make: MakeScorer, source: str, name: str, expected: str
 ) -> None:
     with pytest.raises(FunctionError) as caught:
         make(source, name=name).check_signature()
     message = str(caught.value)
     assert (
-        said in message
+        expected in message
         and "reward_0.py" in message
         and message.startswith("custom_reward_function")
     )
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+def test_missing_file_is_a_one_line_error(tmp_path: Path) -> None:
     scorer = Scorer(CustomRewardConfig(path=str(tmp_path / "none.py")), RewardConfig())
     with pytest.raises(
         FunctionError,
@@ -309,13 +310,13 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
         scorer.check_signature()
 
 
-def test_wrong_reward_kwargs_are_found_for_built_in_scorers_too(make: MakeScorer) -> None:
+def test_wrong_reward_kwargs_of_built_in_scorers_are_errors(make: MakeScorer) -> None:
     make(kwargs={"method": "flexible"}).check_signature(["openai/gsm8k"])
     with pytest.raises(FunctionError, match="unexpected keyword argument 'methd'"):
         make(kwargs={"methd": "flexible"}).check_signature(["openai/gsm8k"])
 
 
-def test_sources_are_routed_and_unknown_ones_named(make: MakeScorer) -> None:
+def test_sources_are_routed_and_unknown_ones_are_errors(make: MakeScorer) -> None:
     scorer = make()
     mixed = [
         *items(" 12 ", source="verlite/arithmetic", truth="12"),
@@ -339,12 +340,12 @@ def test_flexible_gsm8k_through_reward_kwargs(make: MakeScorer) -> None:
     ) == [RewardResult(1.0)]
 
 
-def test_a_broken_ground_truth_is_an_error_not_a_zero(make: MakeScorer) -> None:
+def test_invalid_ground_truth_is_an_error_and_not_a_zero(make: MakeScorer) -> None:
     [result] = make().score(items("#### 72", source="openai/gsm8k", truth="seventy"))
     assert (result.score, result.error) == (None, "InvalidOperation")
 
 
-def test_self_check_tells_a_wrong_function_from_a_right_one(make: MakeScorer) -> None:
+def test_self_check_warns_about_a_wrong_function_only(make: MakeScorer) -> None:
     rows = [
         *items("", "", source="openai/gsm8k", truth="72"),
         *items("", source="lighteval/MATH", truth="\\frac{1}{2}"),
@@ -362,7 +363,7 @@ def test_self_check_tells_a_wrong_function_from_a_right_one(make: MakeScorer) ->
     assert wrong.warning().count("score 0") == 3  # examples
 
 
-def test_endless_mathematics_is_killed(make: MakeScorer) -> None:
+def test_endless_math_is_killed(make: MakeScorer) -> None:
     scorer = make(item_timeout_s=3.0)
     towers = items(
         "\\boxed{9^{9^{9^{9}}}+1}",

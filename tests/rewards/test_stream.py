@@ -1,4 +1,4 @@
-"""Scoring beside generation: what is scored together, how long it may take, and what a failure does."""
+"""Scoring during generation: batches, time limits and failures."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from verlite.rewards.scorer import Stream
 
 
 class Scorer:
-    """Scores a number by itself, once it may."""
+    """A scorer of numbers that waits for permission before each batch."""
 
     def __init__(self):
         self.batches, self.limits, self.may = [], [], threading.Semaphore(0)
@@ -36,7 +36,7 @@ def until(condition):
         time.sleep(0.001)
 
 
-def test_each_batch_is_what_has_come_since_the_one_before():
+def test_items_added_during_a_batch_form_the_next_batch():
     scorer = Scorer()
     with Stream(scorer, 30.0) as stream:
         stream.add("a", item("1"))
@@ -57,8 +57,7 @@ def test_each_batch_is_what_has_come_since_the_one_before():
     assert scorer.batches[:2] == [["1"], ["2", "3"]]
 
 
-def test_what_is_left_at_the_end_has_the_time_of_one_step():
-    """timeout_s counts from the last sample on, also for a batch that begins later than that."""
+def test_timeout_counts_from_the_last_item():
     scorer = Scorer()
     with Stream(scorer, 30.0) as stream:
         stream.add("a", item("1"))
@@ -69,13 +68,13 @@ def test_what_is_left_at_the_end_has_the_time_of_one_step():
     assert scorer.limits[0] == 30 and 25 < scorer.limits[1] < 29.8
 
 
-def test_nothing_to_score():
+def test_stream_without_items_returns_no_results():
     with Stream(Scorer(), 30.0) as stream:
         stream._scorer.may.release()
         assert stream.results() == {}
 
 
-def test_a_scorer_that_fails_is_heard_of():
+def test_scorer_failure_is_raised_by_add_and_results():
     scorer = Scorer()
     scorer.may.release(9)
     with Stream(scorer, 30.0) as stream:
@@ -87,7 +86,7 @@ def test_a_scorer_that_fails_is_heard_of():
             stream.results()
 
 
-def test_a_generation_that_fails_leaves_no_thread():
+def test_failed_generation_leaves_no_thread():
     scorer = Scorer()
     with pytest.raises(KeyError), Stream(scorer, 30.0) as stream:
         stream.add("a", item("1"))

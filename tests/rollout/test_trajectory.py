@@ -286,7 +286,7 @@ def test_a_long_observation_is_cut_inside_its_tags(ambiguous):
     assert cut and len(ids) == 12 and tokenizer.decode(ids) == "! " + "he" * 8 + " !"
     ids, cut = encode(step, [], 44)
     assert not cut and tokenizer.decode(ids) == "! " + "he" * 40 + " !"
-    with pytest.raises(ValueError, match="data.max_obs_length=4 has no room"):
+    with pytest.raises(ValueError, match="data.max_obs_length=4 is too small"):
         encode(step, [], 4)
     ids, _ = encode(Step("he<eos>he"), [], 44)
     assert tokenizer.eos_token_id not in ids, (

@@ -194,7 +194,7 @@ def test_single_turns_have_none_of_it():
 
 
 def test_another_failure_than_a_tools_is_no_outage():
-    rows = [(*ROWS[2][:2], "ValueError: data.max_obs_length=4 has no room", *ROWS[2][3:]), ROWS[0]]
+    rows = [(*ROWS[2][:2], "ValueError: data.max_obs_length=4 is too small", *ROWS[2][3:]), ROWS[0]]
     assert agent_metrics(stepped(rows))["env/tool_error_rate"] == 0
 
 

@@ -31,11 +31,11 @@ def check(arguments: TrainingArguments = None) -> None:
 
 def _tool_problem(config: "Config") -> str | None:
     """Return why the agent's tools cannot be used now, or None if they can."""
-    from verlite.envs.factory import build_env_factory, checked
+    from verlite.envs.factory import build_env_factory, check_env_factory
     from verlite.envs.step import ToolError
 
     try:
-        return checked(build_env_factory(config))
+        return check_env_factory(build_env_factory(config))
     except ToolError as error:
         return f"{error}. A run refuses to start until then."
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""The worlds that a model can act in: text in, text out."""
+"""Environments that a model can act in. They exchange text only, no tokens."""

@@ -1,4 +1,4 @@
-"""A calculator that the model calls with JSON in a chat: the smallest tool of the kind that chat models know."""
+"""A calculator that the model calls with JSON in a chat: a minimal tool-calling environment."""
 
 import ast
 import json
@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 from verlite.envs.step import Step
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_LONGEST, _LARGEST, _HIGHEST_POWER = 200, 10.0**100, 100
+_MAX_CHARACTERS = 200
+_MAX_RESULT = 10.0**100
+_MAX_POWER = 100
 _OPERATIONS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -26,7 +28,7 @@ _OPERATIONS: dict[type, Callable[..., Any]] = {
 
 
 class Calculator:
-    """One sample's calls. A turn without a call is the answer, and ends the sample."""
+    """The environment of one sample. A turn without a call is the answer and ends the sample."""
 
     stop: tuple[str, ...] = ()
     schema: ClassVar[dict[str, Any]] = {
@@ -45,10 +47,10 @@ class Calculator:
     }
 
     async def step(self, text: str, last: bool) -> Step:
-        """See `Env.step`. What the calculator cannot work out is told to the model, as any calculator would."""
-        calls = CALL.findall(
-            text[: text.rfind("</tool_call>") + len("</tool_call>")]
-        )  # not through openings that have no end
+        """See `Env.step`. If the expression has no value, the observation is an error message."""
+        # Text after the last closing tag is left out, so the regex takes linear time.
+        end = text.rfind("</tool_call>") + len("</tool_call>")
+        calls = CALL.findall(text[:end])
         if not calls and "<tool_call>" not in text:
             return Step(done=True, info={"action": "answer"})
         try:
@@ -65,32 +67,35 @@ class Calculator:
 
 
 def _expression(calls: list[str]) -> str:
-    """The expression of a turn's one call. Raises ValueError, which says what is wrong with the call."""
+    """Return the expression of a turn's only call. Raises ValueError for a malformed call."""
     if len(calls) != 1:
-        raise ValueError("one whole <tool_call> a turn" if calls else "the <tool_call> has no end")
+        raise ValueError("one <tool_call> per turn" if calls else "the <tool_call> is not closed")
     try:
         call = json.loads(calls[0])
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the call is no JSON: {error}") from error
+        raise ValueError(f"the call is not valid JSON: {error}") from error
     if not isinstance(call, dict) or call.get("name") != "calculator":
-        raise ValueError('there is one tool, "calculator"')
+        raise ValueError('the only tool is "calculator"')
     arguments = call.get("arguments")
     if not isinstance(arguments, dict) or not isinstance(arguments.get("expression"), str):
         raise ValueError('arguments must be {"expression": "..."}')
-    return arguments["expression"]
+    expression: str = arguments["expression"]
+    return expression
 
 
 def calculate(expression: str) -> float:
-    """The value of an expression of numbers, + - * / // % ** and brackets; it is parsed, never evaluated as Python.
+    """Return the value of an expression of numbers, + - * / // % ** and brackets.
 
-    Raises ValueError for anything else or too much of it, ArithmeticError for what has no value.
+    The expression is parsed and never evaluated as Python.
+
+    Raises:
+        ValueError: the expression contains anything else, or is too long or too large.
+        ArithmeticError: the expression has no value, such as 1 / 0.
     """
-    if len(expression) > _LONGEST:
-        raise ValueError(f"the expression has more than {_LONGEST} characters")
+    if len(expression) > _MAX_CHARACTERS:
+        raise ValueError(f"the expression has more than {_MAX_CHARACTERS} characters")
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # what Python thinks of a model's style is nobody's concern
+        with warnings.catch_warnings(action="ignore"):  # Python warns about a model's style
             tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError("the expression cannot be read") from error
@@ -102,9 +107,10 @@ def _value(node: ast.expr) -> float:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             value = number
         case ast.BinOp(left=left, op=ast.Pow() as op, right=right):
-            base, power = _value(left), _value(right)
-            if abs(power) > _HIGHEST_POWER:
-                raise ValueError(f"powers go up to {_HIGHEST_POWER}")
+            base = _value(left)
+            power = _value(right)
+            if abs(power) > _MAX_POWER:
+                raise ValueError(f"powers go up to {_MAX_POWER}")
             value = _OPERATIONS[type(op)](base, power)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
             value = _OPERATIONS[type(op)](_value(left), _value(right))
@@ -112,6 +118,6 @@ def _value(node: ast.expr) -> float:
             value = _OPERATIONS[type(op)](_value(operand))
         case _:
             raise ValueError("only numbers, + - * / // % ** and brackets")
-    if isinstance(value, complex) or not abs(value) <= _LARGEST:
-        raise ValueError("the result is no number, or too large")
+    if isinstance(value, complex) or not abs(value) <= _MAX_RESULT:
+        raise ValueError("the result is not a real number, or too large")
     return value

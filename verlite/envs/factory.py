@@ -1,4 +1,4 @@
-"""What the trajectories of one worker share, and the table of worlds to choose from with `env.name`."""
+"""Environment factories: what the trajectories of a rollout worker share. See `env.name`."""
 
 import asyncio
 import inspect
@@ -12,31 +12,39 @@ from verlite.envs.chat import encode_chat
 from verlite.envs.search import INFORMATION, SearchEnv
 from verlite.envs.step import EncodeObservation, Env, ToolError, encode_text
 
-if TYPE_CHECKING:  # a run is looked at before anything heavy is imported
+if TYPE_CHECKING:  # preflight checks must not import heavy libraries
     from transformers import PreTrainedTokenizerBase
 
 
 class EnvFactory:
-    """Makes one `Env` for each sample, and holds what they share: connections, caches, limits.
+    """Creates one `Env` per sample and owns what they share: connections, caches, limits.
 
-    One of your own: a subclass, and `env.name=package.module:Subclass`; it is made with the entries of `env.kwargs`.
+    To add your own, write a subclass and set `env.name=package.module:Subclass`. Its constructor
+    gets the entries of `env.kwargs`.
     """
 
     chat = False
-    """True: observations are tool messages of the chat template. False: plain text behind what the model wrote."""
+    """True if observations are tool messages of the chat template, False if they are plain text."""
     tools: tuple[dict[str, Any], ...] = ()
-    """JSON schemas of the tools, which the chat template shows to the model in the prompt."""
+    """JSON schemas of the tools. The chat template shows them to the model in the prompt."""
     around: tuple[str, str] = ("", "")
-    """What stands before and after an observation and is never cut; an observation must have room for it and more."""
+    """Text before and after each observation. It is never truncated."""
 
     def env(self, extra_info: Mapping[str, Any]) -> Env:
-        """A new environment for one sample; `extra_info` is that of its row in the data."""
+        """Create the environment of one sample from the `extra_info` of its data row."""
         raise NotImplementedError
 
     async def check(self) -> str | None:
-        """Raise when the tools cannot be used now; return what is wrong though they can.
+        """Check whether the tools can be used now.
 
-        Called outside `async with`: before a run starts, and to see whether an outage is over.
+        This is called outside `async with`: before a run starts, and to find out whether an outage
+        is over.
+
+        Returns:
+            A warning if the tools can be used in part, else None.
+
+        Raises:
+            ToolError: the tools cannot be used.
         """
         return None
 
@@ -48,14 +56,13 @@ class EnvFactory:
 
 
 class SearchEnvFactory(EnvFactory):
-    """Search-R1's: a search engine behind tags in the text."""
+    """Search-R1's environment: a search engine behind tags in the text."""
 
     around = INFORMATION
 
     def __init__(self, retriever: RetrieverConfig) -> None:
-        from verlite.envs.retriever import (
-            RetrieverClient,
-        )  # with an HTTP client, which nothing else needs
+        # Imported here because it needs an HTTP client, which other environments do not.
+        from verlite.envs.retriever import RetrieverClient
 
         self.client = RetrieverClient(retriever)
         self._observe_errors = retriever.on_error == "observe"
@@ -75,7 +82,7 @@ class SearchEnvFactory(EnvFactory):
 
 
 class CalculatorEnvFactory(EnvFactory):
-    """A calculator, called with JSON in the chat format."""
+    """A calculator that the model calls with JSON in the chat format."""
 
     chat = True
     tools = (Calculator.schema,)
@@ -85,43 +92,55 @@ class CalculatorEnvFactory(EnvFactory):
 
 
 def build_env_factory(config: Config) -> EnvFactory:
-    """The world of `env.name`. Raises ValueError when it cannot be found or made."""
-    if config.env.name == "search":
+    """Create the environment factory that `env.name` names.
+
+    Raises:
+        ValueError: it cannot be found or created, or is not an EnvFactory.
+    """
+    name = config.env.name
+    if name == "search":
         return SearchEnvFactory(config.retriever)
-    make = resolve(config.env.name, ENV_FACTORIES, "env.name")
+    create = resolve(name, ENV_FACTORIES, "env.name")
     try:
-        inspect.signature(make).bind(**config.env.kwargs)
+        inspect.signature(create).bind(**config.env.kwargs)
     except TypeError as error:
-        raise ValueError(f"env.kwargs do not fit env.name={config.env.name}: {error}") from error
+        raise ValueError(f"env.kwargs do not fit env.name={name}: {error}") from error
     try:
-        world = make(**config.env.kwargs)
-    except Exception as error:  # a user's own class may raise anything
+        factory = create(**config.env.kwargs)
+    except Exception as error:  # a user's class may raise anything
         raise ValueError(
-            f"env.name={config.env.name} cannot be made: {type(error).__name__}: {error}"
+            f"env.name={name} cannot be created: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(world, EnvFactory):
+    if not isinstance(factory, EnvFactory):
         raise ValueError(
-            f"env.name={config.env.name} makes a {type(world).__name__}, which is no verlite.envs.factory.EnvFactory"
+            f"env.name={name} returns a {type(factory).__name__}, which is not an EnvFactory "
+            "subclass. Derive it from verlite.envs.factory.EnvFactory"
         )
-    return world
+    return factory
 
 
 def encoder(
-    world: EnvFactory, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any]
+    factory: EnvFactory, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any]
 ) -> EncodeObservation:
-    """How this world's observations become tokens. Raises TemplateError when the chat template cannot carry them."""
-    return (
-        encode_chat(tokenizer, world.tools, template_kwargs)
-        if world.chat
-        else encode_text(tokenizer)
-    )
+    """Return the function that turns observations into tokens.
+
+    Raises:
+        TemplateError: the chat template cannot represent tool messages.
+    """
+    if factory.chat:
+        return encode_chat(tokenizer, factory.tools, template_kwargs)
+    return encode_text(tokenizer)
 
 
-def checked(world: EnvFactory) -> str | None:
-    """`world.check()` from outside an event loop. Raises ToolError, whatever it was that the world raised."""
+def check_env_factory(factory: EnvFactory) -> str | None:
+    """Run `factory.check()` from outside an event loop and return its warning.
+
+    Raises:
+        ToolError: the check failed with any exception.
+    """
     try:
-        return asyncio.run(world.check())
+        return asyncio.run(factory.check())
     except ToolError:
         raise
-    except Exception as error:  # a user's own check may raise anything
+    except Exception as error:  # a user's check may raise anything
         raise ToolError(f"the tools cannot be used: {type(error).__name__}: {error}") from error

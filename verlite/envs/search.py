@@ -1,50 +1,58 @@
-"""Search-R1's environment (Jin et al. 2025, arXiv:2503.09516, section 3): searches and answers in tags, passages in <information>.
+"""Search-R1's environment (Jin et al. 2025, arXiv:2503.09516, section 3).
 
-The texts are those of Search-R1's released code, word for word, because checkpoints were trained on them.
+The model writes searches and answers in tags; passages come back in <information>. The texts are
+those of Search-R1's released code, word for word, because checkpoints were trained on them.
 """
 
 import re
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verlite.envs.step import Step, ToolError
 
 OPENING = re.compile("<(search|answer)>")
 INVALID = (
-    "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I want to give the "
-    "final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
+    "\nMy previous action is invalid. If I want to search, I should put the query between <search> "
+    "and </search>. If I want to give the final answer, I should put the answer between <answer> "
+    "and </answer>. Let me try again.\n"
 )
 INFORMATION = ("\n\n<information>", "</information>\n\n")
 NOTHING_FOUND = "No results found."
 FAILED = "The search engine does not answer."
 
 
-class Search(Protocol):
-    """What finds passages."""
-
-    async def search(self, query: str) -> "Found": ...
-
-
+@dataclass(frozen=True)
 class Found:
     """Passages for one query."""
 
-    def __init__(
-        self, passages: list[str], seconds: float = 0.0, retries: int = 0, cached: bool = False
-    ) -> None:
-        """passages: best first; the first line of each is its title. seconds: from question to answer, waiting included."""
-        self.passages, self.seconds, self.retries, self.cached = passages, seconds, retries, cached
+    passages: list[str]
+    """Best first. The first line of each is its title."""
+    seconds: float = 0.0
+    """Time from query to answer, waiting included."""
+    retries: int = 0
+    """Attempts that failed before."""
+    cached: bool = False
+    """True if the passages came from the cache or from another sample's request."""
+
+
+class Search(Protocol):
+    """A search engine."""
+
+    async def search(self, query: str) -> Found: ...
 
 
 class SearchEnv:
-    """One sample's searches."""
+    """The environment of one sample."""
 
     stop: tuple[str, ...] = ("</search>", "</answer>")
 
     def __init__(self, engine: Search, *, observe_errors: bool = False) -> None:
-        """observe_errors: a search that fails is told to the model, and the sample is trained on; otherwise ToolError."""
-        self._engine, self._observe_errors = engine, observe_errors
+        """If `observe_errors`, a failed search is an observation; otherwise it is a ToolError."""
+        self._engine = engine
+        self._observe_errors = observe_errors
 
     async def step(self, text: str, last: bool) -> Step:
-        """See `Env.step`. An empty query is the model's mistake, like a turn with neither tag."""
+        """See `Env.step`. An empty query is an invalid action, like a turn with neither tag."""
         action, content = first_action(text)
         if action == "answer":
             return Step(done=True, info={"action": "answer"})
@@ -70,19 +78,21 @@ class SearchEnv:
 
 
 def first_action(text: str) -> tuple[str, str]:
-    """The first of <search>...</search> and <answer>...</answer>: its tag and what stands in it; "none" without one."""
-    # A regex would search for the end of every opening tag anew, which takes quadratic time where none has one.
+    """Return tag and content of the first <search>...</search> or <answer>...</answer>.
+
+    The tag is "none" if there is neither.
+    """
+    # A regex would search for an end from every opening tag, which takes quadratic time.
     ends = {tag: text.rfind(f"</{tag}>") for tag in ("search", "answer")}
     for opening in OPENING.finditer(text):
         if ends[opening[1]] >= opening.end():
-            return opening[1], text[
-                opening.end() : text.index(f"</{opening[1]}>", opening.end())
-            ].strip()
+            end = text.index(f"</{opening[1]}>", opening.end())
+            return opening[1], text[opening.end() : end].strip()
     return "none", ""
 
 
 def passages_text(passages: list[str]) -> str:
-    """ "Doc 1(Title: ...) text", a passage a line; the first line of a passage is its title."""
+    """Return lines "Doc 1(Title: ...) text". The first line of a passage is its title."""
     lines = []
     for number, passage in enumerate(passages, start=1):
         title, _, text = passage.partition("\n")

@@ -1,68 +1,82 @@
-"""What an environment is: it hears what the model wrote and answers, in text alone. No tokens, no tensors."""
+"""The environment interface: an environment reads the model's text and answers with text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # a run is looked at before anything heavy is imported
+if TYPE_CHECKING:  # preflight checks must not import heavy libraries
     from transformers import PreTrainedTokenizerBase
 
 
 class ToolError(Exception):
-    """A tool could not be used: infrastructure failed, not the model. The sample says nothing about the policy."""
+    """A tool failed because of the infrastructure, not because of the model.
+
+    The sample is excluded from training, since it does not say anything about the policy.
+    """
 
 
 @dataclass(frozen=True)
 class Step:
-    """An environment's answer to one turn."""
+    """The answer of an environment to one turn of the model."""
 
     obs: str = ""
-    """Text for the model; the part that may be cut when it is too long."""
+    """Text for the model. This part is truncated if the observation is too long."""
     before: str = ""
-    """Text in front of obs that is never cut, such as an opening tag."""
+    """Text in front of obs that is never truncated, such as an opening tag."""
     after: str = ""
-    """Text behind obs that is never cut, such as a closing tag."""
+    """Text behind obs that is never truncated, such as a closing tag."""
     done: bool = False
-    """The trajectory ends here."""
+    """True if the trajectory ends here."""
     valid: bool = True
-    """False: the model's turn was malformed."""
+    """False if the model's turn was malformed."""
     info: dict[str, Any] = field(default_factory=dict)
-    """For metrics and readers: `action` (what the turn was taken for), and of a tool that was used `called`, `query`, `seconds`, ..."""
+    """Entries for metrics: `action`, and if a tool was used `called`, `query`, `seconds`, ..."""
 
 
 class Env(Protocol):
-    """The world of one trajectory; speaks text only. A new one for each sample."""
+    """The environment of one trajectory. Each sample has its own."""
 
     stop: tuple[str, ...]
     """Strings that end a turn."""
 
     async def step(self, text: str, last: bool) -> Step:
-        """Answer the model's turn. `text` ends at its first stop string. With `last` the model will not speak again, so only
-        `done`, `valid` and `info` matter, and no tool is used. Raises ToolError when a tool fails; a model's mistake is a Step."""
+        """Answer the model's turn.
+
+        Args:
+            text: the turn, up to and including its first stop string.
+            last: True if the model will not get another turn. Then only `done`, `valid` and `info`
+                of the result matter, and no tool should be used.
+
+        Raises:
+            ToolError: a tool failed. A mistake of the model is a Step, not an exception.
+        """
         ...
 
 
 EncodeObservation = Callable[[Step, list[int], int], tuple[list[int], bool]]
-"""(step, the context's ids, most tokens) -> the observation's ids, and whether it was cut."""
+"""(step, token ids of the context, limit) -> (token ids of the observation, whether truncated)."""
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase") -> EncodeObservation:
-    """Observations as plain text behind what the model wrote."""
+    """Return an encoder of observations as plain text after the model's text."""
 
     def encode(text: str) -> list[int]:
-        # What stands in a passage is text, even where it looks like the end of a turn.
-        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        # Special tokens in a retrieved passage are encoded as text.
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
 
     def observation(step: Step, context: list[int], limit: int) -> tuple[list[int], bool]:
-        """Only `step.obs` is cut, in token space, so that the tags around it stay whole."""
+        """Encode a step. Only the tokens of `step.obs` are truncated, so its tags stay whole."""
         ids = encode(step.before + step.obs + step.after)
         if len(ids) <= limit:
             return ids, False
-        before, after = encode(step.before), encode(step.after)
+        before = encode(step.before)
+        after = encode(step.after)
         room = limit - len(before) - len(after)
         if room < 1:
             raise ValueError(
-                f"data.max_obs_length={limit} has no room for an observation: its tags alone need {len(before) + len(after)}"
+                f"data.max_obs_length={limit} is too small for an observation: "
+                f"its tags alone need {len(before) + len(after)} tokens"
             )
         return before + encode(step.obs)[:room] + after, True
 

@@ -1,4 +1,4 @@
-"""A contract test for a user's own reward function: call it as training does, on answers good and strange."""
+"""A contract test for reward functions: call one as training does, on usual and unusual answers."""
 
 import copy
 from typing import Any
@@ -17,35 +17,45 @@ ANSWERS = {
     "a wrong answer": "41",
     "an empty response": "",
     "white space": " \n\t ",
-    "an answer that was cut off": "The answer is \\boxed{4",
-    "text that is no language": "}{\\frac{[(<|#### \u0000\ufffd 𝟜２ ٤٢",
+    "a truncated answer": "The answer is \\boxed{4",
+    "random symbols": "}{\\frac{[(<|#### \u0000\ufffd 𝟜２ ٤٢",
     "a very long response": "so 1 + 1 = 2, " * 20_000,
 }
 TIME_LIMIT_S = 10.0
 
 
 def check_reward(function: str, kwargs: dict[str, Any] | None = None) -> list[str]:
-    """What is wrong with a reward function: "FILE.py", "FILE.py:name" or "package.module:name". Sentences; none: nothing.
+    """Return the problems of a reward function, one sentence each. An empty list means none.
 
-    It runs in a process of its own, as in training, on made-up answers to a question whose ground truth is "42": that it can be loaded
-    and takes the arguments; a finite number or a dict with one for each; the same for the same answer, whatever was scored before it; one
-    without extra_info too; the names of its parts the same for each; an answer within seconds; and that the ground truth, in
-    one of the ways of writing it, scores above a wrong answer.
+    The function runs in a separate process, as in training, on made-up answers to a question whose
+    ground truth is "42". It must
+
+    - load, and accept the arguments;
+    - return a finite number, or a dict with one, for each answer, within seconds;
+    - return the same for the same answer, in any order of calls;
+    - work without extra_info;
+    - return the same parts for each answer;
+    - score the ground truth, in at least one usual form, above a wrong answer.
+
+    Args:
+        function: "FILE.py", "FILE.py:name" or "package.module:name".
+        kwargs: extra keyword arguments, as reward_kwargs.
 
     Raises:
-        ValueError: a name that is none of these.
+        ValueError: `function` has none of these forms, or the module does not exist.
     """
-    place, _, name = (
-        function.rpartition(":")
-        if not function.endswith(".py")
-        else (function, ":", "compute_score")
-    )
+    if function.endswith(".py"):
+        place = function
+        name = "compute_score"
+    else:
+        place, _, name = function.rpartition(":")
     if not place:
         raise ValueError(
-            f"reward function {function!r}: write FILE.py, FILE.py:function or package.module:function"
+            f"reward function {function!r}: write FILE.py, FILE.py:function or "
+            "package.module:function"
         )
     if not place.endswith(".py") and module_file(place) is None:
-        raise ValueError(f"there is no module {place} on the Python path")
+        raise ValueError(f"module {place} was not found on the Python path")
     scorer = Scorer(
         CustomRewardConfig(path=place, name=name, reward_kwargs=kwargs or {}),
         RewardConfig(item_timeout_s=TIME_LIMIT_S),
@@ -79,7 +89,7 @@ def _findings(
     )
     if problems:
         return problems
-    changed = "another result when scored again: the order of calls or chance decides"
+    changed = "the result changes when scored again: it depends on the order of calls or on chance"
     pairs = zip(names, first, again, strict=True)
     problems += _on(
         {
@@ -88,7 +98,7 @@ def _findings(
             if (one.score, one.parts) != (two.score, two.parts)
         }
     )
-    missing = "without extra_info {}: give what you look up there a default"
+    missing = "without extra_info {}: use a default for what you read there"
     problems += _on(
         {
             name: missing.format(result.error)
@@ -98,24 +108,24 @@ def _findings(
     )
     parts = {tuple(sorted(result.parts)) for result in first}
     if len(parts) > 1:
+        different = " and ".join(map(str, sorted(parts)))
         problems.append(
-            f"returns other parts for other answers, {' and '.join(map(str, sorted(parts)))}: a metric would be a mean over some"
+            f"returns different parts for different answers, {different}: "
+            "a metric would be a mean over some answers only"
         )
     scores = {name: result.score or 0.0 for name, result in zip(names, first, strict=True)}
-    wrong, best = (
-        scores["a wrong answer"],
-        max(score for name, score in scores.items() if name.startswith("the ground truth")),
-    )
+    wrong = scores["a wrong answer"]
+    best = max(score for name, score in scores.items() if name.startswith("the ground truth"))
     if best <= wrong:
         problems.append(
-            f"the ground truth, however it is written, scores no higher than a wrong answer ({wrong:g}): there is nothing to learn from, "
-            "unless it needs a form of its own"
+            f"the ground truth, however it is written, scores no higher than a wrong answer "
+            f"({wrong:g}): there is nothing to learn from, unless it needs a special form"
         )
     return problems
 
 
 def _on(messages: dict[str, str]) -> list[str]:
-    """One sentence for each message, with the answers that it is about."""
+    """Return one sentence per message, with the answers that it applies to."""
     about: dict[str, list[str]] = {}
     for name, message in messages.items():
         about.setdefault(message, []).append(name)

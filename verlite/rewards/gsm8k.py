@@ -4,15 +4,18 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-TAIL = 300  # characters of the response that are searched: the answer stands at its end, and regexes stay fast
+TAIL = 300
+"""Characters at the end of the response that are searched, so that regexes stay fast."""
+
 NUMBER = r"-?[0-9.,]+"
 METHODS = ("strict", "flexible")
 
 
 def extract_answer(solution: str, method: str = "strict") -> str | None:
-    """The answer as written, without thousands separators, or None.
+    """Return the answer as written, without thousands separators, or None.
 
-    `strict` takes the last "#### number", `flexible` the last number of any kind; both look at the last 300 characters.
+    Method `strict` takes the last "#### number"; `flexible` takes the last number of any kind. Both
+    search the last 300 characters.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not one of {', '.join(METHODS)}")
@@ -30,13 +33,16 @@ def compute_score(
     *,
     method: str = "strict",
 ) -> float:
-    """1.0 when the extracted answer equals the ground truth as a number, else 0.0.
+    """Return 1.0 if the extracted answer equals the ground truth as a number, else 0.0.
 
-    verl compares the two as text, which calls "72." and "72.00" wrong when the truth is 72; as numbers they are right.
+    verl compares text, so "72." and "72.00" are wrong there if the truth is 72. They are right
+    here.
     """
     truth = Decimal(str(ground_truth).replace(",", ""))
     answer = extract_answer(solution_str, method)
+    if answer is None:
+        return 0.0
     try:
-        return float(answer is not None and Decimal(answer) == truth)
+        return float(Decimal(answer) == truth)
     except InvalidOperation:  # such as 1.2.3
         return 0.0

@@ -106,7 +106,7 @@ def equivalent(answer: str, truth: str) -> bool:
     config = [LatexExtractionConfig(boxed_match_priority=0)]
     parsed_truth = parse(f"\\boxed{{{truth}}}", config, parsing_timeout=None)
     parsed_answer = parse(f"\\boxed{{{answer}}}", config, parsing_timeout=None)
-    return verify(parsed_truth, parsed_answer, timeout_seconds=None)
+    return bool(verify(parsed_truth, parsed_answer, timeout_seconds=None))
 
 
 def final_answer(data_source: str, response: str) -> str | None:

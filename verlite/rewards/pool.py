@@ -297,7 +297,8 @@ class _Process:
                 return None
             self._received += data
         line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
+        event: dict[str, Any] = json.loads(line)
+        return event
 
     def signal_kill(self) -> None:
         with suppress(ProcessLookupError):

@@ -72,7 +72,8 @@ def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
             f"{place}: {name}{signature} cannot be called with {', '.join(argument_names)}: "
             f"{error}. Give it these parameters, or **kwargs"
         ) from error
-    return function
+    checked: Callable[..., Any] = function
+    return checked
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -159,7 +160,8 @@ def _read(calls: BinaryIO) -> list[Call] | None:
     if len(header) < 8:
         return None
     (length,) = struct.unpack("<Q", header)
-    return pickle.loads(calls.read(length))
+    batch: list[Call] = pickle.loads(calls.read(length))
+    return batch
 
 
 def _die_with(parent: int) -> None:

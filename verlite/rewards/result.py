@@ -1,4 +1,7 @@
-"""What a reward function is asked and what it answers: a score, or the class of what went wrong, never a silent 0."""
+"""Inputs and results of reward functions.
+
+A result has a score or the class of a failure. A failure never becomes a score of 0.
+"""
 
 import math
 import traceback
@@ -6,16 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-CALLER = "verlite.rewards.process"  # the module that calls reward functions
-TRACEBACK_LIMIT = 4000  # characters of a traceback that are kept, from its end
+CALLER = "verlite.rewards.process"
+"""The module that calls reward functions. Its frames are left out of tracebacks."""
+TRACEBACK_LIMIT = 4000
+"""Characters kept of a traceback, from its end."""
 
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One response to be scored."""
+    """One response to score."""
 
     data_source: str
-    """Which data the prompt is from."""
+    """Data source of the prompt."""
     solution_str: str
     """The response, decoded without special tokens."""
     ground_truth: Any
@@ -24,7 +29,7 @@ class RewardItem:
     """extra_info of the prompt's row."""
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of verl's compute_score."""
+        """Return the keyword arguments of verl's compute_score."""
         return {
             "data_source": self.data_source,
             "solution_str": self.solution_str,
@@ -35,39 +40,42 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """One response's score, or why there is none."""
+    """The score of one response, or the failure."""
 
     score: float | None
-    """The reward; None when the function failed."""
+    """The reward. None if the function failed."""
     parts: dict[str, float | str] = field(default_factory=dict)
     """The other entries of the dict that the function returned."""
     error: str | None = None
-    """Class of the failure: an exception's name, BadReturn, Timeout or Died. None: no failure."""
+    """Class of the failure: an exception name, BadReturn, Timeout or Died. None if it succeeded."""
     traceback: str | None = None
-    """The function's traceback, or one line on what happened."""
+    """Traceback of the function, or one line that describes the failure."""
 
 
 class BadReturn(ValueError):
-    """A reward function returned something that is not a score."""
+    """A reward function returned a value that is not a score."""
 
 
 def result_of(value: Any) -> RewardResult:
-    """Read what a reward function returned: a finite number, or a dict with a finite number under "score".
+    """Convert the return value of a reward function.
 
-    Other entries of a dict become parts: numbers as float, anything else as text. Raises BadReturn.
+    The value is a finite number, or a dict with a finite number under "score". Other entries of a
+    dict become parts: numbers as float, anything else as text.
+
+    Raises:
+        BadReturn: the value is neither.
     """
     if isinstance(value, Mapping):
         if "score" not in value:
-            raise BadReturn(
-                f'returned a dict without "score"; its keys are {", ".join(map(str, value)) or "none"}'
-            )
+            keys = ", ".join(map(str, value)) or "none"
+            raise BadReturn(f'returned a dict without "score"; its keys are {keys}')
         parts = {str(key): _part(part) for key, part in value.items() if key != "score"}
         return RewardResult(_score(value["score"], 'under "score"'), parts)
     return RewardResult(_score(value, ""))
 
 
 def failure(error: BaseException) -> RewardResult:
-    """The result of a call that raised `error`."""
+    """Return the result of a call that raised `error`."""
     if isinstance(error, BadReturn):
         return RewardResult(None, error=BadReturn.__name__, traceback=str(error))
     frames = error.__traceback__
@@ -76,16 +84,14 @@ def failure(error: BaseException) -> RewardResult:
         and frames.tb_next is not None
         and frames.tb_frame.f_globals.get("__name__") == CALLER
     ):
-        frames = frames.tb_next  # the user knows their own file, not what calls it
+        frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     return RewardResult(None, error=type(error).__name__, traceback=text[-TRACEBACK_LIMIT:])
 
 
 def _score(value: Any, where: str) -> float:
-    wrong = BadReturn(
-        " ".join(f"returned {value!r:.200} {where}".split())
-        + '; expected a finite number or a dict with one under "score"'
-    )
+    returned = " ".join(f"returned {value!r:.200} {where}".split())
+    wrong = BadReturn(f'{returned}; expected a finite number or a dict with one under "score"')
     if value is None or isinstance(value, (str, bytes)):
         raise wrong
     try:

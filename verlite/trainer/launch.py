@@ -28,7 +28,7 @@ from verlite.controller.placement import Placement, reserve
 from verlite.controller.worker_actor import import_ahead
 from verlite.controller.worker_start import prestart
 from verlite.data.dataset import RowFiles
-from verlite.envs.factory import build_env_factory, checked
+from verlite.envs.factory import build_env_factory, check_env_factory
 from verlite.envs.step import ToolError
 from verlite.rewards.scorer import Scorer
 from verlite.trainer import checkpoints
@@ -192,7 +192,7 @@ def check_tools(config: Config, plan: Plan, warn: Callable[[str], None]) -> None
     if not plan.max_turns:
         return
     try:
-        warning = checked(build_env_factory(config))
+        warning = check_env_factory(build_env_factory(config))
     except (ToolError, ValueError) as error:
         raise RunRefused(str(error)) from error
     if warning:

@@ -15,7 +15,7 @@ from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
 from verlite.engine.folder import load_tokenizer
-from verlite.envs.factory import EnvFactory, build_env_factory, checked, encoder
+from verlite.envs.factory import EnvFactory, build_env_factory, check_env_factory, encoder
 from verlite.envs.step import Env, ToolError
 from verlite.protocol.data import DataProto
 from verlite.protocol.weights import read_buckets
@@ -46,7 +46,7 @@ class RolloutWorker(Worker):
             self.env_factory, tokenizer = build_env_factory(config), load_tokenizer(policy.model)
             template = config.data.apply_chat_template_kwargs
             self.encode = encoder(self.env_factory, tokenizer, template)
-            checked(
+            check_env_factory(
                 self.env_factory
             )  # tools that the driver's machine reaches need not be in reach of this one
         engines_here = max(1, self._spec.devices_on_node // self._spec.devices)
@@ -174,7 +174,7 @@ class RolloutWorker(Worker):
     def tool_health(self) -> str | None:
         """Why this worker's tools cannot be used now."""
         try:
-            checked(self.env_factory)
+            check_env_factory(self.env_factory)
         except ToolError as error:
             return str(error)
         return None
