@@ -14,8 +14,8 @@ from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.rewards.contract import check_reward
 from verlite.rewards.qa import (
     compute_score,
-    gold_answers,
     contain_gold,
+    gold_answers,
     last_answer,
     matches,
     normalize,
