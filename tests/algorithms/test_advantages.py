@@ -196,7 +196,7 @@ def test_opo_gpg_and_passk_hand_examples() -> None:
 
 
 def test_a_broken_reward_of_a_valid_row_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"row 1 \(uid b\) has reward nan.*valid=False"):
+    with pytest.raises(ValueError, match=r"first row 1 \(uid b\) with nan.*valid=False"):
         compute_advantages(
             "gae",
             AdvantageInputs(
@@ -210,13 +210,13 @@ def test_a_broken_reward_of_a_valid_row_is_an_error_that_names_it() -> None:
 
 def test_missing_inputs_unknown_names_and_wrong_shapes_are_errors() -> None:
     inputs = group_inputs([1.0, 2.0], ["a", "a"])
-    with pytest.raises(ValueError, match="adv_estimator=gae needs values"):
+    with pytest.raises(ValueError, match="adv_estimator=gae needs the input values"):
         compute_advantages("gae", inputs)
     with pytest.raises(
-        ValueError, match="adv_estimator=optimal_token_baseline needs old_log_probs"
+        ValueError, match="adv_estimator=optimal_token_baseline needs the input old_log_probs"
     ):
         compute_advantages("optimal_token_baseline", inputs)
-    with pytest.raises(ValueError, match="adv_estimator=remax needs reward_baselines"):
+    with pytest.raises(ValueError, match="adv_estimator=remax needs the input reward_baselines"):
         compute_advantages("remax", inputs)
     with pytest.raises(ValueError, match="unknown advantage estimator 'gropo': did you mean grpo"):
         compute_advantages("gropo", inputs)
@@ -232,10 +232,10 @@ def test_a_result_that_is_not_finite_names_its_row() -> None:
     inputs = group_inputs([1.0, 2.0, 3.0], ["a", "b", "b"])
     with pytest.raises(
         ValueError,
-        match=r"returned advantages that are not finite, first in row 0 \(uid a\), in 1 of 3 rows",
+        match=r"returned advantages that are not finite in 1 of 3 rows, first in row 0 \(uid a\)",
     ):
         compute_advantages("tests.algorithms.test_advantages:lonely_means", inputs)
-    with pytest.raises(ValueError, match=r"returned returns that are not finite, first in row 1"):
+    with pytest.raises(ValueError, match=r"returned returns that are not finite in \d of 3 rows, first in row 1"):
         compute_advantages("tests.algorithms.test_advantages:endless_returns", inputs)
 
 

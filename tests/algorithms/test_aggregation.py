@@ -39,5 +39,5 @@ def test_nothing_to_train_is_no_error() -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'.*token-mean"):
         token_weights(torch.ones(1, 1), "mean", tokens=1, sequences=1)
-    with pytest.raises(ValueError, match="loss_scale_factor, which must be above 0, not None"):
+    with pytest.raises(ValueError, match="loss_scale_factor=None must be above 0"):
         token_weights(torch.ones(1, 1), "seq-mean-token-sum-norm", tokens=1, sequences=1)

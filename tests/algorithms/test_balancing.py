@@ -88,7 +88,7 @@ def test_micro_batches_respect_the_cap(seed: int) -> None:
 def test_micro_batches_of_nothing_and_of_too_much() -> None:
     assert micro_batches_by_tokens([], 10, minimum=2) == [[], []]
     assert micro_batches_by_tokens([3], 10, minimum=3) == [[0], [], []]
-    with pytest.raises(ValueError, match="sample 1 has 11 tokens, more than the 10"):
+    with pytest.raises(ValueError, match="sample 1 has 11 tokens, more than the limit of 10"):
         micro_batches_by_tokens([3, 11], 10)
 
 

@@ -42,12 +42,12 @@ def test_losses_that_look_at_the_whole_micro_batch_are_told_so(name: str) -> Non
     )
 
 
-def test_the_examples_of_the_docs_pass() -> None:
+def test_examples_in_the_docs_pass() -> None:
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     examples: dict = {}
     for source in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(source, examples)
-    assert check_estimator(examples["centred"], whitens=True) == []
+    assert check_estimator(examples["centered"], whitens=True) == []
     assert check_policy_loss(examples["unclipped"]) == []
     assert examples["compute_score"]("mine", " 72\n", "72") == 1.0
 
@@ -67,7 +67,7 @@ def over_batch(inputs: AdvantageInputs):
 
 
 def on_padding(inputs: AdvantageInputs):
-    out = inputs.groups.centred(inputs.scores).float().unsqueeze(-1).expand(inputs.mask.shape)
+    out = inputs.groups.centered(inputs.scores).float().unsqueeze(-1).expand(inputs.mask.shape)
     return out, out
 
 
@@ -86,7 +86,7 @@ def lonely(inputs: AdvantageInputs):
 
 def in_place(inputs: AdvantageInputs):
     inputs.token_level_rewards.nan_to_num_(0.0)
-    return per_row(inputs, inputs.groups.centred(inputs.scores))
+    return per_row(inputs, inputs.groups.centered(inputs.scores))
 
 
 def counts_failed_rows(inputs: AdvantageInputs):

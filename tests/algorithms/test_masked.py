@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from verlite.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from verlite.algorithms.masked import masked_mean, masked_sum, masked_whiten
 
 X = torch.tensor([[1.0, math.nan, 4.0], [math.inf, 10.0, math.nan]])
 MASK = torch.tensor([[1, 0, 1], [0, 1, 0]])
@@ -17,14 +17,13 @@ def test_hand_values() -> None:
     assert masked_sum(X, MASK, dim=1).tolist() == [5, 10]
     assert masked_mean(X, MASK) == 5
     assert masked_mean(X, MASK, dim=0).tolist() == [1, 10, 4]
-    assert masked_var(X, MASK) == statistics.variance([1, 4, 10])
     deviation = math.sqrt(statistics.variance([1, 4, 10]) + 1e-8)
     torch.testing.assert_close(
         masked_whiten(X, MASK), torch.tensor([[-4, 0, -1], [0, 5, 0]]) / deviation
     )
 
 
-@pytest.mark.parametrize("function", [masked_sum, masked_mean, masked_var, masked_whiten])
+@pytest.mark.parametrize("function", [masked_sum, masked_mean, masked_whiten])
 def test_empty_mask_gives_zero(function) -> None:
     assert (function(X, torch.zeros_like(MASK)) == 0).all()
 

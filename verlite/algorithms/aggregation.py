@@ -1,7 +1,8 @@
-"""How per-token losses become one number: every mode is a weight per token, and the loss is sum(loss * weight).
+"""Loss aggregation: every mode is a weight per token, and the loss is sum(token loss * weight).
 
-The denominators are counts over the whole optimizer step, all micro-batches and all ranks. So the sum over micro-batches
-and ranks of the weighted sums is the loss of the step, and its gradient does not depend on how the rows were split.
+The denominators count the whole optimizer step, over all micro-batches and ranks. The weighted sums
+of micro-batches and ranks therefore add up to the loss of the step, and its gradient does not
+depend on how rows are split.
 """
 
 import torch
@@ -13,23 +14,28 @@ from verlite.config.catalog import AGGREGATION_MODES
 def token_weights(
     response_mask: Tensor, mode: str, *, tokens: int, sequences: int, scale: float | None = None
 ) -> Tensor:
-    """Weight of each token's loss, [b, R] float32, 0 where the mask is 0.
+    """Return the weight of each token's loss, [b, R] float32, 0 where the mask is 0.
 
-    response_mask: [b, R], the rows of one micro-batch. tokens, sequences: trainable tokens, and rows with at least one of
-    them, in the whole optimizer step over all ranks. scale: divisor of seq-mean-token-sum-norm, a constant such as the
-    longest allowed response; never a property of the batch.
-
-    token-mean               1 / tokens: every token counts the same (DAPO, arXiv:2503.14476, eq. 12)
+    token-mean               1 / tokens (DAPO, arXiv:2503.14476, eq. 12)
     token-sum                1
     seq-mean-token-sum       1 / sequences
-    seq-mean-token-mean      1 / (sequences * tokens of this row): every row counts the same (GRPO, arXiv:2402.03300, eq. 3)
-    seq-mean-token-sum-norm  1 / (sequences * scale): no length bias (Dr.GRPO, arXiv:2503.20783)
+    seq-mean-token-mean      1 / (sequences * tokens of this row) (GRPO, arXiv:2402.03300, eq. 3)
+    seq-mean-token-sum-norm  1 / (sequences * scale) (Dr. GRPO, arXiv:2503.20783)
 
-    ValueError: an unknown mode, or a missing or non-positive scale where the mode needs one. A step without any trainable
-    token has weights 0.
+    Args:
+        response_mask: [b, R], 1 on trainable tokens; the rows of one micro-batch.
+        mode: one of catalog.AGGREGATION_MODES.
+        tokens: trainable tokens of the whole optimizer step, over all ranks. If it is 0, all
+            weights are 0.
+        sequences: rows of the optimizer step with at least one trainable token, over all ranks.
+        scale: divisor of seq-mean-token-sum-norm, a constant such as the maximum response length.
+
+    Raises:
+        ValueError: the mode is unknown, or it needs a scale and `scale` is not above 0.
     """
     mask = response_mask.to(torch.float32)
-    tokens, sequences = max(tokens, 1), max(sequences, 1)
+    tokens = max(tokens, 1)
+    sequences = max(sequences, 1)
     if mode == "token-mean":
         return mask / tokens
     if mode == "token-sum":
@@ -41,7 +47,8 @@ def token_weights(
     if mode == "seq-mean-token-sum-norm":
         if scale is None or scale <= 0:
             raise ValueError(
-                f"loss_agg_mode=seq-mean-token-sum-norm divides by loss_scale_factor, which must be above 0, not {scale}"
+                f"loss_scale_factor={scale} must be above 0: "
+                "loss_agg_mode=seq-mean-token-sum-norm divides by it"
             )
         return mask / (sequences * scale)
     raise ValueError(

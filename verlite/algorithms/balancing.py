@@ -1,4 +1,4 @@
-"""Spreading samples over ranks and micro-batches so that all take the same time."""
+"""Balance samples over ranks and micro-batches so that all take about the same time."""
 
 import heapq
 from collections.abc import Sequence
@@ -7,7 +7,10 @@ import numpy as np
 
 
 def workload(lengths: Sequence[int] | np.ndarray, hidden_size: int = 4096) -> np.ndarray:
-    """Relative compute of a sequence of each length: 6 hidden_size s for the matrices plus s^2 for attention."""
+    """Return the relative compute of a sequence of each length s: 6 hidden_size s + s^2.
+
+    The first term stands for the matrix products, the second for attention.
+    """
     s = np.asarray(lengths, dtype=np.int64)
     return 6 * hidden_size * s + s * s
 
@@ -15,20 +18,30 @@ def workload(lengths: Sequence[int] | np.ndarray, hidden_size: int = 4096) -> np
 def karmarkar_karp(
     weights: Sequence[int] | np.ndarray, k: int, equal_size: bool = False
 ) -> list[list[int]]:
-    """Split indices 0..n-1 into `k` parts of nearly equal total weight, by the largest differencing method.
+    """Split indices 0..n-1 into `k` parts of nearly equal total weight.
 
-    (Karmarkar and Karp 1982.) With equal_size all parts have n / k items. Deterministic; indices ascend within a part; parts
-    can be empty when n < k. ValueError: k < 1, or equal_size and n not divisible by k.
+    Karmarkar and Karp 1982, the largest differencing method. A state is a partial solution: k sums
+    with their items. The two states with the largest differences between their sums are merged,
+    largest sums with smallest, until one state is left. A state with fewer than k items is stored
+    as a list, because each item is alone in its part; most merges only join two lists. A merge of
+    full states records which slots were joined. The items are followed through these records once,
+    at the end.
 
-    A state is a partial solution: k sums, each with its items. The two states of largest spread are merged, largest sums with
-    smallest, until one is left. Two things make it fast. A state of fewer than k items is just a list, since each of its items
-    is alone; two such lists are merged by joining them, and that is what most merges do. And a merge of full states records
-    only which slot met which; the items are followed through these records once, at the end.
+    Args:
+        weights: [n], not negative.
+        k: number of parts.
+        equal_size: every part has n / k items.
+
+    Returns:
+        k lists of ascending indices. Parts can be empty if n < k. The result is deterministic.
+
+    Raises:
+        ValueError: k < 1, or equal_size and n is not divisible by k.
     """
     w = np.asarray(weights, dtype=np.float64)
     n = len(w)
     if k < 1:
-        raise ValueError(f"cannot split into {k} parts: at least 1")
+        raise ValueError(f"cannot split into {k} parts: the number of parts must be at least 1")
     if equal_size and n % k:
         raise ValueError(
             f"cannot split {n} items into {k} parts of equal size: {n} is not divisible by {k}"
@@ -38,47 +51,53 @@ def karmarkar_karp(
 
     items = np.argsort(-w, kind="stable").tolist()
     seed_size = k if equal_size else 1
-    lists: dict[int, list[int]] = {}  # states that are still lists
-    sums: dict[int, np.ndarray] = {}  # full states: k sums, descending
-    slots: dict[
-        int, np.ndarray
-    ] = {}  # the items of a list in slots (-1: none), in the order of its sums
-    merges: dict[
-        int, tuple[int, np.ndarray, int, np.ndarray]
-    ] = {}  # state -> left, its slot for each slot, right, its slots
+    # States that are lists: the items, largest first.
+    lists: dict[int, list[int]] = {}
+    # Full states: k sums in descending order.
+    sums: dict[int, np.ndarray] = {}
+    # Full states that were lists: the item in each slot, in the order of the sums; -1 if empty.
+    slots: dict[int, np.ndarray] = {}
+    # Merged states: left state, its slot for each slot, right state, its slot for each slot.
+    merges: dict[int, tuple[int, np.ndarray, int, np.ndarray]] = {}
+    # (minus the difference between largest and smallest sum, state)
     heap: list[tuple[float, int]] = []
 
     def fill(state: int) -> None:
-        """Turn a list into a full state."""
+        """Convert a list into a full state."""
         if state in lists:
             members = np.array(lists.pop(state) + [-1] * k)[:k]
-            held = np.where(members >= 0, w[members], 0.0)
-            order = np.argsort(-held, kind="stable")
-            sums[state], slots[state] = held[order], members[order]
+            member_weights = np.where(members >= 0, w[members], 0.0)
+            order = np.argsort(-member_weights, kind="stable")
+            sums[state] = member_weights[order]
+            slots[state] = members[order]
 
     def push(state: int) -> None:
         if state in lists and len(lists[state]) == k:
             fill(state)
-        spread = (
-            sums[state][0] - sums[state][-1] if state in sums else w[lists[state][0]]
-        )  # a list's first item is its largest, and some slot is empty
-        heapq.heappush(heap, (-float(spread), state))
+        if state in sums:
+            difference = sums[state][0] - sums[state][-1]
+        else:
+            # The first item of a list is its largest, and at least one slot is empty.
+            difference = w[lists[state][0]]
+        heapq.heappush(heap, (-float(difference), state))
 
     for state, start in enumerate(range(0, n, seed_size)):
         lists[state] = items[start : start + seed_size]
         push(state)
     newest = len(heap)
     while len(heap) > 1:
-        left, right = heapq.heappop(heap)[1], heapq.heappop(heap)[1]
-        if left in lists and right in lists and len(lists[left]) + len(lists[right]) <= k:
+        left = heapq.heappop(heap)[1]
+        right = heapq.heappop(heap)[1]
+        are_lists = left in lists and right in lists
+        if are_lists and len(lists[left]) + len(lists[right]) <= k:
             lists[left].extend(lists.pop(right))
             push(left)
             continue
         fill(left)
         fill(right)
-        together = sums.pop(left) + sums.pop(right)[::-1]
-        order = np.argsort(-together, kind="stable")
-        sums[newest] = together[order]
+        joined = sums.pop(left) + sums.pop(right)[::-1]
+        order = np.argsort(-joined, kind="stable")
+        sums[newest] = joined[order]
         merges[newest] = (left, order, right, k - 1 - order)
         push(newest)
         newest += 1
@@ -86,7 +105,8 @@ def karmarkar_karp(
     last = heap[0][1]
     fill(last)
     parts: list[list[int]] = [[] for _ in range(k)]
-    pending = [(last, np.arange(k))]  # a state, and for each of its slots the part that it ended in
+    # A state, and the final part of each of its slots.
+    pending = [(last, np.arange(k))]
     while pending:
         state, part = pending.pop()
         if state in slots:
@@ -105,16 +125,26 @@ def karmarkar_karp(
 def micro_batches_by_tokens(
     lengths: Sequence[int] | np.ndarray, cap: int, minimum: int = 1
 ) -> list[list[int]]:
-    """Split samples into as few micro-batches as fit under `cap` tokens each, but at least `minimum`, with even totals.
+    """Split samples into as few micro-batches as fit under `cap` tokens each, with even totals.
 
-    Largest micro-batch first, so that running out of memory shows at once. With fewer samples than `minimum` the last ones
-    are empty. ValueError: a sample longer than the cap.
+    Args:
+        lengths: tokens of each sample.
+        cap: most tokens of one micro-batch.
+        minimum: least number of micro-batches. With fewer samples, the last ones are empty.
+
+    Returns:
+        Sample indices of each micro-batch, the largest micro-batch first, so that running out of
+        memory shows at once.
+
+    Raises:
+        ValueError: a sample is longer than the cap.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     if len(tokens) and tokens.max() > cap:
         raise ValueError(
-            f"sample {int(tokens.argmax())} has {int(tokens.max())} tokens, more than the {cap} that one micro-batch may hold: "
-            "raise *_max_token_len_per_gpu to at least the longest prompt plus response"
+            f"sample {int(tokens.argmax())} has {int(tokens.max())} tokens, more than the limit of "
+            f"{cap} per micro-batch. Raise *_max_token_len_per_gpu to at least the longest prompt "
+            "plus response."
         )
     count = max(minimum, -(-int(tokens.sum()) // cap), 1)
     while True:

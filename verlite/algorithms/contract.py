@@ -1,6 +1,7 @@
-"""Contract tests for a user's own estimator or policy loss: run it on small known batches and say what is wrong.
+"""Contract tests for a user's own advantage estimator or policy loss, on small known batches.
 
-Each check returns a list of sentences, empty when nothing was found. Nothing here needs a model, a GPU or a configuration.
+`check_estimator` and `check_policy_loss` return a list of problems, empty if there are none. They
+need no model, no GPU and no config. `verlite contract` calls them.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,180 +17,269 @@ from verlite.algorithms.aggregation import token_weights
 from verlite.algorithms.losses import PolicyLoss, PolicyLossInputs, policy_loss
 from verlite.config.correction import RolloutCorrection
 
-ROWS, WIDTH = 6, 5
+ROWS = 6
+WIDTH = 5
+
+Extra = Mapping[str, Any] | None
+LossResult = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""Loss, gradient of log_prob [b, R], metrics."""
 
 
 def check_estimator(
     estimator: Estimator, whitens: bool = False, extra: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """What is wrong with an advantage estimator (AdvantageInputs) -> (advantages, returns); `extra` is passed on as inputs.extra.
+    """Return the problems of an advantage estimator (AdvantageInputs) -> (advantages, returns).
 
-    Checked on a batch of three groups of two rows with ragged lengths, a tool span, and NaN wherever the mask is 0: that it
-    runs; float shapes [B, R]; finite values; zeros outside the mask; inputs left unchanged; the order of rows has no
-    influence; rows with valid=False get zeros and have no influence on others; a batch without trainable tokens gives zeros;
-    other prompts' rewards have no influence, unless `whitens` says that the estimator normalises over the batch on purpose.
+    The batch has three groups of two rows with ragged lengths, tool text, and NaN wherever the mask
+    is 0. Checked:
+
+    - It runs and returns two finite float tensors [B, R] that are 0 outside the mask.
+    - It does not modify its inputs.
+    - The order of rows does not matter.
+    - Rows with valid=False get 0 and do not influence other rows.
+    - A batch without trainable tokens gives 0.
+    - Rewards of other prompts do not matter, unless `whitens` is True.
+
+    Args:
+        estimator: the function to check.
+        whitens: the estimator normalizes over the whole batch on purpose.
+        extra: passed on as inputs.extra.
     """
     inputs = _advantage_inputs(extra)
-    before = {
-        key: value.clone() for key, value in vars(inputs).items() if isinstance(value, Tensor)
-    }
+    before = {k: v.clone() for k, v in vars(inputs).items() if isinstance(v, Tensor)}
     results, problem = _attempt(estimator, inputs)
     if problem:
         return [problem]
-    if (
-        not isinstance(results, tuple)
-        or len(results) != 2
-        or not all(isinstance(x, Tensor) for x in results)
-    ):
-        return [
-            f"returned {type(results).__name__}, expected a pair of tensors (advantages, returns)"
-        ]
-    shape = tuple(inputs.response_mask.shape)
-    problems = [
+    problems = _shape_problems(results, tuple(inputs.response_mask.shape))
+    if problems:
+        return problems
+    problems = _value_problems(results, inputs.mask)
+    for key, value in before.items():
+        if not torch.allclose(value, getattr(inputs, key), 0, 0, equal_nan=True):
+            problems.append(f"{key} was edited in place: return new tensors")
+    if problems:
+        return problems
+    advantages = results[0]
+    return [
+        *_row_order_problems(estimator, inputs, advantages),
+        *_invalid_row_problems(estimator, extra),
+        *_empty_batch_problems(estimator, extra),
+        *_other_prompt_problems(estimator, extra, advantages, whitens),
+    ]
+
+
+def _shape_problems(results: Any, shape: tuple[int, ...]) -> list[str]:
+    is_pair = isinstance(results, tuple) and len(results) == 2
+    if not is_pair or not all(isinstance(x, Tensor) for x in results):
+        kind = type(results).__name__
+        return [f"returned {kind}, expected a pair of tensors (advantages, returns)"]
+    return [
         f"{name}: shape {tuple(x.shape)}, expected {shape} (rows, response tokens)"
         for name, x in zip(("advantages", "returns"), results, strict=True)
         if tuple(x.shape) != shape
     ]
-    if problems:
-        return problems
+
+
+def _value_problems(results: tuple[Tensor, Tensor], mask: Tensor) -> list[str]:
+    problems = []
     for name, x in zip(("advantages", "returns"), results, strict=True):
         if not x.is_floating_point():
-            problems.append(f"{name}: dtype {x.dtype}, expected a floating-point one")
-        elif not x[inputs.mask].isfinite().all():
+            problems.append(f"{name}: dtype {x.dtype}, expected a floating-point dtype")
+        elif not x[mask].isfinite().all():
             problems.append(
-                f"{name}: NaN or infinite on trainable tokens: NaN under mask 0 leaked; use inputs.rewards and inputs.mask"
+                f"{name}: NaN or infinite on trainable tokens. NaN under mask 0 leaked; use "
+                "inputs.rewards and inputs.mask"
             )
-        elif not (x[~inputs.mask] == 0).all():
+        elif not (x[~mask] == 0).all():
             problems.append(
                 f"{name}: not 0 outside the mask (tool text, padding, rows with valid=False)"
             )
-    changed = [
-        key
-        for key, value in before.items()
-        if not torch.allclose(value, getattr(inputs, key), 0, 0, equal_nan=True)
-    ]
-    problems += [f"{key} was edited in place: return new tensors" for key in changed]
-    if problems:
-        return problems
-
-    order = torch.tensor([3, 0, 5, 1, 4, 2])
-    moved, problem = _attempt(estimator, _rows(inputs, order))
-    if problem or not _same(moved[0], results[0][order]):
-        problems.append(
-            problem
-            or "the order of rows matters: group rows by inputs.uid (inputs.groups), not by position"
-        )
-
-    others = torch.tensor([0, 1, 2, 3, 5])
-    failed = _advantage_inputs(extra, valid=torch.tensor([True] * 4 + [False, True]))
-    failed.token_level_rewards[4] = torch.nan
-    with_failed, problem = _attempt(estimator, failed)
-    without, problem_without = _attempt(estimator, _rows(failed, others))
-    if problem or problem_without:
-        problems.append(problem or problem_without)
-    elif not _same(with_failed[0][others], without[0]):
-        problems.append(
-            "a row with valid=False influences other rows: it has no vote in any mean or standard deviation"
-        )
-
-    empty, problem = _attempt(
-        estimator, _advantage_inputs(extra, mask=torch.zeros(ROWS, WIDTH, dtype=torch.int64))
-    )
-    if problem or not (empty[0] == 0).all():
-        problems.append(problem or "a batch without trainable tokens does not give zeros")
-
-    shifted = _advantage_inputs(extra)
-    mine = torch.from_numpy(inputs.uid == "a")
-    shifted.token_level_rewards[~mine] *= 3.0
-    after, problem = _attempt(estimator, shifted)
-    if problem or not (whitens or _same(after[0][mine], results[0][mine])):
-        problems.append(
-            problem
-            or "rewards of other prompts change a prompt's advantages: compare within groups (inputs.groups)"
-        )
     return problems
 
 
-def check_policy_loss(loss: PolicyLoss, extra: Mapping[str, Any] | None = None) -> list[str]:
-    """What is wrong with a policy loss (PolicyLossInputs) -> (loss, metrics); `extra` is passed on as inputs.extra.
-
-    Checked on a small batch with NaN wherever the mask is 0, called as training calls it: that it runs; a scalar loss;
-    detached scalar metrics; finite loss and gradient, also for log-prob differences of 60; a gradient at all; on-policy, a
-    positive advantage raises the log-prob; micro-batches add up to the whole batch in loss, gradient and metrics; and nothing
-    to train gives 0. (Gradients of masked tokens need no check: policy_loss cuts them off.)
-    """
-    inputs = _loss_inputs(extra)
-    outcome, problem = _attempt(lambda given: _loss_and_gradient(loss, given), inputs)
+def _row_order_problems(
+    estimator: Estimator, inputs: AdvantageInputs, advantages: Tensor
+) -> list[str]:
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    moved, problem = _attempt(estimator, _rows(inputs, order))
     if problem:
         return [problem]
-    value, gradient, metrics = outcome
+    if _same(moved[0], advantages[order]):
+        return []
+    return ["the order of rows matters: group rows by inputs.uid (inputs.groups), not by position"]
+
+
+def _invalid_row_problems(estimator: Estimator, extra: Extra) -> list[str]:
+    """Compare a batch with one invalid row with the same batch without that row."""
+    others = torch.tensor([0, 1, 2, 3, 5])
+    inputs = _advantage_inputs(extra, valid=torch.tensor([True] * 4 + [False, True]))
+    inputs.token_level_rewards[4] = torch.nan
+    with_invalid, problem = _attempt(estimator, inputs)
+    if problem:
+        return [problem]
+    without, problem = _attempt(estimator, _rows(inputs, others))
+    if problem:
+        return [problem]
+    if _same(with_invalid[0][others], without[0]):
+        return []
+    return [
+        "a row with valid=False influences other rows: exclude it from every mean and standard "
+        "deviation (inputs.mask, inputs.groups)"
+    ]
+
+
+def _empty_batch_problems(estimator: Estimator, extra: Extra) -> list[str]:
+    nothing = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
+    empty, problem = _attempt(estimator, _advantage_inputs(extra, mask=nothing))
+    if problem:
+        return [problem]
+    if (empty[0] == 0).all():
+        return []
+    return ["a batch without trainable tokens does not give zeros"]
+
+
+def _other_prompt_problems(
+    estimator: Estimator, extra: Extra, advantages: Tensor, whitens: bool
+) -> list[str]:
+    """Scale the rewards of all prompts but one, and compare the advantages of that one."""
+    inputs = _advantage_inputs(extra)
+    mine = torch.from_numpy(inputs.uid == "a")
+    inputs.token_level_rewards[~mine] *= 3.0
+    after, problem = _attempt(estimator, inputs)
+    if problem:
+        return [problem]
+    if whitens or _same(after[0][mine], advantages[mine]):
+        return []
+    return [
+        "rewards of other prompts change a prompt's advantages: compare within groups "
+        "(inputs.groups)"
+    ]
+
+
+def check_policy_loss(loss: PolicyLoss, extra: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the problems of a policy loss (PolicyLossInputs) -> (loss, metrics).
+
+    The batch has NaN wherever the mask is 0, and the loss is called as training calls it. Checked:
+
+    - It runs and returns a scalar loss with gradient, and detached scalar metrics.
+    - Loss and gradient are finite, also for log-prob differences of 60.
+    - On-policy, a positive advantage raises the log-prob.
+    - Micro-batches add up to the whole batch in loss, gradient and metrics.
+    - A micro-batch without trainable tokens gives 0.
+
+    Gradients of masked tokens are not checked, because policy_loss blocks them.
+
+    Args:
+        loss: the function to check.
+        extra: passed on as inputs.extra.
+    """
+    inputs = _loss_inputs(extra)
+    result, problem = _attempt_loss(loss, inputs)
+    if problem:
+        return [problem]
+    problems = _ordinary_problems(result)
+    if problems:
+        return problems
+    return [
+        *_overflow_problems(loss, inputs),
+        *_sign_problems(loss, inputs),
+        *_micro_batch_problems(loss, inputs, result),
+        *_no_token_problems(loss, extra),
+    ]
+
+
+def _ordinary_problems(result: LossResult) -> list[str]:
+    value, gradient, metrics = result
     problems = [
-        f"metric {key!r}: {type(metric).__name__} of shape {tuple(getattr(metric, 'shape', ()))}, expected a detached scalar tensor"
+        f"metric {key!r}: {type(metric).__name__} of shape {tuple(getattr(metric, 'shape', ()))}, "
+        "expected a detached scalar tensor"
         for key, metric in metrics.items()
         if not isinstance(metric, Tensor) or metric.dim() or metric.requires_grad
     ]
     if not value.isfinite() or not gradient.isfinite().all():
         problems.append("loss or gradient is NaN or infinite on ordinary inputs")
     elif (gradient == 0).all():
-        problems.append("log_prob has no gradient at all")
-    if problems:
-        return problems
-
-    far = replace(
-        inputs, log_prob=torch.where(inputs.mask, torch.tensor([-65.0, -1.0] * 3).unsqueeze(1), 0.0)
-    )
-    far.old_log_prob = torch.where(inputs.mask, torch.tensor([-5.0, -61.0] * 3).unsqueeze(1), 0.0)
-    outcome, problem = _attempt(lambda given: _loss_and_gradient(loss, given), far)
-    if problem or not (outcome[0].isfinite() and outcome[1].isfinite().all()):
-        problems.append(
-            problem
-            or "log-prob differences of +-60 make loss or gradient infinite: use inputs.log_ratio, which is limited"
-        )
-
-    on_policy = replace(
-        inputs, log_prob=inputs.old_log_prob.clone(), advantages=torch.ones_like(inputs.advantages)
-    )
-    outcome, problem = _attempt(lambda given: _loss_and_gradient(loss, given), on_policy)
-    if problem or not (outcome[1] <= 0).all():
-        problems.append(
-            problem or "on-policy, a positive advantage lowers the log-prob: the sign is wrong"
-        )
-
-    parts = [
-        _attempt(lambda given: _loss_and_gradient(loss, given), _loss_rows(inputs, slice(i, i + 2)))
-        for i in range(0, ROWS, 2)
-    ]
-    if any(part_problem for _, part_problem in parts):
-        problems.append(next(part_problem for _, part_problem in parts if part_problem))
-    else:
-        sums = sum(part[0] for part, _ in parts)
-        gradients = torch.cat([part[1] for part, _ in parts])
-        if not _same(sums, value) or not _same(gradients, gradient):
-            problems.append(
-                "the sum over micro-batches is not the whole: weigh token losses by inputs.weights and use no batch statistics"
-            )
-        for key in metrics:
-            if not _same(sum(part[2][key] for part, _ in parts), metrics[key]):
-                problems.append(
-                    f"metric {key!r} does not add up over micro-batches: use inputs.token_mean"
-                )
-
-    nothing = _loss_inputs(extra, mask=torch.zeros(ROWS, WIDTH, dtype=torch.int64))
-    outcome, problem = _attempt(lambda given: _loss_and_gradient(loss, given), nothing)
-    if problem or outcome[0] != 0:
-        problems.append(
-            problem
-            or f"a micro-batch without trainable tokens has loss {float(outcome[0])}, expected 0"
-        )
+        problems.append("the gradient of log_prob is 0 for all tokens")
     return problems
 
 
+def _overflow_problems(loss: PolicyLoss, inputs: PolicyLossInputs) -> list[str]:
+    new = torch.tensor([-65.0, -1.0] * 3).unsqueeze(1)
+    old = torch.tensor([-5.0, -61.0] * 3).unsqueeze(1)
+    far = replace(
+        inputs,
+        log_prob=torch.where(inputs.mask, new, 0.0),
+        old_log_prob=torch.where(inputs.mask, old, 0.0),
+    )
+    result, problem = _attempt_loss(loss, far)
+    if problem:
+        return [problem]
+    if result[0].isfinite() and result[1].isfinite().all():
+        return []
+    return [
+        "log-prob differences of +-60 make loss or gradient infinite: use inputs.log_ratio, which "
+        "is clamped"
+    ]
+
+
+def _sign_problems(loss: PolicyLoss, inputs: PolicyLossInputs) -> list[str]:
+    on_policy = replace(
+        inputs, log_prob=inputs.old_log_prob.clone(), advantages=torch.ones_like(inputs.advantages)
+    )
+    result, problem = _attempt_loss(loss, on_policy)
+    if problem:
+        return [problem]
+    if (result[1] <= 0).all():
+        return []
+    return ["on-policy, a positive advantage lowers the log-prob: the sign is wrong"]
+
+
+def _micro_batch_problems(
+    loss: PolicyLoss, inputs: PolicyLossInputs, whole: LossResult
+) -> list[str]:
+    parts = []
+    for start in range(0, ROWS, 2):
+        part, problem = _attempt_loss(loss, _loss_rows(inputs, slice(start, start + 2)))
+        if problem:
+            return [problem]
+        parts.append(part)
+    value, gradient, metrics = whole
+    problems = []
+    total = torch.stack([part[0] for part in parts]).sum()
+    if not _same(total, value) or not _same(torch.cat([part[1] for part in parts]), gradient):
+        problems.append(
+            "the sum over micro-batches is not the whole: weight token losses by inputs.weights "
+            "and use no batch statistics"
+        )
+    for key, metric in metrics.items():
+        if not _same(torch.stack([part[2][key] for part in parts]).sum(), metric):
+            problems.append(
+                f"metric {key!r} does not add up over micro-batches: use inputs.token_mean"
+            )
+    return problems
+
+
+def _no_token_problems(loss: PolicyLoss, extra: Extra) -> list[str]:
+    nothing = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
+    result, problem = _attempt_loss(loss, _loss_inputs(extra, mask=nothing))
+    if problem:
+        return [problem]
+    if result[0] == 0:
+        return []
+    loss_value = float(result[0])
+    return [f"a micro-batch without trainable tokens has loss {loss_value}, expected 0"]
+
+
 def _attempt(function: Callable[[Any], Any], inputs: Any) -> tuple[Any, str]:
-    """The result and "", or None and what was raised: a user's function may raise anything, and that is a finding."""
+    """Return the result and "", or None and the error: a user's function may raise anything."""
     try:
         return function(inputs), ""
     except Exception as error:
         return None, f"raised {type(error).__name__}: {error}"
+
+
+def _attempt_loss(loss: PolicyLoss, inputs: PolicyLossInputs) -> tuple[Any, str]:
+    return _attempt(lambda given: _loss_and_gradient(loss, given), inputs)
 
 
 def _mask() -> Tensor:
@@ -204,14 +294,13 @@ def _noise(seed: int) -> Tensor:
 
 
 def _advantage_inputs(
-    extra: Mapping[str, Any] | None, mask: Tensor | None = None, valid: Tensor | None = None
+    extra: Extra, mask: Tensor | None = None, valid: Tensor | None = None
 ) -> AdvantageInputs:
     mask = _mask() if mask is None else mask
     hidden = mask == 0
+    rewards = _noise(1) * 0.1 + torch.tensor([1.0, 0, 0.5, 2, -1, 0.3]).unsqueeze(1)
     return AdvantageInputs(
-        token_level_rewards=(
-            _noise(1) * 0.1 + torch.tensor([1.0, 0, 0.5, 2, -1, 0.3]).unsqueeze(1)
-        ).masked_fill(hidden, torch.nan),
+        token_level_rewards=rewards.masked_fill(hidden, torch.nan),
         response_mask=mask,
         uid=np.array(["a", "b", "a", "c", "b", "c"], dtype=object),
         valid=torch.ones(ROWS, dtype=torch.bool) if valid is None else valid,
@@ -227,6 +316,7 @@ def _advantage_inputs(
 
 
 def _rows(inputs: AdvantageInputs, index: Tensor) -> AdvantageInputs:
+    """Select rows by index."""
     tensors = {
         f.name: getattr(inputs, f.name)[index]
         for f in fields(inputs)
@@ -235,7 +325,7 @@ def _rows(inputs: AdvantageInputs, index: Tensor) -> AdvantageInputs:
     return replace(inputs, uid=inputs.uid[index.numpy()], **tensors)
 
 
-def _loss_inputs(extra: Mapping[str, Any] | None, mask: Tensor | None = None) -> PolicyLossInputs:
+def _loss_inputs(extra: Extra, mask: Tensor | None = None) -> PolicyLossInputs:
     mask = _mask() if mask is None else mask
     hidden = mask == 0
     old = -_noise(3).abs() - 0.1
@@ -256,18 +346,16 @@ def _loss_rows(inputs: PolicyLossInputs, rows: slice) -> PolicyLossInputs:
     return replace(inputs, **{name: getattr(inputs, name)[rows] for name in names})
 
 
-def _loss_and_gradient(
-    loss: PolicyLoss, inputs: PolicyLossInputs
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _loss_and_gradient(loss: PolicyLoss, inputs: PolicyLossInputs) -> LossResult:
     log_prob = inputs.log_prob.detach().clone().requires_grad_()
     value, metrics = policy_loss(loss, replace(inputs, log_prob=log_prob))
     if not isinstance(value, Tensor) or value.dim():
-        raise TypeError(
-            f"loss is {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}, expected a scalar tensor"
-        )
+        shape = tuple(getattr(value, "shape", ()))
+        kind = type(value).__name__
+        raise TypeError(f"loss is {kind} of shape {shape}, expected a scalar tensor")
     if not value.requires_grad:
         raise TypeError("loss has no gradient: it must be computed from inputs.log_prob")
-    value.backward()
+    torch.autograd.backward(value)
     assert log_prob.grad is not None
     return value.detach(), log_prob.grad, metrics
 

@@ -1,13 +1,13 @@
-"""KL divergence to the reference policy: per-token estimators, the penalty in the reward, and the weight's controller.
+"""KL divergence to the reference policy: estimators per token, reward penalty, KL controllers.
 
-With d = log pi - log ref on sampled tokens (Schulman, "Approximating KL divergence", 2020):
+With d = log pi - log pi_ref on sampled tokens (Schulman 2020, "Approximating KL Divergence"):
 
-kind            value                gradient through log pi, expected under pi
-kl, k1          d                    0: useless in a loss, right in a (detached) reward
-abs             |d|                  sign only
-mse, k2         d^2 / 2              of KL(pi || ref): the right one in a loss
-low_var_kl, k3  exp(-d) - 1 + d      of KL(ref || pi): a different divergence
-any kind + "+"  that of the kind     k2's (straight-through)
+kind            value               expected gradient as a loss term
+kl, k1          d                   0, so use it in the reward only
+abs             |d|                 of the sign only
+mse, k2         d^2 / 2             that of KL(pi || pi_ref)
+low_var_kl, k3  exp(-d) - 1 + d     that of KL(pi_ref || pi)
+kind + "+"      that of the kind    that of k2 (straight-through estimator)
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,27 @@ from torch import Tensor
 from verlite.algorithms.masked import masked_mean
 from verlite.config.catalog import KL_BASE_KINDS, KL_KINDS
 
-LOG_PROB_FLOOR = -1e4  # stands for log 0: exp of it is 0, and its square is still finite
-MAX_LOG_RATIO = 20.0  # exp(20) = 5e8 is still a sane float32 after squaring
+LOG_PROB_FLOOR = -1e4
+"""Replaces log 0: its exp is 0 and its square is finite."""
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before exp: exp(20) = 5e8 can still be squared in float32."""
 K3_LIMIT = 10.0
+"""Largest value of k3, as in verl."""
 
 
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
-    """KL(policy || reference) of each token, in the shape of `log_prob`, differentiable in it; kinds as in the table above.
+    """Estimate KL(policy || reference) per token, in the shape of `log_prob`, with gradient.
 
-    Finite for every finite or -inf input: log-probs are floored at -1e4, and k3, which grows exponentially, is limited to
-    10 with gradient 0 beyond it (as in verl; "k3+" keeps a gradient there). NaN stays NaN.
-    ValueError: an unknown kind.
+    The result is finite for all finite inputs and for -inf: log-probs are floored at -1e4. k3 grows
+    exponentially and is limited to 10, with gradient 0 beyond; "k3+" keeps a gradient there. NaN
+    stays NaN.
+
+    Args:
+        log_prob, ref_log_prob: log-probs of the sampled tokens, of any equal shape.
+        kind: one of catalog.KL_KINDS; see the table above.
+
+    Raises:
+        ValueError: the kind is unknown.
     """
     base = KL_BASE_KINDS.get(kind.removesuffix("+"))
     if base is None:
@@ -43,9 +53,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
         value = d.square() / 2
     else:
         log_ratio = (-d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value = (torch.expm1(log_ratio) - log_ratio).clamp(
-            max=K3_LIMIT
-        )  # expm1: exp(x) - 1 cancels near 0, where KL lives
+        # expm1 avoids the cancellation of exp(x) - 1 near 0.
+        value = (torch.expm1(log_ratio) - log_ratio).clamp(max=K3_LIMIT)
     if kind.endswith("+"):
         surrogate = d.square() / 2
         value = value.detach() + (surrogate - surrogate.detach())
@@ -55,15 +64,20 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 def kl_loss(
     log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, weights: Tensor, kind: str
 ) -> Tensor:
-    """KL as a term of the loss: scalar sum over [b, R] of the per-token estimate times `weights` (aggregation.token_weights).
+    """Return the KL term of the actor's loss: the sum over tokens of the estimate times `weights`.
 
-    What lies under mask 0, NaN included, changes neither value nor gradient.
+    Entries under mask 0 change neither value nor gradient, even if they are NaN.
+
+    Args:
+        log_prob, ref_log_prob: [b, R].
+        response_mask: [b, R], 1 on trainable tokens.
+        weights: [b, R], from aggregation.token_weights.
+        kind: one of catalog.KL_KINDS.
     """
     mask = response_mask.bool()
-    return (
-        kl_estimate(torch.where(mask, log_prob, 0), torch.where(mask, ref_log_prob, 0), kind)
-        * weights
-    ).sum()
+    log_prob = torch.where(mask, log_prob, 0)
+    ref_log_prob = torch.where(mask, ref_log_prob, 0)
+    return (kl_estimate(log_prob, ref_log_prob, kind) * weights).sum()
 
 
 def apply_kl_penalty(
@@ -74,27 +88,35 @@ def apply_kl_penalty(
     coef: float,
     kind: str = "kl",
 ) -> tuple[Tensor, float]:
-    """Rewards with the KL penalty: scores - coef * KL on trainable tokens, and the current KL for the controller.
+    """Subtract the KL penalty from token-level scores (InstructGPT, arXiv:2203.02155, eq. 2).
 
-    All tensors [B, R]; the result is float32 and detached. The current KL is the mean over rows that have trainable tokens
-    of the mean over their trainable tokens. (InstructGPT, arXiv:2203.02155, eq. 2, per token.)
+    Args:
+        token_level_scores, old_log_probs, ref_log_prob: [B, R].
+        response_mask: [B, R], 1 on trainable tokens. Only these are penalized.
+        coef: the penalty's coefficient.
+        kind: one of catalog.KL_KINDS.
+
+    Returns:
+        token-level rewards: [B, R] float32, detached.
+        current KL: the mean over rows of a row's mean KL per token, for the KL controller. Rows
+            without trainable tokens are left out.
     """
     mask = response_mask.bool()
     with torch.no_grad():
-        kl = kl_estimate(old_log_probs, ref_log_prob, kind)
-        kl = torch.where(mask, kl, 0)
+        kl = torch.where(mask, kl_estimate(old_log_probs, ref_log_prob, kind), 0)
         current = masked_mean(masked_mean(kl, mask, dim=-1), mask.any(-1))
-        return torch.add(token_level_scores, kl, alpha=-coef).to(torch.float32), float(current)
+        rewards = torch.add(token_level_scores, kl, alpha=-coef).to(torch.float32)
+        return rewards, float(current)
 
 
 @dataclass
 class FixedKLController:
-    """A constant weight of the KL penalty."""
+    """A constant coefficient of the KL penalty."""
 
     value: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to learn."""
+        """Do nothing: the coefficient is constant."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}
@@ -105,9 +127,11 @@ class FixedKLController:
 
 @dataclass
 class AdaptiveKLController:
-    """A weight that holds the KL near a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    """A coefficient that keeps the KL near a target (Ziegler et al. 2019, arXiv:1909.08593, 2.2).
 
-    value: the weight, from its initial value on. target: KL per token to hold. horizon: samples over which it follows.
+    value: the current coefficient; initially the starting value.
+    target: KL per token to reach.
+    horizon: samples over which the coefficient adapts.
     """
 
     value: float
@@ -115,7 +139,7 @@ class AdaptiveKLController:
     horizon: int
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """After `n_steps` samples whose mean KL was `current_kl`."""
+        """Adapt the coefficient to `n_steps` samples with mean KL `current_kl`."""
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 

@@ -1,6 +1,6 @@
-"""Log-probabilities of chosen tokens, straight from hidden states, without ever holding logits for all tokens.
+"""Log-probs of chosen tokens from hidden states, without storing logits for all tokens.
 
-Notation: T tokens, H hidden size, V vocabulary.
+Notation: T tokens, H hidden size, V vocabulary size.
 """
 
 from typing import Any
@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = {
-    "cpu": 2**24,
-    "cuda": 2**27,
-}  # logits at a time, 64 and 512 MiB in float32: enough rows for a fast matrix product
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
+"""Logits per chunk: 64 and 512 MiB in float32, enough rows for a fast matrix product."""
 
 
 def token_log_probs(
@@ -23,44 +21,43 @@ def token_log_probs(
     chunk: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] of `labels` [T] under softmax(hidden @ weight.T / temperature), and the entropies [T] if asked for.
+    """Compute log-probs of `labels` under softmax(hidden @ weight.T / temperature), and entropies.
 
-    hidden: [T, H]. weight: [V, H], the output embedding. Both results are float32 (float64 for float64 inputs) and carry
-    gradients to hidden and weight. Log-softmax runs in float32 whatever the inputs' dtype. Only `chunk` rows of logits exist
-    at a time, in the backward pass too, where they are computed again: extra memory is O(chunk V + T), extra time one
-    product with the output embedding. chunk=None chooses a size for the device. Logits of -inf (forbidden tokens) count 0.
+    Only `chunk` rows of logits exist at a time. The backward pass recomputes them. Extra memory is
+    O(chunk V + T); extra time is one product with the output embedding.
+
+    Args:
+        hidden: [T, H]. weight: [V, H], the output embedding. Both receive gradients.
+        labels: [T], int64.
+        temperature: divides the logits.
+        chunk: rows of logits at a time. None: a size that suits the device.
+        with_entropy: also compute entropies.
+
+    Returns:
+        log-probs [T], and entropies [T] in nats or None. float32, or float64 for float64 inputs.
+        Log-softmax runs in that dtype, whatever the dtype of the inputs. Logits of -inf (forbidden
+        tokens) add 0 to the entropy.
     """
-    log_probs, entropy = _TokenLogProbs.apply(
-        hidden, weight, labels, temperature, chunk or _chunk_for(weight), with_entropy
+    chunk = chunk or _chunk_for(weight)
+    log_probs, entropy = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, temperature, chunk, with_entropy
     )
     return log_probs, entropy if with_entropy else None
-
-
-def log_probs_from_logits(
-    logits: Tensor, labels: Tensor, temperature: float = 1.0, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The same for logits [..., V] that exist anyway, and labels [...]; differentiable."""
-    log_softmax = torch.log_softmax(_upcast(logits) / temperature, -1)
-    log_probs = log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    if not with_entropy:
-        return log_probs, None
-    return log_probs, -(
-        log_softmax.exp() * log_softmax.clamp(min=torch.finfo(log_softmax.dtype).min)
-    ).sum(-1)
 
 
 @torch.no_grad()
 def sum_pi_squared(
     hidden: Tensor, weight: Tensor, temperature: float = 1.0, chunk: int | None = None
 ) -> Tensor:
-    """[T] sum of squared probabilities over the vocabulary, for the estimator optimal_token_baseline; no gradient."""
-    chunk = chunk or _chunk_for(weight)
-    return torch.cat(
-        [
-            _logits(rows, weight, temperature).softmax(-1).square().sum(-1)
-            for rows in hidden.split(chunk)
-        ]
-    )
+    """Return the sum over the vocabulary of squared probabilities, [T], without gradient.
+
+    The estimator optimal_token_baseline needs it. Arguments are those of `token_log_probs`.
+    """
+    sums = []
+    for rows in torch.split(hidden, chunk or _chunk_for(weight)):
+        probs = _logits(rows, weight, temperature).softmax(-1)
+        sums.append(probs.square().sum(-1))
+    return torch.cat(sums)
 
 
 def _chunk_for(weight: Tensor) -> int:
@@ -72,8 +69,10 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 class _TokenLogProbs(torch.autograd.Function):
+    """Log-probs and entropies with a backward pass that recomputes logits chunk by chunk."""
+
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -82,53 +81,50 @@ class _TokenLogProbs(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        normalisers, log_probs, entropies = [], [], []
-        for rows, target in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+        normalizers = []
+        log_probs = []
+        entropies = []
+        chunks = zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
+        for rows, target in chunks:
             logits = _logits(rows, weight, temperature)
-            normaliser = logits.logsumexp(-1)
-            log_probs.append(logits.gather(1, target.unsqueeze(1)).squeeze(1) - normaliser)
-            normalisers.append(normaliser)
+            normalizer = logits.logsumexp(-1)
+            log_probs.append(logits.gather(1, target.unsqueeze(1)).squeeze(1) - normalizer)
+            normalizers.append(normalizer)
             if with_entropy:
-                entropies.append(_entropy(logits.sub_(normaliser.unsqueeze(1))))
-        normaliser, entropy = (
-            torch.cat(normalisers),
-            torch.cat(entropies) if with_entropy else torch.empty(0),
-        )
-        ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
+                entropies.append(_entropy(logits.sub_(normalizer.unsqueeze(1))))
+        normalizer = torch.cat(normalizers)
+        entropy = torch.cat(entropies) if with_entropy else torch.empty(0)
+        ctx.save_for_backward(hidden, weight, labels, normalizer, entropy)
         ctx.settings = temperature, chunk
-        ctx.set_materialize_grads(
-            False
-        )  # an entropy that is only looked at costs the backward pass nothing
+        # Without this, an entropy that is only logged would cost time in the backward pass.
+        ctx.set_materialize_grads(False)
         return torch.cat(log_probs), entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, normalizer, entropy = ctx.saved_tensors
         temperature, chunk = ctx.settings
         if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(normaliser)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = (
-            torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
-        )
+            grad_log_probs = torch.zeros_like(normalizer)
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype) if needs_weight else None
         for start in range(0, len(labels), chunk):
             at = slice(start, start + chunk)
-            log_p = _logits(hidden[at], weight, temperature).sub_(normaliser[at].unsqueeze(1))
-            p = log_p.exp_() if grad_entropy is None else log_p.exp()
+            log_p = _logits(hidden[at], weight, temperature).sub_(normalizer[at].unsqueeze(1))
             upstream = grad_log_probs[at].unsqueeze(1)
-            # d log p_label / d logit_v = [v = label] - p_v, and d entropy / d logit_v = -p_v (log p_v + entropy).
-            if grad_entropy is not None:
-                factor = (
-                    log_p.clamp_(min=torch.finfo(p.dtype).min)
-                    .add_(entropy[at].unsqueeze(1))
-                    .mul_(grad_entropy[at].unsqueeze(1))
-                )
-                grad_logits = p.mul_(factor.add_(upstream).neg_())
+            # d log p_label / d logit_v = [v = label] - p_v
+            # d entropy / d logit_v = -p_v (log p_v + entropy)
+            if grad_entropy is None:
+                grad_logits = log_p.exp_().mul_(-upstream)
             else:
-                grad_logits = p.mul_(-upstream)
+                p = log_p.exp()
+                factor = log_p.clamp_(min=torch.finfo(p.dtype).min)
+                factor.add_(entropy[at].unsqueeze(1)).mul_(grad_entropy[at].unsqueeze(1))
+                grad_logits = p.mul_(factor.add_(upstream).neg_())
             grad_logits.scatter_add_(1, labels[at].unsqueeze(1), upstream)
             if temperature != 1:
                 grad_logits.div_(temperature)
@@ -137,14 +133,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[at])
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden[at]
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

@@ -1,6 +1,7 @@
-"""Packing: the real tokens of a padded batch in one row, without padding, and which of them predict response tokens.
+"""Packing: put the real tokens of a padded batch into one row, and find the response targets.
 
-Notation: B rows, S = P + R columns (left-padded prompts, right-padded responses), T real tokens.
+Notation: B rows, P prompt columns (left-padded), R response columns (right-padded), S = P + R.
+T real tokens in the whole batch.
 """
 
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from torch import Tensor
 class Packed:
     """The real tokens of B sequences, one sequence after another.
 
-    input_ids, position_ids: [T]. cu_seqlens: [B + 1] int32, sequence i is at [cu_seqlens[i], cu_seqlens[i + 1]); an empty row
-    is an empty sequence. max_seqlen: the longest. indices: [T], where each token was in the flattened [B * S] batch.
+    input_ids, position_ids: [T].
+    cu_seqlens: [B + 1] int32. Sequence i is at [cu_seqlens[i], cu_seqlens[i + 1]). A row without
+        tokens is an empty sequence.
+    max_seqlen: length of the longest sequence.
+    indices: [T], position of each token in the flattened [B * S] batch.
     """
 
     input_ids: Tensor
@@ -26,10 +30,11 @@ class Packed:
 
 @dataclass(frozen=True)
 class ResponseTargets:
-    """Which packed positions predict which response tokens, K of them.
+    """The K packed positions that predict response tokens.
 
-    source: [K], position in [T] whose hidden state predicts. labels: [K], the token to predict. destination: [K], place of
-    that token in the flattened [B * R] responses.
+    source: [K], position in [T] whose hidden state predicts.
+    labels: [K], the token to predict.
+    destination: [K], position of that token in the flattened [B * R] responses.
     """
 
     source: Tensor
@@ -38,22 +43,25 @@ class ResponseTargets:
 
 
 def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Packed:
-    """Drop padding from [B, S] tensors. Order of rows and of tokens within a row is kept."""
+    """Remove padding from [B, S] tensors. The order of rows and of their tokens is kept."""
     real = attention_mask.bool()
     indices = real.flatten().nonzero().squeeze(1)
     lengths = real.sum(-1)
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=input_ids.device)
     cu_seqlens[1:] = lengths.cumsum(0)
-    longest = int(lengths.max()) if len(lengths) else 0
     return Packed(
-        input_ids.flatten()[indices], position_ids.flatten()[indices], cu_seqlens, longest, indices
+        input_ids=input_ids.flatten()[indices],
+        position_ids=position_ids.flatten()[indices],
+        cu_seqlens=cu_seqlens,
+        max_seqlen=int(lengths.max()) if len(lengths) else 0,
+        indices=indices,
     )
 
 
 def shifted_labels(packed: Packed) -> tuple[Tensor, Tensor]:
-    """The next token of each packed token within its own sequence, [T], and whether there is one, [T] bool.
+    """Return the next token of each packed token in its sequence, [T], and whether it exists.
 
-    The last token of a sequence has no next one: its label is 0 and its flag False.
+    The flags are [T] bool. The last token of a sequence has label 0 and flag False.
     """
     has_next = torch.ones_like(packed.input_ids, dtype=torch.bool)
     lengths = packed.cu_seqlens.diff()
@@ -62,7 +70,9 @@ def shifted_labels(packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def response_targets(packed: Packed, columns: int, response_length: int) -> ResponseTargets:
-    """All real response tokens that have a token before them in their row: only these need the output embedding.
+    """Find all real response tokens that have a token before them in their row.
+
+    Only their predictions need the output embedding.
 
     columns: S of the padded batch. response_length: R, its last columns.
     """
@@ -70,8 +80,8 @@ def response_targets(packed: Packed, columns: int, response_length: int) -> Resp
     column = packed.indices % columns
     source = (has_next & (column >= columns - response_length - 1)).nonzero().squeeze(1)
     row = packed.indices[source] // columns
-    # The predicted token is the next packed one; its own place is read from there, so a hole before it does no harm.
-    destination = (
-        row * response_length + packed.indices[source + 1] % columns - (columns - response_length)
-    )
+    # The predicted token is the next packed token. Reading its own position from `indices` also
+    # works if masked columns are between the two.
+    target_column = packed.indices[source + 1] % columns - (columns - response_length)
+    destination = row * response_length + target_column
     return ResponseTargets(source, labels[source], destination)

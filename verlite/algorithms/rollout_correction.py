@@ -7,8 +7,8 @@ Rejection removes tokens or whole rows from the loss. Config keys, metric names 
 verl's; the settings class is in verlite/config/correction.py. Log-ratios are clamped to [-20, 20]
 before they are exponentiated.
 
-References: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-(truncated importance sampling, TIS); Ling Team 2025 (IcePop).
+References: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training" (truncated importance sampling, TIS); Ling Team 2025 (IcePop).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What happens to scores and groups before advantages: clipping, length penalties, groups without signal."""
+"""Reward shaping before advantages: normalization, clipping, length penalty, group filtering."""
 
 import numpy as np
 import torch
@@ -10,42 +10,62 @@ from verlite.algorithms.advantages import Groups
 def shape_scores(
     scores: Tensor, mean: float = 0.0, std: float = 1.0, clip: tuple[float, float] | None = None
 ) -> Tensor:
-    """(scores - mean) / std, then clipped; any shape. mean and std are constants of the reward model, never of the batch.
+    """Return (scores - mean) / std, then clipped to `clip`; any shape.
 
-    ValueError: std is not positive, or the clip range is empty.
+    mean and std are constants from the config, not statistics of the batch.
+
+    Raises:
+        ValueError: std is not positive, or the clip range is empty.
     """
     if std <= 0:
-        raise ValueError(f"scores are divided by std, which must be above 0, not {std}")
+        raise ValueError(f"std={std} must be above 0: scores are divided by it")
     shaped = (scores - mean) / std
     if clip is None:
         return shaped
     if clip[0] >= clip[1]:
         raise ValueError(
-            f"clip range {list(clip)} is empty: the first bound must be below the second"
+            f"clip range {list(clip)} is empty: the lower bound must be below the upper bound"
         )
     return shaped.clamp(*clip)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """What to add to the scores of long responses: 0 down to -factor (DAPO, arXiv:2503.14476, eq. 13). [B] -> [B] float32.
+    """Return DAPO's overlong penalty, added to scores (arXiv:2503.14476, eq. 13): [B] float32.
 
-    No penalty up to max_length - buffer tokens; from there it grows linearly and reaches factor at max_length.
-    ValueError: the buffer is not within 1..max_length.
+    The penalty is 0 up to max_length - buffer tokens. From there it decreases linearly to -factor
+    at max_length.
+
+    Args:
+        lengths: [B], response tokens.
+        max_length: maximum response length.
+        buffer: tokens over which the penalty grows.
+        factor: size of the full penalty.
+
+    Raises:
+        ValueError: the buffer is not between 1 and max_length.
     """
     if not 0 < buffer <= max_length:
         raise ValueError(
-            f"overlong buffer must be within 1..{max_length} (max_response_length), not {buffer}"
+            f"overlong buffer {buffer} must be between 1 and max_response_length={max_length}"
         )
     excess = lengths.to(torch.float32) - (max_length - buffer)
     return -factor * (excess / buffer).clamp(0, 1)
 
 
 def rows_with_signal(metric: Tensor, uid: np.ndarray, valid: Tensor | None = None) -> Tensor:
-    """[B] bool: rows of groups in which the metric [B] is not the same for all valid rows (DAPO's dynamic sampling).
+    """Return the rows whose group has different metric values, [B] bool (DAPO's dynamic sampling).
 
-    Groups of fewer than two valid rows carry no signal either. Rows that are not valid follow their group.
+    Groups with fewer than two valid rows are not selected. Invalid rows follow their group.
+    (arXiv:2503.14476, section 3.2.)
+
+    Args:
+        metric: [B], compared within groups.
+        uid: [B] object array, the group of each row.
+        valid: [B] bool. None: all rows are valid.
     """
-    votes = torch.ones_like(metric, dtype=torch.bool) if valid is None else valid.bool()
-    groups = Groups.by_uid(uid, votes)
+    if valid is None:
+        valid = torch.ones_like(metric, dtype=torch.bool)
+    groups = Groups.by_uid(uid, valid.bool())
     metric = metric.double()
-    return groups.max(metric) > -groups.max(-metric)
+    smallest = -groups.max(-metric)
+    return groups.max(metric) > smallest
