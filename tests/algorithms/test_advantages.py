@@ -235,7 +235,9 @@ def test_a_result_that_is_not_finite_names_its_row() -> None:
         match=r"returned advantages that are not finite in 1 of 3 rows, first in row 0 \(uid a\)",
     ):
         compute_advantages("tests.algorithms.test_advantages:lonely_means", inputs)
-    with pytest.raises(ValueError, match=r"returned returns that are not finite in \d of 3 rows, first in row 1"):
+    with pytest.raises(
+        ValueError, match=r"returned returns that are not finite in \d of 3 rows, first in row 1"
+    ):
         compute_advantages("tests.algorithms.test_advantages:endless_returns", inputs)
 
 

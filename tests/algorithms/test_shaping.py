@@ -24,7 +24,9 @@ def test_overlong_penalty() -> None:
     got = overlong_penalty(lengths, max_length=100, buffer=20, factor=2.0)
     torch.testing.assert_close(got, torch.tensor([0.0, 0.0, -0.1, -1.0, -2.0, -2.0]))
     for buffer in (0, 101):
-        with pytest.raises(ValueError, match=f"buffer {buffer} must be between 1 and max_response_length=100"):
+        with pytest.raises(
+            ValueError, match=f"buffer {buffer} must be between 1 and max_response_length=100"
+        ):
             overlong_penalty(lengths, 100, buffer)
 
 

@@ -123,13 +123,13 @@ def karmarkar_karp(
 
 
 def micro_batches_by_tokens(
-    lengths: Sequence[int] | np.ndarray, cap: int, minimum: int = 1
+    lengths: Sequence[int] | np.ndarray, max_tokens: int, minimum: int = 1
 ) -> list[list[int]]:
-    """Split samples into as few micro-batches as fit under `cap` tokens each, with even totals.
+    """Split samples into as few micro-batches as possible, with even token totals.
 
     Args:
         lengths: tokens of each sample.
-        cap: most tokens of one micro-batch.
+        max_tokens: most tokens of one micro-batch.
         minimum: least number of micro-batches. With fewer samples, the last ones are empty.
 
     Returns:
@@ -137,19 +137,19 @@ def micro_batches_by_tokens(
         memory shows at once.
 
     Raises:
-        ValueError: a sample is longer than the cap.
+        ValueError: a sample is longer than max_tokens.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
-    if len(tokens) and tokens.max() > cap:
+    if len(tokens) and tokens.max() > max_tokens:
         raise ValueError(
             f"sample {int(tokens.argmax())} has {int(tokens.max())} tokens, more than the limit of "
-            f"{cap} per micro-batch. Raise *_max_token_len_per_gpu to at least the longest prompt "
-            "plus response."
+            f"{max_tokens} per micro-batch. Raise *_max_token_len_per_gpu to at least the longest "
+            "prompt plus response."
         )
-    count = max(minimum, -(-int(tokens.sum()) // cap), 1)
+    count = max(minimum, -(-int(tokens.sum()) // max_tokens), 1)
     while True:
         parts = karmarkar_karp(tokens, count)
         totals = [int(tokens[part].sum()) for part in parts]
-        if max(totals) <= cap:
+        if max(totals) <= max_tokens:
             return [parts[i] for i in sorted(range(count), key=lambda i: -totals[i])]
         count += 1
