@@ -17,6 +17,10 @@ def prestart(placement: Placement, role: str, *modules: str) -> None:
     """Start a role's processes and let them import modules. `spawn` builds the workers in them.
 
     Returns at once. A module that cannot be imported is reported by `spawn`, which needs it.
+
+    On a busy machine with 2 cores, an actor and a rollout worker were ready after 37 s. Without
+    prestart it took 42 s, and 70 s when the driver's imports did not run while Ray started (minima
+    of alternating runs).
     """
     workers = start_processes(placement, role)
     placement.prestarted[role] = workers
