@@ -76,6 +76,7 @@ guardian.dismiss(watch)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("normal_exit", [True, False])
 def test_guardian_spares_the_owners_children_after_a_normal_exit(normal_exit, tmp_path):
     folder = tmp_path / "temporary"
@@ -101,6 +102,7 @@ def test_guardian_spares_the_owners_children_after_a_normal_exit(normal_exit, tm
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("failed_start", [False, True])
 def test_ray_agents_without_a_mark_are_found_by_their_files(failed_start, tmp_path, monkeypatch):
     """Ray's agents overwrite the start of their environment with their title."""

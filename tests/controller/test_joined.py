@@ -12,6 +12,8 @@ from verlite.controller.placement import ResourcesMissing, reserve
 from verlite.controller.ray_internals import lean_head
 from verlite.controller.worker_group import group, ready, spawn
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def nodes(monkeypatch_module):

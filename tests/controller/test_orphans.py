@@ -10,6 +10,8 @@ import pytest
 
 from tests.controller.conftest import processes_of, within
 
+pytestmark = pytest.mark.process
+
 ENDS = {
     "stop_request": (signal.SIGTERM, 0, ""),
     "exception": (None, 1, "ValueError: a bug in the driver"),

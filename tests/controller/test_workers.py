@@ -17,10 +17,13 @@ from verlite.controller import node
 from verlite.controller.columns import Ref, fetch
 from verlite.controller.failures import StuckError, WorkerError
 from verlite.controller.placement import ResourcesMissing, reserve
+from verlite.controller.supervise import Supervisor
 from verlite.controller.worker_group import group, ready, spawn
 from verlite.controller.worker_handle import process_infos
 from verlite.controller.worker_start import prestart
 from verlite.protocol.data import DataProto, object_array
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
@@ -264,8 +267,8 @@ def test_consequence_waits_for_its_cause(light):
     caught.match("then light rank 0 in lose: RuntimeError: .*closed by peer")
 
 
-def test_worker_without_its_columns_names_the_dead_producer(fresh):
-    """The reader only sees that the owner of the values has died."""
+def test_dead_producer_is_named_where_its_columns_are_missing(fresh):
+    """A worker or the driver only sees that the owner of the values has died."""
     placement = reserve(fresh, {"producer": [0], "reader": [1]}, devices_per_node=2)
     producer = spawn(Echo, placement, "producer")
     reader = spawn(Echo, placement, "reader")
@@ -277,14 +280,10 @@ def test_worker_without_its_columns_names_the_dead_producer(fresh):
         reader.consume(produced)
     caught.match("then reader rank 0 in consume: OwnerDiedError")
 
-
-def test_driver_without_its_columns_names_the_dead_producer(fresh):
-    producer = spawn(Echo, reserve(fresh, {"producer": [0]}, devices_per_node=1), "producer")
-    produced = producer.produce(numbers(200_000))
-    os.kill(pids(producer)[0], signal.SIGKILL)
+    fresh.supervisor = Supervisor(120)
+    fresh.supervisor.workers = list(group(producer).workers)
     assert within(20, lambda: fresh.supervisor._dead_workers()), "Ray has not noticed the death"
     time.sleep(2)  # until then the object store may still have the values
-    message = "producer rank 0 failed in no call .killed by SIGKILL"
     with pytest.raises(WorkerError, match=message):
         fetch(produced)
 
@@ -322,23 +321,20 @@ def test_stopped_rank_is_named_and_killed(light):
     assert within(10, lambda: not any(alive(pid) for pid in processes))
 
 
-def test_stuck_rank_shows_its_stack(light, fresh):
-    message = (
-        "(?s)not finished: 0, 1.*rank 0: process [0-9]+ is sleeping"
-        '.*workers.py", line [0-9]+ in sleep'
-    )
-    with pytest.raises(StuckError, match=message):
-        group(light).submit("sleep", 1000).result(timeout_s=1)
-    log = (fresh.run_dir / "logs" / "light_1.log").read_text()
-    assert "most recent call first" in log
-
-
-def test_ctrl_c_interrupts_a_wait_at_once(light):
+def test_ctrl_c_interrupts_a_wait_and_a_stuck_rank_shows_its_stack(light, fresh):
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         light.sleep(1000)
     assert time.monotonic() - start < 4
+    message = (
+        "(?s)light.spec did not finish.*not finished: 0, 1.*rank 0: process [0-9]+ is sleeping"
+        '.*workers.py", line [0-9]+ in sleep'
+    )
+    with pytest.raises(StuckError, match=message):
+        group(light).submit("spec").result(timeout_s=1)
+    log = (fresh.run_dir / "logs" / "light_1.log").read_text()
+    assert "most recent call first" in log
 
 
 def test_dead_peer_is_the_cause_of_a_broken_collective(echo):
