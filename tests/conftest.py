@@ -28,7 +28,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n`: a file's tests stay together, since they share engines and clusters. Whole runs share nothing and go one by one."""
+    """For `pytest -n`: keep a file's tests in one process, because they share engines and clusters.
+
+    Whole runs share nothing, so each of them may go to any process.
+    """
     for item in items:
-        if item.path.name not in ("test_runs.py", "test_agent_runs.py", "test_golden.py"):
+        if item.path.name not in ("test_runs.py", "test_golden.py"):
             item.add_marker(pytest.mark.xdist_group(str(item.path)))

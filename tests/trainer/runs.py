@@ -1,4 +1,4 @@
-"""Whole runs as a user makes them: the command line in a process of its own, on a tiny model and made-up sums."""
+"""Start whole runs as a user does: the command line in its own process, on a tiny model."""
 
 import json
 import os
@@ -11,12 +11,12 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-# Differ between equal runs: clocks and memory.
+# Metrics that differ between equal runs: clocks and memory.
 NOISY = ("timing_", "perf/time", "perf/throughput", "perf/driver", "actor/perf", "critic/perf")
 
 
 def write_sums(path: Path, rows: int, start: int = 0) -> str:
-    """A parquet file of sums of two digits in verl's row format."""
+    """Write a parquet file of sums of two digits in verl's row format. Return its path."""
     table = pa.Table.from_pylist(
         [
             {
@@ -34,10 +34,9 @@ def write_sums(path: Path, rows: int, start: int = 0) -> str:
 
 
 def write_reward(path: Path, body: str) -> str:
-    """A reward function in a file of its own."""
-    path.write_text(
-        f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n"
-    )
+    """Write a file with a reward function of this body. Return its path."""
+    signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
+    path.write_text(f"{signature}\n    {body}\n")
     return str(path)
 
 
@@ -45,7 +44,13 @@ class Launch:
     """A running `python -m verlite.main_ppo`."""
 
     def __init__(self, run_dir: Path, overrides: list[str], log: Path, before: str = ""):
-        """before: Python code that the driver's process runs first, to plant a fault."""
+        """Start the process.
+
+        Args:
+            overrides: the command line's key=value arguments.
+            log: file for stdout and stderr.
+            before: Python code that the driver runs first, to inject a fault.
+        """
         self.run_dir, self.log = run_dir, log
         code = f"{before}\nimport sys\nfrom verlite.main_ppo import main\nsys.exit(main())"
         program = ["-c", code] if before else ["-m", "verlite.main_ppo"]
@@ -78,7 +83,7 @@ class Launch:
             time.sleep(0.05)
 
     def processes(self) -> list[psutil.Process]:
-        """Everything alive that descends from this launch, told by an environment variable."""
+        """All live processes of this launch. An environment variable identifies them."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -99,5 +104,5 @@ class Launch:
 
 
 def quiet(line: dict) -> dict:
-    """A step's metrics without those that differ between equal runs."""
+    """Return a step's metrics without those that differ between equal runs."""
     return {key: value for key, value in line.items() if not key.startswith(NOISY)}

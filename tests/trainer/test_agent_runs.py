@@ -1,4 +1,7 @@
-"""Whole runs of agents on the search recipe's little world, with a real retriever that dies, comes back, or was never there."""
+"""Whole runs of multi-turn agents on the search recipe's demo data.
+
+The retriever is a real server, which the tests shut down and start again.
+"""
 
 import json
 import re
@@ -16,11 +19,12 @@ from tests.trainer.runs import Launch, quiet
 from verlite.config.schema import ModelConfig
 from verlite.engine.folder import load_tokenizer
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
-# Differ between equal runs of agents: clocks, what a worker that was started anew has to ask for again, and the last digit of the engine's
-# float32 log-probs, since who shares a batch depends on when tools answer.
-OF_THE_MOMENT = (
+# Metrics that differ between equal agent runs: clocks, what a restarted worker has to ask for
+# again, and the last digit of the engine's float32 log-probs, because batches depend on when tools
+# answer.
+TIME_DEPENDENT = (
     "env/tool_latency_s",
     "env/tool_retries",
     "env/cache_hit",
@@ -28,12 +32,15 @@ OF_THE_MOMENT = (
     "training/log_prob_gap",
     "training/rollout_",
 )
+UNREACHABLE = "http://127.0.0.1:9/retrieve"
+NO_ERRORS = "actor_rollout_ref.rollout.max_error_rate=0"
+"""A single failed search ends the run, so a run that finishes has lost none."""
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """The recipe's data, and its model after a minute's worth of demonstrations: it searches, answers, and makes mistakes."""
-    folder = tmp_path_factory.mktemp("world")
+def demo(tmp_path_factory):
+    """Folder with the recipe's data and a model that searches, answers, and makes mistakes."""
+    folder = tmp_path_factory.mktemp("demo")
     make.make_data(folder, seed=0)
     make.make_model(folder / "model", seed=0)
     teach(folder)
@@ -41,22 +48,18 @@ def world(tmp_path_factory):
 
 
 def teach(folder, steps=40, rows=16):
-    """Next-token training on the recipe's demonstrations, observations included: enough to know how turns look."""
+    """Train on the recipe's demonstrations, observations included, to learn the format."""
     import pyarrow.parquet as pq
 
     torch.manual_seed(0)
     path = str(folder / "model")
-    tokenizer, model = (
-        load_tokenizer(ModelConfig(path=path)),
-        AutoModelForCausalLM.from_pretrained(path),
-    )
+    tokenizer = load_tokenizer(ModelConfig(path=path))
+    model = AutoModelForCausalLM.from_pretrained(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    shown = [
-        row["prompt"] + row["response"]
-        for row in pq.read_table(folder / "warm_up.parquet").to_pylist()[: steps * rows]
-    ]
-    for start in range(0, len(shown), rows):
-        batch = tokenizer(shown[start : start + rows], return_tensors="pt", padding=True)
+    examples = pq.read_table(folder / "warm_up.parquet").to_pylist()[: steps * rows]
+    texts = [row["prompt"] + row["response"] for row in examples]
+    for start in range(0, len(texts), rows):
+        batch = tokenizer(texts[start : start + rows], return_tensors="pt", padding=True)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         model(**batch, labels=labels).loss.backward()
         optimizer.step()
@@ -65,39 +68,37 @@ def teach(folder, steps=40, rows=16):
 
 
 class Facts(Retriever):
-    """Knows the recipe's world: finds the fact that is asked for, and another one of the same name."""
+    """A retriever that returns the fact that is asked for, and another one of the same name."""
 
-    known = make.facts(0)
+    known = make.make_facts(0)
 
     def __init__(self, port: int = 0):
         super().__init__(port)
         self.answer = lambda body: (
             200,
-            {"result": [self.found(query)[: body["topk"]] for query in body["queries"]]},
+            {"result": [self.find(query)[: body["topk"]] for query in body["queries"]]},
         )
 
-    def found(self, query):
+    def find(self, query):
         name = next((name for name in self.known if name in query), "Brifin")
         kinds = sorted(self.known[name], key=lambda kind: (kind not in query, kind))
-        return [
-            {"document": {"contents": make.passage(name, kind, self.known[name][kind])}}
-            for kind in kinds
-        ]
+        passages = [make.passage(name, kind, self.known[name][kind]) for kind in kinds]
+        return [{"document": {"contents": passage}} for passage in passages]
 
 
-def launch(tmp_path, name, world, url, *overrides, before=""):
+def launch(tmp_path, name, demo, url, *overrides, before=""):
     base = [
         "--config-name=search_demo",
-        f"data.train_files={world}/train.parquet",
-        f"data.val_files={world}/test.parquet",
-        f"actor_rollout_ref.model.path={world}/model",
+        f"data.train_files={demo}/train.parquet",
+        f"data.val_files={demo}/test.parquet",
+        f"actor_rollout_ref.model.path={demo}/model",
         f"retriever.url={url}",
         "data.train_batch_size=4",
         "data.val_max_samples=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.rollout.n=4",
-        "trainer.total_training_steps=3",
-        "trainer.test_freq=3",
+        "trainer.total_training_steps=4",
+        "trainer.test_freq=4",
         "trainer.val_before_train=false",
         "trainer.rollouts_per_step=-1",
         "trainer.save_freq=-1",
@@ -106,220 +107,212 @@ def launch(tmp_path, name, world, url, *overrides, before=""):
     return Launch(tmp_path / name, [*base, *overrides], tmp_path / f"{name}.log", before)
 
 
+def steps_of(run):
+    return [line["step"] for line in run.metrics()]
+
+
 def numbers(run) -> list[dict]:
+    """Metrics that must be equal in equal runs."""
     return [
-        {key: value for key, value in quiet(line).items() if not key.startswith(OF_THE_MOMENT)}
+        {key: value for key, value in quiet(line).items() if not key.startswith(TIME_DEPENDENT)}
         for line in run.metrics()
     ]
 
 
 def samples(run, step) -> list[dict]:
-    return [
-        json.loads(line)
-        for line in (run.run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
-    ]
+    lines = (run.run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def words(run) -> str:
+    """What the run has printed, without line breaks."""
+    return " ".join(run.text().split())
 
 
 @pytest.fixture(scope="module")
-def undisturbed(world, tmp_path_factory):
-    """A run that nothing happens to, which may not lose a single sample."""
+def undisturbed(demo, tmp_path_factory):
+    """A run whose retriever always answers."""
+    folder = tmp_path_factory.mktemp("undisturbed")
     with Facts() as server:
-        run = launch(
-            tmp_path_factory.mktemp("undisturbed"),
-            "whole",
-            world,
-            server.url,
-            "actor_rollout_ref.rollout.max_error_rate=0",
-        )
+        run = launch(folder, "whole", demo, server.url, NO_ERRORS)
         assert run.wait() == 0, run.text()
-        run.asked = [query for body in server.requests for query in body["queries"]]
+        run.queries = [query for body in server.requests for query in body["queries"]]
     return run
 
 
-def test_an_agents_run(undisturbed):
+def test_metrics_and_samples_of_an_agent_run(undisturbed):
     run = undisturbed
-    assert [line["step"] for line in run.metrics()] == [1, 2, 3]
+    assert steps_of(run) == [1, 2, 3, 4]
     for line in run.metrics():
         assert 1 <= line["env/number_of_actions/mean"] <= line["env/number_of_actions/max"] <= 3
-        assert sum(
-            line[f"env/status/{name}"] for name in ("done", "max_turns", "length", "error")
-        ) == pytest.approx(1)
-        assert (
-            line["env/status/error"]
-            == line["env/tool_error_rate"]
-            == 0
-            < line["env/trainable_token_frac"]
-            <= 1
-        )
-        assert line["training/log_prob_gap"] < 1e-4 if "training/log_prob_gap" in line else True
+        statuses = [line[f"env/status/{s}"] for s in ("done", "max_turns", "length", "error")]
+        assert sum(statuses) == pytest.approx(1)
+        assert line["env/status/error"] == 0
+        assert line["env/tool_error_rate"] == 0
+        assert 0 < line["env/trainable_token_frac"] <= 1
+        assert line.get("training/log_prob_gap", 0) < 1e-4
     last = run.metrics()[-1]
     assert any(key.startswith("val-core/verlite/facts/") for key in last)
     assert "val-aux/verlite/facts/number_of_valid_search/mean@1" in last
     searches = 0
-    for step in (1, 2, 3):
-        kept = samples(run, step)
+    for line in run.metrics():
+        kept = samples(run, line["step"])
         assert len(kept) == 16
-        line = run.metrics()[step - 1]
-        called = [info for sample in kept for info in sample["turn_infos"] if info.get("called")]
+        infos = [info for sample in kept for info in sample["turn_infos"]]
+        called = [info for info in infos if info.get("called")]
         assert line["env/number_of_valid_search"] == len(called) / 16
         searches += len(called)
+        assert all(info["query"] in run.queries for info in infos if info["action"] == "search")
         for sample in kept:
-            told = [text for who, text in sample["transcript"] if who == "tool"]
-            said = "".join(text for who, text in sample["transcript"] if who == "model")
-            assert (
-                said == sample["response"] and sample["trained_tokens"] <= sample["response_tokens"]
-            )
-            assert all(
-                text.startswith(("\n\n<information>", "\nMy previous action")) for text in told
-            )
-            for info in sample["turn_infos"]:
-                if info["action"] == "search":
-                    assert info["query"] in run.asked
-    assert searches > 0, "no power without searches"
+            check_transcript(sample)
+    assert searches > 0, "the model never searched, so the checks above prove nothing"
 
 
-def test_a_killed_run_of_agents_resumes_to_the_same_numbers(undisturbed, world, tmp_path):
-    with Facts() as server:
-        options = ["actor_rollout_ref.rollout.max_error_rate=0", "trainer.save_freq=1"]
-        killed = launch(
-            tmp_path,
-            "killed",
-            world,
-            server.url,
-            *options,
-            before=at_step(2, "os.kill(os.getpid(), signal.SIGKILL)"),
-        )
-        killed.wait()
-        assert [line["step"] for line in killed.metrics()] == [1]
-        killed.assert_nothing_left()
-        resumed = launch(tmp_path, "killed", world, server.url, *options)
-        assert resumed.wait() == 0, resumed.text()
-    assert "resumed from" in resumed.text() and numbers(resumed) == numbers(undisturbed)
-    for sample, other in zip(samples(resumed, 3), samples(undisturbed, 3), strict=True):
-        assert (sample["transcript"], sample["score"], sample["status"]) == (
-            other["transcript"],
-            other["score"],
-            other["status"],
-        )
+def check_transcript(sample):
+    observations = [text for author, text in sample["transcript"] if author == "tool"]
+    written = "".join(text for author, text in sample["transcript"] if author == "model")
+    assert written == sample["response"]
+    assert sample["trained_tokens"] <= sample["response_tokens"]
+    for text in observations:
+        assert text.startswith(("\n\n<information>", "\nMy previous action"))
 
 
-def at_step(step, action):
-    """A driver that does something when it is about to log a step."""
+def pause_when_logging(*steps, folder):
+    """Code for the driver: at these steps, wait until the test lets it go on.
+
+    It creates the file paused_STEP before it logs the step, and waits for continue_STEP.
+    """
     return f"""
-import os, pathlib, signal, time
+import pathlib, time
 from verlite.trainer.tracking import Tracking
 log = Tracking.log
-def faulty(self, step, metrics):
-    if step == {step}:
-        {action}
+def pausing(self, step, metrics):
+    if step in {steps}:
+        folder = pathlib.Path({str(folder)!r})
+        (folder / f"paused_{{step}}").touch()
+        while not (folder / f"continue_{{step}}").exists():
+            time.sleep(0.02)
     log(self, step, metrics)
-Tracking.log = faulty
+Tracking.log = pausing
 """
 
 
-def wait_for_the_end_of(server, folder):
-    """For a driver: say that the step is over, and wait until the retriever was shut down in between."""
-    action = f"pathlib.Path({str(folder)!r}, 'now').touch()\n        while not pathlib.Path({str(folder)!r}, 'gone').exists(): time.sleep(0.02)"
+def kill_when_logging(step):
+    """Code for the driver: kill itself before it logs this step."""
+    return f"""
+import os, signal
+from verlite.trainer.tracking import Tracking
+log = Tracking.log
+def killing(self, step, metrics):
+    if step == {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    log(self, step, metrics)
+Tracking.log = killing
+"""
 
-    def end():
-        while not (folder / "now").exists():
-            time.sleep(0.02)
-        server.__exit__()
-        (folder / "gone").touch()
 
-    return at_step(1, action), threading.Thread(target=end, daemon=True)
+def wait_for(condition, run, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert run.process.poll() is None, run.text()
+        assert time.monotonic() < deadline, run.text()
+        time.sleep(0.05)
 
 
-def disturbed(tmp_path, world, *overrides):
-    """A run whose retriever dies after the first step."""
+def shut_down_after(step, server, run, folder):
+    """Shut the retriever down between this step and the next."""
+    wait_for((folder / f"paused_{step}").exists, run, seconds=240)
+    server.__exit__()
+    (folder / f"continue_{step}").touch()
+
+
+def wait_for_outage(run, number=1):
+    """Wait until the run has reported its `number`-th outage."""
+    wait_for(lambda: words(run).count("lost their tools") >= number, run)
+
+
+def test_outages_a_stop_and_a_kill_change_no_numbers(undisturbed, demo, tmp_path):
+    """One run of four steps in three processes.
+
+    First process: the retriever dies after step 1 and comes back, dies again after step 2, and a
+    scheduler sends SIGTERM while the run waits. The second process is killed between the checkpoint
+    of step 3 and its line in metrics.jsonl. The third finishes.
+    """
+    no_cache = ["retriever.deadline_s=2", "retriever.cache_size=0"]
+    pause = pause_when_logging(1, 2, folder=tmp_path)
     server = Facts().__enter__()
-    before, killer = wait_for_the_end_of(server, tmp_path)
+    options = [NO_ERRORS, *no_cache, "retriever.outage_wait_s=600"]
+    first = launch(tmp_path, "run", demo, server.url, *options, before=pause)
+    shut_down_after(1, server, first, tmp_path)
+    wait_for_outage(first)
+    again = Facts(server.port).__enter__()
+    shut_down_after(2, again, first, tmp_path)
+    assert "the tools recovered" in words(first)
+    wait_for_outage(first, 2)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 75, first.text()
+    assert numbers(first) == numbers(undisturbed)[:2]
+    assert (first.run_dir / "global_step_2").is_dir()
+    first.assert_nothing_left()
+
+    with Facts() as server:
+        options = [NO_ERRORS, "trainer.save_freq=1"]
+        kill = kill_when_logging(3)
+        second = launch(tmp_path, "run", demo, server.url, *options, before=kill)
+        second.wait()
+        assert steps_of(second) == [1, 2]
+        second.assert_nothing_left()
+        third = launch(tmp_path, "run", demo, server.url, *options)
+        assert third.wait() == 0, third.text()
+    assert "resumed from" in third.text()
+    assert numbers(third) == numbers(undisturbed)
+    for step in (3, 4):
+        for sample, other in zip(samples(third, step), samples(undisturbed, step), strict=True):
+            for key in ("transcript", "score", "status"):
+                assert sample[key] == other[key]
+
+
+def test_a_dead_retriever_ends_the_run_with_its_name(demo, tmp_path):
+    """The worker's cache is off, so that there is a search to lose."""
+    options = [NO_ERRORS, "retriever.deadline_s=2", "retriever.cache_size=0"]
+    pause = pause_when_logging(1, folder=tmp_path)
+    server = Facts().__enter__()
+    run = launch(tmp_path, "run", demo, server.url, *options, before=pause)
+    killer = threading.Thread(target=shut_down_after, args=(1, server, run, tmp_path), daemon=True)
     killer.start()
-    # One sample that loses its search is one too many; the worker's cache is off, so that there is something to lose.
-    options = [
-        "actor_rollout_ref.rollout.max_error_rate=0",
-        "retriever.deadline_s=2",
-        "retriever.cache_size=0",
-    ]
-    return server, launch(
-        tmp_path, "disturbed", world, server.url, *options, *overrides, before=before
-    )
-
-
-def test_a_retriever_that_dies_ends_the_run_with_its_name(world, tmp_path):
-    server, run = disturbed(tmp_path, world)
     assert run.wait() == 1, run.text()
-    assert [line["step"] for line in run.metrics()] == [1]
-    assert len(re.findall("(?m)^error", run.text())) == 1 and "Traceback" not in run.text(), (
-        run.text()
-    )
-    said = " ".join(run.text().split())
-    assert (
-        "actor_rollout_ref.rollout.max_error_rate=0" in said
-        and f"127.0.0.1:{server.port}" in said
-        and "ToolError" in said
-    )
+    assert steps_of(run) == [1]
+    assert len(re.findall("(?m)^error", run.text())) == 1, run.text()
+    assert "Traceback" not in run.text(), run.text()
+    for text in (NO_ERRORS, f"127.0.0.1:{server.port}", "ToolError"):
+        assert text in words(run)
     run.assert_nothing_left()
 
 
-def wait_for_the_outage(run):
-    deadline = time.monotonic() + 120
-    while "lost their tools" not in run.text():
-        assert run.process.poll() is None and time.monotonic() < deadline, run.text()
-        time.sleep(0.1)
-
-
-def test_a_retriever_that_comes_back_costs_time_and_no_numbers(undisturbed, world, tmp_path):
-    server, run = disturbed(tmp_path, world, "retriever.outage_wait_s=60")
-    wait_for_the_outage(run)
-    with Facts(server.port):
-        assert run.wait() == 0, run.text()
-    assert "the tools recovered" in " ".join(run.text().split())
-    assert numbers(run) == numbers(undisturbed)
-
-
-def test_a_stop_during_an_outage_loses_nothing(undisturbed, world, tmp_path):
-    """A scheduler that ends a waiting run finds a checkpoint of its last whole step, and the run goes on from there."""
-    server, run = disturbed(tmp_path, world, "retriever.outage_wait_s=600")
-    wait_for_the_outage(run)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait(60) == 75, run.text()
-    assert [line["step"] for line in run.metrics()] == [1] and (
-        run.run_dir / "global_step_1"
-    ).is_dir()
-    run.assert_nothing_left()
-    with Facts() as again:
-        resumed = launch(
-            tmp_path, "disturbed", world, again.url, "actor_rollout_ref.rollout.max_error_rate=0"
-        )
-        assert resumed.wait() == 0, resumed.text()
-    assert numbers(resumed) == numbers(undisturbed)
-
-
-def test_without_a_retriever_no_run_starts(world, tmp_path):
+def test_an_unreachable_retriever_is_refused_before_ray_starts(demo, tmp_path):
     url = f"http://127.0.0.1:{free_port()}/retrieve"
-    began = time.monotonic()
-    run = launch(tmp_path, "refused", world, url)
-    assert run.wait() == 2 and time.monotonic() - began < 60
-    said = " ".join(run.text().split())
-    assert said.startswith(f"error: the retriever at {url} does not answer"), said
-    assert (
-        "verlite serve retriever" in said
-        and "Traceback" not in said
-        and not (run.run_dir / "logs").exists()
-    )
+    start = time.monotonic()
+    run = launch(tmp_path, "refused", demo, url)
+    assert run.wait() == 2
+    assert time.monotonic() - start < 60
+    text = words(run)
+    assert text.startswith(f"error: the retriever at {url} does not answer"), text
+    assert "verlite serve retriever" in text
+    assert "Traceback" not in text
+    assert not (run.run_dir / "logs").exists()
     run.assert_nothing_left()
 
 
 CHAT = (
     "{% if tools %}{{ tools[0].function.name }}: {% endif %}{% for m in messages %}"
-    "{% if m.role == 'user' %}{{ m.content }}{% elif m.role == 'tool' %}{{ '\\n' }}<information>{{ m.content }}</information>{{ '\\n' }}"
+    "{% if m.role == 'user' %}{{ m.content }}"
+    "{% elif m.role == 'tool' %}{{ '\\n' }}<information>{{ m.content }}</information>{{ '\\n' }}"
     "{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
 )
 
 
-def test_a_calculator_in_a_chat(world, tmp_path):
-    """The model has never seen a call: what it writes is an answer or is cut off. The template has the tool in the prompt."""
+def test_a_calculator_environment_puts_its_tool_into_the_prompt(demo, tmp_path):
+    """The model has never seen a tool call, so it only answers or is truncated."""
     options = [
         "env.name=calculator",
         f"actor_rollout_ref.model.custom_chat_template={json.dumps(CHAT)}",
@@ -327,26 +320,19 @@ def test_a_calculator_in_a_chat(world, tmp_path):
         "trainer.test_freq=-1",
         "data.max_start_length=30",
     ]
-    run = launch(tmp_path, "calculator", world, "http://127.0.0.1:9/retrieve", *options)
+    run = launch(tmp_path, "calculator", demo, UNREACHABLE, *options)
     assert run.wait() == 0, run.text()
     (line,) = run.metrics()
-    assert (
-        line["env/status/error"] == 0 and line["env/status/done"] + line["env/status/length"] == 1
-    )
+    assert line["env/status/error"] == 0
+    assert line["env/status/done"] + line["env/status/length"] == 1
     assert all(sample["prompt"].startswith("calculator: Which") for sample in samples(run, 1))
 
 
-def test_without_do_search_samples_are_single_turns(world, tmp_path):
-    run = launch(
-        tmp_path,
-        "single",
-        world,
-        "http://127.0.0.1:9/retrieve",
-        "do_search=false",
-        "trainer.total_training_steps=1",
-        "trainer.test_freq=-1",
-    )
+def test_without_do_search_samples_have_one_turn(demo, tmp_path):
+    options = ["do_search=false", "trainer.total_training_steps=1", "trainer.test_freq=-1"]
+    run = launch(tmp_path, "single", demo, UNREACHABLE, *options)
     assert run.wait() == 0, run.text()
     (line,) = run.metrics()
-    assert line["num_turns/max"] == 1 and not any(key.startswith("env/") for key in line)
+    assert line["num_turns/max"] == 1
+    assert not any(key.startswith("env/") for key in line)
     assert all("transcript" not in sample for sample in samples(run, 1))

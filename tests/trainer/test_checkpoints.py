@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent (S1-S6 at the file level)."""
+"""A checkpoint is either complete or ignored, whatever happens while it is written."""
 
 import errno
 import json
@@ -10,22 +10,27 @@ from verlite.trainer.checkpoints import CheckpointError, defect, find, newest, p
 
 
 def save(run_dir, step, payload=b"weights"):
-    def parts(folder):
+    def save_parts(folder):
         (folder / "actor").mkdir()
         (folder / "actor" / "shard.bin").write_bytes(payload)
 
-    return write(run_dir, step, {"step": step}, parts)
+    return write(run_dir, step, {"step": step}, save_parts)
 
 
-def test_a_written_checkpoint_is_found_complete(tmp_path):
+def disk_full(folder):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_written_checkpoint_is_complete_and_found(tmp_path):
     save(tmp_path, 3)
     found = newest(tmp_path, pytest.fail)
-    assert (found.step, found.state()["step"]) == (3, 3)
+    assert found.step == 3
+    assert found.state()["step"] == 3
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert defect(found.path) is None
 
 
-def test_a_kill_while_saving_leaves_the_older_checkpoint_in_charge(tmp_path):
+def test_a_kill_during_a_save_leaves_the_older_checkpoint(tmp_path):
     save(tmp_path, 3)
 
     def killed(folder):
@@ -39,55 +44,68 @@ def test_a_kill_while_saving_leaves_the_older_checkpoint_in_charge(tmp_path):
 
 
 @pytest.mark.parametrize("leftover", [".tmp_global_step_6", "global_step_6"])
-def test_folders_without_a_manifest_are_told_and_ignored(tmp_path, leftover):
+def test_folders_without_a_manifest_are_ignored_with_a_warning(tmp_path, leftover):
     save(tmp_path, 3)
     (tmp_path / leftover).mkdir()
     (tmp_path / leftover / "half").write_bytes(b"x")
-    told = []
-    assert newest(tmp_path, told.append).step == 3
-    assert any("global_step_6" in line for line in told)
+    warnings = []
+    assert newest(tmp_path, warnings.append).step == 3
+    assert any("global_step_6" in line for line in warnings)
 
 
 @pytest.mark.parametrize("pointer", ["", "garbage", "99", None])
-def test_a_wrong_pointer_is_repaired_by_looking(tmp_path, pointer):
+def test_a_wrong_pointer_file_is_repaired(tmp_path, pointer):
     save(tmp_path, 3)
     path = tmp_path / "latest_checkpointed_iteration.txt"
-    path.unlink() if pointer is None else path.write_text(pointer)
-    told = []
-    assert newest(tmp_path, told.append).step == 3
-    assert path.read_text() == "3" and len(told) == 1
+    if pointer is None:
+        path.unlink()
+    else:
+        path.write_text(pointer)
+    warnings = []
+    assert newest(tmp_path, warnings.append).step == 3
+    assert path.read_text() == "3"
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda f: f.write_bytes(b"weightX"), lambda f: f.write_bytes(b"weigh"), lambda f: f.unlink()],
+    [
+        lambda file: file.write_bytes(b"weightX"),
+        lambda file: file.write_bytes(b"weigh"),
+        lambda file: file.unlink(),
+    ],
+    ids=["changed", "truncated", "deleted"],
 )
-def test_a_damaged_shard_is_named_and_the_one_before_is_used(tmp_path, damage):
+def test_a_damaged_shard_is_named_and_the_older_checkpoint_is_used(tmp_path, damage):
     save(tmp_path, 3)
     damage(save(tmp_path, 6).path / "actor" / "shard.bin")
-    told = []
-    assert find(tmp_path, "auto", None, told.append).step == 3
-    assert "shard.bin" in " ".join(told)
+    warnings = []
+    assert find(tmp_path, "auto", None, warnings.append).step == 3
+    assert "shard.bin" in " ".join(warnings)
     with pytest.raises(CheckpointError, match="shard.bin"):
-        find(tmp_path, "resume_path", str(tmp_path / "global_step_6"), told.append)
+        find(tmp_path, "resume_path", str(tmp_path / "global_step_6"), warnings.append)
 
 
-def test_never_from_scratch_while_only_damaged_checkpoints_exist(tmp_path):
+def test_auto_refuses_to_start_over_if_all_checkpoints_are_damaged(tmp_path):
     (save(tmp_path, 3).path / "actor" / "shard.bin").unlink()
     with pytest.raises(CheckpointError, match="resume_mode=disable"):
         find(tmp_path, "auto", None, lambda text: None)
     assert find(tmp_path, "disable", None, pytest.fail) is None
 
 
-def test_a_full_disk_costs_nothing_but_the_new_checkpoint(tmp_path):
+def test_a_full_disk_leaves_older_checkpoints(tmp_path):
     save(tmp_path, 3)
-
-    def full(folder):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(CheckpointError, match="No space left.*GiB free"):
-        write(tmp_path, 6, {}, full)
+    message = "(?s)No space left.*GiB free.*Older checkpoints are unchanged"
+    with pytest.raises(CheckpointError, match=message):
+        write(tmp_path, 6, {}, disk_full)
     assert newest(tmp_path, pytest.fail).step == 3
+
+
+def test_a_failed_first_save_mentions_no_older_checkpoints(tmp_path):
+    with pytest.raises(CheckpointError) as failure:
+        write(tmp_path, 6, {}, disk_full)
+    assert "Older" not in str(failure.value)
+    assert newest(tmp_path, pytest.fail) is None
 
 
 def test_too_little_space_is_refused_before_writing(tmp_path, monkeypatch):
@@ -98,38 +116,44 @@ def test_too_little_space_is_refused_before_writing(tmp_path, monkeypatch):
         save(tmp_path, 6)
 
 
-def test_pruning_keeps_the_newest_and_never_none(tmp_path):
+def test_pruning_keeps_at_least_the_newest(tmp_path):
     for step in (9, 10, 11):
         save(tmp_path, step)
     prune(tmp_path, 0, pytest.fail)
     assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_11"]
 
 
-def test_a_checkpoint_that_is_half_deleted_is_none(tmp_path, monkeypatch):
+def test_a_half_deleted_checkpoint_is_incomplete(tmp_path, monkeypatch):
     for step in (3, 6):
         save(tmp_path, step)
 
-    def refused(folder):
+    def busy(folder):
         raise OSError("busy")
 
-    told = []
-    monkeypatch.setattr(checkpoints.shutil, "rmtree", refused)
-    prune(tmp_path, 1, told.append)
-    assert "global_step_3 could not be deleted: busy" in told[0]
-    assert defect(tmp_path / "global_step_3") and not defect(tmp_path / "global_step_6")
+    warnings = []
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", busy)
+    prune(tmp_path, 1, warnings.append)
+    assert "global_step_3 could not be deleted: busy" in warnings[0]
+    assert defect(tmp_path / "global_step_3")
+    assert not defect(tmp_path / "global_step_6")
 
 
-def test_a_resume_path_must_name_a_step(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("weights", "global_step_N"),
+        ("global_step_1", "does not exist"),
+        ("global_step_2", "is not a directory"),
+    ],
+)
+def test_resume_path_must_be_a_checkpoint_folder(tmp_path, name, message):
     (tmp_path / "weights").mkdir()
-    with pytest.raises(CheckpointError, match="global_step_N"):
-        find(tmp_path, "resume_path", str(tmp_path / "weights"), pytest.fail)
-    with pytest.raises(CheckpointError, match="no such folder"):
-        find(tmp_path, "resume_path", str(tmp_path / "global_step_1"), pytest.fail)
+    (tmp_path / "global_step_2").touch()
+    with pytest.raises(CheckpointError, match=message):
+        find(tmp_path, "resume_path", str(tmp_path / name), pytest.fail)
 
 
 def test_the_manifest_lists_every_file_but_itself(tmp_path):
     folder = save(tmp_path, 1).path
-    assert sorted(json.loads((folder / "manifest.json").read_text())) == [
-        "actor/shard.bin",
-        "state.json",
-    ]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert sorted(manifest) == ["actor/shard.bin", "state.json"]

@@ -1,6 +1,8 @@
-"""Golden trajectories: short GRPO and PPO runs whose rewards and losses are in golden/, against drift that no single test is about.
+"""Golden trajectories: short GRPO and PPO runs must repeat the rewards and losses in golden/.
 
-python -m tests.trainer.test_golden      writes them anew; look at what changed before you commit it
+They catch drift that no other test looks for. To write them again, and then review the difference:
+
+    python -m tests.trainer.test_golden
 """
 
 import json
@@ -46,7 +48,7 @@ KEPT = (
 
 
 def machine() -> dict[str, str]:
-    """What decides in which order sums of float32 are made."""
+    """What decides the order in which float32 values are summed."""
     return {
         "torch": torch.__version__.split("+")[0],
         "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -54,9 +56,10 @@ def machine() -> dict[str, str]:
 
 
 def trajectory(method: str, folder: Path, model: str) -> list[dict[str, float]]:
-    """The kept metrics of three steps, two updates each."""
+    """The kept metrics of three steps of two updates each."""
     reward = write_reward(folder / "reward.py", "return sum(c.isdigit() for c in solution_str) / 4")
-    policy, actor = "actor_rollout_ref.", "actor_rollout_ref.actor."
+    policy = "actor_rollout_ref."
+    actor = "actor_rollout_ref.actor."
     run = Launch(
         folder / method,
         [
@@ -75,6 +78,7 @@ def trajectory(method: str, folder: Path, model: str) -> list[dict[str, float]]:
             "trainer.n_gpus_per_node=1",
             "trainer.total_training_steps=3",
             "trainer.export_hf=false",
+            "trainer.save_freq=-1",
             *METHODS[method],
         ],
         folder / f"{method}.log",
@@ -84,30 +88,32 @@ def trajectory(method: str, folder: Path, model: str) -> list[dict[str, float]]:
 
 
 def write() -> None:
+    """Write golden/ from this machine's runs."""
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder) / "model", "qwen2")
         for method in METHODS:
             lines = [machine(), *trajectory(method, Path(folder), model)]
-            (GOLDEN / f"{method}.jsonl").write_text(
-                "".join(json.dumps(line) + "\n" for line in lines)
-            )
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (GOLDEN / f"{method}.jsonl").write_text(text)
             print(GOLDEN / f"{method}.jsonl")
 
 
+@pytest.mark.process
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_takes_the_way_that_it_took_before(method, tmp_path, tiny_qwen2):
-    made_on, *golden = map(json.loads, (GOLDEN / f"{method}.jsonl").read_text().splitlines())
-    # The same kernels repeat to the last digits. Others sum in another order, and Adam's first steps, which go by the sign of a
-    # gradient however small, make hundredths of that; a changed formula moves these numbers by far more.
-    tolerance = 1e-5 if made_on == machine() else 0.05
+def test_a_run_repeats_its_golden_trajectory(method, tmp_path, tiny_qwen2):
+    stored = (GOLDEN / f"{method}.jsonl").read_text().splitlines()
+    written_on, *golden = [json.loads(line) for line in stored]
+    # The same kernels repeat to the last digits. Others sum in another order, and Adam's first
+    # steps depend on a gradient's sign alone, so tiny differences grow to hundredths. A changed
+    # formula moves these numbers by far more.
+    tolerance = 1e-5 if written_on == machine() else 0.05
     lines = trajectory(method, tmp_path, tiny_qwen2)
     assert [line.keys() for line in lines] == [line.keys() for line in golden]
-    for step, (line, before) in enumerate(zip(lines, golden, strict=True), start=1):
+    for step, (line, expected) in enumerate(zip(lines, golden, strict=True), start=1):
         for key, value in line.items():
-            assert value == pytest.approx(before[key], rel=tolerance, abs=tolerance / 50), (
-                f"step {step}: {key}"
-            )
+            close = pytest.approx(expected[key], rel=tolerance, abs=tolerance / 50)
+            assert value == close, f"step {step}: {key}"
 
 
 if __name__ == "__main__":

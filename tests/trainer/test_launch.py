@@ -8,15 +8,17 @@ from tests.trainer.test_finish import a_run
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
 from verlite.config.schema import Config, DataConfig
-from verlite.trainer.build import restore
-from verlite.trainer.checkpoints import POINTER, Checkpoint
-from verlite.trainer.errors import RunRefused
+from verlite.trainer import build
+from verlite.trainer.build import STEP_FILE, restore, stop_if_complete
+from verlite.trainer.checkpoints import POINTER, Checkpoint, CheckpointError
+from verlite.trainer.errors import AlreadyComplete, RunRefused
 from verlite.trainer.launch import (
     absolutize_paths,
     interrupted_text,
     lock_run_dir,
     refuse_changed_settings,
 )
+from verlite.trainer.tracking import read_lines
 
 STATE = {"step": 6, "version": 9, "kl_controller": {"value": 0.25}}
 
@@ -92,3 +94,53 @@ def test_ctrl_c_names_the_last_checkpoint(tmp_path, mode, saved, text):
     if saved:
         (tmp_path / POINTER).write_text("4")
     assert text in interrupted_text(config)
+
+
+@pytest.mark.parametrize(
+    ("step", "exported", "export_hf", "val_only", "complete"),
+    [
+        (5, "5", True, False, True),
+        (5, "4", True, False, False),  # the export of a run that was shorter before
+        (5, None, True, False, False),
+        (5, None, False, False, True),
+        (5, "5", True, True, False),
+        (4, "4", True, False, False),
+    ],
+)
+def test_a_run_is_complete_once_its_last_step_is_exported(
+    tmp_path, step, exported, export_hf, val_only, complete
+):
+    config = a_config()
+    config.trainer.export_hf = export_hf
+    config.trainer.val_only = val_only
+    if exported:
+        (tmp_path / "huggingface").mkdir()
+        (tmp_path / "huggingface" / STEP_FILE).write_text(exported)
+    state = {"step": step, "metrics": {"loss": 1.0}}
+    if not complete:
+        stop_if_complete(config, tmp_path, state, total_steps=5)
+        return
+    with pytest.raises(AlreadyComplete, match="step 5 of 5"):
+        stop_if_complete(config, tmp_path, state, total_steps=5)
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 5, "loss": 1.0}]
+
+
+@pytest.mark.parametrize(("saved", "saves"), [(2, 0), (0, 1)])
+def test_a_stopped_run_saves_what_is_not_saved_yet(tmp_path, monkeypatch, saved, saves):
+    run = a_run(tmp_path, resumed_step=2, saved_step=saved)
+    saved_steps = []
+
+    def save(run):
+        saved_steps.append(run.step)
+        run.saved_step = run.step
+
+    monkeypatch.setattr(build, "save", save)
+    assert build.finalize(run) == 75
+    assert saved_steps == [2] * saves
+
+
+def test_a_stopped_run_fails_if_its_steps_cannot_be_saved(tmp_path, monkeypatch):
+    run = a_run(tmp_path, resumed_step=2)
+    monkeypatch.setattr(build, "save", lambda run: None)
+    with pytest.raises(CheckpointError, match="after step 2"):
+        build.finalize(run)

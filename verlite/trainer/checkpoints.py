@@ -1,14 +1,16 @@
-"""Checkpoints: complete or absent.
+"""Checkpoints on disk. Each one is either complete or ignored.
 
 Layout under the run directory (`trainer.default_local_dir`):
 
     global_step_N/
-      actor/ critic/          shards written by the workers (torch.distributed.checkpoint)
-      state.json              step, sampler, KL controller, weight version, and the settings that must not change
-      manifest.json           size and SHA-256 of every file above; its presence says that the checkpoint is complete
-    latest_checkpointed_iteration.txt    the newest step, replaced atomically, last
+      actor/ critic/    shards written by the workers (torch.distributed.checkpoint)
+      state.json        step, sampler, KL controller, weight version, settings that must not change
+      manifest.json     size and SHA-256 of every file above
+    latest_checkpointed_iteration.txt    the newest step, replaced atomically at the end
 
-A checkpoint is written to `.tmp_global_step_N`, synced to disk and renamed. Folders without a valid manifest are told and ignored.
+A checkpoint is written to `.tmp_global_step_N`, synced to disk and renamed. The manifest is written
+last, so its presence means that the checkpoint is complete. Folders without a valid manifest are
+ignored with a warning.
 """
 
 import hashlib
@@ -23,17 +25,19 @@ from typing import Any
 
 from verlite.trainer.tracking import replace_file
 
+PREFIX = "global_step_"
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "state.json"
+GIB = 2**30
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be written or must not be loaded; the message names the file and the remedy."""
+    """A checkpoint cannot be written or must not be loaded. The message has the file and remedy."""
 
 
 class ResumeRefused(CheckpointError):
-    """The run cannot be resumed from what is on disk; nothing was started."""
+    """The run cannot resume from what is on disk. Nothing was started."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Checkpoint:
     step: int
 
     def state(self) -> dict[str, Any]:
+        """Read the driver's state."""
         return json.loads((self.path / STATE).read_text(encoding="utf-8"))
 
 
@@ -53,75 +58,80 @@ def write(
     """Write one checkpoint atomically.
 
     Args:
-        state: JSON-able driver state.
+        state: the driver's state, as JSON values.
         save_parts: writes the workers' parts into the folder that it is given.
 
     Raises:
-        CheckpointError: not enough free space, or writing failed; the temporary folder is gone and older checkpoints are untouched.
+        CheckpointError: too little free space, or a write failed. The temporary folder is deleted
+            and older checkpoints are unchanged.
     """
-    final, temporary = run_dir / f"global_step_{step}", run_dir / f".tmp_global_step_{step}"
-    _need_space(run_dir)
+    final = run_dir / f"{PREFIX}{step}"
+    temporary = run_dir / f".tmp_{PREFIX}{step}"
+    check_space(run_dir)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         save_parts(temporary)
-        (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        (temporary / MANIFEST).write_text(
-            json.dumps(_manifest(temporary), indent=1), encoding="utf-8"
-        )
-        _sync_tree(temporary)
+        write_json(temporary / STATE, state)
+        write_json(temporary / MANIFEST, make_manifest(temporary))
+        sync_tree(temporary)
         if final.exists():  # an incomplete or older folder of the same step
             shutil.rmtree(final)
         os.rename(temporary, final)
-        _sync(run_dir)
+        sync(run_dir)
         replace_file(run_dir / POINTER, str(step))
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        free = shutil.disk_usage(run_dir).free
-        raise CheckpointError(
-            f"checkpoint of step {step} was not written: {error} ({free / 2**30:.1f} GiB free in {run_dir}). "
-            "Older checkpoints are untouched."
-        ) from error
+        free = shutil.disk_usage(run_dir).free / GIB
+        message = f"checkpoint of step {step} was not written: {error} "
+        message += f"({free:.1f} GiB free in {run_dir})."
+        if steps_on_disk(run_dir):
+            message += " Older checkpoints are unchanged."
+        raise CheckpointError(message) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return Checkpoint(final, step)
 
 
-def _need_space(run_dir: Path) -> None:
-    """Refuse early when the newest checkpoint times 1.1 would not fit."""
-    sizes = [
-        sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-        for path in run_dir.glob("global_step_*")
-    ]
-    need, free = int(1.1 * max(sizes, default=0)), shutil.disk_usage(run_dir).free
-    if need > free:
+def check_space(run_dir: Path) -> None:
+    """Raise CheckpointError if 1.1 times the largest checkpoint so far does not fit on the disk."""
+    sizes = [folder_bytes(path) for path in run_dir.glob(f"{PREFIX}*")]
+    needed = int(1.1 * max(sizes, default=0))
+    free = shutil.disk_usage(run_dir).free
+    if needed > free:
         raise CheckpointError(
-            f"checkpoint needs about {need / 2**30:.2f} GiB but {run_dir} has {free / 2**30:.2f} GiB free: "
-            "free some space, or set trainer.max_actor_ckpt_to_keep"
+            f"checkpoint needs about {needed / GIB:.2f} GiB but {run_dir} has {free / GIB:.2f} GiB "
+            "free. Free some space, or set trainer.max_actor_ckpt_to_keep."
         )
 
 
-def _hash(path: Path) -> str:
+def folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+
+
+def make_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file in a checkpoint folder, by relative path."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and f.name != MANIFEST)
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        hashes = list(pool.map(sha256, files))
+    return {
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": digest}
+        for file, digest in zip(files, hashes, strict=True)
+    }
+
+
+def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(f for f in folder.rglob("*") if f.is_file() and f.name != MANIFEST)
-
-
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    files = _files(folder)
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        hashes = list(pool.map(_hash, files))
-    return {
-        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": h}
-        for f, h in zip(files, hashes, strict=True)
-    }
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -129,29 +139,28 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+        sync(path)
 
 
 def defect(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None when every file is there with its size and hash."""
+    """What is wrong with a checkpoint folder. None if all files have their size and hash."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return "no manifest: it was not finished"
+        return "no manifest: writing it did not finish"
     except (OSError, json.JSONDecodeError) as error:
         return f"its manifest cannot be read: {error}"
     for name, entry in manifest.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return (
-                f"{name} has {file.stat().st_size} bytes where the manifest says {entry['bytes']}"
-            )
-        if _hash(file) != entry["sha256"]:
-            return f"{name} does not have the hash that the manifest says"
+        size = file.stat().st_size
+        if size != entry["bytes"]:
+            return f"{name} has {size} bytes where the manifest says {entry['bytes']}"
+        if sha256(file) != entry["sha256"]:
+            return f"{name} does not have the hash in the manifest"
     return None
 
 
@@ -159,57 +168,85 @@ def step_of(folder: Path) -> int:
     """N of a folder named global_step_N.
 
     Raises:
-        ResumeRefused: another name.
+        ResumeRefused: the folder has another name.
     """
-    _, _, number = folder.name.rpartition("global_step_")
+    _, _, number = folder.name.rpartition(PREFIX)
     if not number.isdigit():
         raise ResumeRefused(
-            f"trainer.resume_from_path={folder}: must be a folder named global_step_N"
+            f"trainer.resume_from_path={folder} is not a folder named {PREFIX}N. "
+            "Give the folder of one checkpoint."
         )
     return int(number)
 
 
+def steps_on_disk(run_dir: Path) -> list[int]:
+    """Steps of all checkpoint folders, complete or not, in ascending order."""
+    names = [path.name.removeprefix(PREFIX) for path in run_dir.glob(f"{PREFIX}*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
 def newest(run_dir: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest complete checkpoint of a run directory. Incomplete ones are told and skipped; the pointer is repaired."""
-    steps = sorted(
-        (step_of(p) for p in run_dir.glob("global_step_*") if p.name[12:].isdigit()), reverse=True
-    )
-    found, told_of = None, []
-    for step in steps:
-        folder = run_dir / f"global_step_{step}"
-        if (problem := defect(folder)) is None:
+    """Find the newest complete checkpoint of a run directory.
+
+    Incomplete ones are skipped with a warning, unfinished temporary folders are deleted, and the
+    pointer file is repaired.
+
+    Raises:
+        ResumeRefused: there are checkpoints, but none is complete.
+    """
+    steps = steps_on_disk(run_dir)
+    found = None
+    ignored: list[str] = []
+    for step in reversed(steps):
+        folder = run_dir / f"{PREFIX}{step}"
+        problem = defect(folder)
+        if problem is None:
             found = Checkpoint(folder, step)
             break
-        told_of.append(f"ignored incomplete checkpoint {folder}: {problem}")
-    for leftover in run_dir.glob(".tmp_global_step_*"):
+        ignored.append(f"ignored incomplete checkpoint {folder}: {problem}")
+    for leftover in run_dir.glob(f".tmp_{PREFIX}*"):
         warn(f"ignored and removed unfinished checkpoint {leftover.name}")
         shutil.rmtree(leftover, ignore_errors=True)
-    pointer = run_dir / POINTER
-    if found is None:
-        if steps:
-            raise ResumeRefused(
-                "\n  ".join([f"no checkpoint in {run_dir} is complete:", *told_of])
-                + "\nRestore one of them, or start from scratch with trainer.resume_mode=disable or another trainer.experiment_name."
-            )
+    if found is None and not steps:
         return None
-    for line in told_of:
-        warn(line)
-    told = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else ""
-    if told != str(found.step):
-        warn(
-            f"{POINTER} said {told or 'nothing'!r}, but the newest complete checkpoint is step {found.step}: repaired"
+    if found is None:
+        lines = [f"no checkpoint in {run_dir} is complete:", *ignored]
+        raise ResumeRefused(
+            "\n  ".join(lines) + "\nRestore one of them, or start from the beginning with "
+            "trainer.resume_mode=disable or another trainer.experiment_name."
         )
-        replace_file(pointer, str(found.step))
+    for line in ignored:
+        warn(line)
+    repair_pointer(run_dir / POINTER, found.step, warn)
     return found
+
+
+def repair_pointer(pointer: Path, step: int, warn: Callable[[str], None]) -> None:
+    """Make the pointer file name this step, with a warning if it did not."""
+    text = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else ""
+    if text == str(step):
+        return
+    warn(
+        f"{POINTER} contained {text or 'nothing'!r}, but the newest complete checkpoint is "
+        f"step {step}: repaired"
+    )
+    replace_file(pointer, str(step))
 
 
 def find(
     run_dir: Path, mode: str, path: str | None, warn: Callable[[str], None]
 ) -> Checkpoint | None:
-    """The checkpoint to resume from, by `trainer.resume_mode`; None: from scratch.
+    """Find the checkpoint to resume from.
+
+    Args:
+        mode: trainer.resume_mode: disable, auto or resume_path.
+        path: trainer.resume_from_path.
+
+    Returns:
+        None to start from the beginning.
 
     Raises:
-        ResumeRefused: resume_path names a folder that is missing or damaged, or auto finds only damaged ones.
+        ResumeRefused: path is missing or damaged, or auto finds only damaged ones.
     """
     if mode == "disable":
         return None
@@ -217,27 +254,31 @@ def find(
         return newest(run_dir, warn)
     folder = Path(path or "")
     if not folder.is_dir():
-        raise ResumeRefused(f"trainer.resume_from_path={path}: no such folder")
+        problem = "is not a directory" if folder.exists() else "does not exist"
+        raise ResumeRefused(f"trainer.resume_from_path={path} {problem}")
     step = step_of(folder)
-    if problem := defect(folder):
+    damage = defect(folder)
+    if damage:
         raise ResumeRefused(
-            f"trainer.resume_from_path={path} is damaged: {problem}. "
-            "Name an older global_step_N folder, or let trainer.resume_mode=auto find the newest complete one."
+            f"trainer.resume_from_path={path} is damaged: {damage}. "
+            f"Name an older {PREFIX}N folder, "
+            "or let trainer.resume_mode=auto find the newest complete one."
         )
     return Checkpoint(folder, step)
 
 
 def prune(run_dir: Path, keep: int | None, warn: Callable[[str], None]) -> None:
-    """Delete all but the newest `keep` checkpoints, after a save has succeeded; a failed delete is only told."""
+    """Delete all but the newest `keep` checkpoints, after a successful save.
+
+    At least one is kept. A failed delete is a warning.
+    """
     if keep is None:
         return
-    steps = sorted(step_of(p) for p in run_dir.glob("global_step_*") if p.name[12:].isdigit())
-    for step in steps[: -max(keep, 1)]:
-        folder = run_dir / f"global_step_{step}"
+    for step in steps_on_disk(run_dir)[: -max(keep, 1)]:
+        folder = run_dir / f"{PREFIX}{step}"
         try:
-            (folder / MANIFEST).unlink(
-                missing_ok=True
-            )  # first: a half-deleted folder must not look complete
+            # The manifest goes first, so that a half-deleted folder does not look complete.
+            (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder)
         except OSError as error:
             warn(f"old checkpoint {folder} could not be deleted: {error}")

@@ -1,6 +1,5 @@
-"""What the terminal shows: a live line with the phase while a step runs, and one line a finished step."""
+"""What the terminal shows: a live line with the current phase, and one line per finished step."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +17,6 @@ from rich.text import Text
 from verlite.config.plan import Plan
 from verlite.config.show import console
 
-# Key, label, format: what one finished step says of itself, where the step has the key.
 _COLUMNS = [
     ("critic/score/mean", "score", ".3f"),
     ("response_length/mean", "length", ".1f"),
@@ -29,14 +27,15 @@ _COLUMNS = [
     ("actor/grad_norm", "grad", ".3f"),
     ("training/log_prob_gap", "gap", ".1e"),
 ]
+"""Metric, label and number format of the line of a finished step. Missing metrics are left out."""
 
 
 class Display:
-    """Progress of a run on a console; on a terminal live, elsewhere one line a step."""
+    """Progress of a run on a console: live on a terminal, one line per step elsewhere."""
 
-    def __init__(self, total_steps: int, done: int = 0, out: Console | None = None):
+    def __init__(self, total_steps: int, done: int = 0, out: Console | None = None) -> None:
         self.console = out or console()
-        self._total, self._phase_since = total_steps, time.perf_counter()
+        self._total = total_steps
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -56,6 +55,7 @@ class Display:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Show `name` as the current phase."""
         self._progress.update(self._task, phase=name)
         try:
             yield
@@ -63,22 +63,22 @@ class Display:
             self._progress.update(self._task, phase="")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        parts = [
-            f"{label} {metrics[key]:{form}}" for key, label, form in _COLUMNS if key in metrics
-        ]
-        parts += [
-            f"[bold]{short_name(key)} {value:.3f}[/bold]"
-            for key, value in metrics.items()
-            if key.startswith("val-core/")
-        ]
+        """Print the line of a finished step."""
+        parts = []
+        for key, label, number_format in _COLUMNS:
+            if key in metrics:
+                parts.append(f"{label} {metrics[key]:{number_format}}")
+        for key, value in metrics.items():
+            if key.startswith("val-core/"):
+                parts.append(f"[bold]{short_name(key)} {value:.3f}[/bold]")
         if "perf/time_per_step" in metrics:
             parts.append(f"{metrics['perf/time_per_step']:.1f} s")
-        self.console.print(
-            f"step {step}/{self._total}  " + "  ".join(parts), soft_wrap=True, highlight=False
-        )
+        line = f"step {step}/{self._total}  " + "  ".join(parts)
+        self.console.print(line, soft_wrap=True, highlight=False)
         self._progress.update(self._task, completed=step)
 
     def show_plan(self, plan: Plan) -> None:
+        """Print the plan as a table."""
         self.console.print(plan.table())
 
     def info(self, text: str) -> None:
@@ -88,6 +88,7 @@ class Display:
         self.console.print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
 
     def close(self) -> None:
+        """Remove the live line."""
         self._progress.stop()
 
 

@@ -155,7 +155,7 @@ def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
         raise RunRefused(
             "these settings differ from the checkpoint's:\n"
             + "\n".join(changed)
-            + "\nRestore them, or start from the beginning with trainer.resume_mode=disable or "
+            + "\nSet them back, or start from the beginning with trainer.resume_mode=disable or "
             "another trainer.experiment_name."
         )
 

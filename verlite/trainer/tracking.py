@@ -1,7 +1,8 @@
-"""Where metrics go: `metrics.jsonl` always, and trackers that may fail without stopping a run.
+"""Where metrics go: always `metrics.jsonl`, and the trackers of `trainer.logger`.
 
-The file is the truth: one JSON object a step, flushed to disk before the next step begins. Every other tracker runs in a
-thread of its own behind a bounded queue, so that one that raises, hangs or cannot be imported costs a warning and nothing else.
+`metrics.jsonl` has one JSON object per step, flushed to disk before the next step begins. Every
+other tracker runs in its own thread behind a bounded queue. If one fails, hangs or cannot be
+imported, the run continues with a warning.
 """
 
 import json
@@ -11,31 +12,34 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from verlite.config.catalog import TRACKERS, resolve
 
 Metrics = dict[str, float]
+MAX_QUEUED_STEPS = 1000
 
 
 class MetricsFile:
-    """`metrics.jsonl`: an append-only file with one object a step.
+    """`metrics.jsonl`: one JSON object per step, append-only.
 
-    A resumed run first drops the lines after the step that it resumes from, so that the file is one gap-free sequence. A run that
-    starts anew puts the file of an earlier one aside.
+    A resumed run first drops the lines after the step that it resumes from, so that no step is
+    missing or repeated. A run that starts from the beginning renames the file of an earlier run.
     """
 
-    def __init__(self, path: Path, resumed_step: int = 0):
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self.path = path
         if not resumed_step and path.exists() and path.stat().st_size:
-            path.rename(path.with_stem(f"{path.stem}-until-{time.strftime('%Y%m%d-%H%M%S')}"))
+            now = time.strftime("%Y%m%d-%H%M%S")
+            path.rename(path.with_stem(f"{path.stem}-until-{now}"))
         kept = [line for line in read_lines(path) if line["step"] <= resumed_step]
         replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Append one step. NaN and infinity become null, which every JSON reader takes."""
+        """Append one step. NaN and infinity become null, because JSON has neither."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
@@ -46,7 +50,7 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete objects of a metrics file; a last line cut off by a kill is left out."""
+    """Read the complete objects of a metrics file. An incomplete last line is dropped."""
     if not path.exists():
         return []
     lines = []
@@ -59,7 +63,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file so that it holds the old text or the new one, whatever happens in between."""
+    """Replace a file's text atomically: after a crash it has either the old text or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -68,45 +72,55 @@ def replace_file(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+class Tracker(Protocol):
+    """A tracker object. Its class is called with project, name, directory and config."""
+
+    def __call__(self, step: int, metrics: Metrics) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 class BackgroundTracker:
-    """Runs one tracker in a thread; the first failure is told once and ends that tracker, never the run."""
+    """Run one tracker in a thread. Its first failure is a warning and switches it off."""
 
     def __init__(
-        self,
-        name: str,
-        open_tracker: Callable[[], Callable[[int, Metrics], None]],
-        warn: Callable[[str], None],
-    ):
-        self.name, self._warn = name, warn
-        self._queue: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(maxsize=1000)
+        self, name: str, open_tracker: Callable[[], Tracker], warn: Callable[[str], None]
+    ) -> None:
+        self.name = name
+        self._warn = warn
+        self._queue: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(MAX_QUEUED_STEPS)
         self._thread = threading.Thread(
             target=self._work, args=(open_tracker,), daemon=True, name=f"tracker-{name}"
         )
         self._thread.start()
 
-    def _work(self, open_tracker: Callable[[], Callable[[int, Metrics], None]]) -> None:
+    def _work(self, open_tracker: Callable[[], Tracker]) -> None:
         try:
-            log = open_tracker()
-            while (item := self._queue.get()) is not None:
-                log(*item)
-            getattr(log, "finish", lambda: None)()
-        except (
-            Exception
-        ) as error:  # a tracker is a guest: whatever it raises must not reach the run
+            tracker = open_tracker()
+            while True:
+                item = self._queue.get()
+                if item is None:
+                    break
+                tracker(*item)
+            tracker.finish()
+        except Exception as error:  # whatever a tracker raises must not reach the run
             self._warn(
-                f"tracker {self.name} failed and is off for the rest of the run: {type(error).__name__}: {error}. "
+                f"tracker {self.name} failed and is off for the rest of the run: "
+                f"{type(error).__name__}: {error}. "
                 "Nothing is lost: metrics.jsonl has every step."
             )
 
     def log(self, step: int, metrics: Metrics) -> None:
+        """Queue one step. Never blocks; a full queue is a warning."""
         if not self._thread.is_alive():
             return
         try:
             self._queue.put_nowait((step, metrics))
         except queue.Full:
-            self._warn(f"tracker {self.name} does not keep up: step {step} was not sent to it")
+            self._warn(f"tracker {self.name} is too slow: step {step} was not sent to it")
 
     def finish(self, seconds: float = 20.0) -> None:
+        """Send what is queued and close the tracker. Gives up with a warning after `seconds`."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=seconds)
@@ -114,13 +128,13 @@ class BackgroundTracker:
                 pass
             self._thread.join(seconds)
         if self._thread.is_alive():
-            self._warn(
-                f"tracker {self.name} did not finish within {seconds:.0f} s and was left behind"
-            )
+            self._warn(f"tracker {self.name} did not finish within {seconds:.0f} s; gave up on it")
 
 
 class WandbTracker:
-    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]):
+    """Weights & Biases."""
+
+    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]) -> None:
         import wandb
 
         self._run = wandb.init(
@@ -139,7 +153,9 @@ class WandbTracker:
 
 
 class TensorBoardTracker:
-    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]):
+    """Event files in the run directory's `tensorboard` folder."""
+
+    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory / "tensorboard"))
@@ -154,7 +170,10 @@ class TensorBoardTracker:
 
 
 class Tracking:
-    """`metrics.jsonl` and the trackers of `trainer.logger`."""
+    """`metrics.jsonl` and the trackers of `trainer.logger`.
+
+    "console" is not a tracker: the display always prints a line per step.
+    """
 
     def __init__(
         self,
@@ -165,26 +184,27 @@ class Tracking:
         config: dict[str, Any],
         warn: Callable[[str], None],
         resumed_step: int = 0,
-    ):
+    ) -> None:
         self.file = MetricsFile(run_dir / "metrics.jsonl", resumed_step)
 
-        def opener(logger: str) -> Callable[[], Callable[[int, Metrics], None]]:
-            return lambda: resolve(logger, TRACKERS, "trainer.logger")(
-                project, name, run_dir, config
-            )
+        def open_tracker(logger: str) -> Tracker:
+            tracker_class = resolve(logger, TRACKERS, "trainer.logger")
+            return tracker_class(project, name, run_dir, config)
 
         self._trackers = [
-            BackgroundTracker(logger, opener(logger), warn)
+            BackgroundTracker(logger, partial(open_tracker, logger), warn)
             for logger in loggers
             if logger != "console"
         ]
 
     def log(self, step: int, metrics: Metrics) -> None:
+        """Write one step to the file and to every tracker."""
         self.file.write(step, metrics)
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
     def finish(self) -> None:
+        """Close the file and every tracker."""
         for tracker in self._trackers:
             tracker.finish()
         self.file.close()
