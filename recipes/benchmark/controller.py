@@ -44,7 +44,7 @@ class Idle(Worker):
         lengths = asked.batch["response_length"].tolist()
         numbers = {name: torch.zeros(len(asked)) for name in ("raw_scores", "reward_seconds")}
         return DataProto.from_dict(
-            numbers | {"trained_tokens": asked.batch["response_length"]},
+            numbers | {"sampled_tokens": asked.batch["response_length"]},
             {
                 "prompt_ids": [np.zeros(PROMPT, np.int32) for _ in lengths],
                 "response_ids": [np.zeros(length, np.int32) for length in lengths],

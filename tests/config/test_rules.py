@@ -2,7 +2,6 @@
 
 import json
 import os
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +11,7 @@ from tensordict import TensorDict
 
 from tests.config.conftest import write_prompts
 from tests.trainer.test_batch import a_step
+from tests.trainer.test_stages import a_run
 from verlite.config import ConfigError, catalog, ineffective, keys, make_plan, rules
 from verlite.config.plan import installed
 from verlite.config.problems import nearest
@@ -833,8 +833,9 @@ def test_the_loop_gives_each_estimator_that_is_offered_what_it_needs(material, n
     )
     if made.needs_greedy_baseline:
         given = given.with_batch(reward_baselines=torch.rand(4))
-    run = SimpleNamespace(config=loaded.config, plan=made, metrics={})
-    result = fetch_padded(advantage.advantages.__wrapped__(run, given), "advantages")["advantages"]
+    run = a_run(config=loaded.config, plan=made)
+    batch = advantage.advantages(run, advantage.loss_mask(run, given))
+    result = fetch_padded(batch, "loss_mask", "advantages")["advantages"]
     assert result.shape == (4, 3) and result.isfinite().all() and result.any()
 
 

@@ -35,7 +35,7 @@ def test_a_batch_that_agrees_is_returned_as_it_is():
         ),
         (
             lambda d: d.with_batch(zzz=torch.zeros(2)),
-            "zzz: unknown field; add it to protocol.fields",
+            "zzz: unknown field; add it to protocol/fields.py",
         ),
         (
             lambda d: d.with_batch(values=torch.zeros(2, 4).double()),
@@ -43,7 +43,7 @@ def test_a_batch_that_agrees_is_returned_as_it_is():
         ),
         (
             lambda d: d.with_batch(advantages=torch.zeros(2, 5)),
-            r"advantages \[B R\]: R is 5 here and 4 in responses",
+            r"advantages \[B R\]: R is 5, but it is 4 in responses",
         ),
         (
             lambda d: d.with_batch(advantages=torch.zeros(2)),

@@ -25,7 +25,7 @@ from verlite.trainer.agent import agent_metrics, wait_for_tools
 from verlite.trainer.errors import RolloutFailures, StepAborted
 from verlite.trainer.samples import write_jsonl
 from verlite.trainer.stages import advantage
-from verlite.trainer.stages.advantage import advantages
+from verlite.trainer.stages.advantage import advantages, loss_mask
 from verlite.trainer.stages.rollout import (
     generate,
     sample_responses,
@@ -438,7 +438,8 @@ def advanced(estimator, batch, kl=False):
         (1.0 if estimator == "rloo_token_kl" else 0.9),
         0.8,
     )
-    return dense(advantages(run, batch), "advantages", "returns"), run.metrics
+    batch = advantages(run, loss_mask(run, batch))
+    return dense(batch, "loss_mask", "advantages", "returns"), run.metrics
 
 
 @pytest.mark.parametrize("kl", [False, True], ids=["", "KL in the reward"])
@@ -487,7 +488,7 @@ def test_estimators_that_need_no_tokens_say_the_same_without_them(estimator, mon
     """One number for each row and its count of trained tokens, or every token: advantages, returns and metrics are the same."""
     batch = valued([*WORDS, ([1, 1], 1.0), ([1], 0.5)], list("aaabbacc"), failed=[6])
     by_row, told = advanced(estimator, batch)
-    monkeypatch.setattr(advantage, "needs_no_tokens", lambda config: False)
+    monkeypatch.setattr(advantage, "by_row", lambda config: False)
     by_token, spelled_out = advanced(estimator, batch)
     for name in ("advantages", "returns", "rewards", "response_mask"):
         assert torch.equal(by_row[name], by_token[name])

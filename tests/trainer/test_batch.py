@@ -30,7 +30,7 @@ def answers(rows, prompts=None, results=None):
         for prompt, (ids, mask, log_probs, status) in zip(prompts, rows, strict=True)
     ]
     scored = {i: next(left, RewardResult(1.0)) for i, row in enumerate(rows) if row[3] != "error"}
-    return as_columns(made, [DecodedResponse("text")] * len(rows), scored, 0.0, with_turns=False)
+    return as_columns(made, [DecodedResponse("text")] * len(rows), scored, 0.0, multi_turn=False)
 
 
 def asked(prompts, uids):

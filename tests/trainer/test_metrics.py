@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from verlite.protocol.data import DataProto, object_array
-from verlite.trainer.metrics import Stopwatch, batch_metrics, speed_metrics, token_metrics
+from verlite.trainer.metrics import Stopwatch, batch_metrics, speed_metrics
+from verlite.workers.advantage import token_metrics
 
 NAN = float("nan")
 

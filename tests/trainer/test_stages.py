@@ -7,6 +7,7 @@ import torch
 
 from tests.trainer.test_batch import a_step, answers, asked
 from verlite.algorithms.gap import gap_rows
+from verlite.algorithms.kl import FixedKLController
 from verlite.config.correction import RolloutCorrection
 from verlite.config.schema import Config, DataConfig, ModelConfig
 from verlite.controller.dispatch import join_rows, split_rows
@@ -20,9 +21,9 @@ from verlite.trainer.errors import LogProbGap, RewardFailures, RolloutFailures, 
 from verlite.trainer.metrics import Stopwatch
 from verlite.trainer.stages.advantage import (
     advantages,
+    loss_mask,
     old_log_probs,
     reference_log_probs,
-    rollout_correction,
 )
 from verlite.trainer.stages.rollout import (
     filter_groups,
@@ -32,6 +33,8 @@ from verlite.trainer.stages.rollout import (
 )
 from verlite.trainer.stages.update import update_actor
 from verlite.trainer.validate import validate
+from verlite.workers.actor import ActorWorker
+from verlite.workers.rows import StepRows
 
 
 class Screen(list):
@@ -41,6 +44,15 @@ class Screen(list):
 
     def phase(self, name):
         return Stopwatch()(name)
+
+
+def local_actor(config, plan) -> ActorWorker:
+    """An actor without an engine and without Ray: it estimates advantages in this process."""
+    actor = ActorWorker.__new__(ActorWorker)
+    actor.config = config
+    actor.plan = plan
+    actor.step_rows = StepRows()
+    return actor
 
 
 def a_run(**fields) -> SimpleNamespace:
@@ -56,6 +68,7 @@ def a_run(**fields) -> SimpleNamespace:
         "current": SimpleNamespace(prompts_drawn=0),
         "env_factory": None,
         "stop": SimpleNamespace(requested=False),
+        "kl": FixedKLController(0.0),
         "plan": SimpleNamespace(
             critic_warmup=0,
             placement={"actor": [0]},
@@ -72,7 +85,10 @@ def a_run(**fields) -> SimpleNamespace:
             reference_is_actor=False,
         ),
     }
-    return SimpleNamespace(**(made | fields))
+    run = SimpleNamespace(**(made | fields))
+    if not hasattr(run, "actor"):
+        run.actor = local_actor(run.config, run.plan)
+    return run
 
 
 def a_batch(statuses=("done", "done", "done"), results=None) -> DataProto:
@@ -136,7 +152,8 @@ def test_a_failed_greedy_answer_is_no_baseline_of_0():
     # a has the baseline 0.5; the greedy row of c failed, and b has none.
     assert scored.batch["valid"].tolist() == [True, False, False]
     assert scored.batch["reward_baselines"].tolist() == [0.5, 0, 0]
-    assert scored.batch["trained_tokens"].tolist() == [2, 0, 0]
+    assert scored.batch["sampled_tokens"].tolist() == [2, 0, 0]
+    assert dense(scored)["response_mask"].tolist() == [[1, 1], [0, 0], [0, 0]]
     assert [bool(error) for error in scored.non_tensor_batch["error"]] == [False, True, True]
 
 
@@ -192,7 +209,7 @@ def log_probs(values):
             "gap_sums": gap_rows(torch.tensor(values), t["rollout_log_probs"], t["response_mask"])
         }
         return columns(old_log_probs=values).with_batch(
-            entropy_sums=t["trained_tokens"].double(), **sums
+            entropy_sums=t["sampled_tokens"].double(), **sums
         )
 
     return SimpleNamespace(log_probs=answer)
@@ -241,7 +258,7 @@ def test_the_start_up_gate_says_where_the_gap_is():
         gated([[-1.0, -1.5]] * 3)
     with pytest.raises(LogProbGap, match="on all tokens"):
         gated([[-0.4, -1.4]] * 3)
-    with pytest.raises(LogProbGap, match="no trained token.*: Timeout"):
+    with pytest.raises(LogProbGap, match="no sampled token.*: Timeout"):
         run = a_run(actor=log_probs([[0.0]] * 2))
         old_log_probs(
             run,
@@ -459,7 +476,7 @@ def test_rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score():
             run, a_batch(["done", "done"], [RewardResult(9.0), RewardResult(0.0)])
         ).with_non_tensor(uid=object_array(["a", "a"]))
         assert batch.batch["scores"].sum().item() == total
-        result = dense(advantages(run, batch), "advantages")["advantages"]
+        result = dense(advantages(run, loss_mask(run, batch)), "advantages")["advantages"]
         if estimator == "rloo_token_kl":  # 9 - 0 and 0 - 9, clipped to 1 and -1
             assert result.tolist() == [[1, 1], [-1, -1]]
 
@@ -564,7 +581,7 @@ def corrected(settings, **batch):
     scored = score(a_run(), a_batch(results=[GOOD, RewardResult(0.0), GOOD])).with_non_tensor(
         uid=object_array(["a"] * 3)
     )
-    return run, rollout_correction(
+    return run, loss_mask(
         run, scored.union(columns(old_log_probs=[[-0.5, -1.5], [-0.5, -4.5], [-0.5, -1.5]]))
     )
 
@@ -578,7 +595,7 @@ def test_correction_weighs_tokens():
         [1, 0],
         [1, 1],
     ]
-    assert not any(row.any() for row in batch.non_tensor_batch["rejected_tokens"])
+    assert dense(batch, "loss_mask")["loss_mask"].tolist() == [[1, 1]] * 3
     assert run.metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 6)
 
 
@@ -590,8 +607,9 @@ def test_rejected_tokens_leave_the_loss_but_not_the_baseline():
         run, batch = corrected(RolloutCorrection(rollout_rs=name, rollout_rs_threshold="0.5_2.0"))
         assert "rollout_is_weights" not in batch.non_tensor_batch
         batch = advantages(run, batch)
-        t = dense(batch, "rejected_tokens")
-        assert t["response_mask"].tolist() == left and t["trained_tokens"].tolist() == [
+        t = dense(batch, "loss_mask", "advantages")
+        assert t["response_mask"].tolist() == [[1, 1]] * 3, "estimation uses all sampled tokens"
+        assert t["loss_mask"].tolist() == left and t["trained_tokens"].tolist() == [
             sum(row) for row in left
         ]
         # Leave-one-out on 1, 0, 1: the second's 0 counts in the others' baselines, whether or not it is trained on.
@@ -614,23 +632,23 @@ def advanced(loss_mode="vanilla", truncated=False, **policy_loss):
         run, a_batch(["done", "length", "done"], [RewardResult(s) for s in (1.0, 0.0, 0.5)])
     )
     old = columns(old_log_probs=[[-0.1, -3.0], [-0.1, -1.0], [-0.1, -0.2]])
-    batch = advantages(run, scored.with_non_tensor(uid=object_array(["a"] * 3)).union(old))
-    return run, dense(batch, "advantages", "selected_tokens")
+    batch = scored.with_non_tensor(uid=object_array(["a"] * 3)).union(old)
+    batch = advantages(run, loss_mask(run, batch))
+    return run, dense(batch, "loss_mask", "advantages", "selected_tokens")
 
 
 def test_truncated_responses_count_in_the_baseline_and_nowhere_else():
     run, t = advanced(truncated=True)
-    assert t["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
+    assert t["response_mask"].tolist() == [[1, 1]] * 3
+    assert t["loss_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
     assert t["advantages"].tolist() == [[0.5, 0.5], [0, 0], [0, 0]]  # less the mean of 1, 0 and 0.5
     assert (
         run.metrics["critic/advantages/min"] == 0 and run.metrics["critic/advantages/mean"] == 0.25
     )
     assert run.metrics["response_length/masked_truncated_ratio"] == pytest.approx(1 / 3)
     _, t = advanced()
-    assert t["response_mask"].tolist() == [[1, 1]] * 3 and t["advantages"][1].tolist() == [
-        -0.5,
-        -0.5,
-    ]
+    assert t["loss_mask"].tolist() == [[1, 1]] * 3
+    assert t["advantages"][1].tolist() == [-0.5, -0.5]
 
 
 def test_tokens_of_high_covariance_are_chosen_over_the_whole_step():

@@ -14,16 +14,16 @@ from verlite.protocol.data import DataProto
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
 from verlite.workers.reference import ReferenceWorker
+from verlite.workers.rows import StepRows
 from verlite.workers.training import TrainingWorker
 
 
 def worker(engine) -> TrainingWorker:
     made = TrainingWorker.__new__(TrainingWorker)
-    made.config, made.engine, made._spec = (
-        Config(data=DataConfig(train_files="x")),
-        engine,
-        SimpleNamespace(device_kind="cpu"),
-    )
+    made.config = Config(data=DataConfig(train_files="x"))
+    made.engine = engine
+    made.rows = StepRows()
+    made._spec = SimpleNamespace(device_kind="cpu")
     return made
 
 
@@ -36,7 +36,8 @@ def updated(steps: list[dict[str, float]]) -> dict[str, float]:
         update=lambda *args, **options: next(answers),
     )
     numbers = torch.arange(len(steps))[:, None]
-    batch = DataProto.from_dict({"mini_batch_index": numbers}).with_meta(updates=len(steps), step=3)
+    columns = {"mini_batch_index": numbers, "loss_mask": torch.ones_like(numbers)}
+    batch = DataProto.from_dict(columns).with_meta(updates=len(steps), step=3)
     metrics = worker(engine).update_in_mini_batches(
         "actor", batch, Updates(1, len(steps), 1, 1, Micro(1, None), False, "token-mean"), None
     )
@@ -72,6 +73,7 @@ def test_each_pass_over_the_rows_has_mini_batches_of_its_own_and_the_schedule_mo
             "number": torch.arange(4),
             "mini_batch_index": torch.tensor([[0, 1], [0, 0], [1, 0], [1, 1]]),
             "critic_mini_batch_index": torch.zeros(4, 1, dtype=torch.int64),
+            "loss_mask": torch.ones(4, 1, dtype=torch.int64),
         }
     ).with_meta(step=1)
     subject = worker(engine)
@@ -127,7 +129,8 @@ def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, m
     subject.plan = SimpleNamespace(
         log_prob_micro=micro, ref_micro=micro, value_micro=micro, needs_sum_pi_squared=False
     )
-    getattr(subject, method)(thin(ROWS))
+    subject.rows = StepRows()
+    getattr(subject, method)(thin(ROWS).with_meta(step=1))
     assert seen == [expected]
 
 
@@ -158,7 +161,8 @@ def test_log_probs_stay_ragged_and_sums_go_to_the_driver():
     )
     subject.config = Config(data=DataConfig(train_files="x"))
     subject.plan = SimpleNamespace(log_prob_micro=Micro(1, None), needs_sum_pi_squared=True)
-    out = subject.log_probs(thin(ROWS))
+    subject.rows = StepRows()
+    out = subject.log_probs(thin(ROWS).with_meta(step=1))
     assert [row.tolist() for row in out.non_tensor_batch["old_log_probs"]] == [
         [-0.5, 0, -1],
         [-2.25],

@@ -141,7 +141,7 @@ def test_samples_come_back_row_by_row_and_a_failure_is_one_rows(sleep_after):
     answers = rollout.generate(requests([[7], [0], [9]]), sleep_after)
     columns = answers.non_tensor_batch
     assert [ids.tolist() for ids in columns["response_ids"]] == [[7, 7], [], [9, 9]]
-    assert [mask.tolist() for mask in columns["response_mask"]] == [[1, 1], [], [1, 1]]
+    assert [mask.tolist() for mask in columns["response_mask"]] == [[1, 1], [], [0, 0]]
     assert [log_probs.tolist() for log_probs in columns["rollout_log_probs"]] == [
         [-0.5, -1.5],
         [],
@@ -158,12 +158,12 @@ def test_samples_come_back_row_by_row_and_a_failure_is_one_rows(sleep_after):
     ].tolist() == [None, None, "it hung"]
     lengths = {
         name: answers.batch[name].tolist()
-        for name in ("prompt_length", "response_length", "trained_tokens")
+        for name in ("prompt_length", "response_length", "sampled_tokens")
     }
     assert lengths == {
         "prompt_length": [1, 1, 1],
         "response_length": [2, 0, 2],
-        "trained_tokens": [2, 0, 0],
+        "sampled_tokens": [2, 0, 0],
     }
     decode, heard = rollout.engine.tokenizer.decode, rollout.scorer.heard
     assert columns["text"].tolist() == [decode([7, 7]), "", decode([9, 9])]

@@ -1,8 +1,22 @@
-"""The closed ledger of batch fields: what each is called, its shape and dtype, who writes it and what it means.
+"""The table of batch fields: name, shape, dtype, writer and meaning of each.
 
-B rows, P prompt tokens, R response tokens, S = P + R. Every [B, R] float field is 0 on padding and tool text, and entry j of
-a [B, R] field belongs to response token j. Such a field may also be ragged (protocol.ragged), or [B, 1] where a row has one number
-for all its trained tokens. To add a field, add a line here.
+B: rows. P: prompt tokens. R: response tokens. S = P + R. Entry j of a [B, R] field belongs to
+response token j, and float fields are 0 on padding and tool text. A [B, R] field may be ragged
+(protocol.ragged), or [B, 1] where all tokens of a row have the same number. To add a field, add it
+here.
+
+Masks. Two columns say which tokens count, and no other column does:
+
+- `response_mask` is 1 on tokens that the policy sampled, in rows whose generation and reward
+  succeeded. It is used for estimation: KL in the reward, GAE, whitening, rollout metrics.
+- `loss_mask` is 1 on tokens that the losses train on (policy, entropy, KL, critic). It is
+  `response_mask` without the tokens that rollout correction rejects and, with
+  `algorithm.mask_truncated`, without truncated responses. If nothing is removed, both columns have
+  the same entries. In an update the engine gets it under the name `response_mask`.
+
+A mask is stored when it changes, together with its number of tokens per row, and is not recombined
+from other columns. `valid` is not a mask: it says whether the row has a usable score, which
+statistics of its group use.
 """
 
 import difflib
@@ -16,7 +30,12 @@ from verlite.protocol.data import DataProto
 
 @dataclass(frozen=True)
 class Field:
-    """shape: letters of its dimensions. dtype: a torch dtype, or for object columns the Python types of an entry (() for any)."""
+    """One field.
+
+    shape: letters of its dimensions.
+    dtype: a torch dtype; for object columns the Python types of an entry, () for any.
+    writer: stages of the trainer that write it, or the package that does.
+    """
 
     shape: str
     dtype: torch.dtype | tuple[type, ...]
@@ -24,235 +43,234 @@ class Field:
     meaning: str
 
 
-_INT, _FLOAT, _BOOL = torch.int64, torch.float32, torch.bool
-_TEXT, _ANY = (str,), ()
+_INT = torch.int64
+_FLOAT = torch.float32
+_DOUBLE = torch.float64
+_BOOL = torch.bool
+_TEXT = (str,)
+_TEXT_OR_NONE = (str, type(None))
+_ANY = ()
 _RAGGED = (np.ndarray, list, tuple)  # a reference is a tuple
 
 FIELDS: dict[str, Field] = {
-    # tokens
-    "prompts": Field("B P", _INT, "rollout", "prompt tokens, padded on the left"),
+    # Tokens, padded by protocol.ragged.
+    "prompts": Field("B P", _INT, "protocol.ragged", "prompt tokens, padded on the left"),
     "responses": Field(
-        "B R", _INT, "rollout", "response tokens, sampled and tool text, padded on the right"
+        "B R", _INT, "protocol.ragged", "response tokens, with tool text, padded on the right"
     ),
-    "input_ids": Field("B S", _INT, "rollout", "prompts and responses side by side"),
-    "attention_mask": Field("B S", _INT, "rollout", "1 on real tokens, 0 on padding"),
+    "input_ids": Field("B S", _INT, "protocol.ragged", "prompts and responses joined"),
+    "attention_mask": Field("B S", _INT, "protocol.ragged", "1 on real tokens, 0 on padding"),
     "position_ids": Field(
-        "B S", _INT, "rollout", "position of each real token in its row, from 0; 0 on left padding"
+        "B S", _INT, "protocol.ragged", "position of each real token in its row, from 0"
     ),
+    # Masks and their numbers of tokens.
     "response_mask": Field(
-        "B R",
-        _INT,
-        "rollout",
-        "1 only on sampled tokens that are trained: no tool text, padding, ERROR rows",
+        "B R", _INT, "generate", "1 on sampled tokens of rows that count; used for estimation"
     ),
-    # log-probs and values
+    "loss_mask": Field("B R", _INT, "loss_mask", "1 on tokens that the losses train on"),
+    "sampled_tokens": Field("B", _INT, "generate", "tokens of the row in response_mask"),
+    "trained_tokens": Field("B", _INT, "loss_mask", "tokens of the row in loss_mask"),
+    # Log-probs and values.
     "rollout_log_probs": Field(
-        "B R", _FLOAT, "rollout", "log-prob of each sampled token when it was sampled"
+        "B R", _FLOAT, "generate", "log-prob of each sampled token in the rollout engine"
     ),
     "old_log_probs": Field(
-        "B R", _FLOAT, "actor", "log-prob under the policy before this step's updates"
+        "B R", _FLOAT, "old_log_probs", "log-prob under the policy before this step's updates"
     ),
-    "ref_log_prob": Field("B R", _FLOAT, "reference", "log-prob under the frozen reference"),
-    "values": Field("B R", _FLOAT, "critic", "value estimated before each token"),
-    "rollout_is_weights": Field(
-        "B R", _FLOAT, "trainer", "importance weight between trainer and rollout engine"
+    "entropy_sums": Field(
+        "B", _DOUBLE, "old_log_probs", "sum of the entropy over response_mask, in nats"
+    ),
+    "gap_sums": Field(
+        "B G",
+        _DOUBLE,
+        "old_log_probs",
+        "sums over response_mask of differences between trainer and rollout log-probs",
     ),
     "sum_pi_squared": Field(
         "B R",
         _FLOAT,
-        "actor",
+        "old_log_probs",
         "sum of squared probabilities over the vocabulary (optimal_token_baseline)",
     ),
-    # rewards and advantages
-    "raw_scores": Field(
-        "B",
-        _FLOAT,
-        "reward",
-        "what the reward function gave, before normalisation, clipping and length penalty",
+    "rollout_is_weights": Field(
+        "B R", _FLOAT, "loss_mask", "importance weight between trainer and rollout engine"
     ),
+    "ref_log_prob": Field(
+        "B R", _FLOAT, "reference_log_probs", "log-prob under the frozen reference policy"
+    ),
+    "values": Field("B R", _FLOAT, "values", "the critic's value before each token"),
+    # Scores, rewards and advantages.
+    "raw_scores": Field("B", _FLOAT, "generate", "score that the reward function returned"),
     "overlong_penalty": Field(
-        "B", _FLOAT, "trainer", "what the score loses for length (reward.overlong_buffer)"
+        "B", _FLOAT, "score", "part of the score for length (reward.overlong_buffer), at most 0"
     ),
     "scores": Field(
-        "B",
-        _FLOAT,
-        "reward",
-        "the score that training takes: raw_scores normalised, clipped and penalised for length",
-    ),
-    "rewards": Field(
-        "B",
-        _FLOAT,
-        "trainer",
-        "score less the KL penalty, if there is one, summed over the row's tokens",
-    ),
-    "reward_seconds": Field(
-        "B", _FLOAT, "rollout", "how long its worker waited for rewards after its last sample"
+        "B", _FLOAT, "score", "raw_scores normalized, clipped and penalized for length"
     ),
     "reward_baselines": Field(
-        "B", _FLOAT, "trainer", "score of the greedy answer to the same prompt (remax)"
+        "B", _FLOAT, "score", "score of the greedy response to the same prompt (remax)"
     ),
-    "advantages": Field("B R", _FLOAT, "trainer", "advantage of each trained token"),
-    "rejected_tokens": Field(
-        "B R", _BOOL, "trainer", "sampled tokens that rollout correction takes out of the loss"
-    ),
+    "rewards": Field("B", _FLOAT, "advantages", "score minus the row's KL penalty, if any"),
+    "advantages": Field("B R", _FLOAT, "advantages", "advantage of each token in loss_mask"),
+    "returns": Field("B R", _FLOAT, "advantages", "the critic's targets"),
     "selected_tokens": Field(
-        "B R", _BOOL, "trainer", "tokens that clip_cov leaves out, or kl_cov holds back"
+        "B R", _BOOL, "advantages", "tokens that the loss clip_cov or kl_cov treats differently"
     ),
-    "returns": Field("B R", _FLOAT, "trainer", "target of the critic"),
-    # rows
-    "prompt_length": Field("B", _INT, "rollout", "tokens of the prompt"),
-    "response_length": Field("B", _INT, "rollout", "tokens of the response, sampled and tool text"),
-    "trained_tokens": Field(
-        "B",
-        _INT,
-        "rollout, trainer",
-        "tokens of the row that are trained; 0 in rows without a vote",
-    ),
-    "rejected": Field("B", _INT, "trainer", "tokens of the row that are rejected_tokens"),
-    "entropy_sums": Field(
-        "B",
-        torch.float64,
-        "actor",
-        "sum over trained tokens of the entropy they were sampled with, in nats",
-    ),
-    "gap_sums": Field(
-        "B G",
-        torch.float64,
-        "actor",
-        "sums over trained tokens of how far trainer and rollout engine are apart",
-    ),
+    # Numbers per row.
+    "prompt_length": Field("B", _INT, "generate", "tokens of the prompt"),
+    "response_length": Field("B", _INT, "generate", "tokens of the response, with tool text"),
     "valid": Field(
-        "B",
-        _BOOL,
-        "rollout, reward",
-        "False: infrastructure or reward failure; the row has no vote anywhere",
+        "B", _BOOL, "generate", "whether the row has a usable score (ReMax: and a baseline)"
     ),
     "weight_version": Field(
-        "B", _INT, "rollout", "version of the weights that sampled the row's last token"
+        "B", _INT, "generate", "version of the weights that sampled the row's last token"
     ),
-    "turns": Field("B", _INT, "rollout", "times the policy spoke in the row"),
-    "invalid_turns": Field(
-        "B", _INT, "rollout", "of these, how many the environment called malformed"
+    "reward_seconds": Field(
+        "B", _FLOAT, "generate", "time its worker waited for rewards after its last sample"
     ),
+    "turns": Field("B", _INT, "generate", "turns of the policy"),
+    "invalid_turns": Field("B", _INT, "generate", "turns that the environment called malformed"),
     "truncated_observations": Field(
-        "B", _INT, "rollout", "observations that were cut to data.max_obs_length"
+        "B", _INT, "generate", "observations truncated to data.max_obs_length"
     ),
-    "gen_seconds": Field("B", _FLOAT, "rollout", "time that the sample waited for the engine"),
-    "tool_seconds": Field("B", _FLOAT, "rollout", "time that the sample waited for its tools"),
+    "gen_seconds": Field("B", _FLOAT, "generate", "time the sample waited for the engine"),
+    "tool_seconds": Field("B", _FLOAT, "generate", "time the sample waited for its tools"),
     "mini_batch_index": Field(
         "B E",
         _INT,
-        "trainer",
-        "optimizer step, within each of E epochs, in which the row takes part",
+        "assign_mini_batches",
+        "the row's optimizer step in each of the actor's E epochs",
     ),
     "critic_mini_batch_index": Field(
-        "B C", _INT, "trainer", "the same for the critic, over its C epochs"
+        "B C",
+        _INT,
+        "assign_mini_batches",
+        "the row's optimizer step in each of the critic's C epochs",
     ),
-    # objects, one per row
-    "uid": Field(
-        "B", _TEXT, "trainer", "one id per prompt, shared by its samples; rows are grouped by it"
+    # Objects, one per row.
+    "uid": Field("B", _TEXT, "next_prompts", "prompt id; rows with the same uid are a group"),
+    "index": Field("B", (int,), "next_prompts", "row number in the dataset"),
+    "data_source": Field(
+        "B", _TEXT, "next_prompts", "origin of the prompt; selects the reward function"
     ),
-    "index": Field("B", (int,), "data", "row number in the dataset"),
-    "data_source": Field("B", _TEXT, "data", "where the prompt comes from; chooses the scorer"),
-    "messages": Field("B", (list,), "data", "the prompt as chat messages (verl's raw_prompt)"),
-    "prompt_ids": Field("B", _ANY, "data, rollout", "the prompt's tokens before padding"),
-    "response_ids": Field("B", _ANY, "rollout", "the response's tokens before padding"),
-    "ground_truth": Field("B", _ANY, "data", "what the scorer compares with"),
-    "extra_info": Field("B", (dict,), "data", "whatever else the dataset says about the row"),
-    "status": Field("B", _TEXT, "rollout", "how the row ended (rollout.types.Status)"),
-    "error": Field(
-        "B",
-        (str, type(None)),
-        "rollout, reward",
-        "class and message of the failure, None without one",
+    "messages": Field(
+        "B", (list,), "next_prompts", "the prompt's chat messages (verl: raw_prompt)"
     ),
-    "reward_parts": Field("B", (dict,), "reward", "named parts of the score"),
-    "sampling": Field("B", _ANY, "trainer", "how the row is sampled (rollout.types.Sampling)"),
-    "segments": Field(
-        "B", (list,), "rollout", "who wrote the response, piece by piece: (model or tool, tokens)"
-    ),
-    "turn_infos": Field("B", (list,), "rollout", "what the environment reported of each turn"),
-    "transcript": Field(
-        "B", _ANY, "rollout", "the response as (model or tool, text), piece by piece"
-    ),
-    "text": Field("B", _ANY, "rollout", "what the model wrote in the row, as scored"),
+    "ground_truth": Field("B", _ANY, "next_prompts", "the reward function's reference answer"),
+    "extra_info": Field("B", (dict,), "next_prompts", "the dataset's other columns"),
+    "sampling": Field("B", _ANY, "next_prompts", "sampling parameters (rollout.types.Sampling)"),
+    "prompt_ids": Field("B", _ANY, "next_prompts, generate", "tokens of the prompt"),
+    "response_ids": Field("B", _ANY, "generate", "tokens of the response, with tool text"),
+    "status": Field("B", _TEXT, "generate", "how the row ended (rollout.types.Status)"),
+    "error": Field("B", _TEXT_OR_NONE, "generate", "class and message of the failure, or None"),
+    "reward_parts": Field("B", (dict,), "generate", "named parts of the score"),
     "reward_traceback": Field(
-        "B", (str, type(None)), "reward", "where the reward function failed, None where it did not"
+        "B", _TEXT_OR_NONE, "generate", "traceback of a failed reward function, or None"
     ),
+    "text": Field("B", _ANY, "generate", "what the policy wrote, as the reward function saw it"),
+    "segments": Field(
+        "B", (list,), "generate", "(model or tool, number of tokens) per part of the response"
+    ),
+    "transcript": Field("B", _ANY, "generate", "(model or tool, text) per part of the response"),
+    "turn_infos": Field("B", (list,), "generate", "the environment's info of each turn"),
 }
+
+MASK_COUNTS = {"response_mask": "sampled_tokens", "loss_mask": "trained_tokens"}
+"""Each mask, and the field with its number of tokens per row."""
 
 
 def check(data: DataProto) -> DataProto:
-    """Return `data` if it agrees with the ledger; else raise ValueError with every disagreement, one per line."""
+    """Return `data` if all of its fields agree with the table.
+
+    Raises:
+        ValueError: It lists every disagreement, one per line.
+    """
     problems: list[str] = []
     sizes: dict[str, tuple[int, str]] = {"B": (len(data), "the batch")}
-    tensors = {} if data.batch is None else dict(data.batch.items())
+    tensors = {} if data.batch is None else {str(k): v for k, v in data.batch.items()}
     for name in [*tensors, *data.non_tensor_batch]:
-        spec = FIELDS.get(str(name))
-        if spec is None:
-            near = difflib.get_close_matches(str(name), FIELDS, n=2)
-            problems.append(
-                f"{name}: unknown field"
-                + (
-                    f"; did you mean {' or '.join(near)}?"
-                    if near
-                    else "; add it to protocol.fields"
-                )
-            )
-        elif isinstance(spec.dtype, torch.dtype) and not (
-            spec.shape == "B R" and name in data.non_tensor_batch
-        ):
-            problems += _check_tensor(str(name), tensors.get(name), spec, sizes)
+        field = FIELDS.get(name)
+        if field is None:
+            problems.append(_unknown(name))
+        elif name in tensors:
+            problems += _check_tensor(name, tensors[name], field, sizes)
         else:
-            problems += _check_objects(
-                str(name), data, spec.dtype if isinstance(spec.dtype, tuple) else _RAGGED
-            )
+            problems += _check_objects(name, data.non_tensor_batch[name], field)
     if {"P", "R", "S"} <= sizes.keys() and sizes["P"][0] + sizes["R"][0] != sizes["S"][0]:
         parts = ", ".join(f"{letter}={sizes[letter][0]} ({sizes[letter][1]})" for letter in "PRS")
         problems.append(f"S must be P + R, but {parts}")
     if problems:
-        raise ValueError("batch disagrees with the field ledger:\n  " + "\n  ".join(problems))
+        raise ValueError("batch disagrees with the field table:\n  " + "\n  ".join(problems))
     return data
 
 
+def check_stage(stage: str, before: DataProto, after: DataProto) -> DataProto:
+    """Check what a stage returns: all fields, and that the table names it as writer of new ones.
+
+    It costs a few milliseconds, so it runs in production too.
+
+    Raises:
+        ValueError: As `check`, or the stage added a field of another writer.
+    """
+    check(after)
+    old = columns(before)
+    for name in columns(after) - old:
+        writers = FIELDS[name].writer.split(", ")
+        if stage not in writers:
+            raise ValueError(
+                f"stage {stage} added the field {name}, whose writer is {FIELDS[name].writer}; "
+                "correct the stage or protocol/fields.py"
+            )
+    return after
+
+
+def columns(data: DataProto) -> set[str]:
+    """Return the names of all columns."""
+    tensors = set() if data.batch is None else {str(name) for name in data.batch.keys()}
+    return tensors | set(data.non_tensor_batch)
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, FIELDS, n=2)
+    if near:
+        return f"{name}: unknown field; did you mean {' or '.join(near)}?"
+    return f"{name}: unknown field; add it to protocol/fields.py"
+
+
 def _check_tensor(
-    name: str, tensor: object, spec: Field, sizes: dict[str, tuple[int, str]]
+    name: str, tensor: torch.Tensor, field: Field, sizes: dict[str, tuple[int, str]]
 ) -> list[str]:
-    if not isinstance(tensor, torch.Tensor):
-        return [f"{name}: must be a tensor [{spec.shape}], is an object column"]
-    problems = (
-        []
-        if tensor.dtype == spec.dtype
-        else [f"{name}: dtype must be {spec.dtype}, is {tensor.dtype}"]
-    )
-    letters = spec.shape.split()
+    if not isinstance(field.dtype, torch.dtype):
+        return [f"{name}: must be an object column, is a tensor"]
+    problems = []
+    if tensor.dtype != field.dtype:
+        problems.append(f"{name}: dtype must be {field.dtype}, is {tensor.dtype}")
+    letters = field.shape.split()
     if len(letters) != tensor.ndim:
-        return [*problems, f"{name}: must be [{spec.shape}], has shape {list(tensor.shape)}"]
+        return [*problems, f"{name}: must be [{field.shape}], has shape {list(tensor.shape)}"]
     for letter, size in zip(letters, tensor.shape, strict=True):
-        if letter == "R" and size == 1:  # one number for all of a row
+        if letter == "R" and size == 1:  # one number for the whole row
             continue
         known, where = sizes.setdefault(letter, (size, name))
         if size != known:
             problems.append(
-                f"{name} [{spec.shape}]: {letter} is {size} here and {known} in {where}"
+                f"{name} [{field.shape}]: {letter} is {size}, but it is {known} in {where}"
             )
     return problems
 
 
-def _check_objects(name: str, data: DataProto, types: tuple[type, ...]) -> list[str]:
-    if name not in data.non_tensor_batch:
-        return [f"{name}: must be an object column, is a tensor"]
-    wrong = next(
-        (
-            row
-            for row, value in enumerate(data.non_tensor_batch[name])
-            if types and not isinstance(value, types)
-        ),
-        None,
-    )
-    if wrong is None:
+def _check_objects(name: str, column: np.ndarray, field: Field) -> list[str]:
+    types = field.dtype
+    if isinstance(types, torch.dtype):
+        if field.shape != "B R":
+            return [f"{name}: must be a tensor [{field.shape}], is an object column"]
+        types = _RAGGED
+    allowed = types
+    if not allowed:
         return []
-    names = " or ".join(kind.__name__ for kind in types)
-    return [
-        f"{name}: entries must be {names}, row {wrong} is {type(data.non_tensor_batch[name][wrong]).__name__}"
-    ]
+    wrong = {kind for kind in set(map(type, column)) if not issubclass(kind, allowed)}
+    if not wrong:
+        return []
+    row = next(i for i, value in enumerate(column) if type(value) in wrong)
+    names = " or ".join(kind.__name__ for kind in allowed)
+    return [f"{name}: entries must be {names}, row {row} is {type(column[row]).__name__}"]

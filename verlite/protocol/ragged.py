@@ -1,107 +1,162 @@
-"""Token columns: ragged where they are made, kept and sent, padded only where a model or a formula takes them.
+"""Token columns: ragged in batches, padded for models and formulas.
 
-A ragged column is an object column with one array per row. In a step's batch the driver has, in place of the arrays, references
-to where they lie (controller.columns), and numbers of each row: prompt_length, response_length, trained_tokens.
+A ragged column is an object column with one array per row. The driver's batch has references in
+place of the arrays (controller.columns), and numbers per row such as `response_length`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verlite.protocol.data import DataProto, object_array
-from verlite.protocol.fields import FIELDS
+from verlite.protocol.fields import FIELDS, MASK_COUNTS
 
-PROMPT, RESPONSE = "prompt_ids", "response_ids"
+PROMPT = "prompt_ids"
+RESPONSE = "response_ids"
 TOKENS = (PROMPT, RESPONSE, "response_mask")
-"""What every pass of a model needs of a row."""
+"""Columns that every pass of a model needs."""
 
 
-def ragged(values: torch.Tensor, lengths: torch.Tensor) -> np.ndarray:
-    """[b, R] to an object array of b arrays, row i's first lengths[i] entries. The arrays are copies."""
-    return object_array(
-        [
-            row[:length].numpy().copy()
-            for row, length in zip(values.cpu(), lengths.tolist(), strict=True)
-        ]
-    )
+def ragged(values: Tensor, lengths: Tensor) -> np.ndarray:
+    """Convert [b, R] to an object array of b arrays: a copy of row i's first lengths[i] entries."""
+    rows = zip(values.cpu(), lengths.tolist(), strict=True)
+    return object_array([row[:length].numpy().copy() for row, length in rows])
 
 
 def pad(
     rows: Sequence[Any] | np.ndarray, width: int, dtype: torch.dtype, side: str = "right"
-) -> torch.Tensor:
-    """[b, width] tensor from b ragged rows of numbers, 0 where they end or have not begun."""
-    padded = np.zeros((len(rows), width), dtype=np.float32 if dtype.is_floating_point else np.int64)
+) -> Tensor:
+    """Convert b ragged rows of numbers to a tensor [b, width], padded with 0 on `side`."""
+    array_dtype = np.float32 if dtype.is_floating_point else np.int64
+    padded = np.zeros((len(rows), width), dtype=array_dtype)
     for i, row in enumerate(rows):
-        if len(row):
-            padded[i, slice(width - len(row), None) if side == "left" else slice(0, len(row))] = row
+        if not len(row):
+            continue
+        if side == "left":
+            padded[i, width - len(row) :] = row
+        else:
+            padded[i, : len(row)] = row
     return torch.from_numpy(padded).to(dtype)
 
 
+def clear_rows(mask: np.ndarray, lengths: Tensor, cleared: Tensor) -> np.ndarray:
+    """Return a ragged mask with zeros in the chosen rows; other rows keep their entries.
+
+    Args:
+        mask: [B] arrays or references to arrays.
+        lengths: [B] tokens of each row.
+        cleared: [B] bool.
+    """
+    result = mask.copy()
+    for row in cleared.nonzero().flatten().tolist():
+        result[row] = np.zeros(int(lengths[row]), dtype=np.int8)
+    return result
+
+
 def is_ragged(name: str) -> bool:
-    """Whether the ledger has a column of this name with one number per response token."""
+    """Return whether this field has one number per response token."""
     return name in FIELDS and FIELDS[name].shape == "B R"
 
 
-def padded(batch: DataProto) -> DataProto:
-    """The batch as models and formulas take it: each ragged column as a tensor, prompts on the left and responses on the right of it.
+def is_token_column(name: str) -> bool:
+    """Return whether this object column has one number per prompt or response token."""
+    return name in (PROMPT, RESPONSE) or is_ragged(name)
 
-    Adds prompts [b, P], responses [b, R], input_ids, attention_mask and position_ids [b, P+R]; P and R are the longest of these rows
-    and at least 1. response_mask is 0 in rows without trained_tokens (they have no vote) and on rejected_tokens. Fields of a
-    [b, 1] tensor, one number for a whole row, are spread over its response_mask.
-    Raises ValueError when response_mask does not have trained_tokens tokens: a row has got another row's tokens.
+
+def pad_columns(batch: DataProto) -> dict[str, Tensor]:
+    """Return the batch's token columns as tensors by column name.
+
+    Prompts become [b, P], padded on the left. Everything else becomes [b, R], padded on the right.
+    P and R are the longest of these rows, and at least 1.
     """
-    columns = batch.non_tensor_batch
-    t = (
-        {}
-        if batch.batch is None
-        else {
-            str(name): tensor
-            for name, tensor in batch.batch.items()
-            if isinstance(tensor, torch.Tensor)
-        }
-    )
-    p, r = (max(1, *map(len, columns[name])) if len(batch) else 1 for name in (PROMPT, RESPONSE))
-    prompts, responses = (
-        pad(columns[PROMPT], p, torch.int64, "left"),
-        pad(columns[RESPONSE], r, torch.int64),
-    )
-    # Real tokens are told by lengths, never by ids: the padding's id may well be a token that the model can write.
-    before = torch.arange(p) >= p - t["prompt_length"][:, None]
-    after = torch.arange(r) < t["response_length"][:, None]
-    attention = torch.cat([before, after], dim=1).long()
-    tokens = {
-        name: pad(column, r, _dtype(name)) for name, column in columns.items() if is_ragged(name)
-    }
-    mask = tokens["response_mask"] * (t["trained_tokens"] > 0)[:, None]
-    if "rejected_tokens" in tokens:
-        mask = mask * ~tokens["rejected_tokens"]
-    if len(wrong := (mask.sum(1) != t["trained_tokens"]).nonzero()):
-        row = int(wrong[0, 0])
-        found, told = int(mask[row].sum()), int(t["trained_tokens"][row])
-        raise ValueError(
-            f"row {row} has trained_tokens={told}, but its response_mask has {found}: these are another row's tokens"
-        )
-    spread = {
-        name: value.expand(-1, r) * mask
-        for name, value in t.items()
-        if is_ragged(name) and value.shape[1] == 1
-    }
+    tensors = {}
+    for name, column in batch.non_tensor_batch.items():
+        if name == PROMPT:
+            width = _longest(batch, "prompt_length")
+            tensors[name] = pad(column, width, torch.int64, "left")
+        elif is_token_column(name):
+            width = _longest(batch, "response_length")
+            tensors[name] = pad(column, width, _dtype(name))
+    return tensors
+
+
+def padded(batch: DataProto, columns: Mapping[str, Tensor] | None = None) -> DataProto:
+    """Return the batch with padded tensors in place of its ragged columns.
+
+    With prompt_ids and response_ids it has prompts [b, P], responses [b, R], and input_ids,
+    attention_mask and position_ids [b, P+R]. A field [b, 1], one number per row, becomes [b, R]:
+    the number on the tokens of `loss_mask` (`response_mask` in batches without it), 0 elsewhere.
+
+    Args:
+        columns: the result of `pad_columns`, if the caller has it.
+
+    Raises:
+        ValueError: A mask has a different number of tokens than the row's count says. The row got
+            another row's tokens.
+    """
+    if columns is None:
+        columns = pad_columns(batch)
+    tensors = dict(columns)
+    numbers = {} if batch.batch is None else {str(k): v for k, v in batch.batch.items()}
+    for mask, count in MASK_COUNTS.items():
+        if mask in tensors:
+            _check_count(tensors[mask], numbers[count], mask, count)
+    if RESPONSE in tensors:
+        prompts = tensors.pop(PROMPT)
+        responses = tensors.pop(RESPONSE)
+        tensors |= _model_inputs(prompts, responses, numbers)
+    mask = tensors.get("loss_mask", tensors.get("response_mask"))
+    for name, values in numbers.items():
+        if is_ragged(name) and values.shape[1] == 1 and mask is not None:
+            numbers[name] = values.expand(mask.shape) * mask
     objects = {
-        name: column
-        for name, column in columns.items()
-        if name not in (PROMPT, RESPONSE) and not is_ragged(name)
+        name: column for name, column in batch.non_tensor_batch.items() if not is_token_column(name)
     }
-    return DataProto(None, objects, batch.meta_info).with_batch(
-        **t | tokens | spread | {"prompts": prompts, "responses": responses, "response_mask": mask},
-        input_ids=torch.cat([prompts, responses], dim=1),
-        attention_mask=attention,
-        position_ids=(attention.cumsum(1) - 1).clamp(min=0),
-    )
+    return DataProto(None, objects, batch.meta_info).with_batch(**numbers, **tensors)
+
+
+def _model_inputs(
+    prompts: Tensor, responses: Tensor, numbers: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Join prompts and responses into the inputs of a causal language model.
+
+    Real tokens are recognized by the rows' lengths, because the model may generate the padding's
+    token id.
+    """
+    p = prompts.shape[1]
+    in_prompt = torch.arange(p) >= p - numbers["prompt_length"][:, None]
+    in_response = torch.arange(responses.shape[1]) < numbers["response_length"][:, None]
+    attention = torch.cat([in_prompt, in_response], dim=1).long()
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+    }
+
+
+def _check_count(mask: Tensor, count: Tensor, mask_name: str, count_name: str) -> None:
+    found = mask.sum(1)
+    wrong = (found != count).nonzero()
+    if len(wrong):
+        row = int(wrong[0, 0])
+        raise ValueError(
+            f"row {row} has {count_name}={int(count[row])}, but its {mask_name} has "
+            f"{int(found[row])} tokens: these are another row's tokens"
+        )
+
+
+def _longest(batch: DataProto, lengths: str) -> int:
+    return max([1, *batch.batch[lengths].tolist()])
 
 
 def _dtype(name: str) -> torch.dtype:
+    if name == RESPONSE:
+        return torch.int64
     dtype = FIELDS[name].dtype
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -8,8 +8,8 @@ import torch
 
 from verlite.envs.step import ToolError
 from verlite.protocol.data import DataProto
+from verlite.protocol.metrics import Metrics, summarize
 from verlite.rollout.types import Status
-from verlite.trainer.metrics import Metrics, summarize
 from verlite.trainer.run import Run
 
 _CHECK_EVERY_S = 2.0
@@ -18,73 +18,78 @@ _MAX_RESAMPLES = 3
 
 
 def agent_metrics(batch: DataProto) -> Metrics:
-    """`env/*` of one step's samples, and for several data sources the main ones by source. Nothing for single turns.
+    """Return `env/*` metrics of a step's samples, {} for single-turn runs.
 
-    Samples with status error count in `env/status/error` and `env/tool_error_rate` alone.
+    Samples with status error count in `env/status/error` and `env/tool_error_rate` alone. With
+    several data sources the main metrics are also given by source.
     """
     if "segments" not in batch.non_tensor_batch:
         return {}
-    t, columns = batch.batch, batch.non_tensor_batch
-    status = columns["status"]
-    kept = status != Status.ERROR
+    status = batch.non_tensor_batch["status"]
     metrics = {f"env/status/{name}": (status == name).mean().item() for name in Status}
     metrics["env/tool_error_rate"] = len(_tool_failures(batch)) / len(batch)
-    slowest = int((t["gen_seconds"] + t["tool_seconds"]).argmax())
-    lengths = t["response_length"]
-    metrics |= {
-        "rollout/slowest/gen_s": t["gen_seconds"][slowest].item(),
-        "rollout/slowest/tool_s": t["tool_seconds"][slowest].item(),
-        "rollout/slowest/tokens": float(lengths[slowest]),
-    }
-    if not kept.any():
-        return metrics
-    rows = batch.select_idxs(torch.from_numpy(kept))
-    numbers = sample_numbers(rows)
-    metrics |= summarize("env/number_of_actions", torch.tensor(numbers.pop("number_of_actions")))
-    metrics |= {f"env/{name}": sum(values) / len(values) for name, values in numbers.items()}
-    metrics |= _call_metrics(
-        [info for infos in rows.non_tensor_batch["turn_infos"] for info in infos]
-    )
-    observations = sum(
-        who == "tool" for segments in rows.non_tensor_batch["segments"] for who, _ in segments
-    )
-    metrics["env/obs_truncated"] = int(rows.batch["truncated_observations"].sum()) / max(
-        1, observations
-    )
-    metrics["env/trainable_token_frac"] = int(rows.batch["trained_tokens"].sum()) / max(
-        1, int(lengths[torch.from_numpy(kept)].sum())
-    )
-    formats = [
-        parts["format_valid"]
-        for parts in rows.non_tensor_batch["reward_parts"]
-        if "format_valid" in parts
-    ]
-    if formats:
-        metrics["env/format_valid"] = sum(formats) / len(formats)
-    sources = rows.non_tensor_batch["data_source"]
-    for source in set(sources) if len(set(sources)) > 1 else ():
-        of_source = sample_numbers(rows.select_idxs(torch.from_numpy(sources == source)))
-        metrics |= {
-            f"env/{name}/{source}": sum(values) / len(values) for name, values in of_source.items()
-        }
+    metrics |= _slowest_sample(batch)
+    completed = batch.select_idxs(torch.from_numpy(status != Status.ERROR))
+    if len(completed):
+        metrics |= _metrics_of_completed(completed)
     return metrics
 
 
-def sample_numbers(batch: DataProto) -> dict[str, list[float]]:
-    """B numbers each: how often the model spoke, how often it acted well, how often a tool was used, whether it came to an end."""
-    t, columns = batch.batch, batch.non_tensor_batch
-    turns, invalid = t["turns"].tolist(), t["invalid_turns"].tolist()
-    valid = [
-        len(infos) - wrong for infos, wrong in zip(columns["turn_infos"], invalid, strict=True)
-    ]
+def _slowest_sample(batch: DataProto) -> Metrics:
+    t = batch.batch
+    slowest = int((t["gen_seconds"] + t["tool_seconds"]).argmax())
+    return {
+        "rollout/slowest/gen_s": t["gen_seconds"][slowest].item(),
+        "rollout/slowest/tool_s": t["tool_seconds"][slowest].item(),
+        "rollout/slowest/tokens": float(t["response_length"][slowest]),
+    }
+
+
+def _metrics_of_completed(batch: DataProto) -> Metrics:
+    t = batch.batch
+    columns = batch.non_tensor_batch
+    numbers = trajectory_numbers(batch)
+    actions = torch.tensor(numbers.pop("number_of_actions"))
+    metrics = summarize("env/number_of_actions", actions)
+    metrics |= {f"env/{name}": _mean(values) for name, values in numbers.items()}
+    metrics |= _call_metrics(info for infos in columns["turn_infos"] for info in infos)
+    authors = [author for segments in columns["segments"] for author, _ in segments]
+    observations = max(1, authors.count("tool"))
+    tokens = max(1, int(t["response_length"].sum()))
+    metrics["env/obs_truncated"] = int(t["truncated_observations"].sum()) / observations
+    metrics["env/trainable_token_frac"] = int(t["trained_tokens"].sum()) / tokens
+    formats = [p["format_valid"] for p in columns["reward_parts"] if "format_valid" in p]
+    if formats:
+        metrics["env/format_valid"] = _mean(formats)
+    sources = columns["data_source"]
+    if len(set(sources)) > 1:
+        for source in set(sources):
+            rows = batch.select_idxs(torch.from_numpy(sources == source))
+            numbers = trajectory_numbers(rows)
+            metrics |= {f"env/{name}/{source}": _mean(values) for name, values in numbers.items()}
+    return metrics
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def trajectory_numbers(batch: DataProto) -> dict[str, list[float]]:
+    """Return by name one number per sample: its turns, valid turns, tool calls, and whether it ended.
+
+    `finish_ratio` is 1 for samples with status done.
+    """
+    columns = batch.non_tensor_batch
+    turns = batch.batch["turns"].tolist()
+    invalid = batch.batch["invalid_turns"].tolist()
+    infos = columns["turn_infos"]
+    valid = [len(turn_infos) - wrong for turn_infos, wrong in zip(infos, invalid, strict=True)]
+    calls = [sum(bool(info.get("called")) for info in turn_infos) for turn_infos in infos]
     return {
         "number_of_actions": [float(n) for n in turns],
         "number_of_valid_action": [float(n) for n in valid],
         "ratio_of_valid_action": [good / max(1, n) for good, n in zip(valid, turns, strict=True)],
-        "number_of_valid_search": [
-            float(sum(bool(info.get("called")) for info in infos))
-            for infos in columns["turn_infos"]
-        ],
+        "number_of_valid_search": [float(n) for n in calls],
         "finish_ratio": [float(status == Status.DONE) for status in columns["status"]],
     }
 
@@ -104,13 +109,19 @@ def _call_metrics(infos: Iterable[dict[str, Any]]) -> Metrics:
 
 
 def _tool_failures(batch: DataProto) -> list[str]:
-    """Why its tools failed, for each sample of which they did, whether that ended it or the model was told."""
-    failures, kind = [], f"{ToolError.__name__}: "
-    for error, infos in zip(
-        batch.non_tensor_batch["error"], batch.non_tensor_batch["turn_infos"], strict=True
-    ):
-        told = [f"{kind}{info['error']}" for info in infos if "error" in info]
-        failures += [error] if (error or "").startswith(kind) else told[:1]
+    """Return the first error of each sample whose tools failed.
+
+    The failure may have ended the sample, or the model may have received it as an observation.
+    """
+    kind = f"{ToolError.__name__}: "
+    columns = batch.non_tensor_batch
+    failures = []
+    for error, infos in zip(columns["error"], columns["turn_infos"], strict=True):
+        observed = [f"{kind}{info['error']}" for info in infos if "error" in info]
+        if error is not None and error.startswith(kind):
+            failures.append(error)
+        elif observed:
+            failures.append(observed[0])
     return failures
 
 

@@ -1,4 +1,4 @@
-"""Building a step's batch: requests for the rollout, and the plan of who updates on what."""
+"""Build a step's batch: requests for the rollout, and assignment of rows to updates and ranks."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,14 @@ from verlite.config.plan import Updates
 from verlite.controller.columns import fetch
 from verlite.data.dataset import PromptRow
 from verlite.protocol.data import DataProto, object_array
+from verlite.protocol.metrics import Metrics
 from verlite.protocol.ragged import TOKENS, padded
 from verlite.rollout.types import Sampling
 from verlite.trainer.run import Run
 
 
 def requests(rows: list[PromptRow], uids: list[str], samplings: list[Sampling]) -> DataProto:
-    """One row per sample to generate: [B] columns of prompt ids, sampling parameters and what scoring needs."""
+    """Return one row per sample to generate: prompt, sampling parameters, and data for scoring."""
     return DataProto.from_dict(
         {},
         {
@@ -34,37 +35,46 @@ def requests(rows: list[PromptRow], uids: list[str], samplings: list[Sampling]) 
 
 
 def seeds(seed: int, step: int, drawn: int, count: int) -> list[int]:
-    """Seeds of requests after the first `drawn` prompts of a step: a function of these numbers, so that a resumed run samples the same."""
-    return np.random.default_rng([seed, step, drawn]).integers(0, 2**31 - 1, count).tolist()
+    """Return seeds for `count` requests after the first `drawn` prompts of a step.
+
+    They depend on these numbers alone, so a resumed run samples the same responses.
+    """
+    generator = np.random.default_rng([seed, step, drawn])
+    return generator.integers(0, 2**31 - 1, count).tolist()
 
 
 def update_numbers(uids: Sequence[str], updates: Updates, seed: Sequence[int]) -> torch.Tensor:
-    """[B, epochs] int64: in which optimizer step of each epoch a row takes part.
+    """Return [B, epochs] int64: the optimizer step of each epoch in which a row takes part.
 
-    Rows of a prompt stay in one update; with `updates.shuffle` each epoch deals the rows out anew, as many to each update.
+    Rows of a prompt are in one update. With `updates.shuffle` each epoch distributes the rows
+    differently, with the same number of rows per update.
     """
     order = {uid: i for i, uid in enumerate(dict.fromkeys(uids))}
     number = torch.tensor([order[uid] // updates.mini_prompts for uid in uids])
     if not updates.shuffle:
         return number[:, None].expand(-1, updates.epochs)
-    rng = np.random.default_rng(seed)
-    return torch.stack(
-        [number[torch.from_numpy(rng.permutation(len(number)))] for _ in range(updates.epochs)],
-        dim=1,
-    )
+    generator = np.random.default_rng(seed)
+    epochs = [
+        number[torch.from_numpy(generator.permutation(len(number)))] for _ in range(updates.epochs)
+    ]
+    return torch.stack(epochs, dim=1)
 
 
-def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> dict[str, float]:
-    """Tokens of a rank: in the order of the rows (min, max, minmax_diff, mean), and as they were spread (balanced_min, balanced_max)."""
+def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> Metrics:
+    """Return statistics of the tokens per rank.
+
+    min, max, minmax_diff and mean are for consecutive rows; balanced_min and balanced_max are for
+    this assignment.
+    """
     plain = [int(part.sum()) for part in lengths.tensor_split(len(assignment))]
-    spread_out = [int(lengths[rows].sum()) for rows in assignment]
+    balanced = [int(lengths[rows].sum()) for rows in assignment]
     values = {
         "min": min(plain),
         "max": max(plain),
         "minmax_diff": max(plain) - min(plain),
         "mean": sum(plain) / len(plain),
-        "balanced_min": min(spread_out),
-        "balanced_max": max(spread_out),
+        "balanced_min": min(balanced),
+        "balanced_max": max(balanced),
     }
     return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
 
@@ -72,10 +82,14 @@ def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> dict[
 def balance_rows(
     numbers: torch.Tensor, lengths: torch.Tensor, n_ranks: int, balance: bool
 ) -> list[list[int]]:
-    """Row numbers for each rank.
+    """Assign rows to ranks; return each rank's row numbers.
 
-    With `balance` the rows of each update (numbers [B]) are spread by their cost (Karmarkar-Karp on `workload` of lengths [B]),
-    so that the ranks finish together; otherwise rows go in near-equal consecutive pieces.
+    With `balance` each update's rows are distributed by their cost (Karmarkar-Karp), so that the
+    ranks finish together. Otherwise each rank gets consecutive rows, near-equal in number.
+
+    Args:
+        numbers: [B] update of each row.
+        lengths: [B] tokens of each row.
     """
     if not balance:
         return [part.tolist() for part in torch.arange(len(numbers)).tensor_split(n_ranks)]
@@ -85,9 +99,8 @@ def balance_rows(
     for update in range(int(numbers.max()) + 1):
         rows = (numbers == update).nonzero().flatten().numpy()
         parts = [rows[part] for part in karmarkar_karp(costs[rows], n_ranks)]
-        parts.sort(
-            key=lambda part: -costs[part].sum()
-        )  # the heaviest part to the least loaded rank
+        parts.sort(key=lambda part: -costs[part].sum())
+        # The most expensive part goes to the rank with the least load so far.
         for rank, part in zip(np.argsort(load, kind="stable"), parts, strict=True):
             ranks[rank] += part.tolist()
             load[rank] += costs[part].sum()
@@ -95,36 +108,41 @@ def balance_rows(
 
 
 def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
-    """The batch as one role's ranks take it: rows spread by cost within each update, and the number of updates in an epoch.
+    """Return the batch for one role's ranks, with the assignment of rows to ranks.
 
-    With the numbers of each row, its tokens, and those of the named ragged columns that there are. Ranks that run their rows together
-    are one to spread over; which of them brings a row does not matter.
+    It has the numbers per row, the tokens, and those of `columns` that exist. A role's assignment
+    is the same in all calls of a step. A sequence-parallel group counts as one rank, and its rows
+    are divided among its members.
     """
-    numbers = batch.batch["critic_mini_batch_index" if role == "critic" else "mini_batch_index"][
-        :, 0
-    ]
+    index = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
+    numbers = batch.batch[index][:, 0]
     lengths = batch.batch["prompt_length"] + batch.batch["response_length"]
-    shared = run.plan.sequence_parallel[role]
-    groups = balance_rows(
-        numbers, lengths, len(run.plan.placement[role]) // shared, run.config.trainer.balance_batch
-    )
-    assignment = [rows[i::shared] for rows in groups for i in range(shared)]
+    group_size = run.plan.sequence_parallel[role]
+    n_groups = len(run.plan.placement[role]) // group_size
+    groups = balance_rows(numbers, lengths, n_groups, run.config.trainer.balance_batch)
     if role == "actor":
         run.metrics.update(balance_metrics(lengths, groups))
-    return with_ragged(batch, *columns).with_meta(
-        assignment=assignment, updates=int(numbers.max()) + 1, step=run.step
+    return with_columns(batch, *TOKENS, *columns).with_meta(
+        assignment=[rows[i::group_size] for rows in groups for i in range(group_size)],
+        updates=int(numbers.max()) + 1,
+        step=run.step,
     )
 
 
-def with_ragged(batch: DataProto, *columns: str) -> DataProto:
-    """The numbers of each row, its tokens, and those of the named ragged columns that there are; nothing else."""
-    return batch.select(
-        non_tensor_batch_keys=[
-            name for name in (*TOKENS, *columns) if name in batch.non_tensor_batch
-        ]
+def to_one_rank(run: Run, batch: DataProto, *columns: str) -> DataProto:
+    """Return the batch for the actor's first rank alone, with the columns that exist."""
+    idle = len(run.plan.placement["actor"]) - 1
+    return with_columns(batch, *columns).with_meta(
+        assignment=[list(range(len(batch)))] + [[]] * idle, step=run.step
     )
+
+
+def with_columns(batch: DataProto, *columns: str) -> DataProto:
+    """Return the numbers per row, and those of the named object columns that exist."""
+    names = [name for name in columns if name in batch.non_tensor_batch]
+    return batch.select(non_tensor_batch_keys=names, meta_info_keys=[])
 
 
 def fetch_padded(batch: DataProto, *columns: str) -> TensorDict:
-    """`with_ragged` as padded tensors on the driver: for what looks at all tokens of a step together."""
-    return padded(fetch(with_ragged(batch, *columns))).batch
+    """Fetch the tokens and these columns to the driver, padded."""
+    return padded(fetch(with_columns(batch, *TOKENS, *columns))).batch

@@ -7,45 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from verlite.protocol.data import DataProto
-
-Metrics = dict[str, float]
-
-
-def summarize(name: str, values: torch.Tensor, counts: torch.Tensor | None = None) -> Metrics:
-    """`name/mean`, `name/max` and `name/min` of a tensor, each value as often as `counts` says; nothing where that is never."""
-    if counts is not None:
-        values, counts = values[counts > 0], counts[counts > 0].double()
-    if values.numel() == 0:
-        return {}
-    values = values.double()
-    mean = values.mean() if counts is None else (values * counts).sum() / counts.sum()
-    return {
-        f"{name}/mean": mean.item(),
-        f"{name}/max": values.max().item(),
-        f"{name}/min": values.min().item(),
-    }
-
-
-def token_metrics(
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    trained: torch.Tensor,
-    values: torch.Tensor | None,
-) -> Metrics:
-    """Advantages, returns and values over trained tokens: [B, R] each, or [B, 1] for rows with one number and `trained` tokens each."""
-    metrics = summarize("critic/advantages", advantages, trained) | summarize(
-        "critic/returns", returns, trained
-    )
-    if values is not None:
-        chosen = trained.bool()
-        values, returns = values[chosen].double(), returns[chosen].double()
-        metrics |= summarize("critic/values", values)
-        if returns.numel() > 1 and (variance := returns.var().item()) > 0:
-            metrics["critic/vf_explained_var"] = 1 - (returns - values).var().item() / variance
-    return metrics
+from verlite.protocol.metrics import Metrics, summarize
 
 
 def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> Metrics:

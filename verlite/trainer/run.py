@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
@@ -15,6 +16,8 @@ from verlite.controller.stop import StopRequest
 from verlite.data.dataset import PromptDataset
 from verlite.data.sampler import PromptSampler
 from verlite.envs.factory import EnvFactory
+from verlite.protocol.data import DataProto
+from verlite.protocol.fields import check_stage
 from verlite.trainer.display import Display
 from verlite.trainer.metrics import Metrics, Stopwatch
 from verlite.trainer.tracking import Tracking
@@ -23,6 +26,8 @@ from verlite.workers.critic import CriticWorker
 from verlite.workers.reference import ReferenceWorker
 from verlite.workers.roles import ROLES
 from verlite.workers.rollout import RolloutWorker
+
+_Stage = TypeVar("_Stage", bound=Callable[..., Any])
 
 
 @dataclass
@@ -160,15 +165,26 @@ class Run:
         }
 
 
-def stage(name: str) -> Callable:
-    """Time a stage as `timing_s/<name>` and display it as the current phase."""
+def stage(phase: str | None = None) -> Callable[[_Stage], _Stage]:
+    """Mark a function of a run, and mostly a batch, as a stage of the training step.
 
-    def wrap(function: Callable) -> Callable:
+    It is timed as `timing_s/<phase>` and displayed as the current phase, if it has one. A batch
+    that it returns is checked against the table of fields (protocol.fields).
+    """
+
+    def wrap(function: _Stage) -> _Stage:
         @functools.wraps(function)
-        def timed(run: Run, *args):
-            with run.stopwatch(name), run.display.phase(name):
-                return function(run, *args)
+        def checked(run: Run, *args: Any) -> Any:
+            with ExitStack() as stack:
+                if phase is not None:
+                    stack.enter_context(run.stopwatch(phase))
+                    stack.enter_context(run.display.phase(phase))
+                result = function(run, *args)
+            if isinstance(result, DataProto):
+                before = args[0] if args else DataProto()
+                check_stage(function.__name__, before, result)
+            return result
 
-        return timed
+        return cast(_Stage, checked)
 
     return wrap

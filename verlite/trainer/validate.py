@@ -1,95 +1,134 @@
 """Validation: generate, score, and summarize by data source."""
 
 from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from verlite.data.dataset import PromptRow
+from verlite.protocol.data import DataProto
+from verlite.protocol.metrics import Metrics, summarize
 from verlite.rollout.types import Sampling
-from verlite.trainer import batch as batches
-from verlite.trainer.agent import sample_numbers
+from verlite.trainer.agent import trajectory_numbers
+from verlite.trainer.batch import requests, seeds
 from verlite.trainer.errors import RewardFailures
 from verlite.trainer.evaluation import validation_metrics
-from verlite.trainer.metrics import summarize
 from verlite.trainer.run import Run, stage
 from verlite.trainer.samples import kept_per_step, sample_records, write_jsonl
 from verlite.trainer.stages.rollout import reward_failures, sample_responses
 
 
+@dataclass
+class _Results:
+    """Results of all chunks, one entry per sample. rewards: None where the reward failed."""
+
+    sources: list[str] = field(default_factory=list)
+    uids: list[str] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    trajectory_info: dict[str, list[float | None]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    first_error: str = ""
+
+    def add(self, batch: DataProto, multi_turn: bool) -> None:
+        columns = batch.non_tensor_batch
+        valid = batch.batch["valid"].tolist()
+        self.sources += list(columns["data_source"])
+        self.uids += list(columns["uid"])
+        self.parts += list(columns["reward_parts"])
+        self.turns += batch.batch["turns"].tolist()
+        self.rewards += _of_valid(batch.batch["raw_scores"].tolist(), valid)
+        if multi_turn:
+            for name, values in trajectory_numbers(batch).items():
+                self.trajectory_info[name] += _of_valid(values, valid)
+        if not self.first_error:
+            generation_errors = (error for error in columns["error"] if error)
+            self.first_error = reward_failures(batch)[1] or next(generation_errors, "")
+
+    def variables(self) -> dict[str, list[float | None]]:
+        """Return the reward, the trajectories' numbers, and the numeric parts of the reward."""
+        numeric = {
+            name
+            for parts in self.parts
+            for name, value in parts.items()
+            if isinstance(value, (int, float)) and name != "reward"
+        }
+        parts = {name: [p.get(name) for p in self.parts] for name in sorted(numeric)}
+        return {"reward": self.rewards, **self.trajectory_info, **parts}
+
+
+def _of_valid(values: list[float], valid: list[bool]) -> list[float | None]:
+    return [value if ok else None for value, ok in zip(values, valid, strict=True)]
+
+
 @stage("testing")
-def validate(run: Run) -> dict[str, float]:
-    """Generate on the validation set with `rollout.val_kwargs`, score, and return metrics by data source."""
+def validate(run: Run) -> Metrics:
+    """Generate on the validation set with `rollout.val_kwargs`; return metrics by data source.
+
+    Samples that could not be scored are left out, with a warning.
+
+    Raises:
+        RewardFailures: No sample could be scored.
+    """
     if run.val_data is None:
         return {}
-    val, data = run.config.actor_rollout_ref.rollout.val_kwargs, run.config.data
+    kept = kept_per_step(run)
+    shown = run.config.trainer.log_val_generations
+    wanted = None if kept is None else max(kept, shown)
+    records: list[dict[str, Any]] = []
+    results = _Results()
+    for chunk in _requests(run):
+        batch = sample_responses(run, chunk, sleep_after=False)
+        results.add(batch, multi_turn=run.env_factory is not None)
+        left = None if wanted is None else max(0, wanted - len(records))
+        records += sample_records(run, batch[:left])
+    write_jsonl(run.run_dir / "rollouts" / f"val_step_{run.step}.jsonl", records[:kept])
+    samples = len(results.rewards)
+    failed = sum(reward is None for reward in results.rewards)
+    if failed == samples:
+        raise RewardFailures(
+            f"none of the {failed} validation samples could be scored. The first failure:\n"
+            f"{results.first_error.rstrip()}"
+        )
+    if failed:
+        run.display.warn(
+            f"{failed} of {samples} validation samples could not be scored and are left out; "
+            f"first: {results.first_error}"
+        )
+    for record in records[:shown]:
+        run.display.info(
+            f"{record['prompt']}{record['response']}  [score {record['score']}, "
+            f"expected {record['ground_truth']}]"
+        )
+    predictions = [parts.get("pred") for parts in results.parts]
+    metrics = validation_metrics(results.sources, results.uids, results.variables(), predictions)
+    metrics |= summarize("val-aux/num_turns", torch.tensor(results.turns))
+    metrics["val-aux/error_rate"] = failed / samples
+    return metrics
+
+
+def _requests(run: Run) -> list[DataProto]:
+    """Return the requests for the validation set, `data.val_batch_size` prompts at a time."""
+    val = run.config.actor_rollout_ref.rollout.val_kwargs
+    data = run.config.data
     rows: list[tuple[str, PromptRow]] = [
         (f"val-{i}", run.val_data.row(i)) for i in range(len(run.val_data)) for _ in range(val.n)
     ]
     greedy = not val.do_sample or val.temperature == 0
-    seeds = batches.seeds(run.config.actor_rollout_ref.rollout.seed, 0, 0, len(rows))
-    size = (data.val_batch_size or len(run.val_data)) * val.n
-    sources, uids, rewards, parts, records, turns = [], [], [], [], [], []
-    trajectory_info: dict[str, list[float | None]] = defaultdict(list)
-    first_error, shown = "", kept_per_step(run)
-    shown = shown if shown is None else max(shown, run.config.trainer.log_val_generations)
-    for start in range(0, len(rows), size):
-        chunk = rows[start : start + size]
-        samplings = [
-            Sampling(
-                0.0 if greedy else val.temperature,
-                val.top_p,
-                val.top_k,
-                data.max_response_length,
-                seed=seed,
-            )
-            for seed in seeds[start : start + size]
-        ]
-        requests = batches.requests([row for _, row in chunk], [uid for uid, _ in chunk], samplings)
-        batch = sample_responses(run, requests, sleep_after=False)
-        valid, totals = batch.batch["valid"].tolist(), batch.batch["raw_scores"].tolist()
-        sources += list(batch.non_tensor_batch["data_source"])
-        uids += list(batch.non_tensor_batch["uid"])
-        rewards += [total if ok else None for total, ok in zip(totals, valid, strict=True)]
-        parts += list(batch.non_tensor_batch["reward_parts"])
-        records += sample_records(
-            run, batch[: None if shown is None else max(0, shown - len(records))]
-        )
-        turns += batch.batch["turns"].tolist()
-        for name, values in (sample_numbers(batch) if run.env_factory else {}).items():
-            trajectory_info[name] += [
-                value if ok else None for value, ok in zip(values, valid, strict=True)
-            ]
-        first_error = (
-            first_error
-            or reward_failures(batch)[1]
-            or next(filter(None, batch.non_tensor_batch["error"]), "")
-        )
-    numeric = sorted(
-        {name for p in parts for name, value in p.items() if isinstance(value, (int, float))}
-    )
-    variables = {
-        "reward": rewards,
-        **trajectory_info,
-        **{name: [p.get(name) for p in parts] for name in numeric if name != "reward"},
-    }
-    write_jsonl(
-        run.run_dir / "rollouts" / f"val_step_{run.step}.jsonl", records[: kept_per_step(run)]
-    )
-    failed = sum(reward is None for reward in rewards)
-    if failed == len(rewards):
-        raise RewardFailures(
-            f"none of the {failed} validation samples could be scored. The first failure:\n{first_error.rstrip()}"
-        )
-    if failed:
-        run.display.warn(
-            f"{failed} of {len(rewards)} validation samples could not be scored and are left out; first: {first_error}"
-        )
-    for record in records[: run.config.trainer.log_val_generations]:
-        run.display.info(
-            f"{record['prompt']}{record['response']}  [score {record['score']}, expected {record['ground_truth']}]"
-        )
-    return {
-        **validation_metrics(sources, uids, variables, [p.get("pred") for p in parts]),
-        **summarize("val-aux/num_turns", torch.tensor(turns)),
-        "val-aux/error_rate": failed / len(rewards),
-    }
+    temperature = 0.0 if greedy else val.temperature
+    samplings = [
+        Sampling(temperature, val.top_p, val.top_k, data.max_response_length, seed=seed)
+        for seed in seeds(run.config.actor_rollout_ref.rollout.seed, 0, 0, len(rows))
+    ]
+    chunk_size = (data.val_batch_size or len(run.val_data)) * val.n
+    chunks = []
+    for start in range(0, len(rows), chunk_size):
+        chunk = rows[start : start + chunk_size]
+        chunk_samplings = samplings[start : start + chunk_size]
+        prompts = [row for _, row in chunk]
+        uids = [uid for uid, _ in chunk]
+        chunks.append(requests(prompts, uids, chunk_samplings))
+    return chunks

@@ -1,4 +1,4 @@
-"""The policy in training: log-probs, updates, weights for the rollout engine."""
+"""The policy in training: log-probs, advantages, updates, and weights for the rollout engine."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,17 +16,23 @@ from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.engine.folder import load_tokenizer
 from verlite.protocol.data import DataProto
-from verlite.protocol.ragged import padded, ragged
+from verlite.protocol.metrics import Metrics
+from verlite.protocol.ragged import ragged
 from verlite.protocol.weights import Buckets, write_buckets
-from verlite.workers.training import TrainingWorker, cut
+from verlite.workers.advantage import corrected, estimate, selected
+from verlite.workers.rows import StepRows
+from verlite.workers.training import TrainingWorker, micro_batching
 
 if TYPE_CHECKING:
-    from verlite.engine.fsdp import Counts
+    from verlite.engine.fsdp import Counts, LossFn
 
 
 @dataclass(frozen=True)
 class Export:
-    """The trainer's weights as one rank left them for the engines of its node; empty paths on ranks that wrote none."""
+    """One rank's copy of the weights for the engines on its node.
+
+    paths: files to read; empty on ranks that wrote none.
+    """
 
     node_id: str
     paths: list[str]
@@ -35,15 +41,18 @@ class Export:
 
 
 class ActorWorker(TrainingWorker):
-    """One rank of the policy."""
+    """One rank of the policy.
 
-    def __init__(self, config: Config, plan: Plan, total_steps: int):
-        from verlite.engine.fsdp import (
-            TrainEngine,
-        )  # its libraries take seconds, and the driver only names this class
+    step_rows: all rows of the current training step, on the rank that estimates advantages.
+    """
+
+    def __init__(self, config: Config, plan: Plan, total_steps: int) -> None:
+        # Imported here: these libraries take seconds, and the driver only names this class.
+        from verlite.engine.fsdp import TrainEngine
 
         super().__init__(config, plan, total_steps)
         policy = config.actor_rollout_ref
+        self.step_rows = StepRows()
         self.engine = TrainEngine(
             policy.model,
             policy.actor.fsdp_config,
@@ -59,15 +68,19 @@ class ActorWorker(TrainingWorker):
         self.engine.offload()
         self._exported: Buckets | None = None
 
-    @register("split", keep_remote=("old_log_probs", "sum_pi_squared"))
+    @register("split", keep_remote=("old_log_probs", "sum_pi_squared"), fetch=False)
     def log_probs(self, batch: DataProto) -> DataProto:
-        """Of the responses under the current policy: ragged old_log_probs, and sum_pi_squared where the plan needs it; and each row's
-        entropy_sums [b] and gap_sums [b, G] to what the rollout engine said."""
-        rows = padded(batch)
+        """Compute log-probs of the responses under the current policy.
+
+        Returns:
+            Ragged old_log_probs and, if the plan needs it, sum_pi_squared; entropy_sums [b], and
+            gap_sums [b, G] between these log-probs and those of the rollout engine.
+        """
+        rows = self.rows.padded(batch)
         self.engine.onload()
         out = self.engine.forward(
             rows,
-            cut(self.plan.log_prob_micro),
+            micro_batching(self.plan.log_prob_micro),
             self.config.actor_rollout_ref.rollout.temperature,
             with_entropy=True,
             with_sum_pi_squared=self.plan.needs_sum_pi_squared,
@@ -75,51 +88,87 @@ class ActorWorker(TrainingWorker):
         self.engine.offload()
         t = rows.batch
         sums = {
-            "entropy_sums": out.pop("entropy").double().sum(1),
+            "entropy_sums": out["entropy"].double().sum(1),
             "gap_sums": gap_rows(out["log_probs"], t["rollout_log_probs"], t["response_mask"]),
         }
-        out["old_log_probs"] = out.pop("log_probs")
-        return DataProto.from_dict(
-            sums, {name: ragged(values, t["response_length"]) for name, values in out.items()}
-        )
+        columns = {"old_log_probs": ragged(out["log_probs"], t["response_length"])}
+        if self.plan.needs_sum_pi_squared:
+            columns["sum_pi_squared"] = ragged(out["sum_pi_squared"], t["response_length"])
+        return DataProto.from_dict(sums, columns)
 
-    @register("split", keep_remote=("ref_log_prob",))
+    @register("split", keep_remote=("ref_log_prob",), fetch=False)
     def reference_log_probs(self, batch: DataProto) -> DataProto:
-        """Ragged ref_log_prob of the responses under the policy without its adapters."""
-        rows = padded(batch)
+        """Return ragged ref_log_prob of the responses under the policy without its adapters."""
+        rows = self.rows.padded(batch)
+        temperature = self.config.actor_rollout_ref.rollout.temperature
         self.engine.onload()
         with self.engine.without_adapters():
-            out = self.engine.forward(
-                rows, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature
-            )
+            out = self.engine.forward(rows, micro_batching(self.plan.ref_micro), temperature)
         self.engine.offload()
-        return DataProto.from_dict(
-            {}, {"ref_log_prob": ragged(out["log_probs"], rows.batch["response_length"])}
-        )
+        log_probs = ragged(out["log_probs"], rows.batch["response_length"])
+        return DataProto.from_dict({}, {"ref_log_prob": log_probs})
 
-    @register("split")
-    def update(self, batch: DataProto) -> dict[str, float]:
-        """All of the step's policy updates; returns verl's actor/ metrics, equal on every rank."""
+    @register("split", keep_remote=("loss_mask", "rollout_is_weights"), fetch=False)
+    def rollout_correction(self, batch: DataProto) -> DataProto:
+        """Apply rollout correction to all rows of the step, on one rank (see `corrected`)."""
+        if not len(batch):
+            return DataProto()
+        return corrected(self.step_rows.padded(batch).batch, self.plan.correction)
+
+    @register("split", keep_remote=("advantages", "returns"), fetch=False)
+    def advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
+        """Estimate advantages from all tokens of the step, on one rank.
+
+        Returns:
+            rewards [B]; ragged advantages and returns, 0 outside loss_mask; meta_info["metrics"].
+        """
+        if not len(batch):
+            return DataProto()
+        t = self.step_rows.padded(batch).batch
+        uid = batch.non_tensor_batch["uid"]
+        result, metrics = estimate(self.config, t, uid, kl_coefficient)
+        columns = {
+            name: ragged(result.batch[name] * t["loss_mask"], t["response_length"])
+            for name in ("advantages", "returns")
+        }
+        rewards = {"rewards": result.batch["rewards"]}
+        return DataProto.from_dict(rewards, columns, {"metrics": metrics})
+
+    @register("split", keep_remote=("selected_tokens",), fetch=False)
+    def select_tokens(self, batch: DataProto, seed: int) -> DataProto:
+        """Select the step's tokens for the loss clip_cov or kl_cov, on one rank."""
+        if not len(batch):
+            return DataProto()
+        t = self.step_rows.padded(batch).batch
+        settings = vars(self.config.actor_rollout_ref.actor.policy_loss)
+        tokens = selected(t, self.plan.loss_mode, settings, seed)
+        return DataProto.from_dict({}, {"selected_tokens": ragged(tokens, t["response_length"])})
+
+    @register("split", fetch=False)
+    def update(self, batch: DataProto) -> Metrics:
+        """Do the step's policy updates; return verl's actor/ metrics, equal on every rank."""
+        self.step_rows.clear()
         actor = self.config.actor_rollout_ref.actor
-        unmeasured = "entropy_sums" not in batch.batch.keys()
-        with_entropy = actor.calculate_entropy or actor.entropy_coeff != 0 or unmeasured
+        measured = "entropy_sums" in batch.batch.keys()
         metrics = self.update_in_mini_batches(
             "actor",
-            padded(batch),
+            self.rows.padded(batch),
             self.plan.actor,
             policy_objective(self.config, self.plan),
-            with_entropy=with_entropy,
+            with_entropy=actor.calculate_entropy or actor.entropy_coeff != 0 or not measured,
         )
         sums = {key: metrics.pop(key) for key in list(metrics) if key.startswith("gap/")}
-        return (
-            metrics
-            | gap_metrics(sums)
-            | ({"actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else {})
-        )
+        metrics |= gap_metrics(sums)
+        if actor.use_kl_loss:
+            metrics["actor/kl_coef"] = actor.kl_loss_coef
+        return metrics
 
     @register("all")
     def export_weights(self) -> Export:
-        """Stream the full weights, which every rank helps to gather, into memory files, one copy per node; then free device memory."""
+        """Write the full weights to memory files, one copy per node, and free device memory.
+
+        All ranks take part in gathering the weights.
+        """
         self.engine.onload()
         rollout = self.config.actor_rollout_ref.rollout
         dtype = getattr(torch, self.plan.rollout_dtype)
@@ -127,7 +176,7 @@ class ActorWorker(TrainingWorker):
         fingerprint = self.engine.fingerprint(dtype)
         export = Export(self.node_id, [], 0, fingerprint)
         if self.local_rank:
-            for _ in weights:
+            for _ in weights:  # collective: every rank has to iterate
                 pass
         else:
             self._exported = write_buckets(weights, rollout.sync_bucket_mb * 2**20)
@@ -150,11 +199,11 @@ class ActorWorker(TrainingWorker):
         self.engine.offload()
 
 
-def policy_objective(config: Config, plan: Plan):
-    """The actor's loss as the engine calls it: loss(rows, outputs, counts) -> (scalar, additive metrics).
+def policy_objective(config: Config, plan: Plan) -> "LossFn":
+    """Return the actor's loss: pg_loss - entropy_coeff * entropy + kl_loss_coef * KL.
 
-    pg_loss - entropy_coeff * entropy + kl_loss_coef * KL, each aggregated by loss_agg_mode over the whole optimizer step:
-    `counts` has the tokens and sequences of all micro-batches on all ranks, so the sum of the parts is the loss of the whole.
+    Each term is aggregated by loss_agg_mode over the whole optimizer step: `counts` has the tokens
+    and sequences of all micro-batches on all ranks, so the losses of micro-batches add up to it.
     """
     actor = config.actor_rollout_ref.actor
     chosen = actor.policy_loss
@@ -196,7 +245,7 @@ def policy_objective(config: Config, plan: Plan):
         loss, metrics = policy_loss(plan.loss_mode, inputs)
         metrics["actor/pg_loss"] = loss.detach()
         if "old_log_probs" not in rows.keys() or plan.loss_mode == BYPASS_LOSS:
-            # No pass before the updates has measured the gap. In a step's only update these log-probs are the old ones.
+            # No earlier pass measured the gap. With one update per step these are the old log-probs.
             metrics |= gap_sums(log_probs, rows["rollout_log_probs"], mask)
         if "entropy" in outputs:
             metrics["actor/entropy"] = inputs.token_mean(outputs["entropy"].detach())

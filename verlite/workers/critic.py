@@ -1,4 +1,4 @@
-"""The value function: values and updates."""
+"""The critic: values and updates."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -12,20 +12,20 @@ from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.protocol.data import DataProto
-from verlite.protocol.ragged import padded, ragged
-from verlite.workers.training import TrainingWorker, cut
+from verlite.protocol.metrics import Metrics
+from verlite.protocol.ragged import ragged
+from verlite.workers.training import TrainingWorker, micro_batching
 
 if TYPE_CHECKING:
-    from verlite.engine.fsdp import Counts
+    from verlite.engine.fsdp import Counts, LossFn
 
 
 class CriticWorker(TrainingWorker):
     """One rank of the critic: a causal LM's body with a scalar head."""
 
-    def __init__(self, config: Config, plan: Plan, total_steps: int):
-        from verlite.engine.fsdp import (
-            TrainEngine,
-        )  # its libraries take seconds, and the driver only names this class
+    def __init__(self, config: Config, plan: Plan, total_steps: int) -> None:
+        # Imported here: these libraries take seconds, and the driver only names this class.
+        from verlite.engine.fsdp import TrainEngine
 
         super().__init__(config, plan, total_steps)
         critic = config.critic
@@ -43,28 +43,27 @@ class CriticWorker(TrainingWorker):
         )
         self.engine.offload()
 
-    @register("split", keep_remote=("values",))
+    @register("split", keep_remote=("values",), fetch=False)
     def values(self, batch: DataProto) -> DataProto:
-        """Ragged values: the value before each response token, 0 where the token is not trained."""
-        rows = padded(batch)
+        """Return ragged values: the value before each response token, 0 outside response_mask."""
+        rows = self.rows.padded(batch)
         self.engine.onload()
-        out = self.engine.forward(rows, cut(self.plan.value_micro), 1.0)
+        out = self.engine.forward(rows, micro_batching(self.plan.value_micro), 1.0)
         self.engine.offload()
         t = rows.batch
-        return DataProto.from_dict(
-            {}, {"values": ragged(out["values"] * t["response_mask"], t["response_length"])}
-        )
+        values = ragged(out["values"] * t["response_mask"], t["response_length"])
+        return DataProto.from_dict({}, {"values": values})
 
-    @register("split")
-    def update(self, batch: DataProto) -> dict[str, float]:
-        """All of the step's critic updates; returns verl's critic/ metrics, equal on every rank."""
-        return self.update_in_mini_batches(
-            "critic", padded(batch), self.plan.critic, value_objective(self.config, self.plan)
-        )
+    @register("split", fetch=False)
+    def update(self, batch: DataProto) -> Metrics:
+        """Do the step's critic updates; return verl's critic/ metrics, equal on every rank."""
+        rows = self.rows.padded(batch)
+        objective = value_objective(self.config, self.plan)
+        return self.update_in_mini_batches("critic", rows, self.plan.critic, objective)
 
 
-def value_objective(config: Config, plan: Plan):
-    """The critic's loss as the engine calls it, aggregated over the whole optimizer step as the policy's is."""
+def value_objective(config: Config, plan: Plan) -> "LossFn":
+    """Return the critic's loss, aggregated over the whole optimizer step like the policy's."""
 
     def objective(
         rows: TensorDict, outputs: dict[str, torch.Tensor], counts: "Counts"

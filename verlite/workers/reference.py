@@ -4,17 +4,16 @@ from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.protocol.data import DataProto
-from verlite.protocol.ragged import padded, ragged
-from verlite.workers.training import TrainingWorker, cut
+from verlite.protocol.ragged import ragged
+from verlite.workers.training import TrainingWorker, micro_batching
 
 
 class ReferenceWorker(TrainingWorker):
-    """One rank of the reference. It has no optimizer, so nothing can change it."""
+    """One rank of the reference. It has no optimizer, so its weights cannot change."""
 
-    def __init__(self, config: Config, plan: Plan, total_steps: int):
-        from verlite.engine.fsdp import (
-            TrainEngine,
-        )  # its libraries take seconds, and the driver only names this class
+    def __init__(self, config: Config, plan: Plan, total_steps: int) -> None:
+        # Imported here: these libraries take seconds, and the driver only names this class.
+        from verlite.engine.fsdp import TrainEngine
 
         super().__init__(config, plan, total_steps)
         policy = config.actor_rollout_ref
@@ -32,15 +31,13 @@ class ReferenceWorker(TrainingWorker):
         )
         self.engine.offload()
 
-    @register("split", keep_remote=("ref_log_prob",))
+    @register("split", keep_remote=("ref_log_prob",), fetch=False)
     def log_probs(self, batch: DataProto) -> DataProto:
-        """Ragged ref_log_prob of the responses."""
-        rows = padded(batch)
+        """Return ragged ref_log_prob of the responses."""
+        rows = self.rows.padded(batch)
+        temperature = self.config.actor_rollout_ref.rollout.temperature
         self.engine.onload()
-        out = self.engine.forward(
-            rows, cut(self.plan.ref_micro), self.config.actor_rollout_ref.rollout.temperature
-        )
+        out = self.engine.forward(rows, micro_batching(self.plan.ref_micro), temperature)
         self.engine.offload()
-        return DataProto.from_dict(
-            {}, {"ref_log_prob": ragged(out["log_probs"], rows.batch["response_length"])}
-        )
+        log_probs = ragged(out["log_probs"], rows.batch["response_length"])
+        return DataProto.from_dict({}, {"ref_log_prob": log_probs})

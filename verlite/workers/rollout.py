@@ -1,4 +1,4 @@
-"""Generation behind Ray: one engine per worker, hundreds of trajectories at once, each scored when it is finished."""
+"""Rollout workers: one engine each, with the environments and the scorer of its samples."""
 
 import asyncio
 import itertools
@@ -29,31 +29,38 @@ from verlite.workers.actor import Export
 
 @dataclass(frozen=True)
 class DecodedResponse:
-    """A response as text. transcript: (model or tool, text), piece by piece."""
+    """A response as text.
+
+    text: what the model wrote. transcript: (model or tool, text) per part of a multi-turn response.
+    """
 
     text: str = ""
     transcript: list[tuple[str, str]] = field(default_factory=list)
 
 
 class RolloutWorker(Worker):
-    """One generation engine, the world that its samples act in, and what scores them. folder: in which reward functions run."""
+    """One generation engine, the environments its samples act in, and the scorer.
 
-    def __init__(self, config: Config, plan: Plan, folder: str | None = None):
+    folder: working directory of the user's reward functions.
+    """
+
+    def __init__(self, config: Config, plan: Plan, folder: str | None = None) -> None:
         policy = config.actor_rollout_ref
-        self.config, self.plan = config, plan
+        self.config = config
+        self.plan = plan
         self.env_factory = EnvFactory()
         if plan.max_turns:
-            self.env_factory, tokenizer = build_env_factory(config), load_tokenizer(policy.model)
+            self.env_factory = build_env_factory(config)
+            tokenizer = load_tokenizer(policy.model)
             template = config.data.apply_chat_template_kwargs
             self.encode = encoder(self.env_factory, tokenizer, template)
-            check_env_factory(
-                self.env_factory
-            )  # tools that the driver's machine reaches need not be in reach of this one
-        engines_here = max(1, self._spec.devices_on_node // self._spec.devices)
+            # The driver checked its own access to the tools; this machine's may differ.
+            check_env_factory(self.env_factory)
+        engines_on_node = max(1, self._spec.devices_on_node // self._spec.devices)
         self.scorer = Scorer(
-            config.custom_reward_function, config.reward, share=engines_here, folder=folder
+            config.custom_reward_function, config.reward, share=engines_on_node, folder=folder
         )
-        self.scorer.check_signature()  # the driver has looked at it too, but this may be another machine
+        self.scorer.check_signature()  # again: the file may differ on this machine
         self.engine = build_engine(
             plan.rollout_name,
             policy.model,
@@ -75,69 +82,70 @@ class RolloutWorker(Worker):
         ),
     )
     def generate(self, requests: DataProto, sleep_after: bool) -> DataProto:
-        """Answers to [b] requests with their rewards: ragged prompt_ids, response_ids, response_mask, rollout_log_probs, and numbers of
-        each row. A sample is scored as soon as it is finished, while others go on; one whose reward fails is not valid.
+        """Sample a response to each request, and score each as soon as it is finished.
 
-        With turns also what the world reported: segments, turn_infos, invalid_turns, truncated_observations, gen_seconds, tool_seconds.
+        Returns:
+            Ragged prompt_ids, response_ids, response_mask and rollout_log_probs, and per row the
+            score, status and lengths (see protocol.fields). With turns also what the environment
+            reported: segments, turn_infos, invalid_turns, truncated_observations, gen_seconds,
+            tool_seconds.
         """
         columns = requests.non_tensor_batch
         prompts = zip(
             columns["prompt_ids"], columns["sampling"], columns["extra_info"], strict=True
         )
-        told = [DecodedResponse()] * len(requests)
+        decoded = [DecodedResponse()] * len(requests)
         with Stream(self.scorer, self.config.reward.timeout_s) as rewards:
 
-            def finished(row: int, trajectory: Trajectory) -> None:
-                told[row] = self._told(trajectory)
+            def on_finished(row: int, trajectory: Trajectory) -> None:
+                decoded[row] = self._decode(trajectory)
                 if trajectory.status != Status.ERROR:
-                    rewards.add(row, self._item(columns, row, trajectory, told[row]))
+                    rewards.add(row, self._reward_item(columns, row, trajectory, decoded[row]))
 
-            trajectories = asyncio.run(
-                self._sample([self._request(*prompt) for prompt in prompts], finished)
-            )
+            made = [self._request(*prompt) for prompt in prompts]
+            trajectories = asyncio.run(self._sample(made, on_finished))
             if sleep_after:
                 self.engine.sleep()
             began = time.monotonic()
             results = rewards.results()
-            waited = time.monotonic() - began
-        return as_columns(trajectories, told, results, waited, with_turns=self.plan.max_turns > 0)
+            waited_s = time.monotonic() - began
+        multi_turn = self.plan.max_turns > 0
+        return as_columns(trajectories, decoded, results, waited_s, multi_turn)
 
-    def _told(self, trajectory: Trajectory) -> "DecodedResponse":
-        """What the model wrote, as text without special tokens; with turns also who wrote what."""
+    def _decode(self, trajectory: Trajectory) -> DecodedResponse:
+        """Decode what the model wrote, without special tokens; with turns also the transcript."""
 
         def text(ids: list[int]) -> str:
             return str(self.engine.tokenizer.decode(ids, skip_special_tokens=True))
 
-        written = text(
-            [
-                token
-                for token, own in zip(
-                    trajectory.response_ids, trajectory.response_mask, strict=True
-                )
-                if own
-            ]
-        )
+        tokens = zip(trajectory.response_ids, trajectory.response_mask, strict=True)
+        sampled = text([token for token, mask in tokens if mask])
         if not self.plan.max_turns:
-            return DecodedResponse(written)
+            return DecodedResponse(sampled)
         ids = iter(trajectory.response_ids)
-        return DecodedResponse(
-            written,
-            [(who, text(list(itertools.islice(ids, count)))) for who, count in trajectory.segments],
-        )
+        transcript = [
+            (author, text(list(itertools.islice(ids, count))))
+            for author, count in trajectory.segments
+        ]
+        return DecodedResponse(sampled, transcript)
 
-    def _item(
-        self, columns: Mapping[str, Any], row: int, trajectory: Trajectory, told: "DecodedResponse"
+    def _reward_item(
+        self,
+        columns: Mapping[str, Any],
+        row: int,
+        trajectory: Trajectory,
+        decoded: DecodedResponse,
     ) -> RewardItem:
-        extra = columns["extra_info"][row]
+        extra_info = columns["extra_info"][row]
         if self.plan.max_turns:
-            trajectory_info = {
-                "segments": told.transcript,
+            info = {
+                "segments": decoded.transcript,
                 "status": str(trajectory.status),
                 "turns": trajectory.turns,
             }
-            extra = {**extra, "trajectory": trajectory_info}
+            extra_info = {**extra_info, "trajectory": info}
         return RewardItem(
-            columns["data_source"][row], told.text, columns["ground_truth"][row], extra
+            columns["data_source"][row], decoded.text, columns["ground_truth"][row], extra_info
         )
 
     def _request(
@@ -158,21 +166,21 @@ class RolloutWorker(Worker):
     def _env(self, extra_info: dict[str, Any]) -> Env:
         try:
             return self.env_factory.env(extra_info)
-        except Exception as error:  # a user's own, which may want of a row what it does not have
+        except Exception as error:  # a user's factory may raise anything
             raise ValueError(
-                f"env.name={self.config.env.name} makes no environment for a row with extra_info {extra_info!r:.200}: "
-                f"{type(error).__name__}: {error}"
+                f"env.name={self.config.env.name} cannot build an environment for a row with "
+                f"extra_info {extra_info!r:.200}: {type(error).__name__}: {error}"
             ) from error
 
     async def _sample(
-        self, requests: list[Request], finished: Callable[[int, Trajectory], None]
+        self, requests: list[Request], on_finished: Callable[[int, Trajectory], None]
     ) -> list[Trajectory]:
         async with self.env_factory:
-            return await run_all(self.engine, requests, finished)
+            return await run_all(self.engine, requests, on_finished)
 
     @register("all")
     def tool_health(self) -> str | None:
-        """Why this worker's tools cannot be used now."""
+        """Return why this worker's tools cannot be used now, None if they can."""
         try:
             check_env_factory(self.env_factory)
         except ToolError as error:
@@ -186,22 +194,24 @@ class RolloutWorker(Worker):
 
     @register("all")
     def load_weights(self, exports: list[Export], version: int) -> None:
-        """Take back the weights' memory, load this node's copy of the trainer's weights, reset caches, compare fingerprints, and only then
-        take the version; last, take back the caches' memory."""
+        """Load this node's copy of the trainer's weights as `version`.
+
+        The engine compares the fingerprint before it accepts the version. The KV cache is allocated
+        last: on a GPU it takes memory that loading needs.
+        """
         mine = next((e for e in exports if e.paths and e.node_id == self.node_id), None)
         if mine is None:
             raise RuntimeError(
-                f"no actor rank on node {self.node_id} wrote weights there: place the actor on every node of the rollout"
+                f"no actor rank on node {self.node_id} wrote weights: place the actor on every "
+                "node of the rollout"
             )
         self.engine.wake("weights")
         self.engine.load_weights(read_buckets(mine.paths), version, mine.fingerprint)
-        self.engine.wake(
-            "kv_cache"
-        )  # only now: on a device it needs the room that loading has used
+        self.engine.wake("kv_cache")
 
     def close(self) -> None:
-        """End the engine and its processes, whose shared memory would otherwise outlive them."""
-        if hasattr(self, "engine"):  # not if it failed to start
+        """Stop the engine and its processes, whose shared memory would otherwise remain."""
+        if hasattr(self, "engine"):  # missing if it failed to start
             self.engine.close()
             self.scorer.close()
         super().close()
@@ -209,32 +219,40 @@ class RolloutWorker(Worker):
 
 def as_columns(
     trajectories: Sequence[Trajectory],
-    told: Sequence[DecodedResponse],
+    decoded: Sequence[DecodedResponse],
     results: Mapping[int, RewardResult],
-    waited: float,
-    with_turns: bool,
+    waited_s: float,
+    multi_turn: bool,
 ) -> DataProto:
-    """Trajectories and the rewards of those that were scored, as columns. waited: seconds for the last rewards."""
+    """Convert trajectories and their rewards to columns.
+
+    Rows whose generation or reward failed are not valid, and their response_mask is 0.
+
+    Args:
+        results: Reward of each scored row by row number.
+        waited_s: Time that the worker waited for rewards after its last sample.
+    """
     scored = [results.get(row, RewardResult(None)) for row in range(len(trajectories))]
     valid = [result.score is not None for result in scored]
+    masks = [
+        np.asarray(t.response_mask, dtype=np.int8) * ok
+        for t, ok in zip(trajectories, valid, strict=True)
+    ]
+    versions = [t.weight_versions[-1] if t.weight_versions else -1 for t in trajectories]
     tensors = {
-        "prompt_length": _whole(len(t.prompt_ids) for t in trajectories),
-        "response_length": _whole(len(t.response_ids) for t in trajectories),
-        "trained_tokens": _whole(
-            sum(t.response_mask) * ok for t, ok in zip(trajectories, valid, strict=True)
-        ),
+        "prompt_length": _int_tensor(len(t.prompt_ids) for t in trajectories),
+        "response_length": _int_tensor(len(t.response_ids) for t in trajectories),
+        "sampled_tokens": _int_tensor(mask.sum() for mask in masks),
         "valid": torch.tensor(valid, dtype=torch.bool),
         "raw_scores": torch.tensor([result.score or 0.0 for result in scored], dtype=torch.float32),
-        "reward_seconds": torch.full((len(trajectories),), waited),
-        "turns": _whole(t.turns for t in trajectories),
-        "weight_version": _whole(
-            t.weight_versions[-1] if t.weight_versions else -1 for t in trajectories
-        ),
+        "reward_seconds": torch.full((len(trajectories),), waited_s),
+        "turns": _int_tensor(t.turns for t in trajectories),
+        "weight_version": _int_tensor(versions),
     }
     columns = {
         "prompt_ids": [np.asarray(t.prompt_ids, dtype=np.int32) for t in trajectories],
         "response_ids": [np.asarray(t.response_ids, dtype=np.int32) for t in trajectories],
-        "response_mask": [np.asarray(t.response_mask, dtype=np.int8) for t in trajectories],
+        "response_mask": masks,
         "rollout_log_probs": [np.asarray(t.log_probs, dtype=np.float32) for t in trajectories],
         "status": [str(t.status) for t in trajectories],
         "error": [
@@ -243,27 +261,22 @@ def as_columns(
         ],
         "reward_parts": [result.parts for result in scored],
         "reward_traceback": [result.traceback or result.error for result in scored],
-        "text": [one.text for one in told],
+        "text": [response.text for response in decoded],
     }
-    if with_turns:
+    if multi_turn:
         tensors |= {
-            name: _whole(getattr(t, name) for t in trajectories)
-            for name in ("invalid_turns", "truncated_observations")
-        }
-        seconds = {
-            name: [getattr(t, name) for t in trajectories]
-            for name in ("gen_seconds", "tool_seconds")
-        }
-        tensors |= {
-            name: torch.tensor(values, dtype=torch.float32) for name, values in seconds.items()
+            "invalid_turns": _int_tensor(t.invalid_turns for t in trajectories),
+            "truncated_observations": _int_tensor(t.truncated_observations for t in trajectories),
+            "gen_seconds": torch.tensor([t.gen_seconds for t in trajectories]).float(),
+            "tool_seconds": torch.tensor([t.tool_seconds for t in trajectories]).float(),
         }
         columns |= {
             "segments": [t.segments for t in trajectories],
             "turn_infos": [t.infos for t in trajectories],
-            "transcript": [one.transcript for one in told],
+            "transcript": [response.transcript for response in decoded],
         }
     return DataProto.from_dict(tensors, columns)
 
 
-def _whole(numbers: Iterable[int]) -> torch.Tensor:
-    return torch.tensor(list(numbers), dtype=torch.int64)
+def _int_tensor(numbers: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([int(number) for number in numbers], dtype=torch.int64)

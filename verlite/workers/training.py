@@ -1,8 +1,8 @@
-"""What actor, critic and reference share: a training engine behind Ray, its precision, offload, checkpoints and micro-batches."""
+"""The base of actor, critic and reference workers: a training engine behind Ray."""
 
 import resource
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,24 +11,32 @@ from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
 from verlite.protocol.data import DataProto
+from verlite.protocol.metrics import Metrics
+from verlite.workers.rows import StepRows
 
 if TYPE_CHECKING:
-    from verlite.engine.fsdp import TrainEngine
+    from verlite.engine.fsdp import LossFn, TrainEngine
     from verlite.engine.micro import MicroBatching
 
 
 class TrainingWorker(Worker):
-    """One rank of a model under FSDP2. Subclasses make the engine and name their losses."""
+    """One rank of a model under FSDP2. Subclasses build the engine and define the losses.
+
+    rows: this rank's rows of the current training step.
+    """
 
     engine: "TrainEngine"
 
-    def __init__(self, config: Config, plan: Plan, total_steps: int):
-        self.config, self.plan, self.total_steps = config, plan, total_steps
+    def __init__(self, config: Config, plan: Plan, total_steps: int) -> None:
+        self.config = config
+        self.plan = plan
+        self.total_steps = total_steps
+        self.rows = StepRows()
         self.init_distributed()
 
     @register("all")
     def save(self, folder: str) -> str | None:
-        """Write this role's shards (all ranks together). What the disk refuses is told, not raised: the run goes on without."""
+        """Write this role's shards, all ranks together. Return an I/O error instead of raising it."""
         try:
             self.engine.save(folder)
         except OSError as error:
@@ -37,65 +45,76 @@ class TrainingWorker(Worker):
 
     @register("all")
     def load(self, folder: str) -> None:
-        """Read them back, whatever the number of ranks that wrote them."""
+        """Load the shards that `save` wrote, with any number of ranks."""
         self.engine.onload(optimizer=True)
         self.engine.load(folder)
         self.engine.offload()
 
     def update_in_mini_batches(
-        self, role: str, batch: DataProto, updates: Updates, loss, **options
-    ) -> dict[str, float]:
-        """One optimizer step per mini-batch and epoch; returns means over the steps that have a metric, equal on every rank.
+        self, role: str, batch: DataProto, updates: Updates, loss: "LossFn", **options: Any
+    ) -> Metrics:
+        """Take one optimizer step per mini-batch and epoch on padded rows.
 
-        Every rank makes the same number of steps, also one that has no row in some of them. The engine's own metrics (grad_norm,
-        lr, ...) get the role's name in front.
+        Every rank takes the same number of steps, even if it has no rows in some of them.
+
+        Returns:
+            Means over the steps that have a metric, equal on every rank. The engine's own metrics
+            (grad_norm, lr, ...) are prefixed with the role's name.
         """
+        assert batch.batch is not None
+        rows = batch.with_batch(response_mask=batch.batch["loss_mask"])
+        assert rows.batch is not None
+        index = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
+        numbers = rows.batch[index]
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        dump_dir = Path(self.config.trainer.default_local_dir, "nonfinite")
         steps = []
-        temperature, dump = (
-            self.config.actor_rollout_ref.rollout.temperature,
-            Path(self.config.trainer.default_local_dir, "nonfinite"),
-        )
-        numbers = batch.batch["critic_mini_batch_index" if role == "critic" else "mini_batch_index"]
         self.engine.onload(optimizer=True)
         for epoch in range(updates.epochs):
-            for update in range(batch.meta_info["updates"]):
-                rows = batch.select_idxs(numbers[:, epoch] == update)
-                folder = dump / f"step_{batch.meta_info['step']}_{role}_{epoch}_{update}"
-                steps.append(
-                    self.engine.update(
-                        rows, cut(updates.micro), temperature, loss, dump_dir=folder, **options
-                    )
+            for update in range(rows.meta_info["updates"]):
+                step = self.engine.update(
+                    rows.select_idxs(numbers[:, epoch] == update),
+                    micro_batching(updates.micro),
+                    temperature,
+                    loss,
+                    dump_dir=dump_dir / f"step_{rows.meta_info['step']}_{role}_{epoch}_{update}",
+                    **options,
                 )
+                steps.append(step)
         self.engine.step_schedule()
         self.engine.offload()
-        # A step whose rows have all lost their vote has no loss: it must not hide that of the others.
-        named = {
-            key: [step[key] for step in steps if key in step]
-            for key in {key: None for step in steps for key in step}
-        }
-        means = {key: sum(values) / len(values) for key, values in named.items()}
-        return {
-            (key if "/" in key else f"{role}/{key}"): value for key, value in means.items()
-        } | self._memory(role)
+        self.rows.clear()
+        means = mean_metrics(steps)
+        named = {key if "/" in key else f"{role}/{key}": value for key, value in means.items()}
+        return named | self._memory(role)
 
-    def _memory(self, role: str) -> dict[str, float]:
-        """Most memory this rank has held, in GiB."""
-        peak = {
-            f"{role}/perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            / 2**20
-        }
+    def _memory(self, role: str) -> Metrics:
+        """Return this rank's peak memory in GiB."""
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = {f"{role}/perf/cpu_memory_used_gb": peak_kib / 2**20}
         if self.device.type == "cuda":
             peak[f"{role}/perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
             peak[f"{role}/perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
         return peak
 
 
-def cut(micro: Micro) -> "MicroBatching":
-    """The plan's micro-batches as the engine takes them."""
+def mean_metrics(steps: list[Metrics]) -> Metrics:
+    """Return each metric's mean over the steps that have it.
+
+    A step without trained tokens has no loss. It must not count as a loss of 0.
+    """
+    names = dict.fromkeys(name for step in steps for name in step)
+    means = {}
+    for name in names:
+        values = [step[name] for step in steps if name in step]
+        means[name] = sum(values) / len(values)
+    return means
+
+
+def micro_batching(micro: Micro) -> "MicroBatching":
+    """Convert the plan's micro-batches to the engine's."""
     from verlite.engine.micro import MicroBatching
 
-    return (
-        MicroBatching(max_tokens=micro.max_tokens)
-        if micro.max_tokens is not None
-        else MicroBatching(size=micro.size)
-    )
+    if micro.max_tokens is not None:
+        return MicroBatching(max_tokens=micro.max_tokens)
+    return MicroBatching(size=micro.size)

@@ -5,6 +5,7 @@ import torch
 from verlite.algorithms.masked import masked_mean
 from verlite.algorithms.shaping import overlong_penalty, rows_with_signal, shape_scores
 from verlite.protocol.data import DataProto, object_array
+from verlite.protocol.ragged import clear_rows
 from verlite.rollout.types import Sampling, Status
 from verlite.trainer import batch as batches
 from verlite.trainer.agent import generate_with_retry, waits_for_tools
@@ -30,6 +31,7 @@ def rollout(run: Run) -> DataProto:
     return batch
 
 
+@stage()
 def next_prompts(run: Run) -> DataProto:
     """Draw the next prompts; return `rollout.n` rows per prompt, each with its sampling parameters.
 
@@ -135,7 +137,7 @@ def reward_failures(batch: DataProto) -> tuple[float, str]:
 def shape_rewards(run: Run, batch: DataProto) -> DataProto:
     """Add `scores`: raw scores normalized, clipped, and penalized for length.
 
-    The score of a row without trained tokens is 0.
+    The score of a row without sampled tokens that count is 0.
     """
     reward = run.config.reward
     t = batch.batch
@@ -152,7 +154,7 @@ def shape_rewards(run: Run, batch: DataProto) -> DataProto:
         )
         scores = scores + penalty
         batch = batch.with_batch(overlong_penalty=penalty)
-    return batch.with_batch(scores=scores.masked_fill(t["trained_tokens"] == 0, 0))
+    return batch.with_batch(scores=scores.masked_fill(t["sampled_tokens"] == 0, 0))
 
 
 def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
@@ -161,24 +163,28 @@ def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
     Rows whose greedy response failed become invalid: they are excluded from the loss and from all
     statistics.
     """
-    scores = greedy.batch["scores"].tolist()
-    valid = greedy.batch["valid"].tolist()
-    greedy_uids = greedy.non_tensor_batch["uid"]
-    baselines = {
-        uid: score for uid, score, ok in zip(greedy_uids, scores, valid, strict=True) if ok
-    }
+    t = batch.batch
+    greedy_scores = zip(
+        greedy.non_tensor_batch["uid"],
+        greedy.batch["scores"].tolist(),
+        greedy.batch["valid"].tolist(),
+        strict=True,
+    )
+    baselines = {uid: score for uid, score, valid in greedy_scores if valid}
     uids = batch.non_tensor_batch["uid"]
-    has_baseline = torch.tensor([uid in baselines for uid in uids])
+    lost = torch.tensor([uid not in baselines for uid in uids])
     errors = list(batch.non_tensor_batch["error"])
-    for row in (batch.batch["valid"] & ~has_baseline).nonzero().flatten().tolist():
+    for row in (t["valid"] & lost).nonzero().flatten().tolist():
         errors[row] = "the greedy response to this prompt failed, so the row has no baseline"
+    mask = batch.non_tensor_batch["response_mask"]
     return batch.with_batch(
-        valid=batch.batch["valid"] & has_baseline,
-        trained_tokens=batch.batch["trained_tokens"] * has_baseline,
-        reward_baselines=torch.tensor(
-            [baselines.get(uid, 0.0) for uid in uids], dtype=torch.float32
-        ),
-    ).with_non_tensor(error=object_array(errors))
+        valid=t["valid"] & ~lost,
+        sampled_tokens=t["sampled_tokens"].masked_fill(lost, 0),
+        reward_baselines=torch.tensor([baselines.get(uid, 0.0) for uid in uids]),
+    ).with_non_tensor(
+        error=object_array(errors),
+        response_mask=clear_rows(mask, t["response_length"], lost),
+    )
 
 
 def filter_groups(run: Run, batch: DataProto, samples: DataProto) -> DataProto:

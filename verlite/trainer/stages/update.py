@@ -1,49 +1,44 @@
 """The update phase: mini-batches, critic update, actor update."""
 
 from verlite.protocol.data import DataProto
-from verlite.trainer import batch as batches
-from verlite.trainer.batch import to_ranks
+from verlite.trainer.batch import to_ranks, update_numbers
 from verlite.trainer.run import Run, stage
 
 _LOSS_FIELDS = (
+    "loss_mask",
     "rollout_log_probs",
     "old_log_probs",
     "ref_log_prob",
     "advantages",
     "rollout_is_weights",
-    "rejected_tokens",
     "selected_tokens",
 )
-"""Columns that a policy loss may read beside the tokens."""
+"""Columns that a policy loss may read, besides the tokens."""
 
 
-def balance(run: Run, batch: DataProto) -> DataProto:
-    """Decide which rows update together: mini_batch_index, and critic_mini_batch_index where there is a critic."""
-    uids, seed = (
-        batch.non_tensor_batch["uid"],
-        [run.config.actor_rollout_ref.actor.data_loader_seed, run.step],
-    )
-    batch = batch.with_batch(mini_batch_index=batches.update_numbers(uids, run.plan.actor, seed))
+@stage()
+def assign_mini_batches(run: Run, batch: DataProto) -> DataProto:
+    """Assign each row to an optimizer step of each epoch, for the actor and for the critic."""
+    uids = batch.non_tensor_batch["uid"]
+    seed = [run.config.actor_rollout_ref.actor.data_loader_seed, run.step]
+    batch = batch.with_batch(mini_batch_index=update_numbers(uids, run.plan.actor, seed))
     if run.plan.critic is None:
         return batch
-    return batch.with_batch(
-        critic_mini_batch_index=batches.update_numbers(uids, run.plan.critic, [*seed, 1])
-    )
+    index = update_numbers(uids, run.plan.critic, [*seed, 1])
+    return batch.with_batch(critic_mini_batch_index=index)
 
 
 @stage("update_critic")
 def update_critic(run: Run, batch: DataProto) -> None:
     """Fit the critic to the returns."""
     if run.critic is not None:
-        run.metrics.update(
-            run.critic.update(
-                to_ranks(run, batch, "critic", "values", "returns", "rejected_tokens")
-            )[0]
-        )
+        rows = to_ranks(run, batch, "critic", "loss_mask", "values", "returns")
+        run.metrics.update(run.critic.update(rows)[0])
 
 
 @stage("update_actor")
 def update_actor(run: Run, batch: DataProto) -> None:
-    """Update the policy, once the critic's warm-up is over."""
+    """Update the policy. During the critic's warm-up this does nothing."""
     if run.step >= run.plan.critic_warmup:
-        run.metrics.update(run.actor.update(to_ranks(run, batch, "actor", *_LOSS_FIELDS))[0])
+        rows = to_ranks(run, batch, "actor", *_LOSS_FIELDS)
+        run.metrics.update(run.actor.update(rows)[0])

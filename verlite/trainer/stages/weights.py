@@ -1,4 +1,4 @@
-"""Weight sync from the trainer to the rollout engines: one function, one order, proven each time."""
+"""Weight sync from the trainer to the rollout engines."""
 
 from verlite.trainer.run import Run, stage
 
@@ -7,10 +7,10 @@ from verlite.trainer.run import Run, stage
 def sync_weights(run: Run) -> None:
     """Give every rollout engine the trainer's weights under the next version.
 
-    Order: the trainer exports in buckets and frees its device memory on every rank, before any engine takes back its own; engines wake
-    their weights, load, reset their caches, compare fingerprints before they accept the version, and wake their KV caches. A sync that
-    fails anywhere raises, leaves `run.version` as it was, and the engines refuse to generate with half-loaded weights. The exported
-    copy needs no cleaning up then: it ends with the process that holds it.
+    All ranks of the trainer write their weights and free their device memory before any engine
+    allocates its own. Each engine compares fingerprints before it accepts the version. If any part
+    fails, this raises and `run.version` does not change; engines refuse to generate with weights
+    that were loaded in part. The written copy is freed when its process ends.
     """
     exported = run.actor.export_weights()
     run.rollout.load_weights(exported, run.version + 1)

@@ -1,0 +1,147 @@
+"""Computations over all tokens of a training step: rollout correction, advantages, selected tokens.
+
+They are pure functions of padded rows. The rows of a step are compared with each other (whitening,
+batch normalization, top fractions), so one process needs all of them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verlite.algorithms.advantages import AdvantageInputs, compute_advantages, place_scores
+from verlite.algorithms.kl import apply_kl_penalty
+from verlite.algorithms.rollout_correction import correct_rollout
+from verlite.config import catalog
+from verlite.config.correction import RolloutCorrection
+from verlite.config.schema import Config
+from verlite.protocol.data import DataProto
+from verlite.protocol.metrics import Metrics, summarize
+from verlite.protocol.ragged import ragged
+
+REWARD_KL = "actor/reward_kl_penalty"
+
+
+def corrected(t: TensorDict, settings: RolloutCorrection) -> DataProto:
+    """Apply `algorithm.rollout_correction` to padded rows [B, R].
+
+    Returns loss_mask, trained_tokens and, with importance sampling, rollout_is_weights;
+    meta_info["metrics"] has the `rollout_corr/` metrics.
+    """
+    weights, mask, metrics = correct_rollout(
+        t["old_log_probs"], t["rollout_log_probs"], t["response_mask"], settings
+    )
+    columns = {"loss_mask": ragged(mask.to(torch.int8), t["response_length"])}
+    if weights is not None:
+        columns["rollout_is_weights"] = ragged(weights, t["response_length"])
+    return DataProto.from_dict({"trained_tokens": mask.sum(1)}, columns, {"metrics": metrics})
+
+
+def estimate(
+    config: Config, t: TensorDict, uid: np.ndarray, kl_coefficient: float
+) -> tuple[DataProto, Metrics]:
+    """Estimate advantages from scores.
+
+    Args:
+        t: Rows with scores, response_mask, loss_mask and what the estimator reads. With R = 1 a row
+            is one number for all its tokens, and loss_mask has its number of tokens.
+        uid: [B] object array; rows with the same uid are a group.
+        kl_coefficient: Weight of the KL penalty in the reward, if the configuration has one.
+
+    Returns:
+        rewards [B], advantages and returns [B, R], 0 outside response_mask; and metrics over the
+        tokens of loss_mask.
+    """
+    algorithm = config.algorithm
+    metrics: Metrics = {}
+    scores = place_scores(t["scores"], t["response_mask"])
+    rewards = scores
+    if algorithm.use_kl_in_reward:
+        rewards, kl = apply_kl_penalty(
+            scores,
+            t["old_log_probs"],
+            t["ref_log_prob"],
+            t["response_mask"],
+            kl_coefficient,
+            algorithm.kl_penalty,
+        )
+        metrics |= {REWARD_KL: kl, "actor/reward_kl_penalty_coeff": kl_coefficient}
+    inputs = AdvantageInputs(
+        token_level_rewards=rewards,
+        response_mask=t["response_mask"],
+        uid=uid,
+        valid=t["valid"],
+        values=t.get("values"),
+        reward_baselines=t.get("reward_baselines"),
+        token_level_scores=scores,
+        old_log_probs=t.get("old_log_probs"),
+        sum_pi_squared=t.get("sum_pi_squared"),
+        rollout_is_weights=t.get("rollout_is_weights"),
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        reward_clip_range=tuple(config.reward.clip_range or (-10.0, 10.0)),
+        extra=algorithm.adv_kwargs,
+    )
+    advantages, returns = compute_advantages(algorithm.adv_estimator, inputs)
+    metrics |= token_metrics(advantages, returns, t["loss_mask"], t.get("values"))
+    result = {"rewards": rewards.sum(1), "advantages": advantages, "returns": returns}
+    return DataProto.from_dict(result), metrics
+
+
+def by_row(config: Config) -> bool:
+    """Return whether advantages follow from one number per row, without the rows' tokens."""
+    estimator = catalog.ESTIMATORS.get(config.algorithm.adv_estimator)
+    if estimator is None:  # the user's own
+        return False
+    return estimator.by_row and not config.algorithm.use_kl_in_reward
+
+
+def selector(loss_mode: str) -> str | None:
+    """Return the path of the function that selects tokens for this loss, None if it needs none."""
+    loss = catalog.LOSSES.get(loss_mode)
+    return None if loss is None else loss.selector
+
+
+def selected(t: TensorDict, loss_mode: str, settings: Mapping[str, Any], seed: int) -> Tensor:
+    """Select tokens [B, R] for clip_cov or kl_cov over the whole step.
+
+    The result does not depend on how the step is split into updates.
+    """
+    path = selector(loss_mode)
+    assert path is not None
+    generator = torch.Generator().manual_seed(seed)
+    return catalog.load(path)(
+        t["old_log_probs"],
+        t["advantages"],
+        t["loss_mask"].bool(),
+        {**settings, "generator": generator},
+    )
+
+
+def token_metrics(
+    advantages: Tensor, returns: Tensor, trained: Tensor, values: Tensor | None
+) -> Metrics:
+    """Summarize advantages, returns and values over trained tokens.
+
+    Args:
+        advantages, returns, values: [B, R], or [B, 1] for one number per row.
+        trained: [B, R] mask, or [B, 1] trained tokens of each row.
+    """
+    metrics = summarize("critic/advantages", advantages, trained)
+    metrics |= summarize("critic/returns", returns, trained)
+    if values is None:
+        return metrics
+    chosen = trained.bool()
+    values = values[chosen].double()
+    returns = returns[chosen].double()
+    metrics |= summarize("critic/values", values)
+    if returns.numel() > 1:
+        variance = returns.var().item()
+        if variance > 0:
+            unexplained = (returns - values).var().item()
+            metrics["critic/vf_explained_var"] = 1 - unexplained / variance
+    return metrics
