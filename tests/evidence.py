@@ -1,4 +1,4 @@
-"""docs/evidence.md: `python -m tests.evidence` measures everything and writes it."""
+"""Write docs/evidence.md: `python -m tests.evidence` measures everything again."""
 
 import sys
 import tempfile
@@ -28,8 +28,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "evidence.md"
 HEAD = """\
 # Evidence
 
-Measured differences between what verlite computes and what it should compute. `make evidence` measures them again and writes this
-page; the tests that [proofs.md](proofs.md) names assert the tolerances given here.
+Measured differences between what verlite computes and what it should compute. `make evidence`
+measures them again and writes this page. The tests named in [proofs.md](proofs.md) assert the
+tolerances given here.
 
 All numbers are float32 on a CPU, which rounds to 6e-8.
 """
@@ -37,13 +38,16 @@ MATRIX = """\
 
 ## The gradient does not depend on how rows are arranged
 
-The actor's whole loss (clipped PPO, entropy bonus, KL to the reference) through the training engine: a 2-layer Qwen2, 8 rows of 1 to 9
-response tokens, one with tool text inside, one without a vote, NaN wherever the mask is 0. Each entry is |g - g0| / |g0|, norms over all
-parameters, where g0 is the gradient of one pass over all rows on one rank, packed. Columns change one thing each; "all {others}" is the
-largest over every combination of 6 splits, 2 orders, packed or padded, 1 or 2 ranks. "Closed form" is the largest difference of all
-{every} from the float64 gradient that the formulas give, with transformers' own forward pass.
+The actor's whole loss (clipped PPO, entropy bonus, KL to the reference) through the training
+engine: a 2-layer Qwen2, 8 rows of 1 to 9 response tokens, one with tool text inside, one that is
+excluded, NaN wherever the mask is 0. Each entry is |g - g0| / |g0|, norms over all parameters. g0
+is the gradient of one pass over all rows on one rank, packed. Each column changes one thing. "All
+{others}" is the largest value over every combination of 6 splits, 2 orders, packed or padded, 1 or
+2 ranks. "Closed form" is the largest difference of all {every} from the float64 gradient of the
+formulas, with transformers' own forward pass.
 
-Asserted for each of them against the closed form: below {tolerance:g}, and each parameter within 1e-5 of its largest entry
+The test asserts for each of them, against the closed form: below {tolerance:g}, and each parameter
+within 1e-5 of its largest entry
 (`tests/engine/test_update.py::test_the_actors_gradient_is_the_closed_form_for_every_arrangement`).
 """
 DIFFERENTIAL = """\
@@ -51,15 +55,17 @@ DIFFERENTIAL = """\
 ## The algorithms agree with loops over tokens
 
 Each function and its reference, plain loops in float64 that share no code with it
-([tests/algorithms/reference.py](../tests/algorithms/reference.py)), on {batches} random batches. Padding and tool text
-hold NaN, and so do the rewards of some failed rows. Of the {batches} batches,
+([tests/algorithms/reference.py](../tests/algorithms/reference.py)), on {batches} random batches.
+Padding and tool text hold NaN, and so do the rewards of some failed rows. Of the {batches} batches,
 
 {contents}
 
-Entries are the largest absolute / the largest relative difference of all numbers in all batches. Relative is to the reference's number;
-one smaller than {small:g} counts as {small:g}, a loss is compared with the sum of its terms' sizes, and a metric below 1 counts as 1.
-The tolerance is of the relative difference, and the tests in `tests/algorithms` assert it. A large absolute difference belongs to a
-large number: log-ratios are limited to 20, so a squared ratio goes up to 2e17, and an impossible token stands at a log-prob of -1e4.
+Entries are the largest absolute / the largest relative difference of all numbers in all batches.
+Relative is to the reference's number. A number smaller than {small:g} counts as {small:g}, a loss
+is compared with the sum of its terms' sizes, and a metric below 1 counts as 1. The tolerance
+applies to the relative difference; the tests in `tests/algorithms` assert it. A large absolute
+difference belongs to a large number: log-ratios are clamped to 20, so a squared ratio can be 2e17,
+and a token of probability 0 has a log-prob of -1e4.
 """
 HAZARDS = {
     "have rows of different lengths": lambda c: len(set(c.mask.sum(1).tolist())) > 1,
@@ -69,7 +75,7 @@ HAZARDS = {
         if 1 in row
     ),
     "have a row without a trained token": lambda c: bool((~c.mask.bool().any(1)).any()),
-    "have a row that is not valid": lambda c: not bool(c.valid.all()),
+    "have an invalid row": lambda c: not bool(c.valid.all()),
     "have a group of one": lambda c: 1 in Counter(c.uid).values(),
     "have a group of several with equal scores": lambda c: any(
         len(c.group(i)) > 1 and len({c.score(j) for j in c.group(i)}) == 1 for i in c.voters()
