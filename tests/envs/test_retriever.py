@@ -60,7 +60,7 @@ def test_each_query_gets_its_own_passages(server):
     assert server.requests == [{"queries": queries, "topk": 1, "return_scores": True}]
 
 
-def test_queries_share_requests_and_equal_ones_are_asked_once(server):
+def test_queries_share_requests_and_equal_ones_are_sent_once(server):
     found, _ = ask(
         client_of(server, batch_size=64), *[f"metres {i}" for i in range(256)], *["Everest"] * 50
     )
@@ -71,7 +71,7 @@ def test_queries_share_requests_and_equal_ones_are_asked_once(server):
     assert sum(answer.cached for answer in found) == 49
 
 
-def test_a_cache_remembers_and_is_bounded(server):
+def test_cache_is_bounded(server):
     client = client_of(server, cache_size=2)
     ask(client, "Paris")
     again, _ = ask(client, "Paris")
@@ -93,7 +93,7 @@ def test_a_cache_remembers_and_is_bounded(server):
         {"title": '"Paris"', "text": "Paris is the capital of France."},
     ],
 )
-def test_passages_come_in_every_wire_format(server, item):
+def test_all_passage_formats_are_read(server, item):
     server.answer = lambda body: (200, {"result": [[item] * 5 for _ in body["queries"]]})
     found, _ = ask(
         client_of(server, topk=2), "q", "p"
@@ -101,7 +101,7 @@ def test_passages_come_in_every_wire_format(server, item):
     assert [answer.passages for answer in found] == [[FRANCE, FRANCE]] * 2
 
 
-def test_a_server_that_takes_one_query_a_request_is_asked_so(server):
+def test_single_query_servers_get_one_query_per_request(server):
     def one_query(body):
         return (
             (200, {"result": [server.usual({"queries": [body["query"]]})[1]["result"][0]]})
@@ -149,7 +149,7 @@ def fails(times, status=500, answer=b"broken"):
         (200, b"\xff"),
     ],
 )
-def test_a_fault_that_passes_costs_a_retry_and_nothing_else(server, fault):
+def test_transient_fault_costs_one_retry(server, fault):
     server.answer = fails(1, *fault)
     found, _ = ask(client_of(server, topk=1), "capital of France", "Everest")
     assert found[0].passages == [FRANCE] and found[0].retries == 1 and len(found[1].passages) == 1
@@ -159,7 +159,7 @@ def test_a_fault_that_passes_costs_a_retry_and_nothing_else(server, fault):
 
 
 @pytest.mark.parametrize("fault", ["breaks", "is slow"])
-def test_one_query_that_a_server_breaks_on_or_is_slow_with_costs_the_others_nothing(server, fault):
+def test_one_bad_query_does_not_fail_the_others(server, fault):
     """256 searches through the real client: 255 are answered, however the one ends."""
 
     def picky(body):
@@ -183,7 +183,7 @@ def test_one_query_that_a_server_breaks_on_or_is_slow_with_costs_the_others_noth
     ] and seconds < 5.5
 
 
-def test_a_server_that_takes_its_time_is_asked_for_less_at_once(server):
+def test_requests_shrink_for_a_slow_server(server):
     """20 ms a query: 64 of them take longer than the time-out, and would for ever. What was learnt is kept."""
     server.delays = lambda body: 0.02 * len(body["queries"])
     client = client_of(server, timeout_s=0.5, deadline_s=20.0, max_in_flight=1)
@@ -196,7 +196,7 @@ def test_a_server_that_takes_its_time_is_asked_for_less_at_once(server):
     assert waves == [64, 32, 16], "each wave begins with half of what took too long"
 
 
-def test_one_slow_query_does_not_make_the_others_requests_small(server):
+def test_one_slow_query_does_not_shrink_other_requests(server):
     server.delays = lambda body: 5.0 if "poison" in body["queries"] else 0.0
     client = client_of(server, timeout_s=0.2, deadline_s=1.5)
     ask(client, *[f"capital {i}" for i in range(63)], "poison")
@@ -205,7 +205,7 @@ def test_one_slow_query_does_not_make_the_others_requests_small(server):
     assert [len(body["queries"]) for body in server.requests[before:]] == [32, 32]
 
 
-def test_who_joins_a_search_late_has_as_much_time(server):
+def test_joining_a_pending_query_gets_the_full_time(server):
     server.answer = fails(10**9)
 
     async def run():
@@ -229,7 +229,7 @@ def test_who_joins_a_search_late_has_as_much_time(server):
         ((200, {"result": []}), "0 results for 1 queries"),
     ],
 )
-def test_a_fault_that_stays_is_an_error_that_says_what_it_was(server, fault, said):
+def test_persistent_fault_is_a_tool_error_with_its_cause(server, fault, said):
     server.answer = lambda body: fault
     (error,), seconds = ask(client_of(server, deadline_s=0.8), "q")
     assert (
@@ -241,7 +241,7 @@ def test_a_fault_that_stays_is_an_error_that_says_what_it_was(server, fault, sai
     assert seconds < 2
 
 
-def test_a_slow_server_is_a_fault_after_the_timeout(server):
+def test_timeout_is_a_tool_error(server):
     server.delay = 3.0
     (error,), seconds = ask(client_of(server, timeout_s=0.2, deadline_s=0.7), "q")
     # The last try has what the pauses before it, whose lengths are drawn, left of the deadline.
@@ -251,7 +251,7 @@ def test_a_slow_server_is_a_fault_after_the_timeout(server):
     assert 0.6 < seconds < 1.5
 
 
-def test_one_refused_query_does_not_cost_the_others_theirs(server):
+def test_one_rejected_query_does_not_fail_the_others(server):
     def picky(body):
         return (
             (422, {"detail": "odd"})
@@ -270,7 +270,7 @@ def test_one_refused_query_does_not_cost_the_others_theirs(server):
     assert seconds < 1 and len(server.requests) <= 5, "a refusal is not tried again"
 
 
-def test_another_server_takes_over_at_once(server):
+def test_another_server_takes_over(server):
     with Retriever() as other:
         server.answer = lambda body: (500, b"")
         found, _ = ask(client_of(server, other, topk=1), "capital of France", "Everest")
@@ -289,14 +289,14 @@ def test_another_server_takes_over_at_once(server):
     assert isinstance(found[0], ToolError)
 
 
-def test_the_least_busy_server_is_asked(server):
+def test_least_busy_server_gets_the_request(server):
     with Retriever() as other:
         server.delay = other.delay = 0.1
         ask(client_of(server, other, batch_size=1, max_in_flight=4), *[f"q{i}" for i in range(6)])
         assert len(server.requests) == len(other.requests) == 3
 
 
-def test_a_server_gets_no_more_than_its_share_at_once(server):
+def test_max_in_flight_limits_requests_per_server(server):
     running, most = [0], [0]
 
     def count(body):
@@ -316,7 +316,7 @@ def test_a_server_gets_no_more_than_its_share_at_once(server):
     assert most[0] <= 3 and len(server.requests) == 12
 
 
-def test_a_restart_is_waited_for_and_loses_nothing():
+def test_server_restart_loses_no_query():
     port = free_port()
     client = client_of(f"http://127.0.0.1:{port}/retrieve", deadline_s=20.0, batch_size=4, topk=1)
 
@@ -338,7 +338,7 @@ def test_a_restart_is_waited_for_and_loses_nothing():
     assert requests == 10
 
 
-def test_a_server_that_keeps_failing_rests_and_is_tried_by_one_request(server):
+def test_failing_server_is_paused_and_probed_by_one_request(server):
     server.answer = lambda body: (500, b"")
     found, _ = ask(
         client_of(server, batch_size=1, max_in_flight=8, deadline_s=1.5),
@@ -350,8 +350,8 @@ def test_a_server_that_keeps_failing_rests_and_is_tried_by_one_request(server):
     )
 
 
-def test_after_each_rest_a_server_is_tried_by_one_request(server, monkeypatch):
-    monkeypatch.setattr(retriever, "_REST_S", 0.3)
+def test_each_pause_ends_with_a_single_request(server, monkeypatch):
+    monkeypatch.setattr(retriever, "_PAUSE_S", 0.3)
     server.answer = lambda body: (500, b"")
     ask(
         client_of(server, batch_size=1, max_in_flight=8, deadline_s=1.5),
@@ -360,7 +360,7 @@ def test_after_each_rest_a_server_is_tried_by_one_request(server, monkeypatch):
     assert 5 + 2 <= len(server.requests) <= 5 + 8 + 5, "one every 0.3 s of the 1.5"
 
 
-def test_an_error_of_the_clients_own_is_told_to_who_asked(server, monkeypatch):
+def test_internal_client_error_reaches_the_sample(server, monkeypatch):
     def broken(self, question, passages, retries):
         raise KeyError("a bug")
 
@@ -369,7 +369,7 @@ def test_an_error_of_the_clients_own_is_told_to_who_asked(server, monkeypatch):
     assert isinstance(error, ToolError) and str(error) == "KeyError: 'a bug'" and seconds < 2
 
 
-def test_a_check_names_the_server_and_the_remedy(server):
+def test_check_names_the_server_and_the_remedy(server):
     async def check(client):
         await client.check()
 
@@ -384,14 +384,14 @@ def test_a_check_names_the_server_and_the_remedy(server):
     )
 
 
-def test_a_client_works_in_one_loop_after_another(server):
+def test_client_works_in_consecutive_event_loops(server):
     client = client_of(server)
     for _ in range(3):
         found, _ = ask(client, "Everest", f"Paris {time.monotonic()}")
         assert found[0].passages and found[1].passages
 
 
-def test_a_cancelled_sample_does_not_take_its_siblings_search_with_it(server):
+def test_cancelled_sample_does_not_cancel_a_shared_search(server):
     server.delay = 0.2
     client = client_of(server)
 
@@ -405,7 +405,7 @@ def test_a_cancelled_sample_does_not_take_its_siblings_search_with_it(server):
     assert asyncio.run(run()).passages
 
 
-def test_a_server_of_single_queries_keeps_the_deadline_and_gets_its_share_at_once(server):
+def test_single_query_server_respects_deadline_and_max_in_flight(server):
     """Forty queries of 0.1 s each, four at a time; one after another they would take 4 s and miss the deadline."""
     server.answer = lambda body: (
         server.usual({**body, "queries": [body["query"]]}) if "query" in body else (422, {})

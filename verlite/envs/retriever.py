@@ -1,12 +1,13 @@
-"""Asking a retriever over HTTP, for hundreds of trajectories at once.
+"""HTTP client of a retriever, for hundreds of concurrent trajectories.
 
-Queries that come within milliseconds of each other travel in one request; equal ones are asked once. Failures are retried with
-growing, jittered pauses until the query's deadline, on another server where there is one; then they are a ToolError. A server that
-keeps failing rests, and is tried by one request before it gets all of them again.
+Queries that arrive within milliseconds of each other share one request; equal queries are sent
+once. Failures are retried with exponential, jittered backoff until the query's deadline, on another
+server if there are several; after the deadline they are a ToolError. A server that keeps failing is
+paused, and gets a single request before it gets full traffic again.
 
-The wire format is Search-R1's: POST {"queries", "topk", "return_scores"}, answered by {"result": [[passage, ...], ...]}. A server that
-refuses it is asked with one {"query"} a request. Passages may come as {"document": {"contents"}}, {"document": text}, {"contents"},
-{"title", "text"} or text.
+The wire format is Search-R1's: POST {"queries", "topk", "return_scores"}, answered by {"result":
+[[passage, ...], ...]}. A server that rejects it gets one {"query"} per request. Passages may have
+the forms {"document": {"contents"}}, {"document": text}, {"contents"}, {"title", "text"} or text.
 """
 
 import asyncio
@@ -27,26 +28,31 @@ from verlite.envs.search import Found
 from verlite.envs.step import ToolError
 
 _CONNECT_S = 2.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
-_REST_AFTER, _REST_S = 5, 2.0  # failures in a row after which a server rests, and for how long
-_LONGEST_QUERY = 2000  # characters; a model's loop of words is no query, and servers have limits
+_FIRST_BACKOFF_S = 0.25
+_MAX_BACKOFF_S = 8.0
+_PAUSE_AFTER = 5
+"""Failures in a row after which a server is paused."""
+_PAUSE_S = 2.0
+"""Seconds of that pause."""
+_MAX_QUERY = 2000
+"""Characters of a query. Servers have limits, and a model may repeat words without end."""
 _PROBE = "capital of France"
 
 
 class _Retry(Exception):
-    """This try failed; another may not."""
+    """This attempt failed; another one may succeed."""
 
 
 class _Down(_Retry):
-    """Nobody answered at the address: no query is to blame."""
+    """Nothing answered at the address, so no query is the cause."""
 
 
 class _Slow(_Retry):
-    """No answer in time."""
+    """No answer within the time limit."""
 
 
 class _Refused(Exception):
-    """The server understands the request and does not want it."""
+    """The server rejected the request with a client error."""
 
 
 @dataclass
@@ -55,16 +61,16 @@ class _Server:
     one_by_one: bool = False
     in_flight: int = 0
     failures: int = 0
-    """In a row."""
-    rests_until: float = 0.0
+    """Failures in a row."""
+    paused_until: float = 0.0
 
     def __str__(self) -> str:
         return display("retriever.url", self.url, known=True)
 
     def free(self, now: float, limit: int) -> bool:
-        """May be asked now: not resting, and after a rest by one request alone."""
-        return now >= self.rests_until and self.in_flight < (
-            1 if self.failures >= _REST_AFTER else limit
+        """Return whether the server may get a request. After a pause it gets one at a time."""
+        return now >= self.paused_until and self.in_flight < (
+            1 if self.failures >= _PAUSE_AFTER else limit
         )
 
 
@@ -72,12 +78,15 @@ class _Server:
 class _Question:
     query: str
     answer: "asyncio.Future[tuple[list[str], int]]"
-    """Passages, and how many tries failed before."""
+    """Passages, and the number of failed attempts before."""
     deadline: float
 
 
 class RetrieverClient:
-    """One for each process; use it as `async with client:`, in one event loop at a time. The cache outlives the loop."""
+    """A client for one process. Use it as `async with client:` in one event loop at a time.
+
+    The cache survives the event loop.
+    """
 
     def __init__(self, config: RetrieverConfig) -> None:
         self.config = config
@@ -87,14 +96,13 @@ class RetrieverClient:
         self._waiting: list[_Question] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._size = (
-            config.batch_size
-        )  # halved when an answer takes too long, and grows again with each that does not
+        # Queries per request: halved after a timeout, and raised by one after each success.
+        self._size = config.batch_size
         self._changed: asyncio.Condition | None = None
         self._http: httpx.AsyncClient | None = None
 
     async def __aenter__(self) -> Self:
-        # Proxies and .netrc are for the outside world; a retriever is a service of one's own.
+        # A retriever is an internal service, so proxies and .netrc do not apply.
         self._http = httpx.AsyncClient(
             trust_env=False, timeout=httpx.Timeout(self.config.timeout_s, connect=_CONNECT_S)
         )
@@ -115,22 +123,31 @@ class RetrieverClient:
         self._http = None
 
     async def search(self, query: str) -> Found:
-        """Passages for a query, best first. Raises ToolError when no server gave them within retriever.deadline_s."""
-        began, query = time.monotonic(), query[:_LONGEST_QUERY]
+        """Return passages for a query, best first.
+
+        Raises:
+            ToolError: no server answered within retriever.deadline_s.
+        """
+        began = time.monotonic()
+        query = query[:_MAX_QUERY]
         if query in self._cache:
             self._cache.move_to_end(query)
             return Found(self._cache[query], cached=True)
-        question, cached = self._asked.get(query), True
+        question = self._asked.get(query)
+        cached = question is not None
         if question is None:
-            question, cached = self._ask(query), False
-        question.deadline = (
-            began + self.config.deadline_s
-        )  # who joins late has as much time as who asked first
+            question = self._ask(query)
+        # A sample that joins a pending query gets the full time too.
+        question.deadline = began + self.config.deadline_s
         passages, retries = await asyncio.shield(question.answer)
         return Found(passages, time.monotonic() - began, 0 if cached else retries, cached)
 
     async def check(self) -> str | None:
-        """Ask every server one real query. Returns what is wrong with some of them; raises ToolError when none answers."""
+        """Send a real query to every server. Return a warning about those that fail, or None.
+
+        Raises:
+            ToolError: no server answers.
+        """
         if self._http is None:
             async with self:
                 return await self.check()
@@ -140,12 +157,14 @@ class RetrieverClient:
                 await self._negotiate(server)
             except (_Retry, _Refused) as error:
                 silent.append(f"the retriever at {server} does not answer: {error}")
-                server.failures = _REST_AFTER
+                server.failures = _PAUSE_AFTER
             else:
-                server.failures, server.rests_until = 0, 0.0
+                server.failures = 0
+                server.paused_until = 0.0
         if len(silent) == len(self._servers):
             raise ToolError(
-                f"{'; '.join(silent)}. Start it (verlite serve retriever --corpus FILE), or correct retriever.url"
+                f"{'; '.join(silent)}. Start it (verlite serve retriever --corpus FILE), "
+                "or correct retriever.url"
             )
         return "; ".join(silent) or None
 
@@ -162,7 +181,7 @@ class RetrieverClient:
                 raise
 
     def _ask(self, query: str) -> _Question:
-        """Put a query into the next request."""
+        """Add a query to the next request."""
         loop = asyncio.get_running_loop()
         question = _Question(query, loop.create_future(), 0.0)
         self._asked[query] = question
@@ -174,7 +193,7 @@ class RetrieverClient:
         return question
 
     def _send(self) -> None:
-        """Start a request with what waits."""
+        """Send the waiting queries."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -188,10 +207,10 @@ class RetrieverClient:
             task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, questions: list[_Question], tries: int = 0) -> None:
-        """Get passages for all questions of a request, or fail each of them.
+        """Answer all questions of a request, or fail each of them.
 
-        One query that the server does not want, breaks on or is slow with must not cost the others theirs: a request that failed
-        is asked again in two halves.
+        A request that failed is repeated in two halves, so that a query that the server rejects,
+        crashes on or is slow with does not fail the others.
         """
         try:
             tries = await self._answer_together(questions, tries)
@@ -205,9 +224,7 @@ class RetrieverClient:
                 questions[0],
                 f"the retriever refuses the query {questions[0].query[:100]!r}: {error}",
             )
-        except (
-            Exception
-        ) as error:  # whatever it is: who asked must hear of it, or would wait for ever
+        except Exception as error:  # any exception must reach the samples, which wait for it
             for question in questions:
                 self._fail(
                     question,
@@ -217,15 +234,19 @@ class RetrieverClient:
                 )
 
     async def _answer_together(self, questions: list[_Question], tries: int) -> int:
-        """0 when all are answered, else the number of tries so far, and the request should be cut in two. `tries` failed before."""
-        last = "every server is busy or rests"
+        """Return 0 if all questions are answered, else the number of attempts so far.
+
+        In that case the request should be split. `tries` attempts failed before.
+        """
+        last = "every server is busy or paused"
         while True:
             deadline = max(question.deadline for question in questions)
             left = deadline - time.monotonic()
             server = await self._server(left) if left > 0 else None
             if server is None:
                 raise ToolError(
-                    f"no answer within retriever.deadline_s={self.config.deadline_s:g} after {tries} tries; the last: {last}"
+                    f"no answer within retriever.deadline_s={self.config.deadline_s:g} "
+                    f"after {tries} tries; the last: {last}"
                 )
             allowed = deadline - time.monotonic()
             try:
@@ -238,15 +259,13 @@ class RetrieverClient:
                 return tries + 1
             except _Retry as error:
                 server.failures += 1
-                if server.failures >= _REST_AFTER:
-                    server.rests_until = time.monotonic() + _REST_S
-                if (
-                    not tries or allowed > self.config.timeout_s / 10
-                ):  # the last, short try says nothing about the cause
+                if server.failures >= _PAUSE_AFTER:
+                    server.paused_until = time.monotonic() + _PAUSE_S
+                # A last attempt with little time left does not show the cause.
+                if not tries or allowed > self.config.timeout_s / 10:
                     last = f"{server}: {error}"
-                if not tries and isinstance(
-                    error, _Slow
-                ):  # not for the parts of a request: they are small for one query's sake
+                # The parts of a split request do not count: one query may have made it small.
+                if not tries and isinstance(error, _Slow):
                     self._size = max(1, len(questions) // 2)
                 tries += 1
                 if len(questions) > 1 and not isinstance(error, _Down):
@@ -261,13 +280,12 @@ class RetrieverClient:
                 await self._release(server)
             if any(other.failures == 0 for other in self._servers):
                 continue
-            pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (tries - 1)) * random.uniform(
-                0.5, 1.5
-            )
-            await asyncio.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+            backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (tries - 1))
+            backoff_s *= random.uniform(0.5, 1.5)
+            await asyncio.sleep(max(0.0, min(backoff_s, deadline - time.monotonic())))
 
     async def _server(self, wait_s: float) -> _Server | None:
-        """The least busy server that may be asked, taken; None when there is none for `wait_s`."""
+        """Reserve the least busy server that is free. None if none is free for `wait_s` seconds."""
         assert self._changed
         end = time.monotonic() + wait_s
         async with self._changed:
@@ -284,7 +302,9 @@ class RetrieverClient:
                     return chosen
                 if now >= end:
                     return None
-                wakes = [server.rests_until for server in self._servers if server.rests_until > now]
+                wakes = [
+                    server.paused_until for server in self._servers if server.paused_until > now
+                ]
                 try:
                     await asyncio.wait_for(
                         self._changed.wait(), max(0.001, min([end, *wakes]) - now)
@@ -301,7 +321,7 @@ class RetrieverClient:
     async def _post(
         self, server: _Server, queries: list[str], limit_s: float | None = None
     ) -> list[list[str]]:
-        """One try. Raises _Retry or _Refused."""
+        """Send one attempt. Raises _Retry or _Refused."""
         if server.one_by_one:
             return [
                 passages
@@ -321,9 +341,8 @@ class RetrieverClient:
         )
         body = {**asked, "topk": self.config.topk, "return_scores": True}
         try:
-            response = await asyncio.wait_for(
-                self._http.post(server.url, json=body), limit
-            )  # httpx bounds each read, not their sum
+            # httpx limits each read but not their sum.
+            response = await asyncio.wait_for(self._http.post(server.url, json=body), limit)
         except (TimeoutError, httpx.ReadTimeout) as error:
             raise _Slow(
                 f"no answer to {count} quer{'y' if count == 1 else 'ies'} within {limit:.3g} s"
@@ -353,18 +372,18 @@ class RetrieverClient:
         self._asked.pop(question.query, None)
         if not question.answer.done():
             question.answer.set_exception(ToolError(why))
-            question.answer.exception()  # seen: nobody may be waiting any more
+            question.answer.exception()  # marks it as retrieved, since no sample may be waiting
 
 
 def _passages(answer: Any, count: int, topk: int) -> list[list[str]]:
-    """The texts of an answer to `count` queries. Raises ValueError where it is not in the format."""
+    """Return the texts of an answer to `count` queries. Raises ValueError for another format."""
     result = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(result, list):
-        raise ValueError('there is no list "result"')
+        raise ValueError('the list "result" is missing')
     if len(result) != count:
         raise ValueError(f"{len(result)} results for {count} queries")
     if not all(isinstance(found, Sequence) and not isinstance(found, str) for found in result):
-        raise ValueError('an entry of "result" is no list of passages')
+        raise ValueError('an entry of "result" is not a list of passages')
     return [[_contents(item) for item in found[:topk]] for found in result]
 
 
@@ -372,7 +391,7 @@ def _contents(item: Any) -> str:
     document = item.get("document", item) if isinstance(item, dict) else item
     if isinstance(document, dict):
         if isinstance(document.get("contents"), str):
-            return document["contents"]
+            return str(document["contents"])
         if isinstance(document.get("text"), str):
             return f"{document.get('title', '')}\n{document['text']}"
     if isinstance(document, str):
