@@ -60,7 +60,8 @@ def all_gather_rows(rows: TensorDict, group: dist.ProcessGroup) -> tuple[TensorD
         _pad_rows(part, max(prompts) - prompt, max(responses) - response)
         for part, prompt, response in zip(parts, prompts, responses, strict=True)
     ]
-    return torch.cat(padded), slice(start, start + len(rows))
+    gathered: Any = torch.cat(padded)  # type: ignore[arg-type]
+    return gathered, slice(start, start + len(rows))
 
 
 def _pad_rows(rows: TensorDict, left: int, right: int) -> TensorDict:
