@@ -48,7 +48,7 @@ formulas, with transformers' own forward pass.
 
 The test asserts for each of them, against the closed form: below {tolerance:g}, and each parameter
 within 1e-5 of its largest entry
-(`tests/engine/test_update.py::test_the_actors_gradient_is_the_closed_form_for_every_arrangement`).
+(`tests/engine/test_update.py::test_actor_gradient_equals_closed_form_for_every_arrangement`).
 """
 DIFFERENTIAL = """\
 

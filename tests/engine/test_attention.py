@@ -33,7 +33,7 @@ def naive(
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_equals_a_written_out_softmax(kv_heads: int, window: int | None) -> None:
+def test_equals_naive_softmax(kv_heads: int, window: int | None) -> None:
     torch.manual_seed(0)
     total = sum(LENGTHS)
     query, key, value = (
@@ -63,7 +63,7 @@ def test_equals_a_written_out_softmax(kv_heads: int, window: int | None) -> None
         torch.testing.assert_close(actual, correct)
 
 
-def test_what_it_does_not_compute_is_refused() -> None:
+def test_unsupported_attention_raises() -> None:
     x = torch.zeros(1, 2, 3, 4)
     sequences = Sequences((3,), torch.tensor([0, 3], dtype=torch.int32))
     bidirectional = nn.Module()
@@ -81,7 +81,7 @@ def test_what_it_does_not_compute_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_gpu_path_calls_torchs_varlen_attention_as_it_wants_to_be_called(kv_heads: int) -> None:
+def test_varlen_kernel_accepts_the_arguments(kv_heads: int) -> None:
     """Shapes and arguments on a pretended GPU; the numbers need a real one."""
     with FakeTensorMode():
         query, key, value = (

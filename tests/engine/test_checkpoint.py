@@ -36,7 +36,7 @@ def test_resume_is_exact_on_one_rank(tiny_llama: str, tmp_path: Path, head: str)
     assert_equal(resumed["state"], unbroken["state"])
 
 
-def test_resume_is_exact_on_two_ranks_and_one_rank_reads_their_files(
+def test_resume_is_exact_on_two_ranks_and_loads_on_one(
     tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     unbroken = two_ranks.call(programs.train, tiny_qwen2, 4)
@@ -51,7 +51,7 @@ def test_resume_is_exact_on_two_ranks_and_one_rank_reads_their_files(
     assert alone["step"] == 2
 
 
-def test_two_ranks_read_the_files_of_one(tmp_path: Path, two_ranks: Ranks) -> None:
+def test_checkpoint_of_one_rank_loads_on_two(tmp_path: Path, two_ranks: Ranks) -> None:
     """Also where sizes do not divide: 7 and 129 rows over two ranks, and value heads of one row."""
     path = tiny_model(
         tmp_path / "odd",
@@ -68,7 +68,7 @@ def test_two_ranks_read_the_files_of_one(tmp_path: Path, two_ranks: Ranks) -> No
             assert loaded["fingerprint"] == saved["fingerprint"]
 
 
-def test_nothing_is_pickled(tiny_qwen2: str, tmp_path: Path) -> None:
+def test_checkpoint_has_no_pickles(tiny_qwen2: str, tmp_path: Path) -> None:
     programs.train(tiny_qwen2, 1, save=str(tmp_path))
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert {file.suffix for file in files} == {".json", ".safetensors"}
@@ -89,7 +89,7 @@ def test_forward_after_load_uses_the_loaded_weights(tiny_qwen2: str, tmp_path: P
         )
 
 
-def test_a_frozen_engine_reads_only_the_weights(tiny_qwen2: str, tmp_path: Path) -> None:
+def test_frozen_engine_loads_weights_only(tiny_qwen2: str, tmp_path: Path) -> None:
     saved = programs.train(tiny_qwen2, 1, save=str(tmp_path))
     frozen = engine(tiny_qwen2)
     frozen.load(tmp_path)
@@ -105,7 +105,7 @@ def damage(folder: Path, change: Any) -> None:
     save_file(tensors, file, metadata)
 
 
-def test_weights_that_are_not_finite_are_refused(tiny_qwen2: str, tmp_path: Path) -> None:
+def test_nonfinite_weights_are_rejected(tiny_qwen2: str, tmp_path: Path) -> None:
     programs.train(tiny_qwen2, 1, save=str(tmp_path))
 
     def poison(tensors: dict[str, torch.Tensor]) -> None:
@@ -122,7 +122,7 @@ def test_weights_that_are_not_finite_are_refused(tiny_qwen2: str, tmp_path: Path
     assert not (tmp_path / "again").exists()
 
 
-def test_a_nan_on_one_rank_is_refused_by_all(
+def test_nan_on_one_rank_raises_on_all(
     tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     """Each rank holds half of the poisoned weight; the NaN lies in one of them."""
@@ -134,7 +134,7 @@ def test_a_nan_on_one_rank_is_refused_by_all(
     assert not list(tmp_path.iterdir())
 
 
-def test_buffers_that_belong_to_the_weights_are_saved(tiny_qwen2: str, tmp_path: Path) -> None:
+def test_persistent_buffers_are_saved(tiny_qwen2: str, tmp_path: Path) -> None:
     """Such as a router's bias, which no gradient moves."""
     trained, other = engine(tiny_qwen2), engine(tiny_qwen2)
     for subject, value in ((trained, 3.0), (other, 0.0)):
@@ -144,7 +144,7 @@ def test_buffers_that_belong_to_the_weights_are_saved(tiny_qwen2: str, tmp_path:
     assert other.model.model.bias_of_the_router.tolist() == [3.0] * 4
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(tiny_qwen2: str, tmp_path: Path) -> None:
+def test_mismatched_checkpoint_is_rejected(tiny_qwen2: str, tmp_path: Path) -> None:
     programs.train(tiny_qwen2, 1, save=str(tmp_path))
     with pytest.raises(ValueError, match="cannot load the checkpoint"):
         engine(tiny_model(tmp_path / "other", "qwen2", intermediate_size=48), train=True).load(
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tiny_qwen2: str, tmp_path: Pa
         engine(tiny_qwen2, train=True).load(tmp_path)
 
 
-def test_a_full_disk_is_an_ordinary_error(tiny_qwen2: str, tmp_path: Path) -> None:
+def test_full_disk_raises_oserror(tiny_qwen2: str, tmp_path: Path) -> None:
     """Here the operating system refuses files over 4 KiB, as a full disk would."""
     subject = engine(tiny_qwen2)
     limits, handler = (
@@ -173,7 +173,7 @@ def test_a_full_disk_is_an_ordinary_error(tiny_qwen2: str, tmp_path: Path) -> No
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_one_ranks_full_disk_is_told_on_all_and_nobody_waits(
+def test_full_disk_on_one_rank_raises_on_all(
     tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     for program in (programs.save_with_a_full_disk_on_one_rank, programs.unwritable_generators):
@@ -182,7 +182,7 @@ def test_one_ranks_full_disk_is_told_on_all_and_nobody_waits(
             assert told.startswith(f"cannot write the checkpoint {folder}: ")
 
 
-def test_generators_come_back_at_the_same_world_size_only(tiny_qwen2: str, tmp_path: Path) -> None:
+def test_random_state_is_restored_only_for_the_same_number_of_ranks(tiny_qwen2: str, tmp_path: Path) -> None:
     subject = engine(tiny_qwen2)
     subject.save(tmp_path)
     expected, others = torch.rand(3), (np.random.random(), random.random())
@@ -197,7 +197,7 @@ def test_generators_come_back_at_the_same_world_size_only(tiny_qwen2: str, tmp_p
 
 @pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}, programs.LORA], ids=str)
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_no_pass_leaves_whole_parameters_or_gradients(
+def test_passes_leave_no_gathered_parameters_or_gradients(
     tiny_qwen2: str, head: str, settings: dict[str, Any]
 ) -> None:
     """Where they would stay is the memory that the rollout engine wakes up in. Gathered parameters are no DTensors."""
@@ -220,7 +220,7 @@ def test_no_pass_leaves_whole_parameters_or_gradients(
     assert left() == [] and subject.fingerprint() and left() == []
 
 
-def test_offload_and_onload_change_nothing(tiny_qwen2: str) -> None:
+def test_offload_does_not_change_results(tiny_qwen2: str) -> None:
     """On a CPU both are the same memory; what counts here is that the calls may come at any time. The GPU tests move data."""
     histories = []
     for offload in (False, True):

@@ -36,7 +36,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
     [("qwen2", {}), ("llama", {"tie_word_embeddings": True}), ("gpt2", {}), ("qwen2_moe", MOE)],
     ids=lambda v: str(v)[:9],
 )
-def test_export_is_what_save_pretrained_wrote(
+def test_export_equals_the_original_file(
     arch: str, settings: dict, tmp_path: Path, two_ranks: Ranks
 ) -> None:
     """Untied, tied, transposed linear layers, and experts that transformers fuses in memory; the names and values of the file."""
@@ -51,7 +51,7 @@ def test_export_is_what_save_pretrained_wrote(
         assert_equal(load_file(tmp_path / folder / "model.safetensors"), file)
 
 
-def test_replicas_export_and_save_once(tiny_llama: str, tmp_path: Path, two_ranks: Ranks) -> None:
+def test_replicas_are_exported_and_saved_once(tiny_llama: str, tmp_path: Path, two_ranks: Ranks) -> None:
     """fsdp_size=1: every rank has all weights; fingerprint, export and checkpoint are those of one."""
     file = load_file(f"{tiny_llama}/model.safetensors")
     for exported in two_ranks.call(programs.export_replicas, tiny_llama, str(tmp_path)):
@@ -65,7 +65,7 @@ def test_replicas_export_and_save_once(tiny_llama: str, tmp_path: Path, two_rank
     ) == len(file)
 
 
-def test_folder_is_a_hugging_face_model(tmp_path: Path) -> None:
+def test_saved_folder_loads_with_transformers(tmp_path: Path) -> None:
     """Tokenizer, generation config and the config as it was, with the dropout that training turned off."""
     path = tiny_model(tmp_path / "model", "gpt2", resid_pdrop=0.25)
     subject = engine(path, train=True, lr=1e-2)
@@ -103,7 +103,7 @@ def test_dtype_and_shards(tiny_qwen2: str, tmp_path: Path, monkeypatch: pytest.M
     )
 
 
-def test_value_model_comes_back(tmp_path: Path) -> None:
+def test_value_model_is_saved_and_loaded(tmp_path: Path) -> None:
     """Also for an architecture that has no token classification class in transformers, whose folder the engine itself reads."""
     for arch, known in (("qwen2", True), ("olmo2", False)):
         folder = tmp_path / arch
@@ -122,7 +122,7 @@ def test_value_model_comes_back(tmp_path: Path) -> None:
             assert AutoModelForTokenClassification.from_pretrained(folder / "out").num_labels == 1
 
 
-def test_export_holds_one_layer_at_a_time_and_is_a_snapshot(tmp_path: Path) -> None:
+def test_export_keeps_one_layer_in_memory_and_is_a_snapshot(tmp_path: Path) -> None:
     subject = engine(tiny_model(tmp_path, "qwen2", num_hidden_layers=6), train=True, lr=1e-2)
     seen, alive = [], []
     for _, tensor in subject.export():

@@ -15,7 +15,7 @@ from verlite.engine.micro import MicroBatching
 CASE = {"mode": "token-mean", "rows": list(range(8)), "size": 3}
 
 
-def test_activations_that_wait_in_host_memory_give_the_same_gradient(
+def test_activation_offload_gives_the_same_gradient(
     tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What goes there is each layer's input, of each micro-batch, once, and nothing else; here the copies are made although it is a CPU."""
@@ -48,7 +48,7 @@ def test_activations_that_wait_in_host_memory_give_the_same_gradient(
     ("device", "asked", "expected"),
     [("cpu", True, False), ("cuda", True, True), ("cuda", False, False)],
 )
-def test_only_a_gpu_sends_them_away(
+def test_activations_are_offloaded_only_on_a_gpu(
     tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch, device: str, asked: bool, expected: bool
 ) -> None:
     class Seen(Exception):
@@ -108,7 +108,7 @@ def assert_compiled_is_eager(path: str) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-def test_compiled_layers_compute_the_same_and_are_compiled_once(tiny_qwen2: str) -> None:
+def test_compiled_layers_equal_eager_and_compile_once(tiny_qwen2: str) -> None:
     """The first batch has all there is to compile: passes with and without gradients, with and without adapters. Later ones are of
     other lengths and numbers of rows."""
     graphs = assert_compiled_is_eager(tiny_qwen2)

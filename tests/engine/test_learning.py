@@ -93,7 +93,7 @@ def learn(path: str, estimator: str, seed: int, sign: float = 1.0, steps: int = 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo"])
-def test_rewards_rise_and_with_the_sign_turned_they_fall(
+def test_rewards_rise_and_fall_with_flipped_advantages(
     tiny_qwen2: str, estimator: str, seed: int
 ) -> None:
     curve = learn(tiny_qwen2, estimator, seed)

@@ -27,7 +27,7 @@ def results(tiny_qwen2: str, tmp_path_factory: pytest.TempPathFactory) -> Result
     return {"folder": folder} | programs.lora_updates(tiny_qwen2, str(folder))
 
 
-def test_training_starts_from_the_model(tiny_qwen2: str) -> None:
+def test_lora_starts_from_the_base_model(tiny_qwen2: str) -> None:
     """B is 0, so that the first log-probs, weights and checksum are the model's, bit for bit; A is not."""
     base, adapted = engine(tiny_qwen2), engine(tiny_qwen2, train=True, **programs.LORA)
     assert torch.equal(
@@ -42,7 +42,7 @@ def test_training_starts_from_the_model(tiny_qwen2: str) -> None:
     )
 
 
-def test_only_adapters_learn(results: Results, tiny_qwen2: str) -> None:
+def test_only_adapters_change(results: Results, tiny_qwen2: str) -> None:
     """Every adapter has a gradient and moves; of the rest not one bit does, and it has no place in the optimizer."""
     start, end = results["start"], results["end"]
     adapters = {name for name in start if "lora_" in name}
@@ -60,7 +60,7 @@ def test_only_adapters_learn(results: Results, tiny_qwen2: str) -> None:
     assert {name.rsplit(".", 1)[0] for name in results["state"].keys() - end.keys()} == adapters
 
 
-def test_an_update_is_that_of_pefts_own_model(results: Results, tiny_qwen2: str) -> None:
+def test_lora_updates_equal_peft(results: Results, tiny_qwen2: str) -> None:
     """Four steps of AdamW on peft's model in float64, one row at a time, by the formula of the loss; the same A to start from."""
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64)
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -107,7 +107,7 @@ def test_an_update_is_that_of_pefts_own_model(results: Results, tiny_qwen2: str)
         ).norm() + 1e-12
 
 
-def test_merged_weights_are_the_adapted_model(results: Results, tiny_qwen2: str) -> None:
+def test_merged_weights_equal_the_adapted_model(results: Results, tiny_qwen2: str) -> None:
     """Under the model's own names, in its own folder, for a model that knows nothing of adapters; and by the formula W + s B A."""
     file, end = load_file(f"{tiny_qwen2}/model.safetensors"), results["end"]
     assert results["weights"].keys() == file.keys()
@@ -130,7 +130,7 @@ def test_merged_weights_are_the_adapted_model(results: Results, tiny_qwen2: str)
     assert (oracle - results["log_probs"]).abs().max() < 1e-4
 
 
-def test_the_checksum_is_that_of_the_merged_weights(results: Results) -> None:
+def test_fingerprint_is_that_of_the_merged_weights(results: Results) -> None:
     first, second = results["fingerprints"]
     assert first == fingerprint(results["weights"].items())
     assert second == fingerprint(results["bf16"].items()) and all(
@@ -138,14 +138,14 @@ def test_the_checksum_is_that_of_the_merged_weights(results: Results) -> None:
     )
 
 
-def test_the_reference_is_the_model_without_adapters(results: Results, tiny_qwen2: str) -> None:
+def test_reference_is_the_base_model(results: Results, tiny_qwen2: str) -> None:
     frozen = engine(tiny_qwen2)
     assert torch.equal(
         results["reference"], frozen.forward(ragged_batch(), MicroBatching(size=3))["log_probs"]
     )
 
 
-def test_the_adapters_are_back_after_a_reference_pass(tiny_qwen2: str) -> None:
+def test_adapters_are_enabled_again_after_a_reference_pass(tiny_qwen2: str) -> None:
     """Values, gradients and what the optimizer moves, also when the pass fails."""
     subject = engine(tiny_qwen2, train=True, lr=1e-2, **programs.LORA)
     subject.update(ragged_batch(), ALL, 1.0, programs.weighted_loss("token-mean"))
@@ -158,7 +158,7 @@ def test_the_adapters_are_back_after_a_reference_pass(tiny_qwen2: str) -> None:
     assert len(caught) == 28 and all(gradient.any() for gradient in caught.values())
 
 
-def test_a_resumed_run_goes_on_exactly(results: Results) -> None:
+def test_lora_resume_is_exact(results: Results) -> None:
     assert results["again"] == results["history"][2:]
     assert results["resumed"].keys() == results["state"].keys()
     assert [
@@ -168,7 +168,7 @@ def test_a_resumed_run_goes_on_exactly(results: Results) -> None:
     ] == []
 
 
-def test_a_checkpoint_holds_adapters_and_knows_their_model(
+def test_lora_checkpoint_has_adapters_and_checks_the_base_model(
     results: Results, tiny_qwen2: str, tmp_path: Path
 ) -> None:
     names = [
@@ -188,7 +188,7 @@ def test_a_checkpoint_holds_adapters_and_knows_their_model(
         )
 
 
-def test_two_ranks_do_what_one_does(
+def test_lora_on_two_ranks_equals_one(
     results: Results, tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     first, second = two_ranks.call(programs.lora_updates, tiny_qwen2, str(tmp_path))
@@ -210,7 +210,7 @@ def test_two_ranks_do_what_one_does(
     ]
 
 
-def test_replicas_and_shapes_that_do_not_divide(tmp_path: Path, two_ranks: Ranks) -> None:
+def test_lora_with_replicas_and_uneven_shapes(tmp_path: Path, two_ranks: Ranks) -> None:
     """fsdp_size=1, where every rank has all adapters; and 7 rows and rank 3 over two ranks."""
     path = tiny_model(
         tmp_path / "odd",
@@ -251,7 +251,7 @@ def test_replicas_and_shapes_that_do_not_divide(tmp_path: Path, two_ranks: Ranks
     ],
     ids=lambda v: str(v)[:9],
 )
-def test_other_layers(arch: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_lora_on_other_layer_types(arch: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Transposed linear layers, tied embeddings, and experts that transformers fuses in memory, which get no adapter."""
     path = tiny_model(tmp_path / "model", arch, **settings)
     subject = engine(path, train=True, lr=1e-2, **programs.LORA)
@@ -269,7 +269,7 @@ def test_other_layers(arch: str, settings: dict[str, Any], tmp_path: Path) -> No
     )
 
 
-def test_peft_loads_the_adapter_and_so_do_we(results: Results, tiny_qwen2: str) -> None:
+def test_saved_adapter_loads_in_peft_and_here(results: Results, tiny_qwen2: str) -> None:
     folder = results["folder"] / "hf" / "lora_adapter"
     theirs = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64), folder
@@ -286,7 +286,7 @@ def test_peft_loads_the_adapter_and_so_do_we(results: Results, tiny_qwen2: str) 
         )
 
 
-def test_an_adapter_that_does_not_fit_is_refused(
+def test_mismatched_adapter_is_rejected(
     results: Results, tiny_qwen2: str, tmp_path: Path
 ) -> None:
     folder = results["folder"] / "hf" / "lora_adapter"
@@ -317,14 +317,14 @@ def test_an_adapter_that_does_not_fit_is_refused(
         (["embed_tokens"], "is not a linear layer"),
     ],
 )
-def test_layers_that_cannot_be_adapted_are_refused(
+def test_unsupported_target_modules_are_rejected(
     tiny_qwen2: str, targets: list[str], said: str
 ) -> None:
     with pytest.raises(ModelError, match=said):
         engine(tiny_qwen2, lora_rank=2, target_modules=targets)
 
 
-def test_layers_are_chosen_by_name(tiny_qwen2: str) -> None:
+def test_target_modules_select_layers(tiny_qwen2: str) -> None:
     def adapted(**settings: Any) -> set[str]:
         named = engine(tiny_qwen2, lora_rank=2, **settings).model.model.named_parameters()
         return {name.split(".lora_")[0].split(".")[-1] for name, _ in named if "lora_" in name}
@@ -336,7 +336,7 @@ def test_layers_are_chosen_by_name(tiny_qwen2: str) -> None:
     }
 
 
-def test_a_value_model_trains_its_head_too(tiny_qwen2: str, tmp_path: Path) -> None:
+def test_lora_value_model_trains_its_head(tiny_qwen2: str, tmp_path: Path) -> None:
     subject = engine(tiny_qwen2, train=True, head="value", lr=1e-2, **programs.LORA)
     start = {
         name: p.detach().full_tensor().clone() for name, p in subject.model.model.named_parameters()
@@ -360,7 +360,7 @@ def test_a_value_model_trains_its_head_too(tiny_qwen2: str, tmp_path: Path) -> N
     assert torch.equal(again.forward(ragged_batch(), ALL)["values"], values)
 
 
-def test_half_precision_weights_with_float32_adapters(tiny_qwen2: str) -> None:
+def test_bfloat16_base_with_float32_adapters(tiny_qwen2: str) -> None:
     """The frozen weights may be bfloat16; what the optimizer moves is float32, and the merge is rounded once."""
     subject = engine(tiny_qwen2, train=True, lr=1e-2, model_dtype="bfloat16", **programs.LORA)
     for _ in range(2):

@@ -17,7 +17,7 @@ from verlite.engine.folder import load_config, load_tokenizer
 from verlite.engine.fsdp import NonFiniteError
 
 
-def test_a_path_that_is_no_model(tmp_path: Path) -> None:
+def test_path_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "nowhere", tmp_path / "empty"):
         with pytest.raises(ValueError, match="model.path=.*is not a model"):
@@ -47,7 +47,7 @@ def test_tokenizer(tiny_qwen2: str) -> None:
     )
 
 
-def test_missing_and_poisoned_weights(tiny_qwen2: str, tmp_path: Path) -> None:
+def test_missing_and_infinite_weights(tiny_qwen2: str, tmp_path: Path) -> None:
     """transformers would fill what is missing with random numbers and only warn."""
     path = tiny_model(tmp_path, "qwen2")
     file = tmp_path / "model.safetensors"
@@ -67,7 +67,7 @@ def test_missing_and_poisoned_weights(tiny_qwen2: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_only_rank_0_reads_weights(
+def test_only_rank_0_reads_the_checkpoint(
     tiny_llama: str, tmp_path: Path, two_ranks: Ranks, head: str
 ) -> None:
     """Rank 1 needs the config and no memory for the whole model; when rank 0 cannot load, all ranks say so."""
@@ -94,7 +94,7 @@ def test_only_rank_0_reads_weights(
         ("nemotron", {}, "did not receive the packing layout.*use_remove_padding=False"),
     ],
 )
-def test_an_architecture_that_would_train_on_wrong_numbers(
+def test_unsupported_architectures_are_rejected(
     arch: str, settings: dict, message: str, tmp_path: Path
 ) -> None:
     path = tiny_model(tmp_path, arch, **settings)
@@ -105,7 +105,7 @@ def test_an_architecture_that_would_train_on_wrong_numbers(
 
 
 @pytest.mark.parametrize("arch", ["granite", "cohere", "mistral", "qwen3", "phi3", "gpt_neox"])
-def test_other_architectures_agree_with_their_own_forward_pass(arch: str, tmp_path: Path) -> None:
+def test_architectures_pass_the_self_check(arch: str, tmp_path: Path) -> None:
     """Scaled logits, sliding windows, norms on heads, fused projections: the self-check inside the constructor is the proof."""
     settings = {
         "granite": {"logits_scaling": 7.0},
@@ -116,7 +116,7 @@ def test_other_architectures_agree_with_their_own_forward_pass(arch: str, tmp_pa
     engine(tiny_model(tmp_path, arch, **settings.get(arch, {})))
 
 
-def test_the_self_check_sees_an_unknown_scale(
+def test_self_check_detects_an_unknown_logit_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that scales its logits by a name nobody told us about."""

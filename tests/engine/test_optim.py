@@ -15,19 +15,19 @@ def rates(total: int = 10, **settings: object) -> list[float]:
     return [learning_rate(OptimConfig(lr=2.0, **settings), step, total) for step in range(total)]
 
 
-def test_constant() -> None:
+def test_constant_learning_rate() -> None:
     assert rates() == [2.0] * 10
     assert rates(lr_warmup_steps=0, lr_warmup_steps_ratio=0.5) == [2.0] * 10, (
         "steps win over the ratio, 0 included"
     )
 
 
-def test_warm_up_reaches_the_peak_and_never_starts_at_zero() -> None:
+def test_warmup_reaches_the_peak_and_starts_above_zero() -> None:
     assert rates(lr_warmup_steps=4) == [0.5, 1.0, 1.5] + [2.0] * 7
     assert rates(lr_warmup_steps_ratio=0.4) == rates(lr_warmup_steps=4)
 
 
-def test_cosine() -> None:
+def test_cosine_learning_rate() -> None:
     actual = rates(lr_warmup_steps=2, lr_scheduler_type="cosine", min_lr_ratio=0.1)
     assert actual == pytest.approx(
         [1.0, 2.0, *[0.2 + 1.8 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)]]
@@ -38,7 +38,7 @@ def test_cosine() -> None:
     assert rates(lr_scheduler_type="cosine", num_cycles=1.0)[5] == pytest.approx(0, abs=1e-12)
 
 
-def test_what_needs_the_length_of_training_says_so() -> None:
+def test_schedules_that_need_total_steps_raise() -> None:
     with pytest.raises(
         ValueError, match="lr_scheduler_type=cosine needs the number of training steps"
     ):
@@ -47,7 +47,7 @@ def test_what_needs_the_length_of_training_says_so() -> None:
         learning_rate(OptimConfig(lr_scheduler_type="linear"), 3, 10)
 
 
-def test_schedule_goes_once_per_training_step_and_not_per_update(tiny_qwen2: str) -> None:
+def test_schedule_advances_per_training_step(tiny_qwen2: str) -> None:
     subject = engine(tiny_qwen2, train=True, lr=2.0, lr_warmup_steps=4)
     seen = []
     for updates in (2, 0, 1, 3):  # a step without an update (the critic's warm-up) does not count

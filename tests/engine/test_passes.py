@@ -20,7 +20,7 @@ def path(request: pytest.FixtureRequest, tiny_qwen2: str, tiny_llama: str, tiny_
 @pytest.mark.parametrize(
     "micro", [MicroBatching(size=3), MicroBatching(max_tokens=20)], ids=["size", "tokens"]
 )
-def test_log_probs_and_entropy_equal_a_token_by_token_oracle(
+def test_log_probs_and_entropy_equal_token_by_token_oracle(
     path: str, packed: bool, micro: MicroBatching
 ) -> None:
     batch = ragged_batch()
@@ -34,7 +34,7 @@ def test_log_probs_and_entropy_equal_a_token_by_token_oracle(
         torch.testing.assert_close(out["entropy"].double(), entropy, atol=1e-5, rtol=1e-5)
 
 
-def test_sum_of_squared_probabilities_by_the_oracle(tiny_qwen2: str) -> None:
+def test_sum_of_squared_probabilities_equals_oracle(tiny_qwen2: str) -> None:
     batch, oracle = (
         ragged_batch(),
         AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64).eval(),
@@ -82,7 +82,7 @@ def test_padding_side_does_not_matter(path: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_sequence_is_blind_to_its_neighbours_and_to_padding(
+def test_sequences_do_not_see_each_other_or_padding(
     tiny_qwen2: str, packed: bool
 ) -> None:
     subject = engine(tiny_qwen2, use_remove_padding=packed)
@@ -118,7 +118,7 @@ def test_only_trainable_tokens_have_values(tiny_qwen2: str) -> None:
         assert torch.equal(values != 0, batch.batch["response_mask"].bool())
 
 
-def test_rows_without_a_vote_are_never_run(tiny_qwen2: str) -> None:
+def test_rows_without_trainable_tokens_are_not_run(tiny_qwen2: str) -> None:
     subject, batch = engine(tiny_qwen2), ragged_batch()
     ids = batch.batch["input_ids"].clone()
     ids[4] = 10**9  # running this row would raise
@@ -128,7 +128,7 @@ def test_rows_without_a_vote_are_never_run(tiny_qwen2: str) -> None:
     )
 
 
-def test_a_token_without_a_predecessor_is_refused(tiny_qwen2: str) -> None:
+def test_response_without_a_prompt_is_rejected(tiny_qwen2: str) -> None:
     batch = ragged_batch()
     attention_mask = batch.batch["attention_mask"].clone()
     attention_mask[0, :P] = 0
@@ -152,7 +152,7 @@ def test_dropout_is_off_in_updates(tiny_gpt2: str) -> None:
     assert torch.equal(seen[0], old[rows])
 
 
-def test_half_precision_stops_at_the_softmax(tiny_qwen2: str) -> None:
+def test_softmax_runs_in_float32(tiny_qwen2: str) -> None:
     """bfloat16 passes are near the float32 ones, their log-probs are not rounded to bfloat16, gradients and weights stay float32."""
     exact, subject, batch = (
         engine(tiny_qwen2),
@@ -173,7 +173,7 @@ def test_half_precision_stops_at_the_softmax(tiny_qwen2: str) -> None:
     assert set(seen) == {torch.float32} == {p.dtype for p in subject.parameters}
 
 
-def test_values_are_the_heads_and_know_no_temperature(tiny_qwen2: str, tmp_path) -> None:
+def test_values_ignore_the_temperature(tiny_qwen2: str, tmp_path) -> None:
     batch = ragged_batch()
     fresh = engine(tiny_qwen2, head="value")
     assert torch.equal(fresh.forward(batch, ALL)["values"], torch.zeros(len(batch), R))

@@ -41,7 +41,7 @@ def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_passes_and_updates_are_those_of_one_rank(
+def test_passes_and_updates_equal_one_rank(
     results: tuple[Path, Results], layout: str
 ) -> None:
     """Uneven rows, one rank without any. Ranks agree to the last bit; with one rank to float32 rounding, see matrix.TOLERANCE."""
@@ -64,7 +64,7 @@ def test_passes_and_updates_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_leaves_is_whole_and_counted_once(results: tuple[Path, Results], layout: str) -> None:
+def test_export_and_fingerprint_count_replicas_once(results: tuple[Path, Results], layout: str) -> None:
     folder, found = results
     file = load_file(folder / layout / "huggingface" / "model.safetensors")
     for rank in found[layout]:
@@ -73,7 +73,7 @@ def test_what_leaves_is_whole_and_counted_once(results: tuple[Path, Results], la
 
 
 @pytest.mark.parametrize("wrote", ["1 rank", *LAYOUTS])
-def test_a_checkpoint_loads_into_every_layout(
+def test_checkpoint_loads_into_every_layout(
     results: tuple[Path, Results], tiny_qwen2: str, four_ranks: Ranks, wrote: str
 ) -> None:
     """Weights, moments and step counts to the last bit, whoever wrote them."""

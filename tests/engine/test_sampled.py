@@ -87,7 +87,7 @@ def path(request: pytest.FixtureRequest, tiny_qwen2: str, tiny_gpt2: str) -> str
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_the_trainer_recomputes_the_log_probs_of_the_engine(path: str, temperature: float) -> None:
+def test_trainer_log_probs_equal_the_engines(path: str, temperature: float) -> None:
     batch = sampled(path, Sampling(temperature), longest=16)
     mask = batch.batch["response_mask"].bool()
     for packed, micro in ((True, MicroBatching(max_tokens=60)), (False, MicroBatching(size=5))):
@@ -100,7 +100,7 @@ def test_the_trainer_recomputes_the_log_probs_of_the_engine(path: str, temperatu
         )
 
 
-def test_an_answer_is_trained_up_to_its_end_and_no_further(tmp_path) -> None:
+def test_response_is_trained_exactly_to_its_end(tmp_path) -> None:
     """The EOS that ended it is trained; a truncated answer has none and is trained whole; padding is not."""
     path = tiny_model(tmp_path, "qwen2", initializer_range=0.05)
     batch = sampled(path, Sampling(1.3), longest=40)
@@ -131,7 +131,7 @@ def test_an_answer_is_trained_up_to_its_end_and_no_further(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])
-def test_the_engine_samples_with_what_the_trainer_has_learned(
+def test_engine_samples_with_the_trained_weights(
     tiny_qwen2: str, tiny_llama: str, tmp_path, arch: str
 ) -> None:
     """Two updates, a sync after each: the fingerprints agree and are new, and greedy answers are those of the saved model. Llama's

@@ -47,7 +47,7 @@ class Rank:
         self.rank, self.size = lambda: rank, lambda: size
 
 
-def test_a_row_is_cut_by_hand() -> None:
+def test_rank_slices_by_hand() -> None:
     """Sequences of 3 and 4 tokens on 3 ranks: two tokens of padding, the second sequence across both cuts, labels from beyond them."""
     rows = DataProto.from_dict(
         {
@@ -78,7 +78,7 @@ def test_a_row_is_cut_by_hand() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_is_that_of_the_whole_row(
+def test_shared_attention_equals_the_whole_row(
     two_ranks: Ranks, kv_heads: int, window: int | None
 ) -> None:
     """Outputs and gradients of 6 heads against a written-out softmax; the third sequence lies across the cut."""
@@ -110,7 +110,7 @@ SHARES = {
     [MicroBatching(size=3), MicroBatching(size=1), MicroBatching(max_tokens=24)],
     ids=["3", "1", "tokens"],
 )
-def test_log_probs_are_those_of_one_rank(path: str, two_ranks: Ranks, micro: MicroBatching) -> None:
+def test_shared_log_probs_equal_one_rank(path: str, two_ranks: Ranks, micro: MicroBatching) -> None:
     """And those of the token by token oracle. Rows of 5 to 15 tokens, odd and even; each rank gets its own rows' outputs back."""
     batch, oracle = (
         ragged_batch(),
@@ -134,7 +134,7 @@ def test_log_probs_are_those_of_one_rank(path: str, two_ranks: Ranks, micro: Mic
             torch.testing.assert_close(out["entropy"], entropy[rows].float(), atol=1e-5, rtol=1e-5)
 
 
-def test_ranks_that_padded_their_rows_for_themselves(tiny_qwen2: str, two_ranks: Ranks) -> None:
+def test_ranks_with_different_padding(tiny_qwen2: str, two_ranks: Ranks) -> None:
     """Without the padding that no row of a rank needs, on either side: outputs and gradients are those of the common width."""
     alone = programs.passes(
         tiny_qwen2, ragged_batch(), [list(range(8))], MicroBatching(size=3), "lm", {}
@@ -153,7 +153,7 @@ def test_ranks_that_padded_their_rows_for_themselves(tiny_qwen2: str, two_ranks:
     assert len({width for _, width in widths}) == 2, "the ranks must differ, or nothing is tested"
 
 
-def test_values_are_those_of_one_rank(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_shared_values_equal_one_rank(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
     trained = engine(
         tiny_qwen2, train=True, head="value", lr=1e-2
     )  # a fresh head's values are all 0
@@ -180,7 +180,7 @@ def test_values_are_those_of_one_rank(tiny_qwen2: str, two_ranks: Ranks, tmp_pat
         torch.testing.assert_close(out["values"], alone[rows], **EXACT)
 
 
-def test_a_row_shorter_than_the_ranks(tiny_qwen2: str, four_ranks: Ranks) -> None:
+def test_row_shorter_than_the_number_of_ranks(tiny_qwen2: str, four_ranks: Ranks) -> None:
     """One prompt token and one response token on four ranks: two of them hold nothing but padding."""
     ones, zero_one = torch.ones(1, 2, dtype=torch.int64), torch.tensor([[0, 1]])
     batch = DataProto.from_dict(
@@ -246,7 +246,7 @@ def check_gradients(
             )
 
 
-def test_the_actors_gradient_is_the_closed_form(path: str, two_ranks: Ranks) -> None:
+def test_shared_actor_gradient_equals_closed_form(path: str, two_ranks: Ranks) -> None:
     check_gradients(path, two_ranks, TWO)
 
 
@@ -265,7 +265,7 @@ def test_the_actors_gradient_is_the_closed_form(path: str, two_ranks: Ranks) -> 
     ],
     ids=str,
 )
-def test_the_actors_gradient_is_the_same_on_four_ranks(
+def test_shared_actor_gradient_on_four_ranks(
     tiny_qwen2: str, four_ranks: Ranks, settings: dict[str, Any]
 ) -> None:
     """Two groups of two; one of four, with fewer KV heads than ranks; and both where weights are sharded in two replicas."""
@@ -274,7 +274,7 @@ def test_the_actors_gradient_is_the_same_on_four_ranks(
     )  # both losses, aggregations and kinds of split
 
 
-def test_a_group_without_rows_takes_part(tiny_qwen2: str, four_ranks: Ranks) -> None:
+def test_group_without_rows_takes_part(tiny_qwen2: str, four_ranks: Ranks) -> None:
     """All rows are the first group's, then there is nothing to train at all: the second group's empty passes need its own exchanges."""
     metrics, gradients, log_probs, voteless = programs.uneven_ranks(tiny_qwen2)
     results = four_ranks.call(programs.uneven_ranks, tiny_qwen2, TWO)
@@ -286,7 +286,7 @@ def test_a_group_without_rows_takes_part(tiny_qwen2: str, four_ranks: Ranks) -> 
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_an_update_makes_the_same_weights(tiny_qwen2: str, two_ranks: Ranks, head: str) -> None:
+def test_shared_update_gives_the_same_weights(tiny_qwen2: str, two_ranks: Ranks, head: str) -> None:
     alone = programs.one_update(tiny_qwen2, head, {})
     for result in two_ranks.call(programs.one_update, tiny_qwen2, head, TWO):
         assert result["metrics"]["grad_norm"] == pytest.approx(
@@ -300,7 +300,7 @@ def test_an_update_makes_the_same_weights(tiny_qwen2: str, two_ranks: Ranks, hea
     assert math.isfinite(alone["metrics"]["loss"])
 
 
-def test_what_cannot_be_shared_is_refused_before_the_first_pass(
+def test_unsupported_sequence_parallel_sizes_are_rejected(
     tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     three_heads = tiny_model(

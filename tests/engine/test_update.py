@@ -84,11 +84,11 @@ def check_all_cases(path: str, cases: list[dict[str, Any]], results: list[Any]) 
                 assert metrics["tokens"] == 34 and metrics["share"] == pytest.approx(1)
 
 
-def test_gradient_is_the_closed_form_for_every_mode_split_and_order(tiny_qwen2: str) -> None:
+def test_gradient_equals_closed_form_for_every_split_and_order(tiny_qwen2: str) -> None:
     check_all_cases(tiny_qwen2, CASES, programs.gradients(tiny_qwen2, CASES))
 
 
-def test_gradient_is_the_same_on_two_ranks(
+def test_gradient_on_two_ranks_equals_closed_form(
     tiny_qwen2: str, tiny_llama: str, two_ranks: Ranks
 ) -> None:
     for path, cases in ((tiny_qwen2, CASES), (tiny_llama, CASES[10:15])):
@@ -100,7 +100,7 @@ def test_gradient_is_the_same_on_two_ranks(
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_the_actors_gradient_is_the_closed_form_for_every_arrangement(
+def test_actor_gradient_equals_closed_form_for_every_arrangement(
     tiny_qwen2: str, two_ranks: Ranks, mode: str
 ) -> None:
     """Clipped PPO, entropy and KL: each split x order x packed or padded x one or two ranks, 48 gradients, all one and the same."""
@@ -117,7 +117,7 @@ def test_the_actors_gradient_is_the_closed_form_for_every_arrangement(
         )
 
 
-def test_the_first_epoch_is_on_policy_and_the_second_is_clipped(
+def test_first_epoch_is_on_policy_and_second_is_clipped(
     tiny_gpt2: str, tmp_path: Path
 ) -> None:
     """Although the model's config has dropout: the ratio is exactly 1 and the gradient -A d log-prob, then the moved weights' own."""
@@ -153,7 +153,7 @@ def test_the_first_epoch_is_on_policy_and_the_second_is_clipped(
             assert 0.1 < found[0] < 0.9 and found[3] > 0.01
 
 
-def test_half_precision_gradients_are_summed_over_ranks_in_float32(
+def test_bfloat16_gradients_are_reduced_in_float32(
     tiny_qwen2: str, two_ranks: Ranks
 ) -> None:
     """Each rank's one pass leaves gradients that bfloat16 holds; of their float32 sum it can hold only a few."""
@@ -178,7 +178,7 @@ OTHER_PATHS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", OTHER_PATHS, ids=lambda s: next(iter(s)))
-def test_gradient_is_the_same_on_every_code_path(
+def test_gradient_is_equal_for_every_engine_option(
     tiny_llama: str, two_ranks: Ranks, settings: dict[str, Any]
 ) -> None:
     case = {"mode": "seq-mean-token-mean", "rows": SHUFFLED, "size": 2}
@@ -207,7 +207,7 @@ def test_clipping_is_global_and_happens_once(tiny_qwen2: str, two_ranks: Ranks) 
         assert_same(actual, clipped)
 
 
-def test_one_optimizer_step_per_update_whatever_the_micro_batches(tiny_qwen2: str) -> None:
+def test_one_optimizer_step_per_update(tiny_qwen2: str) -> None:
     subject = engine(tiny_qwen2, train=True, lr=1e-3)
     for size in (1, 3, 100):
         subject.update(
@@ -216,7 +216,7 @@ def test_one_optimizer_step_per_update_whatever_the_micro_batches(tiny_qwen2: st
     assert {int(state["step"]) for state in subject.optimizer.state.values()} == {3}
 
 
-def test_update_is_adamws(tiny_qwen2: str) -> None:
+def test_update_equals_adamw(tiny_qwen2: str) -> None:
     """Two updates equal two steps of a plain AdamW on the closed-form gradients."""
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6}
     subject = engine(tiny_qwen2, train=True, grad_clip=1e9, **settings)
@@ -237,7 +237,7 @@ def test_update_is_adamws(tiny_qwen2: str) -> None:
         torch.testing.assert_close(after[name], parameter.detach(), atol=1e-6, rtol=1e-6)
 
 
-def test_a_nonfinite_loss_on_one_rank_changes_nothing_on_any(
+def test_nonfinite_loss_on_one_rank_drops_the_update_on_all(
     tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
 ) -> None:
     for results in (
@@ -264,7 +264,7 @@ def test_a_nonfinite_loss_on_one_rank_changes_nothing_on_any(
     assert rows == [5, 3]
 
 
-def test_a_good_update_ends_a_row_of_dropped_ones(tiny_qwen2: str) -> None:
+def test_successful_update_resets_the_nonfinite_count(tiny_qwen2: str) -> None:
     subject = engine(tiny_qwen2, train=True, max_nonfinite_updates=2)
     good = programs.weighted_loss("token-mean")
 
@@ -278,7 +278,7 @@ def test_a_good_update_ends_a_row_of_dropped_ones(tiny_qwen2: str) -> None:
     assert dropped == [1, 0, 1, 0]
 
 
-def test_a_rank_without_rows_takes_part(tiny_qwen2: str, two_ranks: Ranks) -> None:
+def test_rank_without_rows_takes_part(tiny_qwen2: str, two_ranks: Ranks) -> None:
     _, expected = closed_form(tiny_qwen2, "token-mean")
     first, second = two_ranks.call(programs.uneven_ranks, tiny_qwen2)
     alone = programs.uneven_ranks(tiny_qwen2)
@@ -290,7 +290,7 @@ def test_a_rank_without_rows_takes_part(tiny_qwen2: str, two_ranks: Ranks) -> No
     assert second[2].shape == (0, 9)
 
 
-def test_metrics_are_summed_or_maximised_over_micro_batches_and_ranks(
+def test_metrics_are_summed_or_maximized(
     tiny_qwen2: str, two_ranks: Ranks
 ) -> None:
     alone, *shared = (
@@ -304,7 +304,7 @@ def test_metrics_are_summed_or_maximised_over_micro_batches_and_ranks(
         )
 
 
-def test_a_frozen_engine_cannot_be_updated(tiny_qwen2: str) -> None:
+def test_frozen_engine_cannot_be_updated(tiny_qwen2: str) -> None:
     reference = engine(tiny_qwen2)
     before = reference.fingerprint()
     with pytest.raises(RuntimeError, match="without an optimizer"):
@@ -329,7 +329,7 @@ def test_value_model_trains(tiny_qwen2: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_half_precision_needs_what_is_not_there(tiny_qwen2: str) -> None:
+def test_unsupported_engine_settings_are_rejected(tiny_qwen2: str) -> None:
     with pytest.raises(ValueError, match="float16 needs loss scaling"):
         engine(tiny_qwen2, train=True, dtype="float16")
     with pytest.raises(ValueError, match="fsdp_size=3 must divide"):

@@ -70,7 +70,7 @@ def raises(error):
     return fault
 
 
-def test_death_in_a_step_reaches_everyone_and_stays(tiny_qwen2):
+def test_failed_step_fails_all_requests(tiny_qwen2):
     engine, core = start(tiny_qwen2)
     core.fault = raises(MemoryError("no room for the cache"))
     requests = [Request([5, i], SAMPLING) for i in range(20)]
@@ -85,12 +85,12 @@ def test_death_in_a_step_reaches_everyone_and_stays(tiny_qwen2):
     engine.close()
 
 
-def test_a_failing_start_is_raised_where_the_engine_is_made(tmp_path):
+def test_failed_start_raises_in_the_constructor(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         start(str(tmp_path / "nowhere"))
 
 
-def test_a_hanging_engine_is_reported_with_the_key(tiny_qwen2):
+def test_hanging_engine_raises_and_names_the_key(tiny_qwen2):
     engine, core = start(tiny_qwen2, request_timeout_s=0.3)
     release = threading.Event()
     core.fault = lambda: release.wait(20)
@@ -108,7 +108,7 @@ def test_a_hanging_engine_is_reported_with_the_key(tiny_qwen2):
     engine.close()
 
 
-def test_a_long_queue_is_not_a_hang(tiny_qwen2, monkeypatch):
+def test_long_queue_does_not_time_out(tiny_qwen2, monkeypatch):
     """The clock advances by 30 s per step: 3600 s in all, with a timeout of 1000 s between steps."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(batched, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -119,7 +119,7 @@ def test_a_long_queue_is_not_a_hang(tiny_qwen2, monkeypatch):
     engine.close()
 
 
-def test_a_cancelled_request_leaves_the_batch_and_the_others_finish(tiny_qwen2):
+def test_cancelled_request_does_not_affect_others(tiny_qwen2):
     engine, core = start(tiny_qwen2)
     core.fault = lambda: time.sleep(0.01)
     (expected,) = ask(engine, [[5, 6]], SAMPLING)
@@ -135,7 +135,7 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_finish(tiny_qwen2):
     engine.close()
 
 
-def test_requests_that_start_together_run_together_on_a_slow_machine(tiny_qwen2):
+def test_requests_started_together_share_steps(tiny_qwen2):
     engine, core = start(tiny_qwen2)
     running = []
     core.fault = lambda: running.append(core.pending())
@@ -159,7 +159,7 @@ class Again:
         return Step("more")
 
 
-def test_turns_that_one_step_has_woken_run_together(tiny_qwen2):
+def test_turns_woken_by_one_step_share_steps(tiny_qwen2):
     """Equal samples end each turn in the same step."""
     engine, core = start(tiny_qwen2)
     running = []
@@ -174,7 +174,7 @@ def test_turns_that_one_step_has_woken_run_together(tiny_qwen2):
     engine.close()
 
 
-def test_a_request_cancelled_before_it_starts_is_never_run(tiny_qwen2):
+def test_request_cancelled_before_it_starts_is_not_run(tiny_qwen2):
     engine, core = start(tiny_qwen2)
 
     async def cancel_at_once():
@@ -189,7 +189,7 @@ def test_a_request_cancelled_before_it_starts_is_never_run(tiny_qwen2):
     engine.close()
 
 
-def test_closing_ends_running_requests_and_later_ones(tiny_qwen2):
+def test_close_fails_running_and_later_requests(tiny_qwen2):
     engine, core = start(tiny_qwen2)
     core.fault = lambda: time.sleep(0.02)
 
@@ -207,7 +207,7 @@ def test_closing_ends_running_requests_and_later_ones(tiny_qwen2):
     assert not engine._thread.is_alive()
 
 
-def test_weights_do_not_change_under_running_requests(tiny_qwen2):
+def test_sync_is_rejected_while_requests_run(tiny_qwen2):
     engine, core = start(tiny_qwen2)
     core.fault = lambda: time.sleep(0.02)
 
@@ -226,7 +226,7 @@ def test_weights_do_not_change_under_running_requests(tiny_qwen2):
     engine.close()
 
 
-def test_after_sleep_weights_come_before_the_cache_and_both_before_generating(tiny_qwen2):
+def test_wake_order_after_sleep(tiny_qwen2):
     engine, core = start(tiny_qwen2, SleepyCore)
     (before,) = ask(engine, [[5]], SAMPLING)
     engine.sleep()

@@ -111,7 +111,7 @@ ARCHITECTURES = {
     ],
     ids=str,
 )
-def test_log_probs_equal_the_naive_ones(engine, model, sampling):
+def test_log_probs_equal_naive(engine, model, sampling):
     prompts = some_prompts(24)
     sampling = dataclasses.replace(sampling, max_tokens=20, ignore_eos=True, seed=5)
     answers = ask(engine, prompts, *(dataclasses.replace(sampling, seed=i) for i in range(24)))
@@ -138,7 +138,7 @@ def test_other_architectures(tmp_path, name, caplog):
     assert cached == ("not cacheable" not in name) == ("cannot cache" not in caplog.text)
 
 
-def test_checkpoint_names_of_fused_weights_load(tmp_path):
+def test_fused_weights_load_by_checkpoint_names(tmp_path):
     """Trainers export experts one by one, as checkpoints have them; transformers holds them fused."""
     from safetensors.torch import load_file
 
@@ -170,7 +170,7 @@ def test_greedy_equals_transformers_generate(engine, path):
         assert answer.ids == expected[0, len(prompt) :].tolist()
 
 
-def test_sampled_frequencies_are_the_models(engine, model):
+def test_sampled_frequencies_match_the_model(engine, model):
     """Seeds 0, 1, 2, ... give independent draws from the model's distribution."""
     prompt = [40, 50, 60]
     answers = ask(
@@ -183,7 +183,7 @@ def test_sampled_frequencies_are_the_models(engine, model):
     assert deviation.abs().max() < 5 and abs(deviation.square().mean() - 1) < 0.5
 
 
-def test_positions_draw_unrelated_numbers(path, model):
+def test_positions_draw_independent_numbers(path, model):
     """Without output weights all tokens are equally likely at every position."""
     blank = moved(model, 0.0)
     torch.nn.init.zeros_(blank.lm_head.weight)
@@ -205,7 +205,7 @@ def test_positions_draw_unrelated_numbers(path, model):
     assert (ids[:, 1:] == ids[:, :-1]).float().mean() < 0.03
 
 
-def test_tokens_do_not_depend_on_company_or_order(engine, path):
+def test_tokens_do_not_depend_on_other_requests(engine, path):
     """The same request alone, in a crowd, reversed, behind two slots, and beside requests that end early."""
     prompts = some_prompts(30, seed=4)
     samplings = [
@@ -225,7 +225,7 @@ def test_tokens_do_not_depend_on_company_or_order(engine, path):
         narrow.close()
 
 
-def test_a_moved_row_takes_everything_along(engine, model):
+def test_moved_rows_keep_their_state(engine, model):
     """Rows of every kind that end at different times, so that the later ones move: each answer is that of its own sampling."""
     kinds = [Sampling(0.7), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.7), Sampling(1.3)]
     samplings = [
@@ -240,7 +240,7 @@ def test_a_moved_row_takes_everything_along(engine, model):
         assert ask(engine, [prompt], sampling)[0].ids == answer.ids
 
 
-def test_what_ends_a_row_moves_with_it(tmp_path):
+def test_moved_rows_keep_their_limits(tmp_path):
     """A quarter of all tokens end a sequence, for every request but each third, which goes on to its limit."""
     path, ends = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1), list(range(1, 33))
     (Path(path) / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
@@ -261,7 +261,7 @@ def test_what_ends_a_row_moves_with_it(tmp_path):
         engine.close()
 
 
-def test_a_request_that_joins_changes_nothing_for_those_that_run(path):
+def test_joining_request_does_not_change_running_ones(path):
     """Tables and cache grow under a running row, in rows and in slots."""
     prompts = [[7, 8, 9], *some_prompts(5, seed=8, longest=60)]
     samplings = [
@@ -294,7 +294,7 @@ def test_many_prompts_are_prefilled_in_several_passes(engine, model, monkeypatch
     assert largest_gap(model, prompts, ask(engine, prompts, LONG), LONG) < 1e-5
 
 
-def test_equal_prompts_with_different_seeds_differ_and_equal_seeds_agree(engine):
+def test_seeds_decide_the_samples(engine):
     answers = ask(
         engine, [[9, 8, 7]] * 4, *(dataclasses.replace(LONG, seed=s) for s in (1, 2, 1, None))
     )
@@ -320,7 +320,7 @@ def test_finish_reasons_and_lengths(engine, path):
         small.close()
 
 
-def test_stops_at_any_of_several_eos_ids_and_keeps_the_token(tmp_path):
+def test_every_eos_id_stops_and_is_kept(tmp_path):
     """An id of generation_config.json that the tokenizer does not call EOS ends a sequence too, and so does the tokenizer's.
     The engine gets its weights as it does in training: from outside."""
     path = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1)
@@ -348,7 +348,7 @@ def test_stops_at_any_of_several_eos_ids_and_keeps_the_token(tmp_path):
         engine.close()
 
 
-def test_stop_strings_end_a_turn_with_their_tokens(engine):
+def test_stop_strings_end_generation_and_are_kept(engine):
     prompt = [33, 44, 55]
     (free,) = ask(engine, [prompt], Sampling(0.0, max_tokens=24, ignore_eos=True))
     text = engine.tokenizer.decode(free.ids)
@@ -364,7 +364,7 @@ def test_stop_strings_end_a_turn_with_their_tokens(engine):
     assert other.ids == free.ids
 
 
-def test_a_stop_string_in_the_prompt_does_not_count(engine):
+def test_stop_string_in_the_prompt_is_ignored(engine):
     prompt = engine.tokenizer.encode("Zq")
     answers = ask(
         engine,
@@ -382,7 +382,7 @@ def test_a_stop_string_in_the_prompt_does_not_count(engine):
     "prompt, message",
     [([], "empty"), ([5] * 128, "128 tokens"), ([5, 128], "token 128"), ([-1], "token -1")],
 )
-def test_a_prompt_that_cannot_run_is_that_requests_error(engine, prompt, message):
+def test_invalid_prompt_fails_only_its_request(engine, prompt, message):
     with pytest.raises(ValueError, match=message):
         ask(engine, [prompt], LONG)
     assert len(ask(engine, [[5]], LONG)[0].ids) == 24
@@ -399,7 +399,7 @@ def test_a_prompt_that_cannot_run_is_that_requests_error(engine, prompt, message
         {"stop": ("",)},
     ],
 )
-def test_impossible_sampling_is_refused_when_made(wrong):
+def test_invalid_sampling_parameters_raise(wrong):
     with pytest.raises(ValueError, match="sampling needs"):
         Sampling(**wrong)
 
@@ -415,7 +415,7 @@ def untrained(path: str):
     engine.close()
 
 
-def test_refuses_before_the_first_sync_then_generates_with_the_trainers_weights(path, model):
+def test_no_generation_before_the_first_sync(path, model):
     engine = start(path, pretrained=False)
     try:
         assert engine.version == -1
@@ -430,7 +430,7 @@ def test_refuses_before_the_first_sync_then_generates_with_the_trainers_weights(
         engine.close()
 
 
-def test_generation_after_a_sync_equals_a_cold_engine(engine, path, model, tmp_path):
+def test_generation_after_sync_equals_a_new_engine(engine, path, model, tmp_path):
     """No key or value of the old weights survives."""
     other = moved(model, 0.3)
     prompts = some_prompts(10, seed=6)
@@ -457,7 +457,7 @@ class DeafCore(HFCore):
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0])
-def test_a_sync_without_effect_is_caught(path, model, size):
+def test_sync_without_effect_is_detected(path, model, size):
     engine = BatchedEngine(lambda: DeafCore(options(path)), has_weights=True)
     try:
         load(engine, model, 1)  # the same weights: nothing to notice
@@ -491,7 +491,7 @@ BROKEN_SYNCS = {
 
 
 @pytest.mark.parametrize("fault", BROKEN_SYNCS)
-def test_a_failed_sync_leaves_the_version_and_refuses_until_a_good_one(engine, model, fault):
+def test_failed_sync_keeps_version_and_refuses_to_generate(engine, model, fault):
     damage, message = BROKEN_SYNCS[fault]
     version, other = engine.version, moved(model, 0.1)
     with pytest.raises(WeightSyncError, match=message):
@@ -504,7 +504,7 @@ def test_a_failed_sync_leaves_the_version_and_refuses_until_a_good_one(engine, m
     assert largest_gap(model, [[5, 6]], answers, LONG) < 1e-5
 
 
-def test_bfloat16_engine_holds_the_float32_trainers_weights_rounded(path, model):
+def test_bfloat16_engine_has_the_rounded_weights(path, model):
     engine = start(path, pretrained=False, dtype="bfloat16")
     try:
         engine.load_weights(weights_of(model), 1, fingerprint(weights_of(model), torch.bfloat16))
@@ -514,7 +514,7 @@ def test_bfloat16_engine_holds_the_float32_trainers_weights_rounded(path, model)
         engine.close()
 
 
-def test_sleep_gives_the_cache_back_and_generation_goes_on(engine):
+def test_generation_continues_after_sleep(engine):
     (before,) = ask(engine, [[5, 6]], dataclasses.replace(LONG, seed=1))
     engine.sleep()
     engine.wake("weights")
@@ -524,7 +524,7 @@ def test_sleep_gives_the_cache_back_and_generation_goes_on(engine):
         engine.wake("lunch")
 
 
-def test_unknown_engine_and_dtype_are_named(path):
+def test_unknown_engine_and_dtype_raise(path):
     with pytest.raises(ValueError, match="unknown rollout.name 'sglang'"):
         build_engine("sglang", ModelConfig(path=path), RolloutConfig(), 64, torch.device("cpu"), 0)
     with pytest.raises(ValueError, match="rollout.dtype='int3'"):

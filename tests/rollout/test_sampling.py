@@ -16,7 +16,7 @@ def splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-def test_numbers_are_splitmix64s():
+def test_numbers_equal_splitmix64():
     assert splitmix64(1234567) == 6457827717110365317  # the first number of a published sequence
     for seed in (0, 1, -1, 2**62 + 12345, -(2**63)):
         assert mix64(seed) % 2**64 == splitmix64(seed)
@@ -28,7 +28,7 @@ def test_numbers_are_splitmix64s():
         assert uniform(torch.full((3,), seed), position).tolist() == expected
 
 
-def test_numbers_are_uniform_and_unrelated_between_neighbours():
+def test_numbers_are_uniform_and_uncorrelated():
     keys = torch.tensor([mix64(seed) for seed in range(300)])
     numbers = uniform(keys[:, None].expand(300, 300), torch.arange(300).expand(300, 300))
     assert abs(numbers.mean() - 0.5) < 0.004 and abs(numbers.var() - 1 / 12) < 0.002
@@ -64,7 +64,7 @@ def draw(logits, temperature=1.0, top_k=None, top_p=1.0, count=20001):
     "temperature, top_k, top_p",
     [(1.0, None, 1.0), (0.5, None, 1.0), (1.0, 3, 1.0), (1.0, None, 0.75), (2.0, 4, 0.6)],
 )
-def test_frequencies_and_log_probs_are_the_filtered_distributions(temperature, top_k, top_p):
+def test_frequencies_and_log_probs_match_the_filtered_distribution(temperature, top_k, top_p):
     logits = row(0.08, 0.4, 0.02, 0.3, 0.2)
     expected = naive_filter(logits / temperature, top_k or -1, top_p).softmax(-1)
     frequencies, ids, log_probs = draw(logits, temperature, top_k, top_p)
@@ -72,7 +72,7 @@ def test_frequencies_and_log_probs_are_the_filtered_distributions(temperature, t
     torch.testing.assert_close(log_probs, expected.log()[ids], atol=1e-6, rtol=0)
 
 
-def test_a_token_of_no_probability_is_never_drawn():
+def test_zero_probability_token_is_never_drawn():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     largest = torch.tensor([1 - 2.0**-52], dtype=torch.float64)
     for draws in (
@@ -86,7 +86,7 @@ def test_a_token_of_no_probability_is_never_drawn():
         assert ids.item() in (1, 3)
 
 
-def test_the_tail_of_a_large_vocabulary_keeps_its_probability():
+def test_tail_of_a_large_vocabulary_keeps_its_probability():
     """A float32 running sum would give the last of these tokens nothing."""
     logits = torch.zeros(1, 200_000)
     logits[0, 0] = 18.0
@@ -103,7 +103,7 @@ def test_the_tail_of_a_large_vocabulary_keeps_its_probability():
     assert abs(ids.item() - 100_000) < 2_000
 
 
-def test_greedy_rows_take_the_best_token_at_temperature_one_beside_sampled_rows():
+def test_greedy_rows_beside_sampled_rows():
     logits = torch.stack([row(0.1, 0.6, 0.3), row(0.1, 0.6, 0.3)])
     ids, log_probs = sample(
         logits,

@@ -106,7 +106,7 @@ def run(engine, request) -> Trajectory:
     return asyncio.run(run_trajectory(engine, request))
 
 
-def test_sampled_ids_are_the_trained_ids_over_many_turns(ambiguous):
+def test_sampled_ids_are_the_trained_ids(ambiguous):
     """Nothing is decoded and encoded again, although almost every turn would come back as other ids."""
     engine, _ = ambiguous
     changed = 0
@@ -158,7 +158,7 @@ def test_sampled_ids_are_the_trained_ids_over_many_turns(ambiguous):
     assert changed > 12, "the test has no power unless encoding the text again gives other ids"
 
 
-def test_log_probs_of_every_turn_are_those_of_the_whole_context(ambiguous):
+def test_log_probs_of_every_turn_use_the_whole_context(ambiguous):
     engine, model = ambiguous
     sampling = Sampling(1.2, max_tokens=30, seed=3)
     trajectory = run(
@@ -190,7 +190,7 @@ def test_turns_draw_different_random_numbers(ambiguous):
     assert with_seed(Sampling(seed=None), 2).seed is None
 
 
-def test_the_environment_sees_text_up_to_its_stop_string(ambiguous):
+def test_environment_sees_text_up_to_its_stop_string(ambiguous):
     """A token can hold more than the stop string; it is kept and trained, but the environment does not see its rest."""
     engine, _ = ambiguous
     env = Counter(stop=("l",))
@@ -207,7 +207,7 @@ def test_the_environment_sees_text_up_to_its_stop_string(ambiguous):
     assert text.count("l") > sum("l" in seen for seen, _ in env.seen) > 1, "some token overshot"
 
 
-def test_last_turn_and_statuses(ambiguous):
+def test_last_turn_and_status(ambiguous):
     engine, _ = ambiguous
     long = Sampling(1.2, max_tokens=60, seed=5)
     env = Counter()
@@ -241,7 +241,7 @@ def test_last_turn_and_statuses(ambiguous):
     assert trajectory.status == Status.LENGTH and len(trajectory.response_ids) == 2
 
 
-def test_single_turn_has_no_environment(ambiguous):
+def test_single_turn_without_environment(ambiguous):
     engine, _ = ambiguous
     recorder = Recorder(engine)
     trajectory = run(recorder, Request([3], Sampling(max_tokens=200, seed=1)))
@@ -261,7 +261,7 @@ def test_single_turn_has_no_environment(ambiguous):
 
 
 @pytest.mark.parametrize("budget", range(8, 60, 3))
-def test_no_budget_is_exceeded_and_no_observation_dangles(ambiguous, budget):
+def test_token_limits_are_kept_and_no_observation_comes_last(ambiguous, budget):
     engine, _ = ambiguous
     env = Counter()
     request = Request(
@@ -277,7 +277,7 @@ def test_no_budget_is_exceeded_and_no_observation_dangles(ambiguous, budget):
         assert len(trajectory.response_ids) + len(observation) >= budget
 
 
-def test_a_long_observation_is_cut_inside_its_tags(ambiguous):
+def test_long_observation_is_truncated_inside_its_tags(ambiguous):
     engine, _ = ambiguous
     tokenizer = engine.tokenizer
     step = Step("he" * 40, "! ", " !")
@@ -301,7 +301,7 @@ def test_a_long_observation_is_cut_inside_its_tags(ambiguous):
     assert [who == "model" for who in sides] == [bool(mask) for mask in trajectory.response_mask]
 
 
-def test_a_chat_format_can_replace_how_observations_become_tokens(ambiguous):
+def test_custom_observation_encoder(ambiguous):
     engine, _ = ambiguous
     request = Request(
         [3],
@@ -317,7 +317,7 @@ def test_a_chat_format_can_replace_how_observations_become_tokens(ambiguous):
     ] == [7, 7, 7]
 
 
-def test_a_tool_failure_is_an_error_value_without_a_vote(ambiguous):
+def test_tool_failure_gives_status_error(ambiguous):
     engine, _ = ambiguous
     sampling = Sampling(1.2, max_tokens=30, seed=5)
     requests = [
@@ -343,7 +343,7 @@ def test_a_tool_failure_is_an_error_value_without_a_vote(ambiguous):
     )
 
 
-def test_hundreds_at_once_come_back_in_order(ambiguous):
+def test_hundreds_of_trajectories_keep_their_order(ambiguous):
     engine, _ = ambiguous
     requests = [
         Request([2 + i % 9], Sampling(1.2, max_tokens=12, seed=i), Counter(), 2, 60)
@@ -402,7 +402,7 @@ class Slow(Counter):
         return await super().step(text, last)
 
 
-def test_a_crowd_takes_as_long_as_its_slowest_call_and_nobody_waits_for_others(ambiguous):
+def test_slow_tools_run_concurrently(ambiguous):
     """256 samples whose tools take half a second each, and one's two seconds: 129 s one after another."""
     engine, _ = ambiguous
     envs = [Slow(2.0 if i == 100 else 0.5) for i in range(256)]
@@ -497,7 +497,7 @@ Doc 2(Title: "Mount Everest") Mount Everest is 8849 metres high.</information>
 """
 
 
-def test_a_transcript_in_the_published_format():
+def test_search_transcript():
     turns = [
         "<think>hm</think> I do not know",
         "<search> capital </search>",
@@ -537,7 +537,7 @@ def test_a_transcript_in_the_published_format():
     assert sum(trajectory.response_mask) == sum(map(len, turns)) + 1, "and one end token"
 
 
-def test_a_transcript_whose_search_results_are_cut_and_whose_turns_run_out():
+def test_search_transcript_with_truncated_results_and_turn_limit():
     engine, server, trajectory, text = play(
         "<search>metres high</search>", "<search>more</search>", max_turns=1, most=70
     )
@@ -556,7 +556,7 @@ def test_a_transcript_whose_search_results_are_cut_and_whose_turns_run_out():
     assert trajectory.response_mask[-1] == 1
 
 
-def test_a_transcript_that_runs_out_of_tokens():
+def test_search_transcript_at_the_token_limit():
     search = "<search>metres high</search>"
     engine, _, trajectory, text = play(search, "x" * 100, per_turn=40)
     assert (
@@ -573,7 +573,7 @@ def test_a_transcript_that_runs_out_of_tokens():
     assert len(trajectory.response_ids) == len(search) + 104
 
 
-def test_a_retriever_that_is_down_ends_its_sample_without_a_vote():
+def test_unreachable_retriever_gives_status_error():
     engine = Playback("<search>Everest</search>")
     world = SearchEnvFactory(RetrieverConfig(url="http://127.0.0.1:9/retrieve", deadline_s=0.3))
 
@@ -596,7 +596,7 @@ class LineDown(ToolError):
     """An environment's own kind of it."""
 
 
-def test_a_tool_error_of_ones_own_kind_is_one(ambiguous):
+def test_subclass_of_tool_error_gives_status_error(ambiguous):
     trajectory = run(
         ambiguous[0],
         Request([3], Sampling(1.2, max_tokens=30, seed=5), Counter(fault=LineDown("cut")), 2, 300),
@@ -610,7 +610,7 @@ CHAT = (
 )
 
 
-def test_a_chat_with_tools_is_the_chat_that_the_template_writes():
+def test_chat_with_tools_equals_the_rendered_template():
     """The calculator through the loop: every id, and which are trained."""
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
     said = [call, "<tool_call>?</tool_call>", "It is 42."]

@@ -97,14 +97,14 @@ def some_prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]
     ],
     ids=str,
 )
-def test_log_probs_equal_the_naive_ones(synced, model, sampling):
+def test_log_probs_equal_naive(synced, model, sampling):
     prompts = some_prompts(12)
     sampling = dataclasses.replace(sampling, max_tokens=20, ignore_eos=True)
     answers = ask(synced, prompts, *(dataclasses.replace(sampling, seed=i) for i in range(12)))
     assert largest_gap(model, prompts, answers, sampling) < 1e-5
 
 
-def test_greedy_equals_the_naive_choice_beside_sampled_requests(synced, model):
+def test_greedy_beside_sampled_requests(synced, model):
     prompts = some_prompts(8, seed=1)
     samplings = [dataclasses.replace(LONG, temperature=i % 2 * 1.0, seed=i) for i in range(8)]
     for i, answer in enumerate(ask(synced, prompts, *samplings)):
@@ -122,7 +122,7 @@ def test_equal_seeds_give_equal_tokens(synced):
     assert [a.ids for a in first] != [a.ids for a in other]
 
 
-def test_ends(synced, model):
+def test_finish_reasons(synced, model):
     """Every EOS id ends, is kept and is trained; other reasons; nothing of generation_config.json but its EOS ids is used."""
     expected = naive_greedy(model, PROMPT, 20)
     eos = model.generation_config.eos_token_id[1]
@@ -138,7 +138,7 @@ def test_ends(synced, model):
         ask(synced, [[7, 130]], LONG)
 
 
-def test_ids_beyond_the_tokenizer_are_ordinary_tokens(synced, model):
+def test_ids_beyond_the_tokenizer_are_sampled(synced, model):
     """The model has two ids more than its tokenizer. They have probability in training, so they must be sampled with it."""
     assert len(synced.tokenizer) == 128
     prompts = [[128, 5, 129]] * 200
@@ -154,7 +154,7 @@ def test_ids_beyond_the_tokenizer_are_ordinary_tokens(synced, model):
     assert largest_gap(model, prompts[:40], answers[:40], Sampling(1.5)) < 1e-5
 
 
-def test_stop_strings_end_a_turn_with_their_tokens(synced, model):
+def test_stop_strings_end_generation_and_are_kept(synced, model):
     text = synced.tokenizer.decode(naive_greedy(model, PROMPT, 20))
     stop = text[6:9]
     (answer,) = ask(
@@ -167,7 +167,7 @@ def test_stop_strings_end_a_turn_with_their_tokens(synced, model):
     assert len(answer.log_probs) == len(answer.ids)
 
 
-def test_a_crowd_through_the_trajectory_loop(synced):
+def test_many_requests_through_the_trajectory_loop(synced):
     requests = [
         Request(p, dataclasses.replace(LONG, seed=i, max_tokens=1 + i % 20))
         for i, p in enumerate(some_prompts(100, seed=5))
@@ -191,7 +191,7 @@ def turns_of(engine, requests):
     return asyncio.run(run_all(engine, requests))
 
 
-def test_agents_write_the_same_with_both_engines(synced, path):
+def test_agents_agree_between_vllm_and_hf(synced, path):
     """Greedy, float32: the same ids turn by turn, whatever each engine does with stop strings, contexts and caches."""
     other = build_engine(
         "hf", ModelConfig(path=path), RolloutConfig(), 160, torch.device("cpu"), 0, pretrained=True
@@ -219,7 +219,7 @@ def test_agents_write_the_same_with_both_engines(synced, path):
     assert max(gaps) < 1e-4
 
 
-def test_the_next_turn_finds_its_context_in_the_prefix_cache(synced):
+def test_next_turn_uses_the_prefix_cache(synced):
     """Blocks of 32 tokens: all whole blocks of what the turn before has seen and written are not computed again."""
     found = []
 
@@ -269,11 +269,11 @@ def test_the_next_turn_finds_its_context_in_the_prefix_cache(synced):
 # Weights
 
 
-def test_fingerprint_is_the_trainers(synced, model):
+def test_fingerprint_equals_the_trainers(synced, model):
     assert synced.fingerprint() == fingerprint(weights_of(model))
 
 
-def test_generation_after_a_sync_uses_the_new_weights_and_no_old_cache(synced, model):
+def test_generation_after_sync_uses_new_weights_and_no_old_cache(synced, model):
     """Long equal prompts, so that cached prefixes would be used; a tied output layer, which vLLM alone would leave behind."""
     prompts = [list(range(4, 110))] * 4
     samplings = [dataclasses.replace(LONG, seed=i) for i in range(4)]
@@ -288,7 +288,7 @@ def test_generation_after_a_sync_uses_the_new_weights_and_no_old_cache(synced, m
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0])
-def test_a_sync_without_effect_is_caught(synced, model, size, monkeypatch):
+def test_sync_without_effect_is_detected(synced, model, size, monkeypatch):
     monkeypatch.setattr(WorkerExtension, "verlite_load", lambda self, named: list(named) and None)
     version = synced.version
     with pytest.raises(WeightSyncError, match="from before the sync"):
@@ -298,7 +298,7 @@ def test_a_sync_without_effect_is_caught(synced, model, size, monkeypatch):
         ask(synced, [[5]], LONG)
 
 
-def test_one_stale_layer_is_caught(synced, model):
+def test_one_stale_layer_is_detected(synced, model):
     """Everything arrives but one packed matrix, which moved by a millionth."""
     other = moved(model, 1e-6)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -308,7 +308,7 @@ def test_one_stale_layer_is_caught(synced, model):
         synced.load_weights(arrived, synced.version + 1, fingerprint(weights_of(other)))
 
 
-def test_a_stale_output_layer_is_caught(synced, model, monkeypatch):
+def test_stale_output_layer_is_detected(synced, model, monkeypatch):
     monkeypatch.setattr(f"{WORKER}._repack_tied_heads", lambda model: None)
     with pytest.raises(
         WeightSyncError, match="computes lm_head with weights that differ from the layer"
@@ -334,7 +334,7 @@ def spoiled(column):
     return spoil
 
 
-def test_what_a_kernel_really_computes_with_is_asked_of_it(synced, model, monkeypatch):
+def test_mispacked_kernel_is_detected(synced, model, monkeypatch):
     """Weights are summed as they are packed. Those that are packed wrongly all the same are found: one column at the first sync."""
     from vllm import _custom_ops
 
@@ -357,7 +357,7 @@ def test_what_a_kernel_really_computes_with_is_asked_of_it(synced, model, monkey
         load(synced, moved(model, 0.1), synced.version + 1)
 
 
-def test_after_the_first_sync_no_kernel_is_read_whole(synced, model, monkeypatch):
+def test_kernels_are_read_whole_only_at_the_first_sync(synced, model, monkeypatch):
     def unpacked(*args):
         raise RuntimeError("read whole")
 
@@ -365,7 +365,7 @@ def test_after_the_first_sync_no_kernel_is_read_whole(synced, model, monkeypatch
     load(synced, moved(model, 0.1), synced.version + 1)
 
 
-def test_weights_that_are_not_finite_are_not_blamed_on_vllm_alone(synced, model):
+def test_nonfinite_weights_are_named_in_the_error(synced, model):
     broken = moved(model, 0.1)
     with torch.no_grad():
         broken.model.layers[1].mlp.down_proj.weight[3, :] = torch.inf
@@ -376,7 +376,7 @@ def test_weights_that_are_not_finite_are_not_blamed_on_vllm_alone(synced, model)
         load(synced, broken, synced.version + 1)
 
 
-def test_a_kernel_that_was_packed_behind_our_back_is_read_whole(synced, model):
+def test_replaced_kernel_is_read_whole(synced, model):
     expected = fingerprint(weights_of(model))
     layer = next(m for m in kernels(synced) if not m.weight.numel())
     real = layer.cpu_linear
@@ -409,7 +409,7 @@ BROKEN_SYNCS = {
 
 
 @pytest.mark.parametrize("fault", BROKEN_SYNCS)
-def test_a_failed_sync_leaves_the_version_and_refuses_until_a_good_one(synced, model, fault):
+def test_failed_sync_keeps_version_and_refuses_to_generate(synced, model, fault):
     damage, message = BROKEN_SYNCS[fault]
     version, other = synced.version, moved(model, 0.1)
     with pytest.raises(WeightSyncError, match=message):
@@ -422,7 +422,7 @@ def test_a_failed_sync_leaves_the_version_and_refuses_until_a_good_one(synced, m
     assert largest_gap(other, [[5, 6]], answers, LONG) < 1e-5
 
 
-def test_shards_add_up_and_copies_count_once():
+def test_combine_shards():
     q, kv, norm = 11, 22, 33
     one = combine_shards([{"qkv": q + kv, "norm": norm}])
     two = combine_shards(
@@ -434,13 +434,13 @@ def test_shards_add_up_and_copies_count_once():
     assert one == two == four == q + kv + norm
 
 
-def test_an_argument_that_vllm_does_not_know_is_named(path):
+def test_unknown_vllm_argument_raises(path):
     with pytest.raises(ValueError, match="rollout.engine_kwargs.vllm.swap_spice"):
         rollout = RolloutConfig(engine_kwargs={"vllm": {"swap_spice": 8}})
         build_engine("vllm", ModelConfig(path=path), rollout, 64, torch.device("cpu"), 0)
 
 
-def test_several_devices_are_vllms_own_processes_also_inside_ray(path):
+def test_tensor_parallel_uses_vllm_processes(path):
     """Left to itself inside a Ray actor, vLLM would wait for devices in a placement group that is full."""
     for devices, backend in ((1, "uni"), (2, "mp")):
         rollout = RolloutConfig(tensor_model_parallel_size=devices)
