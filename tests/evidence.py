@@ -105,7 +105,7 @@ def matrix_rows(path: str, ranks: Ranks) -> Iterator[list[str]]:
     for mode in AGGREGATION_MODES:
         found = {
             key: gradients
-            for key, (_, gradients) in matrix.arrangements(path, mode, given, ranks).items()
+            for key, (_, gradients) in matrix.arrangements(path, [mode], given, ranks)[mode].items()
         }
         base = found["1 rank", "packed", "all rows at once, in order"]
         _, exact = matrix.closed_form(path, mode, given)

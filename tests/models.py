@@ -1,4 +1,5 @@
-"""Tiny random models and a character tokenizer, written to disk the way any Hugging Face model is."""
+"""Tiny random models and a character tokenizer, written to disk the way any Hugging Face model
+is."""
 
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One id per character: <pad>=0, <eos>=1, <bos>=2, <unk>=3, newline=4, space=5 and so on to 127. No BOS is added to a text.
+    """One id per character: <pad>=0, <eos>=1, <bos>=2, <unk>=3, newline=4, space=5 and so on to
+    127. No BOS is added to a text.
 
-    It is a byte-level BPE without merges because AutoTokenizer puts a Qwen2 model's vocabulary into a byte-level BPE whatever
-    tokenizer.json says.
+    It is a byte-level BPE without merges because AutoTokenizer puts a Qwen2 model's vocabulary into
+    a byte-level BPE whatever tokenizer.json says.
     """
     spelled = {
         "\n": "\u010a",
@@ -42,11 +44,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(path: str | Path, arch: str = "qwen2", seed: int = 0, **overrides: Any) -> str:
-    """Write a 2-layer random float32 model and the character tokenizer into `path`; return it as a string.
+    """Write a 2-layer random float32 model and the character tokenizer into `path`; return it as a
+    string.
 
-    `arch` is any transformers model type; the sizes below go by the names of Qwen2 and Llama, and `overrides` replaces or
-    adds config values. vLLM needs heads of at least 32: pass hidden_size=128 for it. Every parameter is random, also the
-    biases and norm weights that initialise to constants, so that a test notices when one is lost.
+    `arch` is any transformers model type; the sizes below go by the names of Qwen2 and Llama, and
+    `overrides` replaces or adds config values. vLLM needs heads of at least 32: pass
+    hidden_size=128 for it. Every parameter is random, also the biases and norm weights that
+    initialise to constants, so that a test notices when one is lost.
     """
     sizes: dict[str, Any] = {
         "vocab_size": 128,

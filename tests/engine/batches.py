@@ -1,4 +1,4 @@
-"""Ragged batches, and the slowest possible way to compute what the engine computes."""
+"""Ragged batches, and a token-by-token oracle for the engine."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ RESPONSES = (1, 9, 3, 6, 2, 5, 9, 4)
 
 
 def ragged_batch(rows: int = len(PROMPTS), seed: int = 0, padding_id: int = 0) -> DataProto:
-    """Rows of every kind: shortest and longest prompts and responses, tool text inside (row 1), and a row without a vote (row 4)."""
+    """Return rows with short and long prompts and responses.
+
+    Row 1 contains tool text. Row 4 has no trainable token.
+    """
     generator = torch.Generator().manual_seed(seed)
     real = torch.zeros(rows, P + R, dtype=torch.int64)
     for row in range(rows):
@@ -38,7 +41,8 @@ def ragged_batch(rows: int = len(PROMPTS), seed: int = 0, padding_id: int = 0) -
 
 
 def engine(path: str, *, train: bool = False, head: str = "lm", **settings: object) -> TrainEngine:
-    """A CPU engine; settings go to whichever of ModelConfig, FSDPConfig, OptimConfig or TrainEngine knows them."""
+    """A CPU engine; settings go to whichever of ModelConfig, FSDPConfig, OptimConfig or TrainEngine
+    knows them."""
     configs = []
     for kind in (ModelConfig, FSDPConfig, OptimConfig):
         mine = {
@@ -52,7 +56,8 @@ def engine(path: str, *, train: bool = False, head: str = "lm", **settings: obje
 def naive_log_probs(
     model: torch.nn.Module, batch: DataProto, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of each trainable token, [B, R]: the model runs on nothing but the tokens before it."""
+    """Log-prob and entropy of each trainable token, [B, R]: the model runs on nothing but the
+    tokens before it."""
     log_probs, entropies = (
         torch.zeros(len(batch), R, dtype=torch.float64),
         torch.zeros(len(batch), R, dtype=torch.float64),

@@ -1,4 +1,5 @@
-"""One process group for the test process itself (a world of one rank), and two or four ranks in processes of their own."""
+"""A process group of one rank in the test process, and groups of two or four ranks in child
+processes."""
 
 from collections.abc import Iterator
 
@@ -35,7 +36,8 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Learned positions, where a wrong position id shows at once, and a config with dropout."""
+    """Folder of a GPT-2 with learned positions, which reveal wrong position ids, and with
+    dropout."""
     folder = tmp_path_factory.mktemp("gpt2")
     return tiny_model(
         folder, "gpt2", n_positions=32, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5

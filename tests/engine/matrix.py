@@ -1,6 +1,8 @@
-"""The gradient of the actor's whole loss through the real engine, for every arrangement of the same rows, and its closed form."""
+"""Gradients of the actor's whole loss for every arrangement of the same rows, and their closed
+form."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,14 +25,16 @@ SPLITS: dict[str, dict[str, int]] = {
 }
 LAYOUTS = {"packed": programs.gradients, "padded": programs.padded_gradients}
 TOLERANCE = 5e-6
-"""Of the norm of the difference, relative to the norm: float32 passes through two layers, sums of a few hundred terms, eps 6e-8."""
+"""Of the norm of the difference, relative to the norm: float32 passes through two layers, sums of a
+few hundred terms, eps 6e-8."""
 
 Gradients = dict[str, Tensor]
 Key = tuple[str, str, str]  # ranks, layout, "split, order"
 
 
 def columns(path: str) -> dict[str, Tensor]:
-    """Old and reference log-probs so near the model's that some ratios are clipped and most are not; NaN wherever the mask is 0."""
+    """Old and reference log-probs so near the model's that some ratios are clipped and most are
+    not; NaN wherever the mask is 0."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     batch = ragged_batch()
     with torch.no_grad():
@@ -51,7 +55,8 @@ def columns(path: str) -> dict[str, Tensor]:
 
 
 def closed_form(path: str, mode: str, given: dict[str, Tensor]) -> tuple[float, Gradients]:
-    """Loss and float64 gradient by the formulas, token by token: the model gives d log-prob and d entropy, and nothing else."""
+    """Loss and float64 gradient by the formulas, token by token: the model gives d log-prob and d
+    entropy, and nothing else."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     batch, s = ragged_batch().with_batch(**given).batch, programs.POLICY
     loss, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
@@ -63,8 +68,9 @@ def closed_form(path: str, mode: str, given: dict[str, Tensor]) -> tuple[float, 
         prompt = int(item["attention_mask"][:P].sum())
         log_p = torch.log_softmax(model(ids[None]).logits[0] / programs.TEMPERATURE, -1)
         for j in item["response_mask"].nonzero().flatten().tolist():
-            here = log_p[prompt + j - 1]
-            new, entropy = here[ids[prompt + j]], -(here.exp() * here).sum()
+            token_log_p = log_p[prompt + j - 1]
+            new = token_log_p[ids[prompt + j]]
+            entropy = -(token_log_p.exp() * token_log_p).sum()
             old, ref, advantage = (
                 float(item[name][j]) for name in ("old_log_probs", "ref_log_prob", "advantages")
             )
@@ -83,26 +89,27 @@ def closed_form(path: str, mode: str, given: dict[str, Tensor]) -> tuple[float, 
 
 
 def arrangements(
-    path: str, mode: str, given: dict[str, Tensor], ranks: Ranks
-) -> dict[Key, tuple[dict[str, float], Gradients]]:
-    """(metrics, gradients) for every split, order, layout and number of ranks; of two ranks, rank 0's, which must be rank 1's."""
-    names = [(split, order) for split in SPLITS for order in ORDERS]
+    path: str, modes: Sequence[str], given: dict[str, Tensor], ranks: Ranks
+) -> dict[str, dict[Key, tuple[dict[str, float], Gradients]]]:
+    """Return (metrics, gradients) of every mode for every split, order, layout and number of ranks.
+
+    One engine per layout and number of ranks computes all modes. The two ranks must agree exactly.
+    """
+    names = [(mode, split, order) for mode in modes for split in SPLITS for order in ORDERS]
     cases: list[dict[str, Any]] = [
         {"mode": mode, "rows": ORDERS[order], "columns": given, **SPLITS[split]}
-        for split, order in names
+        for mode, split, order in names
     ]
-    results = {}
+    results: dict[str, dict[Key, tuple[dict[str, float], Gradients]]] = {m: {} for m in modes}
     for layout, program in LAYOUTS.items():
         alone = program(path, cases)
         first, second = ranks.call(program, path, cases)
-        for name, one, two, other in zip(names, alone, first, second, strict=True):
-            assert two[0] == other[0] and all(
-                torch.equal(two[1][key], other[1][key]) for key in two[1]
-            ), "the ranks disagree"
-            (
-                results["1 rank", layout, ", ".join(name)],
-                results["2 ranks", layout, ", ".join(name)],
-            ) = one, two
+        for (mode, *name), one, two, other in zip(names, alone, first, second, strict=True):
+            assert two[0] == other[0], "the ranks disagree"
+            for key in two[1]:
+                assert torch.equal(two[1][key], other[1][key]), "the ranks disagree"
+            results[mode]["1 rank", layout, ", ".join(name)] = one
+            results[mode]["2 ranks", layout, ", ".join(name)] = two
     return results
 
 

@@ -1,4 +1,5 @@
-"""What ranks run. Each function is called on every rank (or in the test process as a world of one) and returns plain data."""
+"""Functions that run on every rank, or in the test process as the only rank, and return plain
+data."""
 
 import math
 import resource
@@ -51,7 +52,8 @@ def weighted_loss(mode: str) -> Any:
 
 
 def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
-    """The actor's own loss with every term that it can have: clipped PPO, entropy bonus, KL to the reference."""
+    """The actor's own loss with every term that it can have: clipped PPO, entropy bonus, KL to the
+    reference."""
     config = Config()
     coefficients = {
         "entropy_coeff": POLICY["entropy_coeff"],
@@ -72,7 +74,8 @@ def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
 
 
 def my_rows(rows: list[int]) -> list[int]:
-    """This rank's share of a row order, an uneven one: each rank takes two thirds of what is left, the last one all."""
+    """Return this rank's rows. Each rank takes two thirds of the remaining rows, the last rank all
+    of them."""
     for _ in range(dist.get_rank()):
         rows = rows[len(rows) * 2 // 3 :]
     return rows if dist.get_rank() == dist.get_world_size() - 1 else rows[: len(rows) * 2 // 3]
@@ -93,9 +96,11 @@ def catch_gradients(subject: TrainEngine) -> dict[str, Tensor]:
 def gradients(
     path: str, cases: list[dict[str, Any]], **settings: Any
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """(metrics, gradients) of one update per case: mode, rows (in order), and size or max_tokens of micro-batches.
+    """(metrics, gradients) of one update per case: mode, rows (in order), and size or max_tokens of
+    micro-batches.
 
-    The loss is the actor's where the case gives the columns of the batch that it needs; `loss` is then its policy loss.
+    The loss is the actor's where the case gives the columns of the batch that it needs; `loss` is
+    then its policy loss.
     """
     defaults = {"grad_clip": math.inf, "enable_gradient_checkpointing": False}
     subject = engine(path, train=True, lr=0.0, **(defaults | settings))
@@ -130,7 +135,8 @@ def gradients_with(path: str, cases: list[dict[str, Any]], settings: dict[str, A
 def shared_attention(
     tensors: list[Tensor], direction: Tensor, lengths: tuple[int, ...], window: int | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """This rank's slice of packed attention's output, and the gradients of its slices of query, key and value."""
+    """This rank's slice of packed attention's output, and the gradients of its slices of query, key
+    and value."""
     n, rank = dist.get_world_size(), dist.get_rank()
     query, key, value = (tensor.chunk(n, 2)[rank].clone().requires_grad_() for tensor in tensors)
     sequences = Sequences(
@@ -158,7 +164,7 @@ def passes(
     head: str,
     settings: dict[str, Any],
 ) -> Any:
-    """What forward returns for this rank's share of the rows, with everything that can be asked for."""
+    """Return all outputs of `forward` for this rank's rows."""
     subject = engine(path, head=head, **settings)
     return subject.forward(
         batch[shares[dist.get_rank()]],
@@ -184,7 +190,8 @@ def narrow_passes(path: str, shares: list[list[int]], settings: dict[str, Any]) 
 def one_update(path: str, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Metrics, weights and moments of one update on this rank's rows.
 
-    Adam's epsilon is large: with a small one its first step is a gradient's sign, and rounding decides where a gradient is almost 0.
+    Adam's epsilon is large: with a small one its first step is a gradient's sign, and rounding
+    decides where a gradient is almost 0.
     """
     subject = engine(path, train=True, head=head, lr=1e-2, eps=1e-2, grad_clip=0.5, **settings)
     loss_fn = weighted_loss("token-mean") if head == "lm" else squared_error
@@ -195,7 +202,8 @@ def one_update(path: str, head: str, settings: dict[str, Any]) -> dict[str, Any]
 
 
 def everything(path: str, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """One engine from its first pass to its last file: log-probs of all rows, an update, export, fingerprint, checkpoint."""
+    """One engine from its first pass to its last file: log-probs of all rows, an update, export,
+    fingerprint, checkpoint."""
     subject = engine(path, train=True, lr=1e-2, eps=1e-2, grad_clip=0.5, **settings)
     log_probs = subject.forward(ragged_batch(), MicroBatching(size=3), TEMPERATURE)["log_probs"]
     caught = catch_gradients(subject)
@@ -258,7 +266,8 @@ def train(
     head: str = "lm",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Some training steps of two updates each; rows drawn with torch's generator, so that its state matters."""
+    """Some training steps of two updates each; rows drawn with torch's generator, so that its state
+    matters."""
     subject = engine(path, train=True, head=head, lr=1e-2, lr_warmup_steps=3, seed=5, **settings)
     loss_fn = weighted_loss("token-mean") if head == "lm" else squared_error
     if load is not None:
@@ -305,7 +314,8 @@ def load_state(path: str, folder: str, head: str = "lm", fsdp_size: int = -1) ->
 
 
 def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
-    """A good update, three whose loss is NaN on the last rank only, and what they left."""
+    """Run one good update and three whose loss is NaN on the last rank only; return the states
+    before and after."""
     subject = engine(path, train=True, lr=1e-2, lr_warmup_steps=5, max_nonfinite_updates=3)
     batch = ragged_batch()[my_rows(list(range(8)))]
     good = weighted_loss("token-mean")
@@ -344,20 +354,21 @@ def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
 
 
 def uneven_ranks(path: str, settings: dict[str, Any] | None = None) -> list[Any]:
-    """An update and a forward pass in which all rows are rank 0's, then a step without any trainable token."""
+    """An update and a forward pass in which all rows are rank 0's, then a step without any
+    trainable token."""
     subject = engine(path, train=True, lr=0.0, grad_clip=math.inf, **(settings or {}))
     caught = catch_gradients(subject)
     batch = ragged_batch()
     mine = batch if dist.get_rank() == 0 else batch[[]]
     metrics = subject.update(mine, MicroBatching(size=3), 0.8, weighted_loss("token-mean"))
     out = subject.forward(mine, MicroBatching(size=3))
-    voteless = subject.update(
+    untrained = subject.update(
         mine.select_idxs([4] if len(mine) else []),
         MicroBatching(size=3),
         0.8,
         weighted_loss("token-mean"),
     )
-    return [metrics, caught, out["log_probs"], voteless]
+    return [metrics, caught, out["log_probs"], untrained]
 
 
 def build(paths: list[str], head: str) -> int | str:
@@ -412,7 +423,7 @@ def export_replicas(path: str, folder: str) -> dict[str, Any]:
 
 
 def save_with_a_full_disk_on_one_rank(path: str, folder: str) -> str:
-    """What saving raises here, when the last rank's files must not grow over 4 KiB."""
+    """Return what saving raises on this rank if the last rank cannot write files over 4 KiB."""
     subject = engine(path, train=True)
     limits, handler = (
         resource.getrlimit(resource.RLIMIT_FSIZE),
@@ -443,7 +454,7 @@ def unwritable_generators(path: str, folder: str) -> str:
 
 
 def save_with_a_nan_on_one_rank(path: str, folder: str) -> str:
-    """What saving raises here, when the last rank's part of a weight has a NaN."""
+    """Return what saving raises on this rank if the last rank's shard of a weight has a NaN."""
     subject = engine(path, train=True)
     if dist.get_rank() == dist.get_world_size() - 1:
         local_part(dict(subject.model.model.named_parameters())["model.norm.weight"])[-1] = float(
@@ -478,7 +489,7 @@ LORA = {"lora_rank": 4, "lora_alpha": 12}
 
 
 def lora_updates(path: str, folder: str, **settings: Any) -> dict[str, Any]:
-    """Four updates with adapters and a checkpoint after two: everything that there is to see of them."""
+    """Run four updates with adapters and a checkpoint after two; return everything observable."""
     subject = engine(path, train=True, lr=3e-3, grad_clip=math.inf, **LORA, **settings)
     caught = catch_gradients(subject)
     batch = ragged_batch()[my_rows(list(range(8)))]

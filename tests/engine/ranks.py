@@ -1,4 +1,8 @@
-"""Gloo ranks that outlive a test, since starting them costs more than most tests take, but not a file: idle ones go on polling."""
+"""Gloo ranks in child processes.
+
+Starting them takes longer than most tests, so a module's tests share them. They do not outlive a
+module, because idle ranks keep polling.
+"""
 
 import multiprocessing
 import pickle
@@ -13,7 +17,8 @@ TIMEOUT_S = 120
 
 
 class Ranks:
-    """`call(function, *args)` runs a module-level function on each rank and returns their results, rank 0's first."""
+    """`call(function, *args)` runs a module-level function on each rank and returns their results,
+    rank 0's first."""
 
     def __init__(self, folder: Path, world: int = 2):
         context = multiprocessing.get_context("forkserver")

@@ -18,7 +18,8 @@ def naive(
     window: int | None,
     lengths: tuple[int, ...] = LENGTHS,
 ) -> torch.Tensor:
-    """[1, T, H, D]: each token of each sequence looks back at its own sequence, `window` tokens at most."""
+    """[1, T, H, D]: each token of each sequence looks back at its own sequence, `window` tokens at
+    most."""
     groups, start = query.shape[1] // key.shape[1], 0
     out = torch.zeros(1, query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype)
     for length in lengths:

@@ -1,4 +1,5 @@
-"""State on disk: exact at the same world size, the same state at another, and never silently wrong."""
+"""Checkpoints: exact with the same number of ranks, the same state with another, rejected if
+damaged."""
 
 import json
 import random
@@ -52,7 +53,7 @@ def test_resume_is_exact_on_two_ranks_and_loads_on_one(
 
 
 def test_checkpoint_of_one_rank_loads_on_two(tmp_path: Path, two_ranks: Ranks) -> None:
-    """Also where sizes do not divide: 7 and 129 rows over two ranks, and value heads of one row."""
+    """Includes sizes that two ranks do not divide: 7 and 129 rows, and value heads of one row."""
     path = tiny_model(
         tmp_path / "odd",
         "qwen2",
@@ -122,13 +123,11 @@ def test_nonfinite_weights_are_rejected(tiny_qwen2: str, tmp_path: Path) -> None
     assert not (tmp_path / "again").exists()
 
 
-def test_nan_on_one_rank_raises_on_all(
-    tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
-) -> None:
-    """Each rank holds half of the poisoned weight; the NaN lies in one of them."""
-    for told in two_ranks.call(programs.save_with_a_nan_on_one_rank, tiny_qwen2, str(tmp_path)):
+def test_nan_on_one_rank_raises_on_all(tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank has half of the weight; one half has a NaN."""
+    for message in two_ranks.call(programs.save_with_a_nan_on_one_rank, tiny_qwen2, str(tmp_path)):
         assert (
-            told
+            message
             == "refusing to save: 1 weights are NaN or infinite, the first is model.norm.weight"
         )
     assert not list(tmp_path.iterdir())
@@ -158,7 +157,7 @@ def test_mismatched_checkpoint_is_rejected(tiny_qwen2: str, tmp_path: Path) -> N
 
 
 def test_full_disk_raises_oserror(tiny_qwen2: str, tmp_path: Path) -> None:
-    """Here the operating system refuses files over 4 KiB, as a full disk would."""
+    """The operating system rejects files over 4 KiB, like a full disk."""
     subject = engine(tiny_qwen2)
     limits, handler = (
         resource.getrlimit(resource.RLIMIT_FSIZE),
@@ -178,11 +177,13 @@ def test_full_disk_on_one_rank_raises_on_all(
 ) -> None:
     for program in (programs.save_with_a_full_disk_on_one_rank, programs.unwritable_generators):
         folder = tmp_path / program.__name__
-        for told in two_ranks.call(program, tiny_qwen2, str(folder)):
-            assert told.startswith(f"cannot write the checkpoint {folder}: ")
+        for message in two_ranks.call(program, tiny_qwen2, str(folder)):
+            assert message.startswith(f"cannot write the checkpoint {folder}: ")
 
 
-def test_random_state_is_restored_only_for_the_same_number_of_ranks(tiny_qwen2: str, tmp_path: Path) -> None:
+def test_random_state_is_restored_only_for_the_same_number_of_ranks(
+    tiny_qwen2: str, tmp_path: Path
+) -> None:
     subject = engine(tiny_qwen2)
     subject.save(tmp_path)
     expected, others = torch.rand(3), (np.random.random(), random.random())
@@ -200,7 +201,7 @@ def test_random_state_is_restored_only_for_the_same_number_of_ranks(tiny_qwen2: 
 def test_passes_leave_no_gathered_parameters_or_gradients(
     tiny_qwen2: str, head: str, settings: dict[str, Any]
 ) -> None:
-    """Where they would stay is the memory that the rollout engine wakes up in. Gathered parameters are no DTensors."""
+    """The rollout engine needs that memory when it wakes. Gathered parameters are not DTensors."""
 
     def left() -> list[str]:
         return [
@@ -211,7 +212,7 @@ def test_passes_leave_no_gathered_parameters_or_gradients(
 
     subject = engine(tiny_qwen2, train=True, head=head, **settings)
     loss = programs.weighted_loss("token-mean") if head == "lm" else programs.squared_error
-    for rows in (list(range(8)), [4]):  # row 4 has no vote: no pass at all
+    for rows in (list(range(8)), [4]):  # row 4 has no trainable token: no pass at all
         subject.forward(ragged_batch()[rows], MicroBatching(size=3))
         assert left() == []
         subject.update(ragged_batch()[rows], MicroBatching(size=3), 1.0, loss)
@@ -221,7 +222,7 @@ def test_passes_leave_no_gathered_parameters_or_gradients(
 
 
 def test_offload_does_not_change_results(tiny_qwen2: str) -> None:
-    """On a CPU both are the same memory; what counts here is that the calls may come at any time. The GPU tests move data."""
+    """On a CPU both are the same memory; this proves that the calls may come at any time."""
     histories = []
     for offload in (False, True):
         subject = engine(

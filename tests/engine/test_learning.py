@@ -1,4 +1,4 @@
-"""Learning itself: sampling, scoring, advantages, updates and syncs with the real engines, in one process."""
+"""Learning end to end with the real engines in one process: sample, score, update, sync."""
 
 import random
 
@@ -21,7 +21,7 @@ MICRO = MicroBatching(max_tokens=400)
 
 
 class Numbers:
-    """What the objectives read of a plan."""
+    """The plan's values that the objectives read."""
 
     clip_low, clip_high, loss_scale, loss_mode, correction = (
         0.2,
@@ -34,7 +34,10 @@ class Numbers:
 
 
 def learn(path: str, estimator: str, seed: int, sign: float = 1.0, steps: int = 12) -> list[float]:
-    """Mean score of each step's 64 answers of 8 tokens; the score is the share of tokens with an id below 32, at first a quarter."""
+    """Train, and return each step's mean score over 64 answers of 8 tokens.
+
+    The score is the fraction of tokens with an id below 32, initially a quarter.
+    """
     actor = train_engine(path, train=True, lr=2e-2, enable_gradient_checkpointing=False)
     critic = (
         train_engine(path, train=True, lr=2e-2, head="value", enable_gradient_checkpointing=False)

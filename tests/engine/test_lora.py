@@ -1,4 +1,5 @@
-"""Adapters: they start as nothing, learn alone, leave as merged weights, and without them the model is its own reference."""
+"""LoRA: initialization, training, merged export, checkpoints, and the base model as the
+reference."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ def results(tiny_qwen2: str, tmp_path_factory: pytest.TempPathFactory) -> Result
 
 
 def test_lora_starts_from_the_base_model(tiny_qwen2: str) -> None:
-    """B is 0, so that the first log-probs, weights and checksum are the model's, bit for bit; A is not."""
+    """B is 0, so that the first log-probs, weights and checksum are the model's, bit for bit; A is
+    not."""
     base, adapted = engine(tiny_qwen2), engine(tiny_qwen2, train=True, **programs.LORA)
     assert torch.equal(
         adapted.forward(ragged_batch(), ALL)["log_probs"],
@@ -43,7 +45,8 @@ def test_lora_starts_from_the_base_model(tiny_qwen2: str) -> None:
 
 
 def test_only_adapters_change(results: Results, tiny_qwen2: str) -> None:
-    """Every adapter has a gradient and moves; of the rest not one bit does, and it has no place in the optimizer."""
+    """Every adapter has a gradient and moves; of the rest not one bit does, and it has no place in
+    the optimizer."""
     start, end = results["start"], results["end"]
     adapters = {name for name in start if "lora_" in name}
     assert (
@@ -61,7 +64,8 @@ def test_only_adapters_change(results: Results, tiny_qwen2: str) -> None:
 
 
 def test_lora_updates_equal_peft(results: Results, tiny_qwen2: str) -> None:
-    """Four steps of AdamW on peft's model in float64, one row at a time, by the formula of the loss; the same A to start from."""
+    """Four steps of AdamW on peft's model in float64, one row at a time, by the formula of the
+    loss; the same A to start from."""
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64)
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
     oracle = peft.get_peft_model(model, config).double().train()
@@ -100,7 +104,8 @@ def test_lora_updates_equal_peft(results: Results, tiny_qwen2: str) -> None:
                 msg=lambda m, name=name: f"{name}: {m}",
             )
         optimizer.step()
-    # Adam divides by the square root of a gradient's square: where that is near 0, rounding decides on which side.
+    # Adam divides by the square root of a gradient's square: where that is near 0, rounding decides
+    # on which side.
     for name, parameter in named.items():
         assert (results["end"][name] - parameter).norm() < 1e-3 * (
             results["end"][name] - results["start"][name]
@@ -108,7 +113,8 @@ def test_lora_updates_equal_peft(results: Results, tiny_qwen2: str) -> None:
 
 
 def test_merged_weights_equal_the_adapted_model(results: Results, tiny_qwen2: str) -> None:
-    """Under the model's own names, in its own folder, for a model that knows nothing of adapters; and by the formula W + s B A."""
+    """Under the model's own names, in its own folder, for a model that knows nothing of adapters;
+    and by the formula W + s B A."""
     file, end = load_file(f"{tiny_qwen2}/model.safetensors"), results["end"]
     assert results["weights"].keys() == file.keys()
     for name, weight in results["weights"].items():
@@ -146,7 +152,7 @@ def test_reference_is_the_base_model(results: Results, tiny_qwen2: str) -> None:
 
 
 def test_adapters_are_enabled_again_after_a_reference_pass(tiny_qwen2: str) -> None:
-    """Values, gradients and what the optimizer moves, also when the pass fails."""
+    """Also if the pass raises."""
     subject = engine(tiny_qwen2, train=True, lr=1e-2, **programs.LORA)
     subject.update(ragged_batch(), ALL, 1.0, programs.weighted_loss("token-mean"))
     before = subject.forward(ragged_batch(), ALL)["log_probs"]
@@ -211,7 +217,7 @@ def test_lora_on_two_ranks_equals_one(
 
 
 def test_lora_with_replicas_and_uneven_shapes(tmp_path: Path, two_ranks: Ranks) -> None:
-    """fsdp_size=1, where every rank has all adapters; and 7 rows and rank 3 over two ranks."""
+    """Replicas (fsdp_size=1), and shapes that two ranks do not divide."""
     path = tiny_model(
         tmp_path / "odd",
         "qwen2",
@@ -252,7 +258,8 @@ def test_lora_with_replicas_and_uneven_shapes(tmp_path: Path, two_ranks: Ranks) 
     ids=lambda v: str(v)[:9],
 )
 def test_lora_on_other_layer_types(arch: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Transposed linear layers, tied embeddings, and experts that transformers fuses in memory, which get no adapter."""
+    """Transposed linear layers, tied embeddings, and experts that transformers fuses in memory,
+    which get no adapter."""
     path = tiny_model(tmp_path / "model", arch, **settings)
     subject = engine(path, train=True, lr=1e-2, **programs.LORA)
     before = subject.forward(ragged_batch(), ALL)["log_probs"]
@@ -286,16 +293,14 @@ def test_saved_adapter_loads_in_peft_and_here(results: Results, tiny_qwen2: str)
         )
 
 
-def test_mismatched_adapter_is_rejected(
-    results: Results, tiny_qwen2: str, tmp_path: Path
-) -> None:
+def test_mismatched_adapter_is_rejected(results: Results, tiny_qwen2: str, tmp_path: Path) -> None:
     folder = results["folder"] / "hf" / "lora_adapter"
     other = tiny_model(tmp_path / "other", "qwen2", intermediate_size=48)
     with pytest.raises(
         ModelError, match="another model's adapter: 6 weights differ, such as base_model"
     ):
         engine(other, lora_adapter_path=str(folder))
-    for change, said in (
+    for change, message in (
         ({"use_dora": True}, "has use_dora"),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save"),
         ({"bias": "all"}, "bias"),
@@ -303,14 +308,14 @@ def test_mismatched_adapter_is_rejected(
         config = peft.LoraConfig.from_pretrained(folder)
         for name, value in change.items():
             setattr(config, name, value)
-        config.save_pretrained(tmp_path / said)
-        save_file({}, tmp_path / said / "adapter_model.safetensors")
-        with pytest.raises(ModelError, match=f"{said}.*, which is not supported"):
-            engine(tiny_qwen2, lora_adapter_path=str(tmp_path / said))
+        config.save_pretrained(tmp_path / message)
+        save_file({}, tmp_path / message / "adapter_model.safetensors")
+        with pytest.raises(ModelError, match=f"{message}.*, which is not supported"):
+            engine(tiny_qwen2, lora_adapter_path=str(tmp_path / message))
 
 
 @pytest.mark.parametrize(
-    ("targets", "said"),
+    ("targets", "message"),
     [
         (["q_projj"], "cannot be adapted"),
         (["lm_head"], "lm_head is the output head"),
@@ -318,9 +323,9 @@ def test_mismatched_adapter_is_rejected(
     ],
 )
 def test_unsupported_target_modules_are_rejected(
-    tiny_qwen2: str, targets: list[str], said: str
+    tiny_qwen2: str, targets: list[str], message: str
 ) -> None:
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         engine(tiny_qwen2, lora_rank=2, target_modules=targets)
 
 
@@ -361,7 +366,7 @@ def test_lora_value_model_trains_its_head(tiny_qwen2: str, tmp_path: Path) -> No
 
 
 def test_bfloat16_base_with_float32_adapters(tiny_qwen2: str) -> None:
-    """The frozen weights may be bfloat16; what the optimizer moves is float32, and the merge is rounded once."""
+    """Frozen weights are bfloat16, adapters float32, and merged weights are rounded once."""
     subject = engine(tiny_qwen2, train=True, lr=1e-2, model_dtype="bfloat16", **programs.LORA)
     for _ in range(2):
         subject.update(ragged_batch(), ALL, 1.0, programs.weighted_loss("token-mean"))

@@ -1,4 +1,4 @@
-"""Loading: what is refused, and with which words."""
+"""Loading of models: errors, supported architectures and the self-check."""
 
 import shutil
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_tokenizer(tiny_qwen2: str) -> None:
 
 
 def test_missing_and_infinite_weights(tiny_qwen2: str, tmp_path: Path) -> None:
-    """transformers would fill what is missing with random numbers and only warn."""
+    """transformers would fill missing weights with random numbers and only warn."""
     path = tiny_model(tmp_path, "qwen2")
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
@@ -70,7 +70,8 @@ def test_missing_and_infinite_weights(tiny_qwen2: str, tmp_path: Path) -> None:
 def test_only_rank_0_reads_the_checkpoint(
     tiny_llama: str, tmp_path: Path, two_ranks: Ranks, head: str
 ) -> None:
-    """Rank 1 needs the config and no memory for the whole model; when rank 0 cannot load, all ranks say so."""
+    """Rank 1 needs the config and no memory for the whole model; when rank 0 cannot load, all ranks
+    say so."""
     shutil.copy(f"{tiny_llama}/config.json", tmp_path)
     expected = engine(tiny_llama, head=head).fingerprint()
     assert two_ranks.call(programs.build, [tiny_llama, str(tmp_path)], head) == [expected, expected]
@@ -106,7 +107,8 @@ def test_unsupported_architectures_are_rejected(
 
 @pytest.mark.parametrize("arch", ["granite", "cohere", "mistral", "qwen3", "phi3", "gpt_neox"])
 def test_architectures_pass_the_self_check(arch: str, tmp_path: Path) -> None:
-    """Scaled logits, sliding windows, norms on heads, fused projections: the self-check inside the constructor is the proof."""
+    """Scaled logits, sliding windows, norms on heads, fused projections: the self-check inside the
+    constructor is the proof."""
     settings = {
         "granite": {"logits_scaling": 7.0},
         "cohere": {"logit_scale": 0.3},
@@ -119,7 +121,7 @@ def test_architectures_pass_the_self_check(arch: str, tmp_path: Path) -> None:
 def test_self_check_detects_an_unknown_logit_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that scales its logits by a name nobody told us about."""
+    """The model scales its logits by a config value that the engine does not know."""
     monkeypatch.setattr(model, "logit_scale", lambda config: 1.0)
     with pytest.raises(ValueError, match="differ from those of the model's own forward pass"):
         engine(tiny_model(tmp_path, "cohere", logit_scale=0.3))

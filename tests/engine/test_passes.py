@@ -1,4 +1,4 @@
-"""Log-probs, entropies and values against the slowest oracle, and what they must not depend on."""
+"""Log-probs, entropies and values against a token-by-token oracle, and their invariances."""
 
 import pytest
 import torch
@@ -82,9 +82,7 @@ def test_padding_side_does_not_matter(path: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_sequences_do_not_see_each_other_or_padding(
-    tiny_qwen2: str, packed: bool
-) -> None:
+def test_sequences_do_not_see_each_other_or_padding(tiny_qwen2: str, packed: bool) -> None:
     subject = engine(tiny_qwen2, use_remove_padding=packed)
     batch = ragged_batch()
     before = subject.forward(batch, ALL)["log_probs"]
@@ -137,7 +135,8 @@ def test_response_without_a_prompt_is_rejected(tiny_qwen2: str) -> None:
 
 
 def test_dropout_is_off_in_updates(tiny_gpt2: str) -> None:
-    """With the config's dropout of 0.5, log-probs seen by the loss are bit for bit those of the forward pass: the ratio is 1."""
+    """With the config's dropout of 0.5, log-probs seen by the loss are bit for bit those of the
+    forward pass: the ratio is 1."""
     subject, batch = engine(tiny_gpt2, train=True), ragged_batch()
     old = subject.forward(batch, ALL)["log_probs"]
     assert not old.requires_grad, "what an update compares with is a number"
@@ -153,7 +152,8 @@ def test_dropout_is_off_in_updates(tiny_gpt2: str) -> None:
 
 
 def test_softmax_runs_in_float32(tiny_qwen2: str) -> None:
-    """bfloat16 passes are near the float32 ones, their log-probs are not rounded to bfloat16, gradients and weights stay float32."""
+    """bfloat16 passes are near the float32 ones, their log-probs are not rounded to bfloat16,
+    gradients and weights stay float32."""
     exact, subject, batch = (
         engine(tiny_qwen2),
         engine(tiny_qwen2, train=True, dtype="bfloat16"),

@@ -1,4 +1,4 @@
-"""HSDP: weights sharded over some ranks and repeated over groups of them are the same weights, with the same updates and files."""
+"""HSDP: replicas of shards give the same weights, updates and files."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ Results = dict[str, list[dict[str, Any]]]
 def results(
     tmp_path_factory: pytest.TempPathFactory, tiny_qwen2: str, four_ranks: Ranks
 ) -> tuple[Path, Results]:
-    """A folder for each layout, and what each rank says."""
+    """The folder with a subfolder per layout, and the results of each rank."""
     folder = tmp_path_factory.mktemp("layouts")
     found = {"1 rank": [programs.everything(tiny_qwen2, str(folder / "1 rank"), {})]}
     for layout, settings in LAYOUTS.items():
@@ -41,14 +41,15 @@ def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_passes_and_updates_equal_one_rank(
-    results: tuple[Path, Results], layout: str
-) -> None:
-    """Uneven rows, one rank without any. Ranks agree to the last bit; with one rank to float32 rounding, see matrix.TOLERANCE."""
+def test_passes_and_updates_equal_one_rank(results: tuple[Path, Results], layout: str) -> None:
+    """Uneven rows, one rank without any. Ranks agree to the last bit; with one rank to float32
+    rounding, see matrix.TOLERANCE."""
     (alone,), ranks = results[1]["1 rank"], results[1][layout]
     whole = sum(tensor.numel() for tensor in alone["export"].values())
     copies = {"4 shards": 1, "2 replicas of 2 shards": 2, "4 replicas": 4}[layout]
-    assert sum(rank["held"] for rank in ranks) == copies * whole, "weights lie as the layout says"
+    assert sum(rank["held"] for rank in ranks) == copies * whole, (
+        "the layout decides how many weights a rank has"
+    )
     for rank in ranks:
         assert rank["metrics"] == ranks[0]["metrics"] and same(rank["state"], ranks[0]["state"])
         torch.testing.assert_close(rank["log_probs"], alone["log_probs"], atol=2e-6, rtol=1e-5)
@@ -64,7 +65,9 @@ def test_passes_and_updates_equal_one_rank(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_export_and_fingerprint_count_replicas_once(results: tuple[Path, Results], layout: str) -> None:
+def test_export_and_fingerprint_count_replicas_once(
+    results: tuple[Path, Results], layout: str
+) -> None:
     folder, found = results
     file = load_file(folder / layout / "huggingface" / "model.safetensors")
     for rank in found[layout]:
@@ -76,7 +79,7 @@ def test_export_and_fingerprint_count_replicas_once(results: tuple[Path, Results
 def test_checkpoint_loads_into_every_layout(
     results: tuple[Path, Results], tiny_qwen2: str, four_ranks: Ranks, wrote: str
 ) -> None:
-    """Weights, moments and step counts to the last bit, whoever wrote them."""
+    """Weights, moments and step counts are exact, whichever layout wrote them."""
     folder, found = results
     saved, checkpoint = found[wrote][0], str(folder / wrote / "checkpoint")
     loaded = [programs.load_state(tiny_qwen2, checkpoint)]

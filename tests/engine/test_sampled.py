@@ -1,4 +1,4 @@
-"""From the rollout engine through the batch to the trainer: what was sampled is what is trained, and what was learned is what samples."""
+"""Consistency of rollout engine and trainer: log-probs, trained tokens, and synced weights."""
 
 import dataclasses
 import random
@@ -62,7 +62,8 @@ def answered(worker: RolloutWorker, asked: DataProto) -> DataProto:
 
 
 def sampled(path: str, sampling: Sampling, longest: int) -> DataProto:
-    """The training batch of 48 prompts of 1 to 12 tokens, answered with at most 1 to `longest` tokens, as a run makes it."""
+    """The training batch of 48 prompts of 1 to 12 tokens, answered with at most 1 to `longest`
+    tokens, as a run makes it."""
     rng = random.Random(0)
     prompts = [[rng.randrange(4, 128) for _ in range(rng.randrange(1, 13))] for _ in range(48)]
     samplings = [
@@ -101,7 +102,8 @@ def test_trainer_log_probs_equal_the_engines(path: str, temperature: float) -> N
 
 
 def test_response_is_trained_exactly_to_its_end(tmp_path) -> None:
-    """The EOS that ended it is trained; a truncated answer has none and is trained whole; padding is not."""
+    """The EOS that ended it is trained; a truncated answer has none and is trained whole; padding
+    is not."""
     path = tiny_model(tmp_path, "qwen2", initializer_range=0.05)
     batch = sampled(path, Sampling(1.3), longest=40)
     t, model = batch.batch, float64_model(path)
@@ -134,8 +136,8 @@ def test_response_is_trained_exactly_to_its_end(tmp_path) -> None:
 def test_engine_samples_with_the_trained_weights(
     tiny_qwen2: str, tiny_llama: str, tmp_path, arch: str
 ) -> None:
-    """Two updates, a sync after each: the fingerprints agree and are new, and greedy answers are those of the saved model. Llama's
-    embeddings are tied."""
+    """Two updates, a sync after each: the fingerprints agree and are new, and greedy answers are
+    those of the saved model. Llama's embeddings are tied."""
     path = {"qwen2": tiny_qwen2, "llama": tiny_llama}[arch]
     trainer, engine = (
         train_engine(path, train=True, lr=1e-2),

@@ -1,4 +1,4 @@
-"""Ranks that share their rows' tokens compute what one rank computes alone: attention, passes, updates."""
+"""Sequence parallelism gives the results of one rank: attention, passes, updates."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,8 @@ from verlite.protocol.data import DataProto
 
 TWO = {"sequence_parallel": 2}
 EXACT = {"atol": 2e-6, "rtol": 1e-5}
-"""Float32 rounding of numbers up to about 10, after two layers whose sums are taken in another order; eps is 6e-8."""
+"""Float32 rounding of numbers up to about 10, after two layers whose sums are taken in another
+order; eps is 6e-8."""
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "as many KV heads as ranks": ("qwen2", {}),
@@ -41,14 +42,15 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class Rank:
-    """A process group to look at, without processes."""
+    """A process group without processes."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = lambda: rank, lambda: size
 
 
 def test_rank_slices_by_hand() -> None:
-    """Sequences of 3 and 4 tokens on 3 ranks: two tokens of padding, the second sequence across both cuts, labels from beyond them."""
+    """Sequences of 3 and 4 tokens on 3 ranks: two tokens of padding, the second sequence across
+    both cuts, labels from beyond them."""
     rows = DataProto.from_dict(
         {
             "input_ids": torch.tensor([[0, 11, 12, 13, 0], [21, 22, 23, 24, 0]]),
@@ -81,7 +83,8 @@ def test_rank_slices_by_hand() -> None:
 def test_shared_attention_equals_the_whole_row(
     two_ranks: Ranks, kv_heads: int, window: int | None
 ) -> None:
-    """Outputs and gradients of 6 heads against a written-out softmax; the third sequence lies across the cut."""
+    """Outputs and gradients of 6 heads against a naive softmax. The third sequence crosses the
+    boundary of the slices."""
     torch.manual_seed(0)
     lengths = (5, 1, 8, 3, 1)
     tensors = [
@@ -111,7 +114,8 @@ SHARES = {
     ids=["3", "1", "tokens"],
 )
 def test_shared_log_probs_equal_one_rank(path: str, two_ranks: Ranks, micro: MicroBatching) -> None:
-    """And those of the token by token oracle. Rows of 5 to 15 tokens, odd and even; each rank gets its own rows' outputs back."""
+    """And those of the token by token oracle. Rows of 5 to 15 tokens, odd and even; each rank gets
+    its own rows' outputs back."""
     batch, oracle = (
         ragged_batch(),
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval(),
@@ -135,7 +139,8 @@ def test_shared_log_probs_equal_one_rank(path: str, two_ranks: Ranks, micro: Mic
 
 
 def test_ranks_with_different_padding(tiny_qwen2: str, two_ranks: Ranks) -> None:
-    """Without the padding that no row of a rank needs, on either side: outputs and gradients are those of the common width."""
+    """Without the padding that no row of a rank needs, on either side: outputs and gradients are
+    those of the common width."""
     alone = programs.passes(
         tiny_qwen2, ragged_batch(), [list(range(8))], MicroBatching(size=3), "lm", {}
     )
@@ -181,7 +186,7 @@ def test_shared_values_equal_one_rank(tiny_qwen2: str, two_ranks: Ranks, tmp_pat
 
 
 def test_row_shorter_than_the_number_of_ranks(tiny_qwen2: str, four_ranks: Ranks) -> None:
-    """One prompt token and one response token on four ranks: two of them hold nothing but padding."""
+    """One prompt token and one response token on four ranks: two ranks have only padding."""
     ones, zero_one = torch.ones(1, 2, dtype=torch.int64), torch.tensor([[0, 1]])
     batch = DataProto.from_dict(
         {
@@ -208,7 +213,8 @@ def test_row_shorter_than_the_number_of_ranks(tiny_qwen2: str, four_ranks: Ranks
 
 
 def cases(given: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """The actor's whole loss, entropy bonus and KL included, with a loss of tokens and one of whole sequences."""
+    """The actor's whole loss, entropy bonus and KL included, with a loss of tokens and one of whole
+    sequences."""
     rows = matrix.ORDERS["shuffled"]
     return [
         {"mode": mode, "loss": loss, "rows": rows, "columns": given, **split}
@@ -268,19 +274,21 @@ def test_shared_actor_gradient_equals_closed_form(path: str, two_ranks: Ranks) -
 def test_shared_actor_gradient_on_four_ranks(
     tiny_qwen2: str, four_ranks: Ranks, settings: dict[str, Any]
 ) -> None:
-    """Two groups of two; one of four, with fewer KV heads than ranks; and both where weights are sharded in two replicas."""
+    """Two groups of two, and one group of four with fewer KV heads than ranks; each also with
+    HSDP."""
     check_gradients(
         tiny_qwen2, four_ranks, settings, slice(0, None, 5)
     )  # both losses, aggregations and kinds of split
 
 
 def test_group_without_rows_takes_part(tiny_qwen2: str, four_ranks: Ranks) -> None:
-    """All rows are the first group's, then there is nothing to train at all: the second group's empty passes need its own exchanges."""
-    metrics, gradients, log_probs, voteless = programs.uneven_ranks(tiny_qwen2)
+    """The first group has all rows; afterwards nothing is trainable. The second group still takes
+    part in all collectives."""
+    metrics, gradients, log_probs, untrained = programs.uneven_ranks(tiny_qwen2)
     results = four_ranks.call(programs.uneven_ranks, tiny_qwen2, TWO)
     for theirs, caught, _, nothing in results:
         assert matrix.difference(caught, gradients) < matrix.TOLERANCE
-        assert theirs == pytest.approx(metrics, rel=1e-5) and nothing == voteless
+        assert theirs == pytest.approx(metrics, rel=1e-5) and nothing == untrained
     torch.testing.assert_close(results[0][2], log_probs, **EXACT)
     assert [len(out) for _, _, out, _ in results] == [8, 0, 0, 0]
 
@@ -320,7 +328,8 @@ def test_unsupported_sequence_parallel_sizes_are_rejected(
         (
             tiny_qwen2,
             {**TWO, "use_remove_padding": False},
-            "ulysses_sequence_parallel_size=2 splits packed rows: it needs model.use_remove_padding=True",
+            "ulysses_sequence_parallel_size=2 splits packed rows: "
+            "it needs model.use_remove_padding=True",
         ),
         (tiny_qwen2, TWO, "nothing"),
     ):

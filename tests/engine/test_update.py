@@ -1,4 +1,5 @@
-"""One optimizer step: its gradient is that of the closed formula, however rows, micro-batches and ranks are arranged."""
+"""One optimizer step: its gradient is that of the closed formula, however rows, micro-batches and
+ranks are arranged."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ CASES: list[dict[str, Any]] = [
 
 
 def closed_form(path: str, mode: str) -> tuple[float, dict[str, Tensor]]:
-    """Loss and float64 gradient from the written-out definition, over all rows at once, with transformers' own forward pass."""
+    """Loss and float64 gradient from the written-out definition, over all rows at once, with
+    transformers' own forward pass."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     batch = ragged_batch()
     rows = []
@@ -99,14 +101,24 @@ def test_gradient_on_two_ranks_equals_closed_form(
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.fixture(scope="module")
+def columns(tiny_qwen2: str) -> dict[str, Tensor]:
+    return matrix.columns(tiny_qwen2)
+
+
+@pytest.fixture(scope="module")
+def arrangements(tiny_qwen2: str, two_ranks: Ranks, columns: dict[str, Tensor]) -> dict[str, Any]:
+    return matrix.arrangements(tiny_qwen2, AGGREGATION_MODES, columns, two_ranks)
+
+
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_actor_gradient_equals_closed_form_for_every_arrangement(
-    tiny_qwen2: str, two_ranks: Ranks, mode: str
+    tiny_qwen2: str, columns: dict[str, Tensor], arrangements: dict[str, Any], mode: str
 ) -> None:
-    """Clipped PPO, entropy and KL: each split x order x packed or padded x one or two ranks, 48 gradients, all one and the same."""
-    given = matrix.columns(tiny_qwen2)
-    loss, expected = matrix.closed_form(tiny_qwen2, mode, given)
-    results = matrix.arrangements(tiny_qwen2, mode, given, two_ranks)
+    """Clipped PPO, entropy and KL: split x order x packed or padded x one or two ranks, 48 equal
+    gradients."""
+    loss, expected = matrix.closed_form(tiny_qwen2, mode, columns)
+    results = arrangements[mode]
     assert len(results) == 48
     for metrics, gradients in results.values():
         assert_same(gradients, expected)
@@ -117,10 +129,9 @@ def test_actor_gradient_equals_closed_form_for_every_arrangement(
         )
 
 
-def test_first_epoch_is_on_policy_and_second_is_clipped(
-    tiny_gpt2: str, tmp_path: Path
-) -> None:
-    """Although the model's config has dropout: the ratio is exactly 1 and the gradient -A d log-prob, then the moved weights' own."""
+def test_first_epoch_is_on_policy_and_second_is_clipped(tiny_gpt2: str, tmp_path: Path) -> None:
+    """Although the model's config has dropout: the ratio is exactly 1 and the gradient -A d
+    log-prob, then the moved weights' own."""
     subject = engine(
         tiny_gpt2, train=True, lr=2e-3, grad_clip=1e9, enable_gradient_checkpointing=False
     )
@@ -153,10 +164,8 @@ def test_first_epoch_is_on_policy_and_second_is_clipped(
             assert 0.1 < found[0] < 0.9 and found[3] > 0.01
 
 
-def test_bfloat16_gradients_are_reduced_in_float32(
-    tiny_qwen2: str, two_ranks: Ranks
-) -> None:
-    """Each rank's one pass leaves gradients that bfloat16 holds; of their float32 sum it can hold only a few."""
+def test_bfloat16_gradients_are_reduced_in_float32(tiny_qwen2: str, two_ranks: Ranks) -> None:
+    """Gradients of one pass are bfloat16 values; most of their float32 sums are not."""
     case = {"mode": "token-mean", "rows": ROWS, "size": 8}
     _, expected = closed_form(tiny_qwen2, "token-mean")
     for results in two_ranks.call(programs.half_precision_gradients, tiny_qwen2, [case]):
@@ -282,17 +291,15 @@ def test_rank_without_rows_takes_part(tiny_qwen2: str, two_ranks: Ranks) -> None
     _, expected = closed_form(tiny_qwen2, "token-mean")
     first, second = two_ranks.call(programs.uneven_ranks, tiny_qwen2)
     alone = programs.uneven_ranks(tiny_qwen2)
-    for metrics, caught, _, voteless in (first, second):
+    for metrics, caught, _, untrained in (first, second):
         assert_same(caught, expected)
         assert metrics == first[0] and metrics["tokens"] == 34
-        assert voteless == {"grad_norm": 0.0, "lr": 0.0, "nonfinite": 0.0}
+        assert untrained == {"grad_norm": 0.0, "lr": 0.0, "nonfinite": 0.0}
     torch.testing.assert_close(first[2], alone[2], atol=2e-6, rtol=1e-5)
     assert second[2].shape == (0, 9)
 
 
-def test_metrics_are_summed_or_maximized(
-    tiny_qwen2: str, two_ranks: Ranks
-) -> None:
+def test_metrics_are_summed_or_maximized(tiny_qwen2: str, two_ranks: Ranks) -> None:
     alone, *shared = (
         programs.largest_of_rows(tiny_qwen2),
         *two_ranks.call(programs.largest_of_rows, tiny_qwen2),

@@ -1,4 +1,4 @@
-"""What generation must equal, computed the slow and obvious way: whole sequences in float64, one at a time."""
+"""Oracle for generation: whole sequences in float64, one at a time."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ def float64_model(path: str) -> PreTrainedModel:
 def naive_log_probs(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], sampling: Sampling
 ) -> list[float]:
-    """Log-prob of each response token under the sampling distribution, filters written as loops over the sorted vocabulary."""
+    """Log-prob of each response token under the sampling distribution, filters written as loops
+    over the sorted vocabulary."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *response]])).logits[0]
     found = []

@@ -1,4 +1,4 @@
-"""Proofs for the thread around a generator: what happens when requests, weights, sleep and death meet."""
+"""BatchedEngine: requests, weight syncs, sleep and failures on the engine's thread."""
 
 import asyncio
 import threading
@@ -109,7 +109,8 @@ def test_hanging_engine_raises_and_names_the_key(tiny_qwen2):
 
 
 def test_long_queue_does_not_time_out(tiny_qwen2, monkeypatch):
-    """The clock advances by 30 s per step: 3600 s in all, with a timeout of 1000 s between steps."""
+    """The clock advances by 30 s per step: 3600 s in all, with a timeout of 1000 s between
+    steps."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(batched, "time", SimpleNamespace(monotonic=lambda: clock.now))
     engine, core = start(tiny_qwen2, request_timeout_s=1000.0)
@@ -151,7 +152,7 @@ def test_requests_started_together_share_steps(tiny_qwen2):
 
 
 class Again:
-    """Lets the model speak again whatever it said."""
+    """An environment that always asks for another turn."""
 
     stop = tuple("abcdefghijklmnopqrstuvwxyz")
 

@@ -1,4 +1,4 @@
-"""Proofs for the embedded engine: its log-probs, its tokens, its ends, its weights."""
+"""The hf engine: log-probs, tokens, finish reasons and weights."""
 
 import dataclasses
 import json
@@ -139,7 +139,7 @@ def test_other_architectures(tmp_path, name, caplog):
 
 
 def test_fused_weights_load_by_checkpoint_names(tmp_path):
-    """Trainers export experts one by one, as checkpoints have them; transformers holds them fused."""
+    """Trainers export experts one by one, like checkpoints; transformers fuses them in memory."""
     from safetensors.torch import load_file
 
     arch, overrides = ARCHITECTURES["fused experts"]
@@ -206,7 +206,8 @@ def test_positions_draw_independent_numbers(path, model):
 
 
 def test_tokens_do_not_depend_on_other_requests(engine, path):
-    """The same request alone, in a crowd, reversed, behind two slots, and beside requests that end early."""
+    """The same request alone, among others, in reverse order, with two rows, and beside requests
+    that end early."""
     prompts = some_prompts(30, seed=4)
     samplings = [
         Sampling(1.0, max_tokens=5 + 7 * (i % 4), seed=i, ignore_eos=i % 2 == 0) for i in range(30)
@@ -226,7 +227,8 @@ def test_tokens_do_not_depend_on_other_requests(engine, path):
 
 
 def test_moved_rows_keep_their_state(engine, model):
-    """Rows of every kind that end at different times, so that the later ones move: each answer is that of its own sampling."""
+    """Rows with different sampling parameters end at different times, so later rows move into
+    gaps."""
     kinds = [Sampling(0.7), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.7), Sampling(1.3)]
     samplings = [
         dataclasses.replace(kinds[i % 4], max_tokens=3 + 5 * (i % 3), seed=i, ignore_eos=True)
@@ -241,7 +243,8 @@ def test_moved_rows_keep_their_state(engine, model):
 
 
 def test_moved_rows_keep_their_limits(tmp_path):
-    """A quarter of all tokens end a sequence, for every request but each third, which goes on to its limit."""
+    """A quarter of all tokens end a sequence, for every request but each third, which goes on to
+    its limit."""
     path, ends = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1), list(range(1, 33))
     (Path(path) / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     samplings = [
@@ -321,8 +324,8 @@ def test_finish_reasons_and_lengths(engine, path):
 
 
 def test_every_eos_id_stops_and_is_kept(tmp_path):
-    """An id of generation_config.json that the tokenizer does not call EOS ends a sequence too, and so does the tokenizer's.
-    The engine gets its weights as it does in training: from outside."""
+    """An id of generation_config.json that the tokenizer does not call EOS ends a sequence too, and
+    so does the tokenizer's. The engine gets its weights as it does in training: from outside."""
     path = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1)
     ids = naive_greedy(float64_model(path), [30, 31], 12)
     third = next(i for i in range(2, 12) if ids[i] not in ids[:i])
@@ -409,7 +412,7 @@ def test_invalid_sampling_parameters_raise(wrong):
 
 @pytest.fixture(scope="module")
 def untrained(path: str):
-    """An engine that starts without weights."""
+    """An engine without weights."""
     engine = start(path, pretrained=False)
     yield engine
     engine.close()
@@ -450,7 +453,7 @@ def test_generation_after_sync_equals_a_new_engine(engine, path, model, tmp_path
 
 
 class DeafCore(HFCore):
-    """Bug: takes weights and does nothing with them."""
+    """A faulty core that ignores new weights."""
 
     def load(self, named):
         list(named)

@@ -1,4 +1,4 @@
-"""Proofs for verlite.rollout.sampling."""
+"""Token sampling and its random numbers."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_zero_probability_token_is_never_drawn():
 
 
 def test_tail_of_a_large_vocabulary_keeps_its_probability():
-    """A float32 running sum would give the last of these tokens nothing."""
+    """A float32 running sum would give the last tokens probability 0."""
     logits = torch.zeros(1, 200_000)
     logits[0, 0] = 18.0
     share = (199_999 / (torch.tensor(18.0).double().exp() + 199_999)).item()

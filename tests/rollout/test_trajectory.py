@@ -1,4 +1,4 @@
-"""Proofs for the trajectory loop, with a real engine and a small real environment."""
+"""The trajectory loop with a real engine and small environments."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,8 @@ MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("l", "o"), ("e",
 
 
 def ambiguous_tokenizer() -> PreTrainedTokenizerFast:
-    """Many id lists give the same text: "he"+"llo", "hell"+"o", "h"+"e"+"l"+"l"+"o", ... Only one of them is what encoding gives."""
+    """Many id lists give the same text: "he"+"llo", "hell"+"o", "h"+"e"+"l"+"l"+"o", ... Only one
+    of them is what encoding gives."""
     vocab = {"<pad>": 0, "<eos>": 1}
     for piece in [*PIECES, *("".join(merge) for merge in MERGES), "llo"]:
         vocab.setdefault("\u0120" if piece == " " else piece, len(vocab))
@@ -39,7 +40,7 @@ def ambiguous_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Recorder:
-    """An engine that remembers what went in and out."""
+    """An engine that records its calls."""
 
     def __init__(self, engine):
         self.engine, self.tokenizer, self.calls = engine, engine.tokenizer, []
@@ -51,7 +52,7 @@ class Recorder:
 
 
 class Counter:
-    """Tells the model how many letters it wrote; ends when it writes more than `enough`."""
+    """Answers with the number of letters of a turn; done when a turn has more than `enough`."""
 
     def __init__(self, stop=("o",), enough=10**6, fault=None):
         self.stop, self.enough, self.fault, self.seen = stop, enough, fault, []
@@ -107,7 +108,7 @@ def run(engine, request) -> Trajectory:
 
 
 def test_sampled_ids_are_the_trained_ids(ambiguous):
-    """Nothing is decoded and encoded again, although almost every turn would come back as other ids."""
+    """Sampled ids are never decoded and encoded again; almost every turn would get other ids."""
     engine, _ = ambiguous
     changed = 0
     for seed in range(12):
@@ -191,7 +192,8 @@ def test_turns_draw_different_random_numbers(ambiguous):
 
 
 def test_environment_sees_text_up_to_its_stop_string(ambiguous):
-    """A token can hold more than the stop string; it is kept and trained, but the environment does not see its rest."""
+    """A token may extend beyond the stop string. It is kept and trained, but the environment does
+    not see the rest."""
     engine, _ = ambiguous
     env = Counter(stop=("l",))
     trajectory = run(
@@ -359,7 +361,7 @@ def test_hundreds_of_trajectories_keep_their_order(ambiguous):
 
 
 class Broken:
-    """Bugs of an engine: answers that do not fit together, an aborted request, death in the middle."""
+    """A faulty engine: inconsistent answers, an aborted request, a failure in the middle."""
 
     def __init__(self, tokenizer, *answers):
         self.tokenizer, self.answers = tokenizer, list(answers)
@@ -389,7 +391,7 @@ def test_engine_faults(ambiguous):
 
 
 class Slow(Counter):
-    """A tool that takes its time on the first turn."""
+    """A tool whose first turn is slow."""
 
     def __init__(self, seconds, **kwargs):
         super().__init__(**kwargs)
@@ -403,7 +405,8 @@ class Slow(Counter):
 
 
 def test_slow_tools_run_concurrently(ambiguous):
-    """256 samples whose tools take half a second each, and one's two seconds: 129 s one after another."""
+    """256 samples whose tools take half a second each, and one's two seconds: 129 s one after
+    another."""
     engine, _ = ambiguous
     envs = [Slow(2.0 if i == 100 else 0.5) for i in range(256)]
     recorder = Recorder(engine)
@@ -436,7 +439,8 @@ def test_slow_tools_run_concurrently(ambiguous):
 
 
 class Playback:
-    """An engine that says what it is told to, by a tokenizer of one id a character, and stops where it is told to stop."""
+    """An engine that returns given texts, with a tokenizer of one id per character, and honors stop
+    strings."""
 
     def __init__(self, *turns):
         self.tokenizer, self.turns, self.contexts, self.stops = (
@@ -459,7 +463,7 @@ class Playback:
 
 
 def play(*turns, max_turns=3, total=2000, per_turn=60, most=100, **retriever):
-    """A question of the search world, answered by these turns, with a real retriever."""
+    """Run a search trajectory with these model turns and a real retriever."""
     engine = Playback(*turns)
     with Retriever() as server:
         world = SearchEnvFactory(RetrieverConfig(url=server.url, **{"topk": 2, **retriever}))
@@ -483,8 +487,8 @@ def play(*turns, max_turns=3, total=2000, per_turn=60, most=100, **retriever):
 
 
 WHOLE = """<think>hm</think> I do not know
-My previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I want to give the final \
-answer, I should put the answer between <answer> and </answer>. Let me try again.
+My previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I want to \
+give the final answer, I should put the answer between <answer> and </answer>. Let me try again.
 <search> capital </search>
 
 <information>Doc 1(Title: "Paris") Paris is the capital of France.</information>
@@ -506,10 +510,11 @@ def test_search_transcript():
     ]
     engine, server, trajectory, text = play(*turns, most=300)
     assert text == WHOLE + turns[3] and trajectory.status == Status.DONE
+    second_search = WHOLE.index("<search>metres")
     assert engine.contexts == [
         "Question: how high?\n",
         f"Question: how high?\n{turns[0]}<eos>{INVALID}",
-        f"Question: how high?\n{turns[0]}<eos>{WHOLE[len(turns[0]) : WHOLE.index('<search>metres')]}",
+        f"Question: how high?\n{turns[0]}<eos>{WHOLE[len(turns[0]) : second_search]}",
         f"Question: how high?\n{turns[0]}<eos>{WHOLE[len(turns[0]) :]}",
     ]
     assert [body["queries"] for body in server.requests] == [["capital"], ["metres high"]]
@@ -593,7 +598,7 @@ def test_unreachable_retriever_gives_status_error():
 
 
 class LineDown(ToolError):
-    """An environment's own kind of it."""
+    """A subclass of ToolError defined by an environment."""
 
 
 def test_subclass_of_tool_error_gives_status_error(ambiguous):
@@ -605,7 +610,8 @@ def test_subclass_of_tool_error_gives_status_error(ambiguous):
 
 
 CHAT = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -613,8 +619,8 @@ CHAT = (
 def test_chat_with_tools_equals_the_rendered_template():
     """The calculator through the loop: every id, and which are trained."""
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
-    said = [call, "<tool_call>?</tool_call>", "It is 42."]
-    engine = Playback(*said)
+    spoken = [call, "<tool_call>?</tool_call>", "It is 42."]
+    engine = Playback(*spoken)
     engine.tokenizer.chat_template = CHAT
     world = CalculatorEnvFactory()
     messages = [{"role": "user", "content": "6*7?"}]
@@ -635,7 +641,7 @@ def test_chat_with_tools_equals_the_rendered_template():
     )
     trajectory = run(engine, request)
     for text, answer in zip(
-        said,
+        spoken,
         ["42", "error: the call is no JSON: Expecting value: line 1 column 1 (char 0)", None],
         strict=True,
     ):
@@ -650,4 +656,4 @@ def test_chat_with_tools_equals_the_rendered_template():
     trained = [
         i for i, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask
     ]
-    assert tokenizer.decode(trained) == "".join(f"{text}<eos>" for text in said)
+    assert tokenizer.decode(trained) == "".join(f"{text}<eos>" for text in spoken)

@@ -1,4 +1,4 @@
-"""Proofs for the vLLM engine. One engine for the module: importing and starting vLLM takes 20 seconds."""
+"""The vLLM engine. The module shares one engine, because starting vLLM takes 20 seconds."""
 
 import asyncio
 import dataclasses
@@ -41,7 +41,8 @@ PROMPT = [33, 44, 55]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    """Tied embeddings, shared key-value heads, biases, and a vocabulary that vLLM pads (130 to 192)."""
+    """Tied embeddings, shared key-value heads, biases, and a vocabulary that vLLM pads (130 to
+    192)."""
     sizes = dict(hidden_size=128, vocab_size=130, initializer_range=0.05, tie_word_embeddings=True)
     path = tiny_model(tmp_path_factory.mktemp("vllm") / "qwen2", "qwen2", **sizes)
     greedy = naive_greedy(float64_model(path), PROMPT, 20)
@@ -123,7 +124,7 @@ def test_equal_seeds_give_equal_tokens(synced):
 
 
 def test_finish_reasons(synced, model):
-    """Every EOS id ends, is kept and is trained; other reasons; nothing of generation_config.json but its EOS ids is used."""
+    """Every EOS id stops and is kept. Of generation_config.json only the EOS ids are used."""
     expected = naive_greedy(model, PROMPT, 20)
     eos = model.generation_config.eos_token_id[1]
     (answer,) = ask(synced, [PROMPT], Sampling(0.0, max_tokens=20))
@@ -139,7 +140,8 @@ def test_finish_reasons(synced, model):
 
 
 def test_ids_beyond_the_tokenizer_are_sampled(synced, model):
-    """The model has two ids more than its tokenizer. They have probability in training, so they must be sampled with it."""
+    """The model has two more ids than its tokenizer. They have a probability in training, so they
+    must be sampled too."""
     assert len(synced.tokenizer) == 128
     prompts = [[128, 5, 129]] * 200
     answers = ask(
@@ -178,7 +180,7 @@ def test_many_requests_through_the_trajectory_loop(synced):
 
 
 class Echo:
-    """An environment that answers every turn with a line of its own."""
+    """An environment that answers every turn with its number of letters."""
 
     def __init__(self, *stop):
         self.stop = stop
@@ -192,7 +194,8 @@ def turns_of(engine, requests):
 
 
 def test_agents_agree_between_vllm_and_hf(synced, path):
-    """Greedy, float32: the same ids turn by turn, whatever each engine does with stop strings, contexts and caches."""
+    """Greedy, float32: the same ids turn by turn, despite different stop-string, context and cache
+    code."""
     other = build_engine(
         "hf", ModelConfig(path=path), RolloutConfig(), 160, torch.device("cpu"), 0, pretrained=True
     )
@@ -220,13 +223,13 @@ def test_agents_agree_between_vllm_and_hf(synced, path):
 
 
 def test_next_turn_uses_the_prefix_cache(synced):
-    """Blocks of 32 tokens: all whole blocks of what the turn before has seen and written are not computed again."""
+    """With blocks of 32 tokens, all full blocks of the previous turn are reused."""
     found = []
 
     def listen(core):
         step = core.engine.step
 
-        def told():
+        def recorded():
             outputs = step()
             found.extend(
                 (len(output.prompt_token_ids), output.num_cached_tokens)
@@ -235,7 +238,7 @@ def test_next_turn_uses_the_prefix_cache(synced):
             )
             return outputs
 
-        core.engine.step = told
+        core.engine.step = recorded
         return step
 
     before = synced._call(listen)
@@ -274,7 +277,8 @@ def test_fingerprint_equals_the_trainers(synced, model):
 
 
 def test_generation_after_sync_uses_new_weights_and_no_old_cache(synced, model):
-    """Long equal prompts, so that cached prefixes would be used; a tied output layer, which vLLM alone would leave behind."""
+    """Long equal prompts would use cached prefixes. vLLM alone would not update the tied output
+    layer."""
     prompts = [list(range(4, 110))] * 4
     samplings = [dataclasses.replace(LONG, seed=i) for i in range(4)]
     before = ask(synced, prompts, *samplings)
@@ -299,7 +303,7 @@ def test_sync_without_effect_is_detected(synced, model, size, monkeypatch):
 
 
 def test_one_stale_layer_is_detected(synced, model):
-    """Everything arrives but one packed matrix, which moved by a millionth."""
+    """All weights arrive except one packed matrix, which changed by a millionth."""
     other = moved(model, 1e-6)
     name = "model.layers.1.mlp.down_proj.weight"
     old = dict(weights_of(model))[name]
@@ -324,7 +328,8 @@ def kernels(engine):
 
 
 def spoiled(column):
-    """A weight [in, out] of which one input column, or all, is wrong by a millionth."""
+    """Return a function that makes one input column of a weight [in, out], or all, wrong by a
+    millionth."""
 
     def spoil(weight):
         wrong = weight.clone()
@@ -335,7 +340,7 @@ def spoiled(column):
 
 
 def test_mispacked_kernel_is_detected(synced, model, monkeypatch):
-    """Weights are summed as they are packed. Those that are packed wrongly all the same are found: one column at the first sync."""
+    """A wrongly packed weight is detected; at the first sync even a single column."""
     from vllm import _custom_ops
 
     pack = _custom_ops.create_onednn_mm
@@ -348,7 +353,7 @@ def test_mispacked_kernel_is_detected(synced, model, monkeypatch):
     for module in kernels(synced):
         if hasattr(module, "verlite_read"):
             del module.verlite_read
-    spoil = spoiled(3)  # which nobody asks for
+    spoil = spoiled(3)  # which no probe reads
     monkeypatch.setattr(
         f"{WORKER}._column_sampler",
         SimpleNamespace(sample=lambda columns, k: [c for c in columns if c != 3][:k]),
@@ -441,7 +446,8 @@ def test_unknown_vllm_argument_raises(path):
 
 
 def test_tensor_parallel_uses_vllm_processes(path):
-    """Left to itself inside a Ray actor, vLLM would wait for devices in a placement group that is full."""
+    """By default vLLM inside a Ray actor would wait for devices in a placement group that is
+    full."""
     for devices, backend in ((1, "uni"), (2, "mp")):
         rollout = RolloutConfig(tensor_model_parallel_size=devices)
         args = engine_args(
