@@ -488,8 +488,8 @@ def play(*turns, max_turns=3, total=2000, per_turn=60, most=100, **retriever):
 
 WHOLE = """<think>hm</think> I do not know
 My previous action is invalid. If I want to search, I should put the query \
-between <search> and </search>. If I want to give the final answer, I should put the answer between \
-<answer> and </answer>. Let me try again.
+between <search> and </search>. If I want to give the final answer, I should put the answer \
+between <answer> and </answer>. Let me try again.
 <search> capital </search>
 
 <information>Doc 1(Title: "Paris") Paris is the capital of France.</information>
