@@ -1,9 +1,12 @@
-"""The controller alone: what calls to 2, 8, 32 and 64 workers cost, and what passes through the driver for each sample.
+"""Cost of controller calls to 2, 8, 32 and 64 workers, and the bytes that pass through the driver
+per sample.
 
-python recipes/benchmark/controller.py [--workers 2 8 32 64] [--samples 1024] [--longest 8192] [--rounds 9]
+python recipes/benchmark/controller.py [--workers 2 8 32 64] [--samples 1024] [--longest 8192]
+[--rounds 9]
 
-Workers are processes with a small share of a CPU that do nothing with what they get. A plain Ray call to the same actors, in turns with
-ours, says what Ray itself costs. Samples have log-normal lengths: half are below an eighth of the longest.
+Workers are processes with a small share of a CPU that ignore their input. Plain Ray calls to the
+same actors, alternating with verlite's, measure the cost of Ray itself. Sample lengths are
+log-normal: half are below an eighth of the longest.
 """
 
 import argparse
@@ -26,13 +29,14 @@ from verlite.controller.worker_group import group, ready, spawn
 from verlite.protocol.data import DataProto, object_array
 
 CALLS = {"nothing": 3, "make": 1, "take": 1}
-"""In one GRPO step: export, load and release take no batch; generate makes the samples, and update takes them."""
+"""Calls in one GRPO step: export, load and release take no batch; generate returns samples; update
+takes them."""
 PROMPT = 256
 KEPT = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
 
 
 class Idle(Worker):
-    """Takes calls and does nothing but what the data plane asks of a worker."""
+    """A worker that only receives and returns data."""
 
     @register("all")
     def nothing(self) -> None:
@@ -40,7 +44,8 @@ class Idle(Worker):
 
     @register("split", keep_remote=KEPT)
     def make(self, asked: DataProto) -> DataProto:
-        """Samples of the asked lengths, of which the tokens stay here; a few numbers for each row come back."""
+        """Return samples of the given lengths. Tokens stay on the worker; a few numbers per row are
+        sent back."""
         lengths = asked.batch["response_length"].tolist()
         numbers = {name: torch.zeros(len(asked)) for name in ("raw_scores", "reward_seconds")}
         return DataProto.from_dict(
@@ -57,18 +62,18 @@ class Idle(Worker):
 
     @register("split")
     def take(self, batch: DataProto) -> dict[str, float]:
-        """What an update does with a batch before it computes: it gets the tokens of its rows, from wherever they lie."""
+        """Fetch the tokens of the rows, as an update does before it computes."""
         return {"tokens": float(sum(len(ids) for ids in batch.non_tensor_batch["response_ids"]))}
 
 
 def lengths(samples: int, longest: int) -> np.ndarray:
-    """Of responses, in tokens."""
+    """Return response lengths in tokens."""
     drawn = np.random.default_rng(0).lognormal(np.log(longest / 8), 1.0, samples)
     return drawn.clip(1, longest).astype(np.int64)
 
 
 def asked(response_lengths: np.ndarray) -> DataProto:
-    """What the driver knows before generation."""
+    """Return the driver's batch before generation."""
     count = len(response_lengths)
     numbers = {
         "response_length": torch.from_numpy(response_lengths),
@@ -80,7 +85,8 @@ def asked(response_lengths: np.ndarray) -> DataProto:
 
 
 def made(idle: Idle, wanted: DataProto) -> DataProto:
-    """The driver's batch after generation, dealt out anew: rows go to other workers than those that made them."""
+    """Return the driver's batch after generation, reordered so that rows go to other workers than
+    the ones that produced them."""
     batch = wanted.union(idle.make(wanted)).with_batch(advantages=torch.zeros(len(wanted), 1))
     workers, order = len(group(idle)), np.random.default_rng(1).permutation(len(wanted))
     return batch.select(non_tensor_batch_keys=KEPT).with_meta(
@@ -89,7 +95,8 @@ def made(idle: Idle, wanted: DataProto) -> DataProto:
 
 
 def carried(*values: object) -> int:
-    """Bytes that the driver sends or gets for these values: what they are pickled to, without what references stand for."""
+    """Return the bytes that the driver sends or receives for these values: their pickled size
+    without referenced data."""
     import ray
 
     return sum(len(ray.cloudpickle.dumps(value, protocol=5)) for value in values)
@@ -98,7 +105,8 @@ def carried(*values: object) -> int:
 def measure(
     cluster: Cluster, workers: int, samples: int, longest: int, rounds: int
 ) -> dict[str, float]:
-    """Seconds to start so many workers, and milliseconds of each kind of call; medians of rounds in turn."""
+    """Measure seconds to start the workers and milliseconds per kind of call; medians over
+    alternating rounds."""
     import ray
 
     found: dict[str, float] = {}

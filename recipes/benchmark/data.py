@@ -1,9 +1,11 @@
-"""Preprocessing and loading of a large prompt set: GSM8K's training split, repeated until it has as many rows as a hundred GSM8Ks.
+"""Preprocessing and loading of a large prompt set: GSM8K's training split, repeated a hundred
+times.
 
 python recipes/benchmark/data.py [--folder FOLDER_WITH_TRAIN_JSONL] [--rows 747300]
 
-Without a folder it repeats the sample of the tests. Both are what data_preprocess/gsm8k.py and a run's start do: examples read, turned into
-verl's rows and written as parquet; then read, checked, put through the chat template, tokenized (by character) and measured.
+Without a folder, the tests' sample is repeated. Preprocessing is that of data_preprocess/gsm8k.py:
+read examples, convert them into verl's rows, write parquet. Loading is that of a run's start: read,
+check, apply the chat template, tokenize (by character), measure.
 """
 
 import argparse
@@ -27,14 +29,14 @@ TOP = Path(__file__).resolve().parents[2]
 
 
 def repeated(source: Path, rows: int, target: Path) -> None:
-    """The lines of `source`, over and over."""
+    """Write the lines of `source` repeatedly."""
     lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
     with target.open("w", encoding="utf-8") as file:
         file.writelines(itertools.islice(itertools.cycle(lines), rows))
 
 
 def preprocess(source: Path, target: Path) -> None:
-    """As data_preprocess/gsm8k.py does it."""
+    """Preprocess like data_preprocess/gsm8k.py."""
     spec = importlib.util.spec_from_file_location("gsm8k", TOP / "data_preprocess" / "gsm8k.py")
     assert spec and spec.loader
     gsm8k = importlib.util.module_from_spec(spec)

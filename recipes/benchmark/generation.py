@@ -1,10 +1,12 @@
-"""Generation: verlite's rollout path against bare vLLM, on the same prompts, with the same sampling and as many tokens, in turns.
+"""Generation by verlite's rollout path and by bare vLLM, alternating, with equal prompts, sampling
+and number of tokens.
 
 python recipes/benchmark/generation.py [--workloads w25 wtiny] [--rounds 5]
 
-verlite's side is what a rollout worker does: its engine, one request with a seed of its own for every sample, log-probs of the sampled
-tokens, one trajectory each. Bare vLLM is LLM.generate with n samples a prompt and no seeds, compiled, without detokenizing: with log-probs,
-which training needs, and for comparison without. Each side lives in a process of its own, where vLLM runs its engine too.
+verlite does what a rollout worker does: one request with its own seed per sample, log-probs of
+sampled tokens, one trajectory each. Bare vLLM is LLM.generate with n samples per prompt and no
+seeds, compiled, without detokenizing; with log-probs, which training needs, and for comparison
+without. Each side has its own process, in which vLLM runs its engine too.
 """
 
 import argparse
@@ -30,7 +32,7 @@ Round = Callable[[Prompts], object]
 
 
 def verlite(name: str, engine: str) -> dict[str, Round]:
-    """One of verlite's engines on a workload."""
+    """Build one of verlite's engines for a workload."""
     import torch
 
     from verlite.config.schema import ModelConfig, RolloutConfig
@@ -52,7 +54,7 @@ def verlite(name: str, engine: str) -> dict[str, Round]:
 
 
 def sampled(engine: Engine, ids: Prompts, samples: int, new_tokens: int) -> None:
-    """What workers.rollout does between a batch of requests and its answers; every answer takes all of its tokens."""
+    """Generate as workers.rollout does. Every response has the maximum length."""
     requests = [
         Request(prompt, Sampling(max_tokens=new_tokens, seed=samples * i + sample, ignore_eos=True))
         for i, prompt in enumerate(ids)
@@ -63,7 +65,8 @@ def sampled(engine: Engine, ids: Prompts, samples: int, new_tokens: int) -> None
 
 
 def bare(name: str) -> dict[str, Round]:
-    """vLLM alone, with log-probs and without, and with the settings that verlite's engine has too."""
+    """Return generators of bare vLLM with and without log-probs, with the settings of verlite's
+    engine."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -117,7 +120,8 @@ PROCESSES: dict[str, Callable[[str], dict[str, Round]]] = {
 
 
 def serve(process: str, name: str, pipe: Connection) -> None:
-    """One process: what it can run, then seconds of a round for each (side, prompts) that it is sent; None ends it."""
+    """Body of one process: send the available sides, then the seconds of a round for each received
+    (side, prompts); None ends it."""
     rounds = PROCESSES[process](name)
     pipe.send(list(rounds))
     while message := pipe.recv():
@@ -126,12 +130,13 @@ def serve(process: str, name: str, pipe: Connection) -> None:
 
 
 def compare(name: str, rounds: int) -> dict:
-    """All sides in turns; the first round of each does not count. Tokens a second, and the medians of the rounds' ratios."""
+    """Run all sides alternately, without counting the first round. Return tokens per second and
+    medians of the rounds' ratios."""
     from transformers import AutoTokenizer
 
     workload, tokenizer = WORKLOADS[name], AutoTokenizer.from_pretrained(model_of(name))
     context, pipes = multiprocessing.get_context("spawn"), {}
-    for process in PROCESSES:  # one after the other: starts would disturb each other
+    for process in PROCESSES:  # one at a time, so that starts do not slow each other down
         pipe, theirs = context.Pipe()
         context.Process(target=serve, args=(process, name, theirs)).start()
         theirs.close()
@@ -140,13 +145,11 @@ def compare(name: str, rounds: int) -> dict:
     for number in range(rounds + 1):
         ids = [tokenizer.encode(text) for text in prompts(workload.prompts, seed=number)]
         for side, pipe in pipes.items():
-            time.sleep(0.5)  # until the last side's threads sleep
+            time.sleep(0.5)  # let the previous side's threads become idle
             pipe.send((side, ids))
             found[side].append(pipe.recv())
-        print(
-            f"{name} round {number}: {', '.join(f'{side} {times[-1]:.2f} s' for side, times in found.items())}",
-            flush=True,
-        )
+        seconds = ", ".join(f"{side} {times[-1]:.2f} s" for side, times in found.items())
+        print(f"{name} round {number}: {seconds}", flush=True)
     for pipe in set(pipes.values()):
         pipe.send(None)
     tokens = workload.rows * workload.new_tokens
@@ -166,7 +169,7 @@ def compare(name: str, rounds: int) -> dict:
 
 
 def ratio(theirs: list[float], ours: list[float]) -> float:
-    """Of our speed to theirs."""
+    """Return the ratio of verlite's speed to the other side's."""
     return statistics.median(a / b for a, b in zip(theirs[1:], ours[1:], strict=True))
 
 

@@ -1,15 +1,18 @@
-"""One GPU in under nine minutes: training, log-probs, weights out and in, generation, and the memory of each. Needs no Ray.
+"""One GPU in under nine minutes: training, log-probs, weight export and sync, generation, and the
+memory of each. Needs no Ray.
 
-python recipes/benchmark/gpu.py [--shapes 0.5b 1.5b] [--engines hf vllm] [--seconds 520] [--out FOLDER]
-python recipes/benchmark/gpu.py --shapes tiny --device cpu --engines hf
+python recipes/benchmark/gpu.py [--shapes 0.5b 1.5b] [--engines hf vllm] [--seconds 520] [--out
+FOLDER] python recipes/benchmark/gpu.py --shapes tiny --device cpu --engines hf
 
-Models have the shape of Qwen2.5 and random weights. Each shape has a process of its own, in which trainer and engine share the device as
-they do in a run, and writes FOLDER/gpu.json (FOLDER is $OUT, else build/) after every part: what ends it early loses nothing. A part that
-would not fit into the time that is left is skipped and says so; one that fails leaves its error.
+Models have the shapes of Qwen2.5 and random weights. Each shape runs in its own process, in which
+trainer and engine share the device as in a run. FOLDER/gpu.json (FOLDER is $OUT, else build/) is
+written after every part, so an early end loses nothing. A part that does not fit into the remaining
+time is skipped and marked; a part that fails leaves its error.
 
-FLOPs are those of the mathematics, 6 N T and attention's: in a pass 2 for each weight and token, of the output layer's weights only for
-trained tokens, and 2 x layers x heads x head size x length^2 a sequence (half of the square, since it is causal); training counts three
-passes. What gradient checkpointing computes again is not counted. MFU is against the GPU's dense bfloat16 peak by its data sheet.
+FLOPs are model FLOPs. A pass counts 2 per weight and token (output layer: trained tokens only) plus
+2 x layers x heads x head size x length^2 per sequence (half of the square, because attention is
+causal). Training counts three passes; recomputation by gradient checkpointing is not counted. MFU
+is relative to the GPU's dense bfloat16 peak in its data sheet.
 """
 
 import argparse
@@ -42,7 +45,8 @@ PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
 }
-"""FLOP/s in dense bfloat16 by NVIDIA's data sheets, by the name that the driver gives; other forms of these GPUs have other peaks."""
+"""Dense bfloat16 FLOP/s in NVIDIA's data sheets, by the driver's device name; other variants of
+these GPUs have other peaks."""
 
 _QWEN = {
     "vocab_size": 151_936,
@@ -76,20 +80,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
     },
 }
-# Tokens of a micro-batch; sequences of an update and the longest; prompts and samples of each, tokens of a prompt and of an answer.
+# Tokens per micro-batch; sequences per update and the longest; prompts, samples per prompt, tokens
+# per prompt and per response.
 SIZES = {"training": ((4096, 16_384), 48, 2048), "generation": (32, 8, 128, 256)}
 TINY_SIZES = {"training": ((256, 1024), 12, 128), "generation": (4, 2, 8, 16)}
 ROUNDS = 3
 
 
 class Parts:
-    """Runs parts while there is time, and writes what is known after each."""
+    """Runs parts while time remains, and writes all results after each."""
 
     def __init__(self, path: Path, shape: str, device: torch.device, deadline: float) -> None:
         self.path, self.shape, self.device, self.deadline = path, shape, device, deadline
 
     def __call__(self, name: str, needs: float, call: Callable[[], dict[str, Any]]) -> None:
-        """One part, which takes about `needs` seconds; its peak memory goes with it."""
+        """Run one part, which takes about `needs` seconds, and record its peak memory."""
         began, left = time.time(), self.deadline - time.time()
         if needs > left:
             self._write(
@@ -100,14 +105,14 @@ class Parts:
             torch.cuda.reset_peak_memory_stats()
         try:
             found = call()
-        except Exception as error:  # whatever one part meets, the others are worth their time
+        except Exception as error:  # a failed part must not stop the others
             found = {"error": f"{type(error).__name__}: {error}"}
         self._write(name, found | {"part_seconds": time.time() - began, **self._memory()})
 
     def _memory(self) -> dict[str, float]:
         if self.device.type != "cuda":
             return {"peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-        free, total = torch.cuda.mem_get_info()  # which sees what vLLM holds too
+        free, total = torch.cuda.mem_get_info()  # includes vLLM's memory
         return {
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "held_gib": torch.cuda.memory_allocated() / 2**30,
@@ -122,7 +127,7 @@ class Parts:
 
 
 def rows(sequences: int, longest: int) -> DataProto:
-    """Sequences of longest/4 to longest tokens, the first eighth of the longest their prompts."""
+    """Return sequences of longest/4 to longest tokens, with prompts of an eighth of the longest."""
     prompt, generator = longest // 8, torch.Generator().manual_seed(0)
     lengths = torch.linspace(longest // 4, longest, sequences).long()
     attention = (torch.arange(longest)[None] < lengths[:, None]).long()
@@ -139,7 +144,8 @@ def rows(sequences: int, longest: int) -> DataProto:
 
 
 def forward_flops(shape: dict[str, Any], parameters: int, batch: DataProto) -> float:
-    """Of one pass over a batch; see the module's docstring. `parameters` counts the tied embedding once."""
+    """Return the FLOPs of one pass over a batch; see the module's docstring. `parameters` counts
+    the tied embedding once."""
     lengths, trained = (
         batch.batch["attention_mask"].sum(1).double(),
         int(batch.batch["response_mask"].sum()),
@@ -152,7 +158,7 @@ def forward_flops(shape: dict[str, Any], parameters: int, batch: DataProto) -> f
 
 
 def median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of ROUNDS calls, after one that does not count."""
+    """Return the median seconds of ROUNDS calls, after a warm-up call."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -166,7 +172,7 @@ def median_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What it is, and what a large matrix product reaches on it."""
+    """Return the device's name and memory, and the FLOP/s of a large matrix product."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -180,7 +186,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def measure(name: str, args: argparse.Namespace, path: Path, deadline: float) -> None:
-    """All parts of one shape."""
+    """Run all parts of one shape."""
     device, shape, sizes = (
         torch.device(args.device),
         SHAPES[name],
@@ -272,7 +278,8 @@ def generate(
     dtype: torch.dtype,
     sizes: dict[str, tuple],
 ) -> dict[str, Any]:
-    """Start an engine while the trainer's state is in host memory; give it the weights; sample; put it to sleep."""
+    """Start an engine while the trainer is offloaded, sync weights, sample, and put the engine to
+    sleep."""
     prompts, samples, prompt_tokens, new_tokens = sizes["generation"]
     trainer.offload()
     rollout, began = RolloutConfig(), time.perf_counter()
@@ -324,7 +331,7 @@ def main() -> None:
         process.start()
         process.join(began + args.seconds - time.time())
         if process.exitcode is None:
-            process.kill()  # a part that hangs; what came before it is written
+            process.kill()  # a part hangs; earlier results are already written
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The library's own functions on big batches, in one process: estimators, the clipped loss, DataProto, balancing; and two workers.
+"""Library functions on large batches in one process: estimators, the clipped loss, DataProto,
+balancing; and two workers.
 
 python recipes/benchmark/library.py [--rounds 7]
 """
@@ -31,7 +32,8 @@ ROWS, WIDTHS, SAMPLES = 1024, (2048, 4096), 8
 
 
 def inputs(width: int) -> AdvantageInputs:
-    """Ragged responses up to `width` tokens, scored at their end, in groups of SAMPLES."""
+    """Return ragged responses of up to `width` tokens, scored at their end, in groups of
+    SAMPLES."""
     generator = torch.Generator().manual_seed(0)
     mask = (
         torch.arange(width)[None] < torch.randint(1, width + 1, (ROWS, 1), generator=generator)
@@ -47,7 +49,7 @@ def inputs(width: int) -> AdvantageInputs:
 
 
 def clipped_loss(width: int) -> Callable[[], object]:
-    """Forward and backward."""
+    """Run the loss forward and backward."""
     generator = torch.Generator().manual_seed(0)
     mask = inputs(width).response_mask
     old, advantages = (torch.randn(ROWS, width, generator=generator) for _ in range(2))
@@ -73,7 +75,7 @@ def clipped_loss(width: int) -> Callable[[], object]:
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """Return the timed functions by name."""
     found: dict[str, Callable[[], object]] = {}
     for width in WIDTHS:
         batch = inputs(width)
@@ -101,7 +103,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 class Echo(Worker):
-    """Gives back what it gets."""
+    """Return the argument."""
 
     @register("split")
     def echo(self, batch: DataProto) -> DataProto:
@@ -109,7 +111,7 @@ class Echo(Worker):
 
 
 def workers(rounds: int) -> dict[str, float]:
-    """Milliseconds to start Ray, to start two workers, and to send them 64 MiB and get them back."""
+    """Measure milliseconds to start Ray and two workers, and to send 64 MiB there and back."""
     found, clusters, pair = {}, [], []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""What this machine can do at best: the rates that floors are computed from."""
+"""Peak rates of this machine, from which lower bounds are computed."""
 
 import time
 from collections.abc import Callable
@@ -7,14 +7,14 @@ import torch
 
 
 def gemm_flops(size: int = 2048) -> float:
-    """Of all cores, on square matrices."""
+    """Return the FLOP/s of all cores on square matrices."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     out = torch.empty(size, size)
     return 2 * size**3 / best(lambda: torch.mm(a, b, out=out), 10)
 
 
 def copy_rate(size: int) -> float:
-    """Of one thread copying `size` bytes to memory that is there already."""
+    """Return the bytes per second of one thread copying `size` bytes into allocated memory."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -25,13 +25,13 @@ def copy_rate(size: int) -> float:
 
 
 def best(call: Callable[[], object], times: int) -> float:
-    """Least seconds of several calls, after one that does not count."""
+    """Return the minimum seconds of several calls, after a warm-up call."""
     call()
     return min(seconds(call) for _ in range(times))
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of one call."""
+    """Return the seconds of one call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began

@@ -1,4 +1,5 @@
-"""results.json: what was measured last, part by part, with the day; the keys that sum it up; and the page that shows them."""
+"""Write results.json (the latest measurement of each part, with its date, and summary figures) and
+the page that shows it."""
 
 import json
 import re
@@ -12,14 +13,14 @@ RESULTS = Path(__file__).resolve().parent / "results.json"
 
 
 def keep(part: str, measured: dict[str, Any]) -> None:
-    """Put one part's results into the file, and renew the keys taken from it."""
+    """Store one part's results and update the summary figures."""
     parts = read().get("parts", {}) | {part: {"date": time.strftime("%Y-%m-%d"), **measured}}
     results = {**summary(parts), "parts": parts}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def read() -> dict[str, Any]:
-    """The file's content; empty where there is none."""
+    """Return the file's content; empty if it does not exist."""
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
 
 
@@ -41,11 +42,11 @@ KEYS: dict[str, tuple[str, ...]] = {
     "load_rows_per_s": ("data", "load_rows_per_s"),
     "retriever_queries_per_s": ("retriever", "queries_per_s"),
 }
-"""Where each key's figure lies among the parts."""
+"""Path of each summary figure among the parts."""
 
 
 def summary(parts: dict[str, Any]) -> dict[str, float]:
-    """Of each key that was measured, its figure."""
+    """Return the summary figures that were measured."""
     found = {}
     for key, path in KEYS.items():
         value: Any = parts
@@ -64,7 +65,7 @@ MARKED = re.compile(
 
 
 def renew(page: str, results: dict[str, Any]) -> str:
-    """The page with new tables between its marks."""
+    """Return the page with new tables between its marks."""
     made = tables(results)
 
     def filled(mark: re.Match[str]) -> str:

@@ -1,11 +1,13 @@
-"""How long `verlite serve retriever` takes to build and load a BM25 index, how many queries it answers a second, and what it finds.
+"""`verlite serve retriever`: seconds to build and load a BM25 index, queries per second, and
+recall.
 
-python recipes/benchmark/retriever.py recall --corpus corpus.jsonl --questions FILE.json [--k1 0.9 --b 0.4]
-python recipes/benchmark/retriever.py speed --corpus corpus.jsonl --questions FILE.json
+python recipes/benchmark/retriever.py recall --corpus corpus.jsonl --questions FILE.json [--k1 0.9
+--b 0.4] python recipes/benchmark/retriever.py speed --corpus corpus.jsonl --questions FILE.json
 python recipes/benchmark/retriever.py speed --made 1000000
 
-Questions are HotpotQA's: [{"question", "supporting_facts": [[title, sentence], ...]}, ...]. --made makes that many passages of about 60
-words and queries of 8, from 200,000 words with Zipf's frequencies, and keeps what it finds for docs/benchmarks.md.
+Questions are HotpotQA's: [{"question", "supporting_facts": [[title, sentence], ...]}, ...]. --made
+generates that many passages of about 60 words and queries of 8 words, from 200,000 words with Zipf
+frequencies, and stores the results for docs/benchmarks.md.
 """
 
 import argparse
@@ -32,7 +34,7 @@ SECONDS = 20.0
 
 
 def recall(corpus_path: Path, questions: list[dict], k1: float, b: float) -> None:
-    """Print which share of the titles that answer a question are among its first TOPK passages."""
+    """Print the recall: the fraction of supporting titles among the first TOPK passages."""
     index = BM25(k1, b)
     corpus = open_index(corpus_path, index, None, False, lambda items, **shown: items)
     shares = []
@@ -45,12 +47,14 @@ def recall(corpus_path: Path, questions: list[dict], k1: float, b: float) -> Non
     kept = np.array(shares)
     print(f"{len(corpus)} passages, {len(questions)} questions, k1={k1} b={b}")
     print(
-        f"recall@{TOPK} of titles {kept.mean():.3f}; all titles {np.mean(kept == 1):.2f}, any {np.mean(kept > 0):.2f} of questions"
+        f"recall@{TOPK} of titles {kept.mean():.3f}; "
+        f"all titles {np.mean(kept == 1):.2f}, any {np.mean(kept > 0):.2f} of questions"
     )
 
 
 def speed(corpus_path: Path, queries: list[str]) -> dict[str, float]:
-    """Print the seconds to build and to load, memory, and queries a second by one client's batches and by several clients' single ones."""
+    """Print seconds to build and load, memory, and queries per second for one client's batches and
+    several clients' single queries."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
@@ -68,7 +72,7 @@ def speed(corpus_path: Path, queries: list[str]) -> dict[str, float]:
                     rate = measure(address, queries, batch, clients)
                     found["queries_per_s" if clients == 1 else "single_queries_per_s"] = rate
                     print(
-                        f"{rate:.0f} queries/s, {clients} clients with {batch} queries in a request",
+                        f"{rate:.0f} queries/s, {clients} clients with {batch} queries per request",
                         flush=True,
                     )
                 found["peak_mib"] = peak(process)
@@ -102,7 +106,7 @@ def served(corpus_path: Path, index: Path) -> Iterator[tuple[subprocess.Popen, s
 
 
 def measure(address: str, queries: list[str], batch: int, clients: int) -> float:
-    """Queries a second over SECONDS."""
+    """Return queries per second over SECONDS."""
     end = time.perf_counter() + SECONDS
 
     def ask(client_number: int) -> int:
@@ -127,19 +131,19 @@ def measure(address: str, queries: list[str], batch: int, clients: int) -> float
 
 
 def cpu(process: subprocess.Popen) -> float:
-    """Seconds that the process has worked, which other processes on the machine change little."""
+    """Return the process's CPU seconds, on which other processes have little influence."""
     times = psutil.Process(process.pid).cpu_times()
     return times.user + times.system
 
 
 def peak(process: subprocess.Popen) -> float:
-    """MiB that were in memory at once, memory-mapped files included."""
+    """Return the peak resident memory in MiB, memory-mapped files included."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def make(rows: int, path: Path) -> list[str]:
-    """Write made-up passages, and return queries."""
+    """Write generated passages and return queries."""
     chosen = np.random.default_rng(0)
     words = np.array([f"w{place:x}" for place in range(200_000)])
     share = 1 / np.arange(10, 10 + len(words))

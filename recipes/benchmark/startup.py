@@ -1,8 +1,10 @@
-"""From the process's start to the end of the first step of the small workload, with each engine, and where those seconds go.
+"""Seconds from the start of the process to the end of the first step of the small workload, by
+phase, for each engine.
 
 python recipes/benchmark/startup.py [--rounds 3] [--engines hf vllm]
 
-vLLM compiles when it meets a model for the first time and keeps the result: its first round has an empty cache and is kept apart.
+vLLM compiles a new model once and caches the result. Its first round has an empty cache and is
+reported separately.
 """
 
 import argparse
@@ -26,10 +28,11 @@ PARTS = (
 
 
 def parts(run: dict) -> dict[str, float]:
-    """Seconds between the run's milestones; the first step takes what it measured itself."""
+    """Return the seconds between the run's milestones. The first step's time is the run's own
+    measurement."""
     ready, imported, actor, rollout, end = (run["milestones"][name] for name in MILESTONES)
     started, step = max(actor, rollout), run["steps"][0]
-    imported = max(started, imported)  # by the driver; the workers take a little longer
+    imported = max(started, imported)  # in the driver; workers take slightly longer
     return dict(
         zip(
             PARTS,

@@ -1,6 +1,8 @@
-"""Whole GRPO steps: verlite by its command line, with Ray and vLLM in place, against TRL in turns on the same machine.
+"""Whole GRPO steps: verlite by its command line, with Ray and vLLM, and TRL, alternating on the
+same machine.
 
-python recipes/benchmark/step.py [w25] [wtiny] [--rounds 3] [--steps 4] [--engine vllm] [key=value ...]
+python recipes/benchmark/step.py [w25] [wtiny] [--rounds 3] [--steps 4] [--engine vllm] [key=value
+...]
 """
 
 import argparse
@@ -23,12 +25,12 @@ TRL = HERE / "build" / "trl" / "bin" / "python"
 MICRO_BATCH_TOKENS = 2048
 ENGINES = {"w25": "vllm", "wtiny": "hf"}
 MILESTONES = (".lock", "config.yaml", "logs/actor_0.log", "logs/rollout_0.log", "metrics.jsonl")
-"""Files that a run writes once it is imported and configured, once data and rewards are ready, when each worker's process is there, and
-after the first step."""
+"""Files that a run writes after import and configuration, after data and rewards are ready, when
+each worker's process exists, and after the first step."""
 
 
 def overrides(name: str, steps: int, folder: Path, engine: str) -> list[str]:
-    """What one types after `python -m verlite.main_ppo` to train a workload."""
+    """Return the arguments of `python -m verlite.main_ppo` that train a workload."""
     workload = WORKLOADS[name]
     return [
         "algorithm.adv_estimator=grpo",
@@ -44,7 +46,8 @@ def overrides(name: str, steps: int, folder: Path, engine: str) -> list[str]:
         "actor_rollout_ref.actor.optim.lr=1e-5",
         f"actor_rollout_ref.rollout.name={engine}",
         f"actor_rollout_ref.rollout.n={workload.samples}",
-        f"actor_rollout_ref.rollout.max_num_seqs={workload.prompts * workload.samples}",  # all at once, as TRL does
+        # All samples run at once, as in TRL.
+        f"actor_rollout_ref.rollout.max_num_seqs={workload.prompts * workload.samples}",
         f"custom_reward_function.path={HERE / 'workload.py'}",
         "reward.check_ground_truth=false",
         "trainer.n_gpus_per_node=1",
@@ -58,7 +61,8 @@ def overrides(name: str, steps: int, folder: Path, engine: str) -> list[str]:
 
 
 def verlite(name: str, steps: int, engine: str, extra: Sequence[str] = ()) -> dict:
-    """Train in a process of its own: seconds of each step, from the process's start to the first, tokens, and seconds by stage."""
+    """Train in a child process. Return seconds per step, seconds to the first step, tokens, and
+    seconds per stage."""
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
         folder = Path(scratch) / "run"
         began = time.perf_counter()
@@ -110,7 +114,7 @@ def verlite(name: str, steps: int, engine: str, extra: Sequence[str] = ()) -> di
 
 
 def trl(name: str, steps: int) -> dict:
-    """The same by TRL."""
+    """Train with TRL."""
     if not TRL.exists():
         raise SystemExit(
             f"{TRL} is not there: make benchmark installs TRL in an environment of its own"
@@ -124,7 +128,7 @@ def trl(name: str, steps: int) -> dict:
 
 
 def compare(name: str, rounds: int, steps: int, engine: str, extra: Sequence[str] = ()) -> dict:
-    """Both in turns; medians over all steps but the first of each run."""
+    """Run both alternately; medians over all steps except the first of each run."""
     model_of(name)
     ours, theirs, peaks = [], [], []
     for number in range(rounds):
@@ -132,7 +136,8 @@ def compare(name: str, rounds: int, steps: int, engine: str, extra: Sequence[str
         theirs.append(trl(name, steps + 1))
         ours.append(verlite(name, steps + 1, engine, extra))
         print(
-            f"{name} round {number}: TRL {median([theirs[-1]]):.2f} s, verlite {median([ours[-1]]):.2f} s a step",
+            f"{name} round {number}: TRL {median([theirs[-1]]):.2f} s, "
+            f"verlite {median([ours[-1]]):.2f} s per step",
             flush=True,
         )
     parameters = parameters_of(name)
@@ -166,7 +171,7 @@ def median(runs: list[dict]) -> float:
 
 
 def per_token(runs: list[dict]) -> float:
-    """Seconds: what is sampled differs, and with it the work of a step."""
+    """Return seconds per token, because sampled lengths differ between runs."""
     return median(runs) / statistics.median(run["tokens"] for run in runs)
 
 

@@ -1,8 +1,10 @@
-"""Weight sync, part by part, against one plain copy of the same bytes: export into buckets, two fingerprints, load.
+"""The parts of a weight sync (export into buckets, two fingerprints, load) compared with one plain
+copy of the same bytes.
 
 python recipes/benchmark/sync.py [--rounds 5] [--models w25 w128] [--engines hf vllm]
 
-In one process, with the calls that the workers make. The parts add up to the whole but for the engines' wake-up, which a CPU has not.
+Runs in one process with the workers' calls. The parts add up to the whole sync, except for the
+engine's wake-up, which does not exist on CPUs.
 """
 
 import argparse
@@ -43,7 +45,7 @@ MODELS = {
 
 
 class Copy:
-    """A plain copy, by one thread, of as many bytes, to memory that is there already."""
+    """Copies as many bytes with one thread into allocated memory."""
 
     def __init__(self, size: int) -> None:
         self.source, self.target = (
@@ -55,7 +57,7 @@ class Copy:
         self._with_one_thread(lambda: self.target.copy_(self.source))
 
     def fresh(self) -> None:
-        """The same to memory that the system must hand out first, as it must for every export."""
+        """Copy into newly allocated memory, as every export does."""
         self._with_one_thread(self.source.clone)
 
     def _with_one_thread(self, call: Callable[[], object]) -> None:
@@ -68,7 +70,7 @@ class Copy:
 def sync(
     trainer: TrainEngine, engine: BatchedEngine, version: int, bucket_bytes: int, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Seconds of one sync's parts, in the order of trainer.sync, and its bytes."""
+    """Return the seconds of one sync's parts, in order, and its bytes."""
     results: dict[str, Any] = {}
     hashed = 0.0
 
@@ -93,7 +95,7 @@ def sync(
             "load",
         )
         while_loading, hashed = hashed, 0.0
-        again = timed(engine.fingerprint, "again")  # the same work as the one inside load_weights
+        again = timed(engine.fingerprint, "again")  # the same work as inside load_weights
         while_loading -= hashed  # vLLM's weights are summed as they are packed
     found["engine_fingerprint"] = again + while_loading
     found["load"] = whole - found["engine_fingerprint"]
@@ -102,7 +104,7 @@ def sync(
 
 
 def measure(name: str, engine: str, rounds: int) -> dict:
-    """Medians; syncs and copies in turns, the first of each does not count.
+    """Return medians; syncs and copies alternate, and the first of each is not counted.
 
     For a process of its own: when vLLM ends, so does torch.distributed.
     """

@@ -1,15 +1,15 @@
-"""The tables of docs/benchmarks.md, as Markdown that follows from results.json alone."""
+"""The tables of docs/benchmarks.md, computed from results.json."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 WORKLOADS = ("w25", "wtiny")
 STAGES = ("gen", "reward", "adv", "update_actor", "update_weights")
-"""Of a step, in their order; the others take no time worth a column."""
+"""Stages of a step, in order; the others take negligible time."""
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Of each part of the page, Markdown of what was measured; parts without results are left out."""
+    """Return the Markdown of each part of the page that has results."""
     parts = results["parts"]
     found = {"steps": "\n".join((_steps(parts), _stages(parts), _first_steps(parts)))}
     found["generation"] = "\n".join(
@@ -21,7 +21,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def table(head: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(
         f"| {' | '.join(cells)} |\n".replace("| --- |", "|---|").replace(" --- |", "---|")
@@ -30,7 +30,7 @@ def table(head: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
 
 
 def measured_steps(parts: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The workloads whose steps were measured, by name."""
+    """Return the workloads whose steps were measured, by name."""
     return [(name, parts[f"step_{name}"]) for name in WORKLOADS if f"step_{name}" in parts]
 
 

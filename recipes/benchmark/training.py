@@ -1,9 +1,11 @@
-"""The training engine alone, on one step's rows: an update, and a pass for log-probs, against a bare loop and against the floor.
+"""The training engine on one step's rows: an update and a log-prob pass, compared with a bare loop
+and the lower bound by FLOPs.
 
 python recipes/benchmark/training.py [--rounds 5] [--profile]
 
-The bare loop is transformers' model on rows of about the same length, padded to the longest of each micro-batch, with its own logits,
-cross entropy and fused AdamW: what one would write by hand. Both do the same work on the same 128 rows in turns.
+The bare loop runs transformers' model on rows of similar length, padded to the longest of each
+micro-batch, with full logits, cross entropy and fused AdamW. Both do the same work on the same 128
+rows, alternating.
 """
 
 import argparse
@@ -27,11 +29,11 @@ from verlite.protocol.data import DataProto
 
 MICRO_BATCH_TOKENS = 2048
 PROMPT = 5
-END = 1 / 128  # how likely each token of the random model is the last
+END = 1 / 128  # probability that a token of the random model is the last
 
 
 def rows(name: str) -> DataProto:
-    """One step's samples as a model that writes at random would leave them."""
+    """Return one step's samples of a model that generates random tokens."""
     workload, generator = WORKLOADS[name], torch.Generator().manual_seed(0)
     ends = torch.rand(workload.rows, generator=generator).log() / torch.log(torch.tensor(1 - END))
     lengths = ends.ceil().clamp(1, workload.new_tokens).long()
@@ -52,14 +54,14 @@ def rows(name: str) -> DataProto:
 
 
 def loss(micro, outputs: dict, counts: Counts) -> tuple[torch.Tensor, dict]:
-    """The policy gradient where the ratio is 1."""
+    """Policy gradient with a ratio of 1."""
     return -(
         outputs["log_probs"] * micro["advantages"] * micro["response_mask"]
     ).sum() / counts.tokens, {}
 
 
 class Bare:
-    """The loop by hand."""
+    """The bare loop."""
 
     def __init__(self, name: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -68,7 +70,7 @@ class Bare:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def parts(self, batch: DataProto) -> list[torch.Tensor]:
-        """Rows from short to long, as many as fit with their padding."""
+        """Split rows, sorted by length, into micro-batches that fit with padding."""
         lengths, found = batch.batch["attention_mask"].sum(1), [[]]
         for row in lengths.argsort().tolist():
             if (len(found[-1]) + 1) * int(lengths[row]) > MICRO_BATCH_TOKENS:
@@ -77,7 +79,7 @@ class Bare:
         return [torch.tensor(part) for part in found]
 
     def log_probs(self, batch: DataProto, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[b, r] of the responses, and the advantages there, masked."""
+        """Return log-probs [b, r] of the responses and masked advantages."""
         t = batch.batch[part]
         width = int(t["attention_mask"].sum(1).max())
         ids, mask = t["input_ids"][:, :width], t["attention_mask"][:, :width]
@@ -105,7 +107,8 @@ class Bare:
 def in_turns(
     ours: Callable[[], object], theirs: Callable[[], object], rounds: int
 ) -> tuple[float, float, float]:
-    """Median seconds of each, and the median of the pairs' ratios; the first of each does not count."""
+    """Return the median seconds of both and the median of the pairs' ratios, without the first of
+    each."""
     ours(), theirs()
     pairs = [(seconds(ours), seconds(theirs)) for _ in range(rounds)]
     return (
@@ -115,7 +118,7 @@ def in_turns(
 
 
 def measure(name: str, rounds: int) -> dict:
-    """Updates and log-prob passes of both in turns."""
+    """Run updates and log-prob passes of both, alternating."""
     engine, bare, batch, cut = (
         engine_of(name),
         Bare(name),
@@ -149,7 +152,7 @@ def measure(name: str, rounds: int) -> dict:
 
 
 def engine_of(name: str) -> TrainEngine:
-    """verlite's, as an actor on one device has it."""
+    """Build verlite's engine as an actor on one device does."""
     model = ModelConfig(path=str(model_of(name)), enable_gradient_checkpointing=False)
     return TrainEngine(model, FSDPConfig(), OptimConfig(lr=1e-5), total_training_steps=1000)
 

@@ -2,7 +2,8 @@
 
 python recipes/benchmark/trl_grpo.py WORKLOAD STEPS
 
-On a CPU TRL generates with transformers: its vLLM mode cannot load weights into vLLM's repacked parameters there.
+On a CPU TRL generates with transformers: its vLLM mode cannot load weights into vLLM's repacked
+parameters there.
 """
 
 import time
@@ -22,7 +23,8 @@ MICRO_BATCH = 32
 
 
 class Timer(TrainerCallback):
-    """Seconds of each step, and from the start of the process to the end of the first."""
+    """Records the seconds of each step and from the start of the process to the end of the
+    first."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -1,10 +1,13 @@
-"""The two workloads that verlite and its peers are compared on: models with random weights, prompts and a reward.
+"""The two workloads for comparing verlite with other frameworks: models with random weights,
+prompts and a reward.
 
-w25: a Qwen2 of 25.2M parameters, 16 prompts x 8 samples a step, up to 128 new tokens. What computing costs.
-wtiny: a Qwen2 of 0.3M parameters, 64 prompts x 8 samples a step, up to 64 new tokens. What the framework costs.
+w25: a Qwen2 of 25.2M parameters, 16 prompts x 8 samples a step, up to 128 new tokens. Dominated by
+    compute.
+wtiny: a Qwen2 of 0.3M parameters, 64 prompts x 8 samples a step, up to 64 new tokens. Dominated by
+    the framework's overhead.
 
-Both: GRPO, one update a step over all samples, no KL, learning rate 1e-5, temperature 1, float32. Prompts are sums such as "37+48="; the
-reward counts the character 1, so that any text scores.
+Both: GRPO, one update a step over all samples, no KL, learning rate 1e-5, temperature 1, float32.
+    Prompts are sums such as "37+48="; the reward counts the character 1, so any text can score.
 """
 
 import random
@@ -22,7 +25,7 @@ VOCABULARY = 128
 
 @dataclass(frozen=True)
 class Workload:
-    """One of the two; `shape` are arguments of Qwen2Config."""
+    """A workload. `shape` are arguments of Qwen2Config."""
 
     prompts: int
     samples: int
@@ -63,38 +66,39 @@ WORKLOADS = {
 
 
 def prompts(count: int, seed: int = 0) -> list[str]:
-    """Sums, all of 4 to 6 characters."""
+    """Return sums of 4 to 6 characters."""
     rng = random.Random(seed)
     return [f"{rng.randint(0, 99)}+{rng.randint(0, 99)}=" for _ in range(count)]
 
 
 def reward(completion: str) -> float:
-    """How often the character 1 is in it."""
+    """Count the character 1."""
     return float(completion.count("1"))
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict
 ) -> float:
-    """The same as a reward function of verlite's."""
+    """The reward in the form of a verlite reward function."""
     return reward(solution_str)
 
 
 def model_of(name: str) -> Path:
-    """The folder of a workload's model and character tokenizer; made when it is not there."""
+    """Return the folder of a workload's model and character tokenizer; created if missing."""
     return model_in(
         BUILD / name, vocab_size=VOCABULARY, max_position_embeddings=1024, **WORKLOADS[name].shape
     )
 
 
 def model_in(folder: Path, device: str = "cpu", dtype: str = "float32", **shape: Any) -> Path:
-    """A folder with a Qwen2 of random weights and the character tokenizer; made, on `device`, when it is not there."""
+    """Return a folder with a random Qwen2 and the character tokenizer; created on `device` if
+    missing."""
     if (folder / "config.json").exists():
         return folder
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-    # Every id is a token, so that no engine masks any of them.
+    # Every id is a token, so no engine masks any.
     tokens = [
         "<|endoftext|>",
         "<|im_end|>",
@@ -124,7 +128,7 @@ def model_in(folder: Path, device: str = "cpu", dtype: str = "float32", **shape:
 
 
 def data_of(name: str, steps: int) -> Path:
-    """A parquet file with the prompts of so many steps."""
+    """Write a parquet file with the prompts of that many steps."""
     file = BUILD / f"{name}-{steps}.parquet"
     file.parent.mkdir(exist_ok=True)
     rows = [

@@ -1,4 +1,5 @@
-"""The benchmarks' page and pictures show what was measured last; what the scripts work out by themselves is right."""
+"""The benchmark page and charts show the latest results, and the scripts compute figures
+correctly."""
 
 import importlib
 import json
@@ -17,18 +18,18 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "recipes" / "benchmark"
 
 @pytest.fixture
 def script(monkeypatch):
-    """Imports one of the scripts, which find each other in their folder."""
+    """Return a function that imports one of the scripts from their folder."""
     monkeypatch.syspath_prepend(str(BENCHMARK))
     return importlib.import_module
 
 
-def test_the_page_shows_the_results_of_the_last_run(script):
+def test_page_shows_the_latest_results(script):
     module = script("report")
     page = module.PAGE.read_text(encoding="utf-8")
     assert module.renew(page, module.read()) == page
 
 
-def test_the_page_has_a_place_for_everything_that_was_measured(script):
+def test_page_has_a_table_for_every_part(script):
     module = script("report")
     marks = [mark[2] for mark in module.MARKED.finditer(module.PAGE.read_text(encoding="utf-8"))]
     assert set(script("tables").tables(module.read())) <= set(marks) and len(marks) == len(
@@ -36,7 +37,7 @@ def test_the_page_has_a_place_for_everything_that_was_measured(script):
     )
 
 
-def test_the_pictures_show_the_results_of_the_last_run(script):
+def test_charts_show_the_latest_results(script):
     module, results = script("picture"), script("report").read()
     for name, picture in module.PICTURES.items():
         assert (module.PAGE.parent / name).read_text(encoding="utf-8") == picture(results), (
@@ -45,7 +46,7 @@ def test_the_pictures_show_the_results_of_the_last_run(script):
         assert f"]({name})" in module.PAGE.read_text(encoding="utf-8")
 
 
-def test_the_summary_follows_from_the_seconds_of_the_steps(script):
+def test_summary_follows_from_the_step_times(script):
     results = json.loads((BENCHMARK / "results.json").read_text(encoding="utf-8"))
     assert {key: figure for key, figure in results.items() if key != "parts"} == script(
         "report"
@@ -59,7 +60,7 @@ def test_the_summary_follows_from_the_seconds_of_the_steps(script):
         assert results[key] == pytest.approx(ours / theirs)
 
 
-def test_bars_are_as_long_as_the_seconds_they_stand_for(script):
+def test_bar_lengths_match_the_seconds(script):
     module = script("picture")
     stages = {"gen": 1.0, "reward": 0.0, "adv": 0.0, "update_actor": 2.0, "update_weights": 0.5}
     results = {
@@ -84,12 +85,12 @@ def test_bars_are_as_long_as_the_seconds_they_stand_for(script):
     ] == pytest.approx([4 / 5, 1, 1 / 5], abs=1e-3)
 
 
-def test_ratios_are_of_our_speed_to_theirs(script):
+def test_speed_ratios(script):
     # The first round does not count; then theirs takes 2 and 3 times as long as ours, and as long.
     assert script("generation").ratio([9, 2, 6, 5], [1, 1, 2, 5]) == 2
 
 
-def test_the_seconds_to_the_first_step_are_all_accounted_for(script):
+def test_startup_phases_add_up(script):
     module = script("startup")
     for imported, parts in ((9.5, [3.0, 5.0, 1.5, 8.5, 2.0]), (4.5, [3.0, 5.0, 0.0, 10.0, 2.0])):
         milestones = dict(zip(module.MILESTONES, (3.0, imported, 7.0, 8.0, 20.0), strict=True))
@@ -103,13 +104,13 @@ def test_the_seconds_to_the_first_step_are_all_accounted_for(script):
         )
 
 
-def test_lengths_are_spread_as_they_say(script):
+def test_sample_lengths(script):
     lengths = script("controller").lengths(8192, 8192)
     assert lengths.min() >= 1 and lengths.max() == 8192
     assert abs((lengths < 1024).mean() - 0.5) < 0.02
 
 
-def test_flops_are_those_that_torch_counts(script):
+def test_flops_equal_torch_counts(script):
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -136,7 +137,7 @@ def test_flops_are_those_that_torch_counts(script):
     )
 
 
-def test_the_gpu_script_runs_on_a_cpu(tmp_path):
+def test_gpu_script_runs_on_a_cpu(tmp_path):
     command = [
         sys.executable,
         BENCHMARK / "gpu.py",
@@ -170,7 +171,7 @@ def test_the_gpu_script_runs_on_a_cpu(tmp_path):
     assert engine["sync"]["bytes"] > 4 * parts["load"]["parameters"] and engine["tokens_per_s"] > 0
 
 
-def test_a_part_that_fails_or_does_not_fit_leaves_the_others(script, tmp_path):
+def test_failed_part_does_not_stop_the_others(script, tmp_path):
     path = tmp_path / "gpu.json"
     part = script("gpu").Parts(path, "tiny", torch.device("cpu"), time.time() + 50)
     part("first", 1, lambda: {"seconds": 2})
