@@ -322,7 +322,7 @@ CASES = (
         (
             "ray_kwargs.ray_init.address=127.0.0.1:1",
             "does not answer",
-            "start it",
+            "Start the cluster",
             "unset it to run on this machine",
         ),
     ),
