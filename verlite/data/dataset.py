@@ -1,4 +1,4 @@
-"""Parquet files of prompts, read, checked and measured once, before any GPU time is spent."""
+"""Datasets of prompts from parquet files, read, checked and tokenized before training starts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from verlite.data.prompts import PromptTooLong, build_prompt, build_prompts, tru
 Message = dict[str, str]
 OPTIONAL_COLUMNS = ("ability", "extra_info")
 AT_ONCE = 1024
-"""Rows that are tokenised together."""
+"""Number of rows that are tokenized together."""
 
 
 class DataError(ValueError):
@@ -24,27 +24,27 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt with what its reward function needs."""
+    """A prompt and the inputs of its reward function."""
 
     index: int
     """Position in the dataset, counting kept rows from 0."""
     prompt_ids: list[int]
-    """Token ids, at most data.max_prompt_length of them."""
+    """Token ids of the prompt, at most data.max_prompt_length."""
     messages: list[Message]
-    """The chat as it stands in the file."""
+    """The chat as written in the file."""
     data_source: str
-    """Which data this is; chooses the scorer."""
+    """Name of the data source, which selects the scorer."""
     ground_truth: Any
     """reward_model.ground_truth of the row."""
     ability: str | None = None
-    """Kind of task, for people."""
+    """Kind of task, for information only."""
     extra_info: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the file holds for the reward function, such as split and index."""
+    """Other inputs of the reward function, such as split and index."""
 
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """What loading did to the rows."""
+    """How many rows were loaded, dropped and truncated."""
 
     split: str
     """train or val."""
@@ -55,11 +55,11 @@ class DatasetReport:
     kept: int
     """Rows in the dataset."""
     dropped: int
-    """Rows left out for their length (data.filter_overlong_prompts)."""
+    """Rows dropped because they are too long (data.filter_overlong_prompts)."""
     truncated: int
-    """Rows cut to data.max_prompt_length (data.truncation)."""
+    """Rows truncated to data.max_prompt_length (data.truncation)."""
     longest: int
-    """Tokens of the longest prompt in the files' chosen rows, before filtering and cutting."""
+    """Tokens of the longest prompt in the selected rows, before filtering and truncation."""
     limit: int
     """data.max_prompt_length."""
 
@@ -76,10 +76,13 @@ class DatasetReport:
 
 
 class RowFiles:
-    """The rows of one split's files, read and checked; no prompt is built yet, so that neither tokenizer nor torch is needed.
+    """The rows of one split's files, read and checked.
 
-    Raises DataError for a file that is missing, unreadable or empty, a missing column, or a row that is not as `data_preprocess`
-    writes it.
+    No prompt is built yet, so neither a tokenizer nor torch is needed.
+
+    Raises:
+        DataError: a file is missing, unreadable or empty, a column is missing, or a row does not
+            have the format that `data_preprocess` writes.
     """
 
     def __init__(self, files: str | Sequence[str], config: DataConfig, split: str) -> None:
@@ -103,11 +106,12 @@ class RowFiles:
                     problem = problem_of(value)
                     if problem:
                         raise DataError(
-                            f"{self.name(file, row)}: column {column!r} {problem}, as data_preprocess/ writes it"
+                            f"{self.name(file, row)}: column {column!r} {problem}, "
+                            "as data_preprocess/ writes it"
                         )
 
     def name(self, file: int, row: int) -> str:
-        """File and row, for messages."""
+        """Return file and row, for messages."""
         return f"{self.paths[file]} row {row}"
 
     def data_sources(self) -> list[str]:
@@ -121,7 +125,7 @@ class RowFiles:
         )
 
     def answers(self, count: int) -> list["Answer"]:
-        """What the first rows say of their answers, at most `count` of them."""
+        """Return the answers of the first rows, at most `count` of them."""
         rows = [row for table in self.tables for row in table.slice(0, count).to_pylist()][:count]
         return [
             Answer(
@@ -135,7 +139,7 @@ class RowFiles:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a row says of its answer."""
+    """The answer of a row and the inputs of its reward function."""
 
     data_source: str
     ground_truth: Any
@@ -143,12 +147,14 @@ class Answer:
 
 
 class PromptDataset:
-    """The prompts of one split. Every row is checked, tokenised and measured when the dataset is made.
+    """The prompts of one split. All rows are checked and tokenized when the dataset is created.
 
-    Token ids are kept as one flat int32 array, so that a row's prompt is the very prompt that was measured.
-    `split` is train or val: which of data.train_max_samples and data.val_max_samples applies.
+    Token ids are stored as one flat int32 array, so a prompt is tokenized only once. `split` is
+    train or val, and decides whether data.train_max_samples or data.val_max_samples applies.
 
-    Raises DataError as RowFiles does, and for a prompt that is too long under data.truncation=error, or no row left.
+    Raises:
+        DataError: as RowFiles; or a prompt is too long and data.truncation=error; or no row is
+        left.
     """
 
     def __init__(
@@ -160,14 +166,20 @@ class PromptDataset:
         longest: tuple[str, int] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """longest: the key that limits prompts, and its value; None: data.max_prompt_length. tools: JSON schemas for the chat template."""
-        self._files = files if isinstance(files, RowFiles) else RowFiles(files, config, split)
-        self._key, self._tables, self._name = (
-            config.prompt_key,
-            self._files.tables,
-            self._files.name,
-        )
+        """Read and tokenize the files.
 
+        Args:
+            files: parquet files, or rows that were read before.
+            tokenizer: builds the prompts.
+            config: the data section of the configuration.
+            split: train or val.
+            longest: the key that limits prompts and its value. None: data.max_prompt_length.
+            tools: JSON schemas of tools for the chat template.
+        """
+        self._files = files if isinstance(files, RowFiles) else RowFiles(files, config, split)
+        self._key = config.prompt_key
+        self._tables = self._files.tables
+        self._name = self._files.name
         every_row = [
             (file, row) for file, table in enumerate(self._tables) for row in range(table.num_rows)
         ]
@@ -182,11 +194,13 @@ class PromptDataset:
         too_long = lengths > limit
         if config.filter_overlong_prompts:
             kept = np.flatnonzero(~too_long)
-            rows, prompts = [rows[i] for i in kept], [prompts[i] for i in kept]
+            rows = [rows[i] for i in kept]
+            prompts = [prompts[i] for i in kept]
             if not rows:
                 raise DataError(
-                    f"data.{split}_files: all {len(lengths)} prompts have more than {key}={limit} tokens, the shortest "
-                    f"{lengths.min()}, so data.filter_overlong_prompts leaves none. Raise {key}"
+                    f"data.{split}_files: all {len(lengths)} prompts have more than {key}={limit} "
+                    f"tokens, the shortest {lengths.min()}, so data.filter_overlong_prompts leaves "
+                    f"none. Raise {key}"
                 )
         elif config.truncation != "error":
             prompts = [
@@ -197,8 +211,10 @@ class PromptDataset:
             first = int(too_long.argmax())
             raise DataError(
                 f"{self._name(*rows[first])}: {PromptTooLong(lengths[first], limit)} by {key}; "
-                f"{too_long.sum()} of {len(rows)} prompts are too long, the longest {lengths.max()} tokens. Raise {key} "
-                "or drop such prompts with data.filter_overlong_prompts=True, or cut them with data.truncation=left, right or middle"
+                f"{too_long.sum()} of {len(rows)} prompts are too long, the longest "
+                f"{lengths.max()} tokens. Raise {key} or drop such prompts with "
+                "data.filter_overlong_prompts=True, or cut them with data.truncation=left, "
+                "right or middle"
             )
         self._rows = rows
         self._ids = np.concatenate(prompts)
@@ -218,7 +234,7 @@ class PromptDataset:
         return len(self._rows)
 
     def row(self, i: int) -> PromptRow:
-        """Row i of the kept ones, 0 <= i < len."""
+        """Return row i of the kept rows, 0 <= i < len."""
         file, row = self._rows[i]
         values = self._tables[file].slice(row, 1).to_pylist()[0]
         return PromptRow(
@@ -232,11 +248,11 @@ class PromptDataset:
         )
 
     def prompt_ids(self, i: int) -> np.ndarray:
-        """Token ids of row i [P], int32."""
+        """Return the token ids of row i: [P], int32."""
         return self._ids[self._starts[i] : self._starts[i + 1]]
 
     def where(self, i: int) -> str:
-        """File and row of row i, for messages."""
+        """Return file and row of row i, for messages."""
         return self._name(*self._rows[i])
 
     def data_sources(self) -> list[str]:
@@ -244,7 +260,7 @@ class PromptDataset:
         return self._files.data_sources()
 
     def report(self) -> DatasetReport:
-        """Rows kept, dropped, cut, and the longest prompt."""
+        """Return the numbers of rows kept, dropped and truncated, and the longest prompt."""
         return self._report
 
     def _tokenize(
@@ -257,9 +273,8 @@ class PromptDataset:
             messages = [_without_nulls(columns[file][row]) for file, row in part]
             try:
                 made = build_prompts(tokenizer, messages, template_kwargs=template_kwargs)
-            except (
-                Exception
-            ):  # a chat template raises what it likes; whatever it is, the row must be named
+            except Exception:
+                # A chat template may raise anything. Find the row, so that the message names it.
                 made = [
                     self._alone(tokenizer, template_kwargs, place, one)
                     for place, one in zip(part, messages, strict=True)
@@ -286,21 +301,22 @@ class PromptDataset:
 
 
 def overlap_note(train: PromptDataset, validation: PromptDataset) -> str | None:
-    """One line that says how many validation prompts are also training prompts, or None when none is."""
+    """Return a warning if validation prompts are also training prompts, else None."""
     seen = {train.prompt_ids(i).tobytes() for i in range(len(train))}
     shared = [i for i in range(len(validation)) if validation.prompt_ids(i).tobytes() in seen]
     if not shared:
         return None
     return (
-        f"{len(shared)} of {len(validation)} validation prompts are also training prompts (the first: {validation.where(shared[0])}), "
-        "so validation measures memory in part"
+        f"{len(shared)} of {len(validation)} validation prompts are also training prompts "
+        f"(the first: {validation.where(shared[0])}), so validation measures memory in part"
     )
 
 
 def _read(path: Path, required: list[str]) -> pa.Table:
     if not path.exists():
         raise DataError(
-            f"{path} does not exist: make it with data_preprocess/, or correct data.train_files or data.val_files"
+            f"{path} does not exist: make it with data_preprocess/, "
+            "or correct data.train_files or data.val_files"
         )
     if not path.is_file():
         raise DataError(f"{path} is not a parquet file: data_preprocess/ writes them")
@@ -312,7 +328,8 @@ def _read(path: Path, required: list[str]) -> pa.Table:
         missing = [name for name in required if name not in available]
         if missing:
             raise DataError(
-                f"{path} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(available) or 'none'}"
+                f"{path} has no column {', '.join(map(repr, missing))}; "
+                f"its columns are {', '.join(available) or 'none'}"
             )
         return pq.read_table(
             path, columns=required + [name for name in OPTIONAL_COLUMNS if name in available]
@@ -322,7 +339,10 @@ def _read(path: Path, required: list[str]) -> pa.Table:
 
 
 def _choose(rows: list[tuple[int, int]], config: DataConfig, split: str) -> list[tuple[int, int]]:
-    """The rows that data.{split}_max_samples leaves: a random choice of training rows if data.shuffle, else the first ones."""
+    """Return the rows that data.{split}_max_samples selects.
+
+    With data.shuffle, training rows are a random choice. Otherwise they are the first rows.
+    """
     limit = config.train_max_samples if split == "train" else config.val_max_samples
     if limit == 0:
         raise DataError(f"data.{split}_max_samples=0 leaves no prompt; -1 takes all")
@@ -330,11 +350,9 @@ def _choose(rows: list[tuple[int, int]], config: DataConfig, split: str) -> list
         return rows
     if split != "train" or not config.shuffle:
         return rows[:limit]
-    # In the files' order, because the order of use is the sampler's business.
-    return [
-        rows[i]
-        for i in np.sort(np.random.default_rng(config.seed).choice(len(rows), limit, replace=False))
-    ]
+    # The order of the files is kept, because the sampler decides the order of use.
+    chosen = np.random.default_rng(config.seed).choice(len(rows), limit, replace=False)
+    return [rows[i] for i in np.sort(chosen)]
 
 
 def _messages_problem(messages: Any) -> str | None:
@@ -351,11 +369,9 @@ def _messages_problem(messages: Any) -> str | None:
 
 
 def _source_problem(source: Any) -> str | None:
-    return (
-        None
-        if isinstance(source, str) and source
-        else f"is {source!r}, expected the name of the data source"
-    )
+    if isinstance(source, str) and source:
+        return None
+    return f"is {source!r}, expected the name of the data source"
 
 
 def _reward_model_problem(reward_model: Any) -> str | None:
@@ -369,7 +385,10 @@ def _short(value: Any, limit: int = 100) -> str:
 
 
 def _without_nulls(messages: list[dict[str, Any]]) -> list[Message]:
-    """Parquet gives every message the columns of all messages; a template must see only those that the message has."""
+    """Remove null entries of messages.
+
+    Parquet gives every message the columns of all messages, and a template must not see them.
+    """
     return [
         {key: value for key, value in message.items() if value is not None} for message in messages
     ]

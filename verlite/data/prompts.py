@@ -1,4 +1,4 @@
-"""From chat messages to prompt tokens: the one function that builds prompts, and therefore the one that measures them."""
+"""Convert chat messages to prompt tokens. Prompts are built, and measured, only here."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,8 @@ class PromptTooLong(ValueError):
 
     def __init__(self, length: int, limit: int) -> None:
         super().__init__(f"the prompt has {length} tokens, {limit} are allowed")
-        self.length, self.limit = length, limit
+        self.length = length
+        self.limit = limit
 
 
 def build_prompt(
@@ -22,13 +23,15 @@ def build_prompt(
     truncation: str = "error",
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids that a model is prompted with, at most `max_length` of them (None: no limit).
+    """Return the token ids of a prompt, at most `max_length` of them (None: no limit).
 
-    With a chat template: the template with its generation prompt; the template writes every special token itself.
-    Without one (base models): the messages' contents joined by newlines, encoded with the special tokens that the
-    tokenizer puts around any text.
+    With a chat template, the prompt is the template with its generation prompt, and the template
+    writes all special tokens. Without one (base models), it is the contents of the messages joined
+    by newlines, with the special tokens that the tokenizer adds to any text.
 
-    Raises PromptTooLong when there are too many tokens and truncation is `error`. The other modes are in `truncate`.
+    Raises:
+        PromptTooLong: there are too many tokens and truncation is `error`. See `truncate` for the
+        other modes.
     """
     if tokenizer.chat_template is not None:
         ids = tokenizer.apply_chat_template(
@@ -45,7 +48,7 @@ def build_prompts(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """`build_prompt` of many conversations, which a fast tokenizer encodes on all cores."""
+    """Run `build_prompt` on many conversations. A fast tokenizer encodes them on all cores."""
     if not conversations:
         return []
     if tokenizer.chat_template is None:
@@ -57,9 +60,10 @@ def build_prompts(
 
 
 def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:
-    """At most `max_length` of the ids: `left` keeps the end, `right` the start, `middle` both ends, `error` raises PromptTooLong.
+    """Return at most `max_length` of the ids.
 
-    `middle` keeps max_length // 2 ids of the start and the rest of the end, as verl does.
+    `left` keeps the end and `right` keeps the start. `middle` keeps max_length // 2 ids of the
+    start and the rest from the end, as verl does. `error` raises PromptTooLong.
     """
     if truncation not in TRUNCATIONS:
         raise ValueError(f"data.truncation={truncation!r} is not one of {', '.join(TRUNCATIONS)}")

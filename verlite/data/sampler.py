@@ -1,4 +1,6 @@
-"""The order in which prompts are used: a pure function of (seed, epoch), so that its state is a few values in a JSON file."""
+"""The order in which prompts are used. It depends only on (seed, epoch), so its state is a few JSON
+values.
+"""
 
 import numpy as np
 
@@ -6,11 +8,11 @@ from verlite.data.dataset import DataError
 
 
 class PromptSampler:
-    """Endless batches of row indices, epoch after epoch.
+    """An endless sequence of batches of row indices.
 
-    Each epoch is its own permutation of the rows, drawn from (seed, epoch); rows that do not fill a batch at the end of
-    an epoch are left out of it. `state_dict()` after batch k, loaded anywhere, continues with batch k+1, also when
-    batch k was the last of its epoch.
+    Each epoch uses its own permutation of the rows, drawn from (seed, epoch). Rows that do not fill
+    a batch at the end of an epoch are skipped. Loading the `state_dict()` taken after batch k
+    continues with batch k+1, even if batch k was the last of its epoch.
     """
 
     def __init__(
@@ -21,37 +23,43 @@ class PromptSampler:
         shuffle: bool = True,
         key: str = "data.train_batch_size",
     ) -> None:
-        """key: what batch_size is called, for messages."""
+        """Create a sampler over `size` rows. `key` is the name of batch_size in messages."""
         if batch_size < 1:
             raise ValueError(f"{key}={batch_size} must be at least 1")
         if size < batch_size:
             raise DataError(
-                f"{key}={batch_size} is more than the {size} training prompts that are left: not one full batch. "
-                f"Use at most {size}, or drop fewer prompts (data.max_prompt_length, data.filter_overlong_prompts)"
+                f"{key}={batch_size} is more than the {size} training prompts that are left: "
+                f"not one full batch. Use at most {size}, or drop fewer prompts "
+                "(data.max_prompt_length, data.filter_overlong_prompts)"
             )
-        self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
+        self.size = size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
         self.epoch = 0
-        """Epoch of the batch that was returned last, from 0."""
+        """Epoch of the last batch, from 0."""
         self.position = 0
-        """Rows of this epoch that were used."""
+        """Number of rows of this epoch that were used."""
         self._order = self._permutation()
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one pass over the rows."""
+        """Number of full batches in one pass over the rows."""
         return self.size // self.batch_size
 
     def next_batch(self) -> list[int]:
-        """The next `batch_size` row indices."""
+        """Return the next `batch_size` row indices."""
         if self.position + self.batch_size > self.size:
-            self.epoch, self.position = self.epoch + 1, 0
+            self.epoch += 1
+            self.position = 0
             self._order = self._permutation()
         batch = self._order[self.position : self.position + self.batch_size]
         self.position += self.batch_size
-        return batch.tolist()
+        rows: list[int] = batch.tolist()
+        return rows
 
     def state_dict(self) -> dict[str, int]:
-        """Where the sampler stands, as JSON values: seed, shuffle, epoch, position, size."""
+        """Return the state as JSON values: seed, shuffle, epoch, position, size."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -61,26 +69,36 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state` was taken. Raises ValueError when it belongs to other data or another order."""
+        """Continue from a state.
+
+        Raises:
+            DataError: the number of training prompts has changed.
+            ValueError: the state belongs to another order, or is invalid.
+        """
         if set(state) != set(self.state_dict()):
             raise ValueError(
-                f"sampler state has the entries {sorted(state)}, expected {sorted(self.state_dict())}"
+                f"sampler state has the entries {sorted(state)}, "
+                f"expected {sorted(self.state_dict())}"
             )
         if state["size"] != self.size:
             raise DataError(
-                f"the checkpoint's sampler counted {state['size']} training prompts, data.train_files now has {self.size}: "
-                "resume with the same data, or start anew with trainer.resume_mode=disable"
+                f"the checkpoint's sampler counted {state['size']} training prompts, "
+                f"data.train_files now has {self.size}: resume with the same data, "
+                "or start again with trainer.resume_mode=disable"
             )
         for key in ("seed", "shuffle"):
             if state[key] != getattr(self, key):
                 raise ValueError(
-                    f"the checkpoint was made with data.{key}={state[key]}, but now data.{key}={getattr(self, key)}"
+                    f"the checkpoint was written with data.{key}={state[key]}, "
+                    f"but now data.{key}={getattr(self, key)}"
                 )
         if not (0 <= state["position"] <= self.size and state["epoch"] >= 0):
             raise ValueError(
-                f"sampler state epoch={state['epoch']}, position={state['position']} is impossible with {self.size} prompts"
+                f"sampler state epoch={state['epoch']}, position={state['position']} "
+                f"is impossible with {self.size} prompts"
             )
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.epoch = state["epoch"]
+        self.position = state["position"]
         self._order = self._permutation()
 
     def _permutation(self) -> np.ndarray:
