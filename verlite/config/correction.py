@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from verlite.config.schema import RolloutCorrectionConfig
-
 REJECTIONS = (
     "token_k1",
     "token_k2",
@@ -190,8 +188,12 @@ PRESETS: dict[str, RolloutCorrection] = {
 }
 
 
-def settings(config: RolloutCorrectionConfig) -> RolloutCorrection:
-    """What the section algorithm.rollout_correction asks for. ValueError: "key=value: what is wrong with it"."""
+def settings(config: Any) -> RolloutCorrection:
+    """Return the settings of a section algorithm.rollout_correction, with its preset expanded.
+
+    Raises:
+        ValueError: "key=value: what is wrong with it".
+    """
     if config.preset is not None:
         return PRESETS[config.preset]
     return RolloutCorrection(
@@ -206,5 +208,5 @@ def settings(config: RolloutCorrectionConfig) -> RolloutCorrection:
 
 
 def _joined(value: Any) -> Any:
-    """A list as the text with commas that it stands for."""
+    """Return a list as text with commas; other values unchanged."""
     return ",".join(map(str, value)) if isinstance(value, list) else value

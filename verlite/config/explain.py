@@ -1,13 +1,15 @@
-"""What a key means, from the schema's docstrings, the rules' legal values and the table of old names."""
+"""Explain keys: help, default, legal values, when they are used, and older names."""
 
-from verlite.config import aliases, keys, rules
+from verlite.config import aliases, conditions, keys
 from verlite.config.problems import nearest
+from verlite.config.rules.values import legal_names
 
 
 def explain(name: str = "") -> str:
-    """Text about a key, a section (its keys), an old name (what became of it), or every key that ends in `name`.
+    """Return text about a key, a section, an older name, or every key that ends in `name`; about all sections for "".
 
-    KeyError with the nearest names when there is none.
+    Raises:
+        KeyError: there is no such key. The message names the nearest ones.
     """
     table = keys.keys()
     if not name:
@@ -37,17 +39,20 @@ def explain(name: str = "") -> str:
 
 def _leaf(name: str) -> str:
     key = keys.keys()[name]
+    facts = key.facts
     default = "must be given" if key.default == "???" else f"default {_written(key.default)}"
-    lines = [name, f"  {key.type}; {default}", f"  {key.doc}"]
-    legal = rules.choices(name)
-    if legal:
-        own = ", or package.module:function of your own" if name in rules.OWN_FUNCTION else ""
-        lines.append(f"  Legal: {', '.join(legal)}{own}.")
-    if rules.bound(name):
-        lines.append(f"  Legal: {rules.bound(name)}.")
-    former = [
-        old for old, new in (*aliases.RENAMED.items(), *aliases.PER_DEVICE.items()) if new == name
-    ]
+    lines = [name, f"  {key.type}; {default}", f"  {facts.help}"]
+    if facts.choices:
+        lines.append(f"  Legal: {legal_names(key)}.")
+    if facts.bound:
+        lines.append(f"  Legal: {facts.bound}.")
+    if facts.unused:
+        lines.append(f"  Never used: {facts.unused}.")
+    if key.conditions:
+        used = " and ".join(conditions.words(condition.text) for condition in key.conditions)
+        lines.append(f"  Used only {used}.")
+    renamed = (*aliases.RENAMED.items(), *aliases.PER_DEVICE.items())
+    former = [old for old, new in renamed if new == name]
     if former:
         lines.append(f"  Older names: {', '.join(former)}.")
     return "\n".join(lines)

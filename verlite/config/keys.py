@@ -1,4 +1,4 @@
-"""The schema's keys as a flat table, read from the dataclasses and from the docstrings under their fields."""
+"""The schema's keys as a flat table, read from the dataclasses and from what their fields declare."""
 
 import ast
 import dataclasses
@@ -11,42 +11,68 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from verlite.config import schema
+from verlite.config.facts import Facts
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition of a key's `used_when`, with the note that its declaration adds."""
+
+    text: str
+    note: str
 
 
 @dataclass(frozen=True)
 class Key:
-    """One dotted key. `section`: it only holds other keys. `free`: a mapping whose entries are not known beforehand. `any_type`: no
-    type that OmegaConf checks."""
+    """One dotted key."""
 
     name: str
     type: str
     default: Any
-    doc: str
+    facts: Facts
+    conditions: tuple[Condition, ...] = ()
+    """All must hold for the key to have an effect: those of its sections, then its own."""
     section: bool = False
+    """It only contains other keys."""
     free: bool = False
+    """A mapping whose entries are not declared."""
     any_type: bool = False
+    """It has no type that OmegaConf checks."""
+
+    @property
+    def doc(self) -> str:
+        """What the key means."""
+        return self.facts.help
 
 
 @functools.cache
 def keys() -> dict[str, Key]:
-    """Every key of the schema, sections included, in the order of the schema."""
+    """Return every key of the schema, sections included, in the order of the schema."""
     return table(schema.Config())
 
 
 def table(root: Any) -> dict[str, Key]:
-    """Every key of a schema, given as an instance of its dataclass."""
+    """Return every key of a schema, given as an instance of its dataclass."""
     found: dict[str, Key] = {}
-    _collect(root, "", found)
+    _collect(root, "", (), found)
     return found
 
 
 def leaves() -> list[str]:
-    """Names of all keys that hold a value."""
+    """Return the names of all keys that have a value."""
     return [name for name, key in keys().items() if not key.section]
 
 
+def get(config: Any, name: str) -> Any:
+    """Return the value of a dotted key."""
+    node: Any = config
+    for part in name.split("."):
+        node = node[part] if isinstance(node, dict) else getattr(node, part)
+    return node
+
+
 def find(name: str, schema_keys: dict[str, Key] | None = None) -> Key | None:
-    """The schema's key, or the free mapping that `name` lies in, or None. Another schema's with its `table`."""
+    """Return the key, or the free mapping that `name` is an entry of, or None. `schema_keys` is another schema's table."""
     known = keys() if schema_keys is None else schema_keys
     if name in known:
         return known[name]
@@ -59,7 +85,7 @@ def find(name: str, schema_keys: dict[str, Key] | None = None) -> Key | None:
 
 
 def owner(name: str) -> Key:
-    """As `find`, where the key is known to exist; KeyError otherwise."""
+    """Return the same as `find`. Raises KeyError if there is no such key."""
     key = find(name)
     if key is None:
         raise KeyError(name)
@@ -67,33 +93,49 @@ def owner(name: str) -> Key:
 
 
 def is_plain(name: str) -> bool:
-    """A key of the schema itself: its name is no secret's, and neither is its value. Entries of free mappings may be."""
+    """Return whether this is a key of the schema, which is never a secret. Entries of free mappings may be."""
     return name in keys()
 
 
-def _collect(node: Any, prefix: str, found: dict[str, Key]) -> None:
+def _collect(
+    node: Any, prefix: str, inherited: tuple[Condition, ...], found: dict[str, Key]
+) -> None:
     hints = typing.get_type_hints(type(node), include_extras=True)
-    docs = _docs(type(node))
     for field in dataclasses.fields(node):
-        name, value = prefix + field.name, getattr(node, field.name)
+        name = prefix + field.name
+        value = getattr(node, field.name)
+        facts = field.metadata.get("facts") or Facts(_docs(type(node)).get(field.name, ""))
+        own = _conditions(facts, prefix)
+        outer = () if field.name == "enable" else inherited
         if dataclasses.is_dataclass(value):
-            found[name] = Key(name, "section", None, docs.get(field.name, ""), section=True)
-            _collect(value, name + ".", found)
-        else:
-            text = type_name(hints[field.name])
-            any_type = typing.get_origin(hints[field.name]) is Annotated
-            found[name] = Key(
-                name,
-                text,
-                value,
-                docs.get(field.name, ""),
-                free="mapping" in text,
-                any_type=any_type,
-            )
+            found[name] = Key(name, "section", None, facts, section=True)
+            _collect(value, name + ".", outer + own, found)
+            continue
+        text = type_name(hints[field.name])
+        found[name] = Key(
+            name,
+            text,
+            value,
+            facts,
+            conditions=outer + own,
+            free="mapping" in text,
+            any_type=typing.get_origin(hints[field.name]) is Annotated,
+        )
+
+
+def _conditions(facts: Facts, prefix: str) -> tuple[Condition, ...]:
+    """Return the conditions of a field; its note belongs to the last one."""
+    texts = [_absolute(text, prefix) for text in facts.used_when]
+    return tuple(Condition(text, facts.note if text == texts[-1] else "") for text in texts)
+
+
+def _absolute(condition: str, prefix: str) -> str:
+    """Return a condition with a leading "." replaced by the section of its key."""
+    return prefix + condition[1:] if condition.startswith(".") else condition
 
 
 def type_name(hint: Any) -> str:
-    """A type in words: "whole number or null". A type that OmegaConf has no way to write is Any, annotated with the words."""
+    """Return a type in words, such as "whole number or null". Types that OmegaConf cannot express are Any with words."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if arg is type(None) else type_name(arg) for arg in args)
@@ -107,7 +149,7 @@ def type_name(hint: Any) -> str:
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """Docstrings under the fields of a dataclass and of its bases."""
+    """Return the docstrings under the fields of a dataclass that declares no facts, and of its bases."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):

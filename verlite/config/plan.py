@@ -556,6 +556,18 @@ def sequence_parallel(config: Config) -> dict[str, int]:
     }
 
 
+def uses_dynamic_batches(config: Config, section: str) -> bool:
+    """Return whether the passes of "actor", "rollout", "ref" or "critic" fill micro-batches by tokens."""
+    actor = config.actor_rollout_ref.actor.use_dynamic_bsz
+    own = {
+        "actor": actor,
+        "rollout": config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz,
+        "ref": config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz,
+        "critic": config.critic.use_dynamic_bsz,
+    }
+    return _first(own[section], actor)
+
+
 def uses_lora(model: ModelConfig) -> bool:
     """Adapters are trained, and not the model's own weights."""
     return model.lora_rank > 0 or model.lora_adapter_path is not None

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, as data: every rule reports a Problem, and all of them are shown together."""
+"""Problems of a configuration as data. Every rule reports Problem objects; all of them are shown together."""
 
 import difflib
 import re
@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-SECRET = re.compile(r"(?i)(token|secret|password|passwd|passphrase|credential|key)s?$")
+SECRET = re.compile(
+    r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!stop_)(?<!mask_)(?<!image_)token$"
+    r"|(?:api|auth|access|refresh|bearer)_?tokens$"
+    r"|secrets?$|passwords?$|passwd$|passphrases?$|credentials?$"
+    r"|(?:api|access|secret|private|auth|signing|encryption|service|account|ssh)[_-]?keys?$"
+    r"|^keys?$",
+    re.IGNORECASE,
+)
+"""Last parts of names whose text values are secrets: hf_token, api_key, AWS_SECRET_ACCESS_KEY, but not image_key."""
 URL_PASSWORD = re.compile(
     r"(://[^/:@\s]*:)[^/@\s]+(?=@)|([?&](?:api_?key|key|token|secret|password)=)[^&\s]+",
     re.IGNORECASE,
@@ -15,7 +23,7 @@ URL_PASSWORD = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """One violated rule: the key as typed, its value, the rule, and what to type in its place."""
+    """One violated rule: the key as typed, its value, the rule, and what to type instead."""
 
     key: str
     value: Any
@@ -26,7 +34,7 @@ class Problem:
         return f"{self.typed()}: {self.rule}." + (f" {self.remedy}" if self.remedy else "")
 
     def typed(self) -> str:
-        """key=value as one types it; the key alone where there is no value."""
+        """Return key=value as it is typed, or the key alone if there is no value."""
         return f"{self.key}={display(self.key, self.value)}" if self.value is not None else self.key
 
 
@@ -45,7 +53,7 @@ class ConfigError(ValueError):
         return f"{count} problem{'s' if count != 1 else ''} in the configuration"
 
     def text(self):
-        """For the terminal, as rich Text: key and value of each problem as one types them, below them the rule and the remedy."""
+        """Return rich Text for the terminal: key and value of each problem, and below them rule and remedy."""
         from rich.text import Text
 
         text = Text.assemble((self._title(), "bold red"), "\n")
@@ -57,17 +65,23 @@ class ConfigError(ValueError):
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """True for a text value whose key says that it is a secret. Meant for keys outside the schema: `prompt_key` is none."""
+    """Return whether a text value is a secret, judged by its key. Only for keys outside the schema."""
     return isinstance(value, str) and bool(SECRET.search(key.rsplit(".", 1)[-1]))
 
 
 def display(key: str, value: Any, known: bool = False) -> str:
-    """The value as one would type it, with secrets masked. `known`: the key belongs to the schema, so its name is no hint."""
+    """Return the value as it is typed, with secrets masked.
+
+    Args:
+        key: the dotted key.
+        value: its value.
+        known: the key belongs to the schema, so the value is not a secret.
+    """
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{display(f'{key}.{k}', v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(display(key, item, known) for item in value) + "]"
-    if not known and is_secret(key, value) and not key.endswith(("prompt_key", "reward_fn_key")):
+    if not known and is_secret(key, value):
         return "***"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -75,7 +89,7 @@ def display(key: str, value: Any, known: bool = False) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known dotted keys that a person most likely meant: by whole path, and by last part for keys in the wrong section."""
+    """Return the known dotted keys most likely meant: similar as a whole, or in their last part."""
     known = list(known)
     last = name.rsplit(".", 1)[-1]
     by_last: dict[str, list[str]] = {}

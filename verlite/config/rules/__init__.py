@@ -1,0 +1,111 @@
+"""Everything a run needs beyond key names and types. `check` finds every violation and starts nothing.
+
+The schema's fields declare what is legal for a single key (`values`). Rules between keys and rules about files are one
+small function each, in a module per subject.
+"""
+
+from collections.abc import Collection
+
+from verlite.config import keys
+from verlite.config.keys import get
+from verlite.config.problems import Problem
+from verlite.config.rules import (
+    agent,
+    algorithm,
+    batch,
+    code,
+    correction,
+    data,
+    devices,
+    models,
+    trainer,
+    values,
+)
+from verlite.config.rules.context import Context
+from verlite.config.rules.data import named as files_named
+from verlite.config.rules.models import HUB_NAME, adapter_files
+from verlite.config.rules.models import model_settings as model_trained
+from verlite.config.rules.trainer import unwritable
+from verlite.config.rules.values import within
+from verlite.config.schema import Config
+
+__all__ = [
+    "HUB_NAME",
+    "adapter_files",
+    "bound",
+    "check",
+    "choices",
+    "files_named",
+    "get",
+    "model_trained",
+    "unwritable",
+    "within",
+]
+
+RULES = (
+    data.files_are_named,
+    batch.mini_batches,
+    models.settings,
+    batch.micro_batches,
+    algorithm.samples_per_prompt,
+    algorithm.critic,
+    algorithm.clip_range,
+    algorithm.clip_cov_bounds,
+    algorithm.kl,
+    algorithm.optimizers,
+    algorithm.no_think_rl,
+    agent.agent,
+    algorithm.training_scores,
+    batch.dynamic_sampling,
+    correction.rollout_correction,
+    devices.placement,
+    devices.visible_devices,
+    devices.engines,
+    devices.sharding,
+    devices.sequence_parallel,
+    batch.lengths,
+    devices.engine_kwargs,
+    trainer.validation,
+    trainer.resume,
+    trainer.addresses,
+    devices.engine_is_installed,
+)
+FILE_RULES = (
+    data.data_files,
+    models.model_folders,
+    models.adapters,
+    models.tokenizer,
+    code.reward_function,
+    code.own_functions,
+    trainer.run_directory,
+)
+
+
+def check(config: Config, user_keys: Collection[str] = (), files: bool = True) -> list[Problem]:
+    """Return every violation.
+
+    Args:
+        config: the whole configuration.
+        user_keys: keys that the user set.
+        files: also check files and folders.
+    """
+    problems = [*values.names(config), *values.numbers(config)]
+    context = Context(config, frozenset(user_keys), {problem.key for problem in problems})
+    rules = (*RULES, *FILE_RULES) if files else RULES
+    for rule in rules:
+        found = [problem for problem in rule(context) if problem.key not in context.broken]
+        context.broken.update(problem.key for problem in found)
+        problems += found
+    return problems
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """Return the legal names of a key; empty if any value of its type is legal."""
+    key = keys.keys().get(name)
+    return key.facts.choices if key else ()
+
+
+def bound(name: str) -> str:
+    """Return the legal numbers of a key in words; "" if it has no bound."""
+    key = keys.keys().get(name)
+    return key.facts.bound if key else ""

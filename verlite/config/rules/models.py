@@ -1,0 +1,221 @@
+"""Model folders, adapters and tokenizers."""
+
+import json
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from verlite.config import plan
+from verlite.config.problems import Problem
+from verlite.config.rules.context import Context, nearest_legal
+from verlite.config.rules.devices import shared_sequences
+from verlite.config.schema import ModelConfig
+
+POLICY = "actor_rollout_ref.model."
+CRITIC = "critic.model."
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+GIVE_MODEL = (
+    "Give a folder with a Hugging Face model, or a name on the hub such as Qwen/Qwen2.5-0.5B."
+)
+
+
+def _models(context: Context) -> dict[str, ModelConfig]:
+    """Return the sections of the models that are trained."""
+    models = {POLICY: context.config.actor_rollout_ref.model}
+    if plan.needs_critic(context.config):
+        models[CRITIC] = context.config.critic.model
+    return models
+
+
+def settings(context: Context) -> Iterator[Problem]:
+    """Adapters and activation offload are consistent."""
+    for section, model in _models(context).items():
+        yield from model_settings(section, model)
+
+
+def model_settings(section: str, model: ModelConfig) -> Iterator[Problem]:
+    """Check which layers have adapters, and activation offload."""
+    for name in ("target_modules", "exclude_modules"):
+        value = getattr(model, name)
+        if not _names_modules(value):
+            yield Problem(
+                section + name,
+                value,
+                "must be a list of module names, or a regular expression",
+                "Such as [q_proj,v_proj].",
+            )
+    if plan.uses_lora(model) and not model.target_modules:
+        yield Problem(
+            section + "target_modules",
+            model.target_modules,
+            "names no layer to adapt",
+            "Usual: all-linear.",
+        )
+    if model.enable_activation_offload and not model.enable_gradient_checkpointing:
+        yield Problem(
+            section + "enable_activation_offload",
+            True,
+            f"offloads what {section}enable_gradient_checkpointing stores, and that is off",
+            "Turn both on, or both off.",
+        )
+
+
+def _names_modules(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, str) for item in value)
+    return value is None or isinstance(value, str)
+
+
+def adapters(context: Context) -> Iterator[Problem]:
+    """Adapters to start from exist."""
+    for section, model in _models(context).items():
+        yield from adapter_files(section, model)
+
+
+def adapter_files(section: str, model: ModelConfig) -> Iterator[Problem]:
+    """Check the folder of the adapter to start from."""
+    if model.lora_adapter_path is None:
+        return
+    folder = Path(model.lora_adapter_path).expanduser()
+    wanted = ("adapter_config.json", "adapter_model.safetensors")
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    why = _why_not_a_folder(folder)
+    if not why and missing:
+        why = f"is not an adapter: it has no {' and no '.join(missing)}"
+    if why:
+        yield Problem(
+            f"{section}lora_adapter_path",
+            model.lora_adapter_path,
+            why,
+            "Give a folder that peft wrote, such as huggingface/lora_adapter of a run.",
+        )
+
+
+def _why_not_a_folder(path: Path) -> str:
+    """Return what a path is instead of a folder; "" if it is one."""
+    if path.is_dir():
+        return ""
+    return "is a file, not a folder" if path.exists() else "does not exist"
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether a text can only be a model name on the hub."""
+    return not Path(path).exists() and HUB_NAME.fullmatch(path) is not None
+
+
+def model_folders(context: Context) -> Iterator[Problem]:
+    """Model folders are complete, and the model fits lengths and devices."""
+    paths = {f"{section}path": model.path for section, model in _models(context).items()}
+    for key, path in paths.items():
+        if path is None or is_hub_name(path):
+            continue
+        described, problem = _read_config(key, path)
+        if problem:
+            yield problem
+        elif described:
+            if key == f"{POLICY}path":
+                described |= context.config.actor_rollout_ref.model.override_config
+                yield from _policy_fits(context, described)
+            yield from _heads_fit(context, key, described, paths)
+
+
+def _read_config(key: str, path: str) -> tuple[dict[str, Any], Problem | None]:
+    """Return the model's config.json, or what is wrong with its folder."""
+    folder = Path(path)
+    why = _why_not_a_folder(folder)
+    if why:
+        return {}, Problem(key, path, why, GIVE_MODEL)
+    try:
+        described = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        remedy = "Give a folder written by save_pretrained or verlite export."
+        return {}, Problem(key, path, "is not a model: it has no config.json", remedy)
+    except ValueError as error:
+        why = f"its config.json cannot be read: {error}"
+        return {}, Problem(key, path, why, "Write the model again.")
+    if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+        why = "is not a model: it has no weights (*.safetensors)"
+        return {}, Problem(key, path, why, "Copy or download the whole folder.")
+    return described, None
+
+
+def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Problem]:
+    """The model has enough positions, and its heads divide among the engine's devices."""
+    data = context.config.data
+    rollout = context.config.actor_rollout_ref.rollout
+    positions = described.get("max_position_embeddings")
+    longest = data.max_prompt_length + data.max_response_length
+    parameters = described.get("rope_parameters") or {}
+    scaled = described.get("rope_scaling") or "factor" in parameters
+    if isinstance(positions, int) and not scaled and positions < longest:
+        yield Problem(
+            "data.max_response_length",
+            data.max_response_length,
+            f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length = {longest} "
+            f"tokens, but the model has {positions} positions",
+            "Lower one of the two, or use a model with a longer context.",
+        )
+    heads = described.get("num_attention_heads")
+    size = rollout.tensor_model_parallel_size
+    if not isinstance(heads, int) or plan.resolve_rollout(rollout.name) != "vllm":
+        return
+    if size > 0 and heads % size:
+        yield Problem(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            size,
+            f"must divide the model's {heads} attention heads",
+            nearest_legal(heads, size),
+        )
+
+
+def _heads_fit(
+    context: Context, key: str, described: dict[str, Any], paths: dict[str, str]
+) -> Iterator[Problem]:
+    """The model's heads divide among the devices that share its sequences."""
+    heads = described.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return
+    critic_has_own = paths.get(f"{CRITIC}path") is not None
+    reported = set()
+    for role, size_key, size in shared_sequences(context):
+        own = role == "critic" and critic_has_own
+        model = f"{CRITIC}path" if own else f"{POLICY}path"
+        if model == key and heads % size and size_key not in reported:
+            reported.add(size_key)
+            yield Problem(
+                size_key,
+                size,
+                f"must divide the model's {heads} attention heads",
+                nearest_legal(heads, size),
+            )
+
+
+def tokenizer(context: Context) -> Iterator[Problem]:
+    """The tokenizer's folder has a tokenizer."""
+    model = context.config.actor_rollout_ref.model
+    path = model.tokenizer_path or model.path
+    key = f"{POLICY}tokenizer_path" if model.tokenizer_path else f"{POLICY}path"
+    if is_hub_name(path):
+        return
+    folder = Path(path)
+    why = _why_not_a_folder(folder)
+    if why:
+        yield Problem(
+            key,
+            path,
+            why,
+            "Give a folder with a tokenizer, or a name on the hub; null uses the model's own.",
+        )
+        return
+    names = [file.name for file in folder.iterdir()]
+    if not any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZER_FILES):
+        yield Problem(
+            key,
+            path,
+            "has no tokenizer: none of the usual files exists",
+            "Put tokenizer.json and tokenizer_config.json there, or set "
+            f"{POLICY}tokenizer_path to a folder that has them.",
+        )

@@ -1,0 +1,128 @@
+"""Validation, checkpoints, addresses and the run directory."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from verlite.config import plan
+from verlite.config.keys import get
+from verlite.config.problems import Problem
+from verlite.config.rules.context import Context
+
+ADDRESS = "ray_kwargs.ray_init.address"
+RESUME = "trainer.resume_from_path"
+
+
+def validation(context: Context) -> Iterator[Problem]:
+    """There are files to validate on."""
+    config = context.config
+    trainer = config.trainer
+    if trainer.default_hdfs_dir is not None:
+        yield Problem(
+            "trainer.default_hdfs_dir",
+            trainer.default_hdfs_dir,
+            "remote file systems are not supported",
+            "Use null, and trainer.default_local_dir on a shared folder.",
+        )
+    if plan.files_of(config.data.val_files):
+        return
+    early = trainer.val_before_train and "trainer.val_before_train" in context.user_keys
+    asked = {
+        "trainer.test_freq": trainer.test_freq > 0,
+        "trainer.val_only": trainer.val_only,
+        "trainer.val_before_train": early,
+    }
+    for key, is_asked in asked.items():
+        if is_asked:
+            yield Problem(
+                key, get(config, key), "validation needs data.val_files", "Give data.val_files."
+            )
+
+
+def resume(context: Context) -> Iterator[Problem]:
+    """A checkpoint to resume from is named."""
+    trainer = context.config.trainer
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield Problem(
+            RESUME,
+            None,
+            "must be given with trainer.resume_mode=resume_path",
+            "Give the global_step_N folder of a checkpoint.",
+        )
+
+
+def addresses(context: Context) -> Iterator[Problem]:
+    """Addresses of cluster and retriever are well formed."""
+    config = context.config
+    address = config.ray_kwargs.ray_init.address
+    if address and address not in ("auto", "local"):
+        yield from _cluster_address(address)
+    for url in plan.files_of(config.retriever.url):
+        if re.match(r"https?://[^/\s]+", url):
+            yield from _port("retriever.url", url)
+        else:
+            yield Problem(
+                "retriever.url",
+                url,
+                "is not an http address",
+                "Such as http://127.0.0.1:8000/retrieve.",
+            )
+
+
+def _cluster_address(address: str) -> Iterator[Problem]:
+    wrong_port = list(_port(ADDRESS, address))
+    yield from wrong_port
+    if not wrong_port and "://" in address:
+        yield Problem(
+            ADDRESS,
+            address,
+            "is an address for clients, but this process must run inside the cluster",
+            f"Submit it: ray job submit --address={address} -- python -m verlite.main_ppo ...; "
+            "or give the host:port that `ray start --head` printed.",
+        )
+
+
+def _port(key: str, address: str) -> Iterator[Problem]:
+    host = address.rsplit("@", 1)[-1]
+    match = re.fullmatch(r"(?:\w+://)?(?:\[[^\]]*\]|[^:/\[\]]*):(\w*)(?:/.*)?", host)
+    if match and not (match[1].isdigit() and 1 <= int(match[1]) <= 65535):
+        yield Problem(key, address, f"{match[1] or 'nothing'} is not a port", "Ports are 1-65535.")
+
+
+def run_directory(context: Context) -> Iterator[Problem]:
+    """The run directory can be written, and the checkpoint to resume from exists."""
+    trainer = context.config.trainer
+    yield from unwritable("trainer.default_local_dir", trainer.default_local_dir)
+    path = trainer.resume_from_path
+    if trainer.resume_mode != "resume_path" or not path:
+        return
+    folder = Path(path)
+    if not re.fullmatch(r"global_step_\d+", folder.name):
+        inside = sorted(entry.name for entry in folder.glob("global_step_*"))
+        remedy = f"It contains {', '.join(inside)}." if inside else "Give the folder itself."
+        yield Problem(RESUME, path, "is not a global_step_N folder", remedy)
+    elif not folder.is_dir():
+        what = "is a file, not a folder" if folder.is_file() else "does not exist"
+        yield Problem(RESUME, path, what, "trainer.resume_mode=auto finds the newest checkpoint.")
+
+
+def unwritable(key: str, value: str) -> Iterator[Problem]:
+    """Report why the folder that a key names cannot be created or written."""
+    folder = Path(value).expanduser()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        yield Problem(
+            key,
+            value,
+            f"{folder} is a file, so the run directory cannot be created",
+            "Choose another.",
+        )
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield Problem(
+            key,
+            value,
+            f"{folder.resolve()} is not writable",
+            "Choose another, or change its permissions.",
+        )
