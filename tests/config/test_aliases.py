@@ -3,8 +3,7 @@
 import pytest
 
 from tests.config.conftest import write_prompts
-from verlite.config import ConfigError, aliases, keys
-from verlite.config.ineffective import TABLE
+from verlite.config import ConfigError, aliases, conditions, keys
 
 ACTOR, REF, ROLLOUT = (
     "actor_rollout_ref.actor.",
@@ -104,7 +103,8 @@ def test_reasons_name_keys_that_exist():
         *aliases.IGNORED.values(),
         *(why for _, why in aliases.FIXED.values()),
         *aliases.REFUSED.values(),
-        *(row[2] for row in TABLE),
+        *(c.note for key in keys.keys().values() for c in key.conditions),
+        *(conditions.words(c.text) for key in keys.keys().values() for c in key.conditions),
     ]
     for reason in reasons:
         for word in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", reason):
@@ -292,5 +292,5 @@ def test_an_old_name_of_a_key_without_effect_is_said_once(material):
     (note,) = material.load(f"{REF}log_prob_micro_batch_size=16").notes
     assert (
         note
-        == f"{REF}log_prob_micro_batch_size has no effect: no KL term is on, so there is no reference"
+        == f"{REF}log_prob_micro_batch_size has no effect: used only when a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss)"
     )

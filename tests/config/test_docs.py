@@ -1,7 +1,9 @@
 """docs/rules.md says what is really printed."""
 
 import ast
+import importlib
 import inspect
+import pkgutil
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -25,40 +27,53 @@ def test_rules(material, added, said):
 
 
 ELSEWHERE = (
-    "(key, tp, why,",
-    "rollout.max_num_batched_tokens",
+    "(key, rollout.tensor_model_parallel_size, why",
+    "{module} is not valid Python",
+    "max_num_batched_tokens",
     "attention heads",
     "vLLM is not installed here",
     "is not writable",
 )
-"""Rules that only a machine with vLLM, or one without it, or a user other than root can break: tests/config/test_rules.py."""
+"""Rules that only some machines can break (vLLM installed or missing, a user other than root): test_rules.py."""
 
 
 def test_every_rule_has_a_row(material, monkeypatch):
-    """Each place in rules.py that reports something is reached by a row."""
+    """Each place in verlite/config/rules that reports a problem is reached by a row."""
     reached = set()
 
     class Seen(Problem):
         def __init__(self, *arguments, **named):
             super().__init__(*arguments, **named)
-            reached.add(inspect.currentframe().f_back.f_lineno)
+            caller = inspect.currentframe().f_back
+            reached.add((caller.f_globals["__name__"], caller.f_lineno))
 
-    monkeypatch.setattr(rules, "Problem", Seen)
+    modules = [
+        importlib.import_module(f"verlite.config.rules.{found.name}")
+        for found in pkgutil.iter_modules(rules.__path__)
+    ]
+    for module in modules:
+        if hasattr(module, "Problem"):
+            monkeypatch.setattr(module, "Problem", Seen)
     for added, _ in ROWS:
         with suppress(ConfigError):
             material.load(*added.replace("DIR", str(material.folder)).split(" "))
-    places = [
-        node for node in ast.walk(ast.parse(inspect.getsource(rules))) if isinstance(node, ast.Call)
-    ]
-    lines = {
-        node.lineno: ast.unparse(node) for node in places if ast.unparse(node.func) == "Problem"
-    }
     missing = [
-        text
-        for line, text in lines.items()
-        if line not in reached and not any(words in text for words in ELSEWHERE)
+        f"{module.__name__}: {text}"
+        for module in modules
+        for line, text in places(module).items()
+        if (module.__name__, line) not in reached and not any(words in text for words in ELSEWHERE)
     ]
     assert missing == []
+
+
+def places(module) -> dict[int, str]:
+    """Return the lines of a module that report a problem, with their code."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Call)
+    ]
+    return {node.lineno: ast.unparse(node) for node in calls if ast.unparse(node.func) == "Problem"}
 
 
 def test_the_page_on_configuration_shows_lines_that_work(material):
@@ -68,3 +83,9 @@ def test_the_page_on_configuration_shows_lines_that_work(material):
         "actor,critic": "0-3",
         "rollout": "4-7",
     }
+
+
+def test_the_page_on_configuration_names_every_file_of_conf():
+    page = (PAGE.parent / "configuration.md").read_text()
+    files = {file.stem for file in (PAGE.parents[1] / "conf").glob("*.yaml")}
+    assert [name for name in sorted(files) if f"`{name}`" not in page] == []

@@ -7,7 +7,7 @@ from verlite.config.explain import explain
 def test_a_key():
     text = explain("actor_rollout_ref.actor.loss_agg_mode")
     assert "text; default token-mean" in text
-    assert "How token losses become one number" in text
+    assert "How token losses are aggregated" in text
     assert "Legal: token-mean, token-sum" in text
     assert "must be given" in explain("data.train_files")
     assert "Legal: >= 1 or -1" in explain("data.train_max_samples")
@@ -22,7 +22,7 @@ def test_the_end_of_a_key_is_enough():
 
 def test_sections():
     assert "actor_rollout_ref.actor.optim.lr " in explain("actor_rollout_ref.actor.optim")
-    assert "trainer" in explain() and "The loop" in explain()
+    assert "trainer" in explain() and "The training loop" in explain()
 
 
 def test_old_names():
@@ -43,10 +43,32 @@ def test_an_unknown_key():
 
 
 def test_every_key_has_a_meaning_and_every_default_is_legal():
-    from verlite.config import Config, rules
+    from verlite.config import Config
+    from verlite.config.rules import values
 
     for key in keys.keys().values():
-        assert key.doc, f"{key.name} has no docstring"
+        assert key.doc, f"{key.name} has no help"
         assert explain(key.name)
     config = Config()
-    assert [p.key for p in [*rules._choices(config), *rules._bounds(config)]] == []
+    assert [p.key for p in [*values.names(config), *values.numbers(config)]] == []
+
+
+def test_explanations_are_whole_sentences():
+    for key in keys.keys().values():
+        first = key.facts.help.split()[0]
+        assert key.facts.help.endswith("."), key.name
+        assert first not in ("and", "or", "they", "those"), key.name
+
+
+def test_explain_says_when_a_key_is_used():
+    text = explain("clip_cov_ub")
+    assert "upper bound of the covariance" in text
+    assert f"Used only with {ACTOR}policy_loss.loss_mode=clip_cov or your own function." in text
+    text = explain("critic.optim.num_cycles")
+    assert "Used only when the run has a critic and with critic.optim.lr_scheduler_type" in text
+    assert "Never used: the reference has no optimizer." in explain(
+        "actor_rollout_ref.ref.fsdp_config.optimizer_offload"
+    )
+
+
+ACTOR = "actor_rollout_ref.actor."

@@ -1,4 +1,4 @@
-"""A key that the user set and that changes nothing in this configuration is said; one that changes something is not."""
+"""A key that the user set and that has no influence in this configuration is said; one that changes something is not."""
 
 import pytest
 
@@ -197,7 +197,8 @@ def test_vllm_on_cpus_and_on_gpus(material):
         *VLLM, f"{ROLLOUT}gpu_memory_utilization=0.4", f"{ROLLOUT}kv_cache_gb=2"
     ).notes
     assert on_cpu == [
-        f"{ROLLOUT}gpu_memory_utilization has no effect: this run is on CPUs; the cache's size there is {ROLLOUT}kv_cache_gb"
+        f"{ROLLOUT}gpu_memory_utilization has no effect: used only when the run is on GPUs "
+        "(on CPUs rollout.kv_cache_gb sets the size of the cache)"
     ]
     on_gpu = material.load(
         *VLLM,
@@ -207,7 +208,8 @@ def test_vllm_on_cpus_and_on_gpus(material):
         "trainer.nnodes=2",
     ).notes
     assert on_gpu == [
-        f"{ROLLOUT}kv_cache_gb has no effect: this run is on GPUs; the cache's size there follows from {ROLLOUT}gpu_memory_utilization"
+        f"{ROLLOUT}kv_cache_gb has no effect: used only when the run is on CPUs "
+        "(on GPUs rollout.gpu_memory_utilization sets the size of the cache)"
     ]
 
 
@@ -216,9 +218,12 @@ def test_remarks(material):
     assert f"{ROLLOUT}top_p=0.9 and {ROLLOUT}top_k=50" in note and "log-probs will differ" in note
     for alone in (f"{ROLLOUT}top_p=0.9", f"{ROLLOUT}top_k=50"):
         (note,) = material.load(alone).notes
-        assert note.startswith(f"{alone}: samples come from a cut distribution")
+        assert note.startswith(f"{alone}: samples come from a truncated distribution")
     val = f"data.val_files={material.folder}/test.parquet"
-    assert "all the same" in material.load(val, f"{ROLLOUT}val_kwargs.n=4").notes[0]
+    assert (
+        "all samples of a prompt are the same"
+        in material.load(val, f"{ROLLOUT}val_kwargs.n=4").notes[0]
+    )
     assert (
         "is greedy although" in material.load(val, f"{ROLLOUT}val_kwargs.do_sample=true").notes[0]
     )
@@ -240,12 +245,12 @@ def test_remarks(material):
     ("settings", "said"),
     [
         (f"{KL} {REWARD_KL}", "counts twice"),
-        (f"{KL} {ACTOR}kl_loss_coef=0", "changes nothing"),
+        (f"{KL} {ACTOR}kl_loss_coef=0", "has no influence"),
         (f"{KL} {ACTOR}kl_loss_type=k1", "the expected gradient of this estimator is 0"),
-        (f"{REWARD_KL} algorithm.kl_ctrl.kl_coef=0", "changes nothing"),
+        (f"{REWARD_KL} algorithm.kl_ctrl.kl_coef=0", "has no influence"),
         (
             f"{GRPO} algorithm.filter_groups.enable=true",
-            "trainer.total_training_steps says how long the run is",
+            "set trainer.total_training_steps for an exact length",
         ),
         (f"{REWARD_KL} algorithm.kl_penalty=k1+", "a reward has no gradient"),
         (f"algorithm.adv_estimator=rloo_token_kl {ROLLOUT}n=2", "is rloo with clipped advantages"),

@@ -12,9 +12,11 @@ from tensordict import TensorDict
 from tests.config.conftest import write_prompts
 from tests.trainer.test_batch import a_step
 from tests.trainer.test_stages import a_run
-from verlite.config import ConfigError, catalog, ineffective, keys, make_plan, rules
+from verlite.config import ConfigError, catalog, conditions, keys, make_plan
 from verlite.config.plan import installed
-from verlite.config.problems import nearest
+from verlite.config.problems import display, is_secret, nearest
+from verlite.config.rules.context import nearest_divisors
+from verlite.config.rules.values import within
 from verlite.engine.fsdp import Counts
 from verlite.trainer.batch import fetch_padded
 from verlite.trainer.stages import advantage
@@ -38,7 +40,7 @@ WRONG = [
     (
         "data.truncation=middel",
         "data.truncation",
-        "no such name; Did you mean middle; error, left, right, middle",
+        "is not a legal name; Did you mean middle; error, left, right, middle",
     ),
     (f"{ACTOR}ppo_mini_batch_size=0", f"{ACTOR}ppo_mini_batch_size", "must be >= 1"),
     (
@@ -65,13 +67,17 @@ WRONG = [
     (
         f"{ACTOR}optim.lr_scheduler_type=linear",
         f"{ACTOR}optim.lr_scheduler_type",
-        "no such name; constant, cosine",
+        "is not a legal name; constant, cosine",
     ),
-    (f"{ACTOR}fsdp_config.dtype=fp16", f"{ACTOR}fsdp_config.dtype", "no such name; bfloat16"),
+    (
+        f"{ACTOR}fsdp_config.dtype=fp16",
+        f"{ACTOR}fsdp_config.dtype",
+        "is not a legal name; bfloat16",
+    ),
     (
         f"{ACTOR}fsdp_config.dtype=float16",
         f"{ACTOR}fsdp_config.dtype",
-        "no such name; auto, float32, bfloat16",
+        "is not a legal name; auto, float32, bfloat16",
     ),
     ("data.seed=-1", "data.seed", "must be >= 0"),
     (f"{ACTOR}data_loader_seed=-1", f"{ACTOR}data_loader_seed", "must be >= 0"),
@@ -84,18 +90,18 @@ WRONG = [
     (
         f"{ROLLOUT}engine_kwargs.vlm.foo=1",
         f"{ROLLOUT}engine_kwargs.vlm",
-        "there is no such engine; Did you mean vllm; Legal: vllm, hf",
+        "is not an engine; Did you mean vllm; Legal: vllm, hf",
     ),
     (f"{ROLLOUT}engine_kwargs.vllm=3", f"{ROLLOUT}engine_kwargs.vllm", "must be a mapping"),
     (
         f"{ACTOR}policy_loss.loss_mode=bypass_mode",
         f"{ACTOR}policy_loss.loss_mode",
-        "no such name; rollout_correction.bypass_mode=true",
+        "is not a legal name; rollout_correction.bypass_mode=true",
     ),
     (
         f"{ACTOR}policy_loss.loss_mode=clip-cov",
         f"{ACTOR}policy_loss.loss_mode",
-        "no such name; Did you mean clip_cov",
+        "is not a legal name; Did you mean clip_cov",
     ),
     (
         f"{ACTOR}policy_loss.clip_cov_ratio=0",
@@ -121,7 +127,7 @@ WRONG = [
         "reward.overlong_buffer.len",
         "more than; 512",
     ),
-    (f"{FILTER}.enable=true", f"{ROLLOUT}n", "never differs from itself; leaves no prompt"),
+    (f"{FILTER}.enable=true", f"{ROLLOUT}n", "never differs; leaves no prompt"),
     (
         f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.max_num_gen_batches=3 data.gen_batch_size=300",
         f"{FILTER}.max_num_gen_batches",
@@ -137,7 +143,11 @@ WRONG = [
         "data.gen_batch_size",
         "only 2048 rows; at most 2048",
     ),
-    (f"{CORRECTION}preset=icepopp", f"{CORRECTION}preset", "no such name; Did you mean icepop"),
+    (
+        f"{CORRECTION}preset=icepopp",
+        f"{CORRECTION}preset",
+        "is not a legal name; Did you mean icepop",
+    ),
     (
         f"{CORRECTION}preset=icepop {CORRECTION}rollout_is=token",
         f"{CORRECTION}rollout_is",
@@ -146,7 +156,7 @@ WRONG = [
     (
         f"{CORRECTION}rollout_is=tokens",
         f"{CORRECTION}rollout_is",
-        "no such name; Did you mean token; sequence",
+        "is not a legal name; Did you mean token; sequence",
     ),
     (
         f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=5.0_0.5",
@@ -156,22 +166,22 @@ WRONG = [
     (
         f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=0.55",
         f"{CORRECTION}rollout_is_threshold",
-        "leaves out 1",
+        "excludes 1",
     ),
     (
         f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_threshold=0.5_0.9",
         f"{CORRECTION}rollout_is_threshold",
-        "leaves out 1",
+        "excludes 1",
     ),
     (
         f"{CORRECTION}rollout_rs=seq_mean_k1 {CORRECTION}rollout_rs_threshold=1.1_2.0",
         f"{CORRECTION}rollout_rs_threshold",
-        "leaves out 1",
+        "excludes 1",
     ),
     (
         f"{FILTER}.enable=true {ROLLOUT}n=4 {FILTER}.metric=accuracy",
         f"{FILTER}.metric",
-        "return a score and nothing beside it",
+        "return only a score",
     ),
     (
         f"{FILTER}.enable=true {ROLLOUT}n=4 data.train_batch_size=4096 data.gen_batch_size=64",
@@ -181,7 +191,7 @@ WRONG = [
     (
         "algorithm.adv_estimator=grpo_vectorized",
         "algorithm.adv_estimator",
-        "no such name; grpo is the same",
+        "is not a legal name; grpo is the same",
     ),
     (
         f"{CORRECTION}rollout_rs=seq_mean_k1",
@@ -201,32 +211,32 @@ WRONG = [
     (
         f"{CORRECTION}bypass_mode=true {ACTOR}policy_loss.loss_mode=gspo",
         f"{ACTOR}policy_loss.loss_mode",
-        "a loss of its own; ppo_clip",
+        "determines the loss; ppo_clip",
     ),
     (
         f"{CORRECTION}bypass_mode=true algorithm.adv_estimator=optimal_token_baseline {ROLLOUT}n=2",
         "algorithm.adv_estimator",
-        "saves",
+        "skips",
     ),
     (
         f"{ACTOR}loss_agg_mode=token_mean",
         f"{ACTOR}loss_agg_mode",
-        "no such name; Did you mean token-mean",
+        "is not a legal name; Did you mean token-mean",
     ),
     (
         f"{ACTOR}policy_loss.loss_mode=vanila",
         f"{ACTOR}policy_loss.loss_mode",
-        "no such name; Did you mean vanilla",
+        "is not a legal name; Did you mean vanilla",
     ),
-    (f"{ACTOR}kl_loss_type=k4", f"{ACTOR}kl_loss_type", "no such name; k3"),
-    (f"{ACTOR}state_masking=false", f"{ACTOR}state_masking", "always kept out of the loss"),
+    (f"{ACTOR}kl_loss_type=k4", f"{ACTOR}kl_loss_type", "is not a legal name; k3"),
+    (f"{ACTOR}state_masking=false", f"{ACTOR}state_masking", "always left out of the loss"),
     (
         "algorithm.adv_estimator=grppo",
         "algorithm.adv_estimator",
-        "no such name; Did you mean grpo; package.module:function of your own",
+        "is not a legal name; Did you mean grpo; your own package.module:function",
     ),
-    ("algorithm.adv_estimator=mine.py", "algorithm.adv_estimator", "no such name"),
-    ("algorithm.kl_penalty=full", "algorithm.kl_penalty", "no such name"),
+    ("algorithm.adv_estimator=mine.py", "algorithm.adv_estimator", "is not a legal name"),
+    ("algorithm.kl_penalty=full", "algorithm.kl_penalty", "is not a legal name"),
     ("algorithm.kl_ctrl.type=adaptiv", "algorithm.kl_ctrl.type", "Did you mean adaptive"),
     (
         "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=0",
@@ -248,7 +258,7 @@ WRONG = [
     (
         f"{ROLLOUT}name=sglang",
         f"{ROLLOUT}name",
-        "no such name; auto, vllm, hf; SGLang is not part of verlite",
+        "is not a legal name; auto, vllm, hf; SGLang is not supported",
     ),
     (
         f"{ROLLOUT}gpu_memory_utilization=1",
@@ -258,15 +268,15 @@ WRONG = [
     (
         "trainer.logger=[console,mlflow]",
         "trainer.logger",
-        "no such name; console, wandb, tensorboard",
+        "is not a legal name; console, wandb, tensorboard",
     ),
     ("trainer.logger=file", "trainer.logger", "metrics.jsonl is always written"),
     (
         "trainer.resume_mode=never",
         "trainer.resume_mode",
-        "no such name; auto, disable, resume_path",
+        "is not a legal name; auto, disable, resume_path",
     ),
-    ("trainer.device=gpu", "trainer.device", "no such name; auto, cuda, cpu"),
+    ("trainer.device=gpu", "trainer.device", "is not a legal name; auto, cuda, cpu"),
     ("trainer.nnodes=0", "trainer.nnodes", "must be >= 1"),
     ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node", "must be >= 1"),
     ("trainer.test_freq=0", "trainer.test_freq", "must be >= 1 or -1; -1 for never"),
@@ -362,13 +372,13 @@ WRONG = [
         "critic.model.fsdp_config.fsdp_size",
         "must divide the 3 devices",
     ),
-    (f"{SP}=3", SP, "must divide the 8 devices; Nearest legal: 2 or 4"),
-    (f"{SP}=8", SP, "must divide the model's 4 attention heads; Nearest legal: 4"),
+    (f"{SP}=3", SP, "must divide the 8 devices; Nearest legal values: 2 or 4"),
+    (f"{SP}=8", SP, "must divide the model's 4 attention heads; Nearest legal values: 4"),
     (f"{SP}=0", SP, "must be >= 1"),
     (
         f"{SP}=2 actor_rollout_ref.model.use_remove_padding=false",
         SP,
-        "cuts packed rows; actor_rollout_ref.model.use_remove_padding=false",
+        "needs packed rows; actor_rollout_ref.model.use_remove_padding=false",
     ),
     (
         f"{SP}=2 {KL} cluster.component_placement={{actor:0-3,rollout:all,critic:all,ref:0-2}}",
@@ -388,7 +398,7 @@ WRONG = [
     (
         "critic.ulysses_sequence_parallel_size=2 critic.model.use_remove_padding=false",
         "critic.ulysses_sequence_parallel_size",
-        "cuts packed rows; critic.model.use_remove_padding=false",
+        "needs packed rows; critic.model.use_remove_padding=false",
     ),
     (
         "critic.ulysses_sequence_parallel_size=8",
@@ -408,19 +418,23 @@ WRONG = [
     (
         "trainer.device=cuda",
         "trainer.n_gpus_per_node",
-        "this machine shows 0 GPUs; trainer.device=cpu",
+        "this machine has 0 visible GPUs; trainer.device=cpu",
     ),
     # trainer
     ("trainer.default_hdfs_dir=hdfs://x", "trainer.default_hdfs_dir", "not supported; Use null"),
-    ("trainer.test_freq=5", "trainer.test_freq", "nothing to validate on; data.val_files"),
-    ("trainer.val_only=true", "trainer.val_only", "nothing to validate on"),
-    ("trainer.val_before_train=true", "trainer.val_before_train", "nothing to validate on"),
-    ("trainer.resume_mode=resume_path", "trainer.resume_from_path", "needs it; global_step_N"),
-    ("ray_kwargs.ray_init.address=head:0", "ray_kwargs.ray_init.address", "0 is no port; 1-65535"),
+    ("trainer.test_freq=5", "trainer.test_freq", "needs validation files; data.val_files"),
+    ("trainer.val_only=true", "trainer.val_only", "needs validation files"),
+    ("trainer.val_before_train=true", "trainer.val_before_train", "needs validation files"),
+    ("trainer.resume_mode=resume_path", "trainer.resume_from_path", "must be given; global_step_N"),
+    (
+        "ray_kwargs.ray_init.address=head:0",
+        "ray_kwargs.ray_init.address",
+        "0 is not a port; 1-65535",
+    ),
     (
         "ray_kwargs.ray_init.address=ray://head:123456",
         "ray_kwargs.ray_init.address",
-        "123456 is no port",
+        "123456 is not a port",
     ),
     (
         "ray_kwargs.ray_init.address=http://head:8265",
@@ -442,13 +456,13 @@ WRONG = [
         "reward.overlong_buffer.enable",
         "is for single turns",
     ),
-    ("max_turns=2 retriever.url=[]", "retriever.url", "names no retriever"),
+    ("max_turns=2 retriever.url=[]", "retriever.url", "is empty"),
     ("env.name=serach", "env.name", "Did you mean search?"),
     ("max_turns=2 env.name=no.module:EnvFactory", "env.name", "there is no module"),
     ("retriever.on_error=zero", "retriever.on_error", "Legal: mask, observe"),
     ("retriever.deadline_s=0", "retriever.deadline_s", "> 0"),
-    ("retriever.url=127.0.0.1:8000", "retriever.url", "is no http address"),
-    ("retriever.url=http://127.0.0.1:80000/retrieve", "retriever.url", "80000 is no port"),
+    ("retriever.url=127.0.0.1:8000", "retriever.url", "is not an http address"),
+    ("retriever.url=http://127.0.0.1:80000/retrieve", "retriever.url", "80000 is not a port"),
     # files
     ("data.train_files=null", "data.train_files", "must name at least one parquet file"),
     ("data.train_files=", "data.train_files", "must name at least one parquet file"),
@@ -464,7 +478,7 @@ WRONG = [
     (
         "actor_rollout_ref.model.tokenizer_path=/nope",
         "actor_rollout_ref.model.tokenizer_path",
-        "no such folder; on the hub",
+        "does not exist; on the hub",
     ),
     (
         "actor_rollout_ref.model.tokenizer_path={folder}",
@@ -479,21 +493,47 @@ WRONG = [
     (
         "custom_reward_function.path={folder}/reward.py custom_reward_function.name=score custom_reward_function.reward_kwargs.zzz=1",
         "custom_reward_function.reward_kwargs.zzz",
-        "score in; has no such parameter, and no **kwargs",
+        "score in; does not take this argument, and has no **kwargs",
     ),
-    ("data.train_files=/nowhere/train.parquet", "data.train_files", "no such file; / exists"),
+    ("data.train_files=/nowhere/train.parquet", "data.train_files", "does not exist; / exists"),
     (
         "data.train_files={folder}/tain.parquet",
         "data.train_files",
-        "no such file; test.parquet, train.parquet",
+        "does not exist; test.parquet, train.parquet",
     ),
     (
         "data.val_files=[{folder}/test.parquet,{folder}/no.parquet]",
         "data.val_files",
-        "no such file",
+        "does not exist",
     ),
     ("data.val_files={folder}/model/config.json", "data.val_files", "cannot be read as parquet"),
-    ("data.val_files={folder}/model", "data.val_files", "no such file"),
+    ("data.val_files={folder}/model", "data.val_files", "is a folder, not a parquet file"),
+    ("data.train_files={folder}", "data.train_files", "is a folder; Name its files: empty.parquet"),
+    (
+        "data.train_files={folder}/t*.parquet",
+        "data.train_files",
+        "patterns are not expanded; test.parquet",
+    ),
+    (
+        "actor_rollout_ref.model.path={folder}/reward.py",
+        "actor_rollout_ref.model.path",
+        "is a file, not a folder",
+    ),
+    (
+        "actor_rollout_ref.model.tokenizer_path={folder}/reward.py",
+        "actor_rollout_ref.model.tokenizer_path",
+        "is a file, not a folder",
+    ),
+    (
+        "actor_rollout_ref.model.lora_adapter_path={folder}/reward.py",
+        "actor_rollout_ref.model.lora_adapter_path",
+        "is a file, not a folder",
+    ),
+    (
+        "custom_reward_function.path={folder}/model",
+        "custom_reward_function.path",
+        "is a folder, not a Python file",
+    ),
     (
         "data.prompt_key=question",
         "data.train_files",
@@ -508,16 +548,20 @@ WRONG = [
     (
         "actor_rollout_ref.model.path=/nowhere",
         "actor_rollout_ref.model.path",
-        "no such folder; on the hub",
+        "does not exist; on the hub",
     ),
     ("actor_rollout_ref.model.path={folder}", "actor_rollout_ref.model.path", "has no config.json"),
-    ("critic.model.path={folder}/nowhere", "critic.model.path", "no such folder"),
+    ("critic.model.path={folder}/nowhere", "critic.model.path", "does not exist"),
     (
         "data.max_prompt_length=8000",
         "data.max_response_length",
-        "8512 tokens; knows 8192 positions",
+        "8512 tokens; has 8192 positions",
     ),
-    ("custom_reward_function.path={folder}/none.py", "custom_reward_function.path", "no such file"),
+    (
+        "custom_reward_function.path={folder}/none.py",
+        "custom_reward_function.path",
+        "does not exist",
+    ),
     (
         "trainer.default_local_dir={folder}/train.parquet/run",
         "trainer.default_local_dir",
@@ -526,12 +570,12 @@ WRONG = [
     (
         "trainer.resume_mode=resume_path trainer.resume_from_path={folder}",
         "trainer.resume_from_path",
-        "is no global_step_N folder",
+        "is not a global_step_N folder",
     ),
     (
         "trainer.resume_mode=resume_path trainer.resume_from_path={folder}/global_step_7",
         "trainer.resume_from_path",
-        "no such folder",
+        "does not exist",
     ),
 ]
 
@@ -552,7 +596,7 @@ def test_the_good_line_is_good(material):
 
 def test_a_cluster_has_devices_of_its_own(material, monkeypatch):
     """This machine shows no GPU; a cluster that is joined may have them, whether a key or the environment names it."""
-    with pytest.raises(ConfigError, match="shows 0 GPUs"):
+    with pytest.raises(ConfigError, match="has 0 visible GPUs"):
         material.load("trainer.device=cuda")
     material.load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
@@ -566,7 +610,7 @@ def test_a_cluster_has_devices_of_its_own(material, monkeypatch):
         ("tensor_model_parallel_size=3", "must divide the 8 rollout devices; Legal: 1, 2, 4, 8"),
         (
             "tensor_model_parallel_size=8 trainer.n_gpus_per_node=4 trainer.nnodes=2",
-            "would reach over two machines of 4; Legal: 1, 2, 4",
+            "would span two machines of 4; Legal: 1, 2, 4",
         ),
         (
             "tensor_model_parallel_size=2 cluster.component_placement={actor:0-3,rollout:4-6}",
@@ -574,11 +618,11 @@ def test_a_cluster_has_devices_of_its_own(material, monkeypatch):
         ),
         (
             "tensor_model_parallel_size=2 trainer.n_gpus_per_node=3 trainer.nnodes=2 cluster.component_placement={actor:all,rollout:0-3}",
-            "devices 2-3 would reach over two machines of 3; Legal: 1",
+            "devices 2-3 would span two machines of 3; Legal: 1",
         ),
         (
             "tensor_model_parallel_size=8",
-            "must divide the model's 4 attention heads; Nearest legal: 4",
+            "must divide the model's 4 attention heads; Nearest legal values: 4",
         ),
     ],
 )
@@ -611,7 +655,7 @@ def test_a_prompt_must_fit_an_engine_step_without_chunks(material):
         material.load(*lines)
     assert [p.key for p in error.value.problems] == [f"{ROLLOUT}max_num_batched_tokens"]
     material.load(*lines[:1], lines[2])
-    with pytest.raises(ConfigError, match="must hold the longest sequence, 2000 tokens"):
+    with pytest.raises(ConfigError, match="is less than the longest sequence, 2000 tokens"):
         material.load(
             *lines[:2], f"{ROLLOUT}max_num_batched_tokens=1500", f"{ROLLOUT}max_model_len=2000"
         )
@@ -628,7 +672,7 @@ def test_files_with_nothing_usable_in_them(material, tmp_path):
             f"data.val_files={unlabelled}",
         )
     assert [(p.key, p.value, p.rule) for p in error.value.problems] == [
-        ("data.train_files", str(empty), "holds no rows"),
+        ("data.train_files", str(empty), "has no rows"),
         ("data.val_files", str(unlabelled), "has no column 'data_source'; it has prompt, ability"),
         ("data.val_files", str(unlabelled), "has no column 'reward_model'; it has prompt, ability"),
     ]
@@ -642,7 +686,7 @@ def test_rows_that_nothing_can_score_are_told(material, tmp_path):
     assert (problem.key, problem.value, problem.rule) == (
         "data.val_files",
         str(strange),
-        "no scorer belongs to data source 'my/sums'",
+        "no built-in reward function for data source 'my/sums'",
     )
     assert "custom_reward_function.path" in problem.remedy and "openai/gsm8k" in problem.remedy
     for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
@@ -651,7 +695,9 @@ def test_rows_that_nothing_can_score_are_told(material, tmp_path):
             table.set_column(0, "data_source", pa.array(["my/sums"] * 2).cast(kind)),
             tmp_path / "other.parquet",
         )
-        with pytest.raises(ConfigError, match="no scorer belongs to data source 'my/sums'"):
+        with pytest.raises(
+            ConfigError, match="no built-in reward function for data source 'my/sums'"
+        ):
             material.load(f"data.val_files={tmp_path}/other.parquet")
     own = [
         f"custom_reward_function.path={material.folder}/reward.py",
@@ -672,7 +718,7 @@ def test_a_reward_model_must_hold_a_ground_truth(material, tmp_path, column):
     (problem,) = error.value.problems
     assert (problem.key, problem.value) == ("data.val_files", str(bare))
     assert (
-        "column 'reward_model' holds s" in problem.rule
+        "column 'reward_model' has type s" in problem.rule
         and "expected {style, ground_truth}" in problem.rule
     )
 
@@ -740,9 +786,9 @@ def test_names_on_the_hub_need_no_folder(material):
 @pytest.mark.parametrize(
     ("source", "key", "words"),
     [
-        ("def other(): pass\n", "name", "has no such function. Its functions: other"),
+        ("def other(): pass\n", "name", "does not define it. It defines other"),
         ("x = 1\n", "name", "It defines no function"),
-        ("def compute_score(:\n", "path", "is no Python"),
+        ("def compute_score(:\n", "path", "is not valid Python"),
     ],
 )
 def test_a_reward_file_is_read_without_being_run(material, tmp_path, source, key, words):
@@ -789,9 +835,9 @@ def test_own_functions_are_legal_names_where_they_exist(material, tmp_path, monk
         "algorithm.adv_estimator=my.module:estimator", f"{ACTOR}policy_loss.loss_mode=my_loss:f"
     )
     wrong = {
-        "broken:f": "broken is no Python: invalid syntax",
+        "broken:f": "broken is not valid Python: invalid syntax",
         "my.modul:estimator": "no module my.modul",
-        "my.module:f": "my.module has no function f. Its functions: estimator",
+        "my.module:f": "my.module does not define f. It defines estimator",
     }
     for name, said in wrong.items():
         with pytest.raises(ConfigError, match=said):
@@ -800,7 +846,7 @@ def test_own_functions_are_legal_names_where_they_exist(material, tmp_path, monk
 
 def test_a_reward_by_its_module(material):
     material.load("custom_reward_function.path=verlite.rewards.gsm8k")
-    with pytest.raises(ConfigError, match="there is no such file. Give a Python file, or a module"):
+    with pytest.raises(ConfigError, match="does not exist. Give a Python file, or a module"):
         material.load("custom_reward_function.path=verlite.rewards.gsm9k")
 
 
@@ -866,22 +912,37 @@ def test_every_number_has_a_bound():
         f"{CORRECTION}rollout_is_threshold",
         f"{CORRECTION}rollout_rs_threshold",
     }  # a rule of their own reads them
-    assert {name for name in numeric if not rules.bound(name)} == thresholds
+    assert {name for name in numeric if not keys.keys()[name].facts.bound} == thresholds
 
 
-def test_every_rule_is_about_keys_that_exist():
-    from fnmatch import fnmatchcase
+def test_every_condition_is_about_keys_that_exist():
+    known = keys.keys()
+    used = set()
+    for key in known.values():
+        for condition in key.conditions:
+            comparison = conditions.COMPARISON.fullmatch(condition.text)
+            reads = conditions.READS.fullmatch(condition.text)
+            used.add(condition.text)
+            assert not comparison or comparison[1] in known
+            assert not reads or reads[2] in READ_BY_SOMETHING
+            assert comparison or reads or condition.text in conditions.PREDICATES
+    assert set(conditions.PREDICATES) <= used
 
-    patterns = [
-        *rules.CHOICES,
-        *rules.BOUNDS,
-        *rules.OWN_FUNCTION,
-        *rules._REMEDIES,
-        *(row[0] for row in ineffective.TABLE),
-    ]
-    for pattern in patterns:
-        if "engine_kwargs." not in pattern:
-            assert any(fnmatchcase(key, pattern) for key in keys.leaves()), pattern
+
+READ_BY_SOMETHING = {
+    field
+    for entry in (*catalog.ESTIMATORS.values(), *catalog.POLICY_LOSSES.values())
+    for field in entry.reads
+}
+
+
+@pytest.mark.parametrize("sets", [(), ("critic.enable=true",)])
+def test_every_condition_can_be_evaluated(material, sets):
+    config = material.load(*sets).config
+    for key in keys.keys().values():
+        for condition in key.conditions:
+            assert conditions.holds(condition.text, config) in (True, False)
+            assert conditions.words(condition.text).startswith(("with ", "when "))
 
 
 @pytest.mark.parametrize(
@@ -900,16 +961,58 @@ def test_every_rule_is_about_keys_that_exist():
     ],
 )
 def test_bounds_mean_what_they_say(value, words, legal):
-    assert rules.within(value, words) is legal
+    assert within(value, words) is legal
 
 
 def test_nearest_divisors():
-    assert rules.nearest_divisors(1024, 300) == [256, 512]
-    assert rules.nearest_divisors(7, 3) == [1, 7]
-    assert rules.nearest_divisors(8, 1) == [2]
+    assert nearest_divisors(1024, 300) == [256, 512]
+    assert nearest_divisors(7, 3) == [1, 7]
+    assert nearest_divisors(8, 1) == [2]
 
 
 def test_nearest_names_prefer_the_last_part():
     known = ["a.optim.lr", "b.optim.lr", "a.lr_warmup", "c.unrelated"]
     assert nearest("a.lr", known)[0] == "a.optim.lr"
     assert nearest("zzz", known) == []
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hf_token",
+        "reward_kwargs.api_key",
+        "AWS_SECRET_ACCESS_KEY",
+        "apiKey",
+        "key",
+        "password",
+        "client_secret",
+        "auth_tokens",
+        "wandb_api_key",
+        "credentials",
+    ],
+)
+def test_secrets_are_masked(key):
+    assert is_secret(key, "abc") and display(key, "abc") == "***"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data.image_key",
+        "gdpo_reward_keys",
+        "teacher_key",
+        "data.prompt_key",
+        "reward_fn_key",
+        "max_tokens",
+        "pad_token",
+        "stop_token",
+        "monkey",
+    ],
+)
+def test_names_of_columns_and_tokens_are_not_masked(key):
+    assert not is_secret(key, "images") and display(key, "images") == "images"
+
+
+def test_the_value_of_an_unknown_key_is_shown(material):
+    with pytest.raises(ConfigError, match=r"data\.image_key=images"):
+        material.load("data.image_key=images")

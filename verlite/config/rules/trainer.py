@@ -35,9 +35,7 @@ def validation(context: Context) -> Iterator[Problem]:
     }
     for key, is_asked in asked.items():
         if is_asked:
-            yield Problem(
-                key, get(config, key), "validation needs data.val_files", "Give data.val_files."
-            )
+            yield Problem(key, get(config, key), "needs validation files", "Give data.val_files.")
 
 
 def resume(context: Context) -> Iterator[Problem]:
@@ -100,7 +98,11 @@ def run_directory(context: Context) -> Iterator[Problem]:
     folder = Path(path)
     if not re.fullmatch(r"global_step_\d+", folder.name):
         inside = sorted(entry.name for entry in folder.glob("global_step_*"))
-        remedy = f"It contains {', '.join(inside)}." if inside else "Give the folder itself."
+        remedy = (
+            f"It contains {', '.join(inside)}."
+            if inside
+            else "Give the global_step_N folder itself."
+        )
         yield Problem(RESUME, path, "is not a global_step_N folder", remedy)
     elif not folder.is_dir():
         what = "is a file, not a folder" if folder.is_file() else "does not exist"
