@@ -29,12 +29,17 @@ def arguments(name: str, material, nodes: int = 1, devices: int = 2) -> list[str
 
 
 NO_KL = (
-    "algorithm.kl_ctrl.kl_coef has no effect: neither algorithm.use_kl_in_reward nor actor_rollout_ref.actor.use_kl_loss is on: "
-    "this run has no KL term. algorithm.use_kl_in_reward=true turns this penalty on (older verl and Search-R1 always had it)"
+    "algorithm.kl_ctrl.kl_coef has no effect: used only with algorithm.use_kl_in_reward=true (older verl and "
+    "Search-R1 always subtract this penalty; the KL in the loss has its own coefficient, actor.kl_loss_coef)"
 )
+NO_REFERENCE = "used only when a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss)"
 ON_CPU = (
-    "actor_rollout_ref.rollout.gpu_memory_utilization has no effect: this run is on CPUs; the cache's size there is "
-    "actor_rollout_ref.rollout.kv_cache_gb"
+    "actor_rollout_ref.rollout.gpu_memory_utilization has no effect: used only when the run is on GPUs "
+    "(on CPUs rollout.kv_cache_gb sets the size of the cache)"
+)
+ENGINE_PER_SLOT = (
+    "actor_rollout_ref.rollout.tensor_model_parallel_size has no effect: used only when the run is on GPUs "
+    "(on CPUs each slot has its own engine)"
 )
 
 
@@ -52,11 +57,11 @@ def test_search_r1(material):
         "critic.ppo_micro_batch_size counts all devices; 16 / 2 devices gives critic.ppo_micro_batch_size_per_gpu=8",
         f"{actor}fsdp_config.grad_offload, critic.model.fsdp_config.grad_offload have no effect: "
         "FSDP2 frees gradients after each update, so there is nothing to offload",
-        NO_KL,
         "actor_rollout_ref.ref.fsdp_config.param_offload, actor_rollout_ref.ref.log_prob_micro_batch_size have no effect: "
-        "no KL term is on, so there is no reference",
+        + NO_REFERENCE,
         ON_CPU,
-        "trainer.total_epochs has no effect: trainer.total_training_steps says how long the run is",
+        NO_KL,
+        "trainer.total_epochs has no effect: used only with trainer.total_training_steps=null",
         "samples may not fit: search, up to 4 tool calls and a last turn; at most 2048 prompt + 4 x (500 turn + 500 observation) + 500 = "
         "6548 tokens, but 4596 fit (data.max_prompt_length + data.max_response_length): a sample that gets there ends, status length",
     ]
@@ -85,20 +90,22 @@ def test_search_r1_on_its_own_sixteen_devices(material):
 
 def test_dstack(material):
     loaded = compose(None, arguments("dstack.sh", material))
-    unused = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu has no effect: no KL term is on, so there is no reference"
+    unused = (
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu has no effect: " + NO_REFERENCE
+    )
     if installed("vllm"):
         assert loaded.notes == [
-            NO_KL,
             unused,
             ON_CPU,
+            NO_KL,
             "actor_rollout_ref.rollout.name=auto chose vllm",
         ]
     else:
-        names = "actor_rollout_ref.rollout.tensor_model_parallel_size, actor_rollout_ref.rollout.gpu_memory_utilization"
+        names = "actor_rollout_ref.rollout.gpu_memory_utilization, actor_rollout_ref.rollout.tensor_model_parallel_size"
         assert loaded.notes == [
-            NO_KL,
             unused,
-            f"{names} have no effect: the rollout engine is hf; only vllm uses it",
+            f"{names} have no effect: used only when the rollout engine is vllm",
+            NO_KL,
             "actor_rollout_ref.rollout.name=auto chose hf: vLLM is not installed here",
         ]
 
@@ -108,11 +115,11 @@ def test_slurm(material):
     loaded = compose(None, arguments("slurm.sh", material))
     assert loaded.notes == [
         "actor_rollout_ref.model.enable_gradient_checkpointing is given 2 times (command line): false, true; the last one is used",
-        NO_KL,
         "actor_rollout_ref.ref.fsdp_config.param_offload, actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu have no effect: "
-        "no KL term is on, so there is no reference",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size has no effect: on CPUs each slot has an engine of its own",
+        + NO_REFERENCE,
         ON_CPU,
+        ENGINE_PER_SLOT,
+        NO_KL,
     ]
     assert loaded.config.actor_rollout_ref.model.enable_gradient_checkpointing is True
 
@@ -149,7 +156,8 @@ def test_a_grpo_line_as_verl_users_write_it(material):
     ]
     loaded = compose(None, line)
     assert loaded.notes == [
-        "data.truncation has no effect: data.filter_overlong_prompts drops what would be truncated"
+        "data.truncation has no effect: used only with data.filter_overlong_prompts=false "
+        "(filter_overlong_prompts drops these prompts)"
     ]
     assert loaded.config.trainer.logger == ["console", "wandb"]
     assert make_plan(loaded.config).roles == ("actor", "rollout", "ref")

@@ -349,12 +349,12 @@ CASES = (
     Case(
         "A training file that is missing",
         "data.train_files=tain.parquet",
-        ("data.train_files=tain.parquet", "no such file", "train.parquet"),
+        ("data.train_files=tain.parquet", "does not exist", "train.parquet"),
     ),
     Case(
         "A training file without rows",
         "",
-        ("data.train_files=train.parquet", "holds no rows", "data_preprocess"),
+        ("data.train_files=train.parquet", "has no rows", "data_preprocess"),
         files=empty,
     ),
     Case(
@@ -480,7 +480,7 @@ CASES = (
     Case(
         "A reward file that is missing",
         "custom_reward_function.path=reward.py",
-        ("custom_reward_function.path=reward.py", "no such file"),
+        ("custom_reward_function.path=reward.py", "does not exist"),
     ),
     Case(
         "A reward function of another name",
@@ -489,7 +489,7 @@ CASES = (
         ),
         says=(
             "custom_reward_function.name=compute_score",
-            "reward.py has no such function",
+            "reward.py does not define it",
             "Its functions: score",
         ),
     ),
