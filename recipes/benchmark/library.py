@@ -26,7 +26,7 @@ from verlite.controller.dispatch import register
 from verlite.controller.placement import reserve
 from verlite.controller.worker import Worker
 from verlite.controller.worker_group import ready, spawn
-from verlite.protocol.data import DataProto, object_array
+from verlite.protocol.data import DataProto, near_equal_bounds, object_array
 
 ROWS, WIDTHS, SAMPLES = 1024, (2048, 4096), 8
 
@@ -88,7 +88,8 @@ def calls() -> dict[str, Callable[[], object]]:
         {f"column{i}": torch.randn(ROWS, 4096) for i in range(10)},
         {"uid": [str(i) for i in range(ROWS)]},
     )
-    parts, dumped = data.chunk(8), pickle.dumps(data, protocol=5)
+    parts = [data[start:stop] for start, stop in near_equal_bounds(len(data), 8)]
+    dumped = pickle.dumps(data, protocol=5)
     lengths = np.random.default_rng(0).integers(1, 8192, 8192)
     return found | {
         f"DataProto of {data.nbytes >> 20} MiB: repeat x 8": lambda: data.repeat(8),

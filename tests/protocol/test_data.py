@@ -8,8 +8,6 @@ import torch
 from verlite.protocol.data import (
     DataProto,
     near_equal_bounds,
-    pad_dataproto_to_divisor,
-    unpad_dataproto,
 )
 
 
@@ -51,21 +49,12 @@ def test_equally_long_lists_stay_objects():
         (np.array([False] * 5), []),
     ],
 )
-def test_rows_are_chosen_alike_in_tensors_and_objects(rows, expected):
+def test_selection_is_the_same_in_tensors_and_objects(rows, expected):
     assert rows_of(batch()[rows]) == expected
 
 
-def test_one_row():
-    item = batch(step=3)[np.int64(2)]
-    assert (
-        item.batch["ids"].tolist() == [6, 7, 8]
-        and item.non_tensor_batch["uid"] == "u2"
-        and item.meta_info == {"step": 3}
-    )
-
-
 @pytest.mark.parametrize("rows", [[5], [-6], [0.0, 1.0], [True, False], [[0, 1]]])
-def test_impossible_rows_are_refused(rows):
+def test_wrong_row_numbers_are_errors(rows):
     with pytest.raises((IndexError, ValueError)):
         batch()[rows]
 
@@ -73,41 +62,35 @@ def test_impossible_rows_are_refused(rows):
 def test_nothing_is_edited_in_place():
     data = batch(step=1)
     before = pickle.dumps(data)
-    data.with_batch(new=torch.zeros(5)), data.with_non_tensor(x=range(5)), data.with_meta(step=2)
-    (
-        data.rename("ids", "tokens"),
-        data.pop(["ids"], ["uid"], ["step"]),
-        data.union(batch(5, other=2)),
-    )
-    data.repeat(2), data.reorder([4, 3, 2, 1, 0]), data.select(["ids"])
+    data.with_batch(new=torch.zeros(5))
+    data.with_non_tensor(x=range(5))
+    data.with_meta(step=2)
+    data.pop(["ids"], ["uid"], ["step"])
+    data.union(batch(5, other=2))
+    data.repeat(2)
+    data.select(["ids"])
     assert pickle.dumps(data) == before
 
 
 def test_repeats():
     assert rows_of(batch(3).repeat(2)) == [0, 0, 1, 1, 2, 2]
     assert rows_of(batch(3).repeat(2, interleave=False)) == [0, 1, 2, 0, 1, 2]
-    assert rows_of(batch(3).sample_level_repeat([0, 2, 1])) == [1, 1, 2]
 
 
 @pytest.mark.parametrize("rows, n", [(5, 2), (7, 3), (6, 3), (3, 3)])
-def test_chunks_cover_all_rows_in_near_equal_sizes(rows, n):
-    parts = batch(rows).chunk(n)
+def test_bounds_cover_all_rows_in_near_equal_sizes(rows, n):
+    parts = [batch(rows)[start:stop] for start, stop in near_equal_bounds(rows, n)]
     sizes = [len(part) for part in parts]
-    assert len(parts) == n and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    assert len(parts) == n
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
     assert rows_of(DataProto.concat(parts)) == list(range(rows))
 
 
-def test_more_pieces_than_rows():
+def test_more_bounds_than_rows_leave_some_empty():
     assert near_equal_bounds(2, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
-    with pytest.raises(ValueError, match="2 rows into 3"):
-        batch(2).chunk(3)
 
 
-def test_split_keeps_the_short_tail():
-    assert [rows_of(part) for part in batch(5).split(2)] == [[0, 1], [2, 3], [4]]
-
-
-def test_concat_passes_over_empty_parts_and_joins_meta():
+def test_concat_ignores_empty_parts_and_joins_meta_info():
     joined = DataProto.concat(
         [batch(2, step=1), DataProto(meta_info={"other": 2}), batch(5)[5:], batch(1, step=1)]
     )
@@ -129,7 +112,7 @@ def test_concat_names_what_differs(other, names):
         DataProto.concat([batch(5, step=1), other(batch(5, step=1))])
 
 
-def test_union_wants_overlaps_equal_and_nan_equals_nan():
+def test_union_needs_equal_values_and_nan_equals_nan():
     scores = torch.tensor([0.0, float("nan"), 2, 3, 4])
     nan = (
         batch()
@@ -149,20 +132,10 @@ def test_union_wants_overlaps_equal_and_nan_equals_nan():
     with pytest.raises(ValueError, match="step"):
         batch(5, step=1).union(batch(5, step=2))
     with pytest.raises(ValueError, match="5 and 4 rows"):
-        batch(5).union(batch(4).rename("ids", "other"))
+        batch(5).union(DataProto.from_dict({"other": torch.zeros(4)}))
 
 
-def test_iterator_covers_every_row_once_per_epoch_and_repeats_with_its_seed():
-    data = batch(7)
-    epochs = [rows_of(mini) for mini in data.make_iterator(3, epochs=2, seed=1)]
-    assert [len(mini) for mini in epochs] == [3, 3, 1, 3, 3, 1]
-    first, second = sum(epochs[:3], []), sum(epochs[3:], [])
-    assert sorted(first) == sorted(second) == list(range(7)) and first != second
-    assert epochs == [rows_of(mini) for mini in data.make_iterator(3, epochs=2, seed=1)]
-    assert [rows_of(mini) for mini in data.make_iterator(4)] == [[0, 1, 2, 3], [4, 5, 6]]
-
-
-def test_pop_select_rename_name_missing_columns():
+def test_pop_and_select_name_missing_columns():
     popped, rest = batch(5, step=1).pop(["ids"], ["uid"], ["step"])
     assert (
         set(popped.batch.keys()) == {"ids"}
@@ -178,13 +151,10 @@ def test_pop_select_rename_name_missing_columns():
     for call in (
         data.pop,
         data.select,
-        lambda names: data.rename(names, ["x"]),
         lambda names: data.select(None, names),
     ):
         with pytest.raises(KeyError, match="nope"):
             call(["nope"])
-    with pytest.raises(ValueError, match="same name"):
-        batch().rename("ids", "score")
 
 
 def test_columns_must_agree_about_the_rows():
@@ -196,13 +166,6 @@ def test_columns_must_agree_about_the_rows():
         DataProto.from_dict({"a": torch.tensor(1.0)})
     with pytest.raises(ValueError, match="'a' is both"):
         DataProto.from_dict({"a": torch.zeros(1)}, {"a": ["x"]})
-
-
-@pytest.mark.parametrize("rows, divisor", [(5, 4), (2, 8), (8, 4)])
-def test_padding_repeats_rows_from_the_start(rows, divisor):
-    padded, extra = pad_dataproto_to_divisor(batch(rows), divisor)
-    assert len(padded) % divisor == 0 and rows_of(padded) == [i % rows for i in range(rows + extra)]
-    assert rows_of(unpad_dataproto(padded, extra)) == list(range(rows))
 
 
 DTYPES = [
@@ -287,6 +250,6 @@ def test_disk_round_trip_without_pickle(tmp_path):
     ]
 
 
-def test_what_json_cannot_hold_is_named(tmp_path):
+def test_values_that_are_not_json_are_named(tmp_path):
     with pytest.raises(TypeError, match="set.*cannot be saved"):
         DataProto.from_dict(None, {"x": [{1, 2}]}).save_to_disk(tmp_path)

@@ -1,8 +1,14 @@
+import inspect
+import re
+
 import pytest
 import torch
 
+from verlite.protocol import ragged
 from verlite.protocol.data import DataProto
-from verlite.protocol.fields import FIELDS, check
+from verlite.protocol.fields import FIELDS, check, check_stage
+from verlite.trainer import ppo
+from verlite.trainer.stages import advantage, rollout, update
 
 
 def good(b: int = 2, p: int = 3, r: int = 4) -> DataProto:
@@ -21,7 +27,7 @@ def good(b: int = 2, p: int = 3, r: int = 4) -> DataProto:
     )
 
 
-def test_a_batch_that_agrees_is_returned_as_it_is():
+def test_a_correct_batch_is_returned_unchanged():
     data = good()
     assert check(data) is data and check(good(0)) is not None and check(DataProto()) is not None
 
@@ -66,12 +72,12 @@ def test_a_batch_that_agrees_is_returned_as_it_is():
         ),
     ],
 )
-def test_each_disagreement_is_named(change, message):
+def test_each_error_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         check(change(good()))
 
 
-def test_all_disagreements_at_once():
+def test_all_errors_are_reported_at_once():
     with pytest.raises(ValueError) as error:
         check(
             good()
@@ -81,6 +87,36 @@ def test_all_disagreements_at_once():
     assert all(name in str(error.value) for name in ("zzz", "values", "uid"))
 
 
-def test_every_field_says_who_and_what():
+def test_every_field_has_writer_and_meaning():
     for name, field in FIELDS.items():
         assert field.writer and field.meaning and field.shape.startswith("B"), name
+
+
+def test_a_stage_may_add_only_its_own_fields():
+    before = good()
+    after = before.with_batch(values=torch.zeros(2, 4))
+    assert check_stage("values", before, after) is after
+    with pytest.raises(
+        ValueError, match="stage score added the field values, whose writer is values"
+    ):
+        check_stage("score", before, after)
+
+
+def test_every_writer_exists():
+    """A writer is a stage of the training step, or the module that pads rows."""
+    stages = [advantage, rollout, update]
+    for name, field in FIELDS.items():
+        for writer in field.writer.split(", "):
+            known = writer == ragged.__name__.removeprefix("verlite.")
+            assert known or any(hasattr(module, writer) for module in stages), name
+
+
+def test_the_loop_names_fields_of_the_stage():
+    """The comments of ppo.py agree with the table."""
+    rollout_stages = {"next_prompts", "generate", "score"}
+    lines = re.findall(r"batch = (\w+)\(run.*?\)  # (.*)", inspect.getsource(ppo.train))
+    assert len(lines) == 7
+    for stage, names in lines:
+        writers = rollout_stages if stage == "rollout" else {stage}
+        for name in names.split():
+            assert writers & set(FIELDS[name].writer.split(", ")), name

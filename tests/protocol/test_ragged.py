@@ -36,7 +36,7 @@ def test_padded_rows_by_hand():
     assert t["prompts"].tolist() == [[0, 5, 6], [7, 8, 9]]
     assert t["responses"].tolist() == [[10, 0, 11], [12, 0, 0]]
     assert t["input_ids"].tolist() == [[0, 5, 6, 10, 0, 11], [7, 8, 9, 12, 0, 0]]
-    # The sampled 0 in the first row is a real token although padding is 0 too: lengths decide, not values.
+    # The sampled 0 in the first row is a real token although padding is 0 too: lengths decide.
     assert t["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
     assert t["position_ids"].tolist() == [[0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 3, 3]]
     assert t["response_mask"].tolist() == [[1, 0, 1], [1, 0, 0]]
@@ -102,7 +102,7 @@ def test_a_mask_of_other_rows_is_an_error(mask, count):
         padded(batch)
 
 
-def test_empty_responses_and_no_rows_at_all_have_a_width():
+def test_empty_responses_and_empty_batches_have_width_one():
     empty = padded(thin([([5], [], [], [])])).batch
     assert (
         empty["responses"].shape == (1, 1)
@@ -113,11 +113,11 @@ def test_empty_responses_and_no_rows_at_all_have_a_width():
     assert none["responses"].shape == (0, 1) and none["input_ids"].shape == (0, 2)
 
 
-def test_ragged_is_the_way_back():
+def test_ragged_inverts_padding():
     batch = padded(thin(ROWS))
     rows = ragged(batch.batch["rollout_log_probs"], batch.batch["response_length"])
     assert [row.tolist() for row in rows] == [[-0.5, 0.0, -1.5], [-2.0]]
-    assert all(row.base is None for row in rows), "a view would keep the padding alive, and send it"
+    assert all(row.base is None for row in rows), "a view would keep and send the padding"
 
 
 def test_pad_sides():
