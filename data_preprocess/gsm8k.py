@@ -1,6 +1,8 @@
-"""GSM8K grade-school mathematics (Cobbe et al., 2021) as train.parquet and test.parquet with verl's rows.
+"""Write GSM8K (Cobbe et al., 2021) as train.parquet and test.parquet in verl's format.
 
-python data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k [--local_dataset_path FOLDER_WITH_TRAIN_AND_TEST_JSONL]
+python data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k [--local_dataset_path FOLDER]
+
+FOLDER contains train.jsonl and test.jsonl.
 """
 
 import re
@@ -13,8 +15,12 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def make_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """verl's row of one example {question, answer}; the ground truth is the number after "####" without commas."""
-    question, answer = example["question"], example["answer"]
+    """Return the row of one example {question, answer}.
+
+    The ground truth is the number after "####", without commas.
+    """
+    question = example["question"]
+    answer = example["answer"]
     number = re.search(r"#### (-?[0-9.,]+)", answer)
     if not number:
         raise ValueError('the answer has no "#### number"')

@@ -1,9 +1,10 @@
-"""Articles of HotpotQA (Yang et al., 2018) and data sets in its format as a corpus.jsonl for `verlite serve retriever`.
+"""Write HotpotQA's articles (Yang et al., 2018) as a corpus.jsonl for `verlite serve retriever`.
 
-python data_preprocess/hotpotqa_corpus.py --articles FILE.json [FILE.json ...] --local_save_dir ~/data/hotpotqa
+python data_preprocess/hotpotqa_corpus.py --articles FILE [...] --local_save_dir ~/data/hotpotqa
 
-A file is one of {title: [sentence, ...]}, [{"title", "text"}, ...], or questions [{"context": [[title, [sentence, ...]], ...]}, ...]. An
-article that is there several times, with the same title and text, is written once.
+A file is one of {title: [sentence, ...]}, [{"title", "text"}, ...], or questions
+[{"context": [[title, [sentence, ...]], ...]}, ...]. Duplicate articles (same title and text) are
+written once.
 """
 
 import argparse
@@ -17,35 +18,43 @@ from verlite.data.preprocess import write_text
 
 
 def articles(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """(title, text) of each article in a file's JSON value. Raises DataError."""
+    """Yield (title, text) of each article in a file's JSON value. Raises DataError."""
     rows = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(rows, list):
         raise DataError(
-            f"{where}: a {type(value).__name__}, expected an object of titles or a list of articles or questions"
+            f"{where}: a {type(value).__name__}, "
+            "expected an object of titles or a list of articles or questions"
         )
     for place, row in enumerate(rows):
         if isinstance(row, dict) and "context" in row:
             yield from articles(row["context"], f"{where} entry {place} context")
             continue
-        title, text = (
-            (row.get("title"), row.get("text"))
-            if isinstance(row, dict)
-            else row
-            if _is_pair(row)
-            else (None, None)
-        )
+        title, text = _title_and_text(row)
         if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
-            text = "".join(text)  # HotpotQA's sentences begin with their space
+            text = "".join(text)  # HotpotQA's sentences start with a space
         if not isinstance(title, str) or not isinstance(text, str):
             raise DataError(
-                f"{where} entry {place}: expected a title with its sentences, or title and text, or a question with context"
+                f"{where} entry {place}: "
+                "expected a title with sentences or text, or a question with context"
             )
         if text.strip():
             yield " ".join(title.split()), " ".join(text.split())
 
 
-def _is_pair(row: Any) -> bool:
-    return isinstance(row, (list, tuple)) and len(row) == 2
+def _title_and_text(row: Any) -> tuple[Any, Any]:
+    if isinstance(row, dict):
+        return row.get("title"), row.get("text")
+    is_pair = isinstance(row, list | tuple) and len(row) == 2
+    return (row[0], row[1]) if is_pair else (None, None)
+
+
+def read_articles(file: str) -> Iterator[tuple[str, str]]:
+    """Yield (title, text) of each article in a file. Raises DataError or OSError."""
+    try:
+        value = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON: {error}") from error
+    yield from articles(value, file)
 
 
 def main() -> None:
@@ -63,25 +72,21 @@ def main() -> None:
         "--local_save_dir",
         "--local_dir",
         default="~/data/hotpotqa",
-        help="where corpus.jsonl goes (default ~/data/hotpotqa)",
+        help="folder for corpus.jsonl (default ~/data/hotpotqa)",
     )
     arguments = parser.parse_args()
     try:
         found: dict[tuple[str, str], None] = {}
-        for name in arguments.articles:
-            try:
-                value = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise DataError(f"{name}: not JSON: {error}") from error
-            found.update(dict.fromkeys(articles(value, name)))
+        for file in arguments.articles:
+            found.update(dict.fromkeys(read_articles(file)))
         if not found:
             raise DataError(f"{', '.join(arguments.articles)}: no article has a text")
-        lines = (
-            json.dumps({"id": str(row), "contents": f'"{title}"\n{text}'}, ensure_ascii=False)
-            for row, (title, text) in enumerate(found)
-        )
+        lines = []
+        for row, (title, text) in enumerate(found):
+            passage = {"id": str(row), "contents": f'"{title}"\n{text}'}
+            lines.append(json.dumps(passage, ensure_ascii=False) + "\n")
         path = Path(arguments.local_save_dir).expanduser() / "corpus.jsonl"
-        size = write_text("".join(f"{line}\n" for line in lines), path)
+        size = write_text("".join(lines), path)
         print(f"{path}: {len(found)} passages, {size} bytes")
     except (DataError, OSError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")

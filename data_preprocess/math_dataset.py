@@ -1,6 +1,8 @@
-r"""MATH competition mathematics (Hendrycks et al., 2021) as train.parquet and test.parquet with verl's rows.
+"""Write MATH (Hendrycks et al., 2021) as train.parquet and test.parquet in verl's format.
 
-python data_preprocess/math_dataset.py --local_save_dir ~/data/math [--local_dataset_path FOLDER_WITH_TRAIN_AND_TEST_JSONL]
+python data_preprocess/math_dataset.py --local_save_dir ~/data/math [--local_dataset_path FOLDER]
+
+FOLDER contains train.jsonl and test.jsonl.
 """
 
 from typing import Any
@@ -17,11 +19,13 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 
 
 def make_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    r"""verl's row of one example {problem, solution, ...}; the ground truth is the content of the solution's last \boxed{}.
+    r"""Return the row of one example {problem, solution, ...}.
 
-    The example's other columns (level, type) stay columns, as they do in verl.
+    The ground truth is the content of the solution's last \boxed{}. Other columns (level, type) are
+    kept, as in verl.
     """
-    problem, truth = example["problem"], last_boxed(example["solution"])
+    problem = example["problem"]
+    truth = last_boxed(example["solution"])
     if truth is None:
         raise ValueError(r"the solution has no \boxed{answer}")
     return {

@@ -1,6 +1,8 @@
-"""Natural Questions (Kwiatkowski et al., 2019) for the search agent, as train.parquet and test.parquet with Search-R1's rows.
+"""Write Natural Questions (Kwiatkowski et al., 2019) in Search-R1's format, for the search agent.
 
-python data_preprocess/nq_search.py --local_save_dir ~/data/nq_search [--local_dataset_path FOLDER_WITH_TRAIN_AND_TEST_JSONL]
+python data_preprocess/nq_search.py --local_save_dir ~/data/nq_search [--local_dataset_path FOLDER]
+
+FOLDER contains train.jsonl and test.jsonl. Writes train.parquet and test.parquet.
 """
 
 from verlite.data.qa import main

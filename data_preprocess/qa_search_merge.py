@@ -1,10 +1,11 @@
-"""Search-R1's question-answering data sets for the search agent, merged into train.parquet and test.parquet with its rows.
+"""Merge Search-R1's question-answering data sets into train.parquet and test.parquet.
 
-python data_preprocess/qa_search_merge.py --local_save_dir ~/data/qa_search [--local_dataset_path FOLDER]
-    [--train_sources nq,hotpotqa] [--test_sources nq,triviaqa,popqa,hotpotqa,2wikimultihopqa,musique,bamboogle]
+python data_preprocess/qa_search_merge.py --local_save_dir ~/data/qa_search
+    [--local_dataset_path FOLDER] [--train_sources nq,hotpotqa]
+    [--test_sources nq,triviaqa,popqa,hotpotqa,2wikimultihopqa,musique,bamboogle]
 
-FOLDER holds a folder for each data set, with {train,dev,test}.jsonl as FlashRAG and NQ-open have them, or .json as HotpotQA has them.
-A data set without a test split gives its dev split, or else its train split.
+FOLDER contains a folder for each data set with {train,dev,test}.jsonl (FlashRAG, NQ-open) or .json
+(HotpotQA). If a data set has no test split, its dev split is used, else its train split.
 """
 
 from verlite.data.qa import main

@@ -1,4 +1,4 @@
-"""What a command line needs around it: small parquet files, a model's folder, and a machine that shows no GPU."""
+"""Fixtures for command lines: parquet files, a model folder, and a machine without GPUs."""
 
 import json
 import sys
@@ -14,13 +14,13 @@ from verlite.config import Loaded, compose
 
 @dataclass(frozen=True)
 class Material:
-    """Files on disk, and a command line that is right."""
+    """Files on disk and a valid command line."""
 
     folder: Path
 
     @property
     def good(self) -> list[str]:
-        """The smallest command line that passes every rule."""
+        """Return the smallest valid command line."""
         return [
             f"data.train_files={self.folder}/train.parquet",
             f"actor_rollout_ref.model.path={self.folder}/model",
@@ -35,7 +35,10 @@ class Material:
 
 
 def write_prompts(path: Path, rows: int, **change) -> Path:
-    """A parquet file of the columns that data_preprocess writes; `change` sets a column's value, None leaves it out."""
+    """Write a parquet file with the columns of data_preprocess.
+
+    `change` sets the value of a column. None removes it.
+    """
     row = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "1+1="}],
@@ -49,7 +52,7 @@ def write_prompts(path: Path, rows: int, **change) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def a_users_own_module(tmp_path_factory):
+def user_module(tmp_path_factory):
     """`mine:f` is a function."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "mine.py").write_text("def f(inputs): ...\n")
@@ -92,6 +95,6 @@ def material(tmp_path_factory) -> Material:
 
 
 @pytest.fixture(autouse=True)
-def a_machine_without_gpu(monkeypatch):
+def no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

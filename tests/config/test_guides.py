@@ -1,4 +1,4 @@
-"""The command lines that users run today pass, and each renamed or ineffective key is said exactly once."""
+"""Published command lines are valid. Each renamed or ineffective key has exactly one note."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ needs_vllm = pytest.mark.skipif(not installed("vllm"), reason="the command names
 
 
 def arguments(name: str, material, nodes: int = 1, devices: int = 2) -> list[str]:
-    """The overrides of a command file, as a shell passes them on."""
+    """Return the overrides of a command file as a shell passes them."""
     values = {
         "DATA_DIR": material.folder,
         "BASE_MODEL": material.folder / "model",
@@ -22,23 +22,28 @@ def arguments(name: str, material, nodes: int = 1, devices: int = 2) -> list[str
         "N_NODES": nodes,
         "N_DEVICES": devices,
         "WAND_PROJECT": "Search-R1-release",
-        "EXPERIMENT_NAME": "--search-r1-ppo-qwen2.5-7b-em-multinode-2",  # what the shell makes of its unset variables
+        # The script does not set its variables, so the shell leaves this text.
+        "EXPERIMENT_NAME": "--search-r1-ppo-qwen2.5-7b-em-multinode-2",
     }
     text = re.sub(r"\$(\w+)", lambda match: str(values[match[1]]), (COMMANDS / name).read_text())
     return shlex.split(text.replace("\\\n", " "))[3:]
 
 
 NO_KL = (
-    "algorithm.kl_ctrl.kl_coef has no effect: used only with algorithm.use_kl_in_reward=true (older verl and "
-    "Search-R1 always subtract this penalty; the KL in the loss has its own coefficient, actor.kl_loss_coef)"
+    "algorithm.kl_ctrl.kl_coef has no effect: used only with algorithm.use_kl_in_reward=true "
+    "(older verl and "
+    "Search-R1 always subtract this penalty; the KL in the loss has its own coefficient, "
+    "actor.kl_loss_coef)"
 )
 NO_REFERENCE = "used only when a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss)"
 ON_CPU = (
-    "actor_rollout_ref.rollout.gpu_memory_utilization has no effect: used only when the run is on GPUs "
+    "actor_rollout_ref.rollout.gpu_memory_utilization has no effect: used only when the run is on "
+    "GPUs "
     "(on CPUs rollout.kv_cache_gb sets the size of the cache)"
 )
 ENGINE_PER_SLOT = (
-    "actor_rollout_ref.rollout.tensor_model_parallel_size has no effect: used only when the run is on GPUs "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size has no effect: used only when the run "
+    "is on GPUs "
     "(on CPUs each slot has its own engine)"
 )
 
@@ -52,18 +57,23 @@ def test_search_r1(material):
         "data.val_data_num is now called data.val_max_samples",
         "data.shuffle_train_dataloader is now called data.shuffle",
         f"{rollout}n_agent is now called {rollout}n",
-        f"{actor}ppo_micro_batch_size counts all devices; 64 / 2 devices gives {actor}ppo_micro_batch_size_per_gpu=32",
-        f"{rollout}log_prob_micro_batch_size counts all devices; 128 / 2 devices gives {rollout}log_prob_micro_batch_size_per_gpu=64",
-        "critic.ppo_micro_batch_size counts all devices; 16 / 2 devices gives critic.ppo_micro_batch_size_per_gpu=8",
+        f"{actor}ppo_micro_batch_size counts all devices; 64 / 2 devices gives "
+        f"{actor}ppo_micro_batch_size_per_gpu=32",
+        f"{rollout}log_prob_micro_batch_size counts all devices; 128 / 2 devices gives "
+        f"{rollout}log_prob_micro_batch_size_per_gpu=64",
+        "critic.ppo_micro_batch_size counts all devices; 16 / 2 devices gives "
+        "critic.ppo_micro_batch_size_per_gpu=8",
         f"{actor}fsdp_config.grad_offload, critic.model.fsdp_config.grad_offload have no effect: "
-        "FSDP2 frees gradients after each update, so there is nothing to offload",
-        "actor_rollout_ref.ref.fsdp_config.param_offload, actor_rollout_ref.ref.log_prob_micro_batch_size have no effect: "
-        + NO_REFERENCE,
+        "FSDP2 frees gradients after each update",
+        "actor_rollout_ref.ref.fsdp_config.param_offload, "
+        "actor_rollout_ref.ref.log_prob_micro_batch_size have no effect: " + NO_REFERENCE,
         ON_CPU,
         NO_KL,
         "trainer.total_epochs has no effect: used only with trainer.total_training_steps=null",
-        "samples may not fit: search, up to 4 tool calls and a last turn; at most 2048 prompt + 4 x (500 turn + 500 observation) + 500 = "
-        "6548 tokens, but 4596 fit (data.max_prompt_length + data.max_response_length): a sample that gets there ends, status length",
+        "samples may not fit: search, up to 4 tool calls and a last turn; at most 2048 prompt + 4 "
+        "x (500 turn + 500 observation) + 500 = "
+        "6548 tokens, but 4596 fit (data.max_prompt_length + data.max_response_length): a sample "
+        "that gets there ends, status length",
     ]
     plan = make_plan(loaded.config)
     assert (plan.max_turns, plan.longest_prompt, plan.longest_sequence, plan.max_model_len) == (
@@ -82,7 +92,7 @@ def test_search_r1(material):
 
 
 @needs_vllm
-def test_search_r1_on_its_own_sixteen_devices(material):
+def test_search_r1_on_sixteen_devices(material):
     loaded = compose(None, arguments("search_r1.sh", material, nodes=2, devices=8))
     plan = make_plan(loaded.config)
     assert (plan.actor.micro.size, plan.log_prob_micro.size, plan.critic.micro.size) == (4, 8, 1)
@@ -101,7 +111,10 @@ def test_dstack(material):
             "actor_rollout_ref.rollout.name=auto chose vllm",
         ]
     else:
-        names = "actor_rollout_ref.rollout.gpu_memory_utilization, actor_rollout_ref.rollout.tensor_model_parallel_size"
+        names = (
+            "actor_rollout_ref.rollout.gpu_memory_utilization, "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        )
         assert loaded.notes == [
             unused,
             f"{names} have no effect: used only when the rollout engine is vllm",
@@ -114,9 +127,10 @@ def test_dstack(material):
 def test_slurm(material):
     loaded = compose(None, arguments("slurm.sh", material))
     assert loaded.notes == [
-        "actor_rollout_ref.model.enable_gradient_checkpointing is given 2 times (command line): false, true; the last one is used",
-        "actor_rollout_ref.ref.fsdp_config.param_offload, actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu have no effect: "
-        + NO_REFERENCE,
+        "actor_rollout_ref.model.enable_gradient_checkpointing is given 2 times (command line): "
+        "false, true; the last one is used",
+        "actor_rollout_ref.ref.fsdp_config.param_offload, "
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu have no effect: " + NO_REFERENCE,
         ON_CPU,
         ENGINE_PER_SLOT,
         NO_KL,
@@ -126,14 +140,14 @@ def test_slurm(material):
 
 @pytest.mark.parametrize("name", ["search_r1.sh", "dstack.sh", "slurm.sh"])
 @needs_vllm
-def test_each_key_is_said_once(name, material):
+def test_each_key_has_one_note(name, material):
     notes = compose(None, arguments(name, material)).notes
-    said = [key for note in notes for key in re.match(r"(?:[\w.]+, )*[\w.]+", note)[0].split(", ")]
-    assert len(said) == len(set(said))
+    noted = [key for note in notes for key in re.match(r"(?:[\w.]+, )*[\w.]+", note)[0].split(", ")]
+    assert len(noted) == len(set(noted))
 
 
-def test_a_grpo_line_as_verl_users_write_it(material):
-    """Quoted list of loggers, KL in the loss, `+` before a key that exists: nothing to say but what is true."""
+def test_typical_verl_grpo_command(material):
+    """A quoted logger list, KL in the loss, and `+` before an existing key give one note only."""
     line = [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={material.folder}/train.parquet",

@@ -1,4 +1,4 @@
-"""Running a preprocessing script as users run it."""
+"""Run a preprocessing script as users do."""
 
 import runpy
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Done:
-    """What a finished script leaves behind."""
+    """The result of a script."""
 
     returncode: int
     stdout: str
@@ -25,9 +25,9 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a script in this process, which saves the second that a new one takes to import everything."""
+    """Run scripts in this process: a new process spends a second on imports."""
 
-    def run_here(script: str, *arguments: object) -> Done:
+    def run_script(script: str, *arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
         code = 0
         try:
@@ -36,4 +36,4 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
             code = end.code
         return Done(code, *capsys.readouterr())
 
-    return run_here
+    return run_script

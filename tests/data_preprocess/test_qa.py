@@ -1,4 +1,4 @@
-"""The search agent's data: Search-R1's rows word for word, from each layout, and every refused file and example by its place."""
+"""Data of the search agent: rows equal Search-R1's; invalid files and examples are located."""
 
 import json
 import os
@@ -48,7 +48,7 @@ FLASHRAG_HOTPOT = {
 
 
 def lay(folder: Path, files: dict[str, Any]) -> Path:
-    """Files by name: a list is written as JSON lines (.jsonl) or one list over several lines (.json), text as it is."""
+    """Write files by name: a list as JSON lines (.jsonl) or as one list (.json), text unchanged."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if not isinstance(content, str):
@@ -65,7 +65,7 @@ def rows(folder: Path, split: str) -> list[dict[str, Any]]:
     return pq.read_table(folder / f"{split}.parquet").to_pylist()
 
 
-def test_nq_rows_are_search_r1s(run: Run, tmp_path: Path) -> None:
+def test_nq_rows_equal_search_r1s(run: Run, tmp_path: Path) -> None:
     lay(tmp_path, {"nq/train.jsonl": [NQ_OPEN, FLASHRAG], "nq/test.jsonl": [FLASHRAG]})
     done = run(
         "nq_search.py",
@@ -90,12 +90,15 @@ def test_nq_rows_are_search_r1s(run: Run, tmp_path: Path) -> None:
         "prompt": [
             {
                 "role": "user",
-                "content": "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
-                "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <search> "
-                "query </search> and it will return the top searched results between <information> and </information>. You can "
-                "search as many times as your want. If you find no further external knowledge needed, you can directly provide "
-                "the answer inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing "
-                "</answer>. Question: when did humans first land on the moon?\n",
+                "content": "Answer the given question. You must conduct reasoning inside <think> "
+                "and </think> first every time you get new information. After reasoning, if you "
+                "find you lack some knowledge, you can call a search engine by <search> "
+                "query </search> and it will return the top searched results between "
+                "<information> and </information>. You can search as many times as your "
+                "want. If you find no further external knowledge needed, you can directly "
+                "provide the answer inside <answer> and </answer>, without detailed "
+                "illustrations. For example, <answer> Beijing </answer>. Question: when did "
+                "humans first land on the moon?\n",
             }
         ],
         "ability": "fact-reasoning",
@@ -183,22 +186,22 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         "nq/train.jsonl",
         GOOD + '{"question": "who", "answer": []}\n',
-        "nq/train.jsonl:2: answer=[] holds no answer",
+        "nq/train.jsonl:2: answer=[] has no answer",
     ),
     (
         "nq/train.jsonl",
         GOOD + '\n{"question": "who", "golden_answers": ["", " "]}',
-        "jsonl:3: golden_answers=['', ' '] holds no answer",
+        "jsonl:3: golden_answers=['', ' '] has no answer",
     ),
     (
         "nq/train.jsonl",
         [{"question": "who", "answer": [1]}],
-        "jsonl:1: answer=[1] holds no answer: expected text, or a list of texts",
+        "jsonl:1: answer=[1] has no answer: expected text or a list of texts",
     ),
     (
         "nq/train.jsonl",
         [{"question": "who", "answer": None}],
-        "train.jsonl:1: answer=None holds no answer",
+        "train.jsonl:1: answer=None has no answer",
     ),
     (
         "nq/train.jsonl",
@@ -220,7 +223,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         "hotpotqa/train.json",
         [HOTPOT, {**HOTPOT, "answer": ""}],
-        "train.json:40: answer='' holds no answer",
+        "train.json:40: answer='' has no answer",
     ),
     (
         "hotpotqa/train.json",
@@ -252,9 +255,9 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("file", "content", "said"), REFUSED, ids=range(len(REFUSED)))
-def test_a_wrong_input_is_named_and_nothing_is_written(
-    run: Run, tmp_path: Path, file: str, content: Any, said: str
+@pytest.mark.parametrize(("file", "content", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_invalid_input_is_named_and_nothing_is_written(
+    run: Run, tmp_path: Path, file: str, content: Any, message: str
 ) -> None:
     good = {"nq/train.jsonl": GOOD, "nq/test.jsonl": GOOD} | (
         {"hotpotqa/train.json": [HOTPOT]} if file.startswith("nq") else {}
@@ -269,16 +272,16 @@ def test_a_wrong_input_is_named_and_nothing_is_written(
         "--test_sources",
         "nq",
     )
-    assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1, (
+    assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1, (
         done.stderr
     )
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_sources_are_named(run: Run, tmp_path: Path) -> None:
+def test_invalid_sources_are_named(run: Run, tmp_path: Path) -> None:
     lay(tmp_path, {"nq/train.jsonl": [NQ_OPEN], "hotpotqa/train.json": [HOTPOT]})
 
-    def said(*arguments: str) -> str:
+    def error(*arguments: str) -> str:
         done = run(
             "qa_search_merge.py",
             "--local_dir",
@@ -292,18 +295,16 @@ def test_wrong_sources_are_named(run: Run, tmp_path: Path) -> None:
 
     assert (
         "nq has neither a test nor a dev split, and its train split is in train.parquet already"
-        in said("--data_sources", "nq")
+        in error("--data_sources", "nq")
     )
-    assert "train sources 'nq,nq': a data set is there twice" in said("--train_sources", "nq,nq")
-    assert "no train and no test sources: there is nothing to write" in said("--data_sources", "")
-    assert "triviaqa is not a folder" in said("--test_sources", "triviaqa,nq")
-    assert "invalid choice: 'chat'" in said("--template_type", "chat")
-    assert "--hdfs_dir is not supported" in said("--hdfs_dir", "hdfs://x")
+    assert "train sources 'nq,nq': a data set is listed twice" in error("--train_sources", "nq,nq")
+    assert "no train and no test sources: there is nothing to write" in error("--data_sources", "")
+    assert "triviaqa does not exist" in error("--test_sources", "triviaqa,nq")
+    assert "invalid choice: 'chat'" in error("--template_type", "chat")
+    assert "--hdfs_dir is not supported" in error("--hdfs_dir", "hdfs://x")
 
 
-def test_from_the_hub_only_the_needed_splits_are_fetched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_only_needed_splits_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub, asked = (
         lay(
             tmp_path,
@@ -334,7 +335,7 @@ def test_from_the_hub_only_the_needed_splits_are_fetched(
         qa.merge({"train": ["trivia"]}, None)
 
 
-def test_without_the_hub_it_says_what_to_do(tmp_path: Path) -> None:
+def test_missing_hub_is_explained(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "data_preprocess/nq_search.py", "--local_dir", tmp_path]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     offline = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
@@ -381,7 +382,7 @@ def test_every_ground_truth_scores_and_every_prompt_is_used(run: Run, tmp_path: 
 @pytest.mark.skipif(
     not (DATA / "nq_open").is_dir() or not (DATA / "hotpotqa").is_dir(), reason="no ../shared/data"
 )
-def test_the_data_sets_themselves(run: Run, tmp_path: Path) -> None:
+def test_original_data_sets(run: Run, tmp_path: Path) -> None:
     (tmp_path / "nq").mkdir()
     (tmp_path / "hotpotqa").mkdir()
     shutil.copy(DATA / "nq_open/dev.jsonl", tmp_path / "nq/dev.jsonl")

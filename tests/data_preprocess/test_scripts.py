@@ -1,4 +1,4 @@
-"""The preprocessing scripts, run as users run them: verl's rows out, one line for each wrong input, no half-written file."""
+"""The preprocessing scripts: rows in verl's format, one line per invalid input, atomic writes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from verlite.rewards.scorer import Scorer
 SAMPLES = ROOT / "tests/samples"
 
 
-def test_gsm8k_rows_are_verls(run: Run, tmp_path: Path) -> None:
+def test_gsm8k_rows_equal_verls(run: Run, tmp_path: Path) -> None:
     done = run(
         "gsm8k.py", "--local_dir", tmp_path / "out", "--local_dataset_path", SAMPLES / "gsm8k"
     )
@@ -33,10 +33,11 @@ def test_gsm8k_rows_are_verls(run: Run, tmp_path: Path) -> None:
         "prompt": [
             {
                 "role": "user",
-                "content": "Janet’s ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes muffins for her "
-                "friends every day with four. She sells the remainder at the farmers' market daily for $2 per fresh duck egg. How much in "
-                "dollars does she make every day at the farmers' market? Let's think step by step and output the final answer after "
-                '"####".',
+                "content": "Janet’s ducks lay 16 eggs per day. She eats three for breakfast every "
+                "morning and bakes muffins for her friends every day with four. She sells the "
+                "remainder at the farmers' market daily for $2 per fresh duck egg. How much in "
+                "dollars does she make every day at the farmers' market? Let's think step by "
+                'step and output the final answer after "####".',
             }
         ],
         "ability": "math",
@@ -57,7 +58,7 @@ def test_gsm8k_rows_are_verls(run: Run, tmp_path: Path) -> None:
     assert done.stdout.count('"data_source": "openai/gsm8k"') == 3  # examples
 
 
-def test_a_ground_truth_has_no_commas(run: Run, tmp_path: Path) -> None:
+def test_ground_truth_has_no_commas(run: Run, tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(
             '{"question": "How much?", "answer": "It is\\n#### -1,234,567"}'
@@ -71,7 +72,7 @@ def test_a_ground_truth_has_no_commas(run: Run, tmp_path: Path) -> None:
     )
 
 
-def test_math_rows_are_verls(run: Run, tmp_path: Path) -> None:
+def test_math_rows_equal_verls(run: Run, tmp_path: Path) -> None:
     done = run(
         "math_dataset.py", "--local_save_dir", tmp_path, "--local_dataset_path", SAMPLES / "math"
     )
@@ -87,7 +88,8 @@ def test_math_rows_are_verls(run: Run, tmp_path: Path) -> None:
             "prompt": [
                 {
                     "role": "user",
-                    "content": "Expand $(x+1)^2$. Let's think step by step and output the final answer within \\boxed{}.",
+                    "content": "Expand $(x+1)^2$. Let's think step by step and output the final "
+                    "answer within \\boxed{}.",
                 }
             ],
             "ability": "math",
@@ -125,7 +127,7 @@ def test_every_ground_truth_scores_and_every_prompt_is_used(
         scorer.close()
 
 
-def test_the_hubs_parquet_layout_and_single_json_files_are_read(run: Run, tmp_path: Path) -> None:
+def test_hub_parquet_and_single_json_files_are_read(run: Run, tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     for split in ("train", "test"):
         examples = [
@@ -151,7 +153,7 @@ GOOD = '{"question": "q", "answer": "a #### 1"}\n'
 
 
 @pytest.mark.parametrize(
-    ("test_file", "said"),
+    ("test_file", "message"),
     [
         (GOOD + '{"question": "q", "answer"\n', "test.jsonl:2: not JSON: Expecting ':' delimiter"),
         (GOOD + "\n" + "[1]\n", "test.jsonl:3: a list, expected an object"),
@@ -165,33 +167,35 @@ GOOD = '{"question": "q", "answer": "a #### 1"}\n'
         (None, "has none of test.jsonl, test.parquet"),
     ],
 )
-def test_a_wrong_input_is_named_and_nothing_is_written(
-    run: Run, tmp_path: Path, test_file: str | None, said: str
+def test_invalid_input_is_named_and_nothing_is_written(
+    run: Run, tmp_path: Path, test_file: str | None, message: str
 ) -> None:
     (tmp_path / "train.jsonl").write_text(GOOD)
     if test_file is not None:
         (tmp_path / "test.jsonl").write_text(test_file)
     done = run("gsm8k.py", "--local_dir", tmp_path / "out", "--local_dataset_path", tmp_path)
-    assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_options_are_named(run: Run, tmp_path: Path) -> None:
+def test_invalid_options_are_named(run: Run, tmp_path: Path) -> None:
     refused = run("gsm8k.py", "--hdfs_dir", "hdfs://x")
     assert (
         refused.returncode == 2
         and "--hdfs_dir is not supported; copy the files with: hdfs dfs -put" in refused.stderr
     )
     missing = run("gsm8k.py", "--local_dataset_path", tmp_path / "none", "--local_dir", tmp_path)
-    assert missing.returncode == 1 and "none is not a folder" in missing.stderr
+    assert missing.returncode == 1 and "none does not exist" in missing.stderr
     (tmp_path / "file").touch()
+    file = run("gsm8k.py", "--local_dataset_path", tmp_path / "file", "--local_dir", tmp_path)
+    assert file.returncode == 1 and "file is a file; give its folder" in file.stderr
     unwritable = run(
         "gsm8k.py", "--local_dir", tmp_path / "file", "--local_dataset_path", SAMPLES / "gsm8k"
     )
     assert unwritable.returncode == 1 and "File exists" in unwritable.stderr
 
 
-def test_a_script_stands_alone_and_says_what_to_do_without_the_hub(tmp_path: Path) -> None:
+def test_script_runs_alone_and_explains_a_missing_hub(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "data_preprocess/gsm8k.py", "--local_dir", tmp_path]
     offline = subprocess.run(
         command,
@@ -207,7 +211,7 @@ def test_a_script_stands_alone_and_says_what_to_do_without_the_hub(tmp_path: Pat
     )
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_parquet([{"a": 1}], path)
     with pytest.raises(Exception, match="(?i)convert|expected"):
@@ -217,7 +221,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_hotpotqa_articles_become_a_corpus(run: Run, tmp_path: Path) -> None:
-    """The three kinds of files; what is there twice comes once, and ids are places."""
+    """All three file formats are read; duplicates are written once; ids count from 0."""
     one, two = ["One", ["It is first.", " It has\ntwo lines."]], ["Two", ["Second."]]
     files = {
         "titles": dict([one, two]),
@@ -240,7 +244,7 @@ def test_hotpotqa_articles_become_a_corpus(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "a.json: not JSON"),
         ("[]", "a.json: no article has a text"),
@@ -250,8 +254,8 @@ def test_hotpotqa_articles_become_a_corpus(run: Run, tmp_path: Path) -> None:
         ('[["One", [3]]]', "a.json entry 0: expected a title"),
     ],
 )
-def test_hotpotqa_files_that_cannot_be_used_are_one_line(
-    run: Run, tmp_path: Path, text: str, said: str
+def test_invalid_hotpotqa_file_is_one_line(
+    run: Run, tmp_path: Path, text: str, message: str
 ) -> None:
     (tmp_path / "a.json").write_text(text)
     done = run(
@@ -261,7 +265,7 @@ def test_hotpotqa_files_that_cannot_be_used_are_one_line(
         "--local_save_dir",
         tmp_path / "out",
     )
-    assert (done.returncode, said in done.stderr, done.stderr.count("\n")) == (1, True, 1), (
+    assert (done.returncode, message in done.stderr, done.stderr.count("\n")) == (1, True, 1), (
         done.stderr
     )
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,8 @@
-"""Wrong command lines and wrong files, as data: what was done, what is typed, and what must be said about it.
+"""Invalid command lines and files, with the messages they must give.
 
-Every command is `python -m verlite.main_ppo --config-path . --config-name sums`, which is right, and the overrides of a case, in a
-folder that holds sums.yaml, its data and its model, and whatever the case's `files` change in it.
+Each command is `python -m verlite.main_ppo --config-path . --config-name sums`, which is valid,
+plus the overrides of the case. It runs in a folder with sums.yaml, its data and its model. The
+case's `files` function changes that folder first.
 """
 
 import fcntl
@@ -46,24 +47,24 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 class Case:
     """One mistake."""
 
-    wrong: str
-    """What was done, in a few words; the heading in the docs."""
+    mistake: str
+    """A short description: the heading in the docs."""
     typed: str
     """Overrides, separated by spaces."""
-    says: tuple[str, ...]
-    """Texts that must be in the output in this order: key or file, value, rule, remedy."""
+    expected: tuple[str, ...]
+    """Texts that the output must contain in this order: key or file, value, rule, remedy."""
     code: int = 2
     files: Callable[[], Callable[[], None] | None] | None = None
-    """Changes the folder, which is the working directory; may return what ends the change after the run."""
+    """Changes the working directory. May return a function that undoes the change after the run."""
     source: str = ""
-    """A file's text, shown in the docs below the command."""
+    """The text of reward.py, shown in the docs."""
     missing_package: str | None = None
-    """A package that must look as if it were not installed."""
+    """A package to hide, as if it were not installed."""
     program: str = "python -m verlite.main_ppo"
-    """Or `verlite check`, for what is no error."""
+    """Or `verlite check`, for a note that is not an error."""
     config_name: str = "sums"
     whole_run: bool = False
-    """Workers are started before the mistake shows, so the command runs in a process of its own."""
+    """True: the mistake is found after the workers start. The command runs in a new process."""
 
     @property
     def arguments(self) -> list[str]:
@@ -71,22 +72,22 @@ class Case:
 
 
 def write_folder(folder: Path) -> None:
-    """Everything that the right command needs."""
+    """Write the files of the valid command."""
     folder.mkdir()
     (folder / "sums.yaml").write_text(SUMS)
     write_sums(folder / "train.parquet", 64)
     tiny_model(folder / "model")
 
 
-# --- wrong files, made in the working directory ---
+# --- changes to the files in the working directory ---
 
 TRAIN, MODEL = Path("train.parquet"), Path("model")
 Change = Callable[[], Callable[[], None] | None]
-SILENT_PORT = 27163  # below the ports that systems give to outgoing connections
+SILENT_PORT = 27163  # below the range of ephemeral ports
 
 
 def every_row(**change: object) -> Change:
-    """train.parquet with other columns; None leaves a column out."""
+    """Change columns of train.parquet. None removes a column."""
 
     def write() -> None:
         rows = [row | change for row in pq.read_table(TRAIN).to_pylist()]
@@ -97,7 +98,7 @@ def every_row(**change: object) -> Change:
 
 
 def one_row(number: int, **change: object) -> Change:
-    """train.parquet with other values in one row."""
+    """Change values in one row of train.parquet."""
 
     def write() -> None:
         rows = pq.read_table(TRAIN).to_pylist()
@@ -120,7 +121,7 @@ def not_parquet() -> None:
 
 
 def model_without(*patterns: str) -> Change:
-    """The model's folder without some of its files."""
+    """Remove files from the model folder."""
 
     def remove() -> None:
         for pattern in patterns:
@@ -131,7 +132,7 @@ def model_without(*patterns: str) -> Change:
 
 
 def reward(source: str) -> dict[str, Any]:
-    """The fields of a case with this text in reward.py."""
+    """Return the fields of a case with this text in reward.py."""
 
     def write() -> None:
         Path("reward.py").write_text(source)
@@ -140,7 +141,7 @@ def reward(source: str) -> dict[str, Any]:
 
 
 def scores(*lines: str) -> dict[str, Any]:
-    """The same, with the body of a compute_score."""
+    """Return the fields of a case with this body of compute_score in reward.py."""
     return reward(
         "\n    ".join(
             ["def compute_score(data_source, solution_str, ground_truth, extra_info=None):", *lines]
@@ -150,7 +151,7 @@ def scores(*lines: str) -> dict[str, Any]:
 
 
 def directory_in_use() -> Callable[[], None]:
-    """The run directory as another run holds it."""
+    """Lock the run directory as a running run does."""
     Path("run").mkdir()
     lock = Path("run/.lock").open("a+")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -160,12 +161,12 @@ def directory_in_use() -> Callable[[], None]:
 
 
 def port_of_something_else() -> Callable[[], None]:
-    """A port that takes connections and says nothing."""
+    """Open a port that accepts connections and never answers."""
     return socket.create_server(("127.0.0.1", SILENT_PORT), reuse_port=True).close
 
 
 def checkpoint(**changed_settings: object) -> None:
-    """A checkpoint of the right command, as far as anything looks into it before workers start."""
+    """Write a checkpoint of the valid command: the parts that are read before workers start."""
     config = absolutize_paths(compose("sums", config_dir=".").config)
     settings = critical_settings(config) | changed_settings
     sampler = {"seed": 42, "shuffle": True, "epoch": 2, "position": 32, "size": 64}
@@ -198,7 +199,7 @@ CASES = (
         (f"{ACTOR}ppo_epoch=2", "unknown key", f"Did you mean {ACTOR}ppo_epochs"),
     ),
     Case(
-        "A key of another version that means nothing here",
+        "A key of another framework that is not supported",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         (
             "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
@@ -208,7 +209,7 @@ CASES = (
         ),
     ),
     Case(
-        "A key that has no effect: this KL coefficient belongs to a penalty that is off",
+        "A key without effect: the KL coefficient of a penalty that is off",
         "algorithm.kl_ctrl.kl_coef=0.1",
         (
             "algorithm.kl_ctrl.kl_coef has no effect",
@@ -225,7 +226,7 @@ CASES = (
         ("trainer.nnodes=two", "expected whole number, got text"),
     ),
     Case(
-        "An argument that sets nothing",
+        "An argument without a value",
         "data.train_batch_size",
         ("data.train_batch_size", "is not an override", "key=value"),
     ),
@@ -250,12 +251,12 @@ CASES = (
         ),
     ),
     Case(
-        "No micro-batch size",
+        "A missing micro-batch size",
         f"~{ACTOR}ppo_micro_batch_size_per_gpu",
         (f"{ACTOR}ppo_micro_batch_size_per_gpu", "must be given", "use_dynamic_bsz=true"),
     ),
     Case(
-        "Sizes that do not divide",
+        "A mini-batch size that does not divide the batch size",
         f"{ACTOR}ppo_mini_batch_size=3",
         (f"{ACTOR}ppo_mini_batch_size=3", "does not divide data.train_batch_size=8", "2 or 4"),
     ),
@@ -280,24 +281,24 @@ CASES = (
         ("3 problems", "trainer.nnodes=two", f"{ROLLOUT}n=1", "data.train_files=tain.parquet"),
     ),
     Case(
-        "A logger that is not known",
+        "An unknown logger",
         "trainer.logger=[console,mlflow]",
         ("trainer.logger=mlflow", "no such name", "wandb"),
     ),
     Case(
-        "Validation only, without anything to validate on",
+        "Validation only, without validation data",
         "trainer.val_only=true",
         ("trainer.val_only=true", "nothing to validate on", "data.val_files"),
     ),
     Case(
-        "vLLM where it is not installed",
+        "vLLM selected but not installed",
         f"{ROLLOUT}name=vllm",
         (f"{ROLLOUT}name=vllm", "vLLM is not installed here", "verlite[vllm]", f"{ROLLOUT}name=hf"),
         missing_package="vllm",
     ),
     # devices
     Case(
-        "More GPUs than there are",
+        "More GPUs than the machine has",
         "trainer.device=cuda trainer.n_gpus_per_node=8",
         (
             "trainer.n_gpus_per_node=8",
@@ -327,7 +328,7 @@ CASES = (
         ),
     ),
     Case(
-        "A Ray address whose port belongs to something else",
+        "A Ray address whose port belongs to another program",
         f"ray_kwargs.ray_init.address=127.0.0.1:{SILENT_PORT}",
         (
             f"ray_kwargs.ray_init.address=127.0.0.1:{SILENT_PORT}",
@@ -347,24 +348,24 @@ CASES = (
     ),
     # data
     Case(
-        "A training file that is missing",
+        "A missing training file",
         "data.train_files=tain.parquet",
         ("data.train_files=tain.parquet", "does not exist", "train.parquet"),
     ),
     Case(
-        "A training file without rows",
+        "An empty training file",
         "",
         ("data.train_files=train.parquet", "has no rows", "data_preprocess"),
         files=empty,
     ),
     Case(
-        "A training file that is no parquet file",
+        "A training file that is not parquet",
         "",
         ("data.train_files=train.parquet", "cannot be read as parquet", "data_preprocess"),
         files=not_parquet,
     ),
     Case(
-        "A training file without a needed column",
+        "A training file without a required column",
         "",
         (
             "data.train_files=train.parquet",
@@ -375,7 +376,7 @@ CASES = (
         files=every_row(reward_model=None),
     ),
     Case(
-        "Prompts under another column's name",
+        "Prompts in another column",
         "data.prompt_key=question",
         (
             "data.train_files=train.parquet",
@@ -385,7 +386,7 @@ CASES = (
         ),
     ),
     Case(
-        "A prompt that is no list of messages",
+        "A prompt that is not a list of messages",
         "",
         ("train.parquet row 0", "column 'prompt'", "'1+1='", "{role, content}", "data_preprocess"),
         files=every_row(prompt="1+1="),
@@ -403,7 +404,7 @@ CASES = (
         files=one_row(5, reward_model=None),
     ),
     Case(
-        "A prompt longer than allowed",
+        "A prompt that is too long",
         "data.truncation=error data.filter_overlong_prompts=false",
         (
             "train.parquet row 3",
@@ -416,7 +417,7 @@ CASES = (
         files=one_row(3, prompt=prompt("11111+11111=")),
     ),
     Case(
-        "All prompts longer than allowed, and filtered",
+        "All prompts filtered as too long",
         "data.max_prompt_length=2 data.filter_overlong_prompts=true",
         (
             "data.train_files",
@@ -438,7 +439,7 @@ CASES = (
         files=one_row(3, prompt=prompt("11111+11111=")),
     ),
     Case(
-        "A data source that no scorer knows",
+        "A data source without a scorer",
         "",
         (
             "data.train_files=train.parquet",
@@ -450,18 +451,18 @@ CASES = (
     ),
     # the model
     Case(
-        "A model's path that is no model",
+        "A model path without a model",
         "actor_rollout_ref.model.path=.",
         ("actor_rollout_ref.model.path=.", "has no config.json", "save_pretrained"),
     ),
     Case(
-        "A model's folder without weights",
+        "A model folder without weights",
         "",
         ("actor_rollout_ref.model.path=model", "no weights"),
         files=model_without("*.safetensors"),
     ),
     Case(
-        "A model's folder without a tokenizer",
+        "A model folder without a tokenizer",
         "",
         (
             "actor_rollout_ref.model.path=model",
@@ -478,30 +479,30 @@ CASES = (
     ),
     # the reward function
     Case(
-        "A reward file that is missing",
+        "A missing reward file",
         "custom_reward_function.path=reward.py",
         ("custom_reward_function.path=reward.py", "does not exist"),
     ),
     Case(
-        "A reward function of another name",
+        "A reward function with another name",
         **reward(
             "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
         ),
-        says=(
+        expected=(
             "custom_reward_function.name=compute_score",
             "reward.py does not define it",
             "Its functions: score",
         ),
     ),
     Case(
-        "A reward file that imports what is not installed",
+        "A reward file that imports a missing package",
         **reward("import sympyy\n\ndef compute_score(**row):\n    return 1.0\n"),
-        says=("reward.py cannot be loaded", "ModuleNotFoundError", "sympyy", "reward.py:1"),
+        expected=("reward.py cannot be loaded", "ModuleNotFoundError", "sympyy", "reward.py:1"),
     ),
     Case(
         "A reward function with other parameters",
         **reward("def compute_score(answer, truth):\n    return float(answer == truth)\n"),
-        says=(
+        expected=(
             "reward.py",
             "compute_score(answer, truth)",
             "data_source, solution_str, ground_truth, extra_info",
@@ -511,7 +512,7 @@ CASES = (
     Case(
         "A reward function that raises",
         **scores("raise ValueError(f'no answer in {solution_str!r}')"),
-        says=(
+        expected=(
             "custom_reward_function.path=",
             "reward.py: compute_score",
             "8 rows",
@@ -523,22 +524,22 @@ CASES = (
     Case(
         "A reward function that returns None",
         **scores("solution_str == ground_truth"),
-        says=("reward.py", "returned None", "finite number"),
+        expected=("reward.py", "returned None", "finite number"),
     ),
     Case(
         "A reward function that returns NaN",
         **scores("return float('nan')"),
-        says=("reward.py", "returned nan", "finite number"),
+        expected=("reward.py", "returned nan", "finite number"),
     ),
     Case(
         "A reward function that returns text",
         **scores("return '1.0'"),
-        says=("reward.py", "returned '1.0'", "finite number"),
+        expected=("reward.py", "returned '1.0'", "finite number"),
     ),
     Case(
         "A reward function that returns a dict without a score",
         **scores("return {'accuracy': 1.0}"),
-        says=("reward.py", 'a dict without "score"', "accuracy"),
+        expected=("reward.py", 'a dict without "score"', "accuracy"),
     ),
     Case(
         "A reward function that never returns",
@@ -546,10 +547,10 @@ CASES = (
             scores("while True:", "    pass")
             | {"typed": "custom_reward_function.path=reward.py reward.item_timeout_s=0.2"}
         ),
-        says=("reward.py", "no score within 0.2 s"),
+        expected=("reward.py", "no score within 0.2 s"),
     ),
     Case(
-        "A reward function that raises on what the model writes",
+        "A reward function that raises during training",
         **(
             scores(
                 "if solution_str != ground_truth:",
@@ -558,7 +559,7 @@ CASES = (
             )
             | {"typed": "custom_reward_function.path=reward.py trainer.n_gpus_per_node=1"}
         ),
-        says=(
+        expected=(
             "of this step's rewards failed",
             "reward.max_error_rate=0.05",
             "ValueError: no number in",
@@ -568,7 +569,7 @@ CASES = (
     ),
     # the run directory and checkpoints
     Case(
-        "A run directory that cannot be made: a file is in the way",
+        "A run directory inside a file",
         "trainer.default_local_dir=train.parquet/run",
         (
             "trainer.default_local_dir=train.parquet/run",
@@ -592,7 +593,7 @@ CASES = (
         ),
     ),
     Case(
-        "Resuming from the run directory in place of a checkpoint",
+        "Resuming from the run directory instead of a checkpoint",
         "trainer.resume_mode=resume_path trainer.resume_from_path=run",
         ("trainer.resume_from_path=run", "is no global_step_N folder", "It holds global_step_20"),
         files=checkpoint,
@@ -624,7 +625,7 @@ CASES = (
         files=damaged_checkpoint,
     ),
     Case(
-        "Resuming with settings that would give other numbers",
+        "Resuming with settings that change the results",
         f"trainer.total_training_steps=40 data.seed=7 {ROLLOUT}n=8",
         (
             f"{ROLLOUT}n: 4 in the checkpoint, 8 now",
@@ -635,7 +636,7 @@ CASES = (
         files=checkpoint,
     ),
     Case(
-        "Resuming with other training data under the same name",
+        "Resuming with different training data",
         "trainer.total_training_steps=40",
         (
             "64 training prompts",

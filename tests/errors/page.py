@@ -1,4 +1,4 @@
-"""docs/errors.md, made from the cases: `python -m tests.errors.page` runs them all and writes it."""
+"""Generate docs/errors.md: `python -m tests.errors.page` runs all cases and writes the page."""
 
 import re
 import shlex
@@ -9,23 +9,33 @@ import textwrap
 from pathlib import Path
 
 from tests.errors.cases import CASES, SUMS, Case, write_folder
-from tests.errors.running import HOME, REPOSITORY, Outcome, run, steady
+from tests.errors.running import HOME, REPOSITORY, Outcome, normalize, run
 
 PAGE = REPOSITORY / "docs" / "errors.md"
 WIDTH = 120
-"""Characters of a line of output; longer ones are broken between words."""
+"""Maximum characters per line of output. Longer lines are wrapped between words."""
 
 HEAD = f"""\
-# What goes wrong, and what is said about it
+# Errors and their messages
 
-Each mistake below is a test: the command is run, and what it prints and its exit code are compared with this page, which
-`python -m tests.errors.page` writes from [`tests/errors/cases.py`](../tests/errors/cases.py).
+Each section shows one mistake, the command, and its complete output. Tests run every command and
+compare the output and exit code with this page. `python -m tests.errors.page` generates it from
+[`tests/errors/cases.py`](../tests/errors/cases.py).
 
-Exit codes: 2, the command line or a file is wrong and nothing was trained; 1, the run failed, with the first cause as the last thing
-printed; 75, stopped on request with a checkpoint; 130, interrupted. `verlite check` finds what can be found without reading all data, and
-lists all of it; [rules.md](rules.md) has its rules in one line each.
+Exit codes:
 
-All commands are run in `{HOME}`, which holds a tiny model in `model`, 64 sums in `train.parquet`, and `sums.yaml`:
+| code | meaning |
+|---|---|
+| 2 | the command line or a file is wrong; nothing was trained |
+| 1 | the run failed; the last thing printed is the root cause |
+| 75 | a signal stopped the run, and it saved a checkpoint |
+| 130 | the run was interrupted |
+
+`verlite check` finds all problems that can be found without reading all data.
+[rules.md](rules.md) lists its rules.
+
+The commands run in `{HOME}`. It contains a tiny model in `model`, 64 sums in `train.parquet`, and
+`sums.yaml`:
 
 ```yaml
 {SUMS}```
@@ -33,63 +43,71 @@ All commands are run in `{HOME}`, which holds a tiny model in `model`, 64 sums i
 
 
 def page(outcomes: dict[str, Outcome]) -> str:
-    """The whole page, from the outcome of each case by its heading."""
-    rows = [
-        f"| [{case.wrong}](#{anchor(case)}) | {first_words(outcomes[case.wrong])} |"
-        for case in CASES
-    ]
-    table = "\n".join(["| what was done | what is said first |", "|---|---|", *rows])
-    return "\n".join([HEAD, table, "", *(section(case, outcomes[case.wrong]) for case in CASES)])
+    """Return the whole page. `outcomes` has the result of each case by its heading."""
+    lines = [HEAD, "| mistake | start of the message |", "|---|---|"]
+    for case in CASES:
+        summary = first_words(outcomes[case.mistake])
+        lines.append(f"| [{case.mistake}](#{anchor(case)}) | {summary} |")
+    lines.append("")
+    lines += [section(case, outcomes[case.mistake]) for case in CASES]
+    return "\n".join(lines)
 
 
 def section(case: Case, outcome: Outcome) -> str:
-    """One case: the command, the file if there is one, and the output."""
+    """Return the section of one case: its file, if any, its command, and the output."""
     command = shlex.join([*case.program.split(), *case.arguments])
     file = f"`reward.py`:\n\n```python\n{case.source}```\n\n" if case.source else ""
-    return f"## {case.wrong}\n\n{file}```text\n$ {command}\n\n{printed(outcome)}\n\nexit code {outcome.code}\n```\n"
+    output = f"$ {command}\n\n{shown_output(outcome)}\n\nexit code {outcome.code}"
+    return f"## {case.mistake}\n\n{file}```text\n{output}\n```\n"
 
 
-def printed(outcome: Outcome) -> str:
-    """What a run printed; of one that had started, what it printed last."""
-    text = steady(outcome.text)
-    text = text[text.index("error: ") :] if "error: " in text and outcome.code == 1 else text
-    return "\n".join(part for line in text.splitlines() for part in broken(line))
+def shown_output(outcome: Outcome) -> str:
+    """Return the output; for a run that failed after its start, only the final error."""
+    text = normalize(outcome.text)
+    if outcome.code == 1 and "error: " in text:
+        text = text[text.index("error: ") :]
+    return "\n".join(part for line in text.splitlines() for part in wrap(line))
 
 
-def broken(line: str) -> list[str]:
-    """A line as a window of the page's width would break it."""
+def wrap(line: str) -> list[str]:
+    """Wrap a line at the page's width and keep its indentation."""
     indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(
+    parts = textwrap.wrap(
         line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    ) or [""]
+    )
+    return parts or [""]
 
 
 def first_words(outcome: Outcome) -> str:
-    """The error's first line, the first problem's key and rule, or the first note."""
-    lines = steady(outcome.text).splitlines()
-    told = [line for line in lines if line.startswith("error: ")]
+    """Return the first line of the error, the first problem's key and rule, or the first note."""
+    lines = normalize(outcome.text).splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
     problem = [line.strip() for line in lines if line.startswith("  ")]
-    words = (
-        told[0].removeprefix("error: ") if told else ": ".join(problem[:2]) if problem else lines[0]
-    )
-    words = words if len(words) <= WIDTH else words[: WIDTH - 4].rsplit(" ", 1)[0] + " ..."
+    if errors:
+        words = errors[0].removeprefix("error: ")
+    elif problem:
+        words = ": ".join(problem[:2])
+    else:
+        words = lines[0]
+    if len(words) > WIDTH:
+        words = words[: WIDTH - 4].rsplit(" ", 1)[0] + " ..."
     return "`" + words.replace("|", "\\|") + "`"
 
 
 def anchor(case: Case) -> str:
-    """The id that Markdown readers give to a case's heading."""
-    return re.sub(r"[^\w\- ]", "", case.wrong.lower()).replace(" ", "-")
+    """Return the id that Markdown renderers give to a case's heading."""
+    return re.sub(r"[^\w\- ]", "", case.mistake.lower()).replace(" ", "-")
 
 
 def main() -> int:
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_folder(right := Path(folder).resolve() / "right")
+        valid = Path(folder).resolve() / "valid"
+        write_folder(valid)
         for number, case in enumerate(CASES):
-            outcomes[case.wrong] = run(
-                case, Path(shutil.copytree(right, right.with_name(str(number))))
-            )
-            print(f"{number + 1}/{len(CASES)} {case.wrong}", file=sys.stderr)
+            copy = Path(shutil.copytree(valid, valid.with_name(str(number))))
+            outcomes[case.mistake] = run(case, copy)
+            print(f"{number + 1}/{len(CASES)} {case.mistake}", file=sys.stderr)
     PAGE.write_text(page(outcomes), encoding="utf-8")
     return 0
 

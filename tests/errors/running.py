@@ -1,4 +1,4 @@
-"""Running a case: the real entry point, and everything that it printed."""
+"""Run the command of a case and capture everything it prints."""
 
 import os
 import re
@@ -17,47 +17,43 @@ from verlite.config import plan
 
 REPOSITORY = Path(__file__).parents[2]
 HOME = "/home/me/sums"
-"""What the docs call the folder of the command."""
+"""The folder of the command, as the docs call it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     text: str
-    """stdout and stderr as they came, with HOME for the folder."""
+    """stdout and stderr in order, with HOME for the folder."""
 
 
 def run(case: Case, folder: Path) -> Outcome:
-    """Run a case's command in `folder`, which is as `write_folder` left it."""
+    """Run a case's command in `folder`, which contains the files of `write_folder`."""
     with chdir(folder), environment(case):
         undo = case.files() if case.files else None
         try:
-            code, text = _in_a_process(case) if case.whole_run else _here(case)
+            code, text = _run_in_new_process(case) if case.whole_run else _run_here(case)
         finally:
             if undo:
                 undo()
-    return Outcome(
-        code, text.replace(str(folder.resolve()), HOME).replace(str(REPOSITORY), "verlite")
-    )
+    text = text.replace(str(folder.resolve()), HOME).replace(str(REPOSITORY), "verlite")
+    return Outcome(code, text)
 
 
-def _here(case: Case) -> tuple[int, str]:
+def _run_here(case: Case) -> tuple[int, str]:
+    command = check.check if case.program == "verlite check" else main_ppo.main
     printed = StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         try:
-            code = (
-                check.check(case.arguments)
-                if case.program == "verlite check"
-                else main_ppo.main(case.arguments)
-            )
-        except SystemExit as leave:
-            code = leave.code
-    return code or 0, printed.getvalue()
+            code = command(case.arguments) or 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return code, printed.getvalue()
 
 
-def _in_a_process(case: Case) -> tuple[int, str]:
+def _run_in_new_process(case: Case) -> tuple[int, str]:
     command = [sys.executable, "-m", "verlite.main_ppo", *case.arguments]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
@@ -67,29 +63,31 @@ def _in_a_process(case: Case) -> tuple[int, str]:
 
 @contextmanager
 def environment(case: Case) -> Iterator[None]:
-    """A machine that shows no GPU, is part of no cluster, and lacks the package that the case says."""
-    saved, modules = os.environ.copy(), sys.modules.copy()
+    """Simulate a machine without GPUs and Ray cluster, and without the case's missing package."""
+    saved = os.environ.copy()
+    modules = sys.modules.copy()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["PYTHONPATH"] = str(REPOSITORY)
     for name in ("RAY_ADDRESS", "FORCE_COLOR", "TTY_COMPATIBLE"):
         os.environ.pop(name, None)
-    if case.missing_package:
-        sys.modules[case.missing_package] = None  # type: ignore[assignment]  # Python's own way to say that it cannot be imported
+    missing = case.missing_package
+    if missing:
+        sys.modules[missing] = None  # type: ignore[assignment]  # None: the import fails
     plan.installed.cache_clear()
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(saved)
-        if case.missing_package:
-            sys.modules.pop(case.missing_package)
-            if case.missing_package in modules:
-                sys.modules[case.missing_package] = modules[case.missing_package]
+        if missing:
+            sys.modules.pop(missing)
+            if missing in modules:
+                sys.modules[missing] = modules[missing]
         plan.installed.cache_clear()
 
 
-def steady(text: str) -> str:
-    """The text without what differs from run to run and from machine to machine."""
+def normalize(text: str) -> str:
+    """Replace the parts of an output that differ between runs and machines."""
     text = re.sub(r"in use by process \d+", "in use by process 4711", text)
     text = re.sub(r"\d+\.\d+% of this step's", "100.0% of this step's", text)
     text = re.sub(r"(ValueError: no number in ).*", r"\1'Sp;{yzh4'", text)

@@ -1,4 +1,8 @@
-"""What every script in data_preprocess/ does: find the original files, turn each example into a verl row, write whole files."""
+"""Shared code of the scripts in data_preprocess/.
+
+A script finds the original files, converts each example to a row in verl's format, and writes
+parquet files atomically.
+"""
 
 import argparse
 import json
@@ -18,10 +22,10 @@ SPLITS = ("train", "test")
 EXAMPLES_SHOWN = 3
 
 Example = tuple[str, dict[str, Any]]
-"""The place that an example comes from, as file and line or row, and its fields."""
+"""(location, fields) of an example. The location is the file and the line or row."""
 
 MakeRow = Callable[[dict[str, Any], str, int], dict[str, Any]]
-"""(example, split, index) -> row. Raises ValueError or KeyError for an example that cannot be used."""
+"""(example, split, index) -> row. Raises ValueError or KeyError for an invalid example."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,9 @@ class Source:
     repo: str
     """Name of the data set; also the rows' data_source."""
     revision: str
-    """Commit, so that everybody trains on the same rows."""
+    """Commit. It fixes the rows."""
     folder: str
-    """Folder of the parquet files inside."""
+    """Folder of the parquet files in the repository."""
 
 
 def main(
@@ -43,9 +47,14 @@ def main(
     make_row: MakeRow,
     example_files: bool = False,
 ) -> None:
-    """Run a script for one data set with a train and a test split: verl's options in, train.parquet and test.parquet out.
+    """Run a script for one data set: write train.parquet and test.parquet. Options are verl's.
 
-    `example_files` also writes each split's first row as {split}_example.json.
+    Args:
+        description: the help text.
+        source: the data set on the hub.
+        default_dir: default of --local_save_dir.
+        make_row: converts an example.
+        example_files: also write each split's first row as {split}_example.json.
     """
     parser = make_parser(
         description,
@@ -67,7 +76,10 @@ def main(
 
 
 def make_parser(description: str, default_dir: str, files: str) -> argparse.ArgumentParser:
-    """The options that all scripts have; `files` says what --local_dataset_path must hold."""
+    """Return a parser with the options of all scripts.
+
+    `files` describes the contents of --local_dataset_path.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,77 +101,87 @@ def run(
     read: Callable[[argparse.Namespace], Mapping[str, list[dict[str, Any]]]],
     example_files: bool = False,
 ) -> None:
-    """Parse the command line, read each split's rows, write {split}.parquet, print a summary and the first rows.
+    """Parse the command line, read all rows, write {split}.parquet, print a summary and examples.
 
-    Exits with one line for a file or example that cannot be used (DataError, OSError); nothing is written unless all splits are good.
+    For an invalid file or example, prints one line and exits with code 1. Nothing is written unless
+    all splits are valid.
     """
     arguments = parser.parse_args()
     if arguments.hdfs_dir:
         parser.error(
-            f"--hdfs_dir is not supported; copy the files with: hdfs dfs -put {arguments.local_save_dir} {arguments.hdfs_dir}"
+            "--hdfs_dir is not supported; copy the files with: "
+            f"hdfs dfs -put {arguments.local_save_dir} {arguments.hdfs_dir}"
         )
     try:
         rows = read(arguments)
         target = Path(arguments.local_save_dir).expanduser()
-        for split, made in rows.items():
+        for split, split_rows in rows.items():
             path = target / f"{split}.parquet"
-            size = write_parquet(made, path)
-            longest = max(sum(len(message["content"]) for message in row["prompt"]) for row in made)
-            sources = Counter(row["data_source"] for row in made)
-            each = (
-                f" ({', '.join(f'{name} {count}' for name, count in sources.items())})"
-                if len(sources) > 1
-                else ""
-            )
-            print(
-                f"{path}: {len(made)} rows{each}, longest prompt {longest} characters, {size} bytes"
-            )
+            size = write_parquet(split_rows, path)
+            print(f"{path}: {_summary(split_rows)}, {size} bytes")
             if example_files:
-                write_json(made[0], target / f"{split}_example.json")
+                write_json(split_rows[0], target / f"{split}_example.json")
     except (DataError, OSError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     for row in next(iter(rows.values()))[:EXAMPLES_SHOWN]:
         print(json.dumps(row, indent=2, ensure_ascii=False))
 
 
+def _summary(rows: list[dict[str, Any]]) -> str:
+    """Return the number of rows, by data source if there are several, and the longest prompt."""
+    lengths = [sum(len(message["content"]) for message in row["prompt"]) for row in rows]
+    counts = Counter(row["data_source"] for row in rows)
+    sources = ", ".join(f"{name} {count}" for name, count in counts.items())
+    by_source = f" ({sources})" if len(counts) > 1 else ""
+    return f"{len(rows)} rows{by_source}, longest prompt {max(lengths)} characters"
+
+
 def read_examples(folder: Path, source: Source, split: str) -> Iterator[Example]:
-    """Examples of one split; its files are those of `find_files`, also in source.folder for the hub's parquet. Raises DataError."""
-    hubs = f"{source.folder}/{split}-*.parquet"
-    files = find_files(folder, split) or sorted(folder.glob(hubs))
+    """Yield the examples of one split. Raises DataError.
+
+    The files are those of `find_files`, or the hub's parquet files in source.folder.
+    """
+    hub_files = f"{source.folder}/{split}-*.parquet"
+    files = find_files(folder, split) or sorted(folder.glob(hub_files))
     if not files:
-        raise nothing_found(folder, [split], [hubs])
+        raise nothing_found(folder, [split], [hub_files])
     for file in files:
         yield from read_file(file)
 
 
 def find_files(folder: Path, split: str) -> list[Path]:
-    """The files of one split, none where there are none.
+    """Return the files of one split, sorted by name, or an empty list.
 
-    Looked for in this order: split.jsonl, split.parquet, split.json (a list of examples), split/**/*.json (one example a file, in the
-    order of their names), then the hub's split-*.parquet.
+    Searched in this order: split.jsonl, split.parquet, split.json (a list of examples),
+    split/**/*.json (one example per file), then the hub's split-*.parquet.
     """
     found = (sorted(folder.glob(pattern)) for pattern in _patterns(split))
     return next((files for files in found if files), [])
 
 
 def nothing_found(folder: Path, splits: Sequence[str], patterns: Sequence[str] = ()) -> DataError:
-    """The error for a folder that holds no file of any of these splits, nor of the patterns."""
+    """Return the error for a folder without files of these splits or patterns."""
+    if folder.is_file():
+        return DataError(f"--local_dataset_path={folder} is a file; give its folder")
     if not folder.is_dir():
-        return DataError(f"--local_dataset_path={folder} is not a folder")
-    return DataError(
-        f"{folder} has none of {', '.join([*(name for split in splits for name in _patterns(split)), *patterns])}"
-    )
+        return DataError(f"--local_dataset_path={folder} does not exist")
+    expected = [name for split in splits for name in _patterns(split)]
+    return DataError(f"{folder} has none of {', '.join([*expected, *patterns])}")
 
 
 def read_file(file: Path) -> Iterator[Example]:
-    """A file's examples, each with its place: file and line (.jsonl, .json) or row (.parquet). Raises DataError."""
+    """Yield a file's examples with their line (JSON) or row (parquet). Raises DataError."""
     return _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
 
 
 def make_rows(
     examples: Iterable[Example], split: str, make_row: MakeRow, folder: Path, first: int = 0
 ) -> list[dict[str, Any]]:
-    """The rows of a folder's examples, counted from index `first`. Raises DataError, with the place of an example that cannot be used."""
+    """Return the rows of a folder's examples, numbered from `first`.
+
+    Raises:
+        DataError: an example is invalid (the message gives its location), or there are none.
+    """
     rows = []
     for index, (where, example) in enumerate(examples, start=first):
         try:
@@ -176,18 +198,18 @@ def make_rows(
 
 
 def write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
-    """Write rows to `path`, which is there as a whole or not at all; returns its size in bytes."""
+    """Write rows to `path` atomically. Return the size in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return _replace(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
 
 
 def write_json(value: Any, path: Path) -> int:
-    """Write one JSON value in the same way."""
+    """Write one JSON value to `path` atomically. Return the size in bytes."""
     return write_text(json.dumps(value, indent=4, ensure_ascii=False), path)
 
 
 def write_text(text: str, path: Path) -> int:
-    """Write a text file in the same way."""
+    """Write a text file atomically. Return the size in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return _replace(
         path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="")
@@ -217,7 +239,11 @@ def _patterns(split: str) -> list[str]:
 
 
 def _read_json(file: Path) -> Iterator[Example]:
-    """A .jsonl file is one example a line; a .json file is one example, or a list of them, over any number of lines."""
+    """Yield the examples of a JSON file.
+
+    A .jsonl file has one example per line. A .json file has one example or a list of examples, on
+    any number of lines.
+    """
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -225,13 +251,14 @@ def _read_json(file: Path) -> Iterator[Example]:
     for number, example in _list(file, text) if file.suffix == ".json" else _lines(file, text):
         if not isinstance(example, Mapping):
             raise DataError(
-                f"{file}:{number}: a {type(example).__name__}, expected an object with the example's fields"
+                f"{file}:{number}: a {type(example).__name__}, "
+                "expected an object with the example's fields"
             )
         yield f"{file}:{number}", dict(example)
 
 
 def _lines(file: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Number, from 1, and value of each line that is not blank."""
+    """Yield (line number from 1, value) of each line that is not blank."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -242,9 +269,10 @@ def _lines(file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _list(file: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Line, from 1, and value of each element of the list; a text that is no list is one element, in line 1.
+    """Yield (line number from 1, value) of each element of a JSON list.
 
-    Elements are read one by one, because json.loads does not say where each one stands.
+    A text that is not a list is one element in line 1. Elements are decoded one at a time, because
+    json.loads does not give their positions.
     """
     decoder, at, number, counted = json.JSONDecoder(), _skip(text, 0), 1, 0
     try:
@@ -268,7 +296,7 @@ def _list(file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _skip(text: str, at: int) -> int:
-    """Position of the first character from `at` on that is not JSON's white space."""
+    """Return the position of the first character from `at` that is not JSON white space."""
     while at < len(text) and text[at] in " \t\r\n":
         at += 1
     return at
@@ -284,11 +312,15 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def download(source: Source, patterns: Sequence[str]) -> Path:
-    """The folder of the data set's files that fit the patterns, from the hub or its cache. Raises DataError."""
+    """Download a data set's files that match the patterns, or use the hub's cache.
+
+    Returns their folder. Raises DataError.
+    """
     from huggingface_hub import snapshot_download
 
     print(
-        f"downloading {source.repo} at {source.revision[:8]} from the hub; --local_dataset_path takes a folder instead"
+        f"downloading {source.repo} at {source.revision[:8]} from the hub; "
+        "to use local files: --local_dataset_path FOLDER"
     )
     try:
         return Path(
@@ -299,8 +331,9 @@ def download(source: Source, patterns: Sequence[str]) -> Path:
                 allow_patterns=list(patterns),
             )
         )
-    except OSError as error:  # the hub client's own errors are OSErrors too
+    except OSError as error:  # the hub client's errors are OSErrors, too
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
-            f"{source.repo} cannot be downloaded ({reason}); give its files with --local_dataset_path"
+            f"{source.repo} cannot be downloaded ({reason}); "
+            "give its files with --local_dataset_path FOLDER"
         ) from error

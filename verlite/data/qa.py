@@ -1,7 +1,7 @@
-"""Questions for the search agent: Search-R1's prompt and rows, from one question-answering data set or several in one file.
+"""Convert question-answering data sets to Search-R1's prompts and rows, for the search agent.
 
-Reads FlashRAG's data sets (arXiv 2405.13576), which Search-R1 is trained and tested on, NQ-open's own files (arXiv 1906.00300) and
-HotpotQA's (arXiv 1809.09600).
+Reads FlashRAG's data sets (arXiv 2405.13576), which Search-R1 trains and evaluates on, and the
+original files of NQ-open (arXiv 1906.00300) and HotpotQA (arXiv 1809.09600).
 """
 
 import argparse
@@ -25,15 +25,18 @@ from verlite.data.preprocess import (
 HUB = Source(
     "RUC-NLPIR/FlashRAG_datasets", revision="ad1ee41ccf627036706307ab28318c09600f4f42", folder=""
 )
-PROMPT = (  # word for word Search-R1's, so that its checkpoints see what they were trained on
-    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new information. "
-    "After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query </search> and it will return "
-    "the top searched results between <information> and </information>. You can search as many times as your want. If you find no further "
-    "external knowledge needed, you can directly provide the answer inside <answer> and </answer>, without detailed illustrations. "
-    "For example, <answer> Beijing </answer>. Question: {question}\n"
+# Exactly Search-R1's prompt, so that its checkpoints see the prompt of their training.
+PROMPT = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first "
+    "every time you get new information. After reasoning, if you find you lack some "
+    "knowledge, you can call a search engine by <search> query </search> and it will return "
+    "the top searched results between <information> and </information>. You can search as "
+    "many times as your want. If you find no further external knowledge needed, you can "
+    "directly provide the answer inside <answer> and </answer>, without detailed "
+    "illustrations. For example, <answer> Beijing </answer>. Question: {question}\n"
 )
 TAKEN = {"train": ("train",), "test": ("test", "dev", "train")}
-"""Which of a data set's splits becomes its part of a file: the first that it has."""
+"""File -> splits of a data set to use for it. The first that exists is used."""
 
 
 def main(
@@ -43,14 +46,22 @@ def main(
     test: Sequence[str],
     choose: bool = False,
 ) -> None:
-    """Run a script: train.parquet from the `train` data sets, test.parquet from the `test` ones, in their order.
+    """Run a script: write train.parquet and test.parquet.
 
-    `choose` adds options for other data sets; a file of none is not written. Exits as the other scripts do.
+    Args:
+        description: the help text.
+        default_dir: default of --local_save_dir.
+        train: data sets of train.parquet, in order.
+        test: data sets of test.parquet, in order.
+        choose: add options to select data sets. A file without data sets is not written.
     """
-    files = f"folder with NAME/train and NAME/test .jsonl or .json of each data set (default {HUB.repo} from the hub)"
+    files = (
+        "folder with NAME/train and NAME/test .jsonl or .json of each data set "
+        f"(default {HUB.repo} from the hub)"
+    )
     parser = make_parser(description, default_dir, files)
     parser.add_argument(
-        "--template_type", choices=["base"], default="base", help="Search-R1's prompt; there is one"
+        "--template_type", choices=["base"], default="base", help="Search-R1's prompt"
     )
     parser.set_defaults(data_sources=None, train_sources=None, test_sources=None)
     if choose:
@@ -87,50 +98,60 @@ def main(
 def merge(
     sources: Mapping[str, Sequence[str]], root: Path | None
 ) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each split from its data sets, one after another; extra_info.index counts all rows of a split.
+    """Return the rows of each split, data set by data set.
+
+    extra_info.index counts all rows of a split.
 
     Args:
-        sources: split -> names of data sets; a split without any is left out.
-        root: a folder with a folder for each data set, or with the files themselves where there is only one; None: the hub.
+        sources: split -> names of data sets. A split without data sets is left out.
+        root: a folder with a subfolder for each data set; with a single data set it may contain
+            the files directly. None: the hub.
 
     Raises:
-        DataError: no data set at all, a file or example that cannot be used, or a test part that would be a part of the training file.
+        DataError: there is no data set, a file or example is invalid, or the test data would
+            contain training data.
     """
     alone = len({name for names in sources.values() for name in names}) == 1
-    made: dict[str, list[dict[str, Any]]] = {}
+    merged: dict[str, list[dict[str, Any]]] = {}
     for split, names in sources.items():
         for name in names:
             folder, taken, files = _files(root, name, TAKEN[split], alone)
             if split == "test" and taken == "train" and name in sources.get("train", ()):
                 raise DataError(
-                    f"{folder}: {name} has neither a test nor a dev split, and its train split is in train.parquet already; "
-                    f"leave {name} out of the train or of the test sources"
+                    f"{folder}: {name} has neither a test nor a dev split, and its train split is "
+                    f"in train.parquet already; remove {name} from the train or test sources"
                 )
             if taken != split:
                 print(f"{name} has no {split} split: its {taken} split is used")
             examples = (example for file in files for example in read_file(file))
-            rows = made.setdefault(split, [])
+            rows = merged.setdefault(split, [])
             rows.extend(
                 make_rows(examples, split, partial(make_row, name), folder, first=len(rows))
             )
-    if not made:
+    if not merged:
         raise DataError("no train and no test sources: there is nothing to write")
-    return made
+    return merged
 
 
 def make_row(source: str, example: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Search-R1's row of one example {question, golden_answers or answer, ...}.
+    """Return Search-R1's row of one example {question, golden_answers or answer, ...}.
 
-    The gold answers are kept as written; JSON's true and false, as yes-no data sets have them, become yes and no. The titles of the
-    articles that hold the answer, where the data set says them, are extra_info.supporting_titles. Raises KeyError and ValueError.
+    Golden answers are kept as written, but the JSON values true and false of yes-no data sets
+    become yes and no. If the data set gives the titles of the articles with the answer, they are
+    stored in extra_info.supporting_titles.
+
+    Raises:
+        KeyError, ValueError: the example is invalid.
     """
-    question, golds = example["question"], _golden_answers(example)
+    question = example["question"]
+    golds = _golden_answers(example)
     if not question.strip():
         raise ValueError("the question is empty")
     asked = question.strip()
     prompt = PROMPT.format(question=asked if asked.endswith("?") else asked + "?")
     extra_info = {"split": split, "index": index, "question": question, "golden_answers": golds}
-    if titles := _supporting_titles(example):
+    titles = _supporting_titles(example)
+    if titles:
         extra_info["supporting_titles"] = titles
     return {
         "data_source": source,
@@ -152,13 +173,13 @@ def _golden_answers(example: Mapping[str, Any]) -> list[str]:
     ]
     if not all(isinstance(gold, str) for gold in golds) or not any(gold.strip() for gold in golds):
         raise ValueError(
-            f"{name}={example[name]!r:.200} holds no answer: expected text, or a list of texts"
+            f"{name}={example[name]!r:.200} has no answer: expected text or a list of texts"
         )
     return golds
 
 
 def _supporting_titles(example: Mapping[str, Any]) -> list[str]:
-    """Titles, each once, from HotpotQA's list of [title, sentence] or FlashRAG's metadata with a list of titles."""
+    """Return the distinct titles from HotpotQA's [title, sentence] list or FlashRAG's metadata."""
     facts = (
         example.get("supporting_facts")
         or (example.get("metadata") or {}).get("supporting_facts")
@@ -171,24 +192,24 @@ def _supporting_titles(example: Mapping[str, Any]) -> list[str]:
 def _files(
     root: Path | None, name: str, splits: Sequence[str], alone: bool
 ) -> tuple[Path, str, list[Path]]:
-    """Folder, split and files of the first of the splits that a data set has."""
+    """Return the folder, name and files of the first of `splits` that a data set has."""
     folder = Path(name)
     for split in splits:
         if root is None:
             folder = download(HUB, [f"{name}/{split}.jsonl"]) / name
         else:
             folder = root if alone and not (root / name).is_dir() else root / name
-        if files := find_files(folder, split):
+        files = find_files(folder, split)
+        if files:
             return folder, split, files
     if root is None:
-        raise DataError(
-            f"{HUB.repo} at {HUB.revision[:8]} has no {name} with {' or '.join(f'{split}.jsonl' for split in splits)}"
-        )
+        files_text = " or ".join(f"{split}.jsonl" for split in splits)
+        raise DataError(f"{HUB.repo} at {HUB.revision[:8]} has no {name} with {files_text}")
     raise nothing_found(folder, splits)
 
 
 def _names(where: str, text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(set(names)) < len(names):
-        raise DataError(f"{where}: a data set is there twice")
+        raise DataError(f"{where}: a data set is listed twice")
     return names
