@@ -630,7 +630,7 @@ CASES = (
         (
             f"{ROLLOUT}n: 4 in the checkpoint, 8 now",
             "data.seed: 42 in the checkpoint, 7 now",
-            "Set them back",
+            "Restore them",
             "trainer.resume_mode=disable",
         ),
         files=checkpoint,

@@ -46,7 +46,8 @@ def test_recipe_is_valid_alone_and_on_the_quickstart_task(method, given):
         if not setting.startswith(("data.train_files", "data.val_files", "trainer.test_freq"))
     ]
     loaded = compose(method, [*on_task, *given, "trainer.test_freq=-1", *METHODS[method]])
-    assert loaded.config.actor_rollout_ref.rollout.n == 8 and make_plan(loaded.config).batch_size == 512
+    assert loaded.config.actor_rollout_ref.rollout.n == 8
+    assert make_plan(loaded.config).batch_size == 512
 
 
 EXPECTED = {

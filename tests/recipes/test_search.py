@@ -67,7 +67,8 @@ def test_demonstrations_have_the_format_of_the_environment(built):
     ]
     assert 0.25 < len(observed) / len(rows) < 0.45
     shape = re.compile(
-        r'\n\n<information>Doc 1\(Title: "(\w+)"\) The \w+ of \1 is \w+\.\nDoc 2\(Title: "\1"\) .*\.</information>\n\n'
+        r'\n\n<information>Doc 1\(Title: "(\w+)"\) The \w+ of \1 is \w+\.\n'
+        r'Doc 2\(Title: "\1"\) .*\.</information>\n\n'
     )
     assert all(shape.fullmatch(text) for text in observed)
     tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))

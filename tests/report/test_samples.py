@@ -139,9 +139,8 @@ def test_show_options_step_val_and_count(run_dir):
 
 def test_worst_sorts_failures_first(run_dir):
     assert [sample["index"] for sample in lowest_scores([SINGLE, SEARCHED, FAILED], 3)] == [8, 7, 9]
-    assert [
-        sample["score"] for sample in lowest_scores([{"score": s} for s in (0.0, -1.0, None, 2.0)], 3)
-    ] == [None, -1.0, 0.0]
+    scored = [{"score": score} for score in (0.0, -1.0, None, 2.0)]
+    assert [sample["score"] for sample in lowest_scores(scored, 3)] == [None, -1.0, 0.0]
     code, text = show(run_dir, "--worst", 2)
     assert code == 0 and text.index("no score") < text.index("score 0.2") and "score 1 " not in text
 

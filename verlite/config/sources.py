@@ -240,7 +240,7 @@ def from_yaml(
         for key, value in content.items():
             if key not in ("defaults", "hydra"):
                 by_user = file.parent != own
-                assignments.append(Assignment(f"{prefix}{key}", value, path, by_user))
+                assignments.append(Assignment(prefix + str(key), value, path, by_user))
     return assignments
 
 

@@ -71,13 +71,8 @@ def draw(curve: Curve, picture: Path, title: str = "") -> None:
             continue
         steps, values = zip(*points, strict=True)
         name = f"held out, {source}" if len(curve.validation) > 1 else "held out"
-        style: dict[str, Any] = {
-            "color": f"C{number}",
-            "linewidth": 2,
-            "marker": "o",
-            "markersize": 4,
-        }
-        axes.plot(steps, values, label=name, **style)
+        color = f"C{number}"
+        axes.plot(steps, values, label=name, color=color, linewidth=2, marker="o", markersize=4)
     axes.set(xlabel="training step", ylabel="mean reward", title=title)
     curves = [curve.training, *curve.validation.values()]
     low, high = _axis_range([value for points in curves for _, value in points])
