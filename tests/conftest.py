@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share."""
+"""Fixtures that several packages share."""
 
 import signal
 
@@ -22,7 +22,10 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def pytest_configure() -> None:
-    """A shell's background jobs ignore Ctrl-C, and so would every process that the tests start; some tests send it."""
+    """Restore Ctrl-C: a shell's background jobs ignore it, and so would every process they start.
+
+    Some tests send it.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

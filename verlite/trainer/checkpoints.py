@@ -49,7 +49,8 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Read the driver's state."""
-        return json.loads((self.path / STATE).read_text(encoding="utf-8"))
+        state: dict[str, Any] = json.loads((self.path / STATE).read_text(encoding="utf-8"))
+        return state
 
 
 def write(

@@ -93,11 +93,13 @@ class Run:
 
     @property
     def actor(self) -> ActorWorker:
-        return self.workers["actor"]
+        actor: ActorWorker = self.workers["actor"]
+        return actor
 
     @property
     def rollout(self) -> RolloutWorker:
-        return self.workers["rollout"]
+        rollout: RolloutWorker = self.workers["rollout"]
+        return rollout
 
     @property
     def critic(self) -> CriticWorker | None:

@@ -189,7 +189,8 @@ class Tracking:
 
         def open_tracker(logger: str) -> Tracker:
             tracker_class = resolve(logger, TRACKERS, "trainer.logger")
-            return tracker_class(project, name, run_dir, config)
+            tracker: Tracker = tracker_class(project, name, run_dir, config)
+            return tracker
 
         self._trackers = [
             BackgroundTracker(logger, partial(open_tracker, logger), warn)

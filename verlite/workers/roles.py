@@ -26,7 +26,8 @@ class Role:
     def worker_class(self) -> type:
         """Import the worker class."""
         module, _, name = self.worker.partition(":")
-        return getattr(importlib.import_module(module), name)
+        worker_class: type = getattr(importlib.import_module(module), name)
+        return worker_class
 
 
 _ENGINE = ("verlite.engine.fsdp",)
