@@ -213,8 +213,8 @@ CASES = (
         "algorithm.kl_ctrl.kl_coef=0.1",
         (
             "algorithm.kl_ctrl.kl_coef has no effect",
-            "algorithm.use_kl_in_reward is off",
-            f"{ACTOR}kl_loss_coef",
+            "used only with algorithm.use_kl_in_reward=true",
+            "actor.kl_loss_coef",
             "is fine",
         ),
         code=0,
@@ -283,7 +283,7 @@ CASES = (
     Case(
         "An unknown logger",
         "trainer.logger=[console,mlflow]",
-        ("trainer.logger=mlflow", "no such name", "wandb"),
+        ("trainer.logger=mlflow", "is not a legal name", "wandb"),
     ),
     Case(
         "Validation only, without validation data",
@@ -443,7 +443,7 @@ CASES = (
         "",
         (
             "data.train_files=train.parquet",
-            "no scorer belongs to data source 'my/sums'",
+            "no built-in reward function for data source 'my/sums'",
             "custom_reward_function.path",
             "openai/gsm8k",
         ),
@@ -588,14 +588,14 @@ CASES = (
         "trainer.resume_mode=resume_path trainer.resume_from_path=run/global_step_7",
         (
             "trainer.resume_from_path=run/global_step_7",
-            "no such folder",
+            "does not exist",
             "trainer.resume_mode=auto",
         ),
     ),
     Case(
         "Resuming from the run directory instead of a checkpoint",
         "trainer.resume_mode=resume_path trainer.resume_from_path=run",
-        ("trainer.resume_from_path=run", "is no global_step_N folder", "It holds global_step_20"),
+        ("trainer.resume_from_path=run", "is not a global_step_N folder", "It contains global_step_20"),
         files=checkpoint,
     ),
     Case(

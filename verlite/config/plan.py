@@ -1,7 +1,7 @@
-"""Every number and choice that follows from a configuration, worked out once, in one typed object.
+"""Derive every number and choice that follows from a configuration, in one typed object.
 
-verl's units are kept in the configuration; the rest of verlite reads the plan, so nobody rescales a value in place and
-nobody asks twice what null means.
+The configuration keeps verl's units. All other packages read the plan, so values are never rescaled in place and the
+meaning of null is resolved in one place.
 """
 
 import functools
@@ -247,41 +247,83 @@ class Plan:
 
 
 def make_plan(config: Config, device: str | None = None, count_rows: bool = True) -> Plan:
-    """Derive everything. `config` must have passed the rules.
+    """Derive the plan of a configuration that has passed the rules.
 
-    device: "cuda" or "cpu" where the caller knows the cluster's; None asks trainer.device, and for auto this machine.
-    count_rows: read the number of rows from the parquet files' footers.
+    Args:
+        config: the whole configuration.
+        device: "cuda" or "cpu" if the cluster's device kind is known. None: from trainer.device; for auto, from this machine.
+        count_rows: read the number of rows from the footers of the parquet files.
     """
-    data, trainer, algorithm, critic = config.data, config.trainer, config.algorithm, config.critic
-    actor, rollout, ref = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-        config.actor_rollout_ref.ref,
+    device = device or resolve_device(config.trainer.device)
+    where = _placement(config, device)
+    shared = where["sequence_parallel"]
+    actor = _actor_updates(config, shared)
+    plan = Plan(
+        **where,
+        **_step(config, len(where["placement"]["actor"]) // shared["actor"]),
+        actor=actor,
+        **_critic(config, shared),
+        **_forward_passes(config, shared),
+        **_algorithm(config, actor),
+        **_lengths(config),
+        **_engine(config, device, len(where["placement"]["rollout"])),
+        **_run(config, count_rows),
+        choices=_words(config),
     )
-    device = device or resolve_device(trainer.device)
-    n_devices = trainer.nnodes * trainer.n_gpus_per_node
-    with_critic, with_reference = needs_critic(config), needs_reference(config)
-    with_worker = with_reference and not reference_is_actor(config)
-    roles = (
-        "actor",
-        "rollout",
-        *(["ref"] if with_worker else []),
-        *(["critic"] if with_critic else []),
-    )
-    everywhere = parse(config.cluster.component_placement, ROLES, n_devices)
-    placement = {role: everywhere[role] for role in roles}
-    rows = data.train_batch_size * rollout.n
-    measured = catalog.measured(algorithm.adv_estimator)
-    corrected = correction.settings(algorithm.rollout_correction)
-    shared = sequence_parallel(config)
-    groups = len(placement["actor"]) // shared["actor"]
-    turns = max_turns(config)
+    if plan.train_rows is None:
+        return plan
+    per_epoch, total = plan.steps(plan.train_rows)
+    return replace(plan, steps_per_epoch=per_epoch, total_steps=total)
 
-    actor_updates = Updates(
+
+def _placement(config: Config, device: str) -> dict[str, Any]:
+    """Return the fields about devices and roles."""
+    trainer = config.trainer
+    n_devices = trainer.nnodes * trainer.n_gpus_per_node
+    roles = ["actor", "rollout"]
+    if needs_reference(config) and not reference_is_actor(config):
+        roles.append("ref")
+    if needs_critic(config):
+        roles.append("critic")
+    everywhere = parse(config.cluster.component_placement, ROLES, n_devices)
+    return {
+        "nnodes": trainer.nnodes,
+        "devices_per_node": trainer.n_gpus_per_node,
+        "n_devices": n_devices,
+        "device": device,
+        "roles": tuple(roles),
+        "placement": {role: everywhere[role] for role in roles},
+        "sequence_parallel": sequence_parallel(config),
+        "needs_critic": needs_critic(config),
+        "needs_reference": needs_reference(config),
+        "reference_is_actor": reference_is_actor(config),
+    }
+
+
+def _step(config: Config, groups: int) -> dict[str, Any]:
+    """Return the fields about the batch of a step, which `groups` of actor ranks share."""
+    prompts = config.data.train_batch_size
+    samples = config.actor_rollout_ref.rollout.n
+    rows = prompts * samples
+    key, drawn = prompts_drawn(config)
+    return {
+        "prompts": prompts,
+        "samples_per_prompt": samples,
+        "batch_size": rows,
+        "rows_per_rank": (rows // groups, math.ceil(rows / groups)),
+        "gen_prompts": drawn,
+        "gen_prompts_key": key,
+        "filters_groups": config.algorithm.filter_groups.enable,
+    }
+
+
+def _actor_updates(config: Config, shared: dict[str, int]) -> Updates:
+    actor = config.actor_rollout_ref.actor
+    return Updates(
         mini_prompts=actor.ppo_mini_batch_size,
-        mini_rows=actor.ppo_mini_batch_size * rollout.n,
+        mini_rows=actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
         epochs=actor.ppo_epochs,
-        per_epoch=data.train_batch_size // actor.ppo_mini_batch_size,
+        per_epoch=config.data.train_batch_size // actor.ppo_mini_batch_size,
         micro=_micro(
             actor.use_dynamic_bsz,
             actor.ppo_micro_batch_size_per_gpu,
@@ -290,115 +332,141 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         shuffle=actor.shuffle,
         loss_agg_mode=actor.loss_agg_mode,
     )
-    log_prob = _micro(
-        _first(rollout.log_prob_use_dynamic_bsz, actor.use_dynamic_bsz),
-        _first(rollout.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu),
-        _first(rollout.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)
-        * shared["actor"],
-    )
-    ref_micro = _micro(
-        _first(ref.log_prob_use_dynamic_bsz, actor.use_dynamic_bsz),
-        _first(ref.log_prob_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu),
-        _first(ref.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu) * shared["ref"],
-    )
-    critic_updates = value_micro = None
-    if with_critic:
-        mini = _first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)
-        dynamic = _first(critic.use_dynamic_bsz, actor.use_dynamic_bsz)
-        size = _first(critic.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu)
-        tokens = (
-            _first(critic.ppo_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)
-            * shared["critic"]
-        )
-        critic_updates = Updates(
-            mini_prompts=mini,
-            mini_rows=mini * rollout.n,
-            epochs=_first(critic.ppo_epochs, actor.ppo_epochs),
-            per_epoch=data.train_batch_size // mini,
-            micro=_micro(dynamic, size, tokens),
-            shuffle=_first(critic.shuffle, actor.shuffle),
-            loss_agg_mode=_first(critic.loss_agg_mode, actor.loss_agg_mode),
-        )
-        value_micro = _micro(dynamic, _first(critic.forward_micro_batch_size_per_gpu, size), tokens)
 
+
+def _critic(config: Config, shared: dict[str, int]) -> dict[str, Any]:
+    """Return the fields about the critic. null in its section means the actor's value."""
+    if not needs_critic(config):
+        return {
+            "critic": None,
+            "value_micro": None,
+            "critic_warmup": 0,
+            "critic_model_path": None,
+        }
+    actor = config.actor_rollout_ref.actor
+    critic = config.critic
+    mini = _first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)
+    size = _first(critic.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+    dynamic = uses_dynamic_batches(config, "critic")
+    tokens = _first(critic.ppo_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)
+    tokens *= shared["critic"]
+    updates = Updates(
+        mini_prompts=mini,
+        mini_rows=mini * config.actor_rollout_ref.rollout.n,
+        epochs=_first(critic.ppo_epochs, actor.ppo_epochs),
+        per_epoch=config.data.train_batch_size // mini,
+        micro=_micro(dynamic, size, tokens),
+        shuffle=_first(critic.shuffle, actor.shuffle),
+        loss_agg_mode=_first(critic.loss_agg_mode, actor.loss_agg_mode),
+    )
+    forward = _first(critic.forward_micro_batch_size_per_gpu, size)
+    return {
+        "critic": updates,
+        "value_micro": _micro(dynamic, forward, tokens),
+        "critic_warmup": config.trainer.critic_warmup,
+        "critic_model_path": _first(critic.model.path, config.actor_rollout_ref.model.path),
+    }
+
+
+def _forward_passes(config: Config, shared: dict[str, int]) -> dict[str, Any]:
+    """Return the micro-batches of old and reference log-probs. null in their sections means the actor's value."""
+    sections: dict[str, Any] = {
+        "rollout": config.actor_rollout_ref.rollout,
+        "ref": config.actor_rollout_ref.ref,
+    }
+    actor = config.actor_rollout_ref.actor
+    ranks = {"rollout": shared["actor"], "ref": shared["ref"]}
+    micro = {}
+    for name, section in sections.items():
+        size = section.log_prob_micro_batch_size_per_gpu
+        tokens = section.log_prob_max_token_len_per_gpu
+        micro[name] = _micro(
+            uses_dynamic_batches(config, name),
+            _first(size, actor.ppo_micro_batch_size_per_gpu),
+            _first(tokens, actor.ppo_max_token_len_per_gpu) * ranks[name],
+        )
+    return {
+        "log_prob_micro": micro["rollout"],
+        "ref_micro": micro["ref"] if needs_reference(config) else None,
+    }
+
+
+def _algorithm(config: Config, updates: Updates) -> dict[str, Any]:
+    """Return the fields about estimator, loss and rollout correction."""
+    actor = config.actor_rollout_ref.actor
+    corrected = correction.settings(config.algorithm.rollout_correction)
+    measured = catalog.measured(config.algorithm.adv_estimator)
+    loss = catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
+    divisor = float(_longest_response(config, max_turns(config)))
+    buffer = max(1, config.data.max_response_length // 5)
+    return {
+        "needs_greedy_baseline": "reward_baselines" in measured,
+        "needs_sum_pi_squared": "sum_pi_squared" in measured,
+        "needs_old_log_probs": _needs_old_log_probs(config, updates, corrected),
+        "loss_mode": loss,
+        "correction": corrected,
+        "clip_low": _first(actor.clip_ratio_low, actor.clip_ratio),
+        "clip_high": _first(actor.clip_ratio_high, actor.clip_ratio),
+        "loss_scale": _first(actor.loss_scale_factor, divisor),
+        "overlong_buffer": _first(config.reward.overlong_buffer.len, buffer),
+    }
+
+
+def _lengths(config: Config) -> dict[str, Any]:
+    """Return the fields about turns and lengths."""
+    data = config.data
+    turns = max_turns(config)
+    key, prompt = longest_prompt(config)
+    longest = data.max_prompt_length + data.max_response_length
+    return {
+        "max_turns": turns,
+        "longest_prompt": prompt,
+        "longest_prompt_key": key,
+        "longest_response": _longest_response(config, turns),
+        "longest_sequence": longest,
+        "max_model_len": _first(config.actor_rollout_ref.rollout.max_model_len, longest),
+        "turns": length_arithmetic(config) if turns else "",
+    }
+
+
+def _engine(config: Config, device: str, devices: int) -> dict[str, Any]:
+    """Return the fields about the rollout engines and dtypes."""
+    rollout = config.actor_rollout_ref.rollout
     name = resolve_rollout(rollout.name)
-    tensor_parallel = (
-        rollout.tensor_model_parallel_size if name == "vllm" and device == "cuda" else 1
-    )
-    train_files, val_files = files_of(data.train_files), files_of(data.val_files)
-    train_rows = _limited(count(train_files), data.train_max_samples) if count_rows else None
-    val_rows = (
-        _limited(count(val_files), data.val_max_samples) if count_rows and val_files else None
-    )
-    plan = Plan(
-        nnodes=trainer.nnodes,
-        devices_per_node=trainer.n_gpus_per_node,
-        n_devices=n_devices,
-        device=device,
-        roles=roles,
-        placement=placement,
-        sequence_parallel=shared,
-        prompts=data.train_batch_size,
-        samples_per_prompt=rollout.n,
-        batch_size=rows,
-        rows_per_rank=(rows // groups, math.ceil(rows / groups)),
-        actor=actor_updates,
-        critic=critic_updates,
-        log_prob_micro=log_prob,
-        ref_micro=ref_micro if with_reference else None,
-        value_micro=value_micro,
-        needs_critic=with_critic,
-        needs_reference=with_reference,
-        reference_is_actor=reference_is_actor(config),
-        needs_greedy_baseline="reward_baselines" in measured,
-        needs_old_log_probs=_needs_old_log_probs(config, actor_updates, corrected),
-        needs_sum_pi_squared="sum_pi_squared" in measured,
-        loss_mode=catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode,
-        correction=corrected,
-        gen_prompts=prompts_drawn(config)[1],
-        gen_prompts_key=prompts_drawn(config)[0],
-        overlong_buffer=_first(
-            config.reward.overlong_buffer.len, max(1, data.max_response_length // 5)
-        ),
-        max_turns=turns,
-        longest_prompt=longest_prompt(config)[1],
-        longest_prompt_key=longest_prompt(config)[0],
-        longest_response=_longest_response(config, turns),
-        longest_sequence=data.max_prompt_length + data.max_response_length,
-        filters_groups=algorithm.filter_groups.enable,
-        critic_warmup=trainer.critic_warmup if with_critic else 0,
-        clip_low=_first(actor.clip_ratio_low, actor.clip_ratio),
-        clip_high=_first(actor.clip_ratio_high, actor.clip_ratio),
-        loss_scale=_first(actor.loss_scale_factor, float(_longest_response(config, turns))),
-        critic_model_path=_first(critic.model.path, config.actor_rollout_ref.model.path)
-        if with_critic
-        else None,
-        rollout_name=name,
-        tensor_parallel=tensor_parallel,
-        engines=len(placement["rollout"]) // tensor_parallel,
-        max_model_len=_first(
-            rollout.max_model_len, data.max_prompt_length + data.max_response_length
-        ),
-        train_dtype=resolve_dtype(actor.fsdp_config.dtype, device),
-        rollout_dtype=resolve_dtype(rollout.dtype, device),
-        train_files=train_files,
-        val_files=val_files,
-        train_rows=train_rows,
-        val_rows=val_rows,
-        steps_per_epoch=None,
-        total_steps=trainer.total_training_steps,
-        total_epochs=trainer.total_epochs,
-        total_training_steps=trainer.total_training_steps,
-        validates=bool(val_files)
-        and (trainer.val_before_train or trainer.val_only or trainer.test_freq > 0),
-        validates_first=bool(val_files) and (trainer.val_before_train or trainer.val_only),
-        choices=_words(config),
-        turns=length_arithmetic(config) if turns else "",
-    )
-    if train_rows is None:
-        return plan
-    per_epoch, total = plan.steps(train_rows)
-    return replace(plan, steps_per_epoch=per_epoch, total_steps=total)
+    several = name == "vllm" and device == "cuda"
+    size = rollout.tensor_model_parallel_size if several else 1
+    return {
+        "rollout_name": name,
+        "tensor_parallel": size,
+        "engines": devices // size,
+        "train_dtype": resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device),
+        "rollout_dtype": resolve_dtype(rollout.dtype, device),
+    }
+
+
+def _run(config: Config, count_rows: bool) -> dict[str, Any]:
+    """Return the fields about files, steps and validation."""
+    data = config.data
+    trainer = config.trainer
+    train_files = files_of(data.train_files)
+    val_files = files_of(data.val_files)
+    train_rows = val_rows = None
+    if count_rows:
+        train_rows = _limited(count(train_files), data.train_max_samples)
+        val_rows = _limited(count(val_files), data.val_max_samples) if val_files else None
+    early = trainer.val_before_train or trainer.val_only
+    return {
+        "train_files": train_files,
+        "val_files": val_files,
+        "train_rows": train_rows,
+        "val_rows": val_rows,
+        "steps_per_epoch": None,
+        "total_steps": trainer.total_training_steps,
+        "total_epochs": trainer.total_epochs,
+        "total_training_steps": trainer.total_training_steps,
+        "validates": bool(val_files) and (early or trainer.test_freq > 0),
+        "validates_first": bool(val_files) and early,
+    }
 
 
 def _words(config: Config) -> list[tuple[str, str]]:
