@@ -1,4 +1,4 @@
-"""A corpus of passages: a .jsonl file that stays on disk, and the place of each passage in it."""
+"""A corpus of passages: a .jsonl file on disk and the position of each passage in it."""
 
 import gzip
 import hashlib
@@ -15,17 +15,18 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 Track = Callable[..., Iterable[Any]]
-"""track(items, description=..., total=...) -> the same items, shown as progress."""
+"""track(items, description=..., total=...) -> the same items, with a progress bar."""
 
 
 class ServiceError(ValueError):
-    """A corpus, index, model or address that cannot be used; says which, why and what to do."""
+    """A corpus, index, model or address cannot be used. The message has the remedy."""
 
 
 class Corpus:
-    """Passages by row, counted from 0. Only where each begins is in memory; the text is read from the file when it is asked for.
+    """Passages by row, counted from 0. Memory has only their positions; text is read on demand.
 
-    `file` is open and stays so; it must not be changed in place while it is in use. `starts` has each passage's first byte.
+    `file` must stay open and must not be modified in place. `starts` has the offset of each passage
+    in bytes.
     """
 
     def __init__(self, file: BinaryIO, starts: np.ndarray) -> None:
@@ -36,21 +37,23 @@ class Corpus:
         return len(self.starts)
 
     def __getitem__(self, row: int) -> dict[str, str]:
-        """{"id", "contents"} of one row."""
+        """Return {"id", "contents"} of one row."""
         start = int(self.starts[row])
         end = self._bytes.find(b"\n", start)
         return make_passage(self._bytes[start : end if end >= 0 else None], row)
 
     def contents(self) -> Iterator[str]:
-        """All passages' text, in the order of rows."""
+        """Iterate over the text of all passages, in the order of rows."""
         return (self[row]["contents"] for row in range(len(self)))
 
 
 def read_corpus(path: Path, track: Track, unpacked: Path | None = None) -> Corpus:
-    """Check every line of a .jsonl or .jsonl.gz file and note where it begins.
+    """Check every line of a .jsonl or .jsonl.gz file and store its position.
 
-    What is packed is unpacked first: into the file `unpacked`, or a temporary one that goes with this process. Raises
-    ServiceError for a line that is no passage, or where there are none.
+    A compressed file is decompressed first, into the file `unpacked` or a temporary file.
+
+    Raises:
+        ServiceError: a line is not a passage, or there are no passages.
     """
     file = _unpack(path, unpacked) if path.suffix == ".gz" else open(path, "rb")
     starts, place = array("q"), 0
@@ -66,7 +69,8 @@ def read_corpus(path: Path, track: Track, unpacked: Path | None = None) -> Corpu
         place += len(line)
     if not starts:
         raise ServiceError(
-            f'{path}: there are no passages; each line is one, as {{"id": "0", "contents": "\\"Title\\"\\ntext"}}'
+            f"{path}: there are no passages; each line is one, "
+            'as {"id": "0", "contents": "\\"Title\\"\\ntext"}'
         )
     return Corpus(file, np.frombuffer(starts, dtype=np.int64))
 
@@ -84,9 +88,12 @@ def _unpack(path: Path, unpacked: Path | None) -> BinaryIO:
 
 
 def make_passage(line: bytes, row: int) -> dict[str, str]:
-    """{"id", "contents"} from a line {"id", "contents"} or {"id", "title", "text"}; a line without an id has its row as one.
+    """Return {"id", "contents"} from a line {"id", "contents"} or {"id", "title", "text"}.
 
-    Raises ValueError, saying what is wrong with the line.
+    The default id is the row.
+
+    Raises:
+        ValueError: the line is not a passage; the message has the reason.
     """
     try:
         value = json.loads(line)
@@ -123,7 +130,7 @@ def _text(value: dict[str, Any], key: str) -> str:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file: what tells one corpus from another."""
+    """Return size in bytes and SHA-256 of a file, which identify a corpus."""
     with open(path, "rb") as file:
         return {
             "bytes": path.stat().st_size,

@@ -1,4 +1,4 @@
-"""Dense retrieval: a sentence-transformers encoder and a FAISS index. Needs the extra `dense`, which is imported only here."""
+"""Dense retrieval: a sentence-transformers encoder and a FAISS index. Needs the extra `dense`."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -10,16 +10,26 @@ import numpy as np
 from verlite.services.corpus import Corpus, ServiceError, Track
 from verlite.services.index import Hit
 
-BLOCK = 1024  # passages that are encoded before they go into the index: the encoder sorts them by length, so more pad less
+BLOCK = 1024
+"""Passages encoded at once. The encoder sorts them by length, so larger blocks need less padding.
+"""
 FILE = "dense.faiss"
 
 
 class Dense:
-    """Passages whose embedding has the highest inner product with the query's; embeddings have length 1, so it is their cosine.
+    """Find passages by the cosine similarity of their embedding and the query's.
 
-    `model` is a sentence-transformers name or folder; `faiss_index` is FAISS's name of the index type: Flat compares with every
-    passage, HNSW64 with few of them, on a graph. The prefixes go before what is encoded; e5 models were trained with these two.
-    Raises ServiceError where the extra is not installed or the model cannot be loaded.
+    Embeddings are normalized and compared by inner product.
+
+    Args:
+        model: a sentence-transformers name or folder.
+        faiss_index: FAISS's name of the index type. Flat compares with every passage, HNSW64 with
+        few of them, on a graph.
+        query_prefix: text before each query. e5 models were trained with the two defaults.
+        passage_prefix: text before each passage.
+
+    Raises:
+        ServiceError: the extra is not installed, or the model cannot be loaded.
     """
 
     name = "dense"
@@ -39,7 +49,8 @@ class Dense:
                 f"--retriever dense: {error}. Install it: pip install 'verlite[dense]'"
             ) from None
         self._faiss = faiss
-        self._model_name, self._type = model, faiss_index
+        self._model_name = model
+        self._type = faiss_index
         self._prefixes = {"query_prefix": query_prefix, "passage_prefix": passage_prefix}
         try:
             self._encoder = SentenceTransformer(model)
@@ -59,9 +70,8 @@ class Dense:
 
     def build(self, corpus: Corpus, track: Track) -> None:
         contents = iter(track(corpus.contents(), description="encoding", total=len(corpus)))
-        width = self._encode([""], "passage_prefix").shape[
-            1
-        ]  # what sentence-transformers calls it differs with its version
+        # Measured, because the name of this attribute depends on the sentence-transformers version.
+        width = self._encode([""], "passage_prefix").shape[1]
         self._index = self._faiss.index_factory(width, self._type, self._faiss.METRIC_INNER_PRODUCT)
         while block := list(islice(contents, BLOCK)):
             self._index.add(self._encode(block, "passage_prefix"))
@@ -77,7 +87,7 @@ class Dense:
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         scores, rows = self._index.search(self._encode(queries, "query_prefix"), topk)
-        # FAISS fills up with row -1 where it finds fewer than topk.
+        # FAISS pads with row -1 if it finds fewer than topk.
         return [
             [(int(row), float(score)) for row, score in zip(*found, strict=True) if row >= 0]
             for found in zip(rows, scores, strict=True)

@@ -1,4 +1,4 @@
-"""What finds passages: BM25, and how an index of any kind is built, kept in a folder, and never used with another corpus."""
+"""Search indexes: BM25, and how an index is built, stored in a folder and tied to its corpus."""
 
 import importlib.metadata
 import json
@@ -18,22 +18,26 @@ import numpy as np
 
 from verlite.services.corpus import Corpus, ServiceError, Track, fingerprint, read_corpus
 
-FORMAT = 1  # of an index folder; higher when an older folder would be read wrongly, such as after a change of `tokens`
+FORMAT = 1
+"""Version of index folders. Raise it if older folders would be misread, such as after a change of
+`tokens`.
+"""
 MANIFEST = "verlite_index.json"
 
-BLOCK = 1000  # scores
+BLOCK = 1000
+"""Number of scores in a block; see `best`."""
 
 Hit = tuple[int, float]
-"""row of the passage, score"""
+"""Row of the passage, and its score."""
 
 
 class Index(Protocol):
-    """A kind of retrieval with its settings. Empty until it is built or loaded."""
+    """A retrieval method with its settings. It is empty until it is built or loaded."""
 
     name: str
 
     def settings(self) -> dict[str, Any]:
-        """What an index folder must have been made with to be used: library, version, parameters."""
+        """Return library, version and parameters. An index folder must have the same to be used."""
         ...
 
     def build(self, corpus: Corpus, track: Track) -> None: ...
@@ -41,26 +45,28 @@ class Index(Protocol):
     def save(self, folder: Path) -> None: ...
 
     def load(self, folder: Path) -> None:
-        """Raises OSError, ValueError or KeyError for files that cannot be read."""
+        """Load a folder. Raises OSError, ValueError or KeyError for files that cannot be read."""
         ...
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """At most `topk` passages for each query, best first."""
+        """Return at most `topk` passages for each query, best first."""
         ...
 
 
 class BM25:
-    """BM25 as Lucene computes it (Kamphuis et al., 2020): the sum over a query's words of idf * tf / (tf + k1 * (1 - b + b * len / mean)).
+    """BM25 as in Lucene (Kamphuis et al., 2020).
 
-    idf = log(1 + (N - n + 0.5) / (n + 0.5)) for a word in n of N passages. A word that is asked for twice counts twice. The defaults
-    are Pyserini's, with which Search-R1 searched its BM25 index, so that figures can be compared; its passages are all of one length,
-    where b matters little. On passages of unequal length k1=1.2, b=0.75 may find more (docs/retriever.md).
+    The score is the sum over the query's words of idf * tf / (tf + k1 * (1 - b + b * len / mean)),
+    with idf = log(1 + (N - n + 0.5) / (n + 0.5)) for a word in n of N passages. A repeated word
+    counts repeatedly. The defaults are those of Pyserini, which Search-R1 used, so that figures can
+    be compared. Its passages have equal length, where b matters little. For passages of unequal
+    length, k1=1.2, b=0.75 may find more (docs/retriever.md).
     """
 
     name = "bm25"
 
     def __init__(self, k1: float = 0.9, b: float = 0.4) -> None:
-        import bm25s  # here, because it imports numba where that is installed, which takes seconds
+        import bm25s  # imported late: it imports numba if that is installed, which takes seconds
 
         self._bm25 = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy")
 
@@ -96,9 +102,8 @@ class BM25:
     def load(self, folder: Path) -> None:
         self._bm25 = type(self._bm25).load(folder, mmap=True, show_progress=False, backend="numpy")
         scores = self._bm25.scores
-        scores.update(
-            {name: np.asarray(scores[name]) for name in ("data", "indices", "indptr")}
-        )  # views: indexing a memmap itself is slow
+        # Views, because indexing a memmap itself is slow.
+        scores.update({name: np.asarray(scores[name]) for name in ("data", "indices", "indptr")})
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         return [self._search(query, topk) for query in queries]
@@ -109,12 +114,13 @@ class BM25:
 
 
 def best(scores: np.ndarray, topk: int) -> list[Hit]:
-    """The rows of the `topk` highest scores above 0, best first; of equal ones the lower row.
+    """Return the rows of the `topk` highest scores above 0, best first; of equal scores the lower
+    row.
 
-    A score of 0 is that of a passage without any word asked for.
+    A score of 0 means that the passage has none of the query's words.
     """
-    # Of N blocks the topk best have a score of at least `edge` each, so what is below it is not among the best: far quicker than a
-    # selection from all scores.
+    # At least topk blocks have a score of at least `edge`, so lower scores are not among the best.
+    # This is much faster than a selection from all scores.
     blocks = len(scores) // BLOCK
     highest = scores[: blocks * BLOCK].reshape(blocks, BLOCK).max(axis=1)
     edge = np.partition(highest, -topk)[-topk] if blocks >= topk else 0.0
@@ -128,14 +134,14 @@ def best(scores: np.ndarray, topk: int) -> list[Hit]:
 
 
 WORD = re.compile(r"\w+")
-STOP_WORDS = frozenset(  # Lucene's for English, and the s that the split leaves of "Einstein's"
-    "a an and are as at be but by for if in into is it no not of on or s such that the their then there these they this to was will "
-    "with".split()
+STOP_WORDS = frozenset(  # Lucene's for English, and the s that remains of "Einstein's"
+    "a an and are as at be but by for if in into is it no not of on or s such that the their "
+    "then there these they this to was will with".split()
 )
 
 
 def tokens(text: str) -> list[str]:
-    """The words of a passage or query, as they are compared: lower case, without accents, stop words and plurals."""
+    """Return the words of a text in lower case, without accents, stop words and plural endings."""
     if not text.isascii():
         text = "".join(
             letter
@@ -147,7 +153,10 @@ def tokens(text: str) -> list[str]:
 
 @lru_cache(1 << 18)
 def singular(word: str) -> str:
-    """A word without its plural ending: Harman's S stemmer (1991). On HotpotQA it gains most of what Porter's does, without a package."""
+    """Return a word without its plural ending: Harman's S stemmer (1991).
+
+    On HotpotQA it gains most of what Porter's stemmer does, and needs no package.
+    """
     if len(word) > 3:
         if word.endswith("ies") and not word.endswith(("eies", "aies")):
             return word[:-3] + "y"
@@ -159,16 +168,19 @@ def singular(word: str) -> str:
 
 
 class _Words:
-    """All passages' word numbers in one array: bm25s takes lists of lists, which need several times the memory, or what looks like them."""
+    """The word numbers of all passages in one array.
+
+    bm25s accepts any object that behaves like a list of lists. Real lists need several times the
+    memory.
+    """
 
     def __init__(self, ids: array, ends: array, vocabulary: dict[str, int], track: Track) -> None:
-        self.ids, self.vocab = self, vocabulary  # bm25s asks for .ids and .vocab
-        self._ids, self._ends, self._track, self._passes = (
-            np.frombuffer(ids, dtype=np.int32),
-            ends,
-            track,
-            0,
-        )
+        self.ids = self  # bm25s reads .ids and .vocab
+        self.vocab = vocabulary
+        self._ids = np.frombuffer(ids, dtype=np.int32)
+        self._ends = ends
+        self._track = track
+        self._passes = 0
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -184,11 +196,15 @@ class _Words:
 def open_index(
     path: Path, index: Index, folder: Path | None, rebuild: bool, track: Track
 ) -> Corpus:
-    """Read the corpus of `path` and fill `index`: from `folder` if it holds the index of this very corpus, else by building it there.
+    """Read the corpus at `path`, and load its index from `folder` or build it there.
 
-    Without a folder the index is only in memory. `rebuild` builds in any case, and replaces what the folder holds once that has succeeded.
-    Raises ServiceError for a corpus that cannot be used, and for a folder that belongs to another corpus or other settings, is damaged, or
-    is no index; OSError for files that cannot be read or written.
+    Without a folder the index exists only in memory. `rebuild` always builds, and replaces the
+    folder once that has succeeded.
+
+    Raises:
+        ServiceError: the corpus cannot be used; or the folder belongs to another corpus or other
+            settings, is damaged, or is not an index.
+        OSError: a file cannot be read or written.
     """
     if folder is None:
         corpus = read_corpus(path, track)
@@ -201,7 +217,8 @@ def open_index(
         _build(path, index, folder, wanted, track)
     elif found != wanted:
         raise ServiceError(
-            f"--index {folder}: {_difference(found, wanted, path)}. --rebuild replaces it; another --index folder keeps both"
+            f"--index {folder}: {_difference(found, wanted, path)}. "
+            "--rebuild replaces it; another --index folder keeps both"
         )
     try:
         index.load(folder)
@@ -214,7 +231,7 @@ def open_index(
 
 
 def _build(path: Path, index: Index, folder: Path, wanted: dict[str, Any], track: Track) -> None:
-    """Build in a folder beside `folder`, and put it in its place when it is complete."""
+    """Build in a folder beside `folder`, and rename it when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
@@ -234,20 +251,28 @@ def _build(path: Path, index: Index, folder: Path, wanted: dict[str, Any], track
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """What the folder's index was made from; None for no folder or an empty one. Raises ServiceError for a folder of other things."""
+    """Return the manifest of an index folder. None if the folder is missing or empty.
+
+    Raises:
+        ServiceError: the folder is not an index.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     try:
         return json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise ServiceError(
-            f"--index {folder}: is there and is no index ({error}). Give a folder that is new, empty or an index"
+            f"--index {folder}: is there and is no index ({error}). "
+            "Give a folder that is new, empty or an index"
         ) from None
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any], path: Path) -> str:
     if found.get("corpus") != wanted["corpus"]:
-        return f"was made from another corpus than {path} as it is now ({found.get('corpus')}, not {wanted['corpus']})"
+        return (
+            f"was made from another corpus than {path} as it is now "
+            f"({found.get('corpus')}, not {wanted['corpus']})"
+        )
     old, new = ({"format": side.get("format"), **side.get("index", {})} for side in (found, wanted))
     names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
     return "was made with " + ", ".join(

@@ -20,7 +20,8 @@ from starlette.requests import ClientDisconnect
 from verlite.services.corpus import Corpus, ServiceError, Track
 from verlite.services.index import Hit, Index
 
-STOP_S = 30  # requests that are being answered may take so long once the server is told to stop
+STOP_S = 30
+"""Seconds for requests in progress after the server was asked to stop."""
 MAX_TOPK = 100
 LOG = logging.getLogger("uvicorn.error")
 GONE = HTTPException(499, "the client has gone")  # nobody reads it
@@ -28,7 +29,7 @@ GONE = HTTPException(499, "the client has gone")  # nobody reads it
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for."""
+    """Limits of one request."""
 
     body: int = 1 << 20
     """Bytes."""
@@ -40,7 +41,10 @@ class Limits:
 def make_app(
     corpus: Corpus, index: Index, topk: int = 3, max_batch: int = 32, limits: Limits = Limits()
 ) -> FastAPI:
-    """The service over an index that is ready. `topk` is for requests that do not say; `max_batch` queries at most are searched at once."""
+    """Create the service over a loaded index.
+
+    `topk` is the default number of passages. At most `max_batch` queries are searched at once.
+    """
     desk = Desk(corpus, index, max_batch)
 
     @asynccontextmanager
@@ -63,7 +67,7 @@ def make_app(
             texts = await desk.answer(asked, request.is_disconnected)
         except HTTPException:
             raise
-        except Exception as error:  # here, because uvicorn hangs up on a client whose request ends with an exception
+        except Exception as error:  # uvicorn would close the connection without an answer
             LOG.exception("the search failed")
             raise HTTPException(
                 500, f"the search failed: {type(error).__name__}: {error}"
@@ -75,7 +79,7 @@ def make_app(
 
 @dataclass(frozen=True)
 class Asked:
-    """A request as it is understood."""
+    """A parsed request."""
 
     queries: list[str]
     topk: int
@@ -83,7 +87,7 @@ class Asked:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises HTTPException 413 for one of more than `limit` bytes."""
+    """Return the whole body. Raises HTTPException 413 if it has more than `limit` bytes."""
     body, size = bytearray(), 0
     try:
         async for chunk in request.stream():
@@ -91,7 +95,8 @@ async def read_body(request: Request, limit: int) -> bytes:
             if size <= limit:
                 body += chunk
             elif size > 16 * limit:
-                break  # up to here it is read and dropped: a client that is still sending would not see the answer
+                break
+            # Up to that size the body is read and dropped, so that the client sees the answer.
     except ClientDisconnect:
         raise GONE from None
     if size > limit:
@@ -102,9 +107,12 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def parse(body: bytes, topk: int, limits: Limits) -> Asked:
-    """Search-R1's {"queries", "topk", "return_scores"}, or {"query"} for a single one. Other fields are ignored, as there.
+    """Parse {"queries", "topk", "return_scores"}, or {"query"} for a single one.
 
-    Raises HTTPException 422 with a sentence that names the field.
+    Other fields are ignored, as in Search-R1.
+
+    Raises:
+        HTTPException: status 422, with a sentence that names the field.
     """
     try:
         value = json.loads(body)
@@ -112,7 +120,8 @@ def parse(body: bytes, topk: int, limits: Limits) -> Asked:
         raise _wrong(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise _wrong(
-            f'the body is a {type(value).__name__}, expected an object such as {{"queries": ["..."], "topk": 3}}'
+            f"the body is a {type(value).__name__}, expected an object "
+            'such as {"queries": ["..."], "topk": 3}'
         )
     given = [name for name in ("queries", "query") if value.get(name) is not None]
     if len(given) != 1:
@@ -154,31 +163,33 @@ def _wrong(sentence: str) -> HTTPException:
 
 @dataclass
 class Share:
-    """Queries of one request that are searched at once."""
+    """The part of a request that is searched at once."""
 
     asked: Asked
     gone: Callable[[], Awaitable[bool]]
-    """Whether who asked has hung up."""
+    """Returns whether the client has disconnected."""
     texts: asyncio.Future[list[str]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
 
 class Desk:
-    """Where requests wait for the index. One thread searches, so nothing is searched twice at a time and the event loop stays free.
+    """A queue of requests in front of the index. One thread searches, so the event loop is free.
 
-    A request queues for `max_batch` of its queries at a time, so a large one does not keep small ones waiting; queries of several
-    requests that wait are searched together, which a dense encoder needs to be quick.
+    A request queues `max_batch` of its queries at a time, so a large one does not block small ones.
+    Waiting queries of several requests are searched together, which makes a dense encoder faster.
     """
 
     def __init__(self, corpus: Corpus, index: Index, max_batch: int) -> None:
-        self.corpus, self.index, self.max_batch = corpus, index, max_batch
+        self.corpus = corpus
+        self.index = index
+        self.max_batch = max_batch
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="search")
         self._waiting: deque[Share] = deque()
         self._arrival = asyncio.Event()
 
     async def answer(self, asked: Asked, gone: Callable[[], Awaitable[bool]]) -> list[str]:
-        """JSON of each query's hits, in order. Stops early once the client is `gone`."""
+        """Return the hits of each query as JSON, in order. Stop early if the client is `gone`."""
         texts: list[str] = []
         for start in range(0, len(asked.queries), self.max_batch):
             share = Share(
@@ -190,7 +201,7 @@ class Desk:
         return texts
 
     async def work(self) -> None:
-        """Search for whoever waits, forever."""
+        """Search for waiting requests, forever."""
         while True:
             await self._arrival.wait()
             shares = [share for share in self._take() if not await _dropped(share)]
@@ -218,7 +229,7 @@ class Desk:
         return shares
 
     def _search(self, batch: list[Asked]) -> list[list[str]]:
-        """In the thread. Every query's hits become text one by one: a single large json.dumps would stop the event loop too."""
+        """Search in the thread. Hits are encoded query by query, so the event loop is not blocked."""
         hits = iter(
             self.index.search(
                 [query for asked in batch for query in asked.queries],
@@ -240,14 +251,20 @@ class Desk:
 
 
 async def _dropped(share: Share) -> bool:
-    """Nobody waits for this share any more; whoever still holds it is told so."""
+    """Return whether the share is no longer needed. Its waiter gets an exception."""
     if not share.texts.done() and await share.gone():
         share.texts.set_exception(GONE)
     return share.texts.done()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address already, so that a long build does not end in "in use". Port 0 is any free one. Raises ServiceError."""
+    """Return a bound socket, so that an address in use is found before a long build.
+
+    Port 0 is any free port.
+
+    Raises:
+        ServiceError: the address is invalid or in use.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -271,14 +288,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url(bound: socket.socket) -> str:
-    """The address of POST /retrieve."""
+    """Return the URL of POST /retrieve."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/retrieve"
 
 
 @contextmanager
 def progress() -> Iterator[Track]:
-    """Shows on standard error, where that is a terminal, how far an index is."""
+    """Show the progress of an index on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -298,7 +315,7 @@ def progress() -> Iterator[Track]:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that prints a line once requests are answered."""
+    """A uvicorn server that prints a line when it is ready."""
 
     def __init__(self, app: FastAPI, line: str) -> None:
         super().__init__(
@@ -314,10 +331,9 @@ class Server(uvicorn.Server):
 
 
 def run(app: FastAPI, bound: socket.socket, line: str) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish what was asked. Both are the usual end of a service, not failures of it."""
+    """Serve until SIGTERM or Ctrl-C, then finish the requests in progress."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, lambda *_: None
-        )  # uvicorn has its own while it serves, and raises the signal again afterwards
+        # uvicorn has its own handlers while it serves, and raises the signal again afterwards.
+        signal.signal(number, lambda *_: None)
     with suppress(KeyboardInterrupt):
         Server(app, line).run(sockets=[bound])
