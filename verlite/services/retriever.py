@@ -229,7 +229,7 @@ class Desk:
         return shares
 
     def _search(self, batch: list[Asked]) -> list[list[str]]:
-        """Search in the thread. Hits are encoded query by query, so the event loop is not blocked."""
+        """Search in the thread. Hits are encoded one query at a time to free the event loop."""
         hits = iter(
             self.index.search(
                 [query for asked in batch for query in asked.queries],
