@@ -73,7 +73,7 @@ class DataProto:
     def with_batch(self, **tensors: torch.Tensor) -> "DataProto":
         """Add or replace tensor columns."""
         return replace(
-            self, batch=_tensordict({**self._tensors(), **tensors}, rows=self._rows_or_none())
+            self, batch=_tensordict({**self.tensors(), **tensors}, rows=self._rows_or_none())
         )
 
     def with_non_tensor(self, **columns: Any) -> "DataProto":
@@ -98,7 +98,7 @@ class DataProto:
     @property
     def nbytes(self) -> int:
         """Return the size in bytes of tensors, and of arrays in object columns."""
-        tensors = sum(tensor.nbytes for tensor in self._tensors().values())
+        tensors = sum(tensor.nbytes for tensor in self.tensors().values())
         columns = self.non_tensor_batch.values()
         values = (value for column in columns for value in column)
         return tensors + sum(value.nbytes for value in values if isinstance(value, np.ndarray))
@@ -109,7 +109,8 @@ class DataProto:
             return self.batch.batch_size[0]
         return next((len(column) for column in self.non_tensor_batch.values()), None)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensor columns by name."""
         if self.batch is None:
             return {}
         return {str(k): v for k, v in self.batch.items() if isinstance(v, torch.Tensor)}
@@ -124,12 +125,12 @@ class DataProto:
             chosen = range(*rows.indices(len(self)))
             if chosen.step < 0:  # torch has no negative strides
                 return self.select_idxs(list(chosen))
-            tensors = {name: tensor[rows] for name, tensor in self._tensors().items()}
+            tensors = {name: tensor[rows] for name, tensor in self.tensors().items()}
             return self._with_rows(tensors, rows, len(chosen))
         index = _row_numbers(rows, len(self))
         tensors = {
             name: tensor.index_select(0, index.to(tensor.device))
-            for name, tensor in self._tensors().items()
+            for name, tensor in self.tensors().items()
         }
         return self._with_rows(tensors, index.numpy(), len(index))
 
@@ -160,13 +161,13 @@ class DataProto:
         full = [part for part in parts if len(part)] or [parts[0]]
         if len(full) == 1:
             return replace(full[0], meta_info=meta)
-        tensors = [part._tensors() for part in full]
+        tensors = [part.tensors() for part in full]
         objects = [part.non_tensor_batch for part in full]
         _require_same_columns(tensors)
         _require_same_columns(objects)
         for name in tensors[0]:
             _require_same_rows(name, [part[name] for part in tensors])
-        batch = None
+        batch: Any = None
         if full[0].batch is not None:
             joined = {name: torch.cat([part[name] for part in tensors]) for name in tensors[0]}
             batch = _tensordict(joined)
@@ -186,9 +187,12 @@ class DataProto:
         Raises:
             KeyError: A name does not exist.
         """
-        tensors = _pick(self._tensors(), batch_keys, "batch")
+        tensors = _pick(self.tensors(), batch_keys, "batch")
+        batch: Any = None
+        if self.batch is not None:
+            batch = _tensordict(tensors, len(self))
         return DataProto(
-            None if self.batch is None else _tensordict(tensors, len(self)),
+            batch,
             _pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
             _pick(self.meta_info, meta_info_keys, "meta_info"),
         )
@@ -202,7 +206,7 @@ class DataProto:
         """Return two batches: the named columns and entries, and the rest."""
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         rest = self.select(
-            [name for name in self._tensors() if name not in batch_keys],
+            [name for name in self.tensors() if name not in batch_keys],
             [name for name in self.non_tensor_batch if name not in non_tensor_batch_keys],
             [name for name in self.meta_info if name not in meta_info_keys],
         )
@@ -218,7 +222,7 @@ class DataProto:
         if len(rows) > 1:
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
         return DataProto(
-            _tensordict(_merged("batch", self._tensors(), other._tensors())),
+            _tensordict(_merged("batch", self.tensors(), other.tensors())),
             _merged("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch),
             _merged("meta_info", self.meta_info, other.meta_info),
         )
@@ -233,7 +237,7 @@ class DataProto:
         """
         return {
             "rows": None if self.batch is None else len(self),
-            "tensors": {name: _to_numpy(tensor) for name, tensor in self._tensors().items()},
+            "tensors": {name: _to_numpy(tensor) for name, tensor in self.tensors().items()},
             "non_tensor_batch": self.non_tensor_batch,
             "meta_info": self.meta_info,
         }
@@ -256,7 +260,7 @@ class DataProto:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         tensors = {
-            name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()
+            name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()
         }
         rest = {
             "rows": None if self.batch is None else len(self),

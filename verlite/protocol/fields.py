@@ -187,7 +187,7 @@ def check(data: DataProto) -> DataProto:
     """
     problems: list[str] = []
     sizes: dict[str, tuple[int, str]] = {"B": (len(data), "the batch")}
-    tensors = {} if data.batch is None else {str(k): v for k, v in data.batch.items()}
+    tensors = data.tensors()
     for name in [*tensors, *data.non_tensor_batch]:
         field = FIELDS.get(name)
         if field is None:

@@ -100,10 +100,10 @@ def padded(batch: DataProto, columns: Mapping[str, Tensor] | None = None) -> Dat
     if columns is None:
         columns = pad_columns(batch)
     tensors = dict(columns)
-    numbers = {} if batch.batch is None else {str(k): v for k, v in batch.batch.items()}
-    for mask, count in MASK_COUNTS.items():
-        if mask in tensors:
-            _check_count(tensors[mask], numbers[count], mask, count)
+    numbers = batch.tensors()
+    for name, count in MASK_COUNTS.items():
+        if name in tensors:
+            _check_count(tensors[name], numbers[count], name, count)
     if RESPONSE in tensors:
         prompts = tensors.pop(PROMPT)
         responses = tensors.pop(RESPONSE)
@@ -115,7 +115,7 @@ def padded(batch: DataProto, columns: Mapping[str, Tensor] | None = None) -> Dat
     objects = {
         name: column for name, column in batch.non_tensor_batch.items() if not is_token_column(name)
     }
-    return DataProto(None, objects, batch.meta_info).with_batch(**numbers, **tensors)
+    return DataProto.from_dict({}, objects, batch.meta_info).with_batch(**numbers, **tensors)
 
 
 def _model_inputs(

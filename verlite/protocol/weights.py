@@ -1,9 +1,9 @@
-"""What the trainer and a generation engine agree on about weights: a checksum, and a way to hand them over.
+"""Weights between the trainer and a generation engine: a fingerprint, and files in shared memory.
 
-The checksum answers one question: does the engine generate with exactly the values the trainer has? Both sides compute
-it from the tensors they really hold. An engine may fuse q, k and v into one matrix, pad the vocabulary with zero rows, or
-shard a matrix over devices; none of that changes the sum below. What it cannot see is two values that swapped places;
-the measured log-prob gap between engine and trainer covers that.
+The fingerprint proves that the engine generates with exactly the trainer's values. Both sides
+compute it from their own tensors. It does not change if an engine fuses q, k and v into one matrix,
+pads the vocabulary with zero rows, or shards a matrix over devices. It does not detect two values
+that are exchanged; the measured log-prob gap between engine and trainer does.
 """
 
 import json
@@ -20,12 +20,14 @@ from torch import Tensor
 
 MODULUS = 1 << 32
 
-# Elements hashed at a time: the int32 scratch stays in a core's cache, which is many times faster than whole tensors. On a CPU no more
-# than torch does in one thread: handing so little work to others costs more than the work, on a busy machine 20 times more.
+# Elements hashed at a time. The int32 scratch stays in a core's cache, which is many times faster
+# than hashing whole tensors. On a CPU it is at most what torch does in one thread: distributing so
+# little work costs more than the work, on a busy machine 20 times more.
 _CPU_CHUNK = 1 << 15
 _CUDA_CHUNK = 1 << 24
 
-# Odd 32-bit multipliers as signed integers (golden ratio; Appleby's MurmurHash3 finalizer). int32 arithmetic wraps.
+# Odd 32-bit multipliers as signed integers: golden ratio, and Appleby's MurmurHash3 finalizer.
+# int32 arithmetic wraps.
 _MIX_1 = 0x9E3779B1 - (1 << 32)
 _MIX_2 = 0x85EBCA6B - (1 << 32)
 
@@ -49,14 +51,18 @@ _DTYPE_NAMES = {
 
 
 def tensor_fingerprint(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Sum, modulo 2^32, of a hash of each element's bits, after casting floating-point numbers to `dtype` (None: as they are).
+    """Return the sum, modulo 2^32, of a hash of each element's bits.
 
-    Zeros of either sign count 0, so padding does not show. Any shape; an empty tensor gives 0. The hash is not linear in
-    the bits: +1 in one element and -1 in another do not cancel. A change, be it one bit of one element or all of them,
-    escapes with probability of about 2^-32. Costs little more than copying the tensor.
+    Zeros of either sign add 0, so padding does not change the sum. The hash is not linear in the
+    bits: +1 in one element and -1 in another do not cancel. Any change goes undetected with a
+    probability of about 2^-32. The cost is little more than that of copying the tensor.
+
+    Args:
+        tensor: Any shape. An empty tensor gives 0.
+        dtype: Floating-point numbers are cast to it first; None does not cast.
     """
     if tensor.ndim == 2 and tensor.t().is_contiguous():
-        tensor = tensor.t()  # elements are read as they lie: their order does not count, and a copy in another one would cost more
+        tensor = tensor.t()  # the order of elements does not matter, and this needs no copy
     flat = tensor.detach().reshape(-1)
     if dtype is None or not flat.is_floating_point():
         dtype = flat.dtype
@@ -69,9 +75,8 @@ def tensor_fingerprint(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     for chunk in flat.split(size):
         value = values[: chunk.numel()].copy_(chunk)
         if dtype.is_floating_point and dtype.itemsize > 1:
-            value.add_(
-                0
-            )  # -0.0 + 0 = +0.0, whose bits are all zero; after the cast, which can round to -0.0
+            # -0.0 + 0 = +0.0, whose bits are all zero. After the cast, which can round to -0.0.
+            value.add_(0)
         bits = value.view(_INT_OF_SIZE[dtype.itemsize]).to(torch.int32)
         bits.mul_(_MIX_1)
         bits.bitwise_xor_(torch.bitwise_right_shift(bits, 15, out=shifted[: bits.numel()]))
@@ -81,32 +86,34 @@ def tensor_fingerprint(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
 
 
 def combine(*fingerprints: int) -> int:
-    """Fingerprint of the union of disjoint parts: tensors, shards of one tensor, or whole models."""
+    """Return the fingerprint of disjoint parts: tensors, shards of one tensor, or models."""
     return sum(fingerprints) % MODULUS
 
 
 def fingerprints(
     named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
 ) -> dict[str, int]:
-    """`tensor_fingerprint` of each tensor, by name: tells which weight differs."""
+    """Return `tensor_fingerprint` of each tensor by name, to find the weight that differs."""
     return {name: tensor_fingerprint(tensor, dtype) for name, tensor in named}
 
 
 def fingerprint(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> int:
-    """Checksum of a set of weights, whatever their order, names, fusion, sharding and zero padding.
+    """Return the fingerprint of a set of weights.
 
-    `dtype` is the one the weights are used in: a float32 master copy and the bfloat16 engine agree under bfloat16. Tied
-    weights must be named once. Shards add up: `combine` of the ranks' fingerprints is the model's.
+    It does not depend on their order, names, fusion, sharding and zero padding. `combine` of the
+    ranks' fingerprints is the model's. Tied weights must be named once.
+
+    dtype: of the engine. A float32 master copy and a bfloat16 engine agree under bfloat16.
     """
     return combine(*(tensor_fingerprint(tensor, dtype) for _, tensor in named))
 
 
 @dataclass
 class Buckets:
-    """Weights that other processes of this machine read by path, until `close` or the end of this process, whatever ends it.
+    """Weights that other processes of this machine read by path, until `close`.
 
-    On Linux they lie in anonymous memory files: nothing can be left behind, and a small /dev/shm does not matter. Elsewhere in a
-    private temporary folder.
+    On Linux they are in anonymous memory files, which end with this process and do not depend on
+    the size of /dev/shm. On other systems they are in a private temporary folder.
     """
 
     paths: list[str] = field(default_factory=list)
@@ -115,7 +122,7 @@ class Buckets:
     _folder: str | None = None
 
     def add(self, named: list[tuple[str, Tensor]]) -> None:
-        """One more file, with these tensors."""
+        """Add a file with these tensors."""
         name = f"verlite-bucket-{len(self.paths):05d}"
         if hasattr(os, "memfd_create"):
             file: BinaryIO = open(os.memfd_create(name), "wb", buffering=0)
@@ -129,7 +136,7 @@ class Buckets:
         self.bytes += _write_safetensors(named, file)
 
     def close(self) -> None:
-        """Give the memory back, once readers have dropped their tensors too."""
+        """Close the files. Their memory is freed when readers have dropped their tensors too."""
         for file in self._files:
             file.close()
         self._files.clear()
@@ -138,10 +145,10 @@ class Buckets:
 
 
 def write_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Buckets:
-    """Write weights to safetensors files of about `bucket_bytes` each, in memory that `read_buckets` maps.
+    """Write weights to safetensors files of about `bucket_bytes` each, which `read_buckets` maps.
 
-    Costs one memory copy, and never holds more than one bucket of `named`'s tensors. A tensor larger than a bucket gets a file of
-    its own. Nothing is left when this raises.
+    It copies memory once, and keeps at most one bucket of `named`'s tensors. A tensor larger than a
+    bucket gets its own file. If this raises, no file remains.
     """
     buckets = Buckets()
     pending: list[tuple[str, Tensor]] = []
@@ -162,7 +169,7 @@ def write_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Buc
 
 
 def _write_safetensors(named: list[tuple[str, Tensor]], file: BinaryIO) -> int:
-    # By hand because safetensors' own writer first copies every tensor into Python bytes.
+    # safetensors' own writer copies every tensor into Python bytes first.
     header: dict[str, dict[str, object]] = {}
     end = 0
     for name, tensor in named:
@@ -173,7 +180,7 @@ def _write_safetensors(named: list[tuple[str, Tensor]], file: BinaryIO) -> int:
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 64)  # tensors that start on a cache line
+    text += b" " * (-len(text) % 64)  # so that tensors start on a cache line
     file.write(len(text).to_bytes(8, "little") + text)
     for _, tensor in named:
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -183,7 +190,10 @@ def _write_safetensors(named: list[tuple[str, Tensor]], file: BinaryIO) -> int:
 
 
 def read_buckets(paths: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of `write_buckets`, mapped from the files: no copy until they are used. They outlive `Buckets.close`."""
+    """Yield the weights of `write_buckets`, mapped from the files and not copied.
+
+    They stay readable after `Buckets.close`.
+    """
     for path in paths:
         with safe_open(path, framework="pt") as file:
             for name in file.offset_keys():

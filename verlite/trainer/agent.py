@@ -75,7 +75,7 @@ def _mean(values: list[float]) -> float:
 
 
 def trajectory_numbers(batch: DataProto) -> dict[str, list[float]]:
-    """Return by name one number per sample: its turns, valid turns, tool calls, and whether it ended.
+    """Return one number per sample by name: turns, valid turns, tool calls, whether it ended.
 
     `finish_ratio` is 1 for samples with status done.
     """

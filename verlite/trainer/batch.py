@@ -43,7 +43,9 @@ def seeds(seed: int, step: int, drawn: int, count: int) -> list[int]:
     return generator.integers(0, 2**31 - 1, count).tolist()
 
 
-def update_numbers(uids: Sequence[str], updates: Updates, seed: Sequence[int]) -> torch.Tensor:
+def update_numbers(
+    uids: Sequence[str] | np.ndarray, updates: Updates, seed: Sequence[int]
+) -> torch.Tensor:
     """Return [B, epochs] int64: the optimizer step of each epoch in which a row takes part.
 
     Rows of a prompt are in one update. With `updates.shuffle` each epoch distributes the rows

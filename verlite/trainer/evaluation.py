@@ -1,7 +1,8 @@
 """Validation metrics by data source, under verl's names.
 
-`val-core/<data_source>/<variable>/<metric>` and `val-aux/...`: the variable is `reward` or a numeric part that the reward
-function returned (`acc`, ...); the metric is `mean@N`, `std@N`, `best@k/mean`, `worst@k/mean` over the N samples of a prompt.
+They are `val-core/<data_source>/<variable>/<metric>` and `val-aux/...`. The variable is `reward`
+or a numeric part that the reward function returned, such as `acc`. The metric is `mean@N`, `std@N`,
+`best@k/mean`, `worst@k/mean` or `maj@k/mean` over the N samples of a prompt.
 """
 
 from collections import defaultdict
@@ -9,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-_DRAWS, _SEED = 1000, 42  # as verl: bootstrap of best@k and worst@k
+_DRAWS = 1000
+_SEED = 42
+"""Bootstrap of best@k and worst@k, with verl's values."""
 
 
 def validation_metrics(
@@ -18,17 +21,19 @@ def validation_metrics(
     variables: dict[str, list[float | None]],
     predictions: list[Any] | None = None,
 ) -> dict[str, float]:
-    """Metrics of validation samples.
+    """Compute the metrics of B validation samples.
 
     Args:
-        sources: data source of each of the B samples.
-        uids: which prompt each sample answers.
-        variables: "reward" and other numeric parts, B values each; None where the sample has no such value (a failed reward).
-        predictions: the answers themselves (the reward part `pred`), None where there is none: gives `maj@k`.
+        sources: Data source of each sample.
+        uids: Prompt id of each sample.
+        variables: "reward" and other numeric parts, B values each; None where a sample has no
+            value, such as a failed reward.
+        predictions: The extracted answer of each sample (the reward part `pred`) or None. They give
+            `maj@k`.
 
     Returns:
-        `val-core/` keys for the core variable (`acc` where a source has it, else `reward`) at the mean, and best at the largest k;
-        everything else under `val-aux/`.
+        Under `val-core/` the mean, and best and maj at the largest k, of the core variable: `acc`
+        if the source has it, otherwise `reward`. Everything else is under `val-aux/`.
     """
     groups: dict[str, dict[str, dict[str, list[tuple[float, Any]]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
@@ -36,25 +41,25 @@ def validation_metrics(
     answers = predictions or [None] * len(uids)
     for i, (source, uid) in enumerate(zip(sources, uids, strict=True)):
         for name, values in variables.items():
-            if (value := values[i]) is not None:
+            value = values[i]
+            if value is not None:
                 groups[source][name][uid].append((value, answers[i]))
     metrics = {}
     for source, by_name in groups.items():
         core = "acc" if "acc" in by_name else "reward"
         for name, by_uid in by_name.items():
-            for metric, value in _of_groups(list(by_uid.values())).items():
-                at = metric.partition("/")[0].partition("@")[2]
-                largest = metric.startswith(("mean@", "best@", "maj@")) and int(at) == max(
-                    map(len, by_uid.values())
-                )
-                section = "val-core" if name == core and largest else "val-aux"
+            n = max(map(len, by_uid.values()))
+            core_metrics = (f"mean@{n}", f"best@{n}/mean", f"maj@{n}/mean")
+            for metric, value in _metrics_of_groups(list(by_uid.values())).items():
+                is_core = name == core and metric in core_metrics
+                section = "val-core" if is_core else "val-aux"
                 metrics[f"{section}/{source}/{name}/{metric}"] = value
     return metrics
 
 
-def _of_groups(answered: list[list[tuple[float, Any]]]) -> dict[str, float]:
-    """Mean over prompts of each statistic of a prompt's samples, (value, answer) each."""
-    groups = [[value for value, _ in group] for group in answered]
+def _metrics_of_groups(groups_of_pairs: list[list[tuple[float, Any]]]) -> dict[str, float]:
+    """Return the mean over prompts of each statistic of a prompt's samples (value, answer)."""
+    groups = [[value for value, _ in group] for group in groups_of_pairs]
     n = max(map(len, groups))
     metrics = {f"mean@{n}": float(np.mean([np.mean(g) for g in groups]))}
     if n == 1:
@@ -64,7 +69,7 @@ def _of_groups(answered: list[list[tuple[float, Any]]]) -> dict[str, float]:
     for k in sizes:
         rng = np.random.default_rng(_SEED)
         best, worst, majority = [], [], []
-        for group, pairs in zip(groups, answered, strict=True):
+        for group, pairs in zip(groups, groups_of_pairs, strict=True):
             drawn = rng.integers(0, len(group), (_DRAWS, k))
             draws = np.asarray(group)[drawn]
             best.append(draws.max(1).mean())
@@ -81,7 +86,10 @@ def _of_groups(answered: list[list[tuple[float, Any]]]) -> dict[str, float]:
 
 
 def _majority(answers: list[Any], values: np.ndarray, drawn: np.ndarray) -> float:
-    """Mean over draws [D, k] of the value of the answer drawn most often; of equally frequent ones the first drawn."""
+    """Return the mean over draws [D, k] of the value of the most frequent answer.
+
+    Of equally frequent answers the first one counts.
+    """
     numbers: dict[str, int] = {}
     kind = np.array([numbers.setdefault(str(answer), len(numbers)) for answer in answers])[drawn]
     counts = (kind[:, :, None] == kind[:, None, :]).sum(-1)

@@ -1,4 +1,4 @@
-"""Numbers that describe a step, under verl's metric names. `docs/metrics.md` says what each means."""
+"""Metrics of a training step, under verl's names. docs/metrics.md describes each."""
 
 import resource
 import time
@@ -12,12 +12,14 @@ from verlite.protocol.metrics import Metrics, summarize
 
 
 def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> Metrics:
-    """Scores, rewards and lengths of one step's B samples.
+    """Summarize scores, rewards and lengths of a step's samples.
 
-    Rows without a vote (`valid` False) are left out of everything but the lengths and the error rates.
+    Rows that are not valid are left out, except from lengths and error rates.
     """
     t = batch.batch
-    valid, lengths, prompts = t["valid"], t["response_length"], t["prompt_length"]
+    valid = t["valid"]
+    lengths = t["response_length"]
+    prompts = t["prompt_length"]
     metrics = {
         **summarize("critic/score", t["scores"][valid]),
         **summarize("reward/raw_score", t["raw_scores"][valid]),
@@ -35,31 +37,36 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     }
     if "overlong_penalty" in t.keys():
         metrics |= summarize("reward/overlong_penalty", t["overlong_penalty"][valid])
-    metrics |= group_metrics(batch)
-    return metrics
+    return metrics | group_metrics(batch)
 
 
 def group_metrics(batch: DataProto) -> Metrics:
-    """Share of prompts whose samples all got the same score: they teach a group estimator nothing."""
-    scores, groups = batch.batch["scores"].tolist(), defaultdict(set)
-    for uid, score, valid in zip(
-        batch.non_tensor_batch["uid"], scores, batch.batch["valid"].tolist(), strict=True
-    ):
-        if valid:
+    """Return the share of prompts whose samples have equal scores: group advantages are 0 there."""
+    uids = batch.non_tensor_batch["uid"]
+    scores = batch.batch["scores"].tolist()
+    valid = batch.batch["valid"].tolist()
+    groups: dict[str, set[float]] = defaultdict(set)
+    for uid, score, ok in zip(uids, scores, valid, strict=True):
+        if ok:
             groups[uid].add(score)
     if not groups:
         return {}
-    return {"rollout/zero_variance_groups": sum(len(g) == 1 for g in groups.values()) / len(groups)}
+    equal = sum(len(group) == 1 for group in groups.values())
+    return {"rollout/zero_variance_groups": equal / len(groups)}
 
 
 @dataclass
 class Stopwatch:
-    """Seconds by phase within one step: `timing_s/<phase>`. `step` runs from the stopwatch's making to `end_step`."""
+    """Seconds per phase of one step, logged as `timing_s/<phase>`.
+
+    The phase `step` lasts from the creation of the stopwatch to `end_step`.
+    """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     begin: float = field(default_factory=time.perf_counter)
 
     def end_step(self) -> None:
+        """End the phase `step`."""
         self.seconds["step"] = time.perf_counter() - self.begin
 
     @contextmanager
@@ -74,7 +81,7 @@ class Stopwatch:
         return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
 
 
-# Phases whose cost per token is reported, and whether they handle response tokens alone.
+# Phases with a metric per token, and whether they process response tokens only.
 _PER_TOKEN = {
     "gen": True,
     "ref": False,
@@ -88,7 +95,10 @@ _PER_TOKEN = {
 def speed_metrics(
     stopwatch: Stopwatch, total_tokens: float, response_tokens: float, n_devices: int
 ) -> Metrics:
-    """Throughput per device and cost per token of each phase, from the step's stopwatch (which must have timed `step`)."""
+    """Return throughput per device and time per token of each phase.
+
+    stopwatch: of the step, after `end_step`.
+    """
     seconds = stopwatch.seconds
     metrics = {
         "perf/time_per_step": seconds["step"],

@@ -1,4 +1,4 @@
-"""The training loop on one page: PPO, and with another `algorithm.adv_estimator` GRPO and its relatives.
+"""The training loop: PPO, and with another `algorithm.adv_estimator` GRPO and its relatives.
 
 Each stage takes the run and the batch, and adds the fields that the comment names
 (protocol/fields.py). The configuration decides which stages have work to do: no critic unless the

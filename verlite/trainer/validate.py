@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from verlite.data.dataset import PromptRow
+from verlite.data.dataset import PromptDataset, PromptRow
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics, summarize
 from verlite.rollout.types import Sampling
@@ -80,7 +80,7 @@ def validate(run: Run) -> Metrics:
     wanted = None if kept is None else max(kept, shown)
     records: list[dict[str, Any]] = []
     results = _Results()
-    for chunk in _requests(run):
+    for chunk in _requests(run, run.val_data):
         batch = sample_responses(run, chunk, sleep_after=False)
         results.add(batch, multi_turn=run.env_factory is not None)
         left = None if wanted is None else max(0, wanted - len(records))
@@ -110,12 +110,12 @@ def validate(run: Run) -> Metrics:
     return metrics
 
 
-def _requests(run: Run) -> list[DataProto]:
+def _requests(run: Run, val_data: PromptDataset) -> list[DataProto]:
     """Return the requests for the validation set, `data.val_batch_size` prompts at a time."""
     val = run.config.actor_rollout_ref.rollout.val_kwargs
     data = run.config.data
     rows: list[tuple[str, PromptRow]] = [
-        (f"val-{i}", run.val_data.row(i)) for i in range(len(run.val_data)) for _ in range(val.n)
+        (f"val-{i}", val_data.row(i)) for i in range(len(val_data)) for _ in range(val.n)
     ]
     greedy = not val.do_sample or val.temperature == 0
     temperature = 0.0 if greedy else val.temperature
@@ -123,7 +123,7 @@ def _requests(run: Run) -> list[DataProto]:
         Sampling(temperature, val.top_p, val.top_k, data.max_response_length, seed=seed)
         for seed in seeds(run.config.actor_rollout_ref.rollout.seed, 0, 0, len(rows))
     ]
-    chunk_size = (data.val_batch_size or len(run.val_data)) * val.n
+    chunk_size = (data.val_batch_size or len(val_data)) * val.n
     chunks = []
     for start in range(0, len(rows), chunk_size):
         chunk = rows[start : start + chunk_size]

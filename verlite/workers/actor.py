@@ -245,7 +245,7 @@ def policy_objective(config: Config, plan: Plan) -> "LossFn":
         loss, metrics = policy_loss(plan.loss_mode, inputs)
         metrics["actor/pg_loss"] = loss.detach()
         if "old_log_probs" not in rows.keys() or plan.loss_mode == BYPASS_LOSS:
-            # No earlier pass measured the gap. With one update per step these are the old log-probs.
+            # No earlier pass measured the gap. With one update these are the old log-probs.
             metrics |= gap_sums(log_probs, rows["rollout_log_probs"], mask)
         if "entropy" in outputs:
             metrics["actor/entropy"] = inputs.token_mean(outputs["entropy"].detach())

@@ -69,6 +69,7 @@ def estimate(
             algorithm.kl_penalty,
         )
         metrics |= {REWARD_KL: kl, "actor/reward_kl_penalty_coeff": kl_coefficient}
+    low, high = config.reward.clip_range or (-10.0, 10.0)
     inputs = AdvantageInputs(
         token_level_rewards=rewards,
         response_mask=t["response_mask"],
@@ -83,7 +84,7 @@ def estimate(
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        reward_clip_range=tuple(config.reward.clip_range or (-10.0, 10.0)),
+        reward_clip_range=(low, high),
         extra=algorithm.adv_kwargs,
     )
     advantages, returns = compute_advantages(algorithm.adv_estimator, inputs)

@@ -59,11 +59,14 @@ class CriticWorker(TrainingWorker):
         """Do the step's critic updates; return verl's critic/ metrics, equal on every rank."""
         rows = self.rows.padded(batch)
         objective = value_objective(self.config, self.plan)
+        assert self.plan.critic is not None
         return self.update_in_mini_batches("critic", rows, self.plan.critic, objective)
 
 
 def value_objective(config: Config, plan: Plan) -> "LossFn":
     """Return the critic's loss, aggregated over the whole optimizer step like the policy's."""
+    assert plan.critic is not None
+    loss_agg_mode = plan.critic.loss_agg_mode
 
     def objective(
         rows: TensorDict, outputs: dict[str, torch.Tensor], counts: "Counts"
@@ -71,7 +74,7 @@ def value_objective(config: Config, plan: Plan) -> "LossFn":
         mask = rows["response_mask"]
         weights = token_weights(
             mask,
-            plan.critic.loss_agg_mode,
+            loss_agg_mode,
             tokens=counts.tokens,
             sequences=counts.sequences,
             scale=plan.loss_scale,

@@ -35,7 +35,7 @@ class DecodedResponse:
     """
 
     text: str = ""
-    transcript: list[tuple[str, str]] = field(default_factory=list)
+    transcript: Sequence[tuple[str, str]] = field(default_factory=list)
 
 
 class RolloutWorker(Worker):

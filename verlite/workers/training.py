@@ -36,7 +36,7 @@ class TrainingWorker(Worker):
 
     @register("all")
     def save(self, folder: str) -> str | None:
-        """Write this role's shards, all ranks together. Return an I/O error instead of raising it."""
+        """Write this role's shards, all ranks together. Return an I/O error, None if it worked."""
         try:
             self.engine.save(folder)
         except OSError as error:
@@ -111,8 +111,9 @@ def mean_metrics(steps: list[Metrics]) -> Metrics:
     return means
 
 
-def micro_batching(micro: Micro) -> "MicroBatching":
-    """Convert the plan's micro-batches to the engine's."""
+def micro_batching(micro: Micro | None) -> "MicroBatching":
+    """Convert the plan's micro-batches to the engine's. A role that runs has them in its plan."""
+    assert micro is not None
     from verlite.engine.micro import MicroBatching
 
     if micro.max_tokens is not None:

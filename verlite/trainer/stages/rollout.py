@@ -143,7 +143,10 @@ def shape_rewards(run: Run, batch: DataProto) -> DataProto:
     t = batch.batch
     # rloo_token_kl clips after subtracting its baseline.
     clips_later = run.config.algorithm.adv_estimator == "rloo_token_kl"
-    clip_range = None if clips_later else reward.clip_range
+    clip_range = None
+    if reward.clip_range is not None and not clips_later:
+        low, high = reward.clip_range
+        clip_range = (low, high)
     scores = shape_scores(t["raw_scores"], reward.mean, reward.std, clip_range)
     if reward.overlong_buffer.enable:
         penalty = overlong_penalty(
