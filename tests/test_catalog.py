@@ -35,7 +35,9 @@ EVERY_LOSS_READS = {
 
 
 def recording(cls: type, seen: set[str]) -> type:
-    """Return a subclass of a dataclass that records in `seen` which fields are read, outside dataclasses.replace."""
+    """Return a subclass of a dataclass that records in `seen` which fields are read, outside
+    dataclasses.replace.
+    """
     names = {field.name for field in dataclasses.fields(cls)}
 
     def read(self, name):

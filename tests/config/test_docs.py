@@ -34,7 +34,9 @@ ELSEWHERE = (
     "vLLM is not installed here",
     "is not writable",
 )
-"""Rules that only some machines can break (vLLM installed or missing, a user other than root): test_rules.py."""
+"""Rules that only some machines can break (vLLM installed or missing, a user other than root):
+test_rules.py.
+"""
 
 
 def test_every_rule_has_a_row(material, monkeypatch):

@@ -1,4 +1,6 @@
-"""A key that the user set and that has no influence in this configuration is said; one that changes something is not."""
+"""A key that the user set and that has no influence in this configuration is said; one that changes
+something is not.
+"""
 
 import pytest
 

@@ -8,7 +8,8 @@ from verlite.config.plan import Micro, installed
 
 
 def test_the_arithmetic_of_a_large_run(material):
-    # 512 prompts x 5 = 2560 samples, 320 on each of 8 devices; minis of 256 x 5 = 1280, so 2 updates; 160 rows a device in each.
+    # 512 prompts x 5 = 2560 samples, 320 on each of 8 devices; minis of 256 x 5 = 1280, so 2
+    # updates; 160 rows a device in each.
     plan = make_plan(
         material.load("data.train_batch_size=512", "actor_rollout_ref.rollout.n=5").config
     )
@@ -267,7 +268,8 @@ ASKING = [
     ("{actor}ppo_mini_batch_size=1024 algorithm.rollout_correction.preset=disabled", False),
     ("{actor}ppo_mini_batch_size=1024 {actor}policy_loss.loss_mode=kl_cov", True),
     (
-        "{actor}ppo_mini_batch_size=1024 {rollout}n=2 algorithm.adv_estimator=optimal_token_baseline",
+        "{actor}ppo_mini_batch_size=1024 {rollout}n=2 "
+        "algorithm.adv_estimator=optimal_token_baseline",
         True,
     ),
     ("{actor}ppo_mini_batch_size=1024 algorithm.adv_estimator=mine:f", True),

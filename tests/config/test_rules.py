@@ -115,7 +115,8 @@ WRONG = [
     ),
     (f"{ACTOR}tau_neg=0", f"{ACTOR}tau_neg", "must be > 0"),
     (
-        "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0",
+        "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive "
+        "algorithm.kl_ctrl.kl_coef=0",
         "algorithm.kl_ctrl.kl_coef",
         "so 0 stays 0; use_kl_in_reward=false",
     ),
@@ -368,7 +369,8 @@ WRONG = [
         "must divide the 8 devices",
     ),
     (
-        "cluster.component_placement={actor:0-3,rollout:all,critic:0-2} critic.model.fsdp_config.fsdp_size=2",
+        "cluster.component_placement={actor:0-3,rollout:all,critic:0-2} "
+        "critic.model.fsdp_config.fsdp_size=2",
         "critic.model.fsdp_config.fsdp_size",
         "must divide the 3 devices",
     ),
@@ -406,7 +408,8 @@ WRONG = [
         "must divide the model's 4 attention heads",
     ),
     (
-        f"{DYNAMIC} {SP}=2 {ACTOR}ppo_max_token_len_per_gpu=511 critic.ppo_max_token_len_per_gpu=1024",
+        f"{DYNAMIC} {SP}=2 {ACTOR}ppo_max_token_len_per_gpu=511 "
+        "critic.ppo_max_token_len_per_gpu=1024",
         f"{ACTOR}ppo_max_token_len_per_gpu",
         "= 1024; at least 512",
     ),
@@ -491,7 +494,8 @@ WRONG = [
         "gsm8k:compute_score does not take this argument; Its arguments: method.",
     ),
     (
-        "custom_reward_function.path={folder}/reward.py custom_reward_function.name=score custom_reward_function.reward_kwargs.zzz=1",
+        "custom_reward_function.path={folder}/reward.py custom_reward_function.name=score "
+        "custom_reward_function.reward_kwargs.zzz=1",
         "custom_reward_function.reward_kwargs.zzz",
         "score in; does not take this argument, and has no **kwargs",
     ),
@@ -595,7 +599,9 @@ def test_the_good_line_is_good(material):
 
 
 def test_a_cluster_has_devices_of_its_own(material, monkeypatch):
-    """This machine shows no GPU; a cluster that is joined may have them, whether a key or the environment names it."""
+    """This machine shows no GPU; a cluster that is joined may have them, whether a key or the
+    environment names it.
+    """
     with pytest.raises(ConfigError, match="has 0 visible GPUs"):
         material.load("trainer.device=cuda")
     material.load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
@@ -617,7 +623,8 @@ def test_a_cluster_has_devices_of_its_own(material, monkeypatch):
             "must divide the 3 rollout devices; Legal: 1, 3",
         ),
         (
-            "tensor_model_parallel_size=2 trainer.n_gpus_per_node=3 trainer.nnodes=2 cluster.component_placement={actor:all,rollout:0-3}",
+            "tensor_model_parallel_size=2 trainer.n_gpus_per_node=3 trainer.nnodes=2 "
+            "cluster.component_placement={actor:all,rollout:0-3}",
             "devices 2-3 would span two machines of 3; Legal: 1",
         ),
         (

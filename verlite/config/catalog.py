@@ -1,8 +1,10 @@
-"""The closed lists: which names configuration keys accept, where the code for each name is, and what it needs.
+"""The closed lists: which names configuration keys accept, where the code for each name is, and
+what it needs.
 
-Entries are literals that name code by dotted path, such as "verlite.algorithms.advantages:gae", so that checking a
-configuration imports neither torch nor the packages above this one. `tests/test_catalog.py` proves that every entry agrees
-with the code. To add an estimator, a loss, an environment, ...: write it, and add one entry here.
+Entries are literals that name code by dotted path, such as "verlite.algorithms.advantages:gae", so
+that checking a configuration imports neither torch nor the packages above this one.
+`tests/test_catalog.py` proves that every entry agrees with the code. To add an estimator, a loss,
+an environment, ...: write it, and add one entry here.
 
 Users name their own code as "package.module:name" wherever `resolve` is used.
 """
@@ -28,7 +30,10 @@ class Estimator:
 
 
 MEASURED = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared")
-"""Inputs that cost a forward pass or an extra sample. They are produced only for estimators that read them."""
+"""Inputs that cost a forward pass or an extra sample.
+
+They are produced only for estimators that read them.
+"""
 
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(
@@ -70,11 +75,13 @@ class PolicyLoss:
 
     path: str
     reads: tuple[str, ...] = ()
-    """Settings that it reads: clip_low, clip_high, clip_c, and entries of PolicyLossInputs.extra."""
+    """Settings that it reads: clip_low, clip_high, clip_c, and entries of PolicyLossInputs.extra.
+    """
     aggregation: str | None = None
     """The loss_agg_mode of its paper, if the paper requires one."""
     selector: str | None = None
-    """Path of the function that selects tokens over the whole training step, for extra["selected"]."""
+    """Path of the function that selects tokens over the whole training step, for extra["selected"].
+    """
     ratio_clip: bool = False
     """It clips the probability ratio at 1 - clip_low, so clip_low must be at most 1."""
 
@@ -124,7 +131,10 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 """actor_rollout_ref.actor.policy_loss.loss_mode."""
 
 BYPASS_LOSS = "bypass_mode"
-"""The loss that algorithm.rollout_correction.bypass_mode selects. It is not a value of loss_mode."""
+"""The loss that algorithm.rollout_correction.bypass_mode selects.
+
+It is not a value of loss_mode.
+"""
 
 LOSSES: dict[str, PolicyLoss] = {
     **POLICY_LOSSES,
@@ -198,7 +208,10 @@ SCORERS = {
     "strategyqa": "verlite.rewards.qa:compute_score",
     "searchR1_*": "verlite.rewards.qa:compute_score",
 }
-"""Data source to its built-in reward function. A name that ends in * matches every source that begins with it."""
+"""Data source to its built-in reward function.
+
+A name that ends in * matches every source that begins with it.
+"""
 
 SCORER_SETTINGS = {
     "verlite.rewards.gsm8k:compute_score": ("method",),
@@ -211,7 +224,9 @@ SCORER_SETTINGS = {
         "retrieval_score",
     ),
 }
-"""Keyword arguments of each built-in reward function: entries that custom_reward_function.reward_kwargs may have."""
+"""Keyword arguments of each built-in reward function: entries that
+custom_reward_function.reward_kwargs may have.
+"""
 
 
 def scorer_for(data_source: str) -> str | None:
@@ -232,7 +247,10 @@ def measured(estimator: str) -> tuple[str, ...]:
 
 
 def reads(table: Mapping[str, Estimator | PolicyLoss], name: str, field: str) -> bool:
-    """Return whether an estimator or loss reads a field. A user's own function may read any field."""
+    """Return whether an estimator or loss reads a field.
+
+    A user's own function may read any field.
+    """
     return name not in table or field in table[name].reads
 
 
@@ -243,7 +261,8 @@ def load(path: str) -> Any:
 
 
 def resolve(name: str, table: Mapping[str, Any], kind: str) -> Any:
-    """Return the object called `name`: an entry of `table`, or the user's own "package.module:name".
+    """Return the object called `name`: an entry of `table`, or the user's own
+    "package.module:name".
 
     Args:
         name: the name as configured.
@@ -251,8 +270,8 @@ def resolve(name: str, table: Mapping[str, Any], kind: str) -> Any:
         kind: what is looked up, for error messages, such as "advantage estimator".
 
     Raises:
-        ValueError: the name is unknown (the message has the nearest known names), its module cannot be imported or does not
-            define it, or it is not callable.
+        ValueError: the name is unknown (the message has the nearest known names), its module cannot
+        be imported or does not define it, or it is not callable.
     """
     if name in table:
         entry = table[name]

@@ -1,7 +1,7 @@
 """The conditions of `used_when`: a small grammar over other keys, and named predicates.
 
-KEY=VALUE, KEY!=null, KEY>NUMBER    the value of another key; a leading "." is the section of the key itself
-estimator reads FIELD               the advantage estimator reads this input
+KEY=VALUE, KEY!=null, KEY>NUMBER    the value of another key; a leading "." is the section of the
+key itself estimator reads FIELD               the advantage estimator reads this input
 loss reads FIELD                    the policy loss reads this setting
 any other text                      an entry of PREDICATES
 """

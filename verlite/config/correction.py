@@ -1,4 +1,7 @@
-"""Settings of rollout correction, and the presets that bear names. What they do is in algorithms.rollout_correction."""
+"""Settings of rollout correction, and the presets that bear names.
+
+What they do is in algorithms.rollout_correction.
+"""
 
 import math
 from collections.abc import Callable
@@ -25,15 +28,16 @@ REJECTIONS = (
 class RolloutCorrection:
     """Settings, by verl's names. ValueError on construction: "key=value: what is wrong with it".
 
-    rollout_is: weigh the loss by w: None, "token" (each token's w) or "sequence" (the product over the row, on each token).
-    rollout_is_threshold: C truncates weights to at most C (TIS); "low_high" sets weights outside the band to 0 (IcePop).
-    rollout_is_batch_normalize: divide the weights by their mean.
-    rollout_rs: comma-separated rejections from REJECTIONS: <token | seq_sum | seq_mean | seq_max>_<k1 | k2 | k3>, with
-        k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w. A row or token is kept when it passes all.
-    rollout_rs_threshold: one threshold per rejection, or one for all. For k1 a band "low_high" of the ratio (exp of the summed
-        or mean log w); a single u means 1/u to u. For k2 and k3 an upper bound.
-    bypass_mode: take the rollout's log-probs as old log-probs: no forward pass, and the policy loss bypass_mode.
-    loss_type: in bypass mode, ppo_clip (the ratio itself corrects) or reinforce (-A log pi, weighted).
+    rollout_is: weigh the loss by w: None, "token" (each token's w) or "sequence" (the product over
+    the row, on each token). rollout_is_threshold: C truncates weights to at most C (TIS);
+    "low_high" sets weights outside the band to 0 (IcePop). rollout_is_batch_normalize: divide the
+    weights by their mean. rollout_rs: comma-separated rejections from REJECTIONS: <token | seq_sum
+    | seq_mean | seq_max>_<k1 | k2 | k3>, with k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w.
+    A row or token is kept when it passes all. rollout_rs_threshold: one threshold per rejection, or
+    one for all. For k1 a band "low_high" of the ratio (exp of the summed or mean log w); a single u
+    means 1/u to u. For k2 and k3 an upper bound. bypass_mode: take the rollout's log-probs as old
+    log-probs: no forward pass, and the policy loss bypass_mode. loss_type: in bypass mode, ppo_clip
+    (the ratio itself corrects) or reinforce (-A log pi, weighted).
     """
 
     rollout_is: str | None = None
@@ -51,41 +55,53 @@ class RolloutCorrection:
             raise ValueError(f"loss_type={self.loss_type}: choose ppo_clip or reinforce")
         if self.bypass_mode and self.rollout_is_batch_normalize:
             raise ValueError(
-                "rollout_is_batch_normalize=true: needs all weights at once, which bypass_mode never has; turn one of them off"
+                "rollout_is_batch_normalize=true: needs all weights at once, which bypass_mode "
+                "never has; turn one of them off"
             )
         _ = self.is_band, self.rejections
 
     @property
     def acts_on_batch(self) -> bool:
-        """There is something to correct before the update, with old log-probs that are the trainer's own."""
+        """There is something to correct before the update, with old log-probs that are the
+        trainer's own.
+        """
         return not self.bypass_mode and bool(self.rollout_is or self.rollout_rs)
 
     @cached_property
     def is_band(self) -> tuple[float, float]:
-        """Weights below the first number or above the second are out of the band; 0 and C for truncation."""
+        """Weights below the first number or above the second are out of the band; 0 and C for
+        truncation.
+        """
         return _band("rollout_is_threshold", self.rollout_is_threshold, lambda high: 0.0)
 
     @property
     def is_truncated(self) -> bool:
-        """True: weights above the band become its upper bound (TIS). False: weights outside it become 0 (IcePop)."""
+        """True: weights above the band become its upper bound (TIS).
+
+        False: weights outside it become 0 (IcePop).
+        """
         return "_" not in str(self.rollout_is_threshold)
 
     @cached_property
     def rejections(self) -> list[tuple[str, float, float]]:
-        """(name, low, high): keep while low <= statistic <= high; for k1 the statistic is the log of the ratio."""
+        """(name, low, high): keep while low <= statistic <= high; for k1 the statistic is the log
+        of the ratio.
+        """
         if not self.rollout_rs:
             return []
         names = [name.strip() for name in self.rollout_rs.split(",")]
         if self.rollout_rs_threshold is None:
             raise ValueError(
-                f"rollout_rs={self.rollout_rs}: needs rollout_rs_threshold, such as 0.5_2.0 for k1 or 0.01 for k3"
+                f"rollout_rs={self.rollout_rs}: needs rollout_rs_threshold, such as 0.5_2.0 for k1 "
+                "or 0.01 for k3"
             )
         thresholds = [part.strip() for part in str(self.rollout_rs_threshold).split(",")]
         if len(thresholds) == 1:
             thresholds *= len(names)
         if len(thresholds) != len(names):
             raise ValueError(
-                f"rollout_rs_threshold={self.rollout_rs_threshold}: {len(thresholds)} for the {len(names)} entries of rollout_rs; give one "
+                f"rollout_rs_threshold={self.rollout_rs_threshold}: {len(thresholds)} for the "
+                f"{len(names)} entries of rollout_rs; give one "
                 "each, or one for all"
             )
         rules = []
@@ -96,7 +112,8 @@ class RolloutCorrection:
                 low, high = _band("rollout_rs_threshold", threshold, lambda high: 1 / high)
                 if low <= 0:
                     raise ValueError(
-                        f"rollout_rs_threshold={threshold}: the lower bound of a ratio must be above 0"
+                        f"rollout_rs_threshold={threshold}: the lower bound of a ratio must be "
+                        "above 0"
                     )
                 rules.append((name, math.log(low), math.log(high)))
             elif "_" in threshold:
@@ -122,7 +139,8 @@ def _band(
         numbers = [default_low(numbers[0]), numbers[0]]
     if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1]:
         raise ValueError(
-            f"{key}={value}: write one positive number, or two as low_high with low below high (0.5_2.0)"
+            f"{key}={value}: write one positive number, or two as low_high with low below high "
+            "(0.5_2.0)"
         )
     return numbers[0], numbers[1]
 

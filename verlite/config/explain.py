@@ -6,7 +6,8 @@ from verlite.config.rules.values import legal_names
 
 
 def explain(name: str = "") -> str:
-    """Return text about a key, a section, an older name, or every key that ends in `name`; about all sections for "".
+    """Return text about a key, a section, an older name, or every key that ends in `name`; about
+    all sections for "".
 
     Raises:
         KeyError: there is no such key. The message names the nearest ones.
@@ -67,7 +68,8 @@ def _section(name: str) -> str:
     ]
     width = max(len(key.name) for key in below)
     rows = [
-        f"  {key.name:<{width}}  {'section' if key.section else _written(key.default):<12}  {key.doc}"
+        "  "
+        f"{key.name:<{width}}  {'section' if key.section else _written(key.default):<12}  {key.doc}"
         for key in below
     ]
     return "\n".join([f"{name}: {table[name].doc}", *rows])

@@ -1,4 +1,6 @@
-"""What the schema declares about a key beside its name and type: default, help, legal values, and when it is used."""
+"""What the schema declares about a key beside its name and type: default, help, legal values, and
+when it is used.
+"""
 
 import copy
 import dataclasses
@@ -9,22 +11,31 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Facts:
-    """Declarations of one key or section. They are stored in the metadata of its dataclass field."""
+    """Declarations of one key or section.
+
+    They are stored in the metadata of its dataclass field.
+    """
 
     help: str
     """What the key means. `verlite explain` prints it."""
     choices: tuple[str, ...] = ()
     """Legal names. Empty: any value of the type."""
     own: str = ""
-    """Set if the user's own "package.module:name" is legal too: what the name stands for, function or class."""
+    """Set if the user's own "package.module:name" is legal too: what the name stands for, function
+    or class.
+    """
     bound: str = ""
-    """Legal numbers, such as ">= 1 or -1", "> 0 and <= 1" or "finite". null is legal where the type allows it."""
+    """Legal numbers, such as ">= 1 or -1", "> 0 and <= 1" or "finite". null is legal where the type
+    allows it.
+    """
     remedy: str = ""
     """What to do about a number that is out of bounds."""
     hints: Mapping[str, str] = field(default_factory=dict)
     """What to add to the message about certain illegal names."""
     used_when: tuple[str, ...] = ()
-    """Conditions that must all hold for the key to have an effect; `verlite.config.conditions` has the grammar."""
+    """Conditions that must all hold for the key to have an effect; `verlite.config.conditions` has
+    the grammar.
+    """
     unused: str = ""
     """Why the key never has an effect in this section."""
     note: str = ""
@@ -44,7 +55,10 @@ def key(
     unused: str = "",
     note: str = "",
 ) -> Any:
-    """Declare a configuration key as a dataclass field. Lists and mappings as defaults are copied."""
+    """Declare a configuration key as a dataclass field.
+
+    Lists and mappings as defaults are copied.
+    """
     conditions = (used_when,) if isinstance(used_when, str) else used_when
     facts = Facts(help, choices, own, bound, remedy, hints or {}, conditions, unused, note)
     if isinstance(default, list | dict):

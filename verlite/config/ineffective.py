@@ -1,4 +1,5 @@
-"""Notes on keys that have no effect in a configuration, and on legal settings that are rarely meant.
+"""Notes on keys that have no effect in a configuration, and on legal settings that are rarely
+meant.
 
 When a key is used is declared on its schema field. Only keys that the user set are reported.
 """
@@ -113,7 +114,8 @@ def _kl_remarks(config: Config) -> Iterator[str]:
         yield f"{ACTOR}kl_loss_coef=0: {unused}"
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
         yield (
-            f"{ACTOR}kl_loss_type={actor.kl_loss_type}: the expected gradient of this estimator is 0, "
+            f"{ACTOR}kl_loss_type={actor.kl_loss_type}: the expected gradient of this estimator is "
+            "0, "
             f"so it adds noise and no constraint; use {actor.kl_loss_type}+ or low_var_kl"
         )
     if not algorithm.use_kl_in_reward:
@@ -127,7 +129,8 @@ def _kl_remarks(config: Config) -> Iterator[str]:
         yield f"algorithm.kl_ctrl.kl_coef=0: {unused}"
     if algorithm.kl_penalty.endswith("+"):
         yield (
-            f"algorithm.kl_penalty={algorithm.kl_penalty}: a reward has no gradient, so the + has no "
+            f"algorithm.kl_penalty={algorithm.kl_penalty}: a reward has no gradient, so the + has "
+            "no "
             "effect"
         )
 
@@ -138,12 +141,14 @@ def _filter_remarks(config: Config) -> Iterator[str]:
     if config.trainer.total_training_steps is None:
         yield (
             "trainer.total_epochs counts data.train_batch_size prompts per step, but "
-            "algorithm.filter_groups draws more: set trainer.total_training_steps for an exact length"
+            "algorithm.filter_groups draws more: set trainer.total_training_steps for an exact "
+            "length"
         )
     several = config.actor_rollout_ref.rollout.n > 1
     if several and "values" in catalog.measured(config.algorithm.adv_estimator):
         yield (
-            "algorithm.filter_groups leaves out prompts whose samples agree: the critic never learns "
+            "algorithm.filter_groups leaves out prompts whose samples agree: the critic never "
+            "learns "
             "their values"
         )
 
@@ -170,7 +175,8 @@ def _validation_remarks(config: Config) -> Iterator[str]:
     samples = sampling.do_sample and sampling.temperature > 0
     if sampling.n > 1 and not samples:
         yield (
-            f"{ROLLOUT}val_kwargs.n={sampling.n}: validation is greedy, so all samples of a prompt are "
+            f"{ROLLOUT}val_kwargs.n={sampling.n}: validation is greedy, so all samples of a prompt "
+            "are "
             "the same"
         )
     elif sampling.do_sample and sampling.temperature == 0:

@@ -72,7 +72,10 @@ def get(config: Any, name: str) -> Any:
 
 
 def find(name: str, schema_keys: dict[str, Key] | None = None) -> Key | None:
-    """Return the key, or the free mapping that `name` is an entry of, or None. `schema_keys` is another schema's table."""
+    """Return the key, or the free mapping that `name` is an entry of, or None.
+
+    `schema_keys` is another schema's table.
+    """
     known = keys() if schema_keys is None else schema_keys
     if name in known:
         return known[name]
@@ -93,7 +96,10 @@ def owner(name: str) -> Key:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether this is a key of the schema, which is never a secret. Entries of free mappings may be."""
+    """Return whether this is a key of the schema, which is never a secret.
+
+    Entries of free mappings may be.
+    """
     return name in keys()
 
 
@@ -135,7 +141,10 @@ def _absolute(condition: str, prefix: str) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """Return a type in words, such as "whole number or null". Types that OmegaConf cannot express are Any with words."""
+    """Return a type in words, such as "whole number or null".
+
+    Types that OmegaConf cannot express are Any with words.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if arg is type(None) else type_name(arg) for arg in args)
@@ -149,7 +158,9 @@ def type_name(hint: Any) -> str:
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a dataclass that declares no facts, and of its bases."""
+    """Return the docstrings under the fields of a dataclass that declares no facts, and of its
+    bases.
+    """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):

@@ -1,4 +1,6 @@
-"""Where a user's own code is: tell files from modules, and find a module's file without importing it."""
+"""Where a user's own code is: tell files from modules, and find a module's file without importing
+it.
+"""
 
 import importlib
 import importlib.util
@@ -12,7 +14,10 @@ def names_a_file(place: str) -> bool:
 
 
 def module_file(module: str) -> Path | None:
-    """Return the file of a module without importing it, or None. Its parent packages are imported."""
+    """Return the file of a module without importing it, or None.
+
+    Its parent packages are imported.
+    """
     # An installed command does not search the working directory, but `python -m` does.
     added = [] if "" in sys.path else [""]
     sys.path += added

@@ -1,8 +1,9 @@
 """`cluster.component_placement`: which role runs on which devices.
 
-The grammar is RLinf's, as far as one rank per device: names separated by commas share a placement; a placement is a list of
-device numbers and ranges (`0-3,6`) or `all`; a range may be followed by `:` and the process ranks it carries (`4-7:0-3`).
-Devices are numbered over the whole cluster, node after node.
+The grammar is RLinf's, as far as one rank per device: names separated by commas share a placement;
+a placement is a list of device numbers and ranges (`0-3,6`) or `all`; a range may be followed by
+`:` and the process ranks it carries (`4-7:0-3`). Devices are numbered over the whole cluster, node
+after node.
 """
 
 import re
@@ -14,8 +15,9 @@ def parse(
 ) -> dict[str, list[int]]:
     """Devices of each role, in rank order.
 
-    A role that the mapping leaves out runs where the actor runs; the first role is the actor. Without a mapping all roles share
-    all devices. Raises ValueError that lists everything wrong, one per line.
+    A role that the mapping leaves out runs where the actor runs; the first role is the actor.
+    Without a mapping all roles share all devices. Raises ValueError that lists everything wrong,
+    one per line.
     """
     everything = list(range(n_devices))
     if spec is None:
@@ -42,7 +44,9 @@ def parse(
 
 
 def devices(text: str, n_devices: int) -> list[int]:
-    """Device numbers of one placement such as "0-3,6" or "all"; ValueError says what is wrong with it."""
+    """Device numbers of one placement such as "0-3,6" or "all"; ValueError says what is wrong with
+    it.
+    """
     result: list[int] = []
     next_rank = 0
     for segment in (part.strip() for part in text.split(",")):
@@ -64,11 +68,13 @@ def devices(text: str, n_devices: int) -> list[int]:
             rank_first, rank_last = _range(ranks, segment)
             if rank_first != next_rank:
                 raise ValueError(
-                    f"{segment!r} starts at process {rank_first}, but the next process is {next_rank}"
+                    f"{segment!r} starts at process {rank_first}, but the next process is "
+                    f"{next_rank}"
                 )
             if rank_last - rank_first + 1 != count:
                 raise ValueError(
-                    f"{segment!r} puts {rank_last - rank_first + 1} processes on {count} devices; one process per device"
+                    f"{segment!r} puts {rank_last - rank_first + 1} processes on {count} devices; "
+                    "one process per device"
                 )
         next_rank += count
         result.extend(range(first, last + 1))

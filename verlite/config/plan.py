@@ -1,7 +1,7 @@
 """Derive every number and choice that follows from a configuration, in one typed object.
 
-The configuration keeps verl's units. All other packages read the plan, so values are never rescaled in place and the
-meaning of null is resolved in one place.
+The configuration keeps verl's units. All other packages read the plan, so values are never rescaled
+in place and the meaning of null is resolved in one place.
 """
 
 import functools
@@ -23,7 +23,9 @@ ROLES = ("actor", "rollout", "ref", "critic")
 
 @dataclass(frozen=True)
 class Micro:
-    """How one pass splits the rows of a device: by count (`size` rows), or by tokens (`max_tokens`) where that is not None."""
+    """How one pass splits the rows of a device: by count (`size` rows), or by tokens (`max_tokens`)
+    where that is not None.
+    """
 
     size: int | None
     max_tokens: int | None
@@ -59,7 +61,10 @@ class Updates:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a configuration amounts to. Letters as in the design: G prompts, N samples each, B = G*N rows."""
+    """What a configuration amounts to.
+
+    Letters as in the design: G prompts, N samples each, B = G*N rows.
+    """
 
     nnodes: int
     devices_per_node: int
@@ -68,11 +73,15 @@ class Plan:
     device: str
     """"cuda" or "cpu"."""
     roles: tuple[str, ...]
-    """The roles that this run has: actor and rollout always, ref and critic when something uses them."""
+    """The roles that this run has: actor and rollout always, ref and critic when something uses
+    them.
+    """
     placement: dict[str, list[int]]
     """Devices of each role, in rank order, numbered over the cluster."""
     sequence_parallel: dict[str, int]
-    """Of each role that trains or is trained against: neighbouring ranks that run their rows together, each a part of every sequence."""
+    """Of each role that trains or is trained against: neighbouring ranks that run their rows
+    together, each a part of every sequence.
+    """
 
     prompts: int
     """G: prompts per step."""
@@ -81,7 +90,9 @@ class Plan:
     batch_size: int
     """B = G*N: samples per step."""
     rows_per_rank: tuple[int, int]
-    """Fewest and most of these rows on one of the actor's ranks, or groups of ranks that run them together."""
+    """Fewest and most of these rows on one of the actor's ranks, or groups of ranks that run them
+    together.
+    """
     actor: Updates
     critic: Updates | None
     log_prob_micro: Micro
@@ -98,7 +109,10 @@ class Plan:
     needs_greedy_baseline: bool
     """remax: one greedy sample more per prompt."""
     needs_old_log_probs: bool
-    """They are computed before the updates. False: there is one update, whose own log-probs are the old ones, and nobody else asks."""
+    """They are computed before the updates.
+
+    False: there is one update, whose own log-probs are the old ones, and nobody else asks.
+    """
     needs_sum_pi_squared: bool
     """optimal_token_baseline: they are measured beside old log-probs."""
     loss_mode: str
@@ -112,9 +126,13 @@ class Plan:
     overlong_buffer: int
     """Tokens before the longest response over which the length penalty grows."""
     filters_groups: bool
-    """Prompts whose samples do not differ are left out, and a step generates until it has enough."""
+    """Prompts whose samples do not differ are left out, and a step generates until it has enough.
+    """
     critic_warmup: int
-    """The first step that updates the policy; those before it update only the critic. 0 without a critic."""
+    """The first step that updates the policy; those before it update only the critic.
+
+    0 without a critic.
+    """
     clip_low: float
     clip_high: float
     loss_scale: float
@@ -148,7 +166,10 @@ class Plan:
     train_files: list[str]
     val_files: list[str]
     train_rows: int | None
-    """Rows in the training files, after train_max_samples, before length filtering. None: not counted."""
+    """Rows in the training files, after train_max_samples, before length filtering.
+
+    None: not counted.
+    """
     val_rows: int | None
     steps_per_epoch: int | None
     total_steps: int | None
@@ -187,8 +208,10 @@ class Plan:
             else f"{_count(n_ranks // shared, 'group')} of {shared} devices"
         )
         return (
-            f"{self.prompts} prompts x {self.samples_per_prompt} = {self.batch_size} samples / {devices} = {each}; "
-            f"{_count(self.actor.per_epoch, 'update')} of {self.actor.mini_rows}{passes}; micro-batches of {self.actor.micro}"
+            f"{self.prompts} prompts x {self.samples_per_prompt} = {self.batch_size} samples / "
+            f"{devices} = {each}; "
+            f"{_count(self.actor.per_epoch, 'update')} of {self.actor.mini_rows}{passes}; "
+            f"micro-batches of {self.actor.micro}"
         )
 
     def table(self):
@@ -210,7 +233,8 @@ class Plan:
             lines.append(
                 (
                     "critic",
-                    f"{_count(self.critic.per_step, 'update')} of {self.critic.mini_rows}; micro-batches of {self.critic.micro}",
+                    f"{_count(self.critic.per_step, 'update')} of {self.critic.mini_rows}; "
+                    f"micro-batches of {self.critic.micro}",
                 )
             )
         passes = [f"old log-probs {self.log_prob_micro}"]
@@ -251,8 +275,9 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
 
     Args:
         config: the whole configuration.
-        device: "cuda" or "cpu" if the cluster's device kind is known. None: from trainer.device; for auto, from this machine.
-        count_rows: read the number of rows from the footers of the parquet files.
+        device: "cuda" or "cpu" if the cluster's device kind is known. None: from trainer.device;
+        for auto, from this machine. count_rows: read the number of rows from the footers of the
+        parquet files.
     """
     device = device or resolve_device(config.trainer.device)
     where = _placement(config, device)
@@ -369,7 +394,9 @@ def _critic(config: Config, shared: dict[str, int]) -> dict[str, Any]:
 
 
 def _forward_passes(config: Config, shared: dict[str, int]) -> dict[str, Any]:
-    """Return the micro-batches of old and reference log-probs. null in their sections means the actor's value."""
+    """Return the micro-batches of old and reference log-probs. null in their sections means the
+    actor's value.
+    """
     sections: dict[str, Any] = {
         "rollout": config.actor_rollout_ref.rollout,
         "ref": config.actor_rollout_ref.ref,
@@ -478,7 +505,8 @@ def _words(config: Config) -> list[tuple[str, str]]:
     kl = []
     if algorithm.use_kl_in_reward:
         kl.append(
-            f"{algorithm.kl_ctrl.type} KL in the reward, {algorithm.kl_penalty} x {algorithm.kl_ctrl.kl_coef:g}"
+            f"{algorithm.kl_ctrl.type} KL in the reward, {algorithm.kl_penalty} x "
+            f"{algorithm.kl_ctrl.kl_coef:g}"
         )
     if actor.use_kl_loss:
         kl.append(f"KL in the loss, {actor.kl_loss_type} x {actor.kl_loss_coef:g}")
@@ -625,7 +653,9 @@ def sequence_parallel(config: Config) -> dict[str, int]:
 
 
 def uses_dynamic_batches(config: Config, section: str) -> bool:
-    """Return whether the passes of "actor", "rollout", "ref" or "critic" fill micro-batches by tokens."""
+    """Return whether the passes of "actor", "rollout", "ref" or "critic" fill micro-batches by
+    tokens.
+    """
     actor = config.actor_rollout_ref.actor.use_dynamic_bsz
     own = {
         "actor": actor,
@@ -647,7 +677,9 @@ def reference_is_actor(config: Config) -> bool:
 
 
 def resolve_device(name: str) -> str:
-    """ "cuda" or "cpu" for trainer.device. auto: whether this machine shows a GPU, without importing torch."""
+    """ "cuda" or "cpu" for trainer.device. auto: whether this machine shows a GPU, without
+    importing torch.
+    """
     if name != "auto":
         return name
     return "cuda" if visible_gpus() else "cpu"

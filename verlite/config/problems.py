@@ -1,4 +1,7 @@
-"""Problems of a configuration as data. Every rule reports Problem objects; all of them are shown together."""
+"""Problems of a configuration as data.
+
+Every rule reports Problem objects; all of them are shown together.
+"""
 
 import difflib
 import re
@@ -14,7 +17,9 @@ SECRET = re.compile(
     r"|^keys?$",
     re.IGNORECASE,
 )
-"""Last parts of names whose text values are secrets: hf_token, api_key, AWS_SECRET_ACCESS_KEY, but not image_key."""
+"""Last parts of names whose text values are secrets: hf_token, api_key, AWS_SECRET_ACCESS_KEY, but
+not image_key.
+"""
 URL_PASSWORD = re.compile(
     r"(://[^/:@\s]*:)[^/@\s]+(?=@)|([?&](?:api_?key|key|token|secret|password)=)[^&\s]+",
     re.IGNORECASE,
@@ -53,7 +58,9 @@ class ConfigError(ValueError):
         return f"{count} problem{'s' if count != 1 else ''} in the configuration"
 
     def text(self):
-        """Return rich Text for the terminal: key and value of each problem, and below them rule and remedy."""
+        """Return rich Text for the terminal: key and value of each problem, and below them rule and
+        remedy.
+        """
         from rich.text import Text
 
         text = Text.assemble((self._title(), "bold red"), "\n")
@@ -65,7 +72,10 @@ class ConfigError(ValueError):
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Return whether a text value is a secret, judged by its key. Only for keys outside the schema."""
+    """Return whether a text value is a secret, judged by its key.
+
+    Only for keys outside the schema.
+    """
     return isinstance(value, str) and bool(SECRET.search(key.rsplit(".", 1)[-1]))
 
 

@@ -1,8 +1,10 @@
-"""The configuration schema. Each field declares a key's type, default, help, legal values, and when it is used.
+"""The configuration schema. Each field declares a key's type, default, help, legal values, and when
+it is used.
 
-Key names and units are verl's. `data.train_batch_size` and `ppo_mini_batch_size` count prompts (times `rollout.n` samples);
-`*_micro_batch_size_per_gpu` counts samples on one device. Values are never rescaled in place: `verlite.config.plan` derives
-all other numbers. Rules that involve several keys are in `verlite.config.rules`.
+Key names and units are verl's. `data.train_batch_size` and `ppo_mini_batch_size` count prompts
+(times `rollout.n` samples); `*_micro_batch_size_per_gpu` counts samples on one device. Values are
+never rescaled in place: `verlite.config.plan` derives all other numbers. Rules that involve several
+keys are in `verlite.config.rules`.
 """
 
 import functools
@@ -78,7 +80,8 @@ class DataConfig:
     )
     train_max_samples: int = key(
         -1,
-        "Use at most this many training rows: a random choice with data.seed if data.shuffle is on, "
+        "Use at most this many training rows: a random choice with data.seed if data.shuffle is "
+        "on, "
         "otherwise the first ones. -1: all.",
         bound=">= 1 or -1",
         remedy="-1 uses all rows.",
@@ -154,14 +157,16 @@ class ModelConfig:
     )
     enable_activation_offload: bool = key(
         False,
-        "GPU: keep the saved input of each layer in host memory between the forward and the backward "
+        "GPU: keep the saved input of each layer in host memory between the forward and the "
+        "backward "
         "pass. Requires enable_gradient_checkpointing.",
         used_when=GPU,
         note="on CPUs activations are in host memory already",
     )
     lora_rank: int = key(
         0,
-        "Train LoRA adapters of this rank and freeze the model's own weights. 0: train all weights. "
+        "Train LoRA adapters of this rank and freeze the model's own weights. 0: train all "
+        "weights. "
         "Usual: 16 to 64, with about ten times the learning rate of full training.",
         bound=">= 0",
         used_when=".lora_adapter_path=null",
@@ -187,7 +192,8 @@ class ModelConfig:
     )
     lora_adapter_path: Optional[str] = key(
         None,
-        "LoRA: folder with an adapter in peft's format to start from. It determines rank, alpha and "
+        "LoRA: folder with an adapter in peft's format to start from. It determines rank, alpha "
+        "and "
         "layers. A KL term compares with the model without the adapter.",
     )
 
@@ -243,19 +249,22 @@ class FSDPConfig:
     optimizer_offload: bool = key(False, "Keep optimizer state in host memory outside updates.")
     reshard_after_forward: bool = key(
         True,
-        "Free gathered parameters after the forward pass (ZeRO-3). False: keep them until the backward "
+        "Free gathered parameters after the forward pass (ZeRO-3). False: keep them until the "
+        "backward "
         "pass (ZeRO-2) and reduce gradients once per update instead of once per micro-batch: "
         "less communication, more memory.",
     )
     model_dtype: str = key(
         "float32",
-        "Dtype of the parameters that the optimizer updates. With LoRA: of the frozen ones; adapters "
+        "Dtype of the parameters that the optimizer updates. With LoRA: of the frozen ones; "
+        "adapters "
         "are float32.",
         choices=DTYPES,
     )
     dtype: str = key(
         "auto",
-        "Compute dtype of both passes: auto (bfloat16 on GPU, float32 on CPU), bfloat16 or float32. "
+        "Compute dtype of both passes: auto (bfloat16 on GPU, float32 on CPU), bfloat16 or "
+        "float32. "
         "Gradient reduction is float32.",
         choices=("auto", "float32", "bfloat16"),
     )
@@ -312,7 +321,8 @@ class PolicyLossConfig:
     )
     kl_cov_ratio: float = key(
         0.0002,
-        "kl_cov: fraction of the step's tokens, those of the highest covariance, that get a KL term.",
+        "kl_cov: fraction of the step's tokens, those of the highest covariance, that get a KL "
+        "term.",
         bound="> 0 and <= 1",
         used_when="loss reads kl_cov_ratio",
     )
@@ -338,7 +348,8 @@ class ActorConfig:
     )
     ppo_micro_batch_size_per_gpu: Optional[int] = key(
         None,
-        "Samples per forward and backward pass on one device. Required unless use_dynamic_bsz is on.",
+        "Samples per forward and backward pass on one device. Required unless use_dynamic_bsz is "
+        "on.",
         bound=">= 1",
         used_when="a pass counts samples (use_dynamic_bsz=false)",
     )
@@ -425,7 +436,8 @@ class ActorConfig:
     )
     kl_loss_type: str = key(
         "low_var_kl",
-        "Estimator of that KL: kl/k1, abs, mse/k2, low_var_kl/k3. A trailing + uses k2's gradient with "
+        "Estimator of that KL: kl/k1, abs, mse/k2, low_var_kl/k3. A trailing + uses k2's gradient "
+        "with "
         "the estimator's value.",
         choices=catalog.KL_KINDS,
         used_when=".use_kl_loss=true",
@@ -444,8 +456,10 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = key(
         1,
         "Adjacent devices that share each micro-batch, each with an equal part of its tokens, for "
-        "sequences whose activations are too large for one device. It must divide the devices and the "
-        "model's attention heads. Micro-batch sizes then apply to such a group: use_dynamic_bsz allows "
+        "sequences whose activations are too large for one device. It must divide the devices and "
+        "the "
+        "model's attention heads. Micro-batch sizes then apply to such a group: use_dynamic_bsz "
+        "allows "
         "ppo_max_token_len_per_gpu for each of its devices.",
         bound=">= 1",
     )
@@ -535,7 +549,8 @@ class RolloutConfig:
     )
     top_p: float = key(
         1.0,
-        "Nucleus sampling in training. Below 1 the policy that is trained is not the one that samples: "
+        "Nucleus sampling in training. Below 1 the policy that is trained is not the one that "
+        "samples: "
         "a note says so.",
         bound="> 0 and <= 1",
     )
@@ -552,7 +567,8 @@ class RolloutConfig:
     )
     dtype: str = key(
         "auto",
-        "Dtype of the engine's weights: auto (bfloat16 on GPU, float32 on CPU), bfloat16, float16 or "
+        "Dtype of the engine's weights: auto (bfloat16 on GPU, float32 on CPU), bfloat16, float16 "
+        "or "
         "float32.",
         choices=("auto", *DTYPES),
     )
@@ -633,7 +649,8 @@ class RolloutConfig:
     )
     log_prob_gap_limit: float = key(
         0.05,
-        "Start-up log-prob check: the run stops if mean |log p_train - log p_rollout| before the first "
+        "Start-up log-prob check: the run stops if mean |log p_train - log p_rollout| before the "
+        "first "
         "update is above this.",
         bound="> 0",
     )
@@ -643,7 +660,8 @@ class RolloutConfig:
     sync_bucket_mb: int = key(512, "Weight sync: size of one bucket in MiB.", bound=">= 1")
     request_timeout_s: float = key(
         1800.0,
-        "The run stops with a report if an engine with waiting requests finishes no generation step "
+        "The run stops with a report if an engine with waiting requests finishes no generation "
+        "step "
         "for this many seconds.",
         bound="> 0",
     )
@@ -761,8 +779,10 @@ class FilterGroupsConfig:
     )
     metric: Optional[str] = key(
         None,
-        "What must differ: score (of the reward function), seq_reward (the score after normalization, "
-        "clipping and length penalty), or a number that the reward function returns beside the score, "
+        "What must differ: score (of the reward function), seq_reward (the score after "
+        "normalization, "
+        "clipping and length penalty), or a number that the reward function returns beside the "
+        "score, "
         "such as acc (the score if it returns none). null: score.",
     )
     max_num_gen_batches: int = key(
@@ -788,7 +808,8 @@ class RolloutCorrectionConfig:
     )
     rollout_is: Optional[str] = key(
         None,
-        "Weight the loss by pi_train / pi_rollout: token (of each token) or sequence (the product over "
+        "Weight the loss by pi_train / pi_rollout: token (of each token) or sequence (the product "
+        "over "
         "the response). null: no weights.",
         choices=("token", "sequence"),
         used_when="the loss is not bypass mode's ppo_clip",
@@ -796,7 +817,8 @@ class RolloutCorrectionConfig:
     )
     rollout_is_threshold: Threshold = key(
         2.0,
-        "Weights are truncated to at most this number (TIS). With low_high (0.5_5.0), weights outside "
+        "Weights are truncated to at most this number (TIS). With low_high (0.5_5.0), weights "
+        "outside "
         "the band become 0 (IcePop).",
         used_when=("the loss has rollout_is weights", "the loss is not bypass mode's ppo_clip"),
     )
@@ -812,7 +834,8 @@ class RolloutCorrectionConfig:
     )
     rollout_rs_threshold: Thresholds = key(
         None,
-        "One for each entry of rollout_rs, or one for all. k1: bounds low_high of the ratio; k2, k3: an "
+        "One for each entry of rollout_rs, or one for all. k1: bounds low_high of the ratio; k2, "
+        "k3: an "
         "upper bound.",
         used_when="rollout_rs rejects tokens or responses",
     )
@@ -821,7 +844,8 @@ class RolloutCorrectionConfig:
     )
     loss_type: str = key(
         "ppo_clip",
-        "Loss of bypass mode: ppo_clip, or reinforce (no ratio and no clip; weighted by rollout_is).",
+        "Loss of bypass mode: ppo_clip, or reinforce (no ratio and no clip; weighted by "
+        "rollout_is).",
         choices=("ppo_clip", "reinforce"),
         used_when="bypass mode is on",
     )
@@ -900,25 +924,31 @@ class CustomRewardConfig:
     )
     name: str = key(
         "compute_score",
-        "The function: (data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float "
+        "The function: (data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> "
+        "float "
         'or dict with "score". It may be async.',
         used_when="custom_reward_function.path!=null",
     )
     reward_kwargs: dict[str, Any] = key(
         {},
-        "Extra keyword arguments of the function. Without path they go to the built-in function, such "
+        "Extra keyword arguments of the function. Without path they go to the built-in function, "
+        "such "
         "as method=flexible for GSM8K.",
     )
 
 
 @dataclass
 class OverlongBufferConfig:
-    """A penalty for responses close to data.max_response_length (DAPO, arXiv:2503.14476, eq. 13)."""
+    """A penalty for responses close to data.max_response_length (DAPO, arXiv:2503.14476, eq.
+
+    13).
+    """
 
     enable: bool = key(False, "Add the penalty to the scores of training samples.")
     len: Optional[int] = key(
         None,
-        "Tokens before data.max_response_length over which the penalty grows from 0 to its full size. "
+        "Tokens before data.max_response_length over which the penalty grows from 0 to its full "
+        "size. "
         "null: a fifth of data.max_response_length.",
         bound=">= 1",
     )
@@ -929,8 +959,8 @@ class OverlongBufferConfig:
 class RewardConfig:
     """How scoring runs, what failures mean, and how scores of training samples are transformed.
 
-    A training score becomes (score - mean) / std, clipped, minus the length penalty. Validation reports the reward
-    function's own scores.
+    A training score becomes (score - mean) / std, clipped, minus the length penalty. Validation
+    reports the reward function's own scores.
     """
 
     mean: float = key(
@@ -945,14 +975,17 @@ class RewardConfig:
     )
     clip_range: Optional[list[float]] = key(
         None,
-        "Bounds [low,high] of a training score. With adv_estimator=rloo_token_kl: of the score minus "
+        "Bounds [low,high] of a training score. With adv_estimator=rloo_token_kl: of the score "
+        "minus "
         "its baseline, where null means [-10,10].",
         bound="finite",
     )
     score_scale: dict[str, str] = key(
         {},
-        "Range of the built-in scores, by data source: signed (+1 right, -1 wrong, with an entry acc of "
-        "1 or 0) or zero_one (1 or 0). `default` applies to all other sources; a name that ends in * "
+        "Range of the built-in scores, by data source: signed (+1 right, -1 wrong, with an entry "
+        "acc of "
+        "1 or 0) or zero_one (1 or 0). `default` applies to all other sources; a name that ends in "
+        "* "
         "matches every source that begins with it. Without an entry math_dapo, math and aime* are "
         "signed, as in verl.",
     )
@@ -992,7 +1025,8 @@ class TrainerConfig:
     device: str = key("auto", "auto: a GPU if there is one.", choices=("auto", "cuda", "cpu"))
     total_epochs: int = key(
         30,
-        "Passes over the training data. With algorithm.filter_groups: as many steps as that would be; "
+        "Passes over the training data. With algorithm.filter_groups: as many steps as that would "
+        "be; "
         "they draw more prompts than they train on.",
         bound=">= 1",
         used_when="trainer.total_training_steps=null",
@@ -1078,7 +1112,8 @@ class TrainerConfig:
     )
     resource_wait_s: float = key(
         300.0,
-        "How long to wait for devices to join the cluster before the run fails with a table of what is "
+        "How long to wait for devices to join the cluster before the run fails with a table of "
+        "what is "
         "missing.",
         bound="> 0",
     )
@@ -1101,7 +1136,8 @@ class RayInitConfig:
 
     address: Optional[str] = key(
         None,
-        "Cluster to join. null: RAY_ADDRESS or the job's cluster if there is one, otherwise a local "
+        "Cluster to join. null: RAY_ADDRESS or the job's cluster if there is one, otherwise a "
+        "local "
         "one.",
     )
     num_cpus: Optional[int] = key(
@@ -1136,7 +1172,8 @@ class EnvConfig:
 
     name: str = key(
         "search",
-        "search (tags and passages as in Search-R1), calculator (JSON tool calls in the chat format), "
+        "search (tags and passages as in Search-R1), calculator (JSON tool calls in the chat "
+        "format), "
         "or your own package.module:EnvFactory.",
         choices=tuple(catalog.ENV_FACTORIES),
         own="class",
@@ -1162,7 +1199,8 @@ class RetrieverConfig:
     )
     deadline_s: float = search_key(
         60.0,
-        "Longest time for one search with all its retries. After that its sample fails: status error, "
+        "Longest time for one search with all its retries. After that its sample fails: status "
+        "error, "
         "excluded from the loss and from all statistics.",
         bound="> 0",
     )
@@ -1184,7 +1222,8 @@ class RetrieverConfig:
     )
     outage_wait_s: float = key(
         0.0,
-        "If more samples of a step failed than rollout.max_error_rate allows: how long to wait for the "
+        "If more samples of a step failed than rollout.max_error_rate allows: how long to wait for "
+        "the "
         "tools to answer again before the step is sampled again. 0: the run stops at once.",
         bound=">= 0",
     )

@@ -1,7 +1,8 @@
-"""Everything a run needs beyond key names and types. `check` finds every violation and starts nothing.
+"""Everything a run needs beyond key names and types. `check` finds every violation and starts
+nothing.
 
-The schema's fields declare what is legal for a single key (`values`). Rules between keys and rules about files are one
-small function each, in a module per subject.
+The schema's fields declare what is legal for a single key (`values`). Rules between keys and rules
+about files are one small function each, in a module per subject.
 """
 
 from collections.abc import Collection

@@ -26,7 +26,8 @@ def agent(context: Context) -> Iterator[Problem]:
         yield Problem(
             "data.max_start_length",
             start,
-            f"is more than data.max_prompt_length={prompt}, which covers the first prompt and all turns "
+            f"is more than data.max_prompt_length={prompt}, which covers the first prompt and all "
+            "turns "
             "before the last one",
             "Usual: half of it.",
         )

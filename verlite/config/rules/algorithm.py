@@ -18,7 +18,8 @@ def samples_per_prompt(context: Context) -> Iterator[Problem]:
         yield Problem(
             "actor_rollout_ref.rollout.n",
             n,
-            f"algorithm.adv_estimator={name} compares the samples of one prompt, so it needs at least "
+            f"algorithm.adv_estimator={name} compares the samples of one prompt, so it needs at "
+            "least "
             "2",
             "Use 4 to 16.",
         )
@@ -55,7 +56,8 @@ def clip_range(context: Context) -> Iterator[Problem]:
         yield Problem(
             f"{ACTOR}clip_ratio_c",
             actor.clip_ratio_c,
-            f"must be more than 1 + the upper clip range = {1 + high:g}, otherwise it replaces the clip",
+            f"must be more than 1 + the upper clip range = {1 + high:g}, otherwise it replaces the "
+            "clip",
             "Usual: 3.",
         )
 
@@ -67,7 +69,8 @@ def clip_cov_bounds(context: Context) -> Iterator[Problem]:
         yield Problem(
             f"{ACTOR}policy_loss.clip_cov_ub",
             loss.clip_cov_ub,
-            f"must be above clip_cov_lb={loss.clip_cov_lb:g}: no token has a covariance between them",
+            f"must be above clip_cov_lb={loss.clip_cov_lb:g}: no token has a covariance between "
+            "them",
             "Usual: 1 and 5.",
         )
 

@@ -33,7 +33,8 @@ def mini_batches(context: Context) -> Iterator[Problem]:
             yield Problem(
                 key,
                 size,
-                f"does not divide data.train_batch_size={prompts}: the last update of each step would "
+                f"does not divide data.train_batch_size={prompts}: the last update of each step "
+                "would "
                 "be smaller than the others",
                 nearest_legal(prompts, size),
             )
@@ -77,7 +78,8 @@ def _passes(
 def _token_budget(context: Context, key: str, role: str, inherits: bool) -> Iterator[Problem]:
     """The longest sequence fits a micro-batch.
 
-    An inherited budget is reported once, for the actor, unless the actor counts samples or has more devices for it.
+    An inherited budget is reported once, for the actor, unless the actor counts samples or has more
+    devices for it.
     """
     config = context.config
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -117,7 +119,8 @@ def lengths(context: Context) -> Iterator[Problem]:
         yield Problem(
             f"{ROLLOUT}max_num_batched_tokens",
             rollout.max_num_batched_tokens,
-            f"is less than the longest sequence, {needed} tokens, while enable_chunked_prefill=false",
+            f"is less than the longest sequence, {needed} tokens, while "
+            "enable_chunked_prefill=false",
             f"Use at least {needed}, or {ROLLOUT}enable_chunked_prefill=true.",
         )
 
@@ -136,7 +139,8 @@ def dynamic_sampling(context: Context) -> Iterator[Problem]:
         yield Problem(
             f"{ROLLOUT}n",
             n,
-            "the single sample of a prompt never differs, so algorithm.filter_groups.enable=true leaves "
+            "the single sample of a prompt never differs, so algorithm.filter_groups.enable=true "
+            "leaves "
             "no prompt to train on",
             "Use 4 to 16.",
         )
@@ -148,7 +152,8 @@ def dynamic_sampling(context: Context) -> Iterator[Problem]:
             limit_key,
             limit,
             f"generations of {drawn} prompts never fill data.train_batch_size={prompts}",
-            f"Use at least {math.ceil(2 * prompts / drawn)}, so that half of the prompts may be left "
+            f"Use at least {math.ceil(2 * prompts / drawn)}, so that half of the prompts may be "
+            "left "
             "out; or 0.",
         )
     builtin = (None, "score", "acc", "seq_reward", "seq_final_reward")

@@ -83,7 +83,9 @@ def _functions_of(body: list[ast.stmt]) -> str:
 
 
 def _may_define(body: list[ast.stmt], name: str) -> bool:
-    """Return whether a file may define a name: by def, class, import or assignment, or inside if and try."""
+    """Return whether a file may define a name: by def, class, import or assignment, or inside if
+    and try.
+    """
     found = set(_defined(body))
     for node in body:
         if isinstance(node, ast.If | ast.Try):
@@ -98,7 +100,10 @@ def _may_define(body: list[ast.stmt], name: str) -> bool:
 def _unknown_arguments(
     config: Config, body: list[ast.stmt], name: str, where: str
 ) -> Iterator[Problem]:
-    """Report entries of reward_kwargs that a function does not take. One not defined in `body` may take any."""
+    """Report entries of reward_kwargs that a function does not take.
+
+    One not defined in `body` may take any.
+    """
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             arguments = node.args

@@ -13,7 +13,10 @@ class Context:
     user_keys: frozenset[str]
     """Keys that the user set."""
     broken: set[str]
-    """Keys with a reported problem. A rule does not compute with their values, and reports no second problem."""
+    """Keys with a reported problem.
+
+    A rule does not compute with their values, and reports no second problem.
+    """
 
     def ok(self, *keys: str) -> bool:
         """Return whether none of these keys has a reported problem."""

@@ -96,7 +96,8 @@ def _data_file(
             key,
             file,
             f"no built-in reward function for data source {', '.join(map(repr, without))}",
-            "Give your own function with custom_reward_function.path=FILE.py, or use a known source: "
+            "Give your own function with custom_reward_function.path=FILE.py, or use a known "
+            "source: "
             f"{', '.join(catalog.SCORERS)}.",
         )
     else:
@@ -155,7 +156,10 @@ def _enough_rows(context: Context, found: int) -> Iterator[Problem]:
 
 
 def _sources(file: str, schema: "pyarrow.Schema", column: str) -> list[str]:
-    """Return the distinct texts of a column; [] if it is missing or has no text. Reads only its dictionary, which is fast."""
+    """Return the distinct texts of a column; [] if it is missing or has no text.
+
+    Reads only its dictionary, which is fast.
+    """
     import pyarrow
     import pyarrow.parquet
 

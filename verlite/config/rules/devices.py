@@ -64,7 +64,8 @@ def visible_devices(context: Context) -> Iterator[Problem]:
         yield Problem(
             "ray_kwargs.ray_init.num_cpus",
             slots,
-            f"is less than the {trainer.n_gpus_per_node} devices of this run; on CPUs each device is a "
+            f"is less than the {trainer.n_gpus_per_node} devices of this run; on CPUs each device "
+            "is a "
             "CPU slot",
             f"Leave it out, or use at least {trainer.n_gpus_per_node}.",
         )
@@ -90,7 +91,9 @@ def engines(context: Context) -> Iterator[Problem]:
 
 
 def _why_not_divisible(ranks: list[int], size: int, per_node: int) -> str:
-    """Return why devices do not divide into engines of `size` devices on one machine each; "" if they do."""
+    """Return why devices do not divide into engines of `size` devices on one machine each; "" if
+    they do.
+    """
     if len(ranks) % size:
         return f"must divide the {len(ranks)} rollout devices"
     for start in range(0, len(ranks), size):
@@ -148,7 +151,10 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
 
 
 def shared_sequences(context: Context) -> Iterator[tuple[str, str, int]]:
-    """Yield (role, key, size) where several devices share micro-batches. An inherited size is the actor's key."""
+    """Yield (role, key, size) where several devices share micro-batches.
+
+    An inherited size is the actor's key.
+    """
     config = context.config
     ref_inherits = config.actor_rollout_ref.ref.ulysses_sequence_parallel_size is None
     ref_section = "actor_rollout_ref.actor" if ref_inherits else "actor_rollout_ref.ref"

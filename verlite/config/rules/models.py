@@ -154,7 +154,8 @@ def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Proble
         yield Problem(
             "data.max_response_length",
             data.max_response_length,
-            f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length = {longest} "
+            f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length = "
+            f"{longest} "
             f"tokens, but the model has {positions} positions",
             "Lower one of the two, or use a model with a longer context.",
         )
