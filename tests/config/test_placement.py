@@ -60,6 +60,6 @@ def test_everything_wrong_is_said_at_once():
     assert str(error.value).splitlines() == [
         "rollout: '9' names device 9, but there are 4: 0-3",
         "'rollout' is placed twice",
-        "'judge' is no role of this run; its roles are actor, rollout, ref, critic",
+        "'judge' is not a role of this run; its roles are actor, rollout, ref, critic",
         "'actor' is not placed",
     ]

@@ -1,4 +1,4 @@
-"""Wrong command lines: each is refused under the key that is wrong, with the rule and the remedy."""
+"""Each wrong command line is refused under the wrong key, with the rule and the remedy."""
 
 import json
 import os
@@ -361,7 +361,7 @@ WRONG = [
     (
         "cluster.component_placement={actor:all,judge:0}",
         "cluster.component_placement",
-        "'judge' is no role",
+        "'judge' is not a role",
     ),
     (
         f"{ACTOR}fsdp_config.fsdp_size=3",

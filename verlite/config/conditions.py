@@ -70,7 +70,7 @@ def _readers(kind: str) -> tuple[str, Any]:
 
 
 def _by_tokens(section: str) -> Callable[[Config], bool]:
-    """Return a predicate: the passes of actor, rollout, ref or critic fill micro-batches by tokens."""
+    """Return a predicate: passes of a section fill micro-batches by tokens."""
     return lambda config: plan.uses_dynamic_batches(config, section)
 
 
@@ -147,7 +147,7 @@ PREDICATES: dict[str, Callable[[Config], bool]] = {
     "a pass counts samples (use_dynamic_bsz=false)": _any_by_count,
     "a pass fills micro-batches by tokens (use_dynamic_bsz=true)": _any_by_tokens,
     "old log-prob passes count samples (log_prob_use_dynamic_bsz=false)": _by_count("rollout"),
-    "old log-prob passes fill micro-batches by tokens (log_prob_use_dynamic_bsz=true)": _by_tokens(
+    "old log-prob passes fill batches by tokens (log_prob_use_dynamic_bsz=true)": _by_tokens(
         "rollout"
     ),
     "reference passes count samples (log_prob_use_dynamic_bsz=false)": _by_count("ref"),

@@ -1,4 +1,4 @@
-"""What must not change between a checkpoint and its resumption."""
+"""Settings that must not change between a checkpoint and a run that resumes from it."""
 
 from typing import Any
 
@@ -10,12 +10,10 @@ LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_ad
 
 
 def critical_settings(config: Config) -> dict[str, Any]:
-    """Settings that give other numbers when they change between a checkpoint and its resumption."""
-    model, actor, rollout = (
-        config.actor_rollout_ref.model,
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-    )
+    """Return the settings whose change would change the results of a resumed run."""
+    model = config.actor_rollout_ref.model
+    actor = config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
     return {
         "actor_rollout_ref.model.path": model.path,
         **{f"actor_rollout_ref.model.{name}": getattr(model, name) for name in LORA},

@@ -86,7 +86,8 @@ def _old_name(name: str) -> str | None:
         )
     fixed = aliases.lookup(aliases.FIXED, name)
     if fixed:
-        return f"{name}: only {' or '.join(_written(value) for value in fixed[0])} is accepted, without effect: {fixed[1]}"
+        accepted = " or ".join(_written(value) for value in fixed[0])
+        return f"{name}: only {accepted} is accepted, without effect: {fixed[1]}"
     refused = aliases.lookup(aliases.REFUSED, name)
     if refused:
         return f"{name}: refused. {refused}"

@@ -1,4 +1,4 @@
-"""The schema's keys as a flat table, read from the dataclasses and from what their fields declare."""
+"""The schema's keys as a flat table, read from the dataclasses and their fields."""
 
 import ast
 import dataclasses

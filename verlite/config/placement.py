@@ -27,7 +27,9 @@ def parse(
     for names, text in spec.items():
         for name in (part.strip() for part in names.split(",")):
             if name not in roles:
-                wrong.append(f"{name!r} is no role of this run; its roles are {', '.join(roles)}")
+                wrong.append(
+                    f"{name!r} is not a role of this run; its roles are {', '.join(roles)}"
+                )
             elif name in placed:
                 wrong.append(f"{name!r} is placed twice")
             else:

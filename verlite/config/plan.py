@@ -18,7 +18,7 @@ from verlite.config.placement import parse
 from verlite.config.schema import Config, ModelConfig
 
 ROLES = ("actor", "rollout", "ref", "critic")
-"""Every role that can hold devices. Scoring runs on host processes and needs none."""
+"""Every role that can have devices. Rewards run in host processes and need none."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a configuration amounts to.
+    """All sizes and choices derived from a configuration.
 
     Letters as in the design: G prompts, N samples each, B = G*N rows.
     """
@@ -73,13 +73,13 @@ class Plan:
     device: str
     """"cuda" or "cpu"."""
     roles: tuple[str, ...]
-    """The roles that this run has: actor and rollout always, ref and critic when something uses
+    """Roles of this run: actor and rollout always, ref and critic if something uses
     them.
     """
     placement: dict[str, list[int]]
     """Devices of each role, in rank order, numbered over the cluster."""
     sequence_parallel: dict[str, int]
-    """Of each role that trains or is trained against: neighbouring ranks that run their rows
+    """For each role with a training engine: adjacent ranks that share their rows
     together, each a part of every sequence.
     """
 
@@ -105,20 +105,19 @@ class Plan:
     needs_critic: bool
     needs_reference: bool
     reference_is_actor: bool
-    """With LoRA: the actor with its adapters off takes the reference's place."""
+    """With LoRA: the actor without its adapters is the reference."""
     needs_greedy_baseline: bool
-    """remax: one greedy sample more per prompt."""
+    """remax: one additional greedy sample per prompt."""
     needs_old_log_probs: bool
-    """They are computed before the updates.
-
-    False: there is one update, whose own log-probs are the old ones, and nobody else asks.
+    """Old log-probs are computed before the updates. False: there is a single update, whose own
+    log-probs are the old ones, and nothing else reads them.
     """
     needs_sum_pi_squared: bool
-    """optimal_token_baseline: they are measured beside old log-probs."""
+    """optimal_token_baseline: computed together with old log-probs."""
     loss_mode: str
-    """The policy loss: policy_loss.loss_mode, or that of the bypass mode."""
+    """The policy loss: policy_loss.loss_mode, or the loss of bypass mode."""
     correction: RolloutCorrection
-    """What algorithm.rollout_correction amounts to."""
+    """Settings of algorithm.rollout_correction, with its preset expanded."""
     gen_prompts: int
     """Prompts per generation."""
     gen_prompts_key: str
@@ -140,15 +139,15 @@ class Plan:
     critic_model_path: str | None
 
     max_turns: int
-    """Tool calls that a sample may make. 0: every sample is one answer."""
+    """Tool calls allowed per sample. 0: single turn."""
     longest_prompt: int
-    """Tokens of the first prompt."""
+    """Largest number of tokens of the first prompt."""
     longest_prompt_key: str
     """Key that sets longest_prompt, for error messages."""
     longest_response: int
-    """Tokens after it, a tool's observations included."""
+    """Largest number of tokens after the prompt, observations included."""
     longest_sequence: int
-    """Tokens of a whole sample."""
+    """Largest number of tokens of a whole sample."""
 
     rollout_name: str
     """"vllm" or "hf"."""
@@ -178,16 +177,16 @@ class Plan:
     total_training_steps: int | None
     """trainer.total_training_steps."""
     validates: bool
-    """There is any validation."""
+    """The run validates at least once."""
     validates_first: bool
     """Validate before step 1. val_only implies it."""
     choices: list[tuple[str, str]]
-    """What was chosen, in words, for the table."""
+    """Rows of the table about model, algorithm and run, as (name, text)."""
     turns: str
-    """How long an agent's samples may get, in words; nothing for single turns."""
+    """Largest length of an agent's samples, in words; "" for single turns."""
 
     def steps(self, train_rows: int) -> tuple[int, int]:
-        """(training steps per epoch, in the whole run) when this many rows are left to train on."""
+        """Return the training steps (per epoch, of the whole run) for a number of training rows."""
         per_epoch = train_rows // self.prompts
         return (
             per_epoch,
@@ -197,7 +196,7 @@ class Plan:
         )
 
     def sentence(self) -> str:
-        """The batch arithmetic in one line."""
+        """Return the batch arithmetic in one line."""
         low, high = self.rows_per_rank
         n_ranks, shared = len(self.placement["actor"]), self.sequence_parallel["actor"]
         each = f"{high} each" if low == high else f"{low} or {high} each"
@@ -215,7 +214,7 @@ class Plan:
         )
 
     def table(self):
-        """A rich Table of what the configuration amounts to."""
+        """Return the plan as a rich Table."""
         from rich.table import Table
         from rich.text import Text
 
@@ -227,7 +226,7 @@ class Plan:
         return table
 
     def lines(self) -> list[tuple[str, str]]:
-        """The rows of the table, as (name, text)."""
+        """Return the rows of the table, as (name, text)."""
         lines = [*self.choices, ("step", self.sentence())]
         if self.critic:
             lines.append(
@@ -244,7 +243,8 @@ class Plan:
         per_engine = (
             f"{self.tensor_parallel} devices each" if self.tensor_parallel > 1 else "one per device"
         )
-        engines = f"{self.rollout_name}, {_count(self.engines, 'engine')}, {per_engine}, {self.rollout_dtype}"
+        count = _count(self.engines, "engine")
+        engines = f"{self.rollout_name}, {count}, {per_engine}, {self.rollout_dtype}"
         lines.append(("rollout", f"{engines}, sequences up to {self.max_model_len} tokens"))
         lines += [("turns", self.turns)] if self.turns else []
         lines.append(("training", f"{self.device}, FSDP2, compute in {self.train_dtype}"))
@@ -555,19 +555,19 @@ def _model(model: ModelConfig) -> str:
 
 
 def max_turns(config: Config) -> int:
-    """Tool calls that a sample may make; 0 without do_search."""
+    """Return the tool calls allowed per sample; 0 without do_search."""
     return config.max_turns if config.do_search else 0
 
 
 def longest_prompt(config: Config) -> tuple[str, int]:
-    """Tokens of the first prompt, and the key that says so."""
+    """Return the key that limits the first prompt, and its value in tokens."""
     if max_turns(config) and config.data.max_start_length is not None:
         return "data.max_start_length", config.data.max_start_length
     return "data.max_prompt_length", config.data.max_prompt_length
 
 
 def worst_case(config: Config) -> int:
-    """Tokens of a sample with the longest prompt, turns and observations."""
+    """Return the tokens of a sample with the longest prompt, turns and observations."""
     data, turns = config.data, max_turns(config)
     return (
         longest_prompt(config)[1]
@@ -587,7 +587,7 @@ def _longest_response(config: Config, turns: int) -> int:
 
 
 def length_arithmetic(config: Config) -> str:
-    """The longest sample in numbers, and what becomes of samples that do not fit."""
+    """Return the arithmetic of the longest sample, and what happens to samples that do not fit."""
     data, turns = config.data, max_turns(config)
     worst, fits, start = (
         worst_case(config),
@@ -601,11 +601,14 @@ def length_arithmetic(config: Config) -> str:
     )
     if worst <= fits:
         return text
-    return f"{text}, but {fits} fit (data.max_prompt_length + data.max_response_length): a sample that gets there ends, status length"
+    return (
+        f"{text}, but {fits} fit (data.max_prompt_length + data.max_response_length): "
+        "a sample that gets there ends, status length"
+    )
 
 
 def prompts_drawn(config: Config) -> tuple[str, int]:
-    """Prompts per generation, and the key that says so."""
+    """Return the key that sets the prompts per generation, and its value."""
     data = config.data
     if config.algorithm.filter_groups.enable and data.gen_batch_size is not None:
         return "data.gen_batch_size", data.gen_batch_size
@@ -630,19 +633,19 @@ def _needs_old_log_probs(config: Config, updates: Updates, corrected: RolloutCor
 
 
 def needs_critic(config: Config) -> bool:
-    """critic.enable, or where that is null: the advantage estimator needs values."""
+    """Return critic.enable; if it is null, whether the advantage estimator reads values."""
     return _first(
         config.critic.enable, "values" in catalog.measured(config.algorithm.adv_estimator)
     )
 
 
 def needs_reference(config: Config) -> bool:
-    """Some KL term compares with the reference."""
+    """Return whether a KL term compares with the reference."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
 def sequence_parallel(config: Config) -> dict[str, int]:
-    """Ranks that run their rows together, of each role with a training engine."""
+    """Return the sequence-parallel size of each role with a training engine."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     mine = actor.ulysses_sequence_parallel_size
     return {
@@ -667,26 +670,24 @@ def uses_dynamic_batches(config: Config, section: str) -> bool:
 
 
 def uses_lora(model: ModelConfig) -> bool:
-    """Adapters are trained, and not the model's own weights."""
+    """Return whether adapters are trained instead of the model's own weights."""
     return model.lora_rank > 0 or model.lora_adapter_path is not None
 
 
 def reference_is_actor(config: Config) -> bool:
-    """The policy without its adapters is what it started from: no other worker needs to hold that."""
+    """Return whether the actor without its adapters serves as the reference."""
     return needs_reference(config) and uses_lora(config.actor_rollout_ref.model)
 
 
 def resolve_device(name: str) -> str:
-    """ "cuda" or "cpu" for trainer.device. auto: whether this machine shows a GPU, without
-    importing torch.
-    """
+    """Return "cuda" or "cpu" for trainer.device; auto checks for a GPU without importing torch."""
     if name != "auto":
         return name
     return "cuda" if visible_gpus() else "cpu"
 
 
 def visible_gpus() -> int:
-    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Return the number of NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
     found = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(
         list(Path("/dev").glob("nvidia[0-9]*"))
     )
@@ -697,7 +698,7 @@ def visible_gpus() -> int:
 
 
 def resolve_rollout(name: str) -> str:
-    """auto is vllm where it is installed, else hf."""
+    """Return the engine for rollout.name: auto is vllm if it is installed, otherwise hf."""
     if name != "auto":
         return name
     return "vllm" if installed("vllm") else "hf"
@@ -705,24 +706,24 @@ def resolve_rollout(name: str) -> str:
 
 @functools.cache
 def installed(package: str) -> bool:
-    """The package could be imported. It is not."""
+    """Return whether a package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def resolve_dtype(name: str, device: str) -> str:
-    """auto is bfloat16 on GPUs and float32 on CPUs, where bfloat16 is slower."""
+    """Return the dtype for a dtype key; auto: bfloat16 on GPUs, float32 on CPUs."""
     return name if name != "auto" else "bfloat16" if device == "cuda" else "float32"
 
 
 def files_of(value: Any) -> list[str]:
-    """data.train_files or val_files as a list."""
+    """Return data.train_files or val_files as a list."""
     if value is None or value == "":
         return []
     return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 
 def count(files: list[str]) -> int | None:
-    """Rows in parquet files, from their footers; None when one cannot be read."""
+    """Return the rows of parquet files, from their footers; None if one cannot be read."""
     import pyarrow
     import pyarrow.parquet
 

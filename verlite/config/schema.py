@@ -639,7 +639,7 @@ class RolloutConfig:
         None,
         "Tokens per micro-batch of these passes. null: as actor.ppo_max_token_len_per_gpu.",
         bound=">= 1",
-        used_when="old log-prob passes fill micro-batches by tokens (log_prob_use_dynamic_bsz=true)",
+        used_when="old log-prob passes fill batches by tokens (log_prob_use_dynamic_bsz=true)",
     )
     max_error_rate: float = key(
         0.05,
@@ -890,8 +890,8 @@ class AlgorithmConfig:
         KLCtrlConfig,
         "Weight of that KL.",
         used_when="algorithm.use_kl_in_reward=true",
-        note="older verl and Search-R1 always subtract this penalty; the KL in the loss has its own "
-        "coefficient, actor.kl_loss_coef",
+        note="older verl and Search-R1 always subtract this penalty; the KL in the loss has its "
+        "own coefficient, actor.kl_loss_coef",
     )
     filter_groups: FilterGroupsConfig = section(
         FilterGroupsConfig, "Dynamic sampling.", used_when="algorithm.filter_groups.enable=true"

@@ -41,7 +41,7 @@ def mini_batches(context: Context) -> Iterator[Problem]:
 
 
 def micro_batches(context: Context) -> Iterator[Problem]:
-    """Each kind of pass has a number of samples, or a token budget that fits the longest sequence."""
+    """Each kind of pass has a number of samples, or enough tokens for the longest sequence."""
     config = context.config
     yield from _passes(context, ACTOR, "", "ppo_", "actor")
     yield from _passes(context, ROLLOUT, "log_prob_", "log_prob_", "actor")

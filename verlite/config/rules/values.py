@@ -40,7 +40,7 @@ def numbers(config: Any, table: dict[str, keys.Key] | None = None) -> Iterator[P
 
 
 def within(value: float, bound: str) -> bool:
-    """Return whether a number satisfies a bound such as ">= 1 or -1", "> 0 and <= 1" or "finite"."""
+    """Return whether a number satisfies a bound such as ">= 1 or -1" or "finite"."""
     if not math.isfinite(value):
         return False
     if bound == "finite":
