@@ -10,7 +10,7 @@ import torch
 
 from tests.algorithms.differential import (
     BATCHES,
-    ROOMS,
+    COMPARISONS,
     SMALL,
     Comparison,
     Found,
@@ -78,7 +78,7 @@ HAZARDS = {
     "have an invalid row": lambda c: not bool(c.valid.all()),
     "have a group of one": lambda c: 1 in Counter(c.uid).values(),
     "have a group of several with equal scores": lambda c: any(
-        len(c.group(i)) > 1 and len({c.score(j) for j in c.group(i)}) == 1 for i in c.voters()
+        len(c.group(i)) > 1 and len({c.score(j) for j in c.group(i)}) == 1 for i in c.counted_rows()
     ),
     "have a sampled token of probability 0 under the policy": lambda c: bool(
         (c.log_prob == -torch.inf).any()
@@ -137,7 +137,7 @@ def contents() -> str:
     return "\n".join(f"- {sum(map(hazard, cases))} {what}" for what, hazard in HAZARDS.items())
 
 
-def room_rows(
+def section_rows(
     comparisons: dict[str, Comparison], found: dict[str, dict[str, Found]], results: list[str]
 ) -> Iterator[list[str]]:
     for name, comparison in comparisons.items():
@@ -163,17 +163,17 @@ def page() -> Iterator[str]:
             ranks.close()
     yield from table(["loss_agg_mode", *COLUMNS, f"all {ARRANGEMENTS - 1}", "closed form"], rows)
     yield DIFFERENTIAL.format(batches=BATCHES, contents=contents(), small=SMALL).rstrip("\n")
-    for room, comparisons in ROOMS.items():
+    for section, comparisons in COMPARISONS.items():
         found = {name: largest_differences(comparison) for name, comparison in comparisons.items()}
         results = list(dict.fromkeys(what for one in found.values() for what in one))
-        yield f"\n### {room}"
+        yield f"\n### {section}"
         yield from table(
             ["function", "batches", *results, "tolerance"],
-            list(room_rows(comparisons, found, results)),
+            list(section_rows(comparisons, found, results)),
         )
         for name, one in found.items():
             if any(not f.relative <= comparisons[name].tolerance for f in one.values()):
-                raise SystemExit(f"{room}, {name}: {one}")
+                raise SystemExit(f"{section}, {name}: {one}")
 
 
 def main() -> None:

@@ -439,12 +439,12 @@ CORRECTIONS: dict[str, RolloutCorrection] = {
         for name in REJECTIONS
     },
     **{
-        f"{level} weights, {threshold}{', normalised' * normalise}": RolloutCorrection(
-            level, threshold, normalise
+        f"{level} weights, {threshold}{', normalized' * normalize}": RolloutCorrection(
+            level, threshold, normalize
         )
         for level in ("token", "sequence")
         for threshold in (2.0, "0.5_1.5")
-        for normalise in (False, True)
+        for normalize in (False, True)
     },
     "two rules, one bound each": RolloutCorrection(
         "token", 1.5, rollout_rs="seq_mean_k1,token_k3", rollout_rs_threshold="0.5_2.0,3"
@@ -482,7 +482,7 @@ def correction_pairs(settings: RolloutCorrection, seed: int) -> Iterator[Pair]:
 
 # float32 rounds to 6e-8. A sum of cancelling terms, a division by a small deviation, or exp of a log-ratio up to 20 multiplies that
 # by up to a thousand; each tolerance is a few times what is found. Masks are compared exactly by any of them.
-ROOMS: dict[str, dict[str, Comparison]] = {
+COMPARISONS: dict[str, dict[str, Comparison]] = {
     "Advantage estimators": {
         name: Comparison(name, partial(advantage_pairs, name), 2e-4) for name in ESTIMATORS
     },

@@ -50,21 +50,21 @@ class Case:
     def row_scores(self) -> list[float]:
         return [sum(float(self.rewards[i, t]) for t in row) for i, row in enumerate(self.columns)]
 
-    def kept(self, row: int) -> list[int]:
+    def tokens_of(self, row: int) -> list[int]:
         return self.columns[row]
 
-    def voters(self) -> list[int]:
+    def counted_rows(self) -> list[int]:
         return [i for i, row in enumerate(self.columns) if row]
 
     def group(self, row: int) -> list[int]:
-        return [i for i in self.voters() if self.uid[i] == self.uid[row]]
+        return [i for i in self.counted_rows() if self.uid[i] == self.uid[row]]
 
     def score(self, row: int) -> float:
         return self.row_scores[row]
 
-    def pure_score(self, row: int) -> float:
+    def score_without_kl(self, row: int) -> float:
         """Without the KL penalty."""
-        return sum(float(self.scores[row, t]) for t in self.kept(row))
+        return sum(float(self.scores[row, t]) for t in self.tokens_of(row))
 
 
 def random_case(seed: int) -> Case:
@@ -134,7 +134,7 @@ def zeros(case: Case) -> np.ndarray:
 
 
 def whiten(x: np.ndarray, case: Case) -> np.ndarray:
-    kept = [(i, t) for i in case.voters() for t in case.kept(i)]
+    kept = [(i, t) for i in case.counted_rows() for t in case.tokens_of(i)]
     out = zeros(case)
     if not kept:
         return out
@@ -149,19 +149,19 @@ def whiten(x: np.ndarray, case: Case) -> np.ndarray:
 
 def to_go(case: Case, gamma: float) -> np.ndarray:
     out = zeros(case)
-    for i in case.voters():
+    for i in case.counted_rows():
         running = 0.0
-        for t in reversed(case.kept(i)):
+        for t in reversed(case.tokens_of(i)):
             running = float(case.rewards[i, t]) + gamma * running
             out[i, t] = running
     return out
 
 
-def spread_rows(case: Case, row_value) -> np.ndarray:
+def fill_rows(case: Case, row_value) -> np.ndarray:
     out = zeros(case)
-    for i in case.voters():
+    for i in case.counted_rows():
         if len(case.group(i)) > 1:
-            for t in case.kept(i):
+            for t in case.tokens_of(i):
                 out[i, t] = row_value(i)
     return out
 
@@ -177,8 +177,8 @@ def group_std(case: Case, row: int) -> float:
 
 def gae(case: Case, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
     raw, returns = zeros(case), zeros(case)
-    for i in case.voters():
-        columns = case.kept(i)
+    for i in case.counted_rows():
+        columns = case.tokens_of(i)
         for n, t in enumerate(columns):
             total = 0.0
             for m in range(n, len(columns)):  # the sum of the definition, no recursion
@@ -195,7 +195,7 @@ def gae(case: Case, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def grpo(case: Case, by_std: bool) -> np.ndarray:
-    return spread_rows(
+    return fill_rows(
         case,
         lambda i: (
             (case.score(i) - group_mean(case, i)) / (group_std(case, i) + 1e-6 if by_std else 1.0)
@@ -208,7 +208,7 @@ def rloo(case: Case) -> np.ndarray:
         others = [case.score(j) for j in case.group(i) if j != i]
         return case.score(i) - sum(others) / len(others)
 
-    return spread_rows(case, one)
+    return fill_rows(case, one)
 
 
 def reinforce_plus_plus(case: Case, gamma: float) -> tuple[np.ndarray, np.ndarray]:
@@ -217,13 +217,13 @@ def reinforce_plus_plus(case: Case, gamma: float) -> tuple[np.ndarray, np.ndarra
 
 
 def reinforce_plus_plus_baseline(case: Case) -> np.ndarray:
-    return whiten(spread_rows(case, lambda i: case.score(i) - group_mean(case, i)), case)
+    return whiten(fill_rows(case, lambda i: case.score(i) - group_mean(case, i)), case)
 
 
 def remax(case: Case, gamma: float) -> tuple[np.ndarray, np.ndarray]:
     returns, out = to_go(case, gamma), zeros(case)
-    for i in case.voters():
-        for t in case.kept(i):
+    for i in case.counted_rows():
+        for t in case.tokens_of(i):
             out[i, t] = returns[i, t] - float(case.baselines[i])
     return out, returns
 
@@ -236,33 +236,35 @@ def grpo_passk(case: Case, by_std: bool) -> np.ndarray:
         gap = case.score(ranked[0]) - case.score(ranked[1])
         return gap / (group_std(case, i) + 1e-6) if by_std else gap
 
-    return spread_rows(case, one)
+    return fill_rows(case, one)
 
 
 def opo(case: Case) -> np.ndarray:
     def one(i: int) -> float:
-        lengths = {j: len(case.kept(j)) for j in case.group(i)}
+        lengths = {j: len(case.tokens_of(j)) for j in case.group(i)}
         return case.score(i) - sum(n * case.score(j) for j, n in lengths.items()) / sum(
             lengths.values()
         )
 
-    return spread_rows(case, one)
+    return fill_rows(case, one)
 
 
 def gpg(case: Case) -> np.ndarray:
-    rewarded = sum(float(np.float32(case.score(i))) != 0 for i in case.voters())
-    alpha = len(case.voters()) / max(rewarded, 1)
-    return spread_rows(case, lambda i: alpha * (case.score(i) - group_mean(case, i)))
+    rewarded = sum(float(np.float32(case.score(i))) != 0 for i in case.counted_rows())
+    alpha = len(case.counted_rows()) / max(rewarded, 1)
+    return fill_rows(case, lambda i: alpha * (case.score(i) - group_mean(case, i)))
 
 
 def rloo_token_kl(case: Case, low: float, high: float) -> np.ndarray:
     out = zeros(case)
-    for i in case.voters():
-        others = [case.pure_score(j) for j in case.group(i) if j != i]
+    for i in case.counted_rows():
+        others = [case.score_without_kl(j) for j in case.group(i) if j != i]
         score = (
-            min(max(case.pure_score(i) - sum(others) / len(others), low), high) if others else 0.0
+            min(max(case.score_without_kl(i) - sum(others) / len(others), low), high)
+            if others
+            else 0.0
         )
-        columns = case.kept(i)
+        columns = case.tokens_of(i)
         for n, t in enumerate(columns):
             out[i, t] = score + sum(
                 float(case.rewards[i, u]) - float(case.scores[i, u]) for u in columns[n:]
@@ -277,21 +279,21 @@ def optimal_token_baseline(
 
     def energy(i: int, rank: int) -> float:
         total = 0.0
-        for t in case.kept(i)[: rank + 1]:
+        for t in case.tokens_of(i)[: rank + 1]:
             w = 1 - 2 * math.exp(float(case.old[i, t])) + float(case.pi_squared[i, t])
             total += w * float(case.is_weights[i, t]) ** 2 if weighted else w
         return total
 
-    for i in case.voters():
+    for i in case.counted_rows():
         if len(case.group(i)) < 2:
             continue
-        for rank, t in enumerate(case.kept(i)):
-            there = [j for j in case.group(i) if len(case.kept(j)) > rank]
+        for rank, t in enumerate(case.tokens_of(i)):
+            there = [j for j in case.group(i) if len(case.tokens_of(j)) > rank]
             baseline = 0.0
             if len(there) > 1:
                 below = sum(energy(j, rank) for j in there)
                 baseline = sum(
-                    returns[j, case.kept(j)[rank]] * energy(j, rank) for j in there
+                    returns[j, case.tokens_of(j)[rank]] * energy(j, rank) for j in there
                 ) / max(below, 1e-8)
             out[i, t] = returns[i, t] - baseline
     return out, returns

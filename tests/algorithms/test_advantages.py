@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.algorithms.differential import ROOMS, check, inputs_of
+from tests.algorithms.differential import COMPARISONS, check, inputs_of
 from tests.algorithms.reference import Case, random_case
 from verlite.algorithms.advantages import (
     AdvantageInputs,
@@ -36,7 +36,7 @@ def group_inputs(rewards: list[float], uid: list[str], **settings) -> AdvantageI
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_agrees_with_the_naive_reference(name: str) -> None:
-    check(ROOMS["Advantage estimators"][name])
+    check(COMPARISONS["Advantage estimators"][name])
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -79,7 +79,7 @@ def test_padding_columns_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_failed_rows_have_no_vote(name: str) -> None:
+def test_failed_rows_are_excluded(name: str) -> None:
     """The other rows' numbers are those of a batch in which the failed row never was."""
     case = random_case(11)
     case.valid[:] = True
@@ -100,7 +100,7 @@ def test_failed_rows_have_no_vote(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_batch_without_any_trainable_token(name: str) -> None:
+def test_batch_without_trainable_tokens_gives_zero(name: str) -> None:
     case = random_case(0)
     case.mask[:] = 0
     for result in compute_advantages(name, inputs_of(case)):
@@ -195,7 +195,7 @@ def test_opo_gpg_and_passk_hand_examples() -> None:
     assert compute_advantages("grpo_passk", inputs)[0].tolist() == [[0, 0, 0], [3, 3, 3], [0, 0, 0]]
 
 
-def test_a_broken_reward_of_a_valid_row_is_an_error_that_names_it() -> None:
+def test_nan_reward_of_a_valid_row_raises() -> None:
     with pytest.raises(ValueError, match=r"first row 1 \(uid b\) with nan.*valid=False"):
         compute_advantages(
             "gae",
@@ -208,7 +208,7 @@ def test_a_broken_reward_of_a_valid_row_is_an_error_that_names_it() -> None:
         )
 
 
-def test_missing_inputs_unknown_names_and_wrong_shapes_are_errors() -> None:
+def test_missing_inputs_unknown_names_and_wrong_shapes_raise() -> None:
     inputs = group_inputs([1.0, 2.0], ["a", "a"])
     with pytest.raises(ValueError, match="adv_estimator=gae needs the input values"):
         compute_advantages("gae", inputs)
@@ -228,7 +228,7 @@ def test_missing_inputs_unknown_names_and_wrong_shapes_are_errors() -> None:
         compute_advantages("tests.algorithms.test_advantages:flat", inputs)
 
 
-def test_a_result_that_is_not_finite_names_its_row() -> None:
+def test_non_finite_result_raises() -> None:
     inputs = group_inputs([1.0, 2.0, 3.0], ["a", "b", "b"])
     with pytest.raises(
         ValueError,
@@ -257,7 +257,7 @@ def flat(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs.rewards[:, 0], inputs.rewards[:, 0]
 
 
-def test_scores_lie_on_the_last_trainable_token() -> None:
+def test_scores_are_placed_on_the_last_trainable_token() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]])
     placed = place_scores(torch.tensor([1.0, 2.0, NAN, 4.0]), mask)
     assert placed.tolist() == [[0, 1, 0, 0], [0, 0, 0, 2], [0, 0, 0, 0], [0, 0, 4, 0]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.algorithms.differential import ROOMS, check
+from tests.algorithms.differential import COMPARISONS, check
 from verlite.algorithms.aggregation import AGGREGATION_MODES, token_weights
 
 
@@ -28,10 +28,10 @@ def test_hand_values() -> None:
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_agrees_with_the_naive_reference_and_any_split(mode: str) -> None:
-    check(ROOMS["Aggregation"][mode])
+    check(COMPARISONS["Aggregation"][mode])
 
 
-def test_nothing_to_train_is_no_error() -> None:
+def test_empty_mask_gives_zero_weights() -> None:
     for mode in AGGREGATION_MODES:
         assert (token_weights(torch.zeros(2, 3), mode, tokens=0, sequences=0, scale=1) == 0).all()
 

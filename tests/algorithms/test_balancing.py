@@ -31,7 +31,7 @@ def test_hand_example() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_item_once_and_as_even_as_the_published_method(seed: int) -> None:
+def test_partition_is_complete_and_as_even_as_the_published_method(seed: int) -> None:
     rng = random.Random(seed)
     n, k = rng.randint(1, 60), rng.randint(1, 9)
     weights = [rng.choice([rng.randint(1, 50), rng.randint(1, 5000), 0, 7]) for _ in range(n)]
@@ -62,7 +62,7 @@ def test_large_problem_is_balanced() -> None:
         assert max(got) - min(got) <= 5
 
 
-def test_fewer_items_than_parts_and_bad_requests() -> None:
+def test_fewer_items_than_parts_and_invalid_part_counts() -> None:
     assert sorted(karmarkar_karp([5, 9], 4), reverse=True) == [[1], [0], [], []]
     assert karmarkar_karp([], 2) == [[], []]
     with pytest.raises(ValueError, match="7 items into 2 parts of equal size"):
@@ -85,7 +85,7 @@ def test_micro_batches_respect_the_cap(seed: int) -> None:
     assert totals(lengths, parts) == sorted(totals(lengths, parts), reverse=True)
 
 
-def test_micro_batches_of_nothing_and_of_too_much() -> None:
+def test_micro_batches_of_empty_input_and_oversized_sample() -> None:
     assert micro_batches_by_tokens([], 10, minimum=2) == [[], []]
     assert micro_batches_by_tokens([3], 10, minimum=3) == [[0], [], []]
     with pytest.raises(ValueError, match="sample 1 has 11 tokens, more than the limit of 10"):

@@ -33,7 +33,7 @@ def test_built_in_losses_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_losses_that_look_at_the_whole_micro_batch_are_told_so(name: str) -> None:
+def test_check_reports_losses_that_depend_on_the_micro_batch(name: str) -> None:
     assert any(
         "sum over micro-batches" in problem
         for problem in check_policy_loss(
@@ -115,7 +115,7 @@ def raising(inputs: AdvantageInputs):
         (raising, "raised RuntimeError: no luck"),
     ],
 )
-def test_wrong_estimators_are_told_what_is_wrong(estimator, message: str) -> None:
+def test_check_reports_each_estimator_mistake(estimator, message: str) -> None:
     problems = check_estimator(estimator)
     assert len(problems) >= 1
     with pytest.raises(AssertionError, match=message):
@@ -178,12 +178,12 @@ def never_zero(inputs: PolicyLossInputs):
         (never_zero, "without trainable tokens has loss 1.0"),
     ],
 )
-def test_wrong_losses_are_told_what_is_wrong(loss, message: str) -> None:
+def test_check_reports_each_loss_mistake(loss, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         raise AssertionError("\n".join(check_policy_loss(loss)))
 
 
-def test_a_correct_loss_of_a_user_passes() -> None:
+def test_correct_user_loss_passes() -> None:
     def mine(inputs: PolicyLossInputs):
         return inputs.total(per_token(inputs)), {"mine/kl": inputs.token_mean(-inputs.log_ratio)}
 

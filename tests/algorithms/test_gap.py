@@ -16,7 +16,7 @@ def draw():
     return a, b, mask
 
 
-def test_metrics_are_those_of_all_tokens_at_once():
+def test_metrics_equal_whole_tensor_formulas():
     a, b, mask = draw()
     x, y = a[mask == 1].double(), b[mask == 1].double()
     diff = (x.exp() - y.exp()).abs()
@@ -36,7 +36,7 @@ def test_metrics_are_those_of_all_tokens_at_once():
     )
 
 
-def test_parts_add_up():
+def test_sums_over_parts_add_up():
     a, b, mask = draw()
     parts = [gap_sums(a[rows], b[rows], mask[rows]) for rows in ([0, 1, 2], [2], [3], [4, 5])]
     total = {
@@ -46,7 +46,7 @@ def test_parts_add_up():
     assert gap_metrics(total) == pytest.approx(gap_metrics(gap_sums(a, b, mask)), rel=1e-12)
 
 
-def test_nothing_to_compare_gives_nothing_and_equal_numbers_no_gap():
+def test_empty_mask_gives_no_metrics_and_equal_log_probs_no_gap():
     a, _, mask = draw()
     assert gap_metrics(gap_sums(a, a, torch.zeros_like(mask))) == {}
     assert gap_metrics({}) == {}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.differential import ROOMS, check
+from tests.algorithms.differential import COMPARISONS, check
 from verlite.algorithms.kl import (
     KL_KINDS,
     AdaptiveKLController,
@@ -49,7 +49,7 @@ def test_extremes_keep_value_and_gradient_finite(kind: str, new: float, ref: flo
     assert value.isfinite().all() and log_prob.grad.isfinite().all()
 
 
-def test_k3_keeps_its_digits_near_zero() -> None:
+def test_k3_is_accurate_near_zero() -> None:
     d = torch.tensor([1e-3, -2e-3])
     torch.testing.assert_close(
         kl_estimate(d, torch.zeros(2), "k3"), d.square() / 2 - d**3 / 6, rtol=2e-4, atol=0
@@ -94,7 +94,7 @@ def test_gradient_identities() -> None:
         torch.testing.assert_close(expected_gradient(kind)["in loss"], k2["KL(pi||ref)"])
 
 
-def test_kl_loss_ignores_what_lies_under_the_mask() -> None:
+def test_kl_loss_ignores_masked_tokens() -> None:
     log_prob = torch.tensor([[-1.0, math.nan], [math.inf, -2.0]], requires_grad=True)
     mask, weights = torch.tensor([[1, 0], [0, 1]]), torch.tensor([[0.5, 0.0], [0.0, 0.25]])
     loss = kl_loss(log_prob, torch.tensor([[-3.0, 1.0], [math.nan, -2.5]]), mask, weights, "k2")
@@ -105,12 +105,12 @@ def test_kl_loss_ignores_what_lies_under_the_mask() -> None:
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_agrees_with_the_naive_reference(kind: str) -> None:
-    check(ROOMS["KL in the loss"][kind])
+    check(COMPARISONS["KL in the loss"][kind])
 
 
-@pytest.mark.parametrize("kind", ROOMS["KL in the reward"])
+@pytest.mark.parametrize("kind", COMPARISONS["KL in the reward"])
 def test_penalty_agrees_with_the_naive_reference(kind: str) -> None:
-    check(ROOMS["KL in the reward"][kind])
+    check(COMPARISONS["KL in the reward"][kind])
 
 
 def test_controllers() -> None:

@@ -131,7 +131,7 @@ def test_sum_pi_squared() -> None:
         assert got.tolist() == pytest.approx(want, rel=1e-12) and not got.requires_grad
 
 
-def test_no_tokens() -> None:
+def test_empty_batch_gives_empty_results() -> None:
     hidden, weight, labels = (
         torch.zeros(0, H, requires_grad=True),
         torch.randn(V, H, requires_grad=True),
@@ -163,7 +163,7 @@ def test_memory_stays_within_a_chunk() -> None:
     assert sum(saved) == hidden.numel() + weight.numel() + 3 * tokens
 
 
-def test_logged_entropy_changes_no_gradient() -> None:
+def test_logging_entropy_does_not_change_gradients() -> None:
     torch.manual_seed(0)
     hidden, weight, labels = torch.randn(7, 4), torch.randn(11, 4), torch.randint(11, (7,))
     gradients = []
@@ -175,7 +175,7 @@ def test_logged_entropy_changes_no_gradient() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_entropy_has_its_own_gradient() -> None:
+def test_entropy_gradient_equals_autograd() -> None:
     torch.manual_seed(1)
     hidden, weight, labels = (
         torch.randn(5, 4).double(),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.differential import REJECT, ROOMS, check, run
+from tests.algorithms.differential import COMPARISONS, REJECT, check, run
 from tests.algorithms.reference import random_case
 from verlite.algorithms.aggregation import AGGREGATION_MODES, token_weights
 from verlite.algorithms.losses import (
@@ -22,11 +22,11 @@ NAN = math.nan
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_agrees_with_the_naive_reference(name: str) -> None:
-    check(ROOMS["Policy losses"][name])
+    check(COMPARISONS["Policy losses"][name])
 
 
 def test_bypass_reinforce_agrees_with_the_naive_reference() -> None:
-    check(ROOMS["Policy losses"]["bypass_mode, reinforce"])
+    check(COMPARISONS["Policy losses"]["bypass_mode, reinforce"])
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -67,7 +67,7 @@ def test_extremes_keep_value_and_gradient_finite(name: str, gap: float, advantag
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_nothing_to_train_gives_zero(name: str) -> None:
+def test_empty_mask_gives_zero_loss(name: str) -> None:
     case = random_case(2)
     case.mask[:] = 0
     loss, gradient, metrics = run(name, case)
@@ -75,7 +75,7 @@ def test_nothing_to_train_gives_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"clip_cov"}))
-def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
+def test_on_policy_gradient_is_the_policy_gradient(name: str) -> None:
     case = random_case(4)
     case.log_prob = case.old.clone()
     advantage = (
@@ -120,7 +120,7 @@ def test_selection_by_covariance() -> None:
     )
 
 
-def test_clip_cov_leaves_clipped_tokens_alone() -> None:
+def test_clip_cov_does_not_select_clipped_tokens() -> None:
     log_prob, advantages = (
         torch.tensor([[-1.0, -2.0, -3.0, -6.0]]),
         torch.tensor([[3.0, -1.0, 1.0, -3.0]]),
@@ -133,7 +133,7 @@ def test_clip_cov_leaves_clipped_tokens_alone() -> None:
 
 
 @pytest.mark.parametrize("name,select", [("clip_cov", select_clip_cov), ("kl_cov", select_kl_cov)])
-def test_without_a_given_selection_the_losses_choose_their_own(name: str, select) -> None:
+def test_losses_select_tokens_if_no_selection_is_given(name: str, select) -> None:
     case = random_case(12)
     settings = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.0, "clip_cov_ub": 1e9, "kl_cov_ratio": 0.3}
     chosen = select(case.log_prob.clamp(min=-1e4), case.advantages, case.mask.bool(), settings)
@@ -180,9 +180,9 @@ def test_errors() -> None:
         policy_loss("vanilla", PolicyLossInputs(**good | {"advantages": torch.ones(1, 2)}))
 
 
-@pytest.mark.parametrize("name", ROOMS["Value loss and entropy"])
+@pytest.mark.parametrize("name", COMPARISONS["Value loss and entropy"])
 def test_value_loss_agrees_with_the_naive_reference(name: str) -> None:
-    check(ROOMS["Value loss and entropy"][name])
+    check(COMPARISONS["Value loss and entropy"][name])
 
 
 def test_entropy_counts_trainable_tokens_only() -> None:

@@ -32,11 +32,11 @@ def test_a_single_entry_whitens_to_zero() -> None:
     assert (masked_whiten(X, torch.tensor([[0, 0, 1], [0, 0, 0]])) == 0).all()
 
 
-def test_mean_of_nothing_along_a_dimension_is_zero() -> None:
+def test_mean_of_an_empty_row_is_zero() -> None:
     assert masked_mean(X, torch.tensor([[0, 0, 0], [0, 1, 0]]), dim=1).tolist() == [0, 10]
 
 
-def test_small_deviations_around_a_large_mean_survive() -> None:
+def test_whitening_is_accurate_for_a_large_mean() -> None:
     x = 1000 + torch.tensor([0.01, -0.01, 0.03, -0.03])
     got = masked_whiten(x, torch.ones(4))
     x = x.double()

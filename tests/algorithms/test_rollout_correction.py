@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.differential import CORRECTIONS, ROOMS, check
+from tests.algorithms.differential import COMPARISONS, CORRECTIONS, check
 from tests.algorithms.reference import Case, random_case
 from verlite.algorithms.rollout_correction import correct_rollout
 from verlite.config.correction import PRESETS, RolloutCorrection
@@ -20,7 +20,7 @@ def correct(case: Case, settings: RolloutCorrection):
     "name", [name for name, settings in CORRECTIONS.items() if settings.rollout_is]
 )
 def test_weights_agree_with_the_naive_reference(name: str) -> None:
-    check(ROOMS["Rollout correction"][name])
+    check(COMPARISONS["Rollout correction"][name])
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_weights_agree_with_the_naive_reference(name: str) -> None:
     ],
 )
 def test_rejection_agrees_with_the_naive_reference(name: str) -> None:
-    check(ROOMS["Rollout correction"][name])
+    check(COMPARISONS["Rollout correction"][name])
 
 
 def test_rules_combine_and_a_single_ratio_bound_is_symmetric() -> None:
@@ -53,7 +53,7 @@ def test_rules_combine_and_a_single_ratio_bound_is_symmetric() -> None:
     assert metrics["rollout_corr/rollout_rs_token_k1_seq_masked_fraction"] == pytest.approx(2 / 3)
 
 
-def test_metrics_have_the_values_that_verl_reports() -> None:
+def test_metrics_equal_verl_values() -> None:
     # Two rows of two tokens; w is 1 and 3, and 0.25 and 1.
     rollout = torch.full((2, 2), -5.0)
     old = rollout + torch.tensor([[1.0, 3.0], [0.25, 1.0]]).log()
@@ -106,10 +106,10 @@ def test_metrics_have_the_values_that_verl_reports() -> None:
     ],
 )
 def test_metrics_agree_with_the_naive_reference(name: str) -> None:
-    check(ROOMS["Rollout correction"][name])
+    check(COMPARISONS["Rollout correction"][name])
 
 
-def test_nothing_to_compare_is_no_difference() -> None:
+def test_empty_mask_gives_zero_metrics() -> None:
     case = random_case(3)
     case.mask[:] = 0
     for settings in PRESETS.values():
@@ -118,7 +118,7 @@ def test_nothing_to_compare_is_no_difference() -> None:
         assert set(metrics.values()) == {0.0}, metrics
 
 
-def test_equal_engines_need_no_correction() -> None:
+def test_equal_log_probs_need_no_correction() -> None:
     case = random_case(3)
     case.log_prob = case.old.clone()
     for settings in PRESETS.values():
@@ -150,6 +150,6 @@ def test_equal_engines_need_no_correction() -> None:
         (dict(bypass_mode=True, rollout_is_batch_normalize=True), "turn one of them off"),
     ],
 )
-def test_settings_that_make_no_sense(settings: dict, message: str) -> None:
+def test_invalid_settings_raise(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RolloutCorrection(**settings)
