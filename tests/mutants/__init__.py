@@ -1,7 +1,9 @@
-"""Mutation testing: known bugs, each planted by patching one function, and the tests that must fail with it.
+"""Mutation testing: known bugs, each planted by patching one function, and the tests that must fail
+with it.
 
-A mutant names a function and says how its behavior changes. It quotes no source text, so a refactoring that keeps
-the function and its behavior keeps the mutant too. `python -m tests.mutants` plants all of them, one at a time.
+A mutant names a function and says how its behavior changes. It quotes no source text, so a
+refactoring that keeps the function and its behavior keeps the mutant too. `python -m tests.mutants`
+plants all of them, one at a time.
 """
 
 import importlib
@@ -22,14 +24,17 @@ PACKAGES = (
     "controller",
     "trainer",
 )
-"""Each is a file of this package with a list MUTANTS, about the package of verlite with the same name."""
+"""Each is a file of this package with a list MUTANTS, about the package of verlite with the same
+name."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug. `bug`: what goes wrong, in words. `target`: "module:function", "module:Class.method" or "module:CONSTANT".
+    """One bug. `bug`: what goes wrong, in words. `target`: "module:function", "module:Class.method"
+    or "module:CONSTANT".
 
-    patch: takes the original object and returns the broken one. tests: pytest node ids, at least one of which must fail.
+    patch: takes the original object and returns the broken one. tests: pytest node ids, at least
+    one of which must fail.
     """
 
     bug: str

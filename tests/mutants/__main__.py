@@ -1,6 +1,7 @@
-"""Plant every mutant, one at a time, run its tests, and write docs/mutants.md. A mutant that no test notices is a failure.
+"""Plant every mutant, one at a time, run its tests, and write docs/mutants.md. A mutant that no
+test notices is a failure.
 
-python -m tests.mutants [--new] [--jobs N] [PACKAGE ...]     PACKAGE: algorithms, engine, rollout, ...; all packages by default
+python -m tests.mutants [--new] [--jobs N] [PACKAGE ...]     all packages by default
 """
 
 import argparse
@@ -21,12 +22,14 @@ def outcome(package: str, mutant: Mutant, log: Path) -> str:
     text = log.read_text(errors="replace")
     if code is None or "from pytest-timeout" in text or "+ Timeout +" in text:
         return "hangs"
-    # 1 means that a test failed. 2 (import error) and 5 (no tests) do not show that any test looks at the bug.
+    # 1 means that a test failed. 2 (import error) and 5 (no tests) do not show that any test looks
+    # at the bug.
     return "caught" if code == 1 else "**missed**"
 
 
 def run_package(package: str, chosen: list[Mutant], folder: Path, jobs: int) -> dict[str, str]:
-    """Plant each mutant of a package, once its tests have passed without one. Returns outcomes by bug."""
+    """Plant each mutant of a package, once its tests have passed without one. Returns outcomes by
+    bug."""
     tests = list(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
     log = folder / f"{package}.log"
     if run_pytest(tests, None, log, limit_s=3600) != 0:

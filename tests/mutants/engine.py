@@ -1,5 +1,361 @@
-"""Mutants of verlite.engine."""
+"""Mutants of verlite.engine: training steps that do something else than they should."""
+
+import dataclasses
 
 from tests.mutants import Mutant
+from tests.mutants.patches import argument, attribute, calls, constant, does_nothing, result
 
-MUTANTS: list[Mutant] = []
+ATTENTION = "verlite.engine.attention:"
+MICRO = "verlite.engine.micro:"
+MODEL = "verlite.engine.model:"
+FSDP = "verlite.engine.fsdp:"
+OPTIM = "verlite.engine.optim:"
+ULYSSES = "verlite.engine.ulysses:"
+CHECKPOINT = "verlite.engine.checkpoint:"
+EXPORT = "verlite.engine.export:"
+LORA = "verlite.engine.lora:"
+PACKING = "verlite.algorithms.packing:"
+PASSES = "tests/engine/test_passes.py"
+UPDATE = "tests/engine/test_update.py"
+SEQUENCE_PARALLEL = "tests/engine/test_ulysses.py"
+SAVED = "tests/engine/test_checkpoint.py"
+ADAPTERS = "tests/engine/test_lora.py"
+
+
+def _one_sequence(original, *args, sequences=None, **kwargs):
+    import torch
+
+    if sequences is not None and sequences.group is None:
+        total = sum(sequences.lengths)
+        cu_seqlens = torch.tensor([0, total], dtype=torch.int32)
+        sequences = dataclasses.replace(sequences, lengths=(total,), cu_seqlens=cu_seqlens)
+    return original(*args, sequences=sequences, **kwargs)
+
+
+def _shifted_by_one(original, *args, **kwargs):
+    targets = original(*args, **kwargs)
+    return dataclasses.replace(targets, labels=targets.labels.roll(1))
+
+
+def _sources_shifted(original, *args, **kwargs):
+    targets = original(*args, **kwargs)
+    return dataclasses.replace(targets, source=(targets.source - 1).clamp(min=0))
+
+
+def _every_response_token(original, rows, packed):
+    everything = rows.clone(recurse=False)
+    columns = rows["response_mask"].shape[1]
+    everything["response_mask"] = rows["attention_mask"][:, -columns:]
+    return original(everything, packed)
+
+
+def _positions_over_padding(original, rows, packed):
+    import torch
+
+    counted = rows.clone(recurse=False)
+    columns = rows["input_ids"].shape[1]
+    counted["position_ids"] = torch.arange(columns).expand_as(rows["input_ids"]).contiguous()
+    return original(counted, packed)
+
+
+def _reversed_parts(original, self, rows):
+    return [part.flip(0) for part in original(self, rows)]
+
+
+def _rows_without_tokens_too(original, self, rows):
+    import torch
+
+    everything = rows.clone(recurse=False)
+    everything["response_mask"] = torch.ones_like(rows["response_mask"])
+    return original(self, everything)
+
+
+def _counts_of_micro_batch(original, self, rows, part, temperature, loss_fn, with_entropy, counts):
+    if part is not None:
+        mask = rows["response_mask"][part]
+        counts = type(counts)(int(mask.sum()), int(mask.any(-1).sum()))
+    return original(self, rows, part, temperature, loss_fn, with_entropy, counts)
+
+
+def _averaged_over_ranks(original, self, *args, **kwargs):
+    world_size = self.world_size
+    self.world_size = 1
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.world_size = world_size
+
+
+def _step_per_micro_batch(original, self, *args, **kwargs):
+    results = original(self, *args, **kwargs)
+    self.optimizer.step()
+    return results
+
+
+def _clipped_per_micro_batch(original, self, *args, **kwargs):
+    from verlite.engine.optim import clip_gradients
+
+    results = original(self, *args, **kwargs)
+    clip_gradients(self.parameters, self.grad_clip)
+    return results
+
+
+def _keeps_gradients(original, self, *args, **kwargs):
+    self.optimizer.zero_grad = lambda set_to_none=True: None
+    return original(self, *args, **kwargs)
+
+
+def _norm_after_clipping(original, parameters, max_norm):
+    return original(parameters, max_norm).clamp(max=max_norm)
+
+
+def _no_clipping(original, parameters, max_norm):
+    return original(parameters, float("inf"))
+
+
+def _maxima_added(original, name, a, b):
+    return a + b
+
+
+def _stays_in_training_mode(original, self, *args, **kwargs):
+    self.model.eval = lambda: self.model.train()
+    return original(self, *args, **kwargs)
+
+
+def _nan_is_finite(original, self, is_finite, batch, dump_dir):
+    return None
+
+
+def _schedule_per_update(original, self, *args, **kwargs):
+    metrics = original(self, *args, **kwargs)
+    self.step_schedule()
+    return metrics
+
+
+def _warmup_from_zero(original, config, step, total_steps):
+    from verlite.engine.optim import warmup_steps
+
+    warmup = warmup_steps(config, total_steps)
+    return config.lr * step / warmup if step < warmup else original(config, step, total_steps)
+
+
+def _all_tokens_on_every_rank(original, self, values):
+    without_group = self
+    if self.sequences is not None:
+        sequences = dataclasses.replace(self.sequences, group=None)
+        without_group = dataclasses.replace(self, sequences=sequences)
+    return original(without_group, values)
+
+
+def _no_moments(original, model, optimizer):
+    return original(model, None)
+
+
+def _unscaled(original, layer, dtype, device):
+    return layer.base_layer.weight.detach().to(device, dtype)
+
+
+MUTANTS = [
+    # what a pass computes
+    Mutant(
+        "packed sequences attend to each other",
+        ATTENTION + "packed_attention",
+        calls(_one_sequence),
+        (PASSES,),
+    ),
+    Mutant(
+        "the attention scale is ignored",
+        ATTENTION + "_per_sequence",
+        argument("scaling", lambda scaling: None),
+        ("tests/engine/test_attention.py",),
+    ),
+    Mutant(
+        "the sliding window is one token longer",
+        ATTENTION + "_window_mask",
+        argument("window", lambda window: window + 1),
+        ("tests/engine/test_attention.py",),
+    ),
+    Mutant(
+        "soft-capping is silently ignored",
+        ATTENTION + "_UNSUPPORTED",
+        constant(()),
+        ("tests/engine/test_attention.py",),
+    ),
+    Mutant(
+        "labels are shifted by one token",
+        PACKING + "response_targets",
+        calls(_shifted_by_one),
+        (PASSES,),
+    ),
+    Mutant(
+        "hidden states are shifted by one token",
+        PACKING + "response_targets",
+        calls(_sources_shifted),
+        (PASSES,),
+    ),
+    Mutant(
+        "tool text is trained",
+        MICRO + "model_inputs",
+        calls(_every_response_token),
+        (PASSES,),
+    ),
+    Mutant(
+        "positions count padding",
+        MICRO + "model_inputs",
+        calls(_positions_over_padding),
+        (PASSES,),
+    ),
+    Mutant(
+        "rows without a trainable token are computed",
+        MICRO + "MicroBatching.split",
+        calls(_rows_without_tokens_too),
+        (PASSES,),
+    ),
+    Mutant(
+        "the temperature is dropped in forward passes",
+        FSDP + "TrainEngine.forward",
+        argument("temperature", lambda temperature: 1.0),
+        (PASSES,),
+    ),
+    Mutant(
+        "forward passes run with dropout",
+        FSDP + "TrainEngine.forward",
+        calls(_stays_in_training_mode),
+        (PASSES,),
+    ),
+    # updates
+    Mutant(
+        "the loss counts the tokens of its micro-batch",
+        FSDP + "TrainEngine._backward",
+        calls(_counts_of_micro_batch),
+        (UPDATE,),
+    ),
+    Mutant(
+        "the temperature is dropped in updates",
+        FSDP + "TrainEngine.update",
+        argument("temperature", lambda temperature: 1.0),
+        (UPDATE,),
+    ),
+    Mutant(
+        "gradients are averaged over ranks",
+        FSDP + "TrainEngine._backward",
+        calls(_averaged_over_ranks),
+        (UPDATE,),
+    ),
+    Mutant(
+        "there is an optimizer step per micro-batch",
+        FSDP + "TrainEngine._backward",
+        calls(_step_per_micro_batch),
+        (UPDATE,),
+    ),
+    Mutant(
+        "gradients are clipped in every micro-batch",
+        FSDP + "TrainEngine._backward",
+        calls(_clipped_per_micro_batch),
+        (UPDATE,),
+    ),
+    Mutant(
+        "gradients are kept for the next update",
+        FSDP + "TrainEngine.update",
+        calls(_keeps_gradients),
+        (UPDATE,),
+    ),
+    Mutant(
+        "gradients are not clipped",
+        OPTIM + "clip_gradients",
+        calls(_no_clipping),
+        (UPDATE,),
+    ),
+    Mutant(
+        "the logged gradient norm is the clipped one",
+        OPTIM + "clip_gradients",
+        calls(_norm_after_clipping),
+        (UPDATE,),
+    ),
+    Mutant(
+        "maxima are added up over micro-batches",
+        FSDP + "_combine",
+        calls(_maxima_added),
+        (UPDATE,),
+    ),
+    Mutant(
+        "dropped updates never stop the run",
+        FSDP + "TrainEngine._handle_nonfinite",
+        calls(_nan_is_finite),
+        (UPDATE,),
+    ),
+    Mutant(
+        "Adam's betas are the defaults",
+        OPTIM + "build_adamw",
+        argument("config", attribute("betas", lambda betas: [0.9, 0.999])),
+        (UPDATE,),
+    ),
+    Mutant(
+        "weight decay is forgotten",
+        OPTIM + "build_adamw",
+        argument("config", attribute("weight_decay", lambda decay: 0.0)),
+        (UPDATE,),
+    ),
+    Mutant(
+        "the learning-rate schedule advances per update",
+        FSDP + "TrainEngine.update",
+        calls(_schedule_per_update),
+        ("tests/engine/test_optim.py",),
+    ),
+    Mutant(
+        "warm-up starts at a learning rate of 0",
+        OPTIM + "learning_rate",
+        calls(_warmup_from_zero),
+        ("tests/engine/test_optim.py",),
+    ),
+    Mutant(
+        "cosine decays once too often",
+        OPTIM + "learning_rate",
+        argument("config", attribute("num_cycles", lambda cycles: 2 * cycles)),
+        ("tests/engine/test_optim.py",),
+    ),
+    # sequence parallelism
+    Mutant(
+        "a rank sees only its own tokens of a shared row",
+        MICRO + "ModelInputs.scatter",
+        calls(_all_tokens_on_every_rank),
+        (SEQUENCE_PARALLEL,),
+    ),
+    Mutant(
+        "heads are exchanged in the wrong order",
+        ULYSSES + "to_tokens",
+        argument("attended", lambda attended: attended.flip(2)),
+        (SEQUENCE_PARALLEL,),
+    ),
+    # checkpoints, export, adapters
+    Mutant(
+        "Adam's moments are not saved",
+        CHECKPOINT + "_tensors",
+        calls(_no_moments),
+        (SAVED,),
+    ),
+    Mutant(
+        "random generators are not restored",
+        CHECKPOINT + "_set_rng_state",
+        does_nothing,
+        (SAVED,),
+    ),
+    Mutant(
+        "weights that are not finite are accepted",
+        CHECKPOINT + "nonfinite",
+        result(lambda names: []),
+        (SAVED,),
+    ),
+    Mutant(
+        "merged weights leave the adapter out",
+        LORA + "merged",
+        calls(_unscaled),
+        (ADAPTERS,),
+    ),
+    Mutant(
+        "a reference pass uses the adapters",
+        LORA + "disabled",
+        calls(lambda original, model: __import__("contextlib").nullcontext()),
+        (ADAPTERS,),
+    ),
+]

@@ -1,4 +1,5 @@
-"""Common ways to break a function. Each returns a patch: a function from the original to the broken one."""
+"""Common ways to break a function. Each returns a patch: a function from the original to the broken
+one."""
 
 import functools
 import inspect

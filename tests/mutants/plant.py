@@ -1,7 +1,8 @@
 """Plant a mutant in this process and in every Python process that it starts, and run tests with it.
 
-The variable VERLITE_MUTANT names the mutant. `tests/mutants/site` is on PYTHONPATH, so Python imports its sitecustomize
-at every start; that installs an import hook which patches the target as soon as its module has been executed.
+The variable VERLITE_MUTANT names the mutant. `tests/mutants/site` is on PYTHONPATH, so Python
+imports its sitecustomize at every start; that installs an import hook which patches the target as
+soon as its module has been executed.
 """
 
 import atexit
@@ -26,7 +27,8 @@ TOP = Path(__file__).parents[2]
 VARIABLE = "VERLITE_MUTANT"
 MARK = "VERLITE_MUTANT_RUN"
 LIMIT_S = 600.0
-# Most tests take longer to import these than to run: one process imports them, and every test run is a fork of it.
+# Most tests take longer to import these than to run: one process imports them, and every test run
+# is a fork of it.
 PRELOAD = [
     "torch",
     "transformers",
@@ -45,7 +47,8 @@ PRELOAD = [
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Patches the mutant's target right after its module is executed, before anyone can import the original from it."""
+    """Patches the mutant's target right after its module is executed, before anyone can import the
+    original from it."""
 
     def __init__(self, mutant: Mutant) -> None:
         self.module, _, self.path = mutant.target.partition(":")
@@ -111,7 +114,8 @@ def run_pytest(
 
 
 def _kill_leftovers(mark: str) -> None:
-    """Some mutants leave processes behind. They are recognized by a variable in their environment."""
+    """Some mutants leave processes behind. They are recognized by a variable in their
+    environment."""
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark:
@@ -139,7 +143,8 @@ def _pytest(tests: list[str], mutant: str | None, log: Path) -> None:
         install()
     import pytest
 
-    # A child process of a test imports its parent's main module again. That must not be this program.
+    # A child process of a test imports its parent's main module again. That must not be this
+    # program.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = sys.modules["pytest"]
     code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--timeout", "120", *tests]))
     atexit._run_exitfuncs()

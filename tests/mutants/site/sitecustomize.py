@@ -1,4 +1,5 @@
-"""Python imports this at every start while its folder is on PYTHONPATH: see tests/mutants/plant.py."""
+"""Python imports this at every start while its folder is on PYTHONPATH: see
+tests/mutants/plant.py."""
 
 import os
 
