@@ -1,5 +1,79 @@
-"""Mutants of verlite.data."""
+"""Mutants of verlite.data: prompts that are lost, repeated, or written wrongly."""
+
+import dataclasses
 
 from tests.mutants import Mutant
+from tests.mutants.patches import argument, calls, does_nothing, result
 
-MUTANTS: list[Mutant] = []
+PROMPTS = "verlite.data.prompts:"
+SAMPLER = "verlite.data.sampler:PromptSampler."
+DATASET = "verlite.data.dataset:"
+QA = "verlite.data.qa:"
+PREPROCESS = "verlite.data.preprocess:"
+
+
+def _left_is_right(original, ids, max_length, truncation):
+    swapped = {"left": "right", "right": "left"}.get(truncation, truncation)
+    return original(ids, max_length, swapped)
+
+
+def _first_rows(original, rows, config, split):
+    return original(rows, dataclasses.replace(config, seed=0), split)
+
+
+MUTANTS = [
+    Mutant(
+        "left truncation keeps the start of a prompt",
+        PROMPTS + "truncate",
+        calls(_left_is_right),
+        ("tests/data/test_prompts.py",),
+    ),
+    Mutant(
+        "truncation is one token too long",
+        PROMPTS + "truncate",
+        argument("max_length", lambda length: length + 1),
+        ("tests/data/test_prompts.py",),
+    ),
+    Mutant(
+        "every epoch has the same order",
+        SAMPLER + "_permutation",
+        result(sorted),
+        ("tests/data/test_sampler.py",),
+    ),
+    Mutant(
+        "a resumed run starts its epoch over",
+        SAMPLER + "load_state_dict",
+        does_nothing,
+        ("tests/data/test_sampler.py",),
+    ),
+    Mutant(
+        "train_max_samples ignores data.seed",
+        DATASET + "_choose",
+        calls(_first_rows),
+        ("tests/data/test_dataset.py",),
+    ),
+    Mutant(
+        "columns that a message lacks reach the chat template as null",
+        DATASET + "_without_nulls",
+        calls(lambda original, messages: messages),
+        ("tests/data/test_dataset.py",),
+    ),
+    Mutant(
+        "training questions that are also test questions are not noticed",
+        DATASET + "overlap_note",
+        calls(lambda original, train, validation: None),
+        ("tests/data/test_dataset.py",),
+    ),
+    Mutant(
+        "a failed write damages the old file",
+        PREPROCESS + "_replace",
+        calls(lambda original, path, write: write(path)),
+        ("tests/data_preprocess/test_scripts.py",),
+    ),
+    Mutant(
+        "the test split uses the training questions first",
+        QA + "TAKEN",
+        lambda original: {**original, "test": ("train", "dev", "test")},
+        ("tests/data_preprocess/test_qa.py",),
+    ),
+]

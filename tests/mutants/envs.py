@@ -1,5 +1,133 @@
-"""Mutants of verlite.envs."""
+"""Mutants of verlite.envs: observations, tool calls and tool failures that go wrong."""
+
+import dataclasses
 
 from tests.mutants import Mutant
+from tests.mutants.patches import calls, constant, result
 
-MUTANTS: list[Mutant] = []
+SEARCH = "verlite.envs.search:"
+CALCULATOR = "verlite.envs.calculator:"
+CHAT = "verlite.envs.chat:"
+STEP = "verlite.envs.step:"
+FACTORY = "verlite.envs.factory:"
+RETRIEVER = "verlite.envs.retriever:"
+CLIENT = "tests/envs/test_retriever.py"
+
+
+def _unlimited_observation(original, *args, **kwargs):
+    encode = original(*args, **kwargs)
+    return lambda step, context, limit: encode(step, context, 10**9)
+
+
+def _one_token_more(original, *args, **kwargs):
+    encode = original(*args, **kwargs)
+    return lambda step, context, limit: encode(step, context, limit + 1)
+
+
+def _truncation_unreported(original, *args, **kwargs):
+    encode = original(*args, **kwargs)
+    return lambda step, context, limit: (encode(step, context, limit)[0], False)
+
+
+def _always_valid(original, self, text, last):
+    async def step():
+        answer = await original(self, text, last)
+        return dataclasses.replace(answer, valid=True)
+
+    return step()
+
+
+def _one_cache_entry(original, self, query):
+    async def search():
+        return await original(self, "capital of France")
+
+    return search()
+
+
+def _evaluated(original, expression):
+    return eval(expression)
+
+
+def _ignores_kwargs(original, config):
+    plain = dataclasses.replace(config, env=dataclasses.replace(config.env, kwargs={}))
+    return original(plain)
+
+
+MUTANTS = [
+    Mutant(
+        "passages are counted from 0",
+        SEARCH + "passages_text",
+        result(lambda text: text.replace("Doc 1(", "Doc 0(")),
+        ("tests/envs/test_search.py", "tests/rollout/test_trajectory.py"),
+    ),
+    Mutant(
+        "malformed turns count as valid",
+        SEARCH + "SearchEnv.step",
+        calls(_always_valid),
+        ("tests/envs/test_search.py",),
+    ),
+    Mutant(
+        "an expression is run as Python",
+        CALCULATOR + "calculate",
+        calls(_evaluated),
+        ("tests/envs/test_calculator.py",),
+    ),
+    Mutant(
+        "huge powers are computed",
+        CALCULATOR + "_MAX_POWER",
+        constant(10**6),
+        ("tests/envs/test_calculator.py",),
+    ),
+    Mutant(
+        "observations are never truncated",
+        STEP + "encode_text",
+        calls(_unlimited_observation),
+        ("tests/rollout/test_trajectory.py",),
+    ),
+    Mutant(
+        "a truncated observation is one token too long",
+        STEP + "encode_text",
+        calls(_one_token_more),
+        ("tests/rollout/test_trajectory.py",),
+    ),
+    Mutant(
+        "truncation of an observation is not reported",
+        STEP + "encode_text",
+        calls(_truncation_unreported),
+        ("tests/rollout/test_trajectory.py",),
+    ),
+    Mutant(
+        "chat observations are never truncated",
+        CHAT + "encode_chat",
+        calls(_unlimited_observation),
+        ("tests/envs/test_chat.py",),
+    ),
+    Mutant(
+        "env.kwargs do not reach the environment",
+        FACTORY + "build_env_factory",
+        calls(_ignores_kwargs),
+        ("tests/envs/test_factory.py",),
+    ),
+    Mutant(
+        "all queries share one cache entry",
+        RETRIEVER + "RetrieverClient.search",
+        calls(_one_cache_entry),
+        (CLIENT,),
+    ),
+    Mutant(
+        "a passage goes to another query",
+        RETRIEVER + "_passages",
+        result(lambda lists: list(reversed(lists))),
+        (CLIENT,),
+    ),
+    Mutant(
+        "too few results are accepted",
+        RETRIEVER + "_passages",
+        calls(
+            lambda original, answer, count, topk: (
+                original(answer, len(answer["result"]), topk) + [[]] * count
+            )[:count]
+        ),
+        (CLIENT,),
+    ),
+]

@@ -13,9 +13,9 @@ A mutant is a known bug, planted on purpose to see whether a test notices it. Ea
 bug, the function that is patched, the test that must fail, and the result of the last campaign:
 `caught` (the test fails), `hangs` (the test runs out of time), or **missed**.
 
-`make mutants` plants all of them and rewrites this page; it fails if one is missed.
-`python -m tests.mutants PACKAGE --new` plants only the mutants of one package that have no good result here
-yet. To add one, add an entry to `tests/mutants/PACKAGE.py`.
+`make mutants` plants all of them and rewrites this page; it fails if one is missed. With a package
+and `--new`, `python -m tests.mutants` plants only those of the package that have no good result
+here yet. To add one, add an entry to `tests/mutants/PACKAGE.py`.
 """
 _ROW = re.compile(r"^\| ([^|]+) \| `[^|]+` \| [^|]+ \| ([^|]+) \|$")
 

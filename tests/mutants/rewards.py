@@ -1,5 +1,118 @@
-"""Mutants of verlite.rewards."""
+"""Mutants of verlite.rewards: scores that are wrong or silently 0."""
 
 from tests.mutants import Mutant
+from tests.mutants.patches import argument, calls, constant, result
 
-MUTANTS: list[Mutant] = []
+GSM8K = "verlite.rewards.gsm8k:"
+MATH = "verlite.rewards.math:"
+QA = "verlite.rewards.qa:"
+RESULT = "verlite.rewards.result:"
+ROUTING = "verlite.rewards.routing:"
+POOL = "verlite.rewards.pool:"
+
+
+def _any_text(original, *args, **kwargs):
+    return (kwargs.get("solution_str") or args[1]).strip()
+
+
+def _first_of(original, text):
+    parts = text.split("</answer>")
+    return original(parts[0] + "</answer>") if len(parts) > 1 else original(text)
+
+
+def _failure_is_zero(original, error):
+    from verlite.rewards.result import result_of
+
+    return result_of(0.0)
+
+
+def _nan_is_a_score(original, value, where):
+    return float(value)
+
+
+MUTANTS = [
+    Mutant(
+        "GSM8K: the whole response is searched for an answer",
+        GSM8K + "TAIL",
+        constant(10**9),
+        ("tests/rewards/test_gsm8k.py",),
+    ),
+    Mutant(
+        "GSM8K: any number counts as the final answer",
+        GSM8K + "extract_answer",
+        argument("method", lambda method: "flexible"),
+        ("tests/rewards/test_gsm8k.py",),
+    ),
+    Mutant(
+        "math: a box decides although the prompt asks for an answer line",
+        MATH + "last_answer_line",
+        calls(lambda original, text: None),
+        ("tests/rewards/test_math.py",),
+    ),
+    Mutant(
+        "math: boxes are not read",
+        MATH + "last_boxed",
+        calls(lambda original, text: None),
+        ("tests/rewards/test_math.py",),
+    ),
+    Mutant(
+        "math: font commands and leading zeros make answers differ",
+        MATH + "normalize",
+        calls(lambda original, answer: answer),
+        ("tests/rewards/test_math.py",),
+    ),
+    Mutant(
+        "math: answers are compared as text",
+        MATH + "equivalent",
+        calls(lambda original, answer, truth: answer == truth),
+        ("tests/rewards/test_math.py",),
+    ),
+    Mutant(
+        "DAPO's score is 0 for a wrong answer",
+        ROUTING + "rescaled",
+        calls(lambda original, result, scale: result),
+        ("tests/rewards",),
+    ),
+    Mutant(
+        "QA: the first answer counts",
+        QA + "last_answer",
+        calls(_first_of),
+        ("tests/rewards/test_qa.py",),
+    ),
+    Mutant(
+        "QA: answers are not normalized",
+        QA + "normalize",
+        calls(lambda original, text: text),
+        ("tests/rewards/test_qa.py",),
+    ),
+    Mutant(
+        "QA: a contained answer counts as an exact match",
+        QA + "matches",
+        argument("method", lambda method: "sub_em"),
+        ("tests/rewards/test_qa.py",),
+    ),
+    Mutant(
+        "a failed reward is a silent 0",
+        RESULT + "failure",
+        calls(_failure_is_zero),
+        ("tests/rewards/test_scorer.py",),
+    ),
+    Mutant(
+        "NaN is a score",
+        RESULT + "_score",
+        calls(_nan_is_a_score),
+        ("tests/rewards/test_scorer.py",),
+    ),
+    Mutant(
+        "the step's time limit for rewards is ignored",
+        POOL + "Pool.run",
+        argument("limit_s", lambda limit: 60.0),
+        ("tests/rewards/test_scorer.py",),
+    ),
+    Mutant(
+        "results of several scorers come back in the wrong order",
+        "verlite.rewards.scorer:Scorer.score",
+        result(lambda results: list(reversed(results))),
+        ("tests/rewards/test_scorer.py",),
+    ),
+]
