@@ -1,5 +1,154 @@
-"""Mutants of verlite.controller."""
+"""Mutants of verlite.controller: rows, causes and processes that get lost."""
 
 from tests.mutants import Mutant
+from tests.mutants.patches import argument, calls, constant, does_nothing, result
 
-MUTANTS: list[Mutant] = []
+DISPATCH = "verlite.controller.dispatch:"
+COLUMNS = "verlite.controller.columns:"
+FAILURES = "verlite.controller.failures:"
+SUPERVISE = "verlite.controller.supervise:Supervisor."
+PLACEMENT = "verlite.controller.placement:"
+GUARDIAN = "verlite.controller.guardian:"
+STOP = "verlite.controller.stop:"
+ROWS = "tests/controller/test_dispatch.py"
+WORKERS = "tests/controller/test_workers.py"
+
+
+def _in_worker_order(original, results, data):
+    from verlite.protocol.data import DataProto
+
+    if all(isinstance(part, DataProto) for part in results):
+        return DataProto.concat(results)
+    return original(results, data)
+
+
+def _unchecked_assignment(original, data, ranks):
+    import numpy as np
+
+    given = data.meta_info.get("assignment")
+    return None if given is None else [np.asarray(part, dtype=np.int64) for part in given]
+
+
+def _rows_mixed_up(original, batch, names=None):
+    import numpy as np
+
+    fetched = original(batch, names)
+    wanted = list(batch.non_tensor_batch if names is None else names)
+    if len(batch) < 2:
+        return fetched
+    reverse = {name: fetched.non_tensor_batch[name][::-1].copy() for name in wanted}
+    assert all(isinstance(column, np.ndarray) for column in reverse.values())
+    return fetched.with_non_tensor(**reverse)
+
+
+def _every_method(original, worker_class, method):
+    try:
+        return original(worker_class, method)
+    except AttributeError:
+        return "all"
+
+
+MUTANTS = [
+    Mutant(
+        "rows come back in the order of the workers",
+        DISPATCH + "join_rows",
+        calls(_in_worker_order),
+        (ROWS,),
+    ),
+    Mutant(
+        "an assignment may lose or repeat rows",
+        DISPATCH + "assigned_rows",
+        calls(_unchecked_assignment),
+        (ROWS,),
+    ),
+    Mutant(
+        "any method of a worker can be called",
+        DISPATCH + "dispatch_of",
+        calls(_every_method),
+        (ROWS,),
+    ),
+    Mutant(
+        "fetched columns belong to other rows",
+        COLUMNS + "fetch",
+        calls(_rows_mixed_up),
+        (WORKERS,),
+    ),
+    Mutant(
+        "columns travel through the driver",
+        COLUMNS + "keep",
+        calls(lambda original, batch, names: batch),
+        (WORKERS,),
+    ),
+    Mutant(
+        "a consequence is reported as the cause",
+        FAILURES + "Cause.is_consequence",
+        calls(lambda original, self: False),
+        ("tests/controller/test_failures.py",),
+    ),
+    Mutant(
+        "the first failure to arrive is the cause",
+        FAILURES + "Cause.order",
+        calls(lambda original, self: (False, False, self.when)),
+        ("tests/controller/test_failures.py",),
+    ),
+    Mutant(
+        "out-of-memory kills are not recognized",
+        FAILURES + "reason_for_death",
+        argument("more_oom_kills", lambda more: False),
+        ("tests/controller/test_failures.py",),
+    ),
+    Mutant(
+        "nobody looks for dead workers",
+        SUPERVISE + "_dead_workers",
+        result(lambda causes: []),
+        (WORKERS,),
+    ),
+    Mutant(
+        "workers of a stuck run are left running",
+        SUPERVISE + "stop_all",
+        calls(lambda original, self: self.outstanding.clear()),
+        (WORKERS,),
+    ),
+    Mutant(
+        "calls have no time limit",
+        SUPERVISE + "wait",
+        argument("timeout_s", lambda timeout: 1e9),
+        (WORKERS,),
+    ),
+    Mutant(
+        "every worker takes a whole device",
+        PLACEMENT + "Placement.share",
+        calls(lambda original, self, index: 1.0),
+        (WORKERS,),
+    ),
+    Mutant(
+        "the guardian finds no Ray processes by their files",
+        GUARDIAN + "ray_processes_using",
+        result(lambda found: []),
+        ("tests/controller/test_cluster.py",),
+    ),
+    Mutant(
+        "the guardian always kills the owner's children",
+        GUARDIAN + "dismiss",
+        does_nothing,
+        ("tests/controller/test_cluster.py",),
+    ),
+    Mutant(
+        "a stop request is not noticed",
+        STOP + "StopRequest._handle",
+        does_nothing,
+        ("tests/controller/test_cluster.py",),
+    ),
+    Mutant(
+        "forked children inherit the stop request",
+        STOP + "apply_default_action",
+        does_nothing,
+        ("tests/controller/test_cluster.py",),
+    ),
+    Mutant(
+        "waiting for devices has no end",
+        PLACEMENT + "_has",
+        constant(lambda free, needs: True),
+        ("tests/controller/test_joined.py",),
+    ),
+]
