@@ -22,6 +22,7 @@ PACKAGES = (
     "engine",
     "rollout",
     "controller",
+    "workers",
     "trainer",
 )
 """Each is a file of this package with a list MUTANTS, about the package of verlite with the same

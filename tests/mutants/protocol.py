@@ -1,5 +1,119 @@
-"""Mutants of verlite.protocol."""
+"""Mutants of verlite.protocol: rows and weights that get mixed up."""
 
 from tests.mutants import Mutant
+from tests.mutants.patches import argument, calls, does_nothing, result
 
-MUTANTS: list[Mutant] = []
+DATA = "verlite.protocol.data:DataProto."
+RAGGED = "verlite.protocol.ragged:"
+FIELDS = "verlite.protocol.fields:"
+WEIGHTS = "verlite.protocol.weights:"
+BATCH = "tests/protocol/test_data.py"
+TOKENS = "tests/protocol/test_ragged.py"
+FINGERPRINT = "tests/protocol/test_weights.py"
+
+
+def _interleaved_the_other_way(original, self, k, interleave=True):
+    return original(self, k, not interleave)
+
+
+def _left_is_right(original, rows, width, dtype, side="right"):
+    return original(rows, width, dtype, "right" if side == "left" else "left")
+
+
+def _every_row(original, mask, lengths, cleared):
+    return original(mask, lengths, cleared | True)
+
+
+def _only_shape(original, tensor, dtype=None):
+    return tensor.numel()
+
+
+def _padding_by_id(original, prompts, responses, numbers):
+    inputs = original(prompts, responses, numbers)
+    attention = (inputs["input_ids"] != 0).long()
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    return inputs | {"attention_mask": attention, "position_ids": positions}
+
+
+def _positions_over_padding(original, prompts, responses, numbers):
+    import torch
+
+    inputs = original(prompts, responses, numbers)
+    positions = torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"])
+    return inputs | {"position_ids": positions}
+
+
+MUTANTS = [
+    Mutant(
+        "repeat interleaves the other way",
+        DATA + "repeat",
+        calls(_interleaved_the_other_way),
+        (BATCH,),
+    ),
+    Mutant(
+        "a reordered batch keeps its object columns in place",
+        DATA + "reorder",
+        calls(
+            lambda original, self, index: original(self, index).with_non_tensor(
+                **self.non_tensor_batch
+            )
+        ),
+        (BATCH,),
+    ),
+    Mutant(
+        "union overwrites columns that differ",
+        "verlite.protocol.data:_equal",
+        calls(lambda original, a, b: True),
+        (BATCH,),
+    ),
+    Mutant("prompts are padded on the right", RAGGED + "pad", calls(_left_is_right), (TOKENS,)),
+    Mutant(
+        "padding is recognized by its token id",
+        RAGGED + "_model_inputs",
+        calls(_padding_by_id),
+        (TOKENS,),
+    ),
+    Mutant(
+        "positions count padding",
+        RAGGED + "_model_inputs",
+        calls(_positions_over_padding),
+        (TOKENS,),
+    ),
+    Mutant(
+        "another row's tokens are accepted",
+        RAGGED + "_check_count",
+        does_nothing,
+        (TOKENS,),
+    ),
+    Mutant("clearing one row clears all", RAGGED + "clear_rows", calls(_every_row), (TOKENS,)),
+    Mutant(
+        "ragged rows lose their last token",
+        RAGGED + "ragged",
+        argument("lengths", lambda lengths: (lengths - 1).clamp(min=0)),
+        (TOKENS,),
+    ),
+    Mutant(
+        "a field of the wrong shape is accepted",
+        FIELDS + "_check_tensor",
+        result(lambda problems: []),
+        ("tests/protocol/test_fields.py",),
+    ),
+    Mutant(
+        "the fingerprint sees only a tensor's size",
+        WEIGHTS + "tensor_fingerprint",
+        calls(_only_shape),
+        (FINGERPRINT,),
+    ),
+    Mutant(
+        "the fingerprint ignores the engine's dtype",
+        WEIGHTS + "tensor_fingerprint",
+        argument("dtype", lambda dtype: None),
+        (FINGERPRINT,),
+    ),
+    Mutant(
+        "buckets are not freed",
+        WEIGHTS + "Buckets.close",
+        does_nothing,
+        (FINGERPRINT,),
+    ),
+]

@@ -1,5 +1,255 @@
-"""Mutants of verlite.trainer."""
+"""Mutants of verlite.trainer: steps, checkpoints and resumes that go wrong."""
 
 from tests.mutants import Mutant
+from tests.mutants.patches import argument, calls, does_nothing, result
 
-MUTANTS: list[Mutant] = []
+ROLLOUT = "verlite.trainer.stages.rollout:"
+ADVANTAGE = "verlite.trainer.stages.advantage:"
+UPDATE = "verlite.trainer.stages.update:"
+WEIGHTS = "verlite.trainer.stages.weights:"
+BATCH = "verlite.trainer.batch:"
+AGENT = "verlite.trainer.agent:"
+METRICS = "verlite.trainer.metrics:"
+EVALUATION = "verlite.trainer.evaluation:"
+CHECKPOINTS = "verlite.trainer.checkpoints:"
+TRACKING = "verlite.trainer.tracking:"
+FINISH = "verlite.trainer.finish:"
+RUN = "verlite.trainer.run:Run."
+STAGES = "tests/trainer/test_stages.py"
+AGENTS = "tests/trainer/test_agent.py"
+SAVED = "tests/trainer/test_checkpoints.py"
+
+
+def _valid_anyway(original, batch, greedy):
+    joined = original(batch, greedy)
+    return joined.with_batch(valid=batch.batch["valid"])
+
+
+def _groups_always_differ(original, run, batch, samples):
+    run.plan.filters_groups = False
+    return original(run, batch, samples)
+
+
+def _keeps_truncated(original, run, batch):
+    enabled = run.config.algorithm.mask_truncated
+    run.config.algorithm.mask_truncated = False
+    try:
+        return original(run, batch)
+    finally:
+        run.config.algorithm.mask_truncated = enabled
+
+
+def _truncated_rows_lose_their_score(original, run, batch):
+    masked = original(run, batch)
+    return masked.with_batch(valid=masked.batch["valid"] & (masked.batch["trained_tokens"] > 0))
+
+
+def _all_in_one_update(original, uids, updates, seed):
+    return original(uids, updates, seed) * 0
+
+
+def _by_position(original, uids, updates, seed):
+    rows = [f"row {i}" for i in range(len(uids))]
+    return original(rows, updates, seed)
+
+
+def _never_saves(original, run, frequency):
+    return False
+
+
+def _first_rank_only(original, numbers, lengths, n_ranks, balance):
+    ranks = original(numbers, lengths, n_ranks, balance)
+    return [[row for rank in ranks for row in rank]] + [[]] * (n_ranks - 1)
+
+
+def _same_seeds(original, seed, step, drawn, count):
+    return original(seed, 0, 0, count)
+
+
+def _failed_count_as_zero(original, sources, uids, variables, *rest):
+    zeros = {
+        name: [0.0 if value is None else value for value in values]
+        for name, values in variables.items()
+    }
+    return original(sources, uids, zeros, *rest)
+
+
+def _truncated_lines_kept(original, self, path, resumed_step=0):
+    return original(self, path, 10**9)
+
+
+def _sampler_not_restored(original, self):
+    sampler = self.sampler
+    state = sampler.state_dict()
+    original(self)
+    sampler.load_state_dict(state)
+
+
+def _without_kl_controller(original, self):
+    state = original(self)
+    return {**state, "kl_controller": {}, "version": 0}
+
+
+MUTANTS = [
+    # rollout
+    Mutant(
+        "too many failed rewards do not stop the run",
+        ROLLOUT + "reward_failures",
+        result(lambda pair: (0.0, pair[1])),
+        (STAGES,),
+    ),
+    Mutant(
+        "a failed greedy response is a baseline of 0",
+        ROLLOUT + "with_baselines",
+        calls(_valid_anyway),
+        (STAGES,),
+    ),
+    Mutant(
+        "dynamic sampling keeps prompts whose samples agree",
+        ROLLOUT + "rows_with_signal",
+        calls(lambda original, metric, uid, valid=None: metric == metric),
+        (STAGES,),
+    ),
+    Mutant(
+        "all steps sample with the same seeds",
+        BATCH + "seeds",
+        calls(_same_seeds),
+        (STAGES, "tests/trainer/test_batch.py"),
+    ),
+    Mutant(
+        "scores are not shaped",
+        ROLLOUT + "shape_scores",
+        calls(lambda original, scores, *args: scores),
+        (STAGES,),
+    ),
+    Mutant(
+        "the length penalty counts the wrong way",
+        ROLLOUT + "overlong_penalty",
+        result(lambda penalty: -penalty),
+        (STAGES,),
+    ),
+    Mutant(
+        "an outage of the tools is not waited for",
+        AGENT + "wait_for_tools",
+        calls(lambda original, run, batch: False),
+        (AGENTS,),
+    ),
+    Mutant(
+        "every failed sample is an outage of the tools",
+        AGENT + "_tool_failures",
+        calls(lambda original, batch: [e for e in batch.non_tensor_batch["error"] if e]),
+        (AGENTS,),
+    ),
+    # log-probs, masks, advantages
+    Mutant(
+        "the start-up log-prob check accepts any gap",
+        ADVANTAGE + "check_log_prob_gap",
+        does_nothing,
+        (STAGES,),
+    ),
+    Mutant(
+        "truncated responses stay in the loss",
+        ADVANTAGE + "loss_mask",
+        calls(_keeps_truncated),
+        (STAGES,),
+    ),
+    Mutant(
+        "truncated responses do not count in their group",
+        ADVANTAGE + "loss_mask",
+        calls(_truncated_rows_lose_their_score),
+        (STAGES,),
+    ),
+    # updates
+    Mutant(
+        "all rows are in one update",
+        UPDATE + "update_numbers",
+        calls(_all_in_one_update),
+        (STAGES, "tests/trainer/test_batch.py"),
+    ),
+    Mutant(
+        "the samples of a prompt are in different updates",
+        BATCH + "update_numbers",
+        calls(_by_position),
+        ("tests/trainer/test_batch.py",),
+    ),
+    Mutant(
+        "one rank gets all rows",
+        BATCH + "balance_rows",
+        calls(_first_rank_only),
+        ("tests/trainer/test_batch.py",),
+    ),
+    Mutant(
+        "the policy learns during the critic's warm-up",
+        UPDATE + "update_actor",
+        calls(
+            lambda original, run, batch: (
+                setattr(run.plan, "critic_warmup", 0),
+                original(run, batch),
+            )[1]
+        ),
+        (STAGES,),
+    ),
+    # weights
+    Mutant(
+        "the engines keep their old weights",
+        WEIGHTS + "sync_weights",
+        calls(lambda original, run: None),
+        ("tests/trainer/test_sync.py",),
+    ),
+    # metrics and validation
+    Mutant(
+        "failed samples count as 0 in validation",
+        EVALUATION + "validation_metrics",
+        calls(_failed_count_as_zero),
+        ("tests/trainer/test_evaluation.py",),
+    ),
+    Mutant(
+        "the group statistics are by position",
+        METRICS + "group_metrics",
+        result(lambda metrics: {name: 1 - value for name, value in metrics.items()}),
+        ("tests/trainer/test_metrics.py",),
+    ),
+    # checkpoints and resume
+    Mutant(
+        "a damaged checkpoint is loaded",
+        CHECKPOINTS + "defect",
+        calls(lambda original, folder: None),
+        (SAVED,),
+    ),
+    Mutant(
+        "pruning keeps one checkpoint less",
+        CHECKPOINTS + "prune",
+        argument("keep", lambda keep: keep - 1 if keep and keep > 1 else keep),
+        (SAVED,),
+    ),
+    Mutant(
+        "a checkpoint is written although the disk is full",
+        CHECKPOINTS + "_need_space",
+        does_nothing,
+        (SAVED,),
+    ),
+    Mutant(
+        "resuming keeps the metrics of later steps",
+        TRACKING + "MetricsFile.__init__",
+        calls(_truncated_lines_kept),
+        ("tests/trainer/test_tracking.py",),
+    ),
+    Mutant(
+        "an undone step has consumed its prompts",
+        RUN + "undo_step",
+        calls(_sampler_not_restored),
+        ("tests/trainer/test_finish.py",),
+    ),
+    Mutant(
+        "nothing is validated or saved between steps",
+        FINISH + "due",
+        calls(_never_saves),
+        ("tests/trainer/test_finish.py",),
+    ),
+    Mutant(
+        "a run learns something else than the golden one",
+        "verlite.algorithms.advantages:STD_EPS",
+        lambda original: 0.1,
+        ("tests/trainer/test_golden.py",),
+    ),
+]
