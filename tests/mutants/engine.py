@@ -22,16 +22,6 @@ SAVED = "tests/engine/test_checkpoint.py"
 ADAPTERS = "tests/engine/test_lora.py"
 
 
-def _one_sequence(original, *args, sequences=None, **kwargs):
-    import torch
-
-    if sequences is not None and sequences.group is None:
-        total = sum(sequences.lengths)
-        cu_seqlens = torch.tensor([0, total], dtype=torch.int32)
-        sequences = dataclasses.replace(sequences, lengths=(total,), cu_seqlens=cu_seqlens)
-    return original(*args, sequences=sequences, **kwargs)
-
-
 def _shifted_by_one(original, *args, **kwargs):
     targets = original(*args, **kwargs)
     return dataclasses.replace(targets, labels=targets.labels.roll(1))
@@ -159,8 +149,8 @@ MUTANTS = [
     # what a pass computes
     Mutant(
         "packed sequences attend to each other",
-        ATTENTION + "packed_attention",
-        calls(_one_sequence),
+        ATTENTION + "_per_sequence",
+        argument("lengths", lambda lengths: (sum(lengths),)),
         (PASSES,),
     ),
     Mutant(
