@@ -165,6 +165,11 @@ def _clipped_before_scaled(original, scores, mean, std, clip_range):
     return original(scores, mean, std, None)
 
 
+def _keeps_every_token(original, *args, **kwargs):
+    kept, *rest = original(*args, **kwargs)
+    return (kept | True, *rest)
+
+
 def _failed_rows_count(original, metric, uid, valid=None):
     return original(metric, uid, None)
 
@@ -517,7 +522,7 @@ MUTANTS = [
     Mutant(
         "rejection keeps every token",
         CORRECTION + "rejection_mask",
-        calls(lambda original, *args, **kwargs: original(*args, **kwargs) | True),
+        calls(_keeps_every_token),
         (T + "rollout_correction.py",),
     ),
     # reward shaping

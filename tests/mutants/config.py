@@ -1,5 +1,149 @@
-"""Mutants of verlite.config."""
+"""Mutants of verlite.config: wrong settings that pass, and right ones that do something else."""
+
+import dataclasses
 
 from tests.mutants import Mutant
+from tests.mutants.patches import argument, attribute, calls, does_nothing, result
 
-MUTANTS: list[Mutant] = []
+RULES = "verlite.config.rules."
+PLAN = "verlite.config.plan:"
+PLACEMENT = "verlite.config.placement:"
+LINES = "tests/config/test_rules.py"
+PLANS = "tests/config/test_plan.py"
+
+
+def _nothing_wrong(original, context):
+    return iter(())
+
+
+def _one_bound_is_enough(original, value, bound):
+    return any(original(value, part) for part in bound.split(" and "))
+
+
+def _samples_as_prompts(original, config, *args, **kwargs):
+    plan = original(config, *args, **kwargs)
+    mini = plan.actor.mini_rows // plan.samples_per_prompt
+    return dataclasses.replace(plan, actor=dataclasses.replace(plan.actor, mini_rows=mini))
+
+
+def _exclusive_ranges(original, text, segment):
+    first, last = original(text, segment)
+    return first, last - 1
+
+
+MUTANTS = [
+    Mutant(
+        "mini-batches need not divide the batch",
+        RULES + "batch:mini_batches",
+        calls(_nothing_wrong),
+        (LINES,),
+    ),
+    Mutant(
+        "a token budget may be smaller than the longest sequence",
+        RULES + "batch:micro_batches",
+        calls(_nothing_wrong),
+        (LINES,),
+    ),
+    Mutant(
+        "a group of one sample passes",
+        RULES + "algorithm:samples_per_prompt",
+        calls(_nothing_wrong),
+        (LINES,),
+    ),
+    Mutant(
+        "an engine may reach over machines",
+        RULES + "devices:engines",
+        calls(_nothing_wrong),
+        (LINES,),
+    ),
+    Mutant(
+        "data files are not looked at",
+        RULES + "data:data_files",
+        calls(_nothing_wrong),
+        (LINES,),
+    ),
+    Mutant(
+        "one of two bounds is enough",
+        RULES + "values:within",
+        calls(_one_bound_is_enough),
+        (LINES,),
+    ),
+    Mutant(
+        "a user's own function is not looked for",
+        RULES + "code:own_functions",
+        calls(_nothing_wrong),
+        (LINES,),
+    ),
+    Mutant(
+        "keys without effect pass silently",
+        "verlite.config.ineffective:keys_without_effect",
+        result(lambda found: {}),
+        ("tests/config/test_ineffective.py",),
+    ),
+    Mutant(
+        "secrets are shown",
+        "verlite.config.problems:is_secret",
+        calls(lambda original, key, value: False),
+        ("tests/config/test_load.py",),
+    ),
+    Mutant(
+        "mini-batches count samples",
+        PLAN + "make_plan",
+        calls(_samples_as_prompts),
+        (PLANS,),
+    ),
+    Mutant(
+        "a KL term needs no reference",
+        PLAN + "needs_reference",
+        calls(lambda original, config: False),
+        (PLANS,),
+    ),
+    Mutant(
+        "every estimator needs a critic",
+        PLAN + "needs_critic",
+        calls(lambda original, config: True),
+        (PLANS,),
+    ),
+    Mutant(
+        "old log-probs are skipped although several updates need them",
+        PLAN + "_needs_old_log_probs",
+        calls(lambda original, *args: False),
+        (PLANS,),
+    ),
+    Mutant(
+        "the actor with adapters is not the reference",
+        PLAN + "reference_is_actor",
+        calls(lambda original, config: False),
+        (PLANS,),
+    ),
+    Mutant(
+        "hidden GPUs count",
+        PLAN + "visible_gpus",
+        calls(lambda original: 8),
+        (PLANS,),
+    ),
+    Mutant(
+        "device ranges exclude their end",
+        PLACEMENT + "_range",
+        calls(_exclusive_ranges),
+        ("tests/config/test_placement.py",),
+    ),
+    Mutant(
+        "an unknown key has no suggestion",
+        "verlite.config.problems:nearest",
+        result(lambda names: []),
+        ("tests/config/test_load.py",),
+    ),
+    Mutant(
+        "a preset of rollout correction has no effect",
+        "verlite.config.correction:settings",
+        argument("config", attribute("preset", lambda preset: None)),
+        ("tests/config", "tests/algorithms/test_rollout_correction.py"),
+    ),
+    Mutant(
+        "SFT accepts a broken configuration",
+        RULES + "models:model_settings",
+        does_nothing,
+        ("tests/config/test_sft.py", LINES),
+    ),
+]

@@ -16,6 +16,12 @@ def _interleaved_the_other_way(original, self, k, interleave=True):
     return original(self, k, not interleave)
 
 
+def _first_objects(original, self, rows):
+    chosen = original(self, rows)
+    first = {name: column[: len(chosen)] for name, column in self.non_tensor_batch.items()}
+    return chosen.with_non_tensor(**first)
+
+
 def _left_is_right(original, rows, width, dtype, side="right"):
     return original(rows, width, dtype, "right" if side == "left" else "left")
 
@@ -51,13 +57,9 @@ MUTANTS = [
         (BATCH,),
     ),
     Mutant(
-        "a reordered batch keeps its object columns in place",
-        DATA + "reorder",
-        calls(
-            lambda original, self, index: original(self, index).with_non_tensor(
-                **self.non_tensor_batch
-            )
-        ),
+        "selected rows keep the object columns of the first rows",
+        DATA + "select_idxs",
+        calls(_first_objects),
         (BATCH,),
     ),
     Mutant(

@@ -224,7 +224,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint is written although the disk is full",
-        CHECKPOINTS + "_need_space",
+        CHECKPOINTS + "check_space",
         does_nothing,
         (SAVED,),
     ),
