@@ -55,7 +55,7 @@ def test_wrong_devices(text, words):
 
 
 def test_everything_wrong_is_said_at_once():
-    with pytest.raises(ValueError, match="no role") as error:
+    with pytest.raises(ValueError, match="not a role") as error:
         parse({"rollout": "9", "rollout,judge": "0"}, ROLES, 4)
     assert str(error.value).splitlines() == [
         "rollout: '9' names device 9, but there are 4: 0-3",
