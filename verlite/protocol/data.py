@@ -283,11 +283,10 @@ class DataProto:
         rest = json.loads((path / "rest.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "tensors.safetensors")
         objects = {name: object_array(values) for name, values in rest["non_tensor_batch"].items()}
-        return DataProto(
-            None if rest["rows"] is None else _tensordict(tensors, rest["rows"]),
-            objects,
-            rest["meta_info"],
-        )
+        batch: Any = None
+        if rest["rows"] is not None:
+            batch = _tensordict(tensors, rest["rows"])
+        return DataProto(batch, objects, rest["meta_info"])
 
 
 def near_equal_bounds(rows: int, n: int) -> list[tuple[int, int]]:
