@@ -1,4 +1,4 @@
-"""Proofs for verlite.protocol.weights: what the checksum sees, what it must not see, and the hand-over files."""
+"""Fingerprints of weights, and files that pass weights between processes."""
 
 import os
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_per_tensor_fingerprints_name_what_differs():
     assert combine(*left.values()) == fingerprint(named.items())
 
 
-def test_buckets_give_back_every_tensor_in_order():
+def test_buckets_return_every_tensor_in_order():
     torch.manual_seed(6)
     named = [
         ("model.embed.weight", torch.randn(50, 8)),
@@ -139,14 +139,14 @@ def test_buckets_give_back_every_tensor_in_order():
     )
 
 
-def test_bucket_sizes_are_bounded_and_nothing_is_written_for_nothing():
+def test_bucket_sizes_are_bounded_and_empty_buckets_are_not_written():
     named = [(f"w{i}", torch.zeros(100)) for i in range(10)]
     assert len(write_buckets(named, bucket_bytes=800).paths) == 5
     assert len(write_buckets(named, bucket_bytes=1).paths) == 10
     assert write_buckets([], bucket_bytes=800).paths == []
 
 
-def test_mapped_tensors_outlive_their_buckets_and_nothing_else_does():
+def test_mapped_tensors_stay_readable_after_their_buckets_are_closed():
     buckets = write_buckets([("w", torch.arange(10.0))], 1 << 20)
     ((_, tensor),) = read_buckets(buckets.paths)
     buckets.close()
@@ -154,7 +154,7 @@ def test_mapped_tensors_outlive_their_buckets_and_nothing_else_does():
     assert not any(Path(path).exists() for path in buckets.paths)
 
 
-def test_a_failure_half_way_leaves_nothing():
+def test_a_failure_while_writing_leaves_no_files():
     def broken():
         yield "v", torch.arange(10.0)
         yield "w", torch.arange(10.0)  # now the first bucket is written
@@ -166,7 +166,7 @@ def test_a_failure_half_way_leaves_nothing():
     assert caught.value and sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_without_memory_files_a_private_folder_serves(monkeypatch, tmp_path):
+def test_without_memory_files_a_private_folder_is_used(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     buckets = write_buckets([("w", torch.arange(10.0)), ("v", torch.ones(3))], 1)

@@ -1,4 +1,7 @@
-"""What turns add to a step: metrics by hand, transcripts, waiting for tools; and that observations and failed samples have no vote."""
+"""Multi-turn samples: metrics, transcripts, outages of tools.
+
+Observations and failed samples do not influence advantages and losses.
+"""
 
 import asyncio
 import json
@@ -42,7 +45,8 @@ def search(**info):
     return {"action": "search", "query": "q", **info}
 
 
-# source, status, error, segments, infos, invalid turns, cut observations, seconds of engine and tools, parts of the reward
+# source, status, error, segments, infos, invalid turns, truncated observations, engine seconds,
+# tool seconds, parts of the reward
 ROWS = [
     (
         "nq",
@@ -131,7 +135,7 @@ def test_metrics_by_hand():
             "env/status/max_turns": 0.2,
             "env/status/length": 0.2,
             "env/status/error": 0.2,
-            "env/tool_error_rate": 0.4,  # one that ended its sample, and one that the model was told
+            "env/tool_error_rate": 0.4,  # one ended its sample, one was shown to the model
             "rollout/slowest/gen_s": 0.5,
             "rollout/slowest/tool_s": 9.0,
             "rollout/slowest/tokens": 6.0,
@@ -166,7 +170,7 @@ def test_metrics_by_hand():
     )
 
 
-def test_a_single_source_has_no_numbers_of_its_own_and_other_samples_change_nothing():
+def test_metrics_by_source_need_several_sources_and_ignore_failed_samples():
     alone = agent_metrics(stepped([ROWS[0], ROWS[3]]))
     assert not any(key.endswith(("/nq", "/hotpotqa")) for key in alone)
     more = agent_metrics(stepped([ROWS[0], ROWS[2], ROWS[3]]))
@@ -177,7 +181,7 @@ def test_a_single_source_has_no_numbers_of_its_own_and_other_samples_change_noth
     ), changed
 
 
-def test_of_failed_samples_alone_there_is_only_that_they_failed():
+def test_failed_samples_alone_give_only_failure_metrics():
     metrics = agent_metrics(stepped([ROWS[2]]))
     assert metrics["env/status/error"] == 1 == metrics["env/tool_error_rate"]
     assert not [
@@ -187,13 +191,13 @@ def test_of_failed_samples_alone_there_is_only_that_they_failed():
     ]
 
 
-def test_single_turns_have_none_of_it():
+def test_single_turn_runs_have_no_agent_metrics():
     batch = stepped()
     del batch.non_tensor_batch["segments"]
     assert agent_metrics(batch) == {}
 
 
-def test_another_failure_than_a_tools_is_no_outage():
+def test_failures_other_than_tools_are_not_an_outage():
     rows = [(*ROWS[2][:2], "ValueError: data.max_obs_length=4 is too small", *ROWS[2][3:]), ROWS[0]]
     assert agent_metrics(stepped(rows))["env/tool_error_rate"] == 0
 
@@ -301,7 +305,7 @@ def assembled(rows) -> DataProto:
         ([("error", "ValueError: broken", []), FINE], 0.0, False),
     ],
 )
-def test_what_is_an_outage(rows, limit, outage):
+def test_an_outage_is_more_tool_failures_than_the_limit(rows, limit, outage):
     run = waiting(Tools(3), limit=limit)
     assert wait_for_tools(run, assembled(rows)) == outage
     assert run.env_factory.checks == (4 if outage else 0)
@@ -315,19 +319,19 @@ def test_what_is_an_outage(rows, limit, outage):
 
 
 @pytest.mark.timeout(20)
-def test_an_outage_is_waited_for_no_longer_than_said():
+def test_waiting_for_tools_has_a_time_limit():
     run = waiting(Tools(10**9), wait=0.1)
     assert not wait_for_tools(run, assembled([DOWN]))
     assert run.env_factory.checks > 3 and len(run.display) == 1
 
 
 @pytest.mark.timeout(20)
-def test_a_stop_ends_the_waiting():
+def test_a_stop_request_ends_the_wait_for_tools():
     run = waiting(Tools(10**9), wait=1e9, stop=True)
     assert not wait_for_tools(run, assembled([DOWN])) and run.env_factory.checks == 0
 
 
-def test_after_an_outage_the_same_samples_are_drawn_again():
+def test_after_an_outage_the_same_samples_are_generated_again():
     run = waiting(Tools(2), rollout=Rollout([DOWN, DOWN], [FINE, FINE]))
     batch = sample_responses(run, asked([[5], [6]], ["a", "b"]), sleep_after=True)
     assert batch.non_tensor_batch["status"].tolist() == ["done", "done"]
@@ -343,7 +347,7 @@ def test_after_an_outage_the_same_samples_are_drawn_again():
     assert set(first) == {"prompt_ids", "sampling", "data_source", "ground_truth", "extra_info"}
 
 
-def test_without_waiting_engines_sleep_at_once_and_nobody_is_asked():
+def test_without_tools_or_wait_time_there_is_one_generation():
     for world, wait in ((Tools(), 0.0), (None, 5.0)):
         run = waiting(world, wait=wait, rollout=Rollout([DOWN]))
         sample_responses(run, asked([[5]], ["a"]), sleep_after=True)
@@ -352,7 +356,7 @@ def test_without_waiting_engines_sleep_at_once_and_nobody_is_asked():
 
 
 @pytest.mark.timeout(20)
-def test_tools_that_answer_a_check_but_no_sample_are_not_waited_for_for_ever():
+def test_retries_after_an_outage_are_bounded():
     run = waiting(Tools(0), rollout=Rollout([DOWN]))
     with pytest.raises(RolloutFailures, match="100.0% .*ToolError: the retriever at x"):
         generate(run, asked([[5]], ["a"]))
@@ -361,7 +365,7 @@ def test_tools_that_answer_a_check_but_no_sample_are_not_waited_for_for_ever():
     )
 
 
-def test_a_stop_while_tools_are_awaited_leaves_the_step_unmade():
+def test_a_stop_request_during_an_outage_aborts_the_step():
     run = waiting(Tools(10**9), stop=True, rollout=Rollout([DOWN]))
     with pytest.raises(StepAborted):
         generate(run, asked([[5]], ["a"]))
@@ -380,8 +384,10 @@ WORDS = [
 
 
 def valued(rows, uids, failed=(), seed=0, observed=True):
-    """A scored batch of rows (mask, score), with all that any estimator wants; what belongs to sampled tokens is the same with
-    observations (which carry NaN) and without them."""
+    """Return a scored batch of rows (mask, score), with the inputs of every estimator.
+
+    Values of sampled tokens are the same with observations, which have NaN, and without them.
+    """
     generator = torch.Generator().manual_seed(seed)
     names = ("old_log_probs", "ref_log_prob", "values", "sum_pi_squared")
     drawn = [
@@ -426,7 +432,7 @@ WHITEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def assert_same(got, want, estimator, kl):
-    """Bit for bit; where float32 numbers of a whole row or batch are added up, in an order that padding changes, to rounding."""
+    """Compare bit for bit, or to rounding where padding changes the order of a float32 sum."""
     loose = kl or estimator in WHITEN
     torch.testing.assert_close(got, want, rtol=2e-6 * loose, atol=2e-6 * loose)
 
@@ -444,8 +450,8 @@ def advanced(estimator, batch, kl=False):
 
 @pytest.mark.parametrize("kl", [False, True], ids=["", "KL in the reward"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_failed_sample_is_as_if_it_had_never_been(estimator, kl):
-    """The advantages of the others, its group's and all, are those of the step without it; also where it is the longest."""
+def test_failed_samples_do_not_change_the_other_advantages(estimator, kl):
+    """The others' advantages are those of a step without it, even if it is the longest."""
     uids = list("aaabba")
     for lost, longer in ((0, 0), (3, 0), (2, 30)):
         rows = [(mask + [1] * longer * (i == lost), score) for i, (mask, score) in enumerate(WORDS)]
@@ -470,7 +476,7 @@ def test_a_failed_sample_is_as_if_it_had_never_been(estimator, kl):
 
 @pytest.mark.parametrize("kl", [False, True], ids=["", "KL in the reward"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_an_observation_is_as_if_it_had_never_been(estimator, kl):
+def test_observations_do_not_change_advantages(estimator, kl):
     """Values, log-probs and all else on observations is NaN here."""
     uids = list("aaabba")
     one, told = advanced(estimator, valued(WORDS, uids), kl)
@@ -484,8 +490,8 @@ def test_an_observation_is_as_if_it_had_never_been(estimator, kl):
 
 
 @pytest.mark.parametrize("estimator", [name for name, one in ESTIMATORS.items() if one.by_row])
-def test_estimators_that_need_no_tokens_say_the_same_without_them(estimator, monkeypatch):
-    """One number for each row and its count of trained tokens, or every token: advantages, returns and metrics are the same."""
+def test_estimation_by_row_equals_estimation_by_token(estimator, monkeypatch):
+    """Advantages, returns and metrics are the same with one number per row and with all tokens."""
     batch = valued([*WORDS, ([1, 1], 1.0), ([1], 0.5)], list("aaabbacc"), failed=[6])
     by_row, told = advanced(estimator, batch)
     monkeypatch.setattr(advantage, "by_row", lambda config: False)
@@ -497,7 +503,7 @@ def test_estimators_that_need_no_tokens_say_the_same_without_them(estimator, mon
     )
 
 
-def test_losses_entropy_and_kl_do_not_see_observations():
+def test_observations_do_not_change_losses_entropy_and_kl():
     generator = torch.Generator().manual_seed(0)
     full, bare = max(len(mask) for mask, _ in WORDS), max(sum(mask) for mask, _ in WORDS)
     names = (
@@ -557,8 +563,8 @@ def test_losses_entropy_and_kl_do_not_see_observations():
     )
 
 
-def test_what_a_model_wrote_never_keeps_its_sample_from_being_written(tmp_path):
-    """A lone surrogate, as a call's JSON can hold it, and separators at which Python's splitlines would cut a line."""
+def test_any_model_text_can_be_written_to_the_sample_log(tmp_path):
+    """A lone surrogate, as in a call's JSON, and separators at which splitlines splits a line."""
     from verlite.report.samples import read_samples
 
     records = [
@@ -573,8 +579,8 @@ def test_what_a_model_wrote_never_keeps_its_sample_from_being_written(tmp_path):
     )
 
 
-def test_where_the_pad_token_is_the_end_token_no_real_one_is_taken_for_padding():
-    """Ends of turns stand in the prompt of a chat, in the middle of a response and at its end; 0 is both here."""
+def test_end_tokens_are_not_taken_for_padding_if_both_have_one_id():
+    """End tokens are in the prompt, in the middle of a response and at its end. 0 is both here."""
     rows = [
         ([10, 0, 7, 0], [1, 1, 0, 1], [-0.5, -0.5, 0.0, -0.5], "done"),
         ([0], [1], [-0.5], "done"),
@@ -588,7 +594,7 @@ def test_where_the_pad_token_is_the_end_token_no_real_one_is_taken_for_padding()
     assert t["response_mask"].tolist() == [[1, 1, 0, 1], [1, 0, 0, 0]]
 
 
-def test_validation_counts_its_last_batch_and_leaves_lost_samples_out_of_every_mean(tmp_path):
+def test_validation_includes_the_last_chunk_and_excludes_failed_samples(tmp_path):
     """Three questions in batches of two; the last one's tools fail."""
     run = validated([], run_dir=tmp_path)
     run.val_data = type(

@@ -1,4 +1,4 @@
-"""Who updates on what, and where."""
+"""Requests, and assignment of rows to updates and ranks."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,10 @@ from verlite.workers.rollout import DecodedResponse, as_columns
 
 
 def answers(rows, prompts=None, results=None):
-    """What a rollout worker answers to these prompts, for rows of (response ids, mask, log-probs, status); results: the rewards of those
-    that did not fail, 1 where there is none."""
+    """Return a rollout worker's answer with rows (response ids, mask, log-probs, status).
+
+    results: rewards of the rows that did not fail, by default 1.
+    """
     prompts, left = prompts or [[5, 6]] * len(rows), iter(results or ())
     made = [
         Trajectory(
@@ -42,7 +44,7 @@ def asked(prompts, uids):
 
 
 def a_step(prompts, uids, rows, results=None):
-    """The driver's batch after generation."""
+    """Return the driver's batch after generation."""
     return (
         asked(prompts, uids)
         .pop(non_tensor_batch_keys=["prompt_ids"])[1]
@@ -70,7 +72,7 @@ def test_every_row_updates_once_an_epoch(shuffle):
         assert numbers[:, 0].tolist() == [i // 8 for i in range(24)]
 
 
-def test_prompts_are_grouped_by_uid_wherever_they_stand():
+def test_prompts_are_grouped_by_uid_in_any_order():
     assert update_numbers(list("abcabc"), updates(2), [1])[:, 0].tolist() == [0, 0, 1, 0, 0, 1]
 
 
@@ -82,7 +84,7 @@ def test_every_row_goes_to_one_rank(n_ranks, balance):
     assert len(ranks) == n_ranks and sorted(sum(ranks, [])) == list(range(24))
 
 
-def test_balancing_spreads_each_updates_cost():
+def test_balancing_distributes_the_cost_of_each_update():
     lengths = torch.tensor([100, 1, 1, 100, 100, 1, 1, 100])
     numbers = torch.arange(8) // 4
     ranks = balance_rows(numbers, lengths, 2, True)

@@ -13,7 +13,7 @@ def test_means_by_source_leave_failed_rewards_out():
     assert metrics == {"val-core/a/reward/mean@1": 0.5}
 
 
-def test_acc_is_the_core_variable_where_there_is_one():
+def test_acc_is_the_core_variable_if_it_exists():
     metrics = validation_metrics(
         ["a", "b"], ["1", "2"], {"reward": [-1.0, 0.5], "acc": [0.0, None]}
     )

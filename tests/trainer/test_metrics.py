@@ -89,7 +89,7 @@ def test_numbers_of_trained_tokens():
     }
 
 
-def test_one_number_for_a_row_counts_as_often_as_the_row_has_trained_tokens():
+def test_numbers_per_row_are_weighted_by_trained_tokens():
     numbers, counts = torch.tensor([[1.0], [4], [NAN], [-2]]), torch.tensor([[3], [1], [0], [2]])
     spelled_out = torch.tensor([[1.0, 1, 1], [4, 0, 0], [0, 0, 0], [-2, -2, 0]])
     tokens = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]])
@@ -106,7 +106,7 @@ def test_values_are_compared_with_the_returns():
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - 0.5 / 2.5)
 
 
-def test_nothing_is_left_of_a_batch_without_votes():
+def test_a_batch_without_valid_rows_has_no_score_metrics():
     metrics = batch_metrics(a_batch(valid=torch.zeros(4, dtype=torch.bool)), 2, 3)
     metrics |= token_metrics(
         RETURNS, RETURNS, torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 3)

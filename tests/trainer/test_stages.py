@@ -1,4 +1,4 @@
-"""Stages of the loop by themselves, with the workers' answers made up."""
+"""Stages of the loop with fake workers."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ from verlite.workers.rows import StepRows
 
 
 class Screen(list):
-    """What a display was told."""
+    """Records what is displayed."""
 
     info = warn = list.append
 
@@ -130,7 +130,7 @@ class Updates:
         return [{}]
 
 
-def test_the_policy_waits_for_the_critics_warm_up_which_only_a_critic_has():
+def test_the_actor_is_not_updated_during_critic_warmup():
     """`plan.critic_warmup` is 0 without a critic, whatever the configuration says."""
     for warmup, updated in ((0, [1, 2, 3]), (3, [3])):
         run = a_run(actor=Updates())
@@ -141,7 +141,7 @@ def test_the_policy_waits_for_the_critics_warm_up_which_only_a_critic_has():
         assert run.actor.steps == updated
 
 
-def test_a_failed_greedy_answer_is_no_baseline_of_0():
+def test_rows_without_a_greedy_baseline_are_excluded():
     batch = a_batch(
         "done done done done error".split(), [RewardResult(0.25), GOOD, GOOD, RewardResult(0.5)]
     ).with_non_tensor(
@@ -157,13 +157,13 @@ def test_a_failed_greedy_answer_is_no_baseline_of_0():
     assert [bool(error) for error in scored.non_tensor_batch["error"]] == [False, True, True]
 
 
-def test_the_wait_for_rewards_is_the_slowest_workers():
+def test_reward_time_is_that_of_the_slowest_worker():
     run, batch = a_run(), a_batch()
     score(run, batch.with_batch(reward_seconds=torch.tensor([100.0, 100.0, 250.0])))
     assert 250 <= run.stopwatch.seconds["reward"] < 260
 
 
-def test_a_failed_reward_takes_its_row_out_and_too_many_stop_the_run():
+def test_failed_rewards_exclude_their_rows_and_too_many_stop_the_run():
     run, batch = a_run(), a_batch(results=[GOOD, BAD, GOOD])
     run.config.reward.max_error_rate = 0.4
     scored = score(run, batch)
@@ -201,7 +201,7 @@ def test_too_many_failed_samples_stop_the_run(limit, stops):
 
 
 def log_probs(values):
-    """An actor that has these log-probs, an entropy of 1 for each token, and measures the gap."""
+    """An actor with these log-probs and an entropy of 1 per token. It measures the gap."""
 
     def answer(batch):
         t = dense(batch, "rollout_log_probs")
@@ -225,7 +225,7 @@ def gated(values, needed=False, bypass=False, **fields):
     return run, old_log_probs(run, batch)
 
 
-def test_the_start_up_gate_measures_and_where_log_probs_are_skipped_hides_them_from_the_update():
+def test_the_start_up_check_measures_the_gap_and_unneeded_log_probs_are_dropped():
     run, batch = gated([[-0.5, -1.5], [-0.5, -1.54], [-0.5, -1.5]])
     assert run.metrics["training/log_prob_gap"] == pytest.approx(0.04 / 6, rel=1e-4)
     assert run.metrics["actor/entropy"] == 1
@@ -242,7 +242,7 @@ def test_the_start_up_gate_measures_and_where_log_probs_are_skipped_hides_them_f
 
 
 @pytest.mark.parametrize("first_step", [True, False])
-def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_still_measures(
+def test_bypass_mode_uses_rollout_log_probs_and_still_checks_the_gap(
     first_step,
 ):
     run, batch = gated([[-0.5, -1.54]] * 3, bypass=True, first_step=first_step)
@@ -251,7 +251,7 @@ def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_and_the_gate_sti
     assert "entropy_sums" not in batch.batch.keys()  # the update measures it
 
 
-def test_the_start_up_gate_says_where_the_gap_is():
+def test_the_start_up_check_reports_where_the_gap_is():
     with pytest.raises(
         match="2.50e-01 before the first update; .*limit=0.05.*first response token",
     ):
@@ -269,8 +269,8 @@ def test_the_start_up_gate_says_where_the_gap_is():
 
 
 @pytest.mark.parametrize("balanced", [True, False])
-def test_rows_stay_whole_on_their_way_to_the_ranks_and_back(balanced):
-    """Every column of a row is a number made from the row's own, so that a row with another's reward or tokens cannot pass."""
+def test_columns_of_a_row_stay_together_to_the_ranks_and_back(balanced):
+    """Every value is computed from its row's number, so a row with another row's values fails."""
     number, lengths = list(range(12)), [3, 9, 1, 7, 2, 8, 4, 6, 5, 9, 1, 2]
     rows = [
         ([100 * i + j for j in range(n)], [1] * n, [-float(i)] * n, "done")
@@ -313,8 +313,11 @@ def test_rows_stay_whole_on_their_way_to_the_ranks_and_back(balanced):
     assert back.non_tensor_batch["uid"].tolist() == [f"u{i // 2}" for i in number]
 
 
-def test_ranks_that_share_sequences_are_one_to_spread_over():
-    """Four ranks in two groups, an update of two long rows and one of six: each group gets a long one, and each row goes once."""
+def test_a_sequence_parallel_group_counts_as_one_rank():
+    """Four ranks in two groups, and two updates, the first with two long rows.
+
+    Each group gets one long row, and each row is assigned once.
+    """
     lengths = torch.tensor([9, 9, 2, 2, 2, 2, 2, 2])
     updates = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1])[:, None]
     batch = DataProto.from_dict(
@@ -335,7 +338,7 @@ def test_ranks_that_share_sequences_are_one_to_spread_over():
     )
 
 
-def test_the_reference_is_not_the_actor():
+def test_reference_log_probs_come_from_the_reference():
     run = a_run(
         reference=SimpleNamespace(
             log_probs=lambda batch: columns(ref_log_prob=[[-7.0, -7.0]] * len(batch))
@@ -374,7 +377,7 @@ def validated(results, **trainer):
     return run
 
 
-def test_validation_tells_of_failures_in_any_chunk_and_shows_samples(tmp_path):
+def test_validation_reports_failures_of_any_chunk_and_prints_samples(tmp_path):
     run = validated([GOOD, BAD, RewardResult(0.0), GOOD], run_dir=tmp_path, log_val_generations=1)
     metrics = validate(run)
     assert (
@@ -399,8 +402,8 @@ def test_validation_tells_of_failures_in_any_chunk_and_shows_samples(tmp_path):
         ({"do_sample": True}, 0),
     ],
 )
-def test_how_validation_samples(tmp_path, asked_for, temperature):
-    """As val_kwargs say, whatever training does: greedy unless do_sample is on, and n times each prompt under one uid."""
+def test_validation_sampling_parameters(tmp_path, asked_for, temperature):
+    """Validation follows val_kwargs: greedy without do_sample, and n samples per prompt and uid."""
     run = validated([GOOD] * 4, run_dir=tmp_path)
     run.val_data = type(
         "Data", (), {"__len__": lambda self: 2, "row": staticmethod(run.val_data.row)}
@@ -417,7 +420,7 @@ def test_how_validation_samples(tmp_path, asked_for, temperature):
     assert len({s.seed for s in wanted}) == 4
 
 
-def test_the_critic_has_mini_batches_of_its_own():
+def test_actor_and_critic_have_different_mini_batches():
     """Actor: three updates of a row; critic: one of all three."""
     run, batch = (
         a_run(),
@@ -433,14 +436,14 @@ def test_the_critic_has_mini_batches_of_its_own():
     ]
 
 
-def test_validation_without_any_score_is_no_validation(tmp_path):
+def test_validation_without_any_score_is_an_error(tmp_path):
     with pytest.raises(
         RewardFailures, match=r"none of the 2 validation samples(.|\n)*it took too long"
     ):
         validate(validated([BAD, BAD], run_dir=tmp_path))
 
 
-def test_scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones_kept():
+def test_scores_are_normalized_clipped_and_penalized_for_length():
     rows = [
         ([10] * n, [1] * n, [-0.5] * n, s)
         for n, s in ((2, "done"), (3, "done"), (4, "length"), (1, "done"))
@@ -463,12 +466,13 @@ def test_scores_are_normalised_clipped_and_penalised_for_length_and_the_raw_ones
     ) = True, 2, 0.5
     batch = score(run, batch)
     assert batch.batch["raw_scores"].tolist() == [1, 1, 0, 9]
-    # (score - 0.5) / 0.25 is 2, 2, -2, 34; clipped at 3; lengths 2, 3, 4, 1 of 4 lose 0, half and all of 0.5, and 0.
+    # (score - 0.5) / 0.25 is 2, 2, -2, 34, and 34 is clipped to 3.
+    # The penalties of lengths 2, 3, 4, 1 are 0, half of 0.5, all of 0.5, and 0.
     assert batch.batch["scores"].tolist() == [2, 1.75, -2.5, 3]
     assert batch.batch["overlong_penalty"].tolist() == [0, -0.25, -0.5, 0]
 
 
-def test_rloo_token_kl_clips_after_the_baseline_and_everything_else_the_score():
+def test_rloo_token_kl_clips_after_the_baseline_and_others_before():
     for estimator, total in (("grpo", 1.0), ("rloo_token_kl", 9.0)):
         run = a_run()
         run.config.algorithm.adv_estimator, run.config.reward.clip_range = estimator, [-1.0, 1.0]
@@ -508,7 +512,7 @@ def filtered(scores, uids, batch=None, **settings):
     return run, filter_groups(run, DataProto() if batch is None else batch, more)
 
 
-def test_dynamic_sampling_keeps_prompts_whose_samples_differ_until_the_step_is_full():
+def test_dynamic_sampling_keeps_groups_that_differ_until_the_step_is_full():
     run, batch = filtered([1, 1, 0, 1], ["a", "a", "b", "b"])
     assert list(batch.non_tensor_batch["uid"]) == ["b", "b"]
     run, batch = filtered([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
@@ -522,7 +526,7 @@ def test_dynamic_sampling_keeps_prompts_whose_samples_differ_until_the_step_is_f
     assert batch.meta_info["reward_error_rate"] == 0
 
 
-def test_dynamic_sampling_by_what_the_reward_function_says():
+def test_dynamic_sampling_by_a_part_of_the_reward():
     _, batch = filtered([1, 0, 1, 1], ["a", "a", "b", "b"], metric="acc")
     assert list(batch.non_tensor_batch["uid"]) == ["a", "a"]
     with pytest.raises(
@@ -532,7 +536,7 @@ def test_dynamic_sampling_by_what_the_reward_function_says():
 
 
 @pytest.mark.parametrize(("limit", "data", "last"), [(2, 100, 2), (0, 6, 3)])
-def test_dynamic_sampling_that_never_fills_a_step_stops_the_run(limit, data, last):
+def test_dynamic_sampling_stops_the_run_if_the_step_cannot_be_filled(limit, data, last):
     run, batch = a_run(train_data=range(data)), None
     for _ in range(last - 1):
         _, batch = filtered(
@@ -540,7 +544,8 @@ def test_dynamic_sampling_that_never_fills_a_step_stops_the_run(limit, data, las
         )
     with pytest.raises(
         TooFewGroups,
-        match=f"after {last} generations of 2 prompts, only 0 of data.train_batch_size=2 have samples whose score differs",
+        match=f"after {last} generations of 2 prompts, only 0 of data.train_batch_size=2 have "
+        "samples whose score differs",
     ):
         filtered([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
 
@@ -560,7 +565,7 @@ def test_without_dynamic_sampling_a_step_is_one_generation():
     assert filter_groups(run, DataProto(), more) is more and run.rollout.slept == 1
 
 
-def test_the_prompts_of_a_step_have_ids_and_seeds_of_their_own_over_generations():
+def test_uids_and_seeds_are_unique_over_the_generations_of_a_step():
     rows = [PromptRow(i, [5, 6], [], "sums", "2") for i in range(2)]
     run = a_run(
         train_data=SimpleNamespace(row=lambda i: rows[i]),
@@ -575,7 +580,10 @@ def test_the_prompts_of_a_step_have_ids_and_seeds_of_their_own_over_generations(
 
 
 def corrected(settings, **batch):
-    """Three right answers of one prompt; the rollout's log-probs are -0.5 and -1.5, so that the second's last token has w = exp(-3)."""
+    """Three samples of one prompt with rollout log-probs -0.5 and -1.5.
+
+    The last token of the second sample has w = exp(-3); every other token has w = 1.
+    """
     run = a_run()
     run.plan.correction, run.config.algorithm.adv_estimator = settings, "rloo"
     scored = score(a_run(), a_batch(results=[GOOD, RewardResult(0.0), GOOD])).with_non_tensor(
@@ -586,7 +594,7 @@ def corrected(settings, **batch):
     )
 
 
-def test_correction_weighs_tokens():
+def test_rollout_correction_adds_importance_weights():
     run, batch = corrected(RolloutCorrection())
     assert run.metrics == {} and "rollout_is_weights" not in batch.non_tensor_batch
     run, batch = corrected(RolloutCorrection("token", "0.5_2.0"))
@@ -599,7 +607,7 @@ def test_correction_weighs_tokens():
     assert run.metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 6)
 
 
-def test_rejected_tokens_leave_the_loss_but_not_the_baseline():
+def test_rejected_tokens_leave_loss_mask_but_not_the_baseline():
     for name, left in (
         ("token_k1", [[1, 1], [1, 0], [1, 1]]),
         ("seq_sum_k1", [[1, 1], [0, 0], [1, 1]]),
@@ -612,7 +620,7 @@ def test_rejected_tokens_leave_the_loss_but_not_the_baseline():
         assert t["loss_mask"].tolist() == left and t["trained_tokens"].tolist() == [
             sum(row) for row in left
         ]
-        # Leave-one-out on 1, 0, 1: the second's 0 counts in the others' baselines, whether or not it is trained on.
+        # Leave-one-out on 1, 0, 1: the second score counts in the others' baselines in any case.
         assert t["advantages"].tolist() == [[0.5, 0.5], [-1.0 * m for m in left[1]], [0.5, 0.5]]
         assert t["scores"].tolist() == [1, 0, 1]
         trained = [0.5] * 4 + [-1.0] * sum(left[1])
@@ -637,7 +645,7 @@ def advanced(loss_mode="vanilla", truncated=False, **policy_loss):
     return run, dense(batch, "loss_mask", "advantages", "selected_tokens")
 
 
-def test_truncated_responses_count_in_the_baseline_and_nowhere_else():
+def test_truncated_responses_leave_loss_mask_but_not_the_baseline():
     run, t = advanced(truncated=True)
     assert t["response_mask"].tolist() == [[1, 1]] * 3
     assert t["loss_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
@@ -651,12 +659,13 @@ def test_truncated_responses_count_in_the_baseline_and_nowhere_else():
     assert t["advantages"][1].tolist() == [-0.5, -0.5]
 
 
-def test_tokens_of_high_covariance_are_chosen_over_the_whole_step():
-    # Advantages 0.5, -0.5 and 0 with mean 0, log-probs with mean -0.75: products 0.325, -1.125; -0.325, 0.125; 0, 0.
+def test_clip_cov_and_kl_cov_select_tokens_over_the_whole_step():
+    # Advantages 0.5, -0.5 and 0 have mean 0, log-probs have mean -0.75. The products of the
+    # deviations are 0.325, -1.125 in the first row, -0.325, 0.125 in the second, 0 in the third.
     _, t = advanced("kl_cov", kl_cov_ratio=0.4)
     assert t["selected_tokens"].tolist() == [[True, False], [False, True], [False, False]]
     assert "selected_tokens" not in advanced()[1].keys()
-    # Of the tokens within the bounds clip_cov draws by lot, the same ones for the same seed and step.
+    # clip_cov draws tokens within the bounds at random; seed and step determine them.
     draws = [
         advanced("clip_cov", clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4)[1][
             "selected_tokens"

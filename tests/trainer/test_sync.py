@@ -37,14 +37,14 @@ def synced(fails=None):
     return book, a_run(actor=Calls(book, "actor"), rollout=Calls(book, "rollout", fails), version=3)
 
 
-def test_the_trainer_exports_before_engines_load_and_the_copy_goes_last():
+def test_weight_sync_exports_loads_and_then_releases_the_copy():
     book, run = synced()
     sync_weights(run)
     assert book == IN_ORDER
     assert run.version == 4 and run.metrics == {"perf/weight_sync_bytes": 7.0}
 
 
-def test_a_sync_that_fails_leaves_the_version():
+def test_a_failed_weight_sync_does_not_change_the_version():
     book, run = synced("load_weights")
     with pytest.raises(RuntimeError, match="load_weights"):
         sync_weights(run)

@@ -1,4 +1,4 @@
-"""The actor's and the critic's whole losses against loops over tokens in float64, whole and in parts."""
+"""Losses of actor and critic against float64 loops over tokens, whole and in micro-batches."""
 
 import math
 
@@ -18,7 +18,7 @@ B, R = 6, 7
 
 
 class Numbers:
-    """What the objectives read of a plan."""
+    """The part of a plan that the objectives read."""
 
     clip_low, clip_high, loss_scale, loss_mode, correction = (
         0.2,
@@ -40,7 +40,7 @@ def rows():
     mask = torch.ones(B, R, dtype=torch.int64)
     mask[0, 3:] = 0
     mask[1, 2:4] = 0  # tool text in the middle
-    mask[2] = 0  # no vote
+    mask[2] = 0  # excluded
     old = -draw().abs()
     columns = {
         "response_mask": mask,
@@ -83,7 +83,7 @@ PARTS = [[list(range(B))], [[0, 1], [2, 3], [4, 5]], [[5], [2], [0, 3, 4], [1]]]
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_the_policys_loss_by_loops(rows, parts):
+def test_policy_loss_equals_loops_over_tokens(rows, parts):
     rows, outputs = rows
     tokens = tokens_of(rows)
     counts = Counts(tokens=len(tokens), sequences=5)
@@ -119,8 +119,8 @@ def test_the_policys_loss_by_loops(rows, parts):
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
-def test_a_mean_over_rows_counts_all_rows_of_the_step_that_have_a_token(rows, parts, mode):
-    """Five of six rows, whatever part of them a micro-batch has; without old log-probs, so that a token's loss is -A."""
+def test_sequence_means_count_all_rows_of_the_step_with_tokens(rows, parts, mode):
+    """Five of six rows have tokens. Without old log-probs the loss of a token is -A."""
     rows, outputs = rows
     tokens = tokens_of(rows)
     objective = policy_objective(config(loss_agg_mode=mode), Numbers())
@@ -157,7 +157,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_the_critics_loss_by_loops(rows, parts):
+def test_critic_loss_equals_loops_over_tokens(rows, parts):
     rows, outputs = rows
     tokens = tokens_of(rows)
     total, metrics = in_parts(
@@ -178,7 +178,7 @@ def test_the_critics_loss_by_loops(rows, parts):
     )
 
 
-def test_importance_weights_and_chosen_tokens_reach_the_loss(rows):
+def test_importance_weights_and_selected_tokens_reach_the_loss(rows):
     rows, outputs = rows
     tokens = tokens_of(rows)
     weights, chosen = torch.rand(B, R, dtype=torch.float64), torch.rand(B, R) < 0.5

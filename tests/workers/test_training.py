@@ -1,4 +1,4 @@
-"""What the training roles share: metrics over mini-batches, and saves that the disk refuses."""
+"""Training workers: metrics over mini-batches, passes, saves that fail."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def updated(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("dead", [0, 1, None])
-def test_a_mini_batch_without_votes_hides_no_metric_of_the_others(dead):
+def test_a_mini_batch_without_trained_tokens_does_not_change_mean_metrics(dead):
     steps = [
         {"loss": 1.0, "actor/pg_loss": 1.0, "lr": 0.1},
         {"loss": 3.0, "actor/pg_loss": 3.0, "lr": 0.3},
@@ -58,7 +58,7 @@ def test_a_mini_batch_without_votes_hides_no_metric_of_the_others(dead):
     )
 
 
-def test_each_pass_over_the_rows_has_mini_batches_of_its_own_and_the_schedule_moves_once():
+def test_each_epoch_has_its_mini_batches_and_the_schedule_steps_once():
     calls = []
     engine = SimpleNamespace(
         onload=lambda **_: None,
@@ -104,7 +104,7 @@ def test_each_pass_over_the_rows_has_mini_batches_of_its_own_and_the_schedule_mo
         (CriticWorker, "values", (1.0, "with adapters")),
     ],
 )
-def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, method, expected):
+def test_log_prob_passes_use_the_sampling_temperature(kind, method, expected):
     seen, adapters = [], ["with adapters"]
 
     def forward(batch, micro, temperature, **measures):
@@ -134,7 +134,7 @@ def test_passes_have_the_temperature_of_the_samples_but_values_have_none(kind, m
     assert seen == [expected]
 
 
-def test_what_the_disk_refuses_is_told_and_everything_else_is_raised():
+def test_save_returns_io_errors_and_raises_others():
     def full(folder):
         raise OSError(f"cannot write {folder}: no space left")
 
@@ -148,7 +148,7 @@ def test_what_the_disk_refuses_is_told_and_everything_else_is_raised():
 
 
 def test_log_probs_stay_ragged_and_sums_go_to_the_driver():
-    """Rows of 3 and 1 tokens, of which the middle one of the first is a tool's."""
+    """Rows of 3 and 1 tokens. The middle token of the first is tool text."""
     log_probs = torch.tensor([[-0.5, 0.0, -1.0], [-2.25, 0.0, 0.0]])
     out = {
         "log_probs": log_probs,

@@ -1,4 +1,4 @@
-"""What passes between actor and rollout workers on one node, and what comes back as samples; engines are made up."""
+"""Weights from actor to rollout workers, and samples that come back, with fake engines."""
 
 import time
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ class Rollout(OnNode, RolloutWorker):
 
 
 def exporter(local_rank: int) -> tuple[Actor, list]:
-    """An actor's rank, and what its engine is asked for."""
+    """Return one rank of an actor, and the list of calls to its engine."""
     asked, made = [], Actor.__new__(Actor)
     made.local_rank, made._exported = local_rank, None
     made.engine = SimpleNamespace(
@@ -50,7 +50,7 @@ def exporter(local_rank: int) -> tuple[Actor, list]:
     return made, asked
 
 
-def test_one_rank_of_a_node_writes_the_engines_dtype_and_the_others_take_part():
+def test_one_rank_per_node_writes_weights_in_the_engines_dtype():
     (first, asked), (second, gathered) = exporter(0), exporter(1)
     exports = [first.export_weights(), second.export_weights()]
     assert gathered == asked == ["onload", "a", "b", "offload"], (
@@ -84,7 +84,7 @@ def test_one_rank_of_a_node_writes_the_engines_dtype_and_the_others_take_part():
 
 
 class Engine:
-    """Answers a prompt with its first id, twice; refuses prompt [0]."""
+    """Responds with the prompt's first id, twice. Fails on prompt [0]."""
 
     def __init__(self):
         self.slept, self.tokenizer, self.samplings = 0, tiny_tokenizer(), []
@@ -103,7 +103,7 @@ FAILED = RewardResult(None, error="Timeout", traceback="it hung")
 
 
 class Scores:
-    """Gives these results, one after the other, and remembers what it was asked."""
+    """Returns these results in order, and records its inputs."""
 
     def __init__(self, *results):
         self.results, self.heard = iter(results), []
@@ -127,7 +127,7 @@ def requests(prompts, **columns):
 
 
 @pytest.mark.parametrize("sleep_after", [True, False])
-def test_samples_come_back_row_by_row_and_a_failure_is_one_rows(sleep_after):
+def test_a_failed_sample_or_reward_affects_its_row_only(sleep_after):
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.env_factory, rollout.plan = (
         Engine(),
@@ -183,7 +183,7 @@ class SlowScores(Scores):
         return super().score(items, limit_s)
 
 
-def test_the_wait_for_the_last_rewards_is_told():
+def test_reward_seconds_is_the_wait_for_the_last_rewards():
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.env_factory, rollout.plan = (
         Engine(),
@@ -196,7 +196,7 @@ def test_the_wait_for_the_last_rewards_is_told():
 
 
 class Echoes(EnvFactory):
-    """Tells each sample what stands in its row; counts who is there."""
+    """Each environment returns the secret of its row. Counts open environments."""
 
     def __init__(self):
         self.made, self.inside, self.visits = [], 0, 0
@@ -225,8 +225,8 @@ class Echo:
         return Step(self.secret, valid=self.secret != "odd", info={"secret": self.secret})
 
 
-def test_with_turns_each_sample_has_an_environment_of_its_own_row():
-    """Prompts of three tokens; sequences up to 20 leave 17 for turns and observations, which are cut to 4 tokens."""
+def test_each_multi_turn_sample_has_the_environment_of_its_row():
+    """Prompts have 3 of at most 20 tokens. Observations are truncated to 4 tokens."""
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.env_factory = Engine(), Echoes()
     rollout.plan = SimpleNamespace(max_turns=2, longest_sequence=20)
