@@ -19,6 +19,7 @@ REWARD_KL = "algorithm.use_kl_in_reward=true"
 DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
 MODEL = "actor_rollout_ref.model."
 LORA, ADAPTER = f"{MODEL}lora_rank=4", f"{MODEL}lora_adapter_path={{folder}}/adapter"
+REWARD = "{folder}/reward.py custom_reward_function.name=score"
 VAL = "data.val_files={folder}/test.parquet"
 
 # (the key that is set, what takes its effect away, what gives it back)
@@ -111,6 +112,7 @@ CASES = [
         f"{ROLLOUT}n=2",
         f"{ROLLOUT}n=2 algorithm.filter_groups.enable=true",
     ),
+    ("reward.score_scale.math_dapo=zero_one", f"custom_reward_function.path={REWARD}", ""),
     ("reward.overlong_buffer.len=100", "", "reward.overlong_buffer.enable=true"),
     (f"{CORRECTION}rollout_is_threshold=3", "", f"{CORRECTION}rollout_is=token"),
     (

@@ -121,6 +121,11 @@ WRONG = [
         "so 0 stays 0; use_kl_in_reward=false",
     ),
     ("reward.std=0", "reward.std", "must be > 0"),
+    (
+        "reward.score_scale.math_dapo=percent",
+        "reward.score_scale.math_dapo",
+        "is not a legal name; Legal: zero_one, signed",
+    ),
     ("reward.clip_range=[1,-1]", "reward.clip_range", "the lower one first"),
     ("reward.clip_range=[1]", "reward.clip_range", "must be two numbers"),
     (

@@ -535,6 +535,24 @@ def test_dynamic_sampling_by_a_part_of_the_reward():
         filtered([1, 0, 1, 1], ["a", "a", "b", "b"], metric="accuracy")
 
 
+def test_filter_metric_acc_falls_back_to_the_raw_score_per_row():
+    """A step may mix sources whose scorers return `acc` with sources whose score is the accuracy."""
+    results = [
+        RewardResult(1.0, parts={"acc": 0.5}),
+        RewardResult(-1.0, parts={"acc": 0.5}),
+        RewardResult(1.0),
+        RewardResult(0.0),
+    ]
+    run = a_run(train_data=range(8), rollout=Engines())
+    run.plan.filters_groups = True
+    run.current.prompts_drawn = 2
+    run.config.algorithm.filter_groups.metric = "acc"
+    samples = score(run, a_batch(["done"] * 4, results))
+    samples = samples.with_non_tensor(uid=object_array(["a", "a", "b", "b"]))
+    batch = filter_groups(run, DataProto(), samples)
+    assert list(batch.non_tensor_batch["uid"]) == ["b", "b"]
+
+
 @pytest.mark.parametrize(("limit", "data", "last"), [(2, 100, 2), (0, 6, 3)])
 def test_dynamic_sampling_stops_the_run_if_the_step_cannot_be_filled(limit, data, last):
     run, batch = a_run(train_data=range(data)), None

@@ -186,6 +186,9 @@ TRACKERS = {
 }
 """trainer.logger, besides console."""
 
+SCORE_SCALES = ("zero_one", "signed")
+"""Values of reward.score_scale: scores from 0 to 1, or from -1 to 1."""
+
 SCORERS = {
     "openai/gsm8k": "verlite.rewards.gsm8k:compute_score",
     "lighteval/MATH": "verlite.rewards.math:compute_score",

@@ -988,6 +988,8 @@ class RewardConfig:
         "* "
         "matches every source that begins with it. Without an entry math_dapo, math and aime* are "
         "signed, as in verl.",
+        used_when="custom_reward_function.path=null",
+        note="the score of your own function is never rescaled",
     )
     overlong_buffer: OverlongBufferConfig = section(
         OverlongBufferConfig, "Length penalty.", used_when="reward.overlong_buffer.enable=true"

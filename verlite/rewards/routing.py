@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from verlite.config.catalog import SCORERS, scorer_for
+from verlite.config.catalog import SCORE_SCALES, SCORERS, scorer_for
 from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardResult
 
@@ -16,9 +16,6 @@ IN_PROCESS = {
 
 SIGNED_SOURCES = ("math_dapo", "math_dapo_reasoning", "math", "aime*")
 """Data sources whose scores are +1 and -1 by default. verl scores all of them with math_dapo."""
-
-SCALES = ("zero_one", "signed")
-"""Values of reward.score_scale: scores from 0 to 1, or from -1 to 1."""
 
 
 class UnknownDataSource(ValueError):
@@ -43,11 +40,11 @@ def unknown(data_sources: Iterable[str]) -> UnknownDataSource:
 
 
 def check_scales(scales: Mapping[str, str]) -> dict[str, str]:
-    """Return reward.score_scale. Raises FunctionError for a value that is not in SCALES."""
+    """Return reward.score_scale. Raises FunctionError for a value that is not in SCORE_SCALES."""
     for source, scale in scales.items():
-        if scale not in SCALES:
+        if scale not in SCORE_SCALES:
             raise FunctionError(
-                f"reward.score_scale.{source}={scale} is not one of {', '.join(SCALES)}"
+                f"reward.score_scale.{source}={scale} is not one of {', '.join(SCORE_SCALES)}"
             )
     return dict(scales)
 

@@ -56,6 +56,7 @@ RULES = (
     algorithm.optimizers,
     algorithm.no_think_rl,
     agent.agent,
+    algorithm.score_scale,
     algorithm.training_scores,
     batch.dynamic_sampling,
     correction.rollout_correction,

@@ -113,6 +113,16 @@ def no_think_rl(context: Context) -> Iterator[Problem]:
         )
 
 
+def score_scale(context: Context) -> Iterator[Problem]:
+    """Each entry of reward.score_scale names a scale."""
+    legal = ", ".join(catalog.SCORE_SCALES)
+    for source, scale in context.config.reward.score_scale.items():
+        if scale not in catalog.SCORE_SCALES:
+            yield Problem(
+                f"reward.score_scale.{source}", scale, "is not a legal name", f"Legal: {legal}."
+            )
+
+
 def training_scores(context: Context) -> Iterator[Problem]:
     """Clipping and length penalty of training scores are well defined."""
     bounds = context.config.reward.clip_range

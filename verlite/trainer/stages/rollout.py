@@ -253,21 +253,33 @@ def sleep(run: Run) -> None:
 
 
 def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
-    """Return the number [B] that must differ between the samples of a prompt."""
+    """Return the number [B] that must differ between the samples of a prompt.
+
+    For `acc`, a row whose reward has no such part uses its raw score: built-in scorers on the scale
+    zero_one do not return `acc`, because their score is the accuracy.
+
+    Raises:
+        TooFewGroups: A valid row does not have the number.
+    """
     if name == "score":
         return batch.batch["raw_scores"]
     if name == "seq_reward":
         return batch.batch["scores"]
-    parts = batch.non_tensor_batch["reward_parts"]
-    if name == "acc" and not any(name in part for part in parts):
-        return batch.batch["raw_scores"]  # scorers whose score is the accuracy
+    rows = zip(
+        batch.non_tensor_batch["reward_parts"],
+        batch.batch["raw_scores"].tolist(),
+        batch.batch["valid"].tolist(),
+        strict=True,
+    )
     values = []
-    for part, valid in zip(parts, batch.batch["valid"].tolist(), strict=True):
-        if valid and not isinstance(part.get(name), (int, float)):
+    for part, raw_score, valid in rows:
+        default = raw_score if name == "acc" else None
+        value = part.get(name, default)
+        if valid and not isinstance(value, (int, float)):
             numbers = sorted(key for key, value in part.items() if isinstance(value, (int, float)))
             raise TooFewGroups(
                 f"algorithm.filter_groups.metric={name}: the reward function did not return this "
                 f"number for each sample. It returned: {', '.join(['score', *numbers])}."
             )
-        values.append(part[name] if valid else 0.0)
+        values.append(value if valid else 0.0)
     return torch.tensor(values, dtype=torch.float64)
