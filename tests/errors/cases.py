@@ -595,7 +595,11 @@ CASES = (
     Case(
         "Resuming from the run directory instead of a checkpoint",
         "trainer.resume_mode=resume_path trainer.resume_from_path=run",
-        ("trainer.resume_from_path=run", "is not a global_step_N folder", "It contains global_step_20"),
+        (
+            "trainer.resume_from_path=run",
+            "is not a global_step_N folder",
+            "It contains global_step_20",
+        ),
         files=checkpoint,
     ),
     Case(
@@ -630,7 +634,7 @@ CASES = (
         (
             f"{ROLLOUT}n: 4 in the checkpoint, 8 now",
             "data.seed: 42 in the checkpoint, 7 now",
-            "Restore them",
+            "Set them back",
             "trainer.resume_mode=disable",
         ),
         files=checkpoint,
