@@ -1,4 +1,4 @@
-"""Fixtures that several packages share."""
+"""Fixtures and settings shared by all tests."""
 
 import signal
 
@@ -9,31 +9,31 @@ from tests.models import tiny_model
 
 @pytest.fixture(scope="session")
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a random 2-layer Qwen2 with untied embeddings."""
+    """Return the folder of a random 2-layer Qwen2 model with untied embeddings."""
     return tiny_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a random 2-layer Llama with tied embeddings."""
+    """Return the folder of a random 2-layer Llama model with tied embeddings."""
     return tiny_model(
         tmp_path_factory.mktemp("models") / "llama", "llama", tie_word_embeddings=True
     )
 
 
 def pytest_configure() -> None:
-    """Restore Ctrl-C: a shell's background jobs ignore it, and so would every process they start.
+    """Restore the SIGINT handler, because some tests send Ctrl-C to the processes they start.
 
-    Some tests send it.
+    Background jobs of a shell ignore SIGINT, and child processes inherit this.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n`: keep a file's tests in one process, because they share engines and clusters.
+    """With `pytest -n`, keep the tests of a file in one process: they share engines and clusters.
 
-    Whole runs share nothing, so each of them may go to any process.
+    Tests of whole runs share nothing, so each of them can go to any process.
     """
     for item in items:
         if item.path.name not in ("test_runs.py", "test_golden.py"):

@@ -13,7 +13,7 @@ from tests.algorithms.differential import (
     COMPARISONS,
     SMALL,
     Comparison,
-    Found,
+    Largest,
     largest_differences,
     reference_of,
 )
@@ -138,7 +138,7 @@ def contents() -> str:
 
 
 def section_rows(
-    comparisons: dict[str, Comparison], found: dict[str, dict[str, Found]], results: list[str]
+    comparisons: dict[str, Comparison], found: dict[str, dict[str, Largest]], results: list[str]
 ) -> Iterator[list[str]]:
     for name, comparison in comparisons.items():
         cells = [

@@ -1,5 +1,4 @@
-"""Tiny random models and a character tokenizer, written to disk the way any Hugging Face model
-is."""
+"""Tiny random models and a character tokenizer, saved in the Hugging Face format."""
 
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
 ASCII = ["\n", *map(chr, range(32, 127))]
-GREEK = [chr(0x3B1 + i) for i in range(28)]  # 4 + 96 + 28 = one character for each of 128 ids
+GREEK = [chr(0x3B1 + i) for i in range(28)]  # 4 + 96 + 28 = 128 ids
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One id per character: <pad>=0, <eos>=1, <bos>=2, <unk>=3, newline=4, space=5 and so on to
-    127. No BOS is added to a text.
+    """Return a tokenizer with one id per character.
 
-    It is a byte-level BPE without merges because AutoTokenizer puts a Qwen2 model's vocabulary into
-    a byte-level BPE whatever tokenizer.json says.
+    The ids are <pad>=0, <eos>=1, <bos>=2, <unk>=3, newline=4, space=5 and so on to 127. It adds no
+    BOS token. It is a byte-level BPE without merges, because AutoTokenizer loads the vocabulary of
+    a Qwen2 model as byte-level BPE and ignores the model type in tokenizer.json.
     """
-    spelled = {
-        "\n": "\u010a",
-        " ": "\u0120",
-    }  # byte-level BPE's names of the bytes that do not print
+    # Names of non-printing bytes in byte-level BPE.
+    spelled = {"\n": "\u010a", " ": "\u0120"}
     vocab = {token: i for i, token in enumerate(SPECIAL + [spelled.get(c, c) for c in ASCII])}
     tokenizer = Tokenizer(BPE(vocab, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,13 +41,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(path: str | Path, arch: str = "qwen2", seed: int = 0, **overrides: Any) -> str:
-    """Write a 2-layer random float32 model and the character tokenizer into `path`; return it as a
-    string.
+    """Save a random 2-layer float32 model and the character tokenizer to `path`.
 
-    `arch` is any transformers model type; the sizes below go by the names of Qwen2 and Llama, and
-    `overrides` replaces or adds config values. vLLM needs heads of at least 32: pass
-    hidden_size=128 for it. Every parameter is random, also the biases and norm weights that
-    initialise to constants, so that a test notices when one is lost.
+    `arch` is a transformers model type whose config has the field names of Qwen2 and Llama.
+    `overrides` replaces or adds config values. vLLM needs a head size of at least 32, so pass
+    hidden_size=128 for it. Biases and norm weights are random too, so that a test fails if one of
+    them is lost. Returns `path` as a string.
     """
     sizes: dict[str, Any] = {
         "vocab_size": 128,

@@ -1,4 +1,4 @@
-"""docs/proofs.md names tests that exist, for every trap; docs/evidence.md has what the tests compare."""
+"""Check that the tests named in docs/proofs.md exist and that docs/evidence.md is complete."""
 
 import re
 from pathlib import Path
@@ -24,14 +24,14 @@ def test_every_trap_has_tests_that_exist() -> None:
 
 def test_evidence_lists_every_comparison_and_its_tolerance() -> None:
     text = (TOP / "docs" / "evidence.md").read_text(encoding="utf-8")
-    for room, comparisons in COMPARISONS.items():
-        _, _, section = text.partition(f"### {room}\n")
+    for section, comparisons in COMPARISONS.items():
+        _, _, rest = text.partition(f"### {section}\n")
         rows = re.findall(
             r"^\| `([^`]+)` \| (\d+) \|.* \| ([^ ]+) \|$",
-            section.partition("\n### ")[0],
+            rest.partition("\n### ")[0],
             re.MULTILINE,
         )
         assert rows == [
             (name, str(BATCHES), f"{one.tolerance:g}") for name, one in comparisons.items()
-        ], f"{room}: make evidence"
+        ], f"{section} is outdated: run make evidence"
     assert all(f"| {mode} | " in text for mode in AGGREGATION_MODES)

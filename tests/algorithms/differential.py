@@ -1,4 +1,7 @@
-"""Estimators, losses, KL and corrections beside their naive references: the tests assert it, docs/evidence.md shows it."""
+"""Compare estimators, losses, KL and rollout correction with their naive references.
+
+The tests assert the differences. docs/evidence.md lists them.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,15 +30,19 @@ from verlite.config.correction import PRESETS, REJECTIONS, RolloutCorrection
 
 BATCHES = 200
 SMALL = 0.01
-"""Entries smaller than this are compared as if they were this large: below it float32's absolute error decides."""
+"""Smallest denominator of a relative difference. Below it float32's absolute error dominates."""
 
 Pair = tuple[str, Any, Any, float]
-"""What it is, the actual numbers, the expected ones, and the size below which an entry counts as this large."""
+"""Name of the result, actual numbers, expected numbers, smallest denominator of the difference."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """tolerance: of |actual - expected| / max(|expected|, size), the largest over all entries of all batches."""
+    """One function and its reference.
+
+    `tolerance` is the bound of |actual - expected| / max(|expected|, size) over all entries of all
+    batches.
+    """
 
     name: str
     pairs: Callable[[int], Iterator[Pair]]
@@ -43,18 +50,21 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The largest differences of one result over all batches."""
+class Largest:
+    """Largest differences of one result over all batches."""
 
     absolute: float
     relative: float
     seed: int
-    """Of the batch with the largest relative difference."""
+    """Seed of the batch with the largest relative difference."""
 
 
-def largest_differences(comparison: Comparison) -> dict[str, Found]:
-    """By what was compared. A NaN or infinity that the reference has not is an infinite difference."""
-    found: dict[str, Found] = {}
+def largest_differences(comparison: Comparison) -> dict[str, Largest]:
+    """Return the largest differences by the name of the result.
+
+    The reference must be finite. A NaN or infinity in the actual numbers is an infinite difference.
+    """
+    found: dict[str, Largest] = {}
     for seed in range(BATCHES):
         for what, actual, expected, size in comparison.pairs(seed):
             got, want = (np.asarray(x, dtype=np.float64) for x in (actual, expected))
@@ -66,9 +76,9 @@ def largest_differences(comparison: Comparison) -> dict[str, Found]:
             )
             gap = np.nan_to_num(np.abs(got - want), nan=math.inf)
             relative = float((gap / np.maximum(np.abs(want), size)).max(initial=0))
-            before = found.get(what, Found(0.0, -1.0, seed))
+            before = found.get(what, Largest(0.0, -1.0, seed))
             worst = seed if relative > before.relative else before.seed
-            found[what] = Found(
+            found[what] = Largest(
                 max(before.absolute, float(gap.max(initial=0))),
                 max(before.relative, relative),
                 worst,
@@ -77,7 +87,7 @@ def largest_differences(comparison: Comparison) -> dict[str, Found]:
 
 
 def check(comparison: Comparison) -> None:
-    """What the tests assert."""
+    """Assert that every difference is within the tolerance of the comparison."""
     found = largest_differences(comparison)
     assert found
     for what, one in found.items():
@@ -183,7 +193,7 @@ def run(
     extra=None,
     **settings: Any,
 ):
-    """Loss, gradient in log_prob, metrics; `rows` is a micro-batch of the case."""
+    """Return loss, gradient with respect to log_prob, and metrics. `rows` selects a micro-batch."""
     log_prob = case.log_prob[rows].clone().requires_grad_()
     counts = {"tokens": int(case.mask.sum()), "sequences": int(case.mask.any(-1).sum())}
     extra = {
@@ -212,7 +222,10 @@ def run(
 def reference_row(
     name: str, case: Case, i: int, weights: dict[int, float], s: dict
 ) -> tuple[float, dict[int, float]]:
-    """A row's part of the loss, and the derivative for each of its tokens; weights by column."""
+    """Return the loss of a row and its derivative for each token.
+
+    `weights` maps the columns of the tokens to their weights.
+    """
     if name == "gspo":
         return reference.gspo_row(case, i, weights, s)
     if name == "geo_mean":
@@ -294,7 +307,7 @@ def policy_pairs(name: str, seed: int, loss_type: str = "ppo_clip") -> Iterator[
 
 
 def reference_metrics(name: str, case: Case, s: dict, loss_type: str) -> dict[str, float]:
-    """Means over the trainable tokens, under their full names."""
+    """Return the means of all metrics over trainable tokens, by full metric name."""
     formula = name
     if name == "bypass_mode":
         formula = "vanilla" if loss_type == "ppo_clip" else "reinforce"
@@ -312,7 +325,10 @@ def reference_metrics(name: str, case: Case, s: dict, loss_type: str) -> dict[st
 
 
 def rejected_by_rules(case: Case, i: int) -> dict[int, bool]:
-    """Which tokens of a row REJECT removes; the trainer is case.log_prob, the engine case.old."""
+    """Return which tokens of a row REJECT removes.
+
+    The trainer's log-probs are case.log_prob, the rollout engine's are case.old.
+    """
     rules = (("seq_mean_k1", 0.5, 2.0), ("token_k3", 0, 3))
     gone = [
         reference.rejected(case, i, rule, low, high, case.log_prob, case.old)
@@ -351,7 +367,7 @@ def value_pairs(seed: int) -> Iterator[Pair]:
 
 def entropy_pairs(seed: int) -> Iterator[Pair]:
     case, mode = random_case(seed), AGGREGATION_MODES[seed % 5]
-    entropy = case.is_weights.clone().requires_grad_()  # not negative, NaN under the mask
+    entropy = case.is_weights.clone().requires_grad_()  # non-negative, NaN where the mask is 0
     counts = {"tokens": int(case.mask.sum()), "sequences": int(case.mask.any(-1).sum())}
     total = entropy_sum(entropy, case.mask, token_weights(case.mask, mode, scale=7.0, **counts))
     total.backward()
@@ -392,7 +408,7 @@ def _weights(case: Case, mode: str) -> np.ndarray:
 
 
 def reference_of(case: Case) -> Tensor:
-    """The reference's log-probs, for which some of the sampled tokens are impossible."""
+    """Return log-probs of the reference policy. Some sampled tokens have probability 0."""
     return torch.where(case.values > 2, -math.inf, case.ref)
 
 
@@ -456,7 +472,7 @@ CORRECTIONS: dict[str, RolloutCorrection] = {
 
 
 def correction_pairs(settings: RolloutCorrection, seed: int) -> Iterator[Pair]:
-    """The trainer is case.old, the engine case.log_prob."""
+    """The trainer's log-probs are case.old, the rollout engine's are case.log_prob."""
     case = random_case(seed)
     before = case.mask.clone()
     weights, mask, metrics = correct_rollout(case.old, case.log_prob, case.mask, settings)
@@ -480,8 +496,9 @@ def correction_pairs(settings: RolloutCorrection, seed: int) -> Iterator[Pair]:
         assert all(math.isfinite(value) for value in metrics.values())
 
 
-# float32 rounds to 6e-8. A sum of cancelling terms, a division by a small deviation, or exp of a log-ratio up to 20 multiplies that
-# by up to a thousand; each tolerance is a few times what is found. Masks are compared exactly by any of them.
+# float32 rounds to 6e-8. Sums of terms that cancel, division by a small standard deviation, and exp
+# of a log-ratio up to 20 multiply this error by up to 1000. Each tolerance is a few times the
+# measured difference. With any of these tolerances, masks must be equal.
 COMPARISONS: dict[str, dict[str, Comparison]] = {
     "Advantage estimators": {
         name: Comparison(name, partial(advantage_pairs, name), 2e-4) for name in ESTIMATORS

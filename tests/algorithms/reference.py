@@ -1,7 +1,8 @@
-"""Independent references: plain loops over rows and tokens in Python floats (float64), written from the papers' formulas.
+"""Naive references written from the formulas of the papers.
 
-Nothing here shares code with verlite. Random cases cover what goes wrong in practice: ragged lengths, tool spans in the
-middle of responses, empty rows, failed rows, groups of one, equal rewards, rows in random order, NaN under the mask.
+They loop over rows and tokens in Python floats (float64) and share no code with verlite. Random
+cases cover rows of different lengths, tool text inside responses, empty rows, failed rows, groups
+of one, equal rewards, rows in random order, and NaN wherever the mask is 0.
 """
 
 import math
@@ -18,7 +19,10 @@ LIMIT = 20.0
 
 @dataclass
 class Case:
-    """One random batch; tensors [B, R], NaN wherever mask is 0 so that a leak shows."""
+    """One random batch of tensors [B, R].
+
+    Entries are NaN where the mask is 0, so a function that reads them returns NaN.
+    """
 
     rewards: Tensor
     mask: Tensor
@@ -40,7 +44,7 @@ class Case:
 
     @cached_property
     def columns(self) -> list[list[int]]:
-        """Trainable columns of each row; none for rows that are not valid."""
+        """Trainable columns of each row. Rows that are not valid have an empty list."""
         return [
             [t for t, m in enumerate(row) if m and ok]
             for row, ok in zip(self.mask.tolist(), self.valid.tolist(), strict=True)
@@ -54,16 +58,18 @@ class Case:
         return self.columns[row]
 
     def counted_rows(self) -> list[int]:
+        """Return the valid rows that have trainable tokens."""
         return [i for i, row in enumerate(self.columns) if row]
 
     def group(self, row: int) -> list[int]:
+        """Return the counted rows with the uid of `row`."""
         return [i for i in self.counted_rows() if self.uid[i] == self.uid[row]]
 
     def score(self, row: int) -> float:
         return self.row_scores[row]
 
     def score_without_kl(self, row: int) -> float:
-        """Without the KL penalty."""
+        """Return the score of a row without the KL penalty."""
         return sum(float(self.scores[row, t]) for t in self.tokens_of(row))
 
 
@@ -99,7 +105,7 @@ def random_case(seed: int) -> Case:
     if rng.random() < 0.3:
         rewards = rewards.masked_fill(
             ~valid.unsqueeze(1), math.nan
-        )  # a failed reward has any value
+        )  # the reward of a failed row is arbitrary
     old = -field().abs()
     log_prob = (old + field(rng.choice([0.01, 0.3, 3.0]))).clamp(max=-1e-3)
     for i, t in mask.nonzero().tolist():
@@ -158,6 +164,7 @@ def to_go(case: Case, gamma: float) -> np.ndarray:
 
 
 def fill_rows(case: Case, row_value) -> np.ndarray:
+    """Write row_value(i) to all trainable tokens of row i. Groups of one keep 0."""
     out = zeros(case)
     for i in case.counted_rows():
         if len(case.group(i)) > 1:
@@ -181,7 +188,7 @@ def gae(case: Case, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
         columns = case.tokens_of(i)
         for n, t in enumerate(columns):
             total = 0.0
-            for m in range(n, len(columns)):  # the sum of the definition, no recursion
+            for m in range(n, len(columns)):  # the sum in the definition, not the recursion
                 upcoming = float(case.values[i, columns[m + 1]]) if m + 1 < len(columns) else 0.0
                 delta = (
                     float(case.rewards[i, columns[m]])
@@ -288,19 +295,19 @@ def optimal_token_baseline(
         if len(case.group(i)) < 2:
             continue
         for rank, t in enumerate(case.tokens_of(i)):
-            there = [j for j in case.group(i) if len(case.tokens_of(j)) > rank]
+            members = [j for j in case.group(i) if len(case.tokens_of(j)) > rank]
             baseline = 0.0
-            if len(there) > 1:
-                below = sum(energy(j, rank) for j in there)
+            if len(members) > 1:
+                below = sum(energy(j, rank) for j in members)
                 baseline = sum(
-                    returns[j, case.tokens_of(j)[rank]] * energy(j, rank) for j in there
+                    returns[j, case.tokens_of(j)[rank]] * energy(j, rank) for j in members
                 ) / max(below, 1e-8)
             out[i, t] = returns[i, t] - baseline
     return out, returns
 
 
 def row_weights(mask: Tensor, mode: str, scale: float) -> list[float]:
-    """Weight of a trainable token of each row when the case is the whole optimizer step."""
+    """Return the weight of a trainable token of each row. The case is one whole optimizer step."""
     lengths = [sum(row) for row in mask.tolist()]
     tokens, sequences = max(sum(lengths), 1), max(sum(n > 0 for n in lengths), 1)
     return [
@@ -320,7 +327,7 @@ def log_ratio(new: float, old: float) -> float:
 
 
 def ratio_gradient(new: float, old: float) -> float:
-    """d ratio / d log_prob: the ratio itself, 0 where the log-ratio is clamped."""
+    """Return d ratio / d log_prob, which is the ratio, or 0 where the log-ratio is clamped."""
     inside = math.isfinite(new) and abs(new - old) <= LIMIT
     return math.exp(log_ratio(new, old)) if inside else 0.0
 
@@ -328,7 +335,7 @@ def ratio_gradient(new: float, old: float) -> float:
 def ppo_token(
     new: float, old: float, advantage: float, s: dict, worst: float = math.inf
 ) -> tuple[float, float]:
-    """Clipped PPO of one token, as the papers write it: loss and its derivative in log_prob."""
+    """Return the clipped PPO loss of one token and its derivative with respect to log_prob."""
     ratio = math.exp(log_ratio(new, old))
     clipped = min(max(ratio, 1 - s["clip_low"]), 1 + s["clip_high"])
     first, second = -advantage * ratio, -advantage * clipped
@@ -350,7 +357,7 @@ def sapo_token(new: float, old: float, advantage: float, s: dict) -> tuple[float
 
 
 def weighted_gradient_token(factor: float, new: float, advantage: float) -> tuple[float, float]:
-    """-A * factor * log_prob with a factor that has no gradient."""
+    """Return -A * factor * log_prob and its derivative. The factor is a constant."""
     return -advantage * factor * max(new, -1e4), -advantage * factor if math.isfinite(new) else 0.0
 
 
@@ -392,7 +399,10 @@ def kl_cov_token(
 
 
 def kl_token(kind: str, new: float, ref: float) -> tuple[float, float]:
-    """A KL estimate of one token and its derivative in log_prob; a floored log-prob has none."""
+    """Return the KL estimate of one token and its derivative with respect to log_prob.
+
+    The derivative is 0 if the log-prob is below the floor of -1e4.
+    """
     d = max(new, -1e4) - max(ref, -1e4)
     x = min(max(-d, -LIMIT), LIMIT)
     excess = math.exp(x) - 1 - x
@@ -456,13 +466,13 @@ def geo_mean_row(
 
 
 def is_ratio_clipped(ratio: float, advantage: float, s: dict) -> bool:
-    """PPO's clipped term is the larger one."""
+    """Return whether the clipped term of the PPO loss is larger than the unclipped term."""
     clipped = min(max(ratio, 1 - s["clip_low"]), 1 + s["clip_high"])
     return -advantage * clipped > -advantage * ratio
 
 
 def token_metrics(name: str, case: Case, i: int, t: int, s: dict, selected: bool) -> dict:
-    """One token's share of each metric, as verl defines it."""
+    """Return the contribution of one token to each metric, by verl's definitions."""
     new, old, advantage = (float(x[i, t]) for x in (case.log_prob, case.old, case.advantages))
     d = log_ratio(new, old)
     ratio = math.exp(d)
@@ -513,7 +523,10 @@ def token_metrics(name: str, case: Case, i: int, t: int, s: dict, selected: bool
 
 
 def rule_statistic(case: Case, i: int, name: str, a: Tensor, b: Tensor) -> dict[int, float]:
-    """A rejection rule's statistic for each token of a row. a: trainer's log-probs, b: rollout's."""
+    """Return the statistic of a rejection rule for each token of a row.
+
+    `a` holds the trainer's log-probs, `b` the rollout's.
+    """
     columns = case.mask[i].nonzero().flatten().tolist()
     d = {t: max(float(a[i, t]), -1e4) - max(float(b[i, t]), -1e4) for t in columns}
 
@@ -534,7 +547,7 @@ def rule_statistic(case: Case, i: int, name: str, a: Tensor, b: Tensor) -> dict[
 
 
 def rule_bounds(name: str, low: float, high: float) -> tuple[float, float]:
-    """Bounds of the statistic from a user's bounds, which for k1 = -log w are those of w."""
+    """Return the bounds of the statistic. The user's bounds for k1 = -log w are bounds of w."""
     if name.endswith("k1"):
         return -math.log(high), -math.log(low)
     return -math.inf, high
@@ -543,14 +556,17 @@ def rule_bounds(name: str, low: float, high: float) -> tuple[float, float]:
 def rejected(
     case: Case, i: int, name: str, low: float, high: float, a: Tensor, b: Tensor
 ) -> dict[int, bool]:
-    """Which tokens of a row a rejection rule removes; low and high as a user writes them."""
+    """Return which tokens of a row a rejection rule removes.
+
+    `low` and `high` are the bounds in the user's settings.
+    """
     lowest, highest = rule_bounds(name, low, high)
     statistic = rule_statistic(case, i, name, a, b)
     return {t: not lowest <= x <= highest for t, x in statistic.items()}
 
 
 def rule_metrics(case: Case, rows: list[int], name: str, low: float, high: float) -> dict:
-    """A rule's own metrics, as verl defines them."""
+    """Return the metrics of one rejection rule, by verl's definitions."""
     lowest, highest = rule_bounds(name, low, high)
     values = {i: rule_statistic(case, i, name, case.old, case.log_prob) for i in rows}
     tokens = [x for row in values.values() for x in row.values()]
@@ -585,7 +601,7 @@ def importance(case: Case, i: int, level: str, a: Tensor, b: Tensor) -> dict[int
 
 
 def apply_kl(case: Case, ref: Tensor, coef: float, kind: str) -> tuple[np.ndarray, float]:
-    """Rewards less the penalty, and the mean over rows of the mean KL of a row."""
+    """Return rewards minus the penalty, and the mean over rows of the mean KL of a row."""
     out, means = case.rewards.nan_to_num().double().numpy().copy(), []
     for i, mask in enumerate(case.mask.tolist()):
         row = {
@@ -600,7 +616,7 @@ def apply_kl(case: Case, ref: Tensor, coef: float, kind: str) -> tuple[np.ndarra
 
 
 def value_token(value: float, old: float, target: float, clip: float) -> tuple[float, float]:
-    """Clipped squared error and its derivative in the value."""
+    """Return the clipped squared error and its derivative with respect to the value."""
     error, clipped = (value - target) ** 2, (min(max(value, old - clip), old + clip) - target) ** 2
     return 0.5 * max(error, clipped), value - target if error >= clipped else 0.0
 
@@ -610,12 +626,12 @@ def mean(x: list[float]) -> float:
 
 
 def deviation(x: list[float]) -> float:
-    """Of a population."""
+    """Return the standard deviation of a population."""
     return math.sqrt(mean([(y - mean(x)) ** 2 for y in x]))
 
 
 def sample_deviation(x: list[float]) -> float:
-    """Unbiased; 0 for a single number."""
+    """Return the unbiased standard deviation, or 0 for a single number."""
     if len(x) < 2:
         return 0.0
     return math.sqrt(sum((y - mean(x)) ** 2 for y in x) / (len(x) - 1))
@@ -624,7 +640,10 @@ def sample_deviation(x: list[float]) -> float:
 def weight_metrics(
     raw: list[list[float]], applied: list[list[float]], level: str, low: float, high: float
 ) -> dict[str, float]:
-    """Metrics of importance weights as verl defines them; one list of tokens per row."""
+    """Return the metrics of importance weights, by verl's definitions.
+
+    `raw` and `applied` have one list of token weights per row.
+    """
     token_raw = [w for row in raw for w in row]
     token_applied = [w for row in applied for w in row]
     row_raw = [mean(row) for row in raw]
@@ -659,7 +678,10 @@ def limited(x: float) -> float:
 
 
 def off_policy(case: Case) -> dict[str, float]:
-    """The trainer is case.old, the engine case.log_prob. Only where there is a token."""
+    """Return the mismatch metrics over rows with tokens.
+
+    The trainer's log-probs are case.old, the rollout engine's are case.log_prob.
+    """
     rows = []
     for i, mask in enumerate(case.mask.tolist()):
         tokens = [t for t, m in enumerate(mask) if m]
@@ -694,7 +716,10 @@ def off_policy(case: Case) -> dict[str, float]:
 
 
 def bounds(threshold: float | str, single_low: float) -> tuple[float, float]:
-    """ "low_high", or the one number as the upper bound; single_low 1 stands for one over it."""
+    """Return (low, high) of a threshold "low_high" or of a single upper bound.
+
+    For a single number, low is single_low / high.
+    """
     numbers = [float(x) for x in str(threshold).split("_")]
     return (numbers[0], numbers[1]) if len(numbers) == 2 else (single_low / numbers[0], numbers[0])
 
@@ -707,7 +732,10 @@ def corrected(
     rules: str | None,
     limits: float | str | None,
 ) -> tuple[np.ndarray | None, np.ndarray, dict[str, float]]:
-    """Importance weights, what is left of the mask, and all metrics, for settings as a user writes them."""
+    """Return importance weights, the mask after rejection, and all metrics.
+
+    The arguments have the format of the user's settings.
+    """
     rows = [i for i, mask in enumerate(case.mask.tolist()) if any(mask)]
     if not rows:
         return zeros(case) if level else None, zeros(case), {}

@@ -1,4 +1,7 @@
-"""Every estimator against hand values, a naive reference, and what must not matter: order, padding, failed rows."""
+"""Every estimator against hand values and a naive reference.
+
+The order of rows, padding and failed rows must not change the result.
+"""
 
 import dataclasses
 import math
@@ -25,7 +28,7 @@ def fields_of(case: Case) -> dict:
 
 
 def group_inputs(rewards: list[float], uid: list[str], **settings) -> AdvantageInputs:
-    """One-token responses."""
+    """Return inputs whose responses have one token each."""
     return AdvantageInputs(
         token_level_rewards=torch.tensor(rewards).unsqueeze(1),
         response_mask=torch.ones(len(rewards), 1, dtype=torch.int64),
@@ -80,7 +83,7 @@ def test_padding_columns_do_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_failed_rows_are_excluded(name: str) -> None:
-    """The other rows' numbers are those of a batch in which the failed row never was."""
+    """The other rows get the same numbers as in a batch without the failed row."""
     case = random_case(11)
     case.valid[:] = True
     case.mask[:, 0] = 1
@@ -117,14 +120,14 @@ def test_group_of_one_and_equal_rewards_give_exactly_zero(name: str) -> None:
         advantages, _ = compute_advantages(
             name, group_inputs(rewards, uid, old_log_probs=-ones, sum_pi_squared=ones / 2)
         )
-        # The token baseline is a weighted mean, which rounds; the others' means of equal numbers are exact.
+        # The token baseline is a weighted mean, which rounds. The other means are exact here.
         assert advantages.abs().max() <= (1e-6 if name == "optimal_token_baseline" else 0), (
             advantages
         )
 
 
 def test_gae_hand_example() -> None:
-    """Three tokens, gamma 0.5, lambda 0.5, a tool token between the second and the third; whitening undone."""
+    """Three tokens with a tool token before the third, gamma 0.5, lambda 0.5."""
     inputs = AdvantageInputs(
         token_level_rewards=torch.tensor([[0.0, 0.0, NAN, 1.0, NAN]]),
         values=torch.tensor([[0.2, 0.4, NAN, 0.6, NAN]]),
@@ -134,7 +137,9 @@ def test_gae_hand_example() -> None:
         lam=0.5,
     )
     advantages, returns = compute_advantages("gae", inputs)
-    # Last: 1 - 0.6 = 0.4. Second: 0.5 * 0.6 - 0.4 + 0.25 * 0.4 = 0. First: 0.5 * 0.4 - 0.2 + 0.25 * 0 = 0.
+    # Last token: 1 - 0.6 = 0.4.
+    # Second: 0.5 * 0.6 - 0.4 + 0.25 * 0.4 = 0.
+    # First: 0.5 * 0.4 - 0.2 + 0.25 * 0 = 0.
     torch.testing.assert_close(returns, torch.tensor([[0.2, 0.4, 0.0, 1.0, 0.0]]))
     raw = torch.tensor([0.0, 0.0, 0.4])
     torch.testing.assert_close(advantages[0, [0, 1, 3]], (raw - raw.mean()) / raw.std())
@@ -160,7 +165,10 @@ def test_grpo_and_rloo_hand_example() -> None:
 
 
 def test_rloo_token_kl_hand_example() -> None:
-    """Two rows of two tokens, scores 1 and 0 on the last, KL penalties 0.1 to 0.4: KL stays out of the baselines and of the past."""
+    """KL is not part of the baseline, and a token does not pay for the KL of earlier tokens.
+
+    Two rows of two tokens have scores 1 and 0 on the last token, and KL penalties 0.1 to 0.4.
+    """
     scores = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     rewards = scores - torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     inputs = AdvantageInputs(
@@ -222,8 +230,8 @@ def test_missing_inputs_unknown_names_and_wrong_shapes_raise() -> None:
         compute_advantages("gropo", inputs)
     with pytest.raises(ValueError, match=r"no_such_package.*cannot import"):
         compute_advantages("no_such_package.mine:advantage", inputs)
-    with pytest.raises(ValueError, match="does not define nothing"):
-        compute_advantages("tests.algorithms.test_advantages:nothing", inputs)
+    with pytest.raises(ValueError, match="does not define undefined"):
+        compute_advantages("tests.algorithms.test_advantages:undefined", inputs)
     with pytest.raises(ValueError, match=r"returned shapes \(2,\) and \(2,\), expected \(2, 1\)"):
         compute_advantages("tests.algorithms.test_advantages:flat", inputs)
 
@@ -234,26 +242,26 @@ def test_non_finite_result_raises() -> None:
         ValueError,
         match=r"returned advantages that are not finite in 1 of 3 rows, first in row 0 \(uid a\)",
     ):
-        compute_advantages("tests.algorithms.test_advantages:lonely_means", inputs)
+        compute_advantages("tests.algorithms.test_advantages:std_of_one_row", inputs)
     with pytest.raises(
         ValueError, match=r"returned returns that are not finite in \d of 3 rows, first in row 1"
     ):
-        compute_advantages("tests.algorithms.test_advantages:endless_returns", inputs)
+        compute_advantages("tests.algorithms.test_advantages:infinite_returns", inputs)
 
 
-def lonely_means(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """A user's estimator that takes a standard deviation of one row."""
+def std_of_one_row(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return NaN for groups of one: a user estimator with the standard deviation of one row."""
     a = torch.stack([inputs.rewards[np.flatnonzero(inputs.uid == u)].std(0) for u in inputs.uid])
     return a, torch.zeros_like(a)
 
 
-def endless_returns(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def infinite_returns(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
     zeros = torch.zeros_like(inputs.rewards)
     return zeros, torch.where(torch.arange(3)[:, None] == 1, torch.inf, zeros)
 
 
 def flat(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """A user's estimator with a mistake."""
+    """Return the wrong shape, as a user estimator may."""
     return inputs.rewards[:, 0], inputs.rewards[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""What each aggregation mode means, and that the split into micro-batches and ranks means nothing."""
+"""Values of each aggregation mode, and their independence of micro-batch and rank splits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Partitions: every item once, even totals, equal counts, token caps."""
+"""Partitions contain every item once, with even totals, equal counts and token caps."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ def totals(weights, parts) -> list[int]:
 
 
 def naive_differencing(weights, k: int) -> list[float]:
-    """The largest differencing method on lists, as published: final sums, descending."""
+    """Return the part sums of the published largest differencing method, in descending order."""
     states = [[w] + [0] * (k - 1) for w in weights]
     while len(states) > 1:
         states.sort(key=lambda s: s[-1] - s[0])
@@ -26,7 +26,7 @@ def naive_differencing(weights, k: int) -> list[float]:
 
 
 def test_hand_example() -> None:
-    """The textbook case: 8 7 6 5 4 in two parts by differencing gives 16 and 14."""
+    """Textbook example: differencing splits 8, 7, 6, 5, 4 into parts of 16 and 14."""
     assert sorted(totals([8, 7, 6, 5, 4], karmarkar_karp([8, 7, 6, 5, 4], 2))) == [14, 16]
 
 

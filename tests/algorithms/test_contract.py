@@ -1,4 +1,4 @@
-"""The contract tests pass for what verlite ships and name what is wrong with typical first attempts."""
+"""The contract checks pass for the built-in algorithms and report typical mistakes."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ from verlite.config.catalog import ESTIMATORS, LOSSES, load
 from verlite.config.correction import RolloutCorrection
 
 WHITENING = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-POPULATION = {"gpg", *WHITENING}  # estimators that look at the whole batch on purpose
+POPULATION = {"gpg", *WHITENING}  # estimators that use statistics of the whole batch by design
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -71,7 +71,7 @@ def on_padding(inputs: AdvantageInputs):
     return out, out
 
 
-def leaking(inputs: AdvantageInputs):
+def reading_padding(inputs: AdvantageInputs):
     out = inputs.token_level_rewards.sum(-1, keepdim=True) * inputs.mask
     return out, out
 
@@ -80,7 +80,7 @@ def one_number(inputs: AdvantageInputs):
     return inputs.scores, inputs.scores
 
 
-def lonely(inputs: AdvantageInputs):
+def single_tensor(inputs: AdvantageInputs):
     return per_row(inputs, inputs.scores)[0]
 
 
@@ -98,7 +98,7 @@ def counts_failed_rows(inputs: AdvantageInputs):
 
 
 def raising(inputs: AdvantageInputs):
-    raise RuntimeError("no luck")
+    raise RuntimeError("invalid group")
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def raising(inputs: AdvantageInputs):
         (by_position, "order of rows matters"),
         (over_batch, "rewards of other prompts"),
         (on_padding, "advantages: not 0 outside the mask"),
-        (leaking, "NaN under mask 0 leaked"),
+        (reading_padding, "NaN under mask 0 leaked"),
         (one_number, r"advantages: shape \(6,\), expected \(6, 5\)"),
-        (lonely, "returned Tensor, expected a pair"),
+        (single_tensor, "returned Tensor, expected a pair"),
         (in_place, "token_level_rewards was edited in place"),
         (counts_failed_rows, "valid=False influences other rows"),
-        (raising, "raised RuntimeError: no luck"),
+        (raising, "raised RuntimeError: invalid group"),
     ],
 )
 def test_check_reports_each_estimator_mistake(estimator, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The gap between trainer and rollout engine: against torch on whole tensors, and in parts."""
+"""Metrics of the gap between trainer and rollout engine, on whole tensors and on parts."""
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ def draw():
     mask[2] = 0
     a = -torch.rand(6, 9, generator=generator) * 3
     b = a + 0.1 * torch.randn(6, 9, generator=generator)
-    a[mask == 0], b[mask == 0] = torch.nan, -torch.inf  # what the mask hides may be anything
+    # Masked entries may have any value.
+    a[mask == 0] = torch.nan
+    b[mask == 0] = -torch.inf
     return a, b, mask
 
 

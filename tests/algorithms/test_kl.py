@@ -1,4 +1,7 @@
-"""KL estimators: values, gradients in expectation (exact sums over a small softmax), extremes, the penalty, the controllers."""
+"""KL estimators, the KL penalty and its controllers.
+
+Expected gradients are exact sums over the actions of a small softmax.
+"""
 
 import math
 
@@ -14,7 +17,7 @@ from verlite.algorithms.kl import (
     kl_loss,
 )
 
-VALUES = {  # of d, from the formulas
+VALUES = {  # formulas in d
     "k1": lambda d: d,
     "abs": abs,
     "k2": lambda d: d * d / 2,
@@ -62,11 +65,14 @@ def test_unknown_kind() -> None:
 
 
 def expected_gradient(kind: str) -> dict[str, torch.Tensor]:
-    """Gradients with respect to logits of a 5-action softmax, all expectations as exact sums in float64."""
+    """Return gradients with respect to the logits of a softmax over 5 actions.
+
+    Expectations are exact sums in float64.
+    """
     torch.manual_seed(0)
     logits, ref = (
         torch.randn(2, 5, dtype=torch.float64).mul(0.7).unbind()
-    )  # k3 stays under its limit of 10
+    )  # k3 stays below its upper limit of 10
     ref = ref.log_softmax(0)
     sampling = logits.softmax(0)
 

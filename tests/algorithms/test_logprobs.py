@@ -1,4 +1,4 @@
-"""Chunked log-probs against a per-token oracle, gradcheck, and a limit on memory."""
+"""Chunked log-probs against a per-token oracle, gradcheck, and a memory limit."""
 
 import math
 
@@ -20,7 +20,7 @@ def sample(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tens
 
 
 def oracle(hidden, weight, labels, temperature: float) -> tuple[list[float], list[float]]:
-    """Log-prob and entropy of each token by the definition, in Python floats."""
+    """Return log-prob and entropy of each token by the definition, in Python floats."""
     log_probs, entropies = [], []
     for h, label in zip(hidden.tolist(), labels.tolist(), strict=True):
         logits = [
@@ -56,7 +56,7 @@ def test_gradcheck(with_entropy: bool) -> None:
 
 
 def unchunked(hidden, weight, labels, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from all logits at once, with torch's own gradient."""
+    """Return log-probs and entropies from all logits at once, with torch's autograd."""
     log_softmax = torch.log_softmax((hidden @ weight.T).float() / temperature, -1)
     log_probs = log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
@@ -80,7 +80,7 @@ def test_gradients_agree_with_unchunked_logits(dtype: torch.dtype, tolerance: fl
 
 
 def test_log_softmax_is_float32_for_bfloat16_inputs() -> None:
-    """Only the logits are rounded. A bfloat16 softmax would have an error 100 times larger."""
+    """Only the logits are rounded to bfloat16. A bfloat16 softmax has a 100 times larger error."""
     hidden, weight, labels = sample(torch.bfloat16)
     logits = (hidden @ weight.T).double()
     log_probs, _ = token_log_probs(hidden, weight, labels, 0.7)
@@ -143,7 +143,7 @@ def test_empty_batch_gives_empty_results() -> None:
 
 
 def test_memory_stays_within_a_chunk() -> None:
-    """No tensor larger than a chunk's logits is allocated, and none of that size is kept."""
+    """Allocations are at most as large as the logits of a chunk, and these are not saved."""
     tokens, vocabulary, chunk = 512, 1024, 16
     hidden, weight = (
         torch.randn(tokens, 8, requires_grad=True),

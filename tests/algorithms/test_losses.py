@@ -1,4 +1,7 @@
-"""Policy and value losses against naive token loops: values, gradients, metrics, micro-batch splits, extremes."""
+"""Policy and value losses against naive loops over tokens.
+
+The tests cover values, gradients, metrics, micro-batch splits and extreme log-probs.
+"""
 
 import math
 
@@ -80,7 +83,7 @@ def test_on_policy_gradient_is_the_policy_gradient(name: str) -> None:
     case.log_prob = case.old.clone()
     advantage = (
         case.advantages.nan_to_num().sum(-1, keepdim=True).expand(case.shape)
-    )  # one per row, as geo_mean wants
+    )  # geo_mean needs one advantage per row
     case.advantages = advantage.contiguous()
     _, gradient, metrics = run(
         name, case, "seq-mean-token-mean", extra={"rollout_correction": REJECT}
@@ -96,7 +99,7 @@ def test_selection_by_covariance() -> None:
     log_prob = torch.tensor([[-1.0, -2.0, -3.0, -6.0, NAN]])
     advantages = torch.tensor([[4.0, 0.0, 2.0, -2.0, NAN]])
     mask = torch.tensor([[True, True, True, True, False]])
-    # Means -3 and 1: covariances 6, -1, 0, 9.
+    # The means are -3 and 1, so the covariances are 6, -1, 0 and 9.
     assert select_kl_cov(log_prob, advantages, mask, {"kl_cov_ratio": 0.5}).tolist() == [
         [True, False, False, True, False]
     ]

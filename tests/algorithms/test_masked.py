@@ -1,4 +1,4 @@
-"""Masked reductions against plain Python, and NaN or nothing under the mask."""
+"""Masked reductions against plain Python, with NaN in masked entries and with empty masks."""
 
 import math
 import statistics

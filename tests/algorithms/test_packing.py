@@ -1,4 +1,4 @@
-"""Packing against plain loops: round trips, labels, which positions predict which response tokens."""
+"""Packing against plain loops: round trips, labels, and positions that predict response tokens."""
 
 import itertools
 import random
@@ -12,7 +12,10 @@ P, R = 4, 5
 
 
 def batch(seed: int = 0, rows: int = 6):
-    """Left-padded prompts of 1..P tokens and right-padded responses of 0..R; distinct ids; padding holds garbage ids."""
+    """Return left-padded prompts of 1 to P tokens with right-padded responses of 0 to R tokens.
+
+    All ids are distinct, also those of padding.
+    """
     rng = random.Random(seed)
     ids = torch.arange(100, 100 + rows * (P + R)).reshape(rows, P + R)
     mask = torch.zeros_like(ids)

@@ -1,4 +1,4 @@
-"""Importance weights, rejection and metrics against naive loops; settings that make no sense are refused."""
+"""Importance weights, rejection and metrics against naive loops, and errors of settings."""
 
 import math
 
@@ -12,7 +12,7 @@ from verlite.config.correction import PRESETS, RolloutCorrection
 
 
 def correct(case: Case, settings: RolloutCorrection):
-    """The trainer is case.old, the engine case.log_prob."""
+    """The trainer's log-probs are case.old, the rollout engine's are case.log_prob."""
     return correct_rollout(case.old, case.log_prob, case.mask, settings)
 
 
@@ -54,13 +54,13 @@ def test_rules_combine_and_a_single_ratio_bound_is_symmetric() -> None:
 
 
 def test_metrics_equal_verl_values() -> None:
-    # Two rows of two tokens; w is 1 and 3, and 0.25 and 1.
+    # Two rows of two tokens. w is 1 and 3 in the first row, 0.25 and 1 in the second.
     rollout = torch.full((2, 2), -5.0)
     old = rollout + torch.tensor([[1.0, 3.0], [0.25, 1.0]]).log()
     mask = torch.ones(2, 2)
 
     tis = correct_rollout(old, rollout, mask, RolloutCorrection("token", 2.0))[2]
-    # The applied weights are 1, 2, 0.25, 1; their row means are 1.5 and 0.625.
+    # The applied weights are 1, 2, 0.25 and 1. Their row means are 1.5 and 0.625.
     assert tis["rollout_corr/rollout_is_mean"] == pytest.approx(1.0625)
     assert tis["rollout_corr/rollout_is_max"] == pytest.approx(2)
     assert tis["rollout_corr/rollout_is_min"] == pytest.approx(0.25)
@@ -78,7 +78,7 @@ def test_metrics_equal_verl_values() -> None:
     assert icepop["rollout_corr/rollout_is_mean"] == pytest.approx(0.5)
 
     sequence = correct_rollout(old, rollout, mask, RolloutCorrection("sequence", 2.0))[2]
-    # Products are 3 and 0.25; 3 is truncated to 2 in the mean, but not in the maximum.
+    # The products are 3 and 0.25. 3 is truncated to 2 in the mean, but not in the maximum.
     assert sequence["rollout_corr/rollout_is_max"] == pytest.approx(3)
     assert sequence["rollout_corr/rollout_is_mean"] == pytest.approx(1.125)
     assert sequence["rollout_corr/rollout_is_ratio_fraction_high"] == 0.5
@@ -86,7 +86,7 @@ def test_metrics_equal_verl_values() -> None:
 
     rule = RolloutCorrection(rollout_rs="token_k1", rollout_rs_threshold=2.0)
     rejection = correct_rollout(old, rollout, mask, rule)[2]
-    # k1 is -log w: 0, -log 3, log 4, 0.
+    # k1 = -log w is 0, -log 3, log 4 and 0.
     prefix = "rollout_corr/rollout_rs_token_k1"
     assert rejection[f"{prefix}_max"] == pytest.approx(math.log(4))
     assert rejection[f"{prefix}_min"] == pytest.approx(-math.log(3))

@@ -1,4 +1,4 @@
-"""Score shaping, overlong penalty, truncated rows, groups without signal: hand values and edge cases."""
+"""Hand values and edge cases of score shaping, overlong penalty and group filtering."""
 
 import math
 
@@ -34,7 +34,8 @@ def test_rows_with_signal() -> None:
     uid = np.array(["a", "b", "a", "b", "c", "d", "d", "e", "e"], dtype=object)
     metric = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, math.nan, 1.0])
     valid = torch.tensor([True] * 6 + [False, False, True])
-    # a differs; b is equal; c is alone; d has one valid row; e too, beside a failed one whose metric is NaN.
+    # Scores in a differ. Scores in b are equal. c has one row. d and e have one valid row each,
+    # and the metric of the failed row in e is NaN.
     assert rows_with_signal(metric, uid, valid).tolist() == [
         True,
         False,
