@@ -288,7 +288,7 @@ CASES = (
     Case(
         "Validation only, without validation data",
         "trainer.val_only=true",
-        ("trainer.val_only=true", "nothing to validate on", "data.val_files"),
+        ("trainer.val_only=true", "needs validation files", "data.val_files"),
     ),
     Case(
         "vLLM selected but not installed",
@@ -302,7 +302,7 @@ CASES = (
         "trainer.device=cuda trainer.n_gpus_per_node=8",
         (
             "trainer.n_gpus_per_node=8",
-            "this machine shows 0 GPUs",
+            "this machine has 0 visible GPUs",
             "trainer.device=cpu",
             "ray_kwargs.ray_init.address",
         ),
@@ -491,7 +491,7 @@ CASES = (
         expected=(
             "custom_reward_function.name=compute_score",
             "reward.py does not define it",
-            "Its functions: score",
+            "It defines score",
         ),
     ),
     Case(
