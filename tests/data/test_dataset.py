@@ -1,4 +1,4 @@
-"""Reading parquet files: what comes out, what is filtered or cut, and what each wrong file says."""
+"""Parquet files of prompts: rows, filtering, truncation, and errors of invalid files."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def load(files: Any, split: str = "train", **config: Any) -> PromptDataset:
     return PromptDataset(files, tiny_tokenizer(), DataConfig(**config), split)
 
 
-def test_rows_come_back_as_written(tmp_path: Path) -> None:
+def test_rows_are_read_as_written(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", *[row("x" * n, n) for n in range(1, 6)])
     data = load(path)
     assert len(data) == 5 and data.data_sources() == ["openai/gsm8k"]
@@ -68,7 +68,7 @@ def test_files_with_different_columns_are_read_together(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_is_known_by_its_content_not_by_its_name(tmp_path: Path) -> None:
+def test_file_without_parquet_suffix_is_read(tmp_path: Path) -> None:
     assert len(load(write(tmp_path / "part-00000", row()))) == 1
 
 
@@ -86,7 +86,7 @@ def test_other_column_names(tmp_path: Path) -> None:
     )
 
 
-def test_a_template_sees_no_columns_that_a_message_does_not_have(tmp_path: Path) -> None:
+def test_messages_have_only_their_own_fields(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b"}]
     assert load(write(tmp_path / "a.parquet", row(prompt=chat))).row(0).messages == chat
 
@@ -111,7 +111,9 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("truncation", "text"), [("left", "cdefg"), ("right", "abcde"), ("middle", "abefg")]
 )
-def test_overlong_prompts_are_cut_and_counted(tmp_path: Path, truncation: str, text: str) -> None:
+def test_overlong_prompts_are_truncated_and_counted(
+    tmp_path: Path, truncation: str, text: str
+) -> None:
     data = load(
         write(tmp_path / "a.parquet", row("abcdefg"), row("abc")),
         max_prompt_length=5,
@@ -139,7 +141,7 @@ def test_max_samples(tmp_path: Path) -> None:
     )
 
 
-def test_shared_prompts_are_told(tmp_path: Path) -> None:
+def test_overlap_of_training_and_validation_is_reported(tmp_path: Path) -> None:
     train = load(write(tmp_path / "a.parquet", row("a"), row("b"), row("c")))
     validation = load(write(tmp_path / "b.parquet", row("x"), row("b"), row("c")), "val")
     note = overlap_note(train, validation)
@@ -162,7 +164,8 @@ WRONG_ROWS = {
     ),
     "null content": (
         [row(), row(None)],
-        "row 1: column 'prompt' has the message {'role': 'user', 'content': None}, expected role and content, both text",
+        "row 1: column 'prompt' has the message {'role': 'user', 'content': None}, expected role "
+        "and content, both text",
     ),
     "null source": (
         [row(), row(data_source=None)],
@@ -172,22 +175,22 @@ WRONG_ROWS = {
         [row(reward_model={"style": "rule"})],
         "row 0: column 'reward_model' is {'style': 'rule'}, expected {style, ground_truth}",
     ),
-    "nothing to say": ([row(), row("")], "row 1: the prompt has no tokens"),
+    "empty prompt": ([row(), row("")], "row 1: the prompt has no tokens"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_ROWS)
-def test_a_wrong_row_is_named(tmp_path: Path, case: str) -> None:
-    rows, said = WRONG_ROWS[case]
+def test_error_names_the_invalid_row(tmp_path: Path, case: str) -> None:
+    rows, message = WRONG_ROWS[case]
     path = write(tmp_path / "a.parquet", *rows)
     with pytest.raises(DataError) as caught:
         load(path)
-    assert str(caught.value) == f"{path} {said}" + (
-        ", as data_preprocess/ writes it" if "column" in said else ""
+    assert str(caught.value) == f"{path} {message}" + (
+        ", as data_preprocess/ writes it" if "column" in message else ""
     )
 
 
-def test_wrong_files_are_named(tmp_path: Path) -> None:
+def test_error_names_the_invalid_file(tmp_path: Path) -> None:
     def message(files: Any, **config: Any) -> str:
         with pytest.raises(DataError) as caught:
             load(files, **config)
@@ -222,12 +225,14 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
         == "data.train_max_samples=0 leaves no prompt; -1 takes all"
     )
     assert message(good, max_prompt_length=2, filter_overlong_prompts=True) == (
-        "data.train_files: all 2 prompts have more than data.max_prompt_length=2 tokens, the shortest 3, so "
+        "data.train_files: all 2 prompts have more than data.max_prompt_length=2 tokens, the "
+        "shortest 3, so "
         "data.filter_overlong_prompts leaves none. Raise data.max_prompt_length"
     )
     too_long = message(good, max_prompt_length=5)
     assert too_long.startswith(
-        f"{good} row 0: the prompt has 8 tokens, 5 are allowed by data.max_prompt_length; 1 of 2 prompts"
+        f"{good} row 0: the prompt has 8 tokens, 5 are allowed by data.max_prompt_length; 1 of 2 "
+        f"prompts"
     )
     assert (
         "data.filter_overlong_prompts=True" in too_long
@@ -235,9 +240,12 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_template_that_refuses_a_chat_names_the_row(tmp_path: Path) -> None:
+def test_template_error_names_the_row(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}{{ messages[0].content }}"
+    tokenizer.chat_template = (
+        "{{ raise_exception('no system role') if messages[0].role == 'system' }}{{ "
+        "messages[0].content }}"
+    )
     path = write(tmp_path / "a.parquet", row(), row(prompt=[{"role": "system", "content": "a"}]))
     with pytest.raises(
         DataError, match="a.parquet row 1: the chat template failed: TemplateError: no system role"

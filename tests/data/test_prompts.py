@@ -1,4 +1,4 @@
-"""Prompt building: templates, their absence, and the four ways to treat a prompt that is too long."""
+"""Prompt building: with and without a chat template, and the four truncation modes."""
 
 import pytest
 
@@ -7,12 +7,14 @@ from verlite.data.prompts import PromptTooLong, build_prompt, build_prompts, tru
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% if think is defined and not think %}<empty>{% endif %}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if think is defined and not think %}<empty>"
+    "{% endif %}{% endif %}"
 )
 
 
-def test_a_template_writes_the_whole_prompt_with_its_special_tokens_once() -> None:
+def test_template_adds_special_tokens_once() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     ids = build_prompt(tokenizer, MESSAGES)
@@ -23,7 +25,7 @@ def test_a_template_writes_the_whole_prompt_with_its_special_tokens_once() -> No
     ).endswith("<assistant><empty>")
 
 
-def test_without_a_template_the_contents_are_joined_and_encoded_as_any_text() -> None:
+def test_without_template_contents_are_joined_and_encoded() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     assert build_prompt(tokenizer, MESSAGES) == tokenizer.encode("Be brief.\n2+2?")
@@ -31,7 +33,7 @@ def test_without_a_template_the_contents_are_joined_and_encoded_as_any_text() ->
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "none"])
-def test_many_prompts_are_those_of_one_at_a_time(template: str | None) -> None:
+def test_batched_prompts_equal_single_prompts(template: str | None) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     conversations = [
@@ -66,7 +68,7 @@ def test_truncation(truncation: str, limit: int, kept: list[int]) -> None:
     assert truncate([1, 2, 3, 4, 5], limit, truncation) == kept
 
 
-def test_too_long_and_unknown_modes_are_errors() -> None:
+def test_too_long_prompts_and_unknown_modes_are_errors() -> None:
     tokenizer = tiny_tokenizer()
     with pytest.raises(PromptTooLong, match="the prompt has 13 tokens, 12 are allowed") as caught:
         build_prompt(tokenizer, MESSAGES, max_length=12)

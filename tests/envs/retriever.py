@@ -1,4 +1,4 @@
-"""A small real retriever on loopback, in Search-R1's wire format, whose faults tests can choose."""
+"""A small real retriever on loopback, in Search-R1's wire format, with faults that tests choose."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ CORPUS = {
 
 
 def passages(query: str, topk: int) -> list[dict]:
-    """The articles that share the most words with the query; those that share none are not found."""
+    """Return the articles that share the most words with the query, and at least one word."""
     words = set(re.findall(r"\w+", query.lower()))
     scored = [
         (len(words & set(re.findall(r"\w+", f"{title} {text}".lower()))), title, text)
@@ -32,7 +32,10 @@ def passages(query: str, topk: int) -> list[dict]:
 
 
 class Retriever:
-    """`answer(body) -> (status, bytes or JSON value)` is replaceable; `requests` has every body that came."""
+    """A retriever whose answers tests can replace.
+
+    `answer(body)` returns (status, bytes or JSON value). `requests` has every received body.
+    """
 
     def __init__(self, port: int = 0):
         self.requests: list[dict] = []
@@ -90,7 +93,7 @@ class Retriever:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """Return a loopback port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

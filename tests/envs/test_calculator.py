@@ -1,4 +1,4 @@
-"""Calculator calls in JSON: valid and malformed ones, and safety against hostile expressions."""
+"""Calculator calls in JSON: valid calls, malformed calls, and hostile expressions."""
 
 import asyncio
 import json
@@ -16,7 +16,8 @@ def step(text, last=False):
 
 
 def call(expression, name="calculator", **more):
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'expression': expression}, **more})}\n</tool_call>"
+    body = json.dumps({"name": name, "arguments": {"expression": expression}, **more})
+    return f"<tool_call>\n{body}\n</tool_call>"
 
 
 def quick(function, *arguments, limit_s=0.5):
@@ -55,7 +56,10 @@ def test_results_equal_python_on_random_expressions():
     def expression(depth):
         if depth == 0:
             return rng.choice([str(rng.randrange(1, 100)), f"{rng.uniform(0, 9):.2f}"])
-        return f"({expression(depth - 1)} {rng.choice(['+', '-', '*', '/', '//', '%'])} {rng.choice(['', '-'])}{expression(depth - 1)})"
+        left = expression(depth - 1)
+        operator = rng.choice(["+", "-", "*", "/", "//", "%"])
+        sign = rng.choice(["", "-"])
+        return f"({left} {operator} {sign}{expression(depth - 1)})"
 
     done = 0
     for _ in range(300):

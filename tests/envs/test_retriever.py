@@ -1,4 +1,4 @@
-"""The retriever's client against a real server on loopback: batches, wire formats, faults, outages."""
+"""The retriever client against a real server: batches, wire formats, faults, outages."""
 
 import asyncio
 import re
@@ -29,7 +29,7 @@ def client_of(*servers, **settings) -> RetrieverClient:
 
 
 def ask(client, *queries):
-    """All answers, or the exceptions in their place, and how long they took together."""
+    """Return all answers, with exceptions for failed searches, and the total seconds."""
 
     async def run():
         async with client:
@@ -124,7 +124,7 @@ def test_single_query_servers_get_one_query_per_request(server):
 
 
 def fails(times, status=500, answer=b"broken"):
-    """A fault for the first `times` requests, then the usual answers."""
+    """Answer the first `times` requests with a fault, then normally."""
     left = [times]
 
     def behave(body):
@@ -160,7 +160,7 @@ def test_transient_fault_costs_one_retry(server, fault):
 
 @pytest.mark.parametrize("fault", ["breaks", "is slow"])
 def test_one_bad_query_does_not_fail_the_others(server, fault):
-    """256 searches through the real client: 255 are answered, however the one ends."""
+    """256 searches through the real client: 255 are answered, whatever happens to the other."""
 
     def picky(body):
         if not any("poison" in query for query in body["queries"]):
@@ -184,7 +184,7 @@ def test_one_bad_query_does_not_fail_the_others(server, fault):
 
 
 def test_requests_shrink_for_a_slow_server(server):
-    """20 ms a query: 64 of them take longer than the time-out, and would for ever. What was learnt is kept."""
+    """A query takes 20 ms, so 64 exceed the timeout. The smaller batch size is kept."""
     server.delays = lambda body: 0.02 * len(body["queries"])
     client = client_of(server, timeout_s=0.5, deadline_s=20.0, max_in_flight=1)
     waves = []
@@ -222,19 +222,19 @@ def test_joining_a_pending_query_gets_the_full_time(server):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ((500, b"boom"), "HTTP 500: boom"),
         ((200, b"nonsense"), "not in the retriever's format"),
         ((200, {"result": []}), "0 results for 1 queries"),
     ],
 )
-def test_persistent_fault_is_a_tool_error_with_its_cause(server, fault, said):
+def test_persistent_fault_is_a_tool_error_with_its_cause(server, fault, message):
     server.answer = lambda body: fault
     (error,), seconds = ask(client_of(server, deadline_s=0.8), "q")
     assert (
         isinstance(error, ToolError)
-        and said in str(error)
+        and message in str(error)
         and "deadline_s=0.8" in str(error)
         and server.url in str(error)
     )
@@ -406,7 +406,7 @@ def test_cancelled_sample_does_not_cancel_a_shared_search(server):
 
 
 def test_single_query_server_respects_deadline_and_max_in_flight(server):
-    """Forty queries of 0.1 s each, four at a time; one after another they would take 4 s and miss the deadline."""
+    """40 queries of 0.1 s, four at a time. Sequentially they would take 4 s, over the limit."""
     server.answer = lambda body: (
         server.usual({**body, "queries": [body["query"]]}) if "query" in body else (422, {})
     )

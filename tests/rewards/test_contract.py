@@ -70,7 +70,8 @@ def test_contract_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_functions.py").write_text(
         "def flat(inputs):\n    a = inputs.extra['k'] * inputs.mask.float()\n    return a, a\n"
-        "def loss(inputs):\n    return inputs.total(inputs.advantages * inputs.log_ratio.exp()), {}\n"
+        "def loss(inputs):\n"
+        "    return inputs.total(inputs.advantages * inputs.log_ratio.exp()), {}\n"
     )
 
     def run(*arguments):

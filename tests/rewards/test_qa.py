@@ -1,4 +1,4 @@
-"""Question answering: the table of scores by hand, who may say what, and the structure against a
+"""Question answering: scores computed by hand, text that counts, and the structure against a
 regex over a marked-up string.
 """
 
@@ -28,7 +28,10 @@ Segments = list[list[str]]
 
 FOUND = '\n\n<information>Doc 1(Title: "China") Its capital is Beijing.</information>\n\n'
 MISSED = '\n\n<information>Doc 1(Title: "Peru") Its capital is Lima.</information>\n\n'
-INVALID_ACTION = "\nThis was no action. To search, I should put the query between <search> and </search>. Let me try again.\n"
+INVALID_ACTION = (
+    "\nThis was no action. To search, I should put the query between <search> and </search>. Let "
+    "me try again.\n"
+)
 SEARCH, ANSWER = (
     "<think>I look.</think>\n<search>capital</search>",
     "<think>So.</think><answer> Beijing </answer>",
@@ -182,7 +185,7 @@ def test_em_and_sub_em() -> None:
 
 @pytest.mark.parametrize("gold", ["A+", "the", "*", "---", "A", "  "])
 def test_gold_answer_that_normalizes_to_nothing_is_compared_as_written(gold: str) -> None:
-    """NQ-open has "A+", "*", "---" and ")"."""
+    """NQ-open has such answers: "A+", "*", "---" and ")"."""
     for method in ("em", "sub_em"):
         for text in ("", "an", "anything at all", "?"):
             assert not matches(text, [gold], method)
@@ -205,7 +208,9 @@ MODEL_TEXTS = {
     "an open thought": "<think>a<answer>Beijing</answer>",
     "a search without results": SEARCH + ANSWER,
     "its own information": SEARCH + "<information>Beijing</information>" + ANSWER,
-    "information inside a thought": "<think><information>Beijing</information></think><answer>Beijing</answer>",
+    "information inside a thought": (
+        "<think><information>Beijing</information></think><answer>Beijing</answer>"
+    ),
 }
 
 
@@ -259,7 +264,7 @@ def naively(segments: Segments) -> bool:
 
 
 def test_structure_agrees_with_a_regex_on_random_trajectories() -> None:
-    """Right trajectories, with up to two pieces dropped, doubled, exchanged or put in."""
+    """Valid trajectories, with up to two pieces removed, repeated, swapped or inserted."""
     chance = random.Random(0)
     pieces = [
         "<think>",
@@ -371,7 +376,7 @@ def test_invalid_arguments_are_errors() -> None:
     ["<answer>", "<answer></answer>", "<think>", "<", "a ", "</answer>", "<search> <answer> "],
 )
 def test_scoring_time_is_linear(part: str) -> None:
-    """Such texts take a backtracking search for pairs minutes."""
+    """A backtracking search for pairs takes minutes on such texts."""
     text, began = part * (300_000 // len(part)), time.monotonic()
     score(
         [["model", text], ["tool", f"<information>{text}</information>"], ["model", text]],
@@ -382,7 +387,10 @@ def test_scoring_time_is_linear(part: str) -> None:
     assert time.monotonic() - began < 10
 
 
-SOURCES = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle web_questions strategyqa searchR1_nq searchR1_hotpotqa".split()
+SOURCES = (
+    "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle web_questions strategyqa "
+    "searchR1_nq searchR1_hotpotqa"
+).split()
 
 
 def test_search_r1_sources_use_this_scorer() -> None:
@@ -400,7 +408,7 @@ def test_scorer_passes_the_contract() -> None:
 
 
 def test_answer_must_be_in_one_turn():
-    """As the environment, which reads turn by turn: a tag that is left open belongs to its turn
+    """Like the environment, which reads turn by turn: a tag that is left open belongs to its turn
     alone.
     """
     turns = [

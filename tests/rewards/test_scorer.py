@@ -71,7 +71,8 @@ import asyncio, os, sys, time
     if solution_str == "segfault": os.kill(os.getpid(), 11)
     if solution_str == "loop":
         while True: pass
-    if solution_str == "dict": return {{"score": 0.5, "acc": True, "n": 3, "pred": "x", "none": None}}
+    if solution_str == "dict":
+        return {{"score": 0.5, "acc": True, "n": 3, "pred": "x", "none": None}}
     print("noise on stdout")
     return len(solution_str)
 """
@@ -189,7 +190,8 @@ def test_functions_run_in_the_given_folder_if_it_exists(
 ) -> None:
     path = tmp_path / "reward.py"
     path.write_text(
-        "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info): return {'score': 1, 'cwd': os.getcwd()}"
+        "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info): "
+        "return {'score': 1, 'cwd': os.getcwd()}"
     )
     there = tmp_path / "there"
     there.mkdir()
@@ -329,7 +331,9 @@ def test_sources_are_routed_and_unknown_ones_are_errors(make: MakeScorer) -> Non
     assert [result.score for result in scorer.score(mixed)] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     with pytest.raises(
         UnknownDataSource,
-        match="'pub-quiz', 'trivia'; built-in scorers know openai/gsm8k.*custom_reward_function.path",
+        match=(
+            "'pub-quiz', 'trivia'; built-in scorers know openai/gsm8k.*custom_reward_function.path"
+        ),
     ):
         scorer.check_signature(["openai/gsm8k", "pub-quiz", "trivia", "pub-quiz"])
 

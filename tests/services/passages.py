@@ -1,4 +1,4 @@
-"""A made-up corpus, and BM25 computed the naive way."""
+"""A synthetic corpus, and a naive BM25."""
 
 import json
 import math
@@ -6,16 +6,17 @@ import random
 from pathlib import Path
 from typing import Any
 
-# No stop words, plurals or capitals: splitting at spaces is all that the naive search needs.
+# No stop words, plurals or capitals, so the naive search only splits at spaces.
 WORDS = (
-    "amber birch canyon delta ember falcon garnet harbor island juniper kettle lantern meadow nickel orchid pepper quartz river saddle "
+    "amber birch canyon delta ember falcon garnet harbor island juniper kettle lantern meadow "
+    "nickel orchid pepper quartz river saddle "
     "timber umber violet walnut yarrow zephyr anchor beacon copper dragon feather"
 ).split()
 ROWS = 40
 
 
 def passages(rows: int = ROWS) -> list[dict[str, str]]:
-    """Passages of 3 to 30 words in which some words are rare; their ids are not their places."""
+    """Return passages of 3 to 30 words, some of them rare. An id is not the row number."""
     chosen = random.Random(7)
     weights = [1 / (1 + place) for place in range(len(WORDS))]
     texts = [" ".join(chosen.choices(WORDS, weights, k=chosen.randint(3, 30))) for _ in range(rows)]
@@ -35,15 +36,18 @@ def write(path: Path, lines: list[Any]) -> Path:
 def naive_bm25(
     query: str, k1: float = 0.9, b: float = 0.4, rows: int = ROWS
 ) -> list[tuple[int, float]]:
-    """(row, score) of all passages that have a word of the query, best first, equal ones in the order of rows."""
+    """Return (row, score) of all passages that have a word of the query, best first.
+
+    Equal scores are in the order of rows.
+    """
     texts = [passage["contents"].replace('"', " ").split() for passage in passages(rows)]
     mean = sum(map(len, texts)) / len(texts)
     scored = []
     for row, text in enumerate(texts):
         score = 0.0
         for word in query.split():
-            holding = sum(word in other for other in texts)
-            idf = math.log(1 + (len(texts) - holding + 0.5) / (holding + 0.5))
+            containing = sum(word in other for other in texts)
+            idf = math.log(1 + (len(texts) - containing + 0.5) / (containing + 0.5))
             score += (
                 idf * text.count(word) / (text.count(word) + k1 * (1 - b + b * len(text) / mean))
             )

@@ -1,4 +1,4 @@
-"""What a corpus file may look like, and what is said of one that cannot be used."""
+"""Corpus files: valid formats, and errors of invalid ones."""
 
 import gzip
 from pathlib import Path
@@ -27,7 +27,7 @@ READ = [
 
 
 @pytest.mark.parametrize("ending", ["", "\n", "\r\n", "\n\n"])
-def test_both_kinds_of_rows_with_or_without_ids(tmp_path: Path, ending: str) -> None:
+def test_both_row_formats_with_and_without_ids(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(LINES) + ending, encoding="utf-8", newline="")
     corpus = read(path)
@@ -35,7 +35,7 @@ def test_both_kinds_of_rows_with_or_without_ids(tmp_path: Path, ending: str) -> 
     assert list(corpus.contents()) == [passage["contents"] for passage in READ]
 
 
-def test_a_packed_corpus_reads_as_the_same(tmp_path: Path) -> None:
+def test_gzipped_corpus_is_read(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(LINES).encode()))
     corpus = read(path)
@@ -43,7 +43,7 @@ def test_a_packed_corpus_reads_as_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ('{"id": "1", "contents": "cut', "not JSON: Unterminated string starting at"),
         ('["a list"]', "a list, expected an object"),
@@ -60,15 +60,15 @@ def test_a_packed_corpus_reads_as_the_same(tmp_path: Path) -> None:
         ('{"contents": "\\ud83d"}', "contents has half of a surrogate pair, which is no character"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_error_names_the_bad_line(tmp_path: Path, line: str, message: str) -> None:
     path = write(tmp_path / "corpus.jsonl", [LINES[0], "", line, LINES[2]])
     with pytest.raises(ServiceError) as error:
         read(path)
-    assert str(error.value).startswith(f"{path}:3: {said}")
+    assert str(error.value).startswith(f"{path}:3: {message}")
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
-def test_a_corpus_without_passages_is_refused(tmp_path: Path, text: str) -> None:
+def test_empty_corpus_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(text)
     with pytest.raises(
@@ -77,7 +77,7 @@ def test_a_corpus_without_passages_is_refused(tmp_path: Path, text: str) -> None
         read(path)
 
 
-def test_a_packed_corpus_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+def test_incomplete_gzip_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(LINES * 100).encode())[:-20])
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""Dense retrieval with a tiny random encoder: embeddings and order are those that transformers alone gives. Needs the extra `dense`."""
+"""Dense retrieval with a tiny random encoder: scores and order equal those of plain transformers.
+
+Needs the extra `dense`.
+"""
 
 from pathlib import Path
 
@@ -15,7 +18,9 @@ def track(items, **shown):
     return items
 
 
-def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_an_error_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
     with pytest.raises(
         ServiceError,
@@ -26,7 +31,7 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A BERT with random weights that knows the corpus's words, the prefixes and nothing else."""
+    """Folder of a BERT with random weights that knows only the corpus's words and prefixes."""
     pytest.importorskip("faiss")
     pytest.importorskip("sentence_transformers")
     import torch
@@ -38,10 +43,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer = Tokenizer(
         models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="[UNK]")
     )
-    tokenizer.normalizer, tokenizer.pre_tokenizer = (
-        normalizers.Lowercase(),
-        pre_tokenizers.Whitespace(),
-    )
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=64
     )
@@ -61,7 +64,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def embed(folder: str, text: str) -> np.ndarray:
-    """The mean of a text's last hidden states, of length 1."""
+    """Return the mean of a text's last hidden states, scaled to length 1."""
     import torch
     from transformers import AutoTokenizer, BertModel
 
@@ -76,9 +79,10 @@ def embed(folder: str, text: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["Flat", "HNSW64"])
-def test_scores_and_order_are_the_inner_products(tmp_path: Path, encoder: str, kind: str) -> None:
+def test_dense_scores_equal_inner_products(tmp_path: Path, encoder: str, kind: str) -> None:
     path = write(tmp_path / "corpus.jsonl", passages())
-    index, loaded = Dense(encoder, kind), Dense(encoder, kind)
+    index = Dense(encoder, kind)
+    loaded = Dense(encoder, kind)
     open_index(path, index, tmp_path / "index", False, track)
     vectors = np.stack(
         [embed(encoder, f"passage: {passage['contents']}") for passage in passages()]
@@ -100,12 +104,12 @@ def test_scores_and_order_are_the_inner_products(tmp_path: Path, encoder: str, k
         open_index(path, loaded, tmp_path / "index", False, track)
 
 
-def test_no_rows_are_made_up_where_there_are_fewer(tmp_path: Path, encoder: str) -> None:
+def test_topk_above_the_corpus_size_returns_every_row_once(tmp_path: Path, encoder: str) -> None:
     index = Dense(encoder)
     open_index(write(tmp_path / "corpus.jsonl", passages(3)), index, None, False, track)
     assert sorted(row for row, _ in index.search(["amber"], 10)[0]) == [0, 1, 2]
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line(encoder: str, tmp_path: Path) -> None:
+def test_unusable_model_is_a_one_line_error(encoder: str, tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match=r"--model .*/nothing: cannot be loaded: [^\n]*$"):
         Dense(str(tmp_path / "nothing"))

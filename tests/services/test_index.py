@@ -1,4 +1,4 @@
-"""BM25 against the naive formula; an index folder is used with its own corpus and settings, or not at all."""
+"""BM25 against a naive computation, and index folders, which fit one corpus and its settings."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("settings", [{}, {"k1": 1.5, "b": 0.75}, {"k1": 1.2, "b": 0.0}])
-def test_scores_and_order_are_the_formulas(path: Path, settings: dict[str, float]) -> None:
+def test_bm25_scores_equal_the_formula(path: Path, settings: dict[str, float]) -> None:
     index = BM25(**settings)
     opened(path, index)
     for query, found in zip(QUERIES, index.search(QUERIES, ROWS), strict=True):
@@ -45,17 +45,17 @@ def test_scores_and_order_are_the_formulas(path: Path, settings: dict[str, float
         ), query
 
 
-def test_fewer_are_found_where_there_are_fewer(path: Path) -> None:
+def test_only_passages_with_a_word_of_the_query_are_found(path: Path) -> None:
     index = BM25()
     opened(path, index)
     query = WORDS[0]
-    holding = len(naive_bm25(query))
-    assert 3 < holding < ROWS
+    containing = len(naive_bm25(query))
+    assert 3 < containing < ROWS
     assert [len(found) for found in index.search([query, "unknown", "", "the"], 3)] == [3, 0, 0, 0]
-    assert [len(found) for found in index.search([query, "unknown"], 100)] == [holding, 0]
+    assert [len(found) for found in index.search([query, "unknown"], 100)] == [containing, 0]
 
 
-def test_of_equal_passages_the_first_come_first(tmp_path: Path) -> None:
+def test_equal_scores_keep_the_order_of_rows(tmp_path: Path) -> None:
     index = BM25()
     opened(
         write(tmp_path / "corpus.jsonl", [{"contents": "amber"}, {"contents": "birch"}] * 300),
@@ -74,8 +74,8 @@ def test_best() -> None:
 
 @pytest.mark.parametrize("size", [999, 2500, 12_345])
 @pytest.mark.parametrize("topk", [1, 3, 12, 100])
-def test_best_of_many_is_that_of_sorting(size: int, topk: int) -> None:
-    """Few of them are above 0, and many are equal."""
+def test_best_equals_sorting_on_random_scores(size: int, topk: int) -> None:
+    """Few scores are above 0, and many are equal."""
     for seed in range(20):
         chosen = np.random.default_rng(seed)
         scores = np.where(
@@ -107,9 +107,11 @@ def test_words(text: str, words: list[str]) -> None:
     assert tokens(text) == words
 
 
-def test_a_kept_index_gives_the_same_and_is_not_built_again(path: Path, tmp_path: Path) -> None:
+def test_stored_index_gives_equal_results_without_a_rebuild(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "deep/index"
-    plain, built, loaded = BM25(), BM25(), BM25()
+    plain = BM25()
+    built = BM25()
+    loaded = BM25()
     opened(path, plain)
     opened(path, built, folder)
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
@@ -120,8 +122,9 @@ def test_a_kept_index_gives_the_same_and_is_not_built_again(path: Path, tmp_path
     assert os.listdir(folder.parent) == ["index"]
 
 
-def test_a_packed_corpus_is_unpacked_into_the_index(path: Path, tmp_path: Path) -> None:
-    packed, folder = tmp_path / "corpus.jsonl.gz", tmp_path / "index"
+def test_gzipped_corpus_is_unpacked_into_the_index_folder(path: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "corpus.jsonl.gz"
+    folder = tmp_path / "index"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     index = BM25()
     opened(packed, index, folder)
@@ -133,9 +136,7 @@ def test_a_packed_corpus_is_unpacked_into_the_index(path: Path, tmp_path: Path) 
         opened(packed, index, folder)
 
 
-def test_the_index_of_another_corpus_is_refused_until_it_is_rebuilt(
-    path: Path, tmp_path: Path
-) -> None:
+def test_index_of_another_corpus_must_be_rebuilt(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "index"
     opened(path, BM25(), folder)
     path.write_text(
@@ -157,16 +158,14 @@ def test_the_index_of_another_corpus_is_refused_until_it_is_rebuilt(
     assert sorted(os.listdir(tmp_path)) == ["corpus.jsonl", "index"]
 
 
-def test_a_change_that_keeps_the_size_is_another_corpus(path: Path, tmp_path: Path) -> None:
+def test_changed_corpus_of_equal_size_is_detected(path: Path, tmp_path: Path) -> None:
     opened(path, BM25(), tmp_path / "index")
     path.write_text(path.read_text().replace("number1", "nomber1", 1))
     with pytest.raises(ServiceError, match="was made from another corpus"):
         opened(path, BM25(), tmp_path / "index")
 
 
-def test_the_index_of_other_settings_or_another_version_is_refused(
-    path: Path, tmp_path: Path
-) -> None:
+def test_index_of_other_settings_or_version_is_an_error(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "index"
     opened(path, BM25(), folder)
     with pytest.raises(
@@ -183,7 +182,7 @@ def test_the_index_of_other_settings_or_another_version_is_refused(
 
 
 @pytest.mark.parametrize("rebuild", [False, True])
-def test_a_folder_of_other_things_is_left_alone(path: Path, tmp_path: Path, rebuild: bool) -> None:
+def test_folder_with_other_files_is_not_changed(path: Path, tmp_path: Path, rebuild: bool) -> None:
     folder = tmp_path / "home"
     folder.mkdir()
     write(folder / "thesis.txt", ["years of work"])
@@ -194,7 +193,7 @@ def test_a_folder_of_other_things_is_left_alone(path: Path, tmp_path: Path, rebu
 
 @pytest.mark.parametrize("file", ["data.csc.index.npy", "vocab.index.json", "starts.npy"])
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_damaged_index_is_said_and_made_again(
+def test_damaged_index_is_an_error_and_can_be_rebuilt(
     path: Path, tmp_path: Path, file: str, lost: bool
 ) -> None:
     folder = tmp_path / "index"
@@ -212,7 +211,7 @@ def test_a_damaged_index_is_said_and_made_again(
     ]
 
 
-def test_a_failed_build_leaves_the_old_index(path: Path, tmp_path: Path) -> None:
+def test_failed_build_keeps_the_old_index(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "index"
     opened(path, BM25(), folder)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -223,7 +222,7 @@ def test_a_failed_build_leaves_the_old_index(path: Path, tmp_path: Path) -> None
     assert sorted(os.listdir(tmp_path)) == ["corpus.jsonl", "index"]
 
 
-def test_a_corpus_without_words_is_refused(tmp_path: Path) -> None:
+def test_corpus_without_searchable_words_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         ServiceError, match="no passage of the corpus has a word that can be searched for"
     ):

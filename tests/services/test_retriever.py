@@ -1,4 +1,4 @@
-"""The service over real HTTP: wire format, limits, many clients at once, and the command that starts it."""
+"""The retriever over HTTP: wire format, limits, concurrent clients, and the serve command."""
 
 import json
 import re
@@ -29,7 +29,7 @@ from verlite.services.retriever import Limits, Server, bind, make_app, url
 def serving(
     path: Path, change: Callable[[BM25], Index] = lambda index: index, **settings: Any
 ) -> Iterator[str]:
-    """The service in a thread of this process; gives its address. `change` may put something around the index."""
+    """Run the service in a thread and yield its address. `change` may wrap the index."""
     index = BM25()
     corpus = open_index(path, index, None, False, lambda items, **shown: items)
     bound = bind("127.0.0.1", 0)
@@ -57,7 +57,7 @@ def base(path: Path) -> Iterator[str]:
         yield address
 
 
-CLIENT = httpx.Client(timeout=30)  # one for all: each takes a while to make
+CLIENT = httpx.Client(timeout=30)  # shared, because building a client is slow
 
 
 def ask(base: str, body: Any) -> Any:
@@ -74,15 +74,15 @@ def wanted(query: str, topk: int = 3) -> list[dict[str, Any]]:
     ]
 
 
-def test_search_r1s_request_gets_its_answer(base: str) -> None:
+def test_search_r1_request(base: str) -> None:
     queries = ["amber birch", "unknown", "feather"]
     answer = ask(base, {"queries": queries, "topk": 2, "return_scores": True})
     assert answer == {"result": [wanted("amber birch", 2), [], wanted("feather", 2)]}
     assert len(answer["result"][0]) == 2
 
 
-def test_without_scores_the_items_are_documents(base: str) -> None:
-    """With two queries in particular: Search-R1's server takes them apart as (documents, scores)."""
+def test_results_without_scores_are_documents(base: str) -> None:
+    """Also for two queries, which Search-R1's server unpacks as (documents, scores)."""
     for queries in (["amber"], ["amber", "birch"], ["amber", "birch", "canyon"]):
         for flag in ({}, {"return_scores": False}, {"return_scores": None}):
             assert ask(base, {"queries": queries, **flag}) == {
@@ -96,11 +96,11 @@ def test_a_single_query(base: str) -> None:
     }
 
 
-def test_no_queries(base: str) -> None:
+def test_empty_list_of_queries(base: str) -> None:
     assert ask(base, {"queries": [], "topk": 3, "return_scores": True}) == {"result": []}
 
 
-def test_topk_is_the_servers_where_the_request_does_not_say_and_may_be_more_than_there_are(
+def test_topk_defaults_to_the_servers_and_may_exceed_the_hits(
     path: Path,
 ) -> None:
     with serving(path, topk=5) as base:
@@ -119,7 +119,7 @@ def test_topk_is_the_servers_where_the_request_does_not_say_and_may_be_more_than
         }
 
 
-def test_more_queries_than_are_searched_at_once_stay_in_order(path: Path) -> None:
+def test_request_larger_than_a_batch_keeps_its_order(path: Path) -> None:
     queries = [f"{first} {second}" for first in WORDS[:10] for second in WORDS[10:20]]
     with serving(path, max_batch=7) as base:
         assert ask(base, {"queries": queries, "return_scores": True}) == {
@@ -138,12 +138,13 @@ def test_text_is_utf8(tmp_path: Path) -> None:
 
 
 class Slow:
-    """An index that takes a while for each query, waits at a gate before, and remembers what it was asked for."""
+    """An index that records its batches. It waits for `gate`, then sleeps for each query."""
 
     name = "slow"
 
     def __init__(self, index: BM25, seconds: float = 0.02) -> None:
-        self.index, self.seconds = index, seconds
+        self.index = index
+        self.seconds = seconds
         self.batches: list[list[str]] = []
         self.busy = self.at_once = 0
         self.gate = threading.Event()
@@ -170,7 +171,7 @@ def slow(seconds: float = 0.02) -> tuple[list[Slow], Callable[[BM25], Any]]:
     return made, change
 
 
-def test_64_clients_at_once_each_get_their_own_answers(path: Path) -> None:
+def test_64_concurrent_clients_get_the_right_results(path: Path) -> None:
     made, change = slow(0.002)
     queries = [
         [f"{WORDS[i % 30]} {WORDS[(i * 7 + 3) % 30]}", WORDS[(i + 5) % 30]] for i in range(64)
@@ -182,7 +183,7 @@ def test_64_clients_at_once_each_get_their_own_answers(path: Path) -> None:
         ]
         made[0].gate.clear()
         answering = clients.map(lambda body: ask(base, body), bodies)
-        time.sleep(1.0)  # most of them wait by now
+        time.sleep(1.0)  # long enough for most requests to be queued
         made[0].gate.set()
         answers = list(answering)
     for body, answer in zip(bodies, answers, strict=True):
@@ -194,11 +195,11 @@ def test_64_clients_at_once_each_get_their_own_answers(path: Path) -> None:
         }
     assert made[0].at_once == 1
     assert sum(map(len, made[0].batches)) == 128
-    assert len(made[0].batches) < 64, "requests that wait together are not searched together"
+    assert len(made[0].batches) < 64, "waiting requests were not batched"
     assert max(map(len, made[0].batches)) <= 16
 
 
-def test_a_large_request_keeps_neither_health_nor_small_ones_waiting(path: Path) -> None:
+def test_large_request_does_not_block_health_or_small_requests(path: Path) -> None:
     made, change = slow()
     with serving(path, change, max_batch=10) as base, ThreadPoolExecutor(1) as client:
         made[0].gate.clear()
@@ -215,7 +216,7 @@ def test_a_large_request_keeps_neither_health_nor_small_ones_waiting(path: Path)
     assert "birch" in [query for batch in made[0].batches[:-1] for query in batch]
 
 
-def test_a_client_that_goes_while_it_sends_is_no_failure(
+def test_disconnect_while_sending_is_not_an_error(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(path) as base:
@@ -228,7 +229,7 @@ def test_a_client_that_goes_while_it_sends_is_no_failure(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_nothing_more_is_searched_for_a_client_that_has_gone(path: Path) -> None:
+def test_disconnect_stops_the_search_of_a_request(path: Path) -> None:
     made, change = slow()
     with serving(path, change, max_batch=5) as base:
         with pytest.raises(httpx.ReadTimeout):
@@ -240,26 +241,26 @@ def test_nothing_more_is_searched_for_a_client_that_has_gone(path: Path) -> None
         assert len(made[0].batches) == searched + 1
 
 
-def test_small_requests_whose_clients_have_gone_are_not_searched_either(path: Path) -> None:
-    """A time-out of a client's must not leave work behind that delays its next try."""
+def test_queued_requests_of_disconnected_clients_are_dropped(path: Path) -> None:
+    """A request that timed out must not delay the client's next try."""
     made, change = slow()
-    left = []
+    timed_out = []
 
-    def leave(base: str) -> None:  # the first are answered in time
+    def time_out(base: str) -> None:
         try:
             httpx.post(f"{base}/retrieve", json={"queries": ["amber"] * 5}, timeout=0.3)
         except httpx.ReadTimeout:
-            left.append(base)
+            timed_out.append(base)
 
     with serving(path, change, max_batch=5) as base:
-        leavers = [threading.Thread(target=leave, args=[base]) for _ in range(12)]
-        for leaver in leavers:
-            leaver.start()
-        for leaver in leavers:
-            leaver.join()
+        threads = [threading.Thread(target=time_out, args=[base]) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         ask(base, {"query": "birch"})
         time.sleep(0.5)
-        assert left and len(made[0].batches) < 12, "the first were being searched when they left"
+        assert timed_out and len(made[0].batches) < 12, "only the first requests were searched"
 
 
 class Failing(Slow):
@@ -269,7 +270,7 @@ class Failing(Slow):
         return self.index.search(queries, topk)
 
 
-def test_a_failed_search_is_an_answer_and_the_service_goes_on(path: Path) -> None:
+def test_failed_search_returns_500_and_the_service_continues(path: Path) -> None:
     with serving(path, lambda index: Failing(index)) as base:  # type: ignore[arg-type]
         answer = CLIENT.post(f"{base}/retrieve", json={"query": "fail"})
         assert (answer.status_code, answer.json()) == (
@@ -280,7 +281,7 @@ def test_a_failed_search_is_an_answer_and_the_service_goes_on(path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b"{", "the body is not JSON: Expecting property name"),
         (b"\xff", "the body is not JSON: "),
@@ -309,20 +310,20 @@ def test_a_failed_search_is_an_answer_and_the_service_goes_on(path: Path) -> Non
     ],
     ids=str,
 )
-def test_a_request_that_cannot_be_answered_is_told_why(base: str, body: Any, said: str) -> None:
+def test_invalid_request_returns_422_with_the_reason(base: str, body: Any, message: str) -> None:
     answer = CLIENT.post(
         f"{base}/retrieve", content=body if isinstance(body, bytes) else json.dumps(body)
     )
     assert answer.status_code == 422
-    assert answer.json()["detail"].startswith(said)
+    assert answer.json()["detail"].startswith(message)
 
 
-def test_the_largest_requests_are_answered(base: str) -> None:
+def test_largest_allowed_requests(base: str) -> None:
     assert len(ask(base, {"queries": ["amber"] * 1024, "topk": 100})["result"]) == 1024
     assert len(ask(base, {"query": "b" * 8192})["result"]) == 1
 
 
-def test_a_body_that_is_too_large_is_refused(path: Path) -> None:
+def test_too_large_body_returns_413(path: Path) -> None:
     with serving(path, limits=Limits(body=1000)) as base:
         fits = json.dumps({"query": "amber"}).ljust(1000)
         assert CLIENT.post(f"{base}/retrieve", content=fits).status_code == 200
@@ -334,7 +335,7 @@ def test_a_body_that_is_too_large_is_refused(path: Path) -> None:
             )
 
 
-def test_an_address_that_cannot_be_had_is_one_line(path: Path) -> None:
+def test_unusable_address_is_a_one_line_error(path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = CliRunner().invoke(
@@ -352,25 +353,23 @@ def test_an_address_that_cannot_be_had_is_one_line(path: Path) -> None:
         bind("192.0.2.1", 0)
 
 
-def test_wrong_files_and_options_are_one_line(path: Path, tmp_path: Path) -> None:
-    def said(*arguments: str) -> tuple[int, str]:
+def test_wrong_files_and_options_are_one_line_errors(path: Path, tmp_path: Path) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
         done = CliRunner().invoke(command, ["serve", "retriever", "--port", "0", *arguments])
         return done.exit_code, done.stderr
 
-    code, text = said("--corpus", str(tmp_path / "missing.jsonl"))
+    code, text = run("--corpus", str(tmp_path / "missing.jsonl"))
     assert (code, "missing.jsonl" in text, text.count("\n")) == (2, True, 1)
-    assert said("--corpus", str(path), "--rebuild") == (
+    assert run("--corpus", str(path), "--rebuild") == (
         2,
         "--rebuild has no effect without --index DIR\n",
     )
     write(tmp_path / "note.txt", ["mine"])
-    code, text = said("--corpus", str(path), "--index", str(tmp_path))
+    code, text = run("--corpus", str(path), "--index", str(tmp_path))
     assert (code, "is there and is no index" in text) == (2, True)
 
 
-def test_the_command_serves_on_loopback_until_it_is_told_to_stop(
-    path: Path, tmp_path: Path
-) -> None:
+def test_command_serves_on_loopback_until_sigterm(path: Path, tmp_path: Path) -> None:
     line = [
         sys.executable,
         "-m",
