@@ -68,8 +68,8 @@ def _section(name: str) -> str:
     ]
     width = max(len(key.name) for key in below)
     rows = [
-        "  "
-        f"{key.name:<{width}}  {'section' if key.section else _written(key.default):<12}  {key.doc}"
+        f"  {key.name:<{width}}  {'section' if key.section else _written(key.default):<12}  "
+        f"{key.doc}"
         for key in below
     ]
     return "\n".join([f"{name}: {table[name].doc}", *rows])

@@ -115,8 +115,7 @@ def _kl_remarks(config: Config) -> Iterator[str]:
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
         yield (
             f"{ACTOR}kl_loss_type={actor.kl_loss_type}: the expected gradient of this estimator is "
-            "0, "
-            f"so it adds noise and no constraint; use {actor.kl_loss_type}+ or low_var_kl"
+            f"0, so it adds noise and no constraint; use {actor.kl_loss_type}+ or low_var_kl"
         )
     if not algorithm.use_kl_in_reward:
         if algorithm.adv_estimator == "rloo_token_kl":
@@ -130,8 +129,7 @@ def _kl_remarks(config: Config) -> Iterator[str]:
     if algorithm.kl_penalty.endswith("+"):
         yield (
             f"algorithm.kl_penalty={algorithm.kl_penalty}: a reward has no gradient, so the + has "
-            "no "
-            "effect"
+            "no effect"
         )
 
 
@@ -148,8 +146,7 @@ def _filter_remarks(config: Config) -> Iterator[str]:
     if several and "values" in catalog.measured(config.algorithm.adv_estimator):
         yield (
             "algorithm.filter_groups leaves out prompts whose samples agree: the critic never "
-            "learns "
-            "their values"
+            "learns their values"
         )
 
 
@@ -176,8 +173,7 @@ def _validation_remarks(config: Config) -> Iterator[str]:
     if sampling.n > 1 and not samples:
         yield (
             f"{ROLLOUT}val_kwargs.n={sampling.n}: validation is greedy, so all samples of a prompt "
-            "are "
-            "the same"
+            "are the same"
         )
     elif sampling.do_sample and sampling.temperature == 0:
         yield f"{ROLLOUT}val_kwargs.temperature=0 is greedy although do_sample is on"

@@ -81,8 +81,7 @@ class DataConfig:
     train_max_samples: int = key(
         -1,
         "Use at most this many training rows: a random choice with data.seed if data.shuffle is "
-        "on, "
-        "otherwise the first ones. -1: all.",
+        "on, otherwise the first ones. -1: all.",
         bound=">= 1 or -1",
         remedy="-1 uses all rows.",
     )
@@ -158,16 +157,14 @@ class ModelConfig:
     enable_activation_offload: bool = key(
         False,
         "GPU: keep the saved input of each layer in host memory between the forward and the "
-        "backward "
-        "pass. Requires enable_gradient_checkpointing.",
+        "backward pass. Requires enable_gradient_checkpointing.",
         used_when=GPU,
         note="on CPUs activations are in host memory already",
     )
     lora_rank: int = key(
         0,
         "Train LoRA adapters of this rank and freeze the model's own weights. 0: train all "
-        "weights. "
-        "Usual: 16 to 64, with about ten times the learning rate of full training.",
+        "weights. Usual: 16 to 64, with about ten times the learning rate of full training.",
         bound=">= 0",
         used_when=".lora_adapter_path=null",
         note=OWN_LORA,
@@ -193,8 +190,7 @@ class ModelConfig:
     lora_adapter_path: Optional[str] = key(
         None,
         "LoRA: folder with an adapter in peft's format to start from. It determines rank, alpha "
-        "and "
-        "layers. A KL term compares with the model without the adapter.",
+        "and layers. A KL term compares with the model without the adapter.",
     )
 
 
@@ -250,22 +246,19 @@ class FSDPConfig:
     reshard_after_forward: bool = key(
         True,
         "Free gathered parameters after the forward pass (ZeRO-3). False: keep them until the "
-        "backward "
-        "pass (ZeRO-2) and reduce gradients once per update instead of once per micro-batch: "
-        "less communication, more memory.",
+        "backward pass (ZeRO-2) and reduce gradients once per update instead of once per "
+        "micro-batch: less communication, more memory.",
     )
     model_dtype: str = key(
         "float32",
         "Dtype of the parameters that the optimizer updates. With LoRA: of the frozen ones; "
-        "adapters "
-        "are float32.",
+        "adapters are float32.",
         choices=DTYPES,
     )
     dtype: str = key(
         "auto",
         "Compute dtype of both passes: auto (bfloat16 on GPU, float32 on CPU), bfloat16 or "
-        "float32. "
-        "Gradient reduction is float32.",
+        "float32. Gradient reduction is float32.",
         choices=("auto", "float32", "bfloat16"),
     )
     fsdp_size: int = key(-1, "Devices of one sharding group. -1: all.", bound=">= 1 or -1")
@@ -437,8 +430,7 @@ class ActorConfig:
     kl_loss_type: str = key(
         "low_var_kl",
         "Estimator of that KL: kl/k1, abs, mse/k2, low_var_kl/k3. A trailing + uses k2's gradient "
-        "with "
-        "the estimator's value.",
+        "with the estimator's value.",
         choices=catalog.KL_KINDS,
         used_when=".use_kl_loss=true",
     )
@@ -457,10 +449,8 @@ class ActorConfig:
         1,
         "Adjacent devices that share each micro-batch, each with an equal part of its tokens, for "
         "sequences whose activations are too large for one device. It must divide the devices and "
-        "the "
-        "model's attention heads. Micro-batch sizes then apply to such a group: use_dynamic_bsz "
-        "allows "
-        "ppo_max_token_len_per_gpu for each of its devices.",
+        "the model's attention heads. Micro-batch sizes then apply to such a group: "
+        "use_dynamic_bsz allows ppo_max_token_len_per_gpu for each of its devices.",
         bound=">= 1",
     )
     state_masking: bool = key(
@@ -550,8 +540,7 @@ class RolloutConfig:
     top_p: float = key(
         1.0,
         "Nucleus sampling in training. Below 1 the policy that is trained is not the one that "
-        "samples: "
-        "a note says so.",
+        "samples: a note says so.",
         bound="> 0 and <= 1",
     )
     top_k: int = key(
@@ -568,8 +557,7 @@ class RolloutConfig:
     dtype: str = key(
         "auto",
         "Dtype of the engine's weights: auto (bfloat16 on GPU, float32 on CPU), bfloat16, float16 "
-        "or "
-        "float32.",
+        "or float32.",
         choices=("auto", *DTYPES),
     )
     tensor_model_parallel_size: int = key(
@@ -650,8 +638,7 @@ class RolloutConfig:
     log_prob_gap_limit: float = key(
         0.05,
         "Start-up log-prob check: the run stops if mean |log p_train - log p_rollout| before the "
-        "first "
-        "update is above this.",
+        "first update is above this.",
         bound="> 0",
     )
     val_kwargs: ValKwargs = section(
@@ -661,8 +648,7 @@ class RolloutConfig:
     request_timeout_s: float = key(
         1800.0,
         "The run stops with a report if an engine with waiting requests finishes no generation "
-        "step "
-        "for this many seconds.",
+        "step for this many seconds.",
         bound="> 0",
     )
 
@@ -780,10 +766,8 @@ class FilterGroupsConfig:
     metric: Optional[str] = key(
         None,
         "What must differ: score (of the reward function), seq_reward (the score after "
-        "normalization, "
-        "clipping and length penalty), or a number that the reward function returns beside the "
-        "score, "
-        "such as acc (the score if it returns none). null: score.",
+        "normalization, clipping and length penalty), or a number that the reward function "
+        "returns beside the score, such as acc (the score if it returns none). null: score.",
     )
     max_num_gen_batches: int = key(
         0,
@@ -809,8 +793,7 @@ class RolloutCorrectionConfig:
     rollout_is: Optional[str] = key(
         None,
         "Weight the loss by pi_train / pi_rollout: token (of each token) or sequence (the product "
-        "over "
-        "the response). null: no weights.",
+        "over the response). null: no weights.",
         choices=("token", "sequence"),
         used_when="the loss is not bypass mode's ppo_clip",
         note=RATIO_CORRECTS,
@@ -818,8 +801,7 @@ class RolloutCorrectionConfig:
     rollout_is_threshold: Threshold = key(
         2.0,
         "Weights are truncated to at most this number (TIS). With low_high (0.5_5.0), weights "
-        "outside "
-        "the band become 0 (IcePop).",
+        "outside the band become 0 (IcePop).",
         used_when=("the loss has rollout_is weights", "the loss is not bypass mode's ppo_clip"),
     )
     rollout_is_batch_normalize: bool = key(
@@ -835,8 +817,7 @@ class RolloutCorrectionConfig:
     rollout_rs_threshold: Thresholds = key(
         None,
         "One for each entry of rollout_rs, or one for all. k1: bounds low_high of the ratio; k2, "
-        "k3: an "
-        "upper bound.",
+        "k3: an upper bound.",
         used_when="rollout_rs rejects tokens or responses",
     )
     bypass_mode: bool = key(
@@ -932,8 +913,7 @@ class CustomRewardConfig:
     reward_kwargs: dict[str, Any] = key(
         {},
         "Extra keyword arguments of the function. Without path they go to the built-in function, "
-        "such "
-        "as method=flexible for GSM8K.",
+        "such as method=flexible for GSM8K.",
     )
 
 
@@ -948,8 +928,7 @@ class OverlongBufferConfig:
     len: Optional[int] = key(
         None,
         "Tokens before data.max_response_length over which the penalty grows from 0 to its full "
-        "size. "
-        "null: a fifth of data.max_response_length.",
+        "size. null: a fifth of data.max_response_length.",
         bound=">= 1",
     )
     penalty_factor: float = key(1.0, "Its size at data.max_response_length.", bound="> 0")
@@ -976,18 +955,15 @@ class RewardConfig:
     clip_range: Optional[list[float]] = key(
         None,
         "Bounds [low,high] of a training score. With adv_estimator=rloo_token_kl: of the score "
-        "minus "
-        "its baseline, where null means [-10,10].",
+        "minus its baseline, where null means [-10,10].",
         bound="finite",
     )
     score_scale: dict[str, str] = key(
         {},
         "Range of the built-in scores, by data source: signed (+1 right, -1 wrong, with an entry "
-        "acc of "
-        "1 or 0) or zero_one (1 or 0). `default` applies to all other sources; a name that ends in "
-        "* "
-        "matches every source that begins with it. Without an entry math_dapo, math and aime* are "
-        "signed, as in verl.",
+        "acc of 1 or 0) or zero_one (1 or 0). `default` applies to all other sources; a name that "
+        "ends in * matches every source that begins with it. Without an entry math_dapo, math and "
+        "aime* are signed, as in verl.",
         used_when="custom_reward_function.path=null",
         note="the score of your own function is never rescaled",
     )
@@ -1028,8 +1004,7 @@ class TrainerConfig:
     total_epochs: int = key(
         30,
         "Passes over the training data. With algorithm.filter_groups: as many steps as that would "
-        "be; "
-        "they draw more prompts than they train on.",
+        "be; they draw more prompts than they train on.",
         bound=">= 1",
         used_when="trainer.total_training_steps=null",
     )
@@ -1115,8 +1090,7 @@ class TrainerConfig:
     resource_wait_s: float = key(
         300.0,
         "How long to wait for devices to join the cluster before the run fails with a table of "
-        "what is "
-        "missing.",
+        "what is missing.",
         bound="> 0",
     )
     phase_timeout_s: float = key(
@@ -1139,8 +1113,7 @@ class RayInitConfig:
     address: Optional[str] = key(
         None,
         "Cluster to join. null: RAY_ADDRESS or the job's cluster if there is one, otherwise a "
-        "local "
-        "one.",
+        "local one.",
     )
     num_cpus: Optional[int] = key(
         None,
@@ -1175,8 +1148,7 @@ class EnvConfig:
     name: str = key(
         "search",
         "search (tags and passages as in Search-R1), calculator (JSON tool calls in the chat "
-        "format), "
-        "or your own package.module:EnvFactory.",
+        "format), or your own package.module:EnvFactory.",
         choices=tuple(catalog.ENV_FACTORIES),
         own="class",
     )
@@ -1202,8 +1174,7 @@ class RetrieverConfig:
     deadline_s: float = search_key(
         60.0,
         "Longest time for one search with all its retries. After that its sample fails: status "
-        "error, "
-        "excluded from the loss and from all statistics.",
+        "error, excluded from the loss and from all statistics.",
         bound="> 0",
     )
     max_in_flight: int = search_key(
@@ -1224,9 +1195,8 @@ class RetrieverConfig:
     )
     outage_wait_s: float = key(
         0.0,
-        "If more samples of a step failed than rollout.max_error_rate allows: how long to wait for "
-        "the "
-        "tools to answer again before the step is sampled again. 0: the run stops at once.",
+        "If more samples of a step failed than rollout.max_error_rate allows: how long to wait "
+        "for the tools to answer again before the step is sampled again. 0: the run stops at once.",
         bound=">= 0",
     )
 

@@ -27,8 +27,7 @@ def agent(context: Context) -> Iterator[Problem]:
             "data.max_start_length",
             start,
             f"is more than data.max_prompt_length={prompt}, which covers the first prompt and all "
-            "turns "
-            "before the last one",
+            "turns before the last one",
             "Usual: half of it.",
         )
     if config.reward.overlong_buffer.enable:

@@ -19,8 +19,7 @@ def samples_per_prompt(context: Context) -> Iterator[Problem]:
             "actor_rollout_ref.rollout.n",
             n,
             f"algorithm.adv_estimator={name} compares the samples of one prompt, so it needs at "
-            "least "
-            "2",
+            "least 2",
             "Use 4 to 16.",
         )
 
@@ -56,8 +55,8 @@ def clip_range(context: Context) -> Iterator[Problem]:
         yield Problem(
             f"{ACTOR}clip_ratio_c",
             actor.clip_ratio_c,
-            f"must be more than 1 + the upper clip range = {1 + high:g}, otherwise it replaces the "
-            "clip",
+            f"must be more than 1 + the upper clip range = {1 + high:g}, otherwise it replaces "
+            "the clip",
             "Usual: 3.",
         )
 

@@ -34,8 +34,7 @@ def mini_batches(context: Context) -> Iterator[Problem]:
                 key,
                 size,
                 f"does not divide data.train_batch_size={prompts}: the last update of each step "
-                "would "
-                "be smaller than the others",
+                "would be smaller than the others",
                 nearest_legal(prompts, size),
             )
 
@@ -140,8 +139,7 @@ def dynamic_sampling(context: Context) -> Iterator[Problem]:
             f"{ROLLOUT}n",
             n,
             "the single sample of a prompt never differs, so algorithm.filter_groups.enable=true "
-            "leaves "
-            "no prompt to train on",
+            "leaves no prompt to train on",
             "Use 4 to 16.",
         )
     drawn = plan.prompts_drawn(config)[1]
@@ -153,8 +151,7 @@ def dynamic_sampling(context: Context) -> Iterator[Problem]:
             limit,
             f"generations of {drawn} prompts never fill data.train_batch_size={prompts}",
             f"Use at least {math.ceil(2 * prompts / drawn)}, so that half of the prompts may be "
-            "left "
-            "out; or 0.",
+            "left out; or 0.",
         )
     builtin = (None, "score", "acc", "seq_reward", "seq_final_reward")
     if groups.metric not in builtin and config.custom_reward_function.path is None:

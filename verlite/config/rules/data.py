@@ -97,8 +97,7 @@ def _data_file(
             file,
             f"no built-in reward function for data source {', '.join(map(repr, without))}",
             "Give your own function with custom_reward_function.path=FILE.py, or use a known "
-            "source: "
-            f"{', '.join(catalog.SCORERS)}.",
+            f"source: {', '.join(catalog.SCORERS)}.",
         )
     else:
         scorers.update(filter(None, map(catalog.scorer_for, sources)))

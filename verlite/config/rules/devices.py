@@ -65,8 +65,7 @@ def visible_devices(context: Context) -> Iterator[Problem]:
             "ray_kwargs.ray_init.num_cpus",
             slots,
             f"is less than the {trainer.n_gpus_per_node} devices of this run; on CPUs each device "
-            "is a "
-            "CPU slot",
+            "is a CPU slot",
             f"Leave it out, or use at least {trainer.n_gpus_per_node}.",
         )
 

@@ -155,8 +155,7 @@ def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Proble
             "data.max_response_length",
             data.max_response_length,
             f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length = "
-            f"{longest} "
-            f"tokens, but the model has {positions} positions",
+            f"{longest} tokens, but the model has {positions} positions",
             "Lower one of the two, or use a model with a longer context.",
         )
     heads = described.get("num_attention_heads")
