@@ -233,8 +233,8 @@ def test_remarks(material):
     )
     (note,) = material.load(f"{ACTOR}policy_loss.loss_mode=gspo").notes
     assert (
-        note
-        == f"{ACTOR}loss_agg_mode=token-mean: the paper of policy_loss.loss_mode=gspo uses seq-mean-token-mean"
+        note == f"{ACTOR}loss_agg_mode=token-mean: the paper of policy_loss.loss_mode=gspo uses "
+        "seq-mean-token-mean"
     )
     assert (
         material.load(

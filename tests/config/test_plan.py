@@ -24,7 +24,8 @@ def test_the_arithmetic_of_a_large_run(material):
     assert (plan.steps_per_epoch, plan.total_steps) == (4, 120)  # 2048 rows, 30 epochs
     assert (
         plan.sentence()
-        == "512 prompts x 5 = 2560 samples / 8 devices = 320 each; 2 updates of 1280; micro-batches of 4"
+        == "512 prompts x 5 = 2560 samples / 8 devices = 320 each; 2 updates of 1280; "
+        "micro-batches of 4"
     )
 
 
@@ -41,7 +42,8 @@ def test_uneven_rows_are_told_not_refused(material):
     assert plan.rows_per_rank == (2, 3)
     assert (
         plan.sentence()
-        == "10 prompts x 1 = 10 samples / 4 devices = 2 or 3 each; 2 updates of 5, 3 passes; micro-batches of 4"
+        == "10 prompts x 1 = 10 samples / 4 devices = 2 or 3 each; 2 updates of 5, 3 passes; "
+        "micro-batches of 4"
     )
     assert (plan.actor.per_step, plan.train_rows, plan.steps_per_epoch, plan.total_steps) == (
         6,

@@ -1,4 +1,7 @@
-"""The typed configuration: schema, loading, rules, and the plan that follows from it. Imports neither torch nor ray."""
+"""The typed configuration: schema, loading, rules, and the plan derived from them.
+
+This package imports neither torch nor ray.
+"""
 
 from verlite.config.load import Loaded, compose, dump, main_argv
 from verlite.config.plan import Plan, make_plan

@@ -1,17 +1,14 @@
 """The schema's keys as a flat table, read from the dataclasses and their fields."""
 
-import ast
 import dataclasses
 import functools
-import inspect
-import sys
 import types
 import typing
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from verlite.config import schema
-from verlite.config.facts import Facts
+from verlite.config.facts import Facts, facts_of
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def _collect(
     for field in dataclasses.fields(node):
         name = prefix + field.name
         value = getattr(node, field.name)
-        facts = field.metadata.get("facts") or Facts(_docs(type(node)).get(field.name, ""))
+        facts = facts_of(field)
         own = _conditions(facts, prefix)
         outer = () if field.name == "enable" else inherited
         if dataclasses.is_dataclass(value):
@@ -155,31 +152,3 @@ def type_name(hint: Any) -> str:
     if origin is dict:
         return "mapping"
     return {int: "whole number", float: "number", bool: "true/false", str: "text"}[hint]
-
-
-def _docs(cls: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a dataclass that declares no facts, and of its
-    bases.
-    """
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            docs |= _module_docs(base.__module__).get(base.__name__, {})
-    return docs
-
-
-@functools.cache
-def _module_docs(module: str) -> dict[str, dict[str, str]]:
-    result: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if isinstance(node, ast.ClassDef):
-            result[node.name] = {
-                field.target.id: doc.value.value
-                for field, doc in zip(node.body, node.body[1:], strict=False)
-                if isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(doc, ast.Expr)
-                and isinstance(doc.value, ast.Constant)
-                and isinstance(doc.value.value, str)
-            }
-    return result

@@ -3,15 +3,17 @@
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verlite.config import keys, load, plan, rules
+from verlite.config import keys, load, plan
+from verlite.config.facts import key, section
 from verlite.config.problems import ConfigError, Problem, nearest
+from verlite.config.rules import data, models, trainer, values
 from verlite.config.schema import Files, FSDPConfig, ModelConfig, OptimConfig
 from verlite.config.sources import (
     COMMAND_LINE,
@@ -26,66 +28,76 @@ from verlite.config.sources import (
 class SFTDataConfig:
     """Training examples: prompts and the responses to learn."""
 
-    train_files: Files = MISSING
-    """Parquet file, or list of files, with a prompt and a response column."""
-    val_files: Files = None
-    """Parquet file, or list of files, for the validation loss. null: no validation."""
-    prompt_key: str = "prompt"
-    """Column of the prompt: text, or chat messages (a list of role and content)."""
-    response_key: str = "response"
-    """Column of the response: text. The end-of-sequence token is appended."""
-    train_batch_size: int = 256
-    """Examples per optimizer step over all devices."""
-    max_length: int = 1024
-    """Maximum tokens of an example: prompt, response and end-of-sequence token."""
-    truncation: str = "error"
-    """Longer examples: error stops the run; right truncates their end."""
-    max_token_len_per_gpu: int = 8192
-    """Maximum tokens per forward and backward pass on one device."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra arguments for the tokenizer's chat template."""
-    shuffle: bool = True
-    """Shuffle the examples in each epoch."""
+    train_files: Files = key(
+        MISSING, "Parquet file, or list of files, with a prompt and a response column."
+    )
+    val_files: Files = key(
+        None, "Parquet file, or list of files, for the validation loss. null: no validation."
+    )
+    prompt_key: str = key(
+        "prompt", "Column of the prompt: text, or chat messages (a list of role and content)."
+    )
+    response_key: str = key(
+        "response", "Column of the response: text. The end-of-sequence token is appended."
+    )
+    train_batch_size: int = key(256, "Examples per optimizer step over all devices.", bound=">= 1")
+    max_length: int = key(
+        1024,
+        "Maximum tokens of an example: prompt, response and end-of-sequence token.",
+        bound=">= 1",
+    )
+    truncation: str = key(
+        "error",
+        "Longer examples: error stops the run; right truncates their end.",
+        choices=("error", "right"),
+    )
+    max_token_len_per_gpu: int = key(
+        8192, "Maximum tokens per forward and backward pass on one device.", bound=">= 1"
+    )
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "Extra arguments for the tokenizer's chat template."
+    )
+    shuffle: bool = key(True, "Shuffle the examples in each epoch.")
 
 
 @dataclass
 class SFTTrainerConfig:
     """Duration, validation and output."""
 
-    total_epochs: int = 4
-    """Passes over the training data."""
-    total_training_steps: Optional[int] = None
-    """Optimizer steps; overrides total_epochs."""
-    test_freq: int = -1
-    """Steps between validation losses; there is also one at the end. -1: none."""
-    project_name: str = "verlite_sft"
-    """First part of the default run directory."""
-    experiment_name: str = "sft"
-    """Second part of the default run directory."""
-    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
-    """Run directory for metrics.jsonl, config.yaml, and the trained model in huggingface/."""
-    device: str = "auto"
-    """auto (a GPU if available), cuda or cpu."""
-    seed: int = 42
-    """Seed of the data order."""
+    total_epochs: int = key(4, "Passes over the training data.", bound=">= 1")
+    total_training_steps: Optional[int] = key(
+        None, "Optimizer steps; overrides total_epochs.", bound=">= 1"
+    )
+    test_freq: int = key(
+        -1,
+        "Steps between validation losses; there is also one at the end. -1: none.",
+        bound=">= 1 or -1",
+        remedy="Use -1 for never.",
+    )
+    project_name: str = key("verlite_sft", "First part of the default run directory.")
+    experiment_name: str = key("sft", "Second part of the default run directory.")
+    default_local_dir: str = key(
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "Run directory for metrics.jsonl, config.yaml, and the trained model in huggingface/.",
+    )
+    device: str = key(
+        "auto", "auto (a GPU if available), cuda or cpu.", choices=("auto", "cuda", "cpu")
+    )
+    seed: int = key(42, "Seed of the data order.", bound=">= 0")
 
 
 @dataclass
 class SFTConfig:
     """Supervised fine-tuning."""
 
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    """Training examples."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model to train."""
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    """AdamW and its learning-rate schedule."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """Sharding and precision."""
-    grad_clip: float = 1.0
-    """Maximum gradient norm; larger gradients are scaled down to it."""
-    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
-    """Duration, validation and output."""
+    data: SFTDataConfig = section(SFTDataConfig, "Training examples.")
+    model: ModelConfig = section(ModelConfig, "The model to train.")
+    optim: OptimConfig = section(OptimConfig, "AdamW and its learning-rate schedule.", lr=1e-5)
+    fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding and precision.")
+    grad_clip: float = key(
+        1.0, "Maximum gradient norm; larger gradients are scaled down to it.", bound="> 0"
+    )
+    trainer: SFTTrainerConfig = section(SFTTrainerConfig, "Duration, validation and output.")
 
 
 @dataclass(frozen=True)
@@ -123,8 +135,8 @@ def compose(
     else:
         assignments = from_yaml(name, Path(config_dir).expanduser().resolve(), (), sections)
     for assignment in [*assignments, *arguments]:
-        for key, value in _leaves(assignment.key, assignment.value, builder.known):
-            builder.assign(assignment, key, value)
+        for leaf, value in _leaves(assignment.key, assignment.value, builder.known):
+            builder.assign(assignment, leaf, value)
     return builder.finish()
 
 
@@ -171,8 +183,8 @@ class _Builder:
 
     def finish(self) -> LoadedSFT:
         """Resolve the tree and apply the rules."""
-        for key in OmegaConf.missing_keys(self.tree) - self.broken:
-            self.problems.append(Problem(key, None, "must be given", self.known[key].doc))
+        for name in OmegaConf.missing_keys(self.tree) - self.broken:
+            self.problems.append(Problem(name, None, "must be given", self.known[name].doc))
         if self.problems:
             raise ConfigError(self.problems)
         # A shell does not expand the ~ after an = sign.
@@ -194,18 +206,11 @@ def _leaves(key: str, value: Any, known: dict[str, keys.Key]) -> Iterator[tuple[
         yield key, value
 
 
-TWIN = "actor_rollout_ref.actor."
-"""The section of main_ppo with the same optimizer and sharding keys and the same legal values."""
-CHOICES = {"data.truncation": ("error", "right")}
-BOUNDS = {"data.max_length": ">= 1", "data.max_token_len_per_gpu": ">= 1", "trainer.seed": ">= 0"}
-"""Legal values of keys that main_ppo does not have, or has with another meaning."""
-
-
 def _check(config: SFTConfig) -> Iterator[Problem]:
     """Yield violated rules on values. The contents of files are checked when they are read."""
-    for key in keys.table(config).values():
-        if not key.section:
-            yield from _check_value(key.name, rules.get(config, key.name))
+    known = keys.table(config)
+    yield from values.names(config, known)
+    yield from values.numbers(config, known)
     if len(config.optim.betas) != 2:
         yield Problem(
             "optim.betas", config.optim.betas, "must be two numbers", "Usual: [0.9,0.999]."
@@ -224,21 +229,10 @@ def _check(config: SFTConfig) -> Iterator[Problem]:
         yield Problem("trainer.test_freq", test_freq, "needs validation data", remedy)
     yield from _check_model_path("model.path", config.model.path)
     yield from _check_model_path("model.tokenizer_path", config.model.tokenizer_path)
-    yield from rules.model_trained("model.", config.model)
-    yield from rules.adapter_files("model.", config.model)
-    yield from rules.files_named(config.data.train_files, config.data.val_files)
-    yield from rules.unwritable("trainer.default_local_dir", config.trainer.default_local_dir)
-
-
-def _check_value(key: str, value: Any) -> Iterator[Problem]:
-    """Yield violations of a key's legal values and bounds."""
-    legal = CHOICES.get(key) or rules.choices(key) or rules.choices(TWIN + key)
-    if legal and value not in legal:
-        yield Problem(key, value, f"must be one of {', '.join(legal)}")
-    bound = BOUNDS.get(key) or rules.bound(key) or rules.bound(TWIN + key)
-    for item in value if isinstance(value, list) else [value]:
-        if bound and item is not None and not rules.within(item, bound):
-            yield Problem(key, value, f"must be {bound}")
+    yield from models.model_settings("model.", config.model)
+    yield from models.adapter_files("model.", config.model)
+    yield from data.named(config.data.train_files, config.data.val_files)
+    yield from trainer.unwritable("trainer.default_local_dir", config.trainer.default_local_dir)
 
 
 def _check_model_path(key: str, path: str | None) -> Iterator[Problem]:
@@ -247,5 +241,5 @@ def _check_model_path(key: str, path: str | None) -> Iterator[Problem]:
     remedy = "Give a folder, or a name on the hub such as Qwen/Qwen2.5-0.5B."
     if Path(path).is_file():
         yield Problem(key, path, "is a file, not a model folder", remedy)
-    elif not rules.HUB_NAME.fullmatch(path):
+    elif not models.HUB_NAME.fullmatch(path):
         yield Problem(key, path, "this folder does not exist", remedy)

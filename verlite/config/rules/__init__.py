@@ -7,8 +7,6 @@ about files are one small function each, in a module per subject.
 
 from collections.abc import Collection
 
-from verlite.config import keys
-from verlite.config.keys import get
 from verlite.config.problems import Problem
 from verlite.config.rules import (
     agent,
@@ -23,25 +21,7 @@ from verlite.config.rules import (
     values,
 )
 from verlite.config.rules.context import Context
-from verlite.config.rules.data import named as files_named
-from verlite.config.rules.models import HUB_NAME, adapter_files
-from verlite.config.rules.models import model_settings as model_trained
-from verlite.config.rules.trainer import unwritable
-from verlite.config.rules.values import within
 from verlite.config.schema import Config
-
-__all__ = [
-    "HUB_NAME",
-    "adapter_files",
-    "bound",
-    "check",
-    "choices",
-    "files_named",
-    "get",
-    "model_trained",
-    "unwritable",
-    "within",
-]
 
 RULES = (
     data.files_are_named,
@@ -99,15 +79,3 @@ def check(config: Config, user_keys: Collection[str] = (), files: bool = True) -
         context.broken.update(problem.key for problem in found)
         problems += found
     return problems
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """Return the legal names of a key; empty if any value of its type is legal."""
-    key = keys.keys().get(name)
-    return key.facts.choices if key else ()
-
-
-def bound(name: str) -> str:
-    """Return the legal numbers of a key in words; "" if it has no bound."""
-    key = keys.keys().get(name)
-    return key.facts.bound if key else ""
