@@ -124,7 +124,7 @@ MUTANTS = [
         "the KL penalty is not subtracted from the reward",
         ADVANTAGE + "estimate",
         calls(_no_kl),
-        (STAGES, "tests/trainer/test_agent.py"),
+        ("tests/workers/test_advantage.py",),
     ),
     Mutant(
         "every estimator works with one number per row",
