@@ -75,7 +75,7 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/report.py
 	$(BIN)/python recipes/benchmark/picture.py
 
-# The core alone, without vLLM: an environment of its own, so that nothing can leak in.
+# The core without vLLM, in a separate environment.
 core-test:
 	$(MAKE) VENV=build/core-venv setup
 	build/core-venv/bin/uv pip install -q --python build/core-venv/bin/python -c requirements/test.txt pytest pytest-timeout pytest-xdist

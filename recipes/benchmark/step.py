@@ -117,7 +117,7 @@ def trl(name: str, steps: int) -> dict:
     """Train with TRL."""
     if not TRL.exists():
         raise SystemExit(
-            f"{TRL} is not there: make benchmark installs TRL in an environment of its own"
+            f"{TRL} does not exist. `make benchmark` installs TRL in a separate environment"
         )
     done = subprocess.run(
         [TRL, HERE / "trl_grpo.py", name, str(steps)], capture_output=True, text=True

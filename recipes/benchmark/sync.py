@@ -106,7 +106,7 @@ def sync(
 def measure(name: str, engine: str, rounds: int) -> dict:
     """Return medians; syncs and copies alternate, and the first of each is not counted.
 
-    For a process of its own: when vLLM ends, so does torch.distributed.
+    Run it in a separate process, because vLLM destroys the process group when it ends.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, rollout = ModelConfig(path=str(MODELS[name]())), RolloutConfig(enforce_eager=True)

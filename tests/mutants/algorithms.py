@@ -202,7 +202,7 @@ MUTANTS = [
     ),
     # aggregation
     Mutant(
-        "the loss is divided by the token count of its own micro-batch",
+        "the loss is divided by the token count of its micro-batch",
         WEIGHTS,
         calls(_counts_of_the_micro_batch),
         (T + "aggregation.py",),

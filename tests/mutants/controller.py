@@ -98,7 +98,7 @@ MUTANTS = [
         ("tests/controller/test_failures.py",),
     ),
     Mutant(
-        "nobody looks for dead workers",
+        "dead workers are not detected",
         SUPERVISE + "_dead_workers",
         result(lambda causes: []),
         (WORKERS,),

@@ -57,7 +57,7 @@ def test_gzipped_corpus_is_read(tmp_path: Path) -> None:
         ('{"title": null, "text": "x"}', "title is null, expected text"),
         ('{"id": 1.5, "contents": "x"}', "id is 1.5, expected text or a whole number"),
         ('{"id": true, "contents": "x"}', "id is true, expected text or a whole number"),
-        ('{"contents": "\\ud83d"}', "contents has half of a surrogate pair, which is no character"),
+        ('{"contents": "\\ud83d"}', "contents has an unpaired surrogate, which is not a character"),
     ],
 )
 def test_error_names_the_bad_line(tmp_path: Path, line: str, message: str) -> None:

@@ -186,7 +186,7 @@ def test_folder_with_other_files_is_not_changed(path: Path, tmp_path: Path, rebu
     folder = tmp_path / "home"
     folder.mkdir()
     write(folder / "thesis.txt", ["years of work"])
-    with pytest.raises(ServiceError, match="is there and is no index"):
+    with pytest.raises(ServiceError, match="exists but is not a readable index"):
         opened(path, BM25(), folder, rebuild)
     assert (folder / "thesis.txt").read_text() == "years of work\n"
 

@@ -301,7 +301,7 @@ def test_failed_search_returns_500_and_the_service_continues(path: Path) -> None
             {"queries": ["a", "b" * 8193]},
             "queries[1] has 8193 characters, at most 8192 are allowed",
         ),
-        (b'{"query": "\\ud83d"}', "query has half of a surrogate pair, which is no character"),
+        (b'{"query": "\\ud83d"}', "query has an unpaired surrogate, which is not a character"),
         ({"query": "a", "topk": 0}, "topk is 0, expected a whole number from 1 to 100"),
         ({"query": "a", "topk": 101}, "topk is 101, expected a whole number from 1 to 100"),
         ({"query": "a", "topk": 2.0}, "topk is 2.0, expected a whole number from 1 to 100"),
@@ -346,7 +346,7 @@ def test_unusable_address_is_a_one_line_error(path: Path) -> None:
             f"--port {port}: is in use on 127.0.0.1; choose another, or 0 for any free one\n",
         )
     with pytest.raises(
-        ServiceError, match=r"--host no\.such\.host\.invalid --port 0: is no address"
+        ServiceError, match=r"--host no\.such\.host\.invalid --port 0: is not a valid address"
     ):
         bind("no.such.host.invalid", 0)
     with pytest.raises(ServiceError, match=r"--host 192\.0\.2\.1 --port 0: cannot be listened on"):
@@ -366,7 +366,7 @@ def test_wrong_files_and_options_are_one_line_errors(path: Path, tmp_path: Path)
     )
     write(tmp_path / "note.txt", ["mine"])
     code, text = run("--corpus", str(path), "--index", str(tmp_path))
-    assert (code, "is there and is no index" in text) == (2, True)
+    assert (code, "exists but is not a readable index" in text) == (2, True)
 
 
 def test_command_serves_on_loopback_until_sigterm(path: Path, tmp_path: Path) -> None:

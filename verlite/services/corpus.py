@@ -125,7 +125,7 @@ def _text(value: dict[str, Any], key: str) -> str:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{key} has half of a surrogate pair, which is no character") from None
+            raise ValueError(f"{key} has an unpaired surrogate, which is not a character") from None
     return text
 
 

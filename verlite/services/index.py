@@ -262,7 +262,7 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
         return json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise ServiceError(
-            f"--index {folder}: is there and is no index ({error}). "
+            f"--index {folder}: exists but is not a readable index ({error}). "
             "Give a folder that is new, empty or an index"
         ) from None
 

@@ -24,7 +24,8 @@ STOP_S = 30
 """Seconds for requests in progress after the server was asked to stop."""
 MAX_TOPK = 100
 LOG = logging.getLogger("uvicorn.error")
-GONE = HTTPException(499, "the client has gone")  # nobody reads it
+# The client has disconnected, so this response is not read.
+GONE = HTTPException(499, "the client has gone")
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def parse(body: bytes, topk: int, limits: Limits) -> Asked:
         try:
             query.encode()
         except UnicodeEncodeError:
-            raise _wrong(f"{name} has half of a surrogate pair, which is no character") from None
+            raise _wrong(f"{name} has an unpaired surrogate, which is not a character") from None
     wanted, scores = value.get("topk"), value.get("return_scores")
     if wanted is not None and (type(wanted) is not int or not 1 <= wanted <= MAX_TOPK):
         raise _wrong(
@@ -270,7 +271,9 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError, OverflowError) as error:
-        raise ServiceError(f"--host {host} --port {port}: is no address: {error}") from None
+        raise ServiceError(
+            f"--host {host} --port {port}: is not a valid address: {error}"
+        ) from None
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
