@@ -7,7 +7,8 @@ from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine.fsdp import TrainEngine
 from verlite.protocol.data import DataProto
 
-P, R = 7, 9
+P = 7
+R = 9
 PROMPTS = (7, 1, 4, 2, 5, 3, 6, 1)
 RESPONSES = (1, 9, 3, 6, 2, 5, 9, 4)
 
@@ -41,8 +42,7 @@ def ragged_batch(rows: int = len(PROMPTS), seed: int = 0, padding_id: int = 0) -
 
 
 def engine(path: str, *, train: bool = False, head: str = "lm", **settings: object) -> TrainEngine:
-    """A CPU engine; settings go to whichever of ModelConfig, FSDPConfig, OptimConfig or TrainEngine
-    knows them."""
+    """Return a CPU engine. Each setting goes to the config class or argument of that name."""
     configs = []
     for kind in (ModelConfig, FSDPConfig, OptimConfig):
         mine = {
@@ -56,12 +56,9 @@ def engine(path: str, *, train: bool = False, head: str = "lm", **settings: obje
 def naive_log_probs(
     model: torch.nn.Module, batch: DataProto, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of each trainable token, [B, R]: the model runs on nothing but the
-    tokens before it."""
-    log_probs, entropies = (
-        torch.zeros(len(batch), R, dtype=torch.float64),
-        torch.zeros(len(batch), R, dtype=torch.float64),
-    )
+    """Return log-prob and entropy [B, R] of each trainable token, from the tokens before it."""
+    log_probs = torch.zeros(len(batch), R, dtype=torch.float64)
+    entropies = torch.zeros(len(batch), R, dtype=torch.float64)
     for row in range(len(batch)):
         item = batch.batch[row]
         ids = item["input_ids"][item["attention_mask"].bool()]

@@ -1,5 +1,4 @@
-"""A process group of one rank in the test process, and groups of two or four ranks in child
-processes."""
+"""Process groups: one rank in the test process, two or four ranks in child processes."""
 
 from collections.abc import Iterator
 
@@ -36,8 +35,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a GPT-2 with learned positions, which reveal wrong position ids, and with
-    dropout."""
+    """Folder of a GPT-2 with dropout, and learned positions to detect wrong position ids."""
     folder = tmp_path_factory.mktemp("gpt2")
     return tiny_model(
         folder, "gpt2", n_positions=32, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5

@@ -1,5 +1,4 @@
-"""Gradients of the actor's whole loss for every arrangement of the same rows, and their closed
-form."""
+"""Gradients of the actor's whole loss for every arrangement of the rows, and a closed form."""
 
 import math
 from collections.abc import Sequence
@@ -25,16 +24,20 @@ SPLITS: dict[str, dict[str, int]] = {
 }
 LAYOUTS = {"packed": programs.gradients, "padded": programs.padded_gradients}
 TOLERANCE = 5e-6
-"""Of the norm of the difference, relative to the norm: float32 passes through two layers, sums of a
-few hundred terms, eps 6e-8."""
+"""Limit of `difference`: float32 passes through two layers, sums of a few hundred terms.
+
+The eps of float32 is 6e-8.
+"""
 
 Gradients = dict[str, Tensor]
 Key = tuple[str, str, str]  # ranks, layout, "split, order"
 
 
 def columns(path: str) -> dict[str, Tensor]:
-    """Old and reference log-probs so near the model's that some ratios are clipped and most are
-    not; NaN wherever the mask is 0."""
+    """Return old and reference log-probs close to the model's, so that few ratios are clipped.
+
+    They are NaN where the mask is 0.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     batch = ragged_batch()
     with torch.no_grad():
@@ -55,11 +58,15 @@ def columns(path: str) -> dict[str, Tensor]:
 
 
 def closed_form(path: str, mode: str, given: dict[str, Tensor]) -> tuple[float, Gradients]:
-    """Loss and float64 gradient by the formulas, token by token: the model gives d log-prob and d
-    entropy, and nothing else."""
+    """Return loss and float64 gradient by the formulas, token by token.
+
+    Autograd computes only the derivatives of log-probs and entropies.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-    batch, s = ragged_batch().with_batch(**given).batch, programs.POLICY
-    loss, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
+    batch = ragged_batch().with_batch(**given).batch
+    s = programs.POLICY
+    loss = 0.0
+    surrogate = torch.zeros((), dtype=torch.float64)
     for row, weight in enumerate(
         reference.row_weights(batch["response_mask"], mode, programs.SCALE)
     ):
@@ -114,7 +121,7 @@ def arrangements(
 
 
 def difference(actual: Gradients, expected: Gradients) -> float:
-    """|actual - expected| / |expected|, norms over all parameters."""
+    """Return |actual - expected| / |expected|, with norms over all parameters."""
     assert actual.keys() == expected.keys()
     squares = [
         ((actual[name].double() - g.double()).square().sum(), g.double().square().sum())

@@ -1,5 +1,4 @@
-"""Functions that run on every rank, or in the test process as the only rank, and return plain
-data."""
+"""Functions that run on every rank, or in the test process as the only rank."""
 
 import math
 import resource
@@ -36,7 +35,7 @@ POLICY = {
 
 
 def weighted_loss(mode: str) -> Any:
-    """-(advantage * log-prob), aggregated; and the metrics that come with it."""
+    """Return a loss function: -(advantage * log-prob), aggregated, and two metrics."""
 
     def loss_fn(
         rows: TensorDict, outputs: dict[str, Tensor], counts: Counts
@@ -52,8 +51,7 @@ def weighted_loss(mode: str) -> Any:
 
 
 def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
-    """The actor's own loss with every term that it can have: clipped PPO, entropy bonus, KL to the
-    reference."""
+    """Return the actor's loss with all of its terms: clipped PPO, entropy bonus, KL."""
     config = Config()
     coefficients = {
         "entropy_coeff": POLICY["entropy_coeff"],
@@ -74,15 +72,14 @@ def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
 
 
 def my_rows(rows: list[int]) -> list[int]:
-    """Return this rank's rows. Each rank takes two thirds of the remaining rows, the last rank all
-    of them."""
+    """Return this rank's rows: two thirds of the remaining ones, and on the last rank all."""
     for _ in range(dist.get_rank()):
         rows = rows[len(rows) * 2 // 3 :]
     return rows if dist.get_rank() == dist.get_world_size() - 1 else rows[: len(rows) * 2 // 3]
 
 
 def catch_gradients(subject: TrainEngine) -> dict[str, Tensor]:
-    """A dict that each optimizer step fills with the whole gradients it was given."""
+    """Return a dict that each optimizer step fills with its whole gradients."""
     caught: dict[str, Tensor] = {}
 
     def hook(*_: Any) -> None:
@@ -96,11 +93,10 @@ def catch_gradients(subject: TrainEngine) -> dict[str, Tensor]:
 def gradients(
     path: str, cases: list[dict[str, Any]], **settings: Any
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """(metrics, gradients) of one update per case: mode, rows (in order), and size or max_tokens of
-    micro-batches.
+    """Return (metrics, gradients) of one update per case.
 
-    The loss is the actor's where the case gives the columns of the batch that it needs; `loss` is
-    then its policy loss.
+    A case has a mode, rows in order, and size or max_tokens of micro-batches. With `columns` the
+    loss is the actor's, and `loss` names its policy loss.
     """
     defaults = {"grad_clip": math.inf, "enable_gradient_checkpointing": False}
     subject = engine(path, train=True, lr=0.0, **(defaults | settings))
@@ -135,9 +131,9 @@ def gradients_with(path: str, cases: list[dict[str, Any]], settings: dict[str, A
 def shared_attention(
     tensors: list[Tensor], direction: Tensor, lengths: tuple[int, ...], window: int | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """This rank's slice of packed attention's output, and the gradients of its slices of query, key
-    and value."""
-    n, rank = dist.get_world_size(), dist.get_rank()
+    """Return this rank's slice of attention's output and of the gradients of query, key, value."""
+    n = dist.get_world_size()
+    rank = dist.get_rank()
     query, key, value = (tensor.chunk(n, 2)[rank].clone().requires_grad_() for tensor in tensors)
     sequences = Sequences(
         lengths, torch.tensor([0, *lengths]).cumsum(0).int(), ulysses.sp_group(n, packed=True)
@@ -176,10 +172,12 @@ def passes(
 
 
 def narrow_passes(path: str, shares: list[list[int]], settings: dict[str, Any]) -> Any:
-    """`passes` of rows that are padded for this rank alone."""
+    """Return `passes` for rows that are padded to this rank's width."""
     t = ragged_batch()[shares[dist.get_rank()]].batch
     real = t["attention_mask"].any(0).nonzero().flatten()
-    first, last, prompts = int(real[0]), int(real[-1]) + 1, t["prompts"].shape[1]
+    first = int(real[0])
+    last = int(real[-1]) + 1
+    prompts = t["prompts"].shape[1]
     cut = {name: t[name][:, first:last] for name in ("input_ids", "attention_mask", "position_ids")}
     cut["response_mask"] = t["response_mask"][:, : last - prompts]
     return engine(path, **settings).forward(
@@ -188,7 +186,7 @@ def narrow_passes(path: str, shares: list[list[int]], settings: dict[str, Any]) 
 
 
 def one_update(path: str, head: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Metrics, weights and moments of one update on this rank's rows.
+    """Return metrics, weights and moments of one update on this rank's rows.
 
     Adam's epsilon is large: with a small one its first step is a gradient's sign, and rounding
     decides where a gradient is almost 0.
@@ -202,8 +200,7 @@ def one_update(path: str, head: str, settings: dict[str, Any]) -> dict[str, Any]
 
 
 def everything(path: str, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """One engine from its first pass to its last file: log-probs of all rows, an update, export,
-    fingerprint, checkpoint."""
+    """Return log-probs, and the state after an update, export, fingerprint and checkpoint."""
     subject = engine(path, train=True, lr=1e-2, eps=1e-2, grad_clip=0.5, **settings)
     log_probs = subject.forward(ragged_batch(), MicroBatching(size=3), TEMPERATURE)["log_probs"]
     caught = catch_gradients(subject)
@@ -235,7 +232,7 @@ def _clipped(path: str, case: dict[str, Any]) -> Any:
 
 
 def weights_and_moments(subject: TrainEngine) -> dict[str, Tensor]:
-    """All whole tensors of the training state, by name."""
+    """Return all whole tensors of the training state, by name."""
     state = {}
     for name, parameter in subject.model.model.named_parameters():
         state[name] = parameter.detach().full_tensor().clone()
@@ -251,7 +248,7 @@ def weights_and_moments(subject: TrainEngine) -> dict[str, Tensor]:
 def squared_error(
     rows: TensorDict, outputs: dict[str, Tensor], counts: Counts
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss for values."""
+    """Return a loss for values."""
     return (
         (outputs["values"] - rows["advantages"]) * rows["response_mask"]
     ).square().sum() / counts.tokens, {}
@@ -266,8 +263,7 @@ def train(
     head: str = "lm",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Some training steps of two updates each; rows drawn with torch's generator, so that its state
-    matters."""
+    """Run training steps of two updates each, on rows drawn with torch's global generator."""
     subject = engine(path, train=True, head=head, lr=1e-2, lr_warmup_steps=3, seed=5, **settings)
     loss_fn = weighted_loss("token-mean") if head == "lm" else squared_error
     if load is not None:
@@ -303,7 +299,7 @@ def load_and_train(path: str, steps: int, folder: str) -> dict[str, Any]:
 
 
 def load_state(path: str, folder: str, head: str = "lm", fsdp_size: int = -1) -> dict[str, Any]:
-    """The state after loading, without training."""
+    """Return the state after loading, without training."""
     subject = engine(path, train=True, head=head, fsdp_size=fsdp_size)
     subject.load(folder)
     return {
@@ -314,8 +310,7 @@ def load_state(path: str, folder: str, head: str = "lm", fsdp_size: int = -1) ->
 
 
 def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
-    """Run one good update and three whose loss is NaN on the last rank only; return the states
-    before and after."""
+    """Run a good update and updates with a NaN loss on the last rank; return the states around."""
     subject = engine(path, train=True, lr=1e-2, lr_warmup_steps=5, max_nonfinite_updates=3)
     batch = ragged_batch()[my_rows(list(range(8)))]
     good = weighted_loss("token-mean")
@@ -330,7 +325,9 @@ def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
 
     subject.update(batch, MicroBatching(size=2), 1.0, good)
     subject.step_schedule()
-    before, metrics, error = weights_and_moments(subject), [], ""
+    before = weights_and_moments(subject)
+    metrics = []
+    error = ""
     try:
         for i in range(4):
             metrics.append(
@@ -340,7 +337,8 @@ def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
             )
     except NonFiniteError as caught:
         error = str(caught)
-    lr_before, lr_after = subject.optimizer.param_groups[0]["lr"], subject.step_schedule()
+    lr_before = subject.optimizer.param_groups[0]["lr"]
+    lr_after = subject.step_schedule()
     after = weights_and_moments(subject)
     recovered = subject.update(batch, MicroBatching(size=2), 1.0, good)
     return {
@@ -354,8 +352,7 @@ def nonfinite_updates(path: str, dump_dir: str) -> dict[str, Any]:
 
 
 def uneven_ranks(path: str, settings: dict[str, Any] | None = None) -> list[Any]:
-    """An update and a forward pass in which all rows are rank 0's, then a step without any
-    trainable token."""
+    """Run passes in which rank 0 has all rows, then an update without trainable tokens."""
     subject = engine(path, train=True, lr=0.0, grad_clip=math.inf, **(settings or {}))
     caught = catch_gradients(subject)
     batch = ragged_batch()
@@ -372,7 +369,7 @@ def uneven_ranks(path: str, settings: dict[str, Any] | None = None) -> list[Any]
 
 
 def build(paths: list[str], head: str) -> int | str:
-    """Each rank's own path; the fingerprint of the engine, or the message of the error."""
+    """Build an engine from this rank's path; return its fingerprint, or the error message."""
     try:
         return engine(paths[dist.get_rank()], head=head).fingerprint()
     except ValueError as error:
@@ -380,7 +377,7 @@ def build(paths: list[str], head: str) -> int | str:
 
 
 def refusal(path: str, settings: dict[str, Any]) -> str:
-    """Why no engine can be built this way."""
+    """Return why an engine cannot be built with these settings."""
     try:
         engine(path, **settings)
     except ValueError as error:
@@ -389,8 +386,9 @@ def refusal(path: str, settings: dict[str, Any]) -> str:
 
 
 def reads(path: str, head: str) -> int:
-    """How many times this rank reads the checkpoint while the engine is built."""
-    count, load_model = 0, sharding.load_model
+    """Return how often this rank reads the checkpoint while it builds an engine."""
+    count = 0
+    load_model = sharding.load_model
 
     def counted(*arguments: Any) -> Any:
         nonlocal count
@@ -406,7 +404,7 @@ def reads(path: str, head: str) -> int:
 
 
 def export(path: str, folder: str, **settings: Any) -> dict[str, Any]:
-    """Everything that leaves the engine."""
+    """Return the exported weights and their fingerprints."""
     subject = engine(path, **settings)
     subject.save_pretrained(folder)
     return {
@@ -425,10 +423,8 @@ def export_replicas(path: str, folder: str) -> dict[str, Any]:
 def save_with_a_full_disk_on_one_rank(path: str, folder: str) -> str:
     """Return what saving raises on this rank if the last rank cannot write files over 4 KiB."""
     subject = engine(path, train=True)
-    limits, handler = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if dist.get_rank() == dist.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -442,7 +438,7 @@ def save_with_a_full_disk_on_one_rank(path: str, folder: str) -> str:
 
 
 def unwritable_generators(path: str, folder: str) -> str:
-    """The same when the last rank cannot write its own small file."""
+    """Return what saving raises on this rank if the last rank cannot write its small file."""
     subject = engine(path, train=True)
     if dist.get_rank() == dist.get_world_size() - 1:
         (Path(folder) / f"rng_rank_{dist.get_rank()}.json").mkdir(parents=True)
@@ -468,7 +464,7 @@ def save_with_a_nan_on_one_rank(path: str, folder: str) -> str:
 
 
 def largest_of_rows(path: str) -> dict[str, float]:
-    """Metrics of an update that marks each row by its uid number: their sum and their maximum."""
+    """Return metrics of an update over the rows' uid numbers: their sum and maximum."""
 
     def loss(
         rows: TensorDict, outputs: dict[str, Tensor], counts: Counts
@@ -496,7 +492,8 @@ def lora_updates(path: str, folder: str, **settings: Any) -> dict[str, Any]:
     start = {
         name: p.detach().full_tensor().clone() for name, p in subject.model.model.named_parameters()
     }
-    history, gradients = [], []
+    history = []
+    gradients = []
     for step in range(4):
         if step == 2:
             subject.save(f"{folder}/checkpoint")

@@ -17,8 +17,11 @@ TIMEOUT_S = 120
 
 
 class Ranks:
-    """`call(function, *args)` runs a module-level function on each rank and returns their results,
-    rank 0's first."""
+    """A group of child processes.
+
+    `call(function, *args)` runs a module-level function on each rank and returns their results,
+    rank 0's first.
+    """
 
     def __init__(self, folder: Path, world: int = 2):
         context = multiprocessing.get_context("forkserver")

@@ -18,9 +18,9 @@ def naive(
     window: int | None,
     lengths: tuple[int, ...] = LENGTHS,
 ) -> torch.Tensor:
-    """[1, T, H, D]: each token of each sequence looks back at its own sequence, `window` tokens at
-    most."""
-    groups, start = query.shape[1] // key.shape[1], 0
+    """Return naive attention [1, T, H, D]: a token sees at most `window` tokens of its sequence."""
+    groups = query.shape[1] // key.shape[1]
+    start = 0
     out = torch.zeros(1, query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype)
     for length in lengths:
         for t in range(start, start + length):
@@ -83,7 +83,7 @@ def test_unsupported_attention_raises() -> None:
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_varlen_kernel_accepts_the_arguments(kv_heads: int) -> None:
-    """Shapes and arguments on a pretended GPU; the numbers need a real one."""
+    """Check shapes and arguments with a mocked GPU kernel. The numbers need a real GPU."""
     with FakeTensorMode():
         query, key, value = (
             torch.empty(1, heads, 17, 64, dtype=torch.bfloat16, device="cuda")

@@ -1,5 +1,4 @@
-"""Checkpoints: exact with the same number of ranks, the same state with another, rejected if
-damaged."""
+"""Checkpoints: exact resume, other numbers of ranks, and damaged files."""
 
 import json
 import random
@@ -134,8 +133,9 @@ def test_nan_on_one_rank_raises_on_all(tiny_qwen2: str, two_ranks: Ranks, tmp_pa
 
 
 def test_persistent_buffers_are_saved(tiny_qwen2: str, tmp_path: Path) -> None:
-    """Such as a router's bias, which no gradient moves."""
-    trained, other = engine(tiny_qwen2), engine(tiny_qwen2)
+    """An example is a router's bias, which gets no gradient."""
+    trained = engine(tiny_qwen2)
+    other = engine(tiny_qwen2)
     for subject, value in ((trained, 3.0), (other, 0.0)):
         subject.model.model.register_buffer("bias_of_the_router", torch.full((4,), value))
     trained.save(tmp_path)
@@ -159,10 +159,8 @@ def test_mismatched_checkpoint_is_rejected(tiny_qwen2: str, tmp_path: Path) -> N
 def test_full_disk_raises_oserror(tiny_qwen2: str, tmp_path: Path) -> None:
     """The operating system rejects files over 4 KiB, like a full disk."""
     subject = engine(tiny_qwen2)
-    limits, handler = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
         with pytest.raises(OSError, match=f"cannot write the checkpoint {tmp_path}"):
@@ -186,7 +184,8 @@ def test_random_state_is_restored_only_for_the_same_number_of_ranks(
 ) -> None:
     subject = engine(tiny_qwen2)
     subject.save(tmp_path)
-    expected, others = torch.rand(3), (np.random.random(), random.random())
+    expected = torch.rand(3)
+    others = (np.random.random(), random.random())
     subject.load(tmp_path)
     assert torch.equal(torch.rand(3), expected)
     assert (np.random.random(), random.random()) == others

@@ -39,8 +39,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 def test_export_equals_the_original_file(
     arch: str, settings: dict, tmp_path: Path, two_ranks: Ranks
 ) -> None:
-    """Untied, tied, transposed linear layers, and experts that transformers fuses in memory; the
-    names and values of the file."""
+    """Names and values equal the file's, also for tied, transposed and fused expert weights."""
     path = tiny_model(tmp_path / "model", arch, **settings)
     file = load_file(f"{path}/model.safetensors")
     ones = [programs.export(path, str(tmp_path / "one"))]
@@ -55,8 +54,7 @@ def test_export_equals_the_original_file(
 def test_replicas_are_exported_and_saved_once(
     tiny_llama: str, tmp_path: Path, two_ranks: Ranks
 ) -> None:
-    """fsdp_size=1: every rank has all weights; fingerprint, export and checkpoint are those of
-    one."""
+    """With fsdp_size=1 every rank has all weights. Files and fingerprint are as on one rank."""
     file = load_file(f"{tiny_llama}/model.safetensors")
     for exported in two_ranks.call(programs.export_replicas, tiny_llama, str(tmp_path)):
         assert_equal(exported["weights"], file)
@@ -70,8 +68,7 @@ def test_replicas_are_exported_and_saved_once(
 
 
 def test_saved_folder_loads_with_transformers(tmp_path: Path) -> None:
-    """Tokenizer, generation config and the config as it was, with the dropout that training turned
-    off."""
+    """Tokenizer, generation config, and the original config, including its dropout."""
     path = tiny_model(tmp_path / "model", "gpt2", resid_pdrop=0.25)
     subject = engine(path, train=True, lr=1e-2)
     subject.update(ragged_batch(), MicroBatching(size=8), 1.0, programs.weighted_loss("token-mean"))
@@ -109,8 +106,7 @@ def test_dtype_and_shards(tiny_qwen2: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_value_model_is_saved_and_loaded(tmp_path: Path) -> None:
-    """Also for an architecture that has no token classification class in transformers, whose folder
-    the engine itself reads."""
+    """Also for an architecture without a token classification class in transformers."""
     for arch, known in (("qwen2", True), ("olmo2", False)):
         folder = tmp_path / arch
         path = tiny_model(folder / "model", arch)
@@ -130,7 +126,8 @@ def test_value_model_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_export_keeps_one_layer_in_memory_and_is_a_snapshot(tmp_path: Path) -> None:
     subject = engine(tiny_model(tmp_path, "qwen2", num_hidden_layers=6), train=True, lr=1e-2)
-    seen, alive = [], []
+    seen = []
+    alive = []
     for _, tensor in subject.export():
         seen.append(weakref.ref(tensor))
         alive.append(sum(reference() is not None for reference in seen))

@@ -18,8 +18,7 @@ CASE = {"mode": "token-mean", "rows": list(range(8)), "size": 3}
 def test_activation_offload_gives_the_same_gradient(
     tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exactly each layer's input of each micro-batch is offloaded. The test forces the copies on a
-    CPU."""
+    """Only the layers' inputs are offloaded. The test forces the copies on a CPU."""
     packed: list[torch.Size] = []
 
     class Watched(layers.save_on_cpu):
@@ -75,7 +74,9 @@ def compiled_updates(path: str, compiled: bool) -> tuple[list[Any], list[int]]:
     subject = engine(
         path, train=True, lr=0.0, grad_clip=math.inf, use_torch_compile=compiled, **programs.LORA
     )
-    caught, results, graphs = programs.catch_gradients(subject), [], []
+    caught = programs.catch_gradients(subject)
+    results = []
+    graphs = []
     for rows, size in ([0, 1, 2, 3, 4, 5, 6, 7], 3), ([5, 6], 2), ([3, 2, 1], 1), ([7, 0, 1, 5], 4):
         log_probs = subject.forward(ragged_batch()[rows], MicroBatching(size=size))["log_probs"]
         with subject.without_adapters():
@@ -115,7 +116,9 @@ def assert_compiled_is_eager(path: str) -> list[int]:
 
 @pytest.mark.timeout(600)
 def test_compiled_layers_equal_eager_and_compile_once(tiny_qwen2: str) -> None:
-    """The first batch has all there is to compile: passes with and without gradients, with and
-    without adapters. Later ones are of other lengths and numbers of rows."""
+    """The first batch compiles all graphs: with and without gradients, with and without adapters.
+
+    Later batches have other lengths and numbers of rows.
+    """
     graphs = assert_compiled_is_eager(tiny_qwen2)
     assert 0 < graphs[0] == graphs[-1]

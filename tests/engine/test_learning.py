@@ -23,13 +23,11 @@ MICRO = MicroBatching(max_tokens=400)
 class Numbers:
     """The plan's values that the objectives read."""
 
-    clip_low, clip_high, loss_scale, loss_mode, correction = (
-        0.2,
-        0.2,
-        8.0,
-        "vanilla",
-        RolloutCorrection(),
-    )
+    clip_low = 0.2
+    clip_high = 0.2
+    loss_scale = 8.0
+    loss_mode = "vanilla"
+    correction = RolloutCorrection()
     critic = Updates(8, 1, 1, 64, Micro(16, None), False, "token-mean")
 
 
@@ -44,7 +42,9 @@ def learn(path: str, estimator: str, seed: int, sign: float = 1.0, steps: int = 
         if estimator == "gae"
         else None
     )
-    worker, rng, curve = rollout_worker(path, pretrained=False), random.Random(seed), []
+    worker = rollout_worker(path, pretrained=False)
+    rng = random.Random(seed)
+    curve = []
     try:
         for step in range(steps):
             worker.engine.load_weights(actor.export(), step + 1, actor.fingerprint())

@@ -29,9 +29,9 @@ def results(tiny_qwen2: str, tmp_path_factory: pytest.TempPathFactory) -> Result
 
 
 def test_lora_starts_from_the_base_model(tiny_qwen2: str) -> None:
-    """B is 0, so that the first log-probs, weights and checksum are the model's, bit for bit; A is
-    not."""
-    base, adapted = engine(tiny_qwen2), engine(tiny_qwen2, train=True, **programs.LORA)
+    """B is 0 and A is not: log-probs, weights and checksum equal the model's, bit for bit."""
+    base = engine(tiny_qwen2)
+    adapted = engine(tiny_qwen2, train=True, **programs.LORA)
     assert torch.equal(
         adapted.forward(ragged_batch(), ALL)["log_probs"],
         base.forward(ragged_batch(), ALL)["log_probs"],
@@ -45,9 +45,9 @@ def test_lora_starts_from_the_base_model(tiny_qwen2: str) -> None:
 
 
 def test_only_adapters_change(results: Results, tiny_qwen2: str) -> None:
-    """Every adapter has a gradient and moves; of the rest not one bit does, and it has no place in
-    the optimizer."""
-    start, end = results["start"], results["end"]
+    """Every adapter has a gradient and changes. The other weights do not, and have no moments."""
+    start = results["start"]
+    end = results["end"]
     adapters = {name for name in start if "lora_" in name}
     assert (
         {name for name in start if not torch.equal(start[name], end[name])}
@@ -64,8 +64,7 @@ def test_only_adapters_change(results: Results, tiny_qwen2: str) -> None:
 
 
 def test_lora_updates_equal_peft(results: Results, tiny_qwen2: str) -> None:
-    """Four steps of AdamW on peft's model in float64, one row at a time, by the formula of the
-    loss; the same A to start from."""
+    """Compare with four AdamW steps on peft's model in float64, starting from the same A."""
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64)
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
     oracle = peft.get_peft_model(model, config).double().train()
@@ -113,9 +112,9 @@ def test_lora_updates_equal_peft(results: Results, tiny_qwen2: str) -> None:
 
 
 def test_merged_weights_equal_the_adapted_model(results: Results, tiny_qwen2: str) -> None:
-    """Under the model's own names, in its own folder, for a model that knows nothing of adapters;
-    and by the formula W + s B A."""
-    file, end = load_file(f"{tiny_qwen2}/model.safetensors"), results["end"]
+    """The export has the model's names and loads without peft. Its weights equal W + s B A."""
+    file = load_file(f"{tiny_qwen2}/model.safetensors")
+    end = results["end"]
     assert results["weights"].keys() == file.keys()
     for name, weight in results["weights"].items():
         module = name.removesuffix(".weight")
@@ -152,7 +151,7 @@ def test_reference_is_the_base_model(results: Results, tiny_qwen2: str) -> None:
 
 
 def test_adapters_are_enabled_again_after_a_reference_pass(tiny_qwen2: str) -> None:
-    """Also if the pass raises."""
+    """The adapters are active again after the reference pass, also if it raises."""
     subject = engine(tiny_qwen2, train=True, lr=1e-2, **programs.LORA)
     subject.update(ragged_batch(), ALL, 1.0, programs.weighted_loss("token-mean"))
     before = subject.forward(ragged_batch(), ALL)["log_probs"]
@@ -258,8 +257,7 @@ def test_lora_with_replicas_and_uneven_shapes(tmp_path: Path, two_ranks: Ranks) 
     ids=lambda v: str(v)[:9],
 )
 def test_lora_on_other_layer_types(arch: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Transposed linear layers, tied embeddings, and experts that transformers fuses in memory,
-    which get no adapter."""
+    """Transposed linear layers, tied embeddings, and fused experts, which get no adapter."""
     path = tiny_model(tmp_path / "model", arch, **settings)
     subject = engine(path, train=True, lr=1e-2, **programs.LORA)
     before = subject.forward(ragged_batch(), ALL)["log_probs"]
@@ -378,7 +376,8 @@ def test_bfloat16_base_with_float32_adapters(tiny_qwen2: str) -> None:
     prefix = "model.layers.0.mlp.up_proj"
     a, b = (named[f"{prefix}.lora_{x}.default.weight"] for x in "AB")
     expected = named[f"{prefix}.base_layer.weight"].float() + 3 * b @ a
-    whole, half = dict(subject.export(torch.float32)), dict(subject.export())
+    whole = dict(subject.export(torch.float32))
+    half = dict(subject.export())
     torch.testing.assert_close(whole[f"{prefix}.weight"], expected, rtol=1e-6, atol=1e-7)
     assert torch.equal(half[f"{prefix}.weight"], whole[f"{prefix}.weight"].bfloat16())
     assert subject.fingerprint() == fingerprint(half.items()) and all(

@@ -70,8 +70,7 @@ def test_missing_and_infinite_weights(tiny_qwen2: str, tmp_path: Path) -> None:
 def test_only_rank_0_reads_the_checkpoint(
     tiny_llama: str, tmp_path: Path, two_ranks: Ranks, head: str
 ) -> None:
-    """Rank 1 needs the config and no memory for the whole model; when rank 0 cannot load, all ranks
-    say so."""
+    """Rank 1 reads only the config. If rank 0 cannot load the weights, all ranks raise."""
     shutil.copy(f"{tiny_llama}/config.json", tmp_path)
     expected = engine(tiny_llama, head=head).fingerprint()
     assert two_ranks.call(programs.build, [tiny_llama, str(tmp_path)], head) == [expected, expected]
@@ -107,8 +106,7 @@ def test_unsupported_architectures_are_rejected(
 
 @pytest.mark.parametrize("arch", ["granite", "cohere", "mistral", "qwen3", "phi3", "gpt_neox"])
 def test_architectures_pass_the_self_check(arch: str, tmp_path: Path) -> None:
-    """Scaled logits, sliding windows, norms on heads, fused projections: the self-check inside the
-    constructor is the proof."""
+    """Scaled logits, sliding windows, head norms, fused projections pass the self-check."""
     settings = {
         "granite": {"logits_scaling": 7.0},
         "cohere": {"logit_scale": 0.3},

@@ -35,17 +35,13 @@ def test_log_probs_and_entropy_equal_token_by_token_oracle(
 
 
 def test_sum_of_squared_probabilities_equals_oracle(tiny_qwen2: str) -> None:
-    batch, oracle = (
-        ragged_batch(),
-        AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64).eval(),
-    )
+    batch = ragged_batch()
+    oracle = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float64).eval()
     expected = torch.zeros(len(batch), R, dtype=torch.float64)
     for row in range(len(batch)):
         item = batch.batch[row]
-        ids, prompt = (
-            item["input_ids"][item["attention_mask"].bool()],
-            int(item["attention_mask"][:P].sum()),
-        )
+        ids = item["input_ids"][item["attention_mask"].bool()]
+        prompt = int(item["attention_mask"][:P].sum())
         for j in item["response_mask"].nonzero().flatten().tolist():
             expected[row, j] = (
                 (oracle(ids[None, : prompt + j]).logits[0, -1] / 0.7).softmax(-1).square().sum()
@@ -71,7 +67,8 @@ def test_padding_side_does_not_matter(path: str) -> None:
         tensors["response_mask"] = torch.zeros(1, P + R - prompt, dtype=torch.int64)
         tensors["response_mask"][0, :R] = item["response_mask"]
         right.append(DataProto.from_dict(tensors))
-    packed, padded = engine(path), engine(path, use_remove_padding=False)
+    packed = engine(path)
+    padded = engine(path, use_remove_padding=False)
     expected = packed.forward(batch, ALL)["log_probs"]
     for subject in (packed, padded):
         torch.testing.assert_close(
@@ -102,7 +99,8 @@ def test_sequences_do_not_see_each_other_or_padding(tiny_qwen2: str, packed: boo
 
 
 def test_forward_keeps_the_order_of_rows(tiny_qwen2: str) -> None:
-    subject, batch = engine(tiny_qwen2), ragged_batch()
+    subject = engine(tiny_qwen2)
+    batch = ragged_batch()
     expected = subject.forward(batch, ALL)["log_probs"]
     order = torch.tensor([6, 0, 3, 7, 1, 5, 2, 4])
     shuffled = subject.forward(batch.reorder(order), MicroBatching(max_tokens=20))["log_probs"]
@@ -117,7 +115,8 @@ def test_only_trainable_tokens_have_values(tiny_qwen2: str) -> None:
 
 
 def test_rows_without_trainable_tokens_are_not_run(tiny_qwen2: str) -> None:
-    subject, batch = engine(tiny_qwen2), ragged_batch()
+    subject = engine(tiny_qwen2)
+    batch = ragged_batch()
     ids = batch.batch["input_ids"].clone()
     ids[4] = 10**9  # running this row would raise
     assert torch.equal(
@@ -135,9 +134,9 @@ def test_response_without_a_prompt_is_rejected(tiny_qwen2: str) -> None:
 
 
 def test_dropout_is_off_in_updates(tiny_gpt2: str) -> None:
-    """With the config's dropout of 0.5, log-probs seen by the loss are bit for bit those of the
-    forward pass: the ratio is 1."""
-    subject, batch = engine(tiny_gpt2, train=True), ragged_batch()
+    """With a config dropout of 0.5, loss and forward pass have equal log-probs: the ratio is 1."""
+    subject = engine(tiny_gpt2, train=True)
+    batch = ragged_batch()
     old = subject.forward(batch, ALL)["log_probs"]
     assert not old.requires_grad, "what an update compares with is a number"
     rows = [row for row in range(len(batch)) if row != 4]
@@ -152,13 +151,10 @@ def test_dropout_is_off_in_updates(tiny_gpt2: str) -> None:
 
 
 def test_softmax_runs_in_float32(tiny_qwen2: str) -> None:
-    """bfloat16 passes are near the float32 ones, their log-probs are not rounded to bfloat16,
-    gradients and weights stay float32."""
-    exact, subject, batch = (
-        engine(tiny_qwen2),
-        engine(tiny_qwen2, train=True, dtype="bfloat16"),
-        ragged_batch(),
-    )
+    """bfloat16 passes are close to float32. Log-probs, gradients and weights stay float32."""
+    exact = engine(tiny_qwen2)
+    subject = engine(tiny_qwen2, train=True, dtype="bfloat16")
+    batch = ragged_batch()
     expected, actual = (one.forward(batch, ALL, with_entropy=True) for one in (exact, subject))
     for name, values in actual.items():
         assert values.dtype == torch.float32

@@ -24,7 +24,7 @@ Results = dict[str, list[dict[str, Any]]]
 def results(
     tmp_path_factory: pytest.TempPathFactory, tiny_qwen2: str, four_ranks: Ranks
 ) -> tuple[Path, Results]:
-    """The folder with a subfolder per layout, and the results of each rank."""
+    """Return the folder with a subfolder per layout, and the results of each rank."""
     folder = tmp_path_factory.mktemp("layouts")
     found = {"1 rank": [programs.everything(tiny_qwen2, str(folder / "1 rank"), {})]}
     for layout, settings in LAYOUTS.items():
@@ -42,9 +42,12 @@ def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_passes_and_updates_equal_one_rank(results: tuple[Path, Results], layout: str) -> None:
-    """Uneven rows, one rank without any. Ranks agree to the last bit; with one rank to float32
-    rounding, see matrix.TOLERANCE."""
-    (alone,), ranks = results[1]["1 rank"], results[1][layout]
+    """Uneven rows, one rank without any.
+
+    Ranks agree exactly with each other, and with one rank to float32 rounding (matrix.TOLERANCE).
+    """
+    (alone,) = results[1]["1 rank"]
+    ranks = results[1][layout]
     whole = sum(tensor.numel() for tensor in alone["export"].values())
     copies = {"4 shards": 1, "2 replicas of 2 shards": 2, "4 replicas": 4}[layout]
     assert sum(rank["held"] for rank in ranks) == copies * whole, (
@@ -81,7 +84,8 @@ def test_checkpoint_loads_into_every_layout(
 ) -> None:
     """Weights, moments and step counts are exact, whichever layout wrote them."""
     folder, found = results
-    saved, checkpoint = found[wrote][0], str(folder / wrote / "checkpoint")
+    saved = found[wrote][0]
+    checkpoint = str(folder / wrote / "checkpoint")
     loaded = [programs.load_state(tiny_qwen2, checkpoint)]
     for settings in LAYOUTS.values():
         loaded += four_ranks.call(

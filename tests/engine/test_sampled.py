@@ -53,7 +53,7 @@ def rollout_worker(path: str, pretrained: bool = True) -> RolloutWorker:
 
 
 def answered(worker: RolloutWorker, asked: DataProto) -> DataProto:
-    """The batch that a run trains on."""
+    """Return the batch that a run trains on."""
     return padded(
         asked.pop(non_tensor_batch_keys=["prompt_ids"])[1].union(
             worker.generate(asked, sleep_after=False)
@@ -62,8 +62,7 @@ def answered(worker: RolloutWorker, asked: DataProto) -> DataProto:
 
 
 def sampled(path: str, sampling: Sampling, longest: int) -> DataProto:
-    """The training batch of 48 prompts of 1 to 12 tokens, answered with at most 1 to `longest`
-    tokens, as a run makes it."""
+    """Return a training batch: 48 prompts of 1 to 12 tokens, responses of 1 to `longest` tokens."""
     rng = random.Random(0)
     prompts = [[rng.randrange(4, 128) for _ in range(rng.randrange(1, 13))] for _ in range(48)]
     samplings = [
@@ -83,7 +82,7 @@ def sampled(path: str, sampling: Sampling, longest: int) -> DataProto:
 
 @pytest.fixture(params=["qwen2", "gpt2"])
 def path(request: pytest.FixtureRequest, tiny_qwen2: str, tiny_gpt2: str) -> str:
-    """Rotary and learned positions."""
+    """Folder of a model with rotary positions, and one with learned positions."""
     return {"qwen2": tiny_qwen2, "gpt2": tiny_gpt2}[request.param]
 
 
@@ -102,11 +101,11 @@ def test_trainer_log_probs_equal_the_engines(path: str, temperature: float) -> N
 
 
 def test_response_is_trained_exactly_to_its_end(tmp_path) -> None:
-    """The EOS that ended it is trained; a truncated answer has none and is trained whole; padding
-    is not."""
+    """The EOS is trained, and padding is not. A truncated response is trained completely."""
     path = tiny_model(tmp_path, "qwen2", initializer_range=0.05)
     batch = sampled(path, Sampling(1.3), longest=40)
-    t, model = batch.batch, float64_model(path)
+    t = batch.batch
+    model = float64_model(path)
     log_probs = train_engine(path).forward(batch, MicroBatching(size=7), 1.3)["log_probs"]
     ended = 0
     for i, sampling in enumerate(batch.non_tensor_batch["sampling"]):
@@ -136,15 +135,17 @@ def test_response_is_trained_exactly_to_its_end(tmp_path) -> None:
 def test_engine_samples_with_the_trained_weights(
     tiny_qwen2: str, tiny_llama: str, tmp_path, arch: str
 ) -> None:
-    """Two updates, a sync after each: the fingerprints agree and are new, and greedy answers are
-    those of the saved model. Llama's embeddings are tied."""
+    """Two updates with a sync after each. Llama's embeddings are tied.
+
+    Fingerprints agree and change, and greedy responses equal those of the saved model.
+    """
     path = {"qwen2": tiny_qwen2, "llama": tiny_llama}[arch]
-    trainer, engine = (
-        train_engine(path, train=True, lr=1e-2),
-        rollout_engine(path, pretrained=False),
-    )
-    prompts, greedy = [[5, 6, 7], [40]], Sampling(0.0, max_tokens=12, ignore_eos=True)
-    seen, answers = [trainer.fingerprint()], []
+    trainer = train_engine(path, train=True, lr=1e-2)
+    engine = rollout_engine(path, pretrained=False)
+    prompts = [[5, 6, 7], [40]]
+    greedy = Sampling(0.0, max_tokens=12, ignore_eos=True)
+    seen = [trainer.fingerprint()]
+    answers = []
     try:
         for version in (1, 2):
             trainer.update(

@@ -19,8 +19,7 @@ from verlite.protocol.data import DataProto
 
 TWO = {"sequence_parallel": 2}
 EXACT = {"atol": 2e-6, "rtol": 1e-5}
-"""Float32 rounding of numbers up to about 10, after two layers whose sums are taken in another
-order; eps is 6e-8."""
+"""Float32 rounding of numbers up to about 10, with other orders of summation; eps is 6e-8."""
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "as many KV heads as ranks": ("qwen2", {}),
@@ -45,12 +44,15 @@ class Rank:
     """A process group without processes."""
 
     def __init__(self, rank: int, size: int):
-        self.rank, self.size = lambda: rank, lambda: size
+        self.rank = lambda: rank
+        self.size = lambda: size
 
 
 def test_rank_slices_by_hand() -> None:
-    """Sequences of 3 and 4 tokens on 3 ranks: two tokens of padding, the second sequence across
-    both cuts, labels from beyond them."""
+    """Sequences of 3 and 4 tokens on 3 ranks, with two tokens of padding.
+
+    The second sequence crosses both slice boundaries, and labels come from the next slice.
+    """
     rows = DataProto.from_dict(
         {
             "input_ids": torch.tensor([[0, 11, 12, 13, 0], [21, 22, 23, 24, 0]]),
@@ -114,12 +116,9 @@ SHARES = {
     ids=["3", "1", "tokens"],
 )
 def test_shared_log_probs_equal_one_rank(path: str, two_ranks: Ranks, micro: MicroBatching) -> None:
-    """And those of the token by token oracle. Rows of 5 to 15 tokens, odd and even; each rank gets
-    its own rows' outputs back."""
-    batch, oracle = (
-        ragged_batch(),
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval(),
-    )
+    """They also equal the token-by-token oracle. Each rank receives the outputs of its own rows."""
+    batch = ragged_batch()
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     with torch.no_grad():
         log_probs, entropy = naive_log_probs(oracle, batch, programs.TEMPERATURE)
     alone = programs.passes(path, batch, [list(range(8))], micro, "lm", {})
@@ -139,8 +138,7 @@ def test_shared_log_probs_equal_one_rank(path: str, two_ranks: Ranks, micro: Mic
 
 
 def test_ranks_with_different_padding(tiny_qwen2: str, two_ranks: Ranks) -> None:
-    """Without the padding that no row of a rank needs, on either side: outputs and gradients are
-    those of the common width."""
+    """Rows padded to each rank's width give the outputs and gradients of the common width."""
     alone = programs.passes(
         tiny_qwen2, ragged_batch(), [list(range(8))], MicroBatching(size=3), "lm", {}
     )
@@ -187,7 +185,8 @@ def test_shared_values_equal_one_rank(tiny_qwen2: str, two_ranks: Ranks, tmp_pat
 
 def test_row_shorter_than_the_number_of_ranks(tiny_qwen2: str, four_ranks: Ranks) -> None:
     """One prompt token and one response token on four ranks: two ranks have only padding."""
-    ones, zero_one = torch.ones(1, 2, dtype=torch.int64), torch.tensor([[0, 1]])
+    ones = torch.ones(1, 2, dtype=torch.int64)
+    zero_one = torch.tensor([[0, 1]])
     batch = DataProto.from_dict(
         {
             "input_ids": torch.tensor([[17, 42]]),
@@ -213,8 +212,7 @@ def test_row_shorter_than_the_number_of_ranks(tiny_qwen2: str, four_ranks: Ranks
 
 
 def cases(given: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """The actor's whole loss, entropy bonus and KL included, with a loss of tokens and one of whole
-    sequences."""
+    """The actor's whole loss with entropy bonus and KL, for a token and a sequence loss."""
     rows = matrix.ORDERS["shuffled"]
     return [
         {"mode": mode, "loss": loss, "rows": rows, "columns": given, **split}
@@ -274,8 +272,7 @@ def test_shared_actor_gradient_equals_closed_form(path: str, two_ranks: Ranks) -
 def test_shared_actor_gradient_on_four_ranks(
     tiny_qwen2: str, four_ranks: Ranks, settings: dict[str, Any]
 ) -> None:
-    """Two groups of two, and one group of four with fewer KV heads than ranks; each also with
-    HSDP."""
+    """Two groups of two, and one group of four with fewer KV heads than ranks; also with HSDP."""
     check_gradients(
         tiny_qwen2, four_ranks, settings, slice(0, None, 5)
     )  # both losses, aggregations and kinds of split

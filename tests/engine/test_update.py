@@ -1,5 +1,4 @@
-"""One optimizer step: its gradient is that of the closed formula, however rows, micro-batches and
-ranks are arranged."""
+"""One optimizer step: its gradient equals a closed form for every arrangement of the rows."""
 
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,15 @@ CASES: list[dict[str, Any]] = [
 
 
 def closed_form(path: str, mode: str) -> tuple[float, dict[str, Tensor]]:
-    """Loss and float64 gradient from the written-out definition, over all rows at once, with
-    transformers' own forward pass."""
+    """Return loss and float64 gradient by definition, over all rows, with transformers' forward."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     batch = ragged_batch()
     rows = []
     for row in ROWS:
         item = batch.batch[row]
         ids = item["input_ids"][item["attention_mask"].bool()]
-        prompt, mask = int(item["attention_mask"][:P].sum()), item["response_mask"].bool()
+        prompt = int(item["attention_mask"][:P].sum())
+        mask = item["response_mask"].bool()
         log_p = torch.log_softmax(model(ids[None]).logits[0] / 0.8, -1)
         terms = [
             -log_p[prompt + j - 1, ids[prompt + j]] * item["advantages"][j].double()
@@ -115,8 +114,10 @@ def arrangements(tiny_qwen2: str, two_ranks: Ranks, columns: dict[str, Tensor]) 
 def test_actor_gradient_equals_closed_form_for_every_arrangement(
     tiny_qwen2: str, columns: dict[str, Tensor], arrangements: dict[str, Any], mode: str
 ) -> None:
-    """Clipped PPO, entropy and KL: split x order x packed or padded x one or two ranks, 48 equal
-    gradients."""
+    """Clipped PPO, entropy and KL: 48 equal gradients.
+
+    The cases are split x order x packed or padded x one or two ranks.
+    """
     loss, expected = matrix.closed_form(tiny_qwen2, mode, columns)
     results = arrangements[mode]
     assert len(results) == 48
@@ -130,8 +131,10 @@ def test_actor_gradient_equals_closed_form_for_every_arrangement(
 
 
 def test_first_epoch_is_on_policy_and_second_is_clipped(tiny_gpt2: str, tmp_path: Path) -> None:
-    """Although the model's config has dropout: the ratio is exactly 1 and the gradient -A d
-    log-prob, then the moved weights' own."""
+    """The model's config has dropout, but the first ratio is exactly 1.
+
+    The first gradient is -A d log-prob. The second epoch's ratios are of the changed weights.
+    """
     subject = engine(
         tiny_gpt2, train=True, lr=2e-3, grad_clip=1e9, enable_gradient_checkpointing=False
     )

@@ -200,7 +200,8 @@ ANSWERED = [
 def test_appended_turns_equal_the_template(name, ended):
     tokenizer = tokenizer_of(GOOD[name], "<|eot|>" if name == "llama" else "<|im_end|>")
     tools = (Calculator.schema,) if name == "qwen" else ()
-    encode, eos = encode_chat(tokenizer, tools), tokenizer.eos_token_id
+    encode = encode_chat(tokenizer, tools)
+    eos = tokenizer.eos_token_id
     for answers in itertools.product(ANSWERED, repeat=2):
         turns = list(zip(SAID[1:] if name == "llama" else SAID, answers, strict=False))
         context = by_template(tokenizer, [], tools)

@@ -42,10 +42,8 @@ def ask(client, *queries):
 
 
 def test_each_query_gets_its_own_passages(server):
-    queries, client = (
-        ["capital of France", "Everest", "Paul Walker", "nothing like that"],
-        client_of(server, topk=1),
-    )
+    queries = ["capital of France", "Everest", "Paul Walker", "nothing like that"]
+    client = client_of(server, topk=1)
     found, _ = ask(client, *queries)
     assert [answer.passages for answer in found] == [
         [FRANCE],
@@ -297,14 +295,16 @@ def test_least_busy_server_gets_the_request(server):
 
 
 def test_max_in_flight_limits_requests_per_server(server):
-    running, most = [0], [0]
+    running = [0]
+    most = [0]
 
     def count(body):
         most[0] = max(most[0], running[0])
         return Retriever.usual(body)
 
     app = server._app
-    server.answer, server.delay = count, 0.05
+    server.answer = count
+    server.delay = 0.05
 
     async def counted(scope, receive, send):
         running[0] += 1

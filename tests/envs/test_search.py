@@ -17,7 +17,9 @@ INVALID = (
 
 class Engine:
     def __init__(self, *passages, fault=None):
-        self.passages, self.fault, self.asked = list(passages), fault, []
+        self.passages = list(passages)
+        self.fault = fault
+        self.asked = []
 
     async def search(self, query):
         self.asked.append(query)

@@ -32,11 +32,10 @@ INVALID_ACTION = (
     "\nThis was no action. To search, I should put the query between <search> and </search>. Let "
     "me try again.\n"
 )
-SEARCH, ANSWER = (
-    "<think>I look.</think>\n<search>capital</search>",
-    "<think>So.</think><answer> Beijing </answer>",
-)
-THOUGHT, WRONG = "<think>So.</think>\n", "<answer>Lima</answer>"
+SEARCH = "<think>I look.</think>\n<search>capital</search>"
+ANSWER = "<think>So.</think><answer> Beijing </answer>"
+THOUGHT = "<think>So.</think>\n"
+WRONG = "<answer>Lima</answer>"
 FORMAT = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0.05}
 
 
@@ -298,7 +297,8 @@ def test_structure_agrees_with_a_regex_on_random_trajectories() -> None:
             ("model", piece) for piece in ("<think>", "x", "</think>", "<answer>", "x", "</answer>")
         ]
         for _ in range(chance.randrange(3)):
-            at, other = chance.randrange(len(tokens)), chance.randrange(len(tokens))
+            at = chance.randrange(len(tokens))
+            other = chance.randrange(len(tokens))
             new = (
                 ("tool", chance.choice(tools))
                 if chance.random() < 0.3
@@ -377,7 +377,8 @@ def test_invalid_arguments_are_errors() -> None:
 )
 def test_scoring_time_is_linear(part: str) -> None:
     """A backtracking search for pairs takes minutes on such texts."""
-    text, began = part * (300_000 // len(part)), time.monotonic()
+    text = part * (300_000 // len(part))
+    began = time.monotonic()
     score(
         [["model", text], ["tool", f"<information>{text}</information>"], ["model", text]],
         ["x" * 100],

@@ -14,7 +14,9 @@ class Scorer:
     """A scorer of numbers that waits for permission before each batch."""
 
     def __init__(self):
-        self.batches, self.limits, self.may = [], [], threading.Semaphore(0)
+        self.batches = []
+        self.limits = []
+        self.may = threading.Semaphore(0)
 
     def score(self, items, limit_s):
         self.may.acquire(timeout=10)

@@ -11,19 +11,18 @@ from verlite.rollout.types import Completion, Engine, Sampling
 
 
 def float64_model(path: str) -> PreTrainedModel:
-    """The model in double precision, with transformers' plainest attention."""
+    """Return the model in double precision, with eager attention."""
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float64, attn_implementation="eager"
     )
-    model.config._experts_implementation = "eager"  # the fused kernels know no float64
+    model.config._experts_implementation = "eager"  # the fused kernels do not support float64
     return model.eval()
 
 
 def naive_log_probs(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], sampling: Sampling
 ) -> list[float]:
-    """Log-prob of each response token under the sampling distribution, filters written as loops
-    over the sorted vocabulary."""
+    """Return each response token's log-prob under the filtered sampling distribution."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *response]])).logits[0]
     found = []
@@ -36,11 +35,12 @@ def naive_log_probs(
 
 
 def naive_filter(row: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Logits [V] with -inf outside the kept set; no ties expected."""
+    """Return logits [V] with -inf for removed tokens. Assumes that no two logits are equal."""
     order = row.argsort(descending=True).tolist()
     order = order[:top_k] if top_k > 0 else order
     probs = row[order].softmax(-1).tolist()
-    kept, total = [], 0.0
+    kept = []
+    total = 0.0
     for token, prob in zip(order, probs, strict=True):
         if total >= top_p:
             break
@@ -52,7 +52,7 @@ def naive_filter(row: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 
 
 def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> list[int]:
-    """The most likely token, `steps` times."""
+    """Return `steps` tokens of greedy decoding."""
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(steps):
@@ -66,7 +66,7 @@ def largest_gap(
     answers: Sequence[Completion],
     sampling: Sampling,
 ) -> float:
-    """Largest |log p_engine - log p_naive| over all tokens of the answers."""
+    """Return the largest |log p_engine - log p_naive| over all tokens of the answers."""
     gaps = [
         abs(a - b)
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -78,7 +78,7 @@ def largest_gap(
 
 
 def ask(engine: Engine, prompts: Sequence[Sequence[int]], *samplings: Sampling) -> list[Completion]:
-    """All prompts at the same time, each with its own or the one sampling."""
+    """Generate for all prompts concurrently, with one sampling or one per prompt."""
     chosen = samplings if len(samplings) == len(prompts) else samplings * len(prompts)
 
     async def all_at_once() -> list[Completion]:
@@ -90,17 +90,17 @@ def ask(engine: Engine, prompts: Sequence[Sequence[int]], *samplings: Sampling) 
 
 
 def weights_of(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """A trainer's export: float32, tied weights once."""
+    """Return the weights as a trainer exports them: float32, tied weights once."""
     return [(name, parameter.detach().float()) for name, parameter in model.named_parameters()]
 
 
 def load(engine: Engine, model: PreTrainedModel, version: int) -> None:
-    """A good sync."""
+    """Load the model's weights with the correct fingerprint."""
     engine.load_weights(iter(weights_of(model)), version, fingerprint(weights_of(model)))
 
 
 def moved(model: PreTrainedModel, size: float, seed: int = 0) -> PreTrainedModel:
-    """A copy whose weights moved by `size`, relative to each weight."""
+    """Return a copy with each weight changed by a random amount, relative size `size`."""
     import copy
 
     generator = torch.Generator().manual_seed(seed)

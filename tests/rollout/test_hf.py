@@ -43,7 +43,7 @@ def start(path: str, max_model_len: int = 128, pretrained: bool = True, **rollou
 
 
 def options(path: str, max_num_seqs: int = 4, max_model_len: int = 64) -> EngineOptions:
-    """Options of a Core with the checkpoint's weights."""
+    """Return options of a Core with the checkpoint's weights."""
     return EngineOptions(
         ModelConfig(path=path),
         RolloutConfig(max_num_seqs=max_num_seqs),
@@ -206,8 +206,7 @@ def test_positions_draw_independent_numbers(path, model):
 
 
 def test_tokens_do_not_depend_on_other_requests(engine, path):
-    """The same request alone, among others, in reverse order, with two rows, and beside requests
-    that end early."""
+    """A request alone, among others, in reverse order, with two rows, and with early ends."""
     prompts = some_prompts(30, seed=4)
     samplings = [
         Sampling(1.0, max_tokens=5 + 7 * (i % 4), seed=i, ignore_eos=i % 2 == 0) for i in range(30)
@@ -227,8 +226,7 @@ def test_tokens_do_not_depend_on_other_requests(engine, path):
 
 
 def test_moved_rows_keep_their_state(engine, model):
-    """Rows with different sampling parameters end at different times, so later rows move into
-    gaps."""
+    """Rows with different sampling parameters end at different times, so rows change slots."""
     kinds = [Sampling(0.7), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.7), Sampling(1.3)]
     samplings = [
         dataclasses.replace(kinds[i % 4], max_tokens=3 + 5 * (i % 3), seed=i, ignore_eos=True)
@@ -243,9 +241,9 @@ def test_moved_rows_keep_their_state(engine, model):
 
 
 def test_moved_rows_keep_their_limits(tmp_path):
-    """A quarter of all tokens end a sequence, for every request but each third, which goes on to
-    its limit."""
-    path, ends = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1), list(range(1, 33))
+    """A quarter of all tokens end a sequence. Each third request continues to its limit."""
+    path = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1)
+    ends = list(range(1, 33))
     (Path(path) / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     samplings = [
         Sampling(max_tokens=6 + 4 * (i % 5), seed=i, ignore_eos=i % 3 == 0) for i in range(30)
@@ -324,8 +322,10 @@ def test_finish_reasons_and_lengths(engine, path):
 
 
 def test_every_eos_id_stops_and_is_kept(tmp_path):
-    """An id of generation_config.json that the tokenizer does not call EOS ends a sequence too, and
-    so does the tokenizer's. The engine gets its weights as it does in training: from outside."""
+    """EOS ids of generation_config.json and of the tokenizer both end a sequence.
+
+    The engine receives its weights through a sync, as in training.
+    """
     path = tiny_model(tmp_path / "eos", "qwen2", initializer_range=0.1)
     ids = naive_greedy(float64_model(path), [30, 31], 12)
     third = next(i for i in range(2, 12) if ids[i] not in ids[:i])
@@ -444,7 +444,8 @@ def test_generation_after_sync_equals_a_new_engine(engine, path, model, tmp_path
     cold = start(str(tmp_path / "other"))
     load(engine, other, engine.version + 1)
     try:
-        after, expected = ask(engine, prompts, *samplings), ask(cold, prompts, *samplings)
+        after = ask(engine, prompts, *samplings)
+        expected = ask(cold, prompts, *samplings)
         assert [a.ids for a in after] == [a.ids for a in expected] != [a.ids for a in before]
         assert [a.log_probs for a in after] == [a.log_probs for a in expected]
     finally:
@@ -496,7 +497,8 @@ BROKEN_SYNCS = {
 @pytest.mark.parametrize("fault", BROKEN_SYNCS)
 def test_failed_sync_keeps_version_and_refuses_to_generate(engine, model, fault):
     damage, message = BROKEN_SYNCS[fault]
-    version, other = engine.version, moved(model, 0.1)
+    version = engine.version
+    other = moved(model, 0.1)
     with pytest.raises(WeightSyncError, match=message):
         engine.load_weights(damage(weights_of(other)), version + 1, fingerprint(weights_of(other)))
     assert engine.version == version

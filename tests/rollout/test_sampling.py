@@ -8,7 +8,7 @@ from verlite.rollout.sampling import mix64, sample, uniform
 
 
 def splitmix64(state: int) -> int:
-    """The published algorithm with Python integers (Steele, Lea and Flood 2014, figure 15)."""
+    """Return SplitMix64 in Python integers (Steele, Lea and Flood 2014, figure 15)."""
     mask = 2**64 - 1
     z = (state + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -47,8 +47,9 @@ def row(*values: float) -> torch.Tensor:
 
 
 def draw(logits, temperature=1.0, top_k=None, top_p=1.0, count=20001):
-    """Frequencies of the tokens for evenly spaced draws."""
-    n, vocabulary = count, logits.shape[-1]
+    """Return the frequencies of the tokens for evenly spaced draws."""
+    n = count
+    vocabulary = logits.shape[-1]
     ids, log_probs = sample(
         logits.expand(n, vocabulary),
         torch.full((n,), temperature),

@@ -28,8 +28,10 @@ MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("l", "o"), ("e",
 
 
 def ambiguous_tokenizer() -> PreTrainedTokenizerFast:
-    """Many id lists give the same text: "he"+"llo", "hell"+"o", "h"+"e"+"l"+"l"+"o", ... Only one
-    of them is what encoding gives."""
+    """Return a tokenizer in which several id sequences decode to the same text.
+
+    Examples: "he"+"llo", "hell"+"o", "h"+"e"+"l"+"l"+"o". Encoding returns only one of them.
+    """
     vocab = {"<pad>": 0, "<eos>": 1}
     for piece in [*PIECES, *("".join(merge) for merge in MERGES), "llo"]:
         vocab.setdefault("\u0120" if piece == " " else piece, len(vocab))
@@ -43,7 +45,9 @@ class Recorder:
     """An engine that records its calls."""
 
     def __init__(self, engine):
-        self.engine, self.tokenizer, self.calls = engine, engine.tokenizer, []
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.calls = []
 
     async def generate(self, prompt_ids, sampling):
         completion = await self.engine.generate(prompt_ids, sampling)
@@ -52,10 +56,13 @@ class Recorder:
 
 
 class Counter:
-    """Answers with the number of letters of a turn; done when a turn has more than `enough`."""
+    """Answer with the number of letters of a turn. Done if a turn has more than `enough`."""
 
     def __init__(self, stop=("o",), enough=10**6, fault=None):
-        self.stop, self.enough, self.fault, self.seen = stop, enough, fault, []
+        self.stop = stop
+        self.enough = enough
+        self.fault = fault
+        self.seen = []
 
     async def step(self, text: str, last: bool) -> Step:
         await asyncio.sleep(0)
@@ -97,7 +104,7 @@ def ambiguous(tmp_path_factory):
 
 
 def save_generic(tokenizer, tmp_path_factory):
-    """Beside no model config, AutoTokenizer takes tokenizer.json as it is."""
+    """Without a model config, AutoTokenizer reads tokenizer.json unchanged."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(folder)
     return folder
@@ -108,11 +115,12 @@ def run(engine, request) -> Trajectory:
 
 
 def test_sampled_ids_are_the_trained_ids(ambiguous):
-    """Sampled ids are never decoded and encoded again; almost every turn would get other ids."""
+    """Sampled ids are never decoded and re-encoded, which would change ids in almost every turn."""
     engine, _ = ambiguous
     changed = 0
     for seed in range(12):
-        recorder, rng = Recorder(engine), random.Random(seed)
+        recorder = Recorder(engine)
+        rng = random.Random(seed)
         prompt = [
             rng.randrange(2, engine._call(lambda core: core.vocab_size))
             for _ in range(rng.randrange(1, 20))
@@ -364,7 +372,8 @@ class Broken:
     """A faulty engine: inconsistent answers, an aborted request, a failure in the middle."""
 
     def __init__(self, tokenizer, *answers):
-        self.tokenizer, self.answers = tokenizer, list(answers)
+        self.tokenizer = tokenizer
+        self.answers = list(answers)
 
     async def generate(self, prompt_ids, sampling):
         answer = self.answers.pop(0)
@@ -395,7 +404,9 @@ class Slow(Counter):
 
     def __init__(self, seconds, release=None, **kwargs):
         super().__init__(**kwargs)
-        self.seconds, self.release, self.spans = seconds, release, []
+        self.seconds = seconds
+        self.release = release
+        self.spans = []
 
     async def step(self, text: str, last: bool) -> Step:
         began = time.monotonic()
@@ -408,8 +419,7 @@ class Slow(Counter):
 
 
 def test_slow_tools_run_concurrently(ambiguous):
-    """256 samples whose tools take half a second each, and one's two seconds: 129 s one after
-    another."""
+    """256 samples with tool calls of 0.5 s, one of 2 s. Sequentially they would take 129 s."""
     engine, _ = ambiguous
     others_ended = asyncio.Event()
     ended = set()
@@ -451,26 +461,25 @@ def test_slow_tools_run_concurrently(ambiguous):
 
 
 class Playback:
-    """An engine that returns given texts, with a tokenizer of one id per character, and honors stop
-    strings."""
+    """An engine that returns given texts and stops at stop strings. Each character is one id."""
 
     def __init__(self, *turns):
-        self.tokenizer, self.turns, self.contexts, self.stops = (
-            tiny_tokenizer(),
-            list(turns),
-            [],
-            [],
-        )
+        self.tokenizer = tiny_tokenizer()
+        self.turns = list(turns)
+        self.contexts = []
+        self.stops = []
 
     async def generate(self, prompt_ids, sampling):
-        text, ended = self.turns.pop(0), True
+        text = self.turns.pop(0)
+        ended = True
         self.contexts.append(self.tokenizer.decode(prompt_ids))
         self.stops.append(sampling.stop)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if not any(stop in text for stop in sampling.stop):
             ids.append(self.tokenizer.eos_token_id)
         if len(ids) > sampling.max_tokens:
-            ids, ended = ids[: sampling.max_tokens], False
+            ids = ids[: sampling.max_tokens]
+            ended = False
         return Completion(ids, [-0.25] * len(ids), "stop" if ended else "length", 4)
 
 
@@ -630,7 +639,7 @@ CHAT = (
 
 
 def test_chat_with_tools_equals_the_rendered_template():
-    """The calculator through the loop: every id, and which are trained."""
+    """Check every id of a calculator sample, and which ids are trained."""
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
     spoken = [call, "<tool_call>?</tool_call>", "It is 42."]
     engine = Playback(*spoken)

@@ -41,8 +41,7 @@ PROMPT = [33, 44, 55]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    """Tied embeddings, shared key-value heads, biases, and a vocabulary that vLLM pads (130 to
-    192)."""
+    """Tied embeddings, shared KV heads, biases, and a vocabulary that vLLM pads (130 to 192)."""
     sizes = dict(hidden_size=128, vocab_size=130, initializer_range=0.05, tie_word_embeddings=True)
     path = tiny_model(tmp_path_factory.mktemp("vllm") / "qwen2", "qwen2", **sizes)
     greedy = naive_greedy(float64_model(path), PROMPT, 20)
@@ -76,7 +75,7 @@ def engine(path: str):
 
 @pytest.fixture
 def synced(engine, model):
-    """The engine with the model's weights, whatever the last test left in it."""
+    """The shared engine, with the model's weights loaded again."""
     load(engine, model, engine.version + 1)
     return engine
 
@@ -194,8 +193,7 @@ def turns_of(engine, requests):
 
 
 def test_agents_agree_between_vllm_and_hf(synced, path):
-    """Greedy, float32: the same ids turn by turn, despite different stop-string, context and cache
-    code."""
+    """Greedy float32 decoding gives the same ids turn by turn in both engines."""
     other = build_engine(
         "hf", ModelConfig(path=path), RolloutConfig(), 160, torch.device("cpu"), 0, pretrained=True
     )
@@ -208,7 +206,8 @@ def test_agents_agree_between_vllm_and_hf(synced, path):
                 for p in some_prompts(24, seed=9, longest=12)
             ]
 
-        one, two = turns_of(synced, requests()), turns_of(other, requests())
+        one = turns_of(synced, requests())
+        two = turns_of(other, requests())
     finally:
         other.close()
     assert [t.response_ids for t in one] == [t.response_ids for t in two]
@@ -416,7 +415,8 @@ BROKEN_SYNCS = {
 @pytest.mark.parametrize("fault", BROKEN_SYNCS)
 def test_failed_sync_keeps_version_and_refuses_to_generate(synced, model, fault):
     damage, message = BROKEN_SYNCS[fault]
-    version, other = synced.version, moved(model, 0.1)
+    version = synced.version
+    other = moved(model, 0.1)
     with pytest.raises(WeightSyncError, match=message):
         synced.load_weights(damage(weights_of(other)), version + 1, fingerprint(weights_of(other)))
     assert synced.version == version
@@ -428,7 +428,9 @@ def test_failed_sync_keeps_version_and_refuses_to_generate(synced, model, fault)
 
 
 def test_combine_shards():
-    q, kv, norm = 11, 22, 33
+    q = 11
+    kv = 22
+    norm = 33
     one = combine_shards([{"qkv": q + kv, "norm": norm}])
     two = combine_shards(
         [{"qkv[q]": 5, "qkv[kv 0]": kv, "norm": norm}, {"qkv[q]": 6, "qkv[kv 0]": kv, "norm": norm}]
