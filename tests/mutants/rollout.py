@@ -50,7 +50,7 @@ def _any_fingerprint(original, self, core, named, version, expected):
     core.load(named)
     core.reset_caches()
     self.version = version
-    self._refusal = None
+    self._not_ready_reason = None
 
 
 def _ignores_running_requests(original, self, core, *args):
@@ -65,7 +65,7 @@ def _accepts_a_failed_sync(original, self, core, named, version, expected):
     try:
         original(self, core, named, version, expected)
     finally:
-        self._refusal = None
+        self._not_ready_reason = None
 
 
 def _version_first(original, self, core, named, version, expected):

@@ -102,15 +102,15 @@ class BatchedEngine:
     ):
         self.version = 0 if has_weights else -1
         self._timeout = request_timeout_s
-        self._refusal: str | None = "it has no weights yet; call load_weights() first"
+        self._not_ready_reason: str | None = "it has no weights yet; call load_weights() first"
         if has_weights:
-            self._refusal = None
+            self._not_ready_reason = None
         self._asleep: set[str] = set()
-        self._death: EngineError | None = None
+        self._fatal_error: EngineError | None = None
         self._fingerprint: int | None = None
         self._jobs: queue.SimpleQueue[Callable[[Core], None]] = queue.SimpleQueue()
-        self._starting: queue.SimpleQueue[Callable[[Core], None]] = queue.SimpleQueue()
-        self._sending = threading.Lock()
+        self._new_requests: queue.SimpleQueue[Callable[[Core], None]] = queue.SimpleQueue()
+        self._submit_lock = threading.Lock()
         self._waiting: dict[int, Waiter] = {}
         self._request_ids = itertools.count()
         self._last_step = time.monotonic()
@@ -125,9 +125,8 @@ class BatchedEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Generate a continuation; see `Engine.generate`.
 
-        Requests of tasks that start together, or that the same step has woken, enter the Core
-        together, however slow the machine is. The rows that share a step decide the last bits of
-        their numbers, and equal runs must give equal numbers.
+        Requests issued in the same event-loop tick are submitted as one job, so batches are the
+        same in every run. Batch composition affects the last bits of log-probs.
         """
         self._check_ready()
         request_id = next(self._request_ids)
@@ -150,14 +149,16 @@ class BatchedEngine:
             self._waiting.pop(request_id, None)
             core.abort(request_id)
 
-        self._starting.put(add)
+        self._new_requests.put(add)
         started_at = time.monotonic()
         try:
             # Let every task that was started or woken together with this one queue its request.
             await asyncio.sleep(0)
-            self._send_starting()
-            if self._death is not None:  # the thread may have ended without running these jobs
-                raise self._death
+            self._submit_new_requests()
+            if (
+                self._fatal_error is not None
+            ):  # the thread may have ended without running these jobs
+                raise self._fatal_error
             await self._wait(waiter, started_at)
             return waiter.result()
         finally:
@@ -169,7 +170,7 @@ class BatchedEngine:
         """Wait for an answer. Raises EngineError if the engine completes no step within the
         timeout.
 
-        Only silence of the engine counts: a long queue of requests is not an error.
+        Time out only if the engine completes no step; queueing time does not count.
         """
         done: set[Waiter] = set()
         while not done:
@@ -182,7 +183,7 @@ class BatchedEngine:
                 )
             done, _ = await asyncio.wait([waiter], timeout=self._timeout - silence)
 
-    def _send_starting(self) -> None:
+    def _submit_new_requests(self) -> None:
         """Send all queued requests to the engine's thread as one job."""
         additions: list[Callable[[Core], None]] = []
 
@@ -191,9 +192,9 @@ class BatchedEngine:
                 add(core)
 
         # With the lock, an empty queue means that another caller has already sent our request.
-        with self._sending:
-            while not self._starting.empty():
-                additions.append(self._starting.get())
+        with self._submit_lock:
+            while not self._new_requests.empty():
+                additions.append(self._new_requests.get())
             if additions:
                 self._jobs.put(add_all)
 
@@ -222,14 +223,18 @@ class BatchedEngine:
             )
         if "weights" in self._asleep:
             raise WeightSyncError('the engine sleeps; call wake("weights") before load_weights()')
-        self._refusal = f"the sync to weight version {version} did not complete; sync again"
+        self._not_ready_reason = (
+            f"the sync to weight version {version} did not complete; sync again"
+        )
         try:
             core.load(named)
             core.reset_caches()
             found = core.fingerprint()
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            self._refusal = f"the sync to weight version {version} failed ({cause}); sync again"
+            self._not_ready_reason = (
+                f"the sync to weight version {version} failed ({cause}); sync again"
+            )
             raise WeightSyncError(
                 f"sync to weight version {version} failed: {cause}. {self._keeps_version()}"
             ) from error
@@ -239,7 +244,7 @@ class BatchedEngine:
             stale = ""
             if found == before:
                 stale = ", the weights from before the sync: loading had no effect"
-            self._refusal = (
+            self._not_ready_reason = (
                 f"its weights after the sync to version {version} are not the trainer's; sync again"
             )
             raise WeightSyncError(
@@ -248,7 +253,7 @@ class BatchedEngine:
                 f"{self._keeps_version()}"
             )
         self.version = version
-        self._refusal = None
+        self._not_ready_reason = None
 
     def _keeps_version(self) -> str:
         return (
@@ -270,7 +275,7 @@ class BatchedEngine:
                 )
             self._asleep |= core.sleep()
             if "weights" in self._asleep:
-                self._refusal = "sleep() freed its weights; wake it and sync again"
+                self._not_ready_reason = "sleep() freed its weights; wake it and sync again"
 
         self._call(sleep)
 
@@ -293,9 +298,9 @@ class BatchedEngine:
         self._thread.join()
 
     def _check_ready(self) -> None:
-        if self._death is not None:
-            raise self._death
-        reason = self._refusal
+        if self._fatal_error is not None:
+            raise self._fatal_error
+        reason = self._not_ready_reason
         if reason is None and self._asleep:
             reason = f'it sleeps; call wake("{min(self._asleep)}") first'
         if reason is not None:
@@ -306,14 +311,14 @@ class BatchedEngine:
     def _call(self, job: Callable[[Core], Any]) -> Any:
         """Run `job` on the engine's thread between two steps; return its result or raise its
         exception."""
-        if self._death is not None:
-            raise self._death
+        if self._fatal_error is not None:
+            raise self._fatal_error
         future: Future[Any] = Future()
 
         def run(core: Core) -> None:
             try:
-                if self._death is not None:
-                    raise self._death
+                if self._fatal_error is not None:
+                    raise self._fatal_error
                 future.set_result(job(core))
             except Exception as error:
                 future.set_exception(error)
@@ -323,8 +328,8 @@ class BatchedEngine:
             try:
                 return future.result(timeout=_CALL_POLL_S)
             except TimeoutError:
-                if not future.done() and self._death is not None:
-                    raise self._death from None
+                if not future.done() and self._fatal_error is not None:
+                    raise self._fatal_error from None
 
     def _run(
         self, make_core: Callable[[], Core], started: "Future[PreTrainedTokenizerBase]"
@@ -342,15 +347,15 @@ class BatchedEngine:
                 if core.pending():
                     self._resolve(core.step())
                     self._last_step = time.monotonic()
-            self._death = EngineError("the engine was closed")
+            self._fatal_error = EngineError("the engine was closed")
         except BaseException as error:  # requests that wait must always receive an answer
-            self._death = EngineError(
+            self._fatal_error = EngineError(
                 f"the engine died in a generation step: {type(error).__name__}: {error}"
             )
-            self._death.__cause__ = error
+            self._fatal_error.__cause__ = error
         while not self._jobs.empty():
             self._jobs.get()(core)
-        _answer([(waiter, self._death) for waiter in self._waiting.values()])
+        _answer([(waiter, self._fatal_error) for waiter in self._waiting.values()])
         self._waiting.clear()
         core.close()
 
