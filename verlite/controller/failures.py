@@ -179,7 +179,11 @@ def reason_for_death(log: str, more_oom_kills: bool) -> tuple[str, str]:
     if more_oom_kills:
         explanation = "the kernel killed a process of its machine for lack of memory"
         return KINDS["MemoryError"], explanation
-    return "killed by SIGKILL or os._exit", "the process ended without a message"
+    return (
+        "killed by SIGKILL or os._exit",
+        "the process ended without a message. Often the kernel's out-of-memory killer ended it "
+        "(see `dmesg`): use smaller micro-batches, or fewer workers per machine",
+    )
 
 
 def worker_error(
