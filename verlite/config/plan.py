@@ -275,9 +275,9 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
 
     Args:
         config: the whole configuration.
-        device: "cuda" or "cpu" if the cluster's device kind is known. None: from trainer.device;
-        for auto, from this machine. count_rows: read the number of rows from the footers of the
-        parquet files.
+        device: "cuda" or "cpu" if the cluster's device kind is known. None: from trainer.device,
+            or from this machine if that is auto.
+        count_rows: read the number of rows from the footers of the parquet files.
     """
     device = device or resolve_device(config.trainer.device)
     where = _placement(config, device)

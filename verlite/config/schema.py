@@ -360,7 +360,8 @@ class ActorConfig:
     shuffle: bool = key(False, "Shuffle samples between mini-batches in each pass.")
     data_loader_seed: int = key(
         42,
-        "Seed of that shuffle, and of clip_cov's choice of tokens.",
+        "Seed of the shuffle of samples between mini-batches, and of the tokens that clip_cov "
+        "selects.",
         bound=">= 0",
         used_when="actor.shuffle or critic.shuffle is on, or the loss is clip_cov",
     )
@@ -425,12 +426,15 @@ class ActorConfig:
         "there the model without its adapters is the reference.",
     )
     kl_loss_coef: float = key(
-        0.001, "Weight of that KL.", bound=">= 0", used_when=".use_kl_loss=true"
+        0.001,
+        "Coefficient of the KL term that use_kl_loss adds to the loss.",
+        bound=">= 0",
+        used_when=".use_kl_loss=true",
     )
     kl_loss_type: str = key(
         "low_var_kl",
-        "Estimator of that KL: kl/k1, abs, mse/k2, low_var_kl/k3. A trailing + uses k2's gradient "
-        "with the estimator's value.",
+        "Estimator of the KL term in the loss: kl/k1, abs, mse/k2, low_var_kl/k3. A trailing + "
+        "uses k2's gradient with the estimator's value.",
         choices=catalog.KL_KINDS,
         used_when=".use_kl_loss=true",
     )
@@ -449,8 +453,8 @@ class ActorConfig:
         1,
         "Adjacent devices that share each micro-batch, each with an equal part of its tokens, for "
         "sequences whose activations are too large for one device. It must divide the devices and "
-        "the model's attention heads. Micro-batch sizes then apply to such a group: "
-        "use_dynamic_bsz allows ppo_max_token_len_per_gpu for each of its devices.",
+        "the model's attention heads. A micro-batch size is then per group; the token limit is "
+        "ppo_max_token_len_per_gpu x group size.",
         bound=">= 1",
     )
     state_masking: bool = key(
@@ -469,11 +473,12 @@ class RefConfig:
         used_when="reference passes count samples (log_prob_use_dynamic_bsz=false)",
     )
     log_prob_use_dynamic_bsz: Optional[bool] = key(
-        None, "Fill micro-batches by tokens. null: as actor.use_dynamic_bsz."
+        None,
+        "Fill the micro-batches of reference passes by tokens. null: as actor.use_dynamic_bsz.",
     )
     log_prob_max_token_len_per_gpu: Optional[int] = key(
         None,
-        "Tokens per micro-batch. null: as actor.ppo_max_token_len_per_gpu.",
+        "Tokens per micro-batch of reference passes. null: as actor.ppo_max_token_len_per_gpu.",
         bound=">= 1",
         used_when="reference passes fill micro-batches by tokens (log_prob_use_dynamic_bsz=true)",
     )
@@ -496,7 +501,11 @@ class ValKwargs:
     """Sampling during validation."""
 
     temperature: float = key(
-        0.0, "0: greedy.", bound=">= 0", used_when=".do_sample=true", note=NOT_GREEDY
+        0.0,
+        "Sampling temperature in validation. 0: greedy decoding.",
+        bound=">= 0",
+        used_when=".do_sample=true",
+        note=NOT_GREEDY,
     )
     top_p: float = key(
         1.0,
@@ -534,18 +543,19 @@ class RolloutConfig:
         1.0,
         "Sampling temperature in training. Log-probs are computed at the same temperature.",
         bound="> 0",
-        remedy="Training samples; greedy decoding is for validation: "
+        remedy="Training needs temperature > 0. For greedy validation set "
         "actor_rollout_ref.rollout.val_kwargs.",
     )
     top_p: float = key(
         1.0,
-        "Nucleus sampling in training. Below 1 the policy that is trained is not the one that "
-        "samples: a note says so.",
+        "Nucleus sampling in training: probability mass to sample from. Below 1 the sampling "
+        "distribution differs from the trained policy (a note says so).",
         bound="> 0 and <= 1",
     )
     top_k: int = key(
         -1,
-        "Number of most likely tokens to sample from in training. -1: all. Otherwise as for top_p.",
+        "Number of most likely tokens to sample from in training. -1: all. Otherwise the sampling "
+        "distribution differs from the trained policy (a note says so).",
         bound=">= 1 or -1",
     )
     seed: int = key(
@@ -621,11 +631,13 @@ class RolloutConfig:
         used_when="old log-prob passes count samples (log_prob_use_dynamic_bsz=false)",
     )
     log_prob_use_dynamic_bsz: Optional[bool] = key(
-        None, "Fill the micro-batches of these passes by tokens. null: as actor.use_dynamic_bsz."
+        None,
+        "Fill the micro-batches of old log-prob passes by tokens. null: as actor.use_dynamic_bsz.",
     )
     log_prob_max_token_len_per_gpu: Optional[int] = key(
         None,
-        "Tokens per micro-batch of these passes. null: as actor.ppo_max_token_len_per_gpu.",
+        "Tokens per micro-batch when old log-probs are computed. "
+        "null: as actor.ppo_max_token_len_per_gpu.",
         bound=">= 1",
         used_when="old log-prob passes fill batches by tokens (log_prob_use_dynamic_bsz=true)",
     )
@@ -721,7 +733,12 @@ class CriticConfig:
         choices=catalog.AGGREGATION_MODES,
     )
     grad_clip: float = key(1.0, "Largest gradient norm.", bound="> 0")
-    max_nonfinite_updates: int = key(3, "As the actor's.", bound=">= 1")
+    max_nonfinite_updates: int = key(
+        3,
+        "Stop the run after this many consecutive critic updates were skipped because the loss or "
+        "the gradient was not finite.",
+        bound=">= 1",
+    )
     ulysses_sequence_parallel_size: int = key(
         1,
         "Devices that share each micro-batch of the critic. It does not depend on the actor's.",
@@ -740,7 +757,7 @@ class KLCtrlConfig:
     )
     kl_coef: float = key(
         0.001,
-        "The weight. adaptive starts from it.",
+        "Coefficient of the KL penalty in the reward. With type=adaptive: its first value.",
         bound=">= 0",
     )
     horizon: int = key(
@@ -765,9 +782,10 @@ class FilterGroupsConfig:
     )
     metric: Optional[str] = key(
         None,
-        "What must differ: score (of the reward function), seq_reward (the score after "
-        "normalization, clipping and length penalty), or a number that the reward function "
-        "returns beside the score, such as acc (the score if it returns none). null: score.",
+        "What must differ between the samples of a prompt: score (of the reward function), "
+        "seq_reward (the score after normalization, clipping and length penalty), or a number that "
+        "the reward function returns beside the score, such as acc (the score if it returns none). "
+        "null: score.",
     )
     max_num_gen_batches: int = key(
         0,
@@ -800,24 +818,24 @@ class RolloutCorrectionConfig:
     )
     rollout_is_threshold: Threshold = key(
         2.0,
-        "Weights are truncated to at most this number (TIS). With low_high (0.5_5.0), weights "
-        "outside the band become 0 (IcePop).",
+        "rollout_is weights are truncated to at most this number (TIS). With low_high (0.5_5.0), "
+        "weights outside the band become 0 (IcePop).",
         used_when=("the loss has rollout_is weights", "the loss is not bypass mode's ppo_clip"),
     )
     rollout_is_batch_normalize: bool = key(
         False,
-        "Divide the weights by their mean over the batch.",
+        "Divide the rollout_is weights by their mean over the batch.",
         used_when=("the loss has rollout_is weights", "the loss is not bypass mode's ppo_clip"),
     )
     rollout_rs: Names = key(
         None,
-        "Leave out of the loss what differs too much: token_k1, token_k2, token_k3 reject tokens; "
-        "seq_sum_*, seq_mean_*, seq_max_* reject responses.",
+        "Mask tokens or responses whose trainer/rollout ratio is out of bounds: token_k1, "
+        "token_k2, token_k3 reject tokens; seq_sum_*, seq_mean_*, seq_max_* reject responses.",
     )
     rollout_rs_threshold: Thresholds = key(
         None,
-        "One for each entry of rollout_rs, or one for all. k1: bounds low_high of the ratio; k2, "
-        "k3: an upper bound.",
+        "One threshold for each entry of rollout_rs, or one for all. k1: bounds low_high of the "
+        "ratio; k2, k3: an upper bound.",
         used_when="rollout_rs rejects tokens or responses",
     )
     bypass_mode: bool = key(
@@ -863,13 +881,13 @@ class AlgorithmConfig:
     )
     kl_penalty: str = key(
         "kl",
-        "Estimator of that KL: kl/k1, abs, mse/k2, low_var_kl/k3.",
+        "Estimator of the KL penalty in the reward: kl/k1, abs, mse/k2, low_var_kl/k3.",
         choices=catalog.KL_KINDS,
         used_when="algorithm.use_kl_in_reward=true",
     )
     kl_ctrl: KLCtrlConfig = section(
         KLCtrlConfig,
-        "Weight of that KL.",
+        "Coefficient of the KL penalty in the reward.",
         used_when="algorithm.use_kl_in_reward=true",
         note="older verl and Search-R1 always subtract this penalty; the KL in the loss has its "
         "own coefficient, actor.kl_loss_coef",
@@ -905,33 +923,34 @@ class CustomRewardConfig:
     )
     name: str = key(
         "compute_score",
-        "The function: (data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> "
-        "float "
-        'or dict with "score". It may be async.',
+        "Name of the reward function: (data_source, solution_str, ground_truth, extra_info, "
+        '**reward_kwargs) -> float or dict with "score". It may be async.',
         used_when="custom_reward_function.path!=null",
     )
     reward_kwargs: dict[str, Any] = key(
         {},
-        "Extra keyword arguments of the function. Without path they go to the built-in function, "
-        "such as method=flexible for GSM8K.",
+        "Extra keyword arguments of the reward function. Without path they go to the built-in "
+        "function, such as method=flexible for GSM8K.",
     )
 
 
 @dataclass
 class OverlongBufferConfig:
-    """A penalty for responses close to data.max_response_length (DAPO, arXiv:2503.14476, eq.
+    """A penalty for responses close to data.max_response_length.
 
-    13).
+    It is equation 13 of DAPO (arXiv:2503.14476).
     """
 
-    enable: bool = key(False, "Add the penalty to the scores of training samples.")
+    enable: bool = key(False, "Add the length penalty to the scores of training samples.")
     len: Optional[int] = key(
         None,
         "Tokens before data.max_response_length over which the penalty grows from 0 to its full "
         "size. null: a fifth of data.max_response_length.",
         bound=">= 1",
     )
-    penalty_factor: float = key(1.0, "Its size at data.max_response_length.", bound="> 0")
+    penalty_factor: float = key(
+        1.0, "Size of the length penalty at data.max_response_length.", bound="> 0"
+    )
 
 
 @dataclass
@@ -944,12 +963,14 @@ class RewardConfig:
 
     mean: float = key(
         0.0,
-        "Subtracted from each training score: a constant, such as the mean on reference answers.",
+        "Constant that is subtracted from each training score, such as the mean on reference "
+        "answers.",
         bound="finite",
     )
     std: float = key(
         1.0,
-        "Divisor after that, another constant (OpenRLHF's normalize_reward).",
+        "Constant that divides each training score after reward.mean is subtracted (OpenRLHF's "
+        "normalize_reward).",
         bound="> 0",
     )
     clip_range: Optional[list[float]] = key(
@@ -978,7 +999,8 @@ class RewardConfig:
     )
     timeout_s: float = key(
         300.0,
-        "Longest wait for the rewards of a step after its last sample. Later ones count as failed.",
+        "Longest wait for the rewards of a step after its last sample. Later rewards count as "
+        "failed.",
         bound="> 0",
     )
     item_timeout_s: float = key(
@@ -1003,8 +1025,8 @@ class TrainerConfig:
     device: str = key("auto", "auto: a GPU if there is one.", choices=("auto", "cuda", "cpu"))
     total_epochs: int = key(
         30,
-        "Passes over the training data. With algorithm.filter_groups: as many steps as that would "
-        "be; they draw more prompts than they train on.",
+        "Passes over the training data. With algorithm.filter_groups: the same number of steps as "
+        "without filtering; more prompts are drawn.",
         bound=">= 1",
         used_when="trainer.total_training_steps=null",
     )
