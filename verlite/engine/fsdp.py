@@ -149,7 +149,7 @@ class TrainEngine:
             {"values"}, or {"log_probs"} plus the requested "entropy" and "sum_pi_squared". Each is
             [b, R] float32 on the CPU, in the order of the rows, and 0 where response_mask is 0.
         """
-        own = _tensors(batch)
+        own = batch.batch
         rows, own_rows = self._gather_rows(own)
         self.model.eval()
         parts = micro.split(rows)
@@ -219,7 +219,7 @@ class TrainEngine:
                 "this engine was built without an optimizer; it can only run forward passes"
             )
         self.model.train()
-        own = _tensors(batch)
+        own = batch.batch
         mask = own["response_mask"]
         rows, _ = self._gather_rows(own)
         parts = micro.split(rows)

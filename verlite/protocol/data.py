@@ -23,9 +23,9 @@ Rows = slice | Sequence[int] | np.ndarray | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class DataProto:
-    """A batch of rows.
+    """A batch of rows. Build one with `from_dict`.
 
-    batch: Tensors whose first dimension counts rows. None without tensor columns.
+    batch: Tensors whose first dimension counts rows. Empty without tensor columns.
     non_tensor_batch: Object arrays of shape [rows].
     meta_info: Values of the whole batch. Selecting rows does not change them.
 
@@ -33,12 +33,12 @@ class DataProto:
         ValueError: The columns have different numbers of rows.
     """
 
-    batch: TensorDict = None  # type: ignore[assignment]  # most code knows that it is not None
+    batch: TensorDict = field(default_factory=lambda: TensorDict({}, batch_size=[0]))
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.batch is not None and self.batch.batch_dims != 1:
+        if self.batch.batch_dims != 1:
             raise ValueError(
                 "DataProto.batch must have one batch dimension, got "
                 f"batch_size={list(self.batch.batch_size)}"
@@ -55,7 +55,7 @@ class DataProto:
                     f"non_tensor_batch[{name!r}] has shape {column.shape}, but the batch has "
                     f"{rows} rows"
                 )
-            if self.batch is not None and name in self.batch.keys():
+            if name in self.batch.keys():
                 raise ValueError(f"column {name!r} is both in batch and in non_tensor_batch")
 
     # ---- construction
@@ -68,23 +68,18 @@ class DataProto:
     ) -> "DataProto":
         """Build a batch. non_tensors are lists or arrays with one entry per row."""
         objects = {name: object_array(values) for name, values in (non_tensors or {}).items()}
-        return DataProto(_tensordict(dict(tensors or {})), objects, dict(meta_info or {}))
+        return _build(dict(tensors or {}), objects, dict(meta_info or {}))
 
     def with_batch(self, **tensors: torch.Tensor) -> "DataProto":
         """Add or replace tensor columns."""
-        return replace(
-            self, batch=_tensordict({**self.tensors(), **tensors}, rows=self._rows_or_none())
-        )
+        both = {**self.tensors(), **tensors}
+        return _build(both, self.non_tensor_batch, self.meta_info, self._rows_or_none())
 
     def with_non_tensor(self, **columns: Any) -> "DataProto":
         """Add or replace object columns."""
-        return replace(
-            self,
-            non_tensor_batch={
-                **self.non_tensor_batch,
-                **{name: object_array(v) for name, v in columns.items()},
-            },
-        )
+        new = {name: object_array(values) for name, values in columns.items()}
+        both = {**self.non_tensor_batch, **new}
+        return _build(self.tensors(), both, self.meta_info, self._rows_or_none())
 
     def with_meta(self, **values: Any) -> "DataProto":
         """Add or replace entries of meta_info."""
@@ -93,7 +88,7 @@ class DataProto:
     # ---- size and rows
 
     def __len__(self) -> int:
-        return self._rows_or_none() or 0
+        return int(self.batch.batch_size[0])
 
     @property
     def nbytes(self) -> int:
@@ -104,15 +99,13 @@ class DataProto:
         return tensors + sum(value.nbytes for value in values if isinstance(value, np.ndarray))
 
     def _rows_or_none(self) -> int | None:
-        """Return the number of rows, None without columns: then a column of any length fits."""
-        if self.batch is not None:
-            return self.batch.batch_size[0]
-        return next((len(column) for column in self.non_tensor_batch.values()), None)
+        """Return the number of rows, None without rows and columns: then any column fits."""
+        if len(self) or self.tensors() or self.non_tensor_batch:
+            return len(self)
+        return None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensor columns by name."""
-        if self.batch is None:
-            return {}
         return {str(k): v for k, v in self.batch.items() if isinstance(v, torch.Tensor)}
 
     def __getitem__(self, rows: Rows) -> "DataProto":
@@ -135,12 +128,8 @@ class DataProto:
         return self._with_rows(tensors, index.numpy(), len(index))
 
     def _with_rows(self, tensors: dict[str, torch.Tensor], rows: Any, count: int) -> "DataProto":
-        batch = None if self.batch is None else _tensordict(tensors, count)
-        return replace(
-            self,
-            batch=batch,
-            non_tensor_batch={name: column[rows] for name, column in self.non_tensor_batch.items()},
-        )
+        objects = {name: column[rows] for name, column in self.non_tensor_batch.items()}
+        return _build(tensors, objects, self.meta_info, count)
 
     def repeat(self, k: int, interleave: bool = True) -> "DataProto":
         """Return each row k times: aabb with interleave, otherwise abab."""
@@ -167,12 +156,9 @@ class DataProto:
         _require_same_columns(objects)
         for name in tensors[0]:
             _require_same_rows(name, [part[name] for part in tensors])
-        batch: Any = None
-        if full[0].batch is not None:
-            joined = {name: torch.cat([part[name] for part in tensors]) for name in tensors[0]}
-            batch = _tensordict(joined)
+        joined = {name: torch.cat([part[name] for part in tensors]) for name in tensors[0]}
         columns = {name: np.concatenate([part[name] for part in objects]) for name in objects[0]}
-        return DataProto(batch, columns, meta)
+        return _build(joined, columns, meta, sum(len(part) for part in full))
 
     # ---- columns
 
@@ -188,14 +174,9 @@ class DataProto:
             KeyError: A name does not exist.
         """
         tensors = _pick(self.tensors(), batch_keys, "batch")
-        batch: Any = None
-        if self.batch is not None:
-            batch = _tensordict(tensors, len(self))
-        return DataProto(
-            batch,
-            _pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
-            _pick(self.meta_info, meta_info_keys, "meta_info"),
-        )
+        objects = _pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch")
+        meta = _pick(self.meta_info, meta_info_keys, "meta_info")
+        return _build(tensors, objects, meta, len(self))
 
     def pop(
         self,
@@ -221,10 +202,11 @@ class DataProto:
         rows = {self._rows_or_none(), other._rows_or_none()} - {None}
         if len(rows) > 1:
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
-        return DataProto(
-            _tensordict(_merged("batch", self.tensors(), other.tensors())),
+        return _build(
+            _merged("batch", self.tensors(), other.tensors()),
             _merged("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch),
             _merged("meta_info", self.meta_info, other.meta_info),
+            max(len(self), len(other)),
         )
 
     # ---- between processes and on disk
@@ -236,7 +218,7 @@ class DataProto:
         and sends the whole storage behind a view of a few rows.
         """
         return {
-            "rows": None if self.batch is None else len(self),
+            "rows": len(self),
             "tensors": {name: _to_numpy(tensor) for name, tensor in self.tensors().items()},
             "non_tensor_batch": self.non_tensor_batch,
             "meta_info": self.meta_info,
@@ -246,9 +228,7 @@ class DataProto:
         tensors = {
             name: _from_numpy(array, dtype) for name, (array, dtype) in state["tensors"].items()
         }
-        object.__setattr__(
-            self, "batch", None if state["rows"] is None else _tensordict(tensors, state["rows"])
-        )
+        object.__setattr__(self, "batch", _tensordict(tensors, state["rows"]))
         object.__setattr__(self, "non_tensor_batch", state["non_tensor_batch"])
         object.__setattr__(self, "meta_info", state["meta_info"])
 
@@ -263,7 +243,7 @@ class DataProto:
             name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()
         }
         rest = {
-            "rows": None if self.batch is None else len(self),
+            "rows": len(self),
             "non_tensor_batch": {
                 name: column.tolist() for name, column in self.non_tensor_batch.items()
             },
@@ -283,10 +263,7 @@ class DataProto:
         rest = json.loads((path / "rest.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "tensors.safetensors")
         objects = {name: object_array(values) for name, values in rest["non_tensor_batch"].items()}
-        batch: Any = None
-        if rest["rows"] is not None:
-            batch = _tensordict(tensors, rest["rows"])
-        return DataProto(batch, objects, rest["meta_info"])
+        return _build(tensors, objects, rest["meta_info"], rest["rows"])
 
 
 def near_equal_bounds(rows: int, n: int) -> list[tuple[int, int]]:
@@ -314,23 +291,31 @@ def object_array(values: Any) -> np.ndarray:
     return out
 
 
-def _tensordict(tensors: dict[str, torch.Tensor], rows: int | None = None) -> Any:
-    """Return tensors as a TensorDict, None without tensors and rows.
+def _build(
+    tensors: Mapping[str, torch.Tensor],
+    objects: dict[str, np.ndarray],
+    meta_info: dict[str, Any],
+    rows: int | None = None,
+) -> DataProto:
+    """Return a DataProto. rows: None takes the length of the first column, 0 without columns."""
+    if rows is None:
+        columns = [*tensors.values(), *objects.values()]
+        rows = next((column.shape[0] for column in columns if column.ndim), 0)
+    return DataProto(_tensordict(tensors, rows), objects, meta_info)
 
-    rows: number of rows; None takes that of the first tensor.
-    """
+
+def _tensordict(tensors: Mapping[str, torch.Tensor], rows: int) -> TensorDict:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             raise ValueError(
                 f"batch[{name!r}] must be a tensor whose first dimension counts rows, got "
                 f"{type(tensor).__name__}"
             )
-        rows = tensor.shape[0] if rows is None else rows
         if tensor.shape[0] != rows:
             raise ValueError(
                 f"batch[{name!r}] has {tensor.shape[0]} rows, but the batch has {rows}"
             )
-    return None if rows is None else TensorDict(tensors, batch_size=[rows])
+    return TensorDict(dict(tensors), batch_size=[rows])
 
 
 def _row_numbers(rows: Rows, count: int) -> torch.Tensor:

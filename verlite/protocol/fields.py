@@ -226,8 +226,7 @@ def check_stage(stage: str, before: DataProto, after: DataProto) -> DataProto:
 
 def columns(data: DataProto) -> set[str]:
     """Return the names of all columns."""
-    tensors = set() if data.batch is None else {str(name) for name in data.batch.keys()}
-    return tensors | set(data.non_tensor_batch)
+    return {*data.tensors(), *data.non_tensor_batch}
 
 
 def _unknown(name: str) -> str:

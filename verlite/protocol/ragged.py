@@ -101,9 +101,9 @@ def padded(batch: DataProto, columns: Mapping[str, Tensor] | None = None) -> Dat
         columns = pad_columns(batch)
     tensors = dict(columns)
     numbers = batch.tensors()
-    for name, count in MASK_COUNTS.items():
-        if name in tensors:
-            _check_count(tensors[name], numbers[count], name, count)
+    for mask_name, count_name in MASK_COUNTS.items():
+        if mask_name in tensors:
+            _check_count(tensors[mask_name], numbers[count_name], mask_name, count_name)
     if RESPONSE in tensors:
         prompts = tensors.pop(PROMPT)
         responses = tensors.pop(RESPONSE)
@@ -115,7 +115,7 @@ def padded(batch: DataProto, columns: Mapping[str, Tensor] | None = None) -> Dat
     objects = {
         name: column for name, column in batch.non_tensor_batch.items() if not is_token_column(name)
     }
-    return DataProto.from_dict({}, objects, batch.meta_info).with_batch(**numbers, **tensors)
+    return DataProto.from_dict(numbers | tensors, objects, batch.meta_info)
 
 
 def _model_inputs(
@@ -151,7 +151,8 @@ def _check_count(mask: Tensor, count: Tensor, mask_name: str, count_name: str) -
 
 
 def _longest(batch: DataProto, lengths: str) -> int:
-    return max([1, *batch.batch[lengths].tolist()])
+    longest: int = max([1, *batch.batch[lengths].tolist()])
+    return longest
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -148,7 +148,6 @@ def validation_loss(engine: TrainEngine, examples: list[Example], micro: MicroBa
     batch = build_batch(examples)
     log_probs = engine.forward(batch, micro)["log_probs"]
     loss_sum = -log_probs.double().sum()
-    assert batch.batch is not None
     token_count = batch.batch["response_mask"].sum().double()
     sums = torch.stack([loss_sum, token_count]).to(engine.device)
     dist.all_reduce(sums)

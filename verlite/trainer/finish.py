@@ -58,7 +58,6 @@ def add_metrics(run: Run, batch: DataProto) -> None:
     run.metrics["training/weight_version"] = run.version
     run.stopwatch.end_step()
     tokens = run.metrics["perf/total_num_tokens"]
-    assert batch.batch is not None
     response_tokens = float(batch.batch["trained_tokens"].sum())
     run.metrics.update(speed_metrics(run.stopwatch, tokens, response_tokens, run.plan.n_devices))
 

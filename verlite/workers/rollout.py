@@ -123,7 +123,7 @@ class RolloutWorker(Worker):
         if not self.plan.max_turns:
             return DecodedResponse(sampled)
         ids = iter(trajectory.response_ids)
-        transcript = [
+        transcript: list[tuple[str, str]] = [
             (author, text(list(itertools.islice(ids, count))))
             for author, count in trajectory.segments
         ]

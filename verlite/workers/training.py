@@ -61,9 +61,7 @@ class TrainingWorker(Worker):
             Means over the steps that have a metric, equal on every rank. The engine's own metrics
             (grad_norm, lr, ...) are prefixed with the role's name.
         """
-        assert batch.batch is not None
         rows = batch.with_batch(response_mask=batch.batch["loss_mask"])
-        assert rows.batch is not None
         index = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
         numbers = rows.batch[index]
         temperature = self.config.actor_rollout_ref.rollout.temperature
