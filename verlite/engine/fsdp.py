@@ -515,9 +515,3 @@ class TrainEngine:
 def _combine(name: str, a: Tensor, b: Tensor) -> Tensor:
     """Combine a metric of two micro-batches; see LossFn."""
     return torch.maximum(a, b) if name.endswith("_max") else a + b
-
-
-def _tensors(batch: DataProto) -> TensorDict:
-    if batch.batch is None:
-        raise ValueError("the batch has no tensors")
-    return batch.batch

@@ -299,7 +299,7 @@ def _build(
 ) -> DataProto:
     """Return a DataProto. rows: None takes the length of the first column, 0 without columns."""
     if rows is None:
-        columns = [*tensors.values(), *objects.values()]
+        columns: list[Any] = [*tensors.values(), *objects.values()]
         rows = next((column.shape[0] for column in columns if column.ndim), 0)
     return DataProto(_tensordict(tensors, rows), objects, meta_info)
 
