@@ -75,8 +75,8 @@ class HFCore:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
         )
-        self.model = _build_model(model, options.dtype, options.pretrained)
-        self.model.to(options.device)  # type: ignore[arg-type]  # its decorator hides `self`
+        built = _build_model(model, options.dtype, options.pretrained)
+        self.model = built.to(options.device)  # type: ignore[arg-type]  # its wrapper hides self
         self.dtype = options.dtype
         self.device = options.device
         self.max_num_seqs = options.rollout.max_num_seqs
