@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from tests.config.conftest import write_prompts
-from tests.trainer.test_batch import a_step
-from tests.trainer.test_stages import a_run
+from tests.trainer.test_batch import generated_batch
+from tests.trainer.test_stages import fake_run
 from verlite.config import ConfigError, catalog, conditions, keys, make_plan
 from verlite.config.plan import installed
 from verlite.config.problems import display, is_secret, nearest
@@ -878,7 +878,7 @@ def test_settings_that_only_look_wrong(material, settings):
 def test_the_loop_gives_each_estimator_that_is_offered_what_it_needs(material, name):
     loaded = material.load(f"algorithm.adv_estimator={name}", f"{ROLLOUT}n=2")
     made = make_plan(loaded.config)
-    given = a_step(
+    given = generated_batch(
         [[5]] * 4, ["a", "a", "b", "b"], [([6, 7, 8], [1] * 3, [-0.5] * 3, "done")] * 4
     ).with_batch(scores=torch.rand(4))
     measured = {
@@ -891,7 +891,7 @@ def test_the_loop_gives_each_estimator_that_is_offered_what_it_needs(material, n
     )
     if made.needs_greedy_baseline:
         given = given.with_batch(reward_baselines=torch.rand(4))
-    run = a_run(config=loaded.config, plan=made)
+    run = fake_run(config=loaded.config, plan=made)
     batch = advantage.advantages(run, advantage.loss_mask(run, given))
     result = fetch_padded(batch, "loss_mask", "advantages")["advantages"]
     assert result.shape == (4, 3) and result.isfinite().all() and result.any()

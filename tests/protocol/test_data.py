@@ -23,7 +23,7 @@ def batch(rows: int = 5, **meta: object) -> DataProto:
 
 
 def rows_of(data: DataProto) -> list[int]:
-    """Which original rows these are, checked to be the same in tensors and objects."""
+    """Return the original row numbers. They must be the same in tensors and objects."""
     numbers = [int(first) // 3 for first in data.batch["ids"][:, 0]]
     assert [f"u{n}" for n in numbers] == data.non_tensor_batch["uid"].tolist()
     assert [float(n) for n in numbers] == data.batch["score"].tolist()
@@ -59,7 +59,7 @@ def test_wrong_row_numbers_are_errors(rows):
         batch()[rows]
 
 
-def test_nothing_is_edited_in_place():
+def test_operations_do_not_modify_the_batch():
     data = batch(step=1)
     before = pickle.dumps(data)
     data.with_batch(new=torch.zeros(5))
@@ -72,7 +72,7 @@ def test_nothing_is_edited_in_place():
     assert pickle.dumps(data) == before
 
 
-def test_repeats():
+def test_repeat_interleaves_or_tiles_rows():
     assert rows_of(batch(3).repeat(2)) == [0, 0, 1, 1, 2, 2]
     assert rows_of(batch(3).repeat(2, interleave=False)) == [0, 1, 2, 0, 1, 2]
 

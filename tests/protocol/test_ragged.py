@@ -1,4 +1,4 @@
-"""From ragged columns to padded tensors and back."""
+"""Convert ragged columns to padded tensors and back."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from verlite.protocol.ragged import clear_rows, pad, padded, ragged
 
 
 def thin(rows, **more) -> DataProto:
-    """rows: (prompt ids, response ids, mask, log-probs)."""
+    """Return a batch of rows (prompt ids, response ids, mask, log-probs)."""
     return DataProto.from_dict(
         {
             "prompt_length": torch.tensor([len(row[0]) for row in rows]),
@@ -30,7 +30,7 @@ def thin(rows, **more) -> DataProto:
 ROWS = [([5, 6], [10, 0, 11], [1, 0, 1], [-0.5, 0.0, -1.5]), ([7, 8, 9], [12], [1], [-2.0])]
 
 
-def test_padded_rows_by_hand():
+def test_padded_rows_equal_hand_computed_values():
     batch = padded(thin(ROWS))
     t = batch.batch
     assert t["prompts"].tolist() == [[0, 5, 6], [7, 8, 9]]
@@ -58,7 +58,7 @@ def test_a_cleared_row_has_no_mask_and_shares_the_others():
 
 
 def with_loss_mask(batch) -> DataProto:
-    """The last token of the first row is not trained."""
+    """Return a batch where the last token of the first row is not trained."""
     batch = batch.with_non_tensor(loss_mask=[np.array([1, 0, 0]), np.array([1])])
     return batch.with_batch(trained_tokens=torch.tensor([1, 1]))
 
@@ -120,6 +120,6 @@ def test_ragged_inverts_padding():
     assert all(row.base is None for row in rows), "a view would keep and send the padding"
 
 
-def test_pad_sides():
+def test_padding_is_on_the_requested_side():
     assert pad([[1, 2], [3]], 3, torch.int64, "left").tolist() == [[0, 1, 2], [0, 0, 3]]
     assert pad([[1.5], []], 2, torch.float32).tolist() == [[1.5, 0.0], [0.0, 0.0]]

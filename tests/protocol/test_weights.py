@@ -19,7 +19,7 @@ from verlite.protocol.weights import (
 
 
 def naive_fingerprint(tensor: torch.Tensor) -> int:
-    """The same hash with Python integers, element by element."""
+    """Compute the hash with Python integers, element by element."""
     total = 0
     for pattern in (
         tensor.reshape(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).tolist()
@@ -39,14 +39,14 @@ def naive_fingerprint(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_equals_the_formula_computed_with_python_integers(dtype):
+def test_fingerprint_equals_its_formula_in_python_integers(dtype):
     torch.manual_seed(0)
     tensor = torch.randn(7, 129).to(dtype)
     tensor[2, 5], tensor[3, 3], tensor[4, 4] = -0.0, 0.0, 1e-30
     assert tensor_fingerprint(tensor) == naive_fingerprint(tensor)
 
 
-def test_does_not_see_order_fusion_sharding_layout_or_zero_padding():
+def test_fingerprint_ignores_order_fusion_sharding_layout_and_zero_padding():
     torch.manual_seed(1)
     q, k, v = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4, 16)
     whole = fingerprint([("q", q), ("k", k), ("v", v)])
@@ -61,7 +61,7 @@ def test_does_not_see_order_fusion_sharding_layout_or_zero_padding():
     assert 0 <= whole < MODULUS
 
 
-def test_does_not_depend_on_the_chunks():
+def test_fingerprint_does_not_depend_on_chunks():
     torch.manual_seed(2)
     long = torch.randn(300_001)
     assert tensor_fingerprint(long) == combine(
@@ -70,7 +70,7 @@ def test_does_not_depend_on_the_chunks():
     assert tensor_fingerprint(torch.empty(0, 4)) == 0
 
 
-def test_sees_one_unit_in_the_last_place_of_one_element():
+def test_fingerprint_detects_one_unit_in_the_last_place():
     torch.manual_seed(3)
     before = torch.randn(1000)
     seen = {tensor_fingerprint(before)}
@@ -81,7 +81,7 @@ def test_sees_one_unit_in_the_last_place_of_one_element():
     assert len(seen) == 1 + len(range(0, 1000, 7))
 
 
-def test_sees_changes_whose_bits_cancel():
+def test_fingerprint_detects_changes_whose_bits_cancel():
     """A plain sum of the bits, or of a linear hash of them, would miss this."""
     before = torch.full((64,), 1.5)
     after = before.clone()
@@ -91,7 +91,7 @@ def test_sees_changes_whose_bits_cancel():
     assert tensor_fingerprint(before) != tensor_fingerprint(after)
 
 
-def test_sees_a_relative_move_of_a_millionth():
+def test_fingerprint_detects_a_relative_change_of_one_millionth():
     torch.manual_seed(4)
     before = torch.randn(4096)
     assert tensor_fingerprint(before) != tensor_fingerprint(before * (1 + 1e-6))
@@ -161,7 +161,9 @@ def test_a_failure_while_writing_leaves_no_files():
         raise ZeroDivisionError
 
     before = sorted(os.listdir("/proc/self/fd"))
-    with pytest.raises(ZeroDivisionError) as caught:  # its traceback would keep what was forgotten
+    with pytest.raises(
+        ZeroDivisionError
+    ) as caught:  # the traceback would keep unreleased mappings alive
         write_buckets(broken(), 1)
     assert caught.value and sorted(os.listdir("/proc/self/fd")) == before
 

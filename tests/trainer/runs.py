@@ -34,7 +34,7 @@ def write_sums(path: Path, rows: int, start: int = 0) -> str:
 
 
 def write_reward(path: Path, body: str) -> str:
-    """Write a file with a reward function of this body. Return its path."""
+    """Write a file with a reward function that has this body. Return its path."""
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
     path.write_text(f"{signature}\n    {body}\n")
     return str(path)
@@ -83,7 +83,7 @@ class Launch:
             time.sleep(0.05)
 
     def processes(self) -> list[psutil.Process]:
-        """All live processes of this launch. An environment variable identifies them."""
+        """Return all live processes of this launch. An environment variable identifies them."""
         found = []
         for process in psutil.process_iter():
             try:

@@ -14,9 +14,9 @@ import torch
 from tensordict import TensorDict
 
 from tests.models import tiny_tokenizer
-from tests.trainer.test_batch import a_step, answers, asked
-from tests.trainer.test_stages import a_run, dense, validated
-from tests.workers.test_objectives import Numbers, config
+from tests.trainer.test_batch import generated_batch, make_requests, rollout_output
+from tests.trainer.test_stages import dense, fake_run, validation_run
+from tests.workers.test_objectives import ObjectivePlan, config
 from verlite.algorithms.kl import FixedKLController
 from verlite.config.catalog import ESTIMATORS
 from verlite.engine.fsdp import Counts
@@ -38,15 +38,16 @@ from verlite.trainer.validate import validate
 from verlite.workers.actor import policy_objective
 from verlite.workers.critic import value_objective
 
-ANSWER, INVALID = {"action": "answer"}, {"action": "invalid"}
+ANSWER = {"action": "answer"}
+INVALID = {"action": "invalid"}
 
 
 def search(**info):
     return {"action": "search", "query": "q", **info}
 
 
-# source, status, error, segments, infos, invalid turns, truncated observations, engine seconds,
-# tool seconds, parts of the reward
+# Columns: source, status, error, segments, infos, invalid turns, truncated observations, engine
+# seconds, tool seconds, parts of the reward.
 ROWS = [
     (
         "nq",
@@ -100,8 +101,8 @@ ROWS = [
 ]
 
 
-def stepped(rows=ROWS) -> DataProto:
-    """A step's batch of these rows, prompts of one token."""
+def batch_of(rows=ROWS) -> DataProto:
+    """Return a step's batch of rows with the columns of ROWS."""
     lengths = torch.tensor([sum(n for _, n in row[3]) for row in rows])
     masks = [
         [int(who == "model" and row[1] != "error") for who, n in row[3] for _ in range(n)]
@@ -128,22 +129,22 @@ def stepped(rows=ROWS) -> DataProto:
     )
 
 
-def test_metrics_by_hand():
-    assert agent_metrics(stepped()) == pytest.approx(
+def test_agent_metrics_equal_hand_computed_values():
+    assert agent_metrics(batch_of()) == pytest.approx(
         {
             "env/status/done": 0.4,
             "env/status/max_turns": 0.2,
             "env/status/length": 0.2,
             "env/status/error": 0.2,
-            "env/tool_error_rate": 0.4,  # one ended its sample, one was shown to the model
+            "env/tool_error_rate": 0.4,  # one ended its sample, the model received the other
             "rollout/slowest/gen_s": 0.5,
             "rollout/slowest/tool_s": 9.0,
             "rollout/slowest/tokens": 6.0,
-            # From here on without the third row. Turns 2, 2, 1, 2:
+            # The metrics below leave out the third row. The others have 2, 2, 1 and 2 turns.
             "env/number_of_actions/mean": 7 / 4,
             "env/number_of_actions/max": 2.0,
             "env/number_of_actions/min": 1.0,
-            "env/number_of_valid_action": 5 / 4,  # 2, 1, 0 (cut off) and 2
+            "env/number_of_valid_action": 5 / 4,  # 2, 1, 0 (truncated) and 2
             "env/ratio_of_valid_action": 2.5 / 4,
             "env/number_of_valid_search": 2 / 4,
             "env/finish_ratio": 2 / 4,
@@ -171,9 +172,9 @@ def test_metrics_by_hand():
 
 
 def test_metrics_by_source_need_several_sources_and_ignore_failed_samples():
-    alone = agent_metrics(stepped([ROWS[0], ROWS[3]]))
+    alone = agent_metrics(batch_of([ROWS[0], ROWS[3]]))
     assert not any(key.endswith(("/nq", "/hotpotqa")) for key in alone)
-    more = agent_metrics(stepped([ROWS[0], ROWS[2], ROWS[3]]))
+    more = agent_metrics(batch_of([ROWS[0], ROWS[2], ROWS[3]]))
     changed = {key for key in alone if alone[key] != more[key]}
     assert all(
         key.startswith(("env/status/", "env/tool_error_rate", "rollout/slowest/"))
@@ -182,7 +183,7 @@ def test_metrics_by_source_need_several_sources_and_ignore_failed_samples():
 
 
 def test_failed_samples_alone_give_only_failure_metrics():
-    metrics = agent_metrics(stepped([ROWS[2]]))
+    metrics = agent_metrics(batch_of([ROWS[2]]))
     assert metrics["env/status/error"] == 1 == metrics["env/tool_error_rate"]
     assert not [
         key
@@ -192,19 +193,19 @@ def test_failed_samples_alone_give_only_failure_metrics():
 
 
 def test_single_turn_runs_have_no_agent_metrics():
-    batch = stepped()
+    batch = batch_of()
     del batch.non_tensor_batch["segments"]
     assert agent_metrics(batch) == {}
 
 
 def test_failures_other_than_tools_are_not_an_outage():
     rows = [(*ROWS[2][:2], "ValueError: data.max_obs_length=4 is too small", *ROWS[2][3:]), ROWS[0]]
-    assert agent_metrics(stepped(rows))["env/tool_error_rate"] == 0
+    assert agent_metrics(batch_of(rows))["env/tool_error_rate"] == 0
 
 
-def trajectory_info(rows, results=None) -> DataProto:
-    """What a rollout worker answers, for rows of (status, error, infos)."""
-    made = answers(
+def output_with_trajectories(rows, results=None) -> DataProto:
+    """Return the output of a rollout worker for rows (status, error, infos)."""
+    output = rollout_output(
         [([10, 11], [int(status != "error")] * 2, [-0.5, -0.5], status) for status, _, _ in rows],
         results=results,
     )
@@ -213,22 +214,25 @@ def trajectory_info(rows, results=None) -> DataProto:
         name: torch.zeros(len(rows), dtype=torch.int64)
         for name in ("invalid_turns", "truncated_observations")
     }
-    return made.with_batch(**numbers, **counts).with_non_tensor(
+    return output.with_batch(**numbers, **counts).with_non_tensor(
         error=object_array([error for _, error, _ in rows]),
         turn_infos=object_array([infos for *_, infos in rows]),
         segments=object_array([[("model", 2)] for _ in rows]),
     )
 
 
-FINE, DOWN = ("done", None, [ANSWER]), ("error", "ToolError: the retriever at x", [])
-TOLD = ("done", None, [search(error="gone"), ANSWER])
+FINE = ("done", None, [ANSWER])
+DOWN = ("error", "ToolError: the retriever at x", [])
+# The model received the tool's error as an observation.
+OBSERVED_ERROR = ("done", None, [search(error="gone"), ANSWER])
 
 
 class Tools:
-    """A world whose tools fail a number of checks."""
+    """An environment factory whose tools fail the first `failures` health checks."""
 
     def __init__(self, failures=0):
-        self.failures, self.checks = failures, 0
+        self.failures = failures
+        self.checks = 0
 
     async def check(self):
         await asyncio.sleep(0)
@@ -238,19 +242,17 @@ class Tools:
 
 
 class Rollout:
-    """Answers one generation after the other; the last one again and again."""
+    """Return the given generations in order, and repeat the last one."""
 
     def __init__(self, *generations, results=()):
-        self.generations, self.asked, self.slept, self.results = (
-            list(generations),
-            [],
-            0,
-            iter(results),
-        )
+        self.generations = list(generations)
+        self.calls = []
+        self.slept = 0
+        self.results = iter(results)
 
     def generate(self, requests, sleep_after):
-        self.asked.append((requests, sleep_after))
-        return trajectory_info(
+        self.calls.append((requests, sleep_after))
+        return output_with_trajectories(
             self.generations.pop(0) if len(self.generations) > 1 else self.generations[0],
             self.results,
         )
@@ -259,18 +261,19 @@ class Rollout:
         self.slept += 1
 
 
-def waiting(world, wait=5.0, stop=False, limit=0.4, **fields):
-    run = a_run(
-        env_factory=world,
+def run_with_tools(env_factory, wait=5.0, stop=False, limit=0.4, **fields):
+    """Return a run whose two rollout workers check the tools of `env_factory`."""
+    run = fake_run(
+        env_factory=env_factory,
         stop=SimpleNamespace(requested=stop),
         tokenizer=tiny_tokenizer(),
         **({"rollout": SimpleNamespace()} | fields),
     )
 
     def tool_health():
-        """Of two workers: the first one's tools always answer."""
+        """Return the errors of two workers. The first worker never has one."""
         try:
-            asyncio.run(world.check())
+            asyncio.run(env_factory.check())
         except ToolError as error:
             return [None, str(error)]
         return [None, None]
@@ -282,15 +285,16 @@ def waiting(world, wait=5.0, stop=False, limit=0.4, **fields):
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch):
+def short_check_interval(monkeypatch):
     monkeypatch.setattr(agent, "_CHECK_EVERY_S", 0.01)
 
 
-def assembled(rows) -> DataProto:
+def batch_with_trajectories(rows) -> DataProto:
+    """Return the driver's batch after generation, for rows (status, error, infos)."""
     return (
-        asked([[5]] * len(rows), ["a"] * len(rows))
+        make_requests([[5]] * len(rows), ["a"] * len(rows))
         .pop(non_tensor_batch_keys=["prompt_ids"])[1]
-        .union(trajectory_info(rows))
+        .union(output_with_trajectories(rows))
     )
 
 
@@ -301,17 +305,17 @@ def assembled(rows) -> DataProto:
         ([DOWN, FINE], 0.5, False),
         ([DOWN, FINE], 0.0, True),
         ([FINE, FINE], 0.0, False),
-        ([TOLD, FINE], 0.4, True),
+        ([OBSERVED_ERROR, FINE], 0.4, True),
         ([("error", "ValueError: broken", []), FINE], 0.0, False),
     ],
 )
 def test_an_outage_is_more_tool_failures_than_the_limit(rows, limit, outage):
-    run = waiting(Tools(3), limit=limit)
-    assert wait_for_tools(run, assembled(rows)) == outage
+    run = run_with_tools(Tools(3), limit=limit)
+    assert wait_for_tools(run, batch_with_trajectories(rows)) == outage
     assert run.env_factory.checks == (4 if outage else 0)
     if outage:
         lost, back = run.display
-        reason = "ToolError: gone" if rows[0] is TOLD else "ToolError: the retriever at x"
+        reason = "ToolError: gone" if rows[0] is OBSERVED_ERROR else "ToolError: the retriever at x"
         assert (
             lost == f"1 of 2 samples lost their tools ({reason}); waiting up to 5 s for the tools"
             and back.startswith("the tools recovered")
@@ -320,60 +324,57 @@ def test_an_outage_is_more_tool_failures_than_the_limit(rows, limit, outage):
 
 @pytest.mark.timeout(20)
 def test_waiting_for_tools_has_a_time_limit():
-    run = waiting(Tools(10**9), wait=0.1)
-    assert not wait_for_tools(run, assembled([DOWN]))
+    run = run_with_tools(Tools(10**9), wait=0.1)
+    assert not wait_for_tools(run, batch_with_trajectories([DOWN]))
     assert run.env_factory.checks > 3 and len(run.display) == 1
 
 
 @pytest.mark.timeout(20)
 def test_a_stop_request_ends_the_wait_for_tools():
-    run = waiting(Tools(10**9), wait=1e9, stop=True)
-    assert not wait_for_tools(run, assembled([DOWN])) and run.env_factory.checks == 0
+    run = run_with_tools(Tools(10**9), wait=1e9, stop=True)
+    assert not wait_for_tools(run, batch_with_trajectories([DOWN])) and run.env_factory.checks == 0
 
 
 def test_after_an_outage_the_same_samples_are_generated_again():
-    run = waiting(Tools(2), rollout=Rollout([DOWN, DOWN], [FINE, FINE]))
-    batch = sample_responses(run, asked([[5], [6]], ["a", "b"]), sleep_after=True)
+    run = run_with_tools(Tools(2), rollout=Rollout([DOWN, DOWN], [FINE, FINE]))
+    batch = sample_responses(run, make_requests([[5], [6]], ["a", "b"]), sleep_after=True)
     assert batch.non_tensor_batch["status"].tolist() == ["done", "done"]
-    first, second = (requests.non_tensor_batch for requests, _ in run.rollout.asked)
+    first, second = (requests.non_tensor_batch for requests, _ in run.rollout.calls)
     assert (
         first["sampling"].tolist() == second["sampling"].tolist()
         and first["prompt_ids"].tolist() == second["prompt_ids"].tolist()
     )
-    assert [sleeps for _, sleeps in run.rollout.asked] == [
-        False,
-        False,
-    ] and run.rollout.slept == 1, "engines sleep once it is over"
+    assert [sleeps for _, sleeps in run.rollout.calls] == [False, False]
+    assert run.rollout.slept == 1, "engines sleep once, after the last generation"
     assert set(first) == {"prompt_ids", "sampling", "data_source", "ground_truth", "extra_info"}
 
 
 def test_without_tools_or_wait_time_there_is_one_generation():
-    for world, wait in ((Tools(), 0.0), (None, 5.0)):
-        run = waiting(world, wait=wait, rollout=Rollout([DOWN]))
-        sample_responses(run, asked([[5]], ["a"]), sleep_after=True)
-        assert [sleeps for _, sleeps in run.rollout.asked] == [True] and run.rollout.slept == 0
-        assert world is None or world.checks == 0
+    for env_factory, wait in ((Tools(), 0.0), (None, 5.0)):
+        run = run_with_tools(env_factory, wait=wait, rollout=Rollout([DOWN]))
+        sample_responses(run, make_requests([[5]], ["a"]), sleep_after=True)
+        assert [sleeps for _, sleeps in run.rollout.calls] == [True] and run.rollout.slept == 0
+        assert env_factory is None or env_factory.checks == 0
 
 
 @pytest.mark.timeout(20)
 def test_retries_after_an_outage_are_bounded():
-    run = waiting(Tools(0), rollout=Rollout([DOWN]))
+    run = run_with_tools(Tools(0), rollout=Rollout([DOWN]))
     with pytest.raises(RolloutFailures, match="100.0% .*ToolError: the retriever at x"):
-        generate(run, asked([[5]], ["a"]))
-    assert len(run.rollout.asked) == 4 and run.env_factory.checks == 3, (
-        "nobody waits after the last draw"
-    )
+        generate(run, make_requests([[5]], ["a"]))
+    assert len(run.rollout.calls) == 4
+    assert run.env_factory.checks == 3, "there is no health check after the last generation"
 
 
 def test_a_stop_request_during_an_outage_aborts_the_step():
-    run = waiting(Tools(10**9), stop=True, rollout=Rollout([DOWN]))
+    run = run_with_tools(Tools(10**9), stop=True, rollout=Rollout([DOWN]))
     with pytest.raises(StepAborted):
-        generate(run, asked([[5]], ["a"]))
+        generate(run, make_requests([[5]], ["a"]))
 
 
-# Votes
+# Rows that must not influence advantages and losses
 
-WORDS = [
+MASKS_AND_SCORES = [
     ([1, 1, 1, 0, 0, 1, 1], 1.0),
     ([1, 1, 0, 1], 0.0),
     ([1], 0.25),
@@ -383,10 +384,11 @@ WORDS = [
 ]
 
 
-def valued(rows, uids, failed=(), seed=0, observed=True):
+def batch_with_estimator_inputs(rows, uids, failed=(), seed=0, observed=True):
     """Return a scored batch of rows (mask, score), with the inputs of every estimator.
 
-    Values of sampled tokens are the same with observations, which have NaN, and without them.
+    observed: Whether rows contain observations, whose inputs are NaN. Inputs of sampled tokens are
+        the same in both cases.
     """
     generator = torch.Generator().manual_seed(seed)
     names = ("old_log_probs", "ref_log_prob", "values", "sum_pi_squared")
@@ -395,11 +397,12 @@ def valued(rows, uids, failed=(), seed=0, observed=True):
     ]
     baselines = torch.rand(len(rows), generator=generator)
     keep = [i for i in range(len(rows)) if i not in failed or observed is not None]
-    made, columns = [], {name: [] for name in names}
+    generated = []
+    columns = {name: [] for name in names}
     for i in keep:
         mask = rows[i][0] if observed else [m for m in rows[i][0] if m]
         status = "error" if i in failed else "done"
-        made.append(
+        generated.append(
             (
                 [9] * len(mask),
                 [0] * len(mask) if i in failed else mask,
@@ -416,14 +419,14 @@ def valued(rows, uids, failed=(), seed=0, observed=True):
                 ]
             )
     scores = [RewardResult(rows[i][1]) for i in keep if i not in failed]
-    batch = a_step([[5, 6]] * len(keep), [uids[i] for i in keep], made, scores).with_batch(
-        reward_baselines=baselines[keep]
-    )
+    batch = generated_batch(
+        [[5, 6]] * len(keep), [uids[i] for i in keep], generated, scores
+    ).with_batch(reward_baselines=baselines[keep])
     ragged = {
         name: object_array([np.array(row, dtype=np.float32) for row in values])
         for name, values in columns.items()
     }
-    run = a_run()
+    run = fake_run()
     run.config.reward.max_error_rate = 1.0
     return score(run, batch).with_non_tensor(**ragged)
 
@@ -432,18 +435,19 @@ WHITEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def assert_same(got, want, estimator, kl):
-    """Compare bit for bit, or to rounding where padding changes the order of a float32 sum."""
+    """Require equal bits, or equality up to rounding if padding reorders a float32 sum."""
     loose = kl or estimator in WHITEN
     torch.testing.assert_close(got, want, rtol=2e-6 * loose, atol=2e-6 * loose)
 
 
-def advanced(estimator, batch, kl=False):
-    run = a_run(kl=FixedKLController(0.1))
-    run.config.algorithm.adv_estimator, run.config.algorithm.use_kl_in_reward = estimator, kl
-    run.config.algorithm.gamma, run.config.algorithm.lam = (
-        (1.0 if estimator == "rloo_token_kl" else 0.9),
-        0.8,
-    )
+def estimated(estimator, batch, kl=False):
+    """Return the padded batch with advantages, and the metrics."""
+    run = fake_run(kl=FixedKLController(0.1))
+    algorithm = run.config.algorithm
+    algorithm.adv_estimator = estimator
+    algorithm.use_kl_in_reward = kl
+    algorithm.gamma = 1.0 if estimator == "rloo_token_kl" else 0.9
+    algorithm.lam = 0.8
     batch = advantages(run, loss_mask(run, batch))
     return dense(batch, "loss_mask", "advantages", "returns"), run.metrics
 
@@ -451,61 +455,72 @@ def advanced(estimator, batch, kl=False):
 @pytest.mark.parametrize("kl", [False, True], ids=["", "KL in the reward"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_failed_samples_do_not_change_the_other_advantages(estimator, kl):
-    """The others' advantages are those of a step without it, even if it is the longest."""
+    """The other rows have the advantages of a step without it, even if it is the longest row."""
     uids = list("aaabba")
     for lost, longer in ((0, 0), (3, 0), (2, 30)):
-        rows = [(mask + [1] * longer * (i == lost), score) for i, (mask, score) in enumerate(WORDS)]
+        rows = [
+            (mask + [1] * longer * (i == lost), score)
+            for i, (mask, score) in enumerate(MASKS_AND_SCORES)
+        ]
         rest = [row for i, row in enumerate(rows) if i != lost]
-        with_it = valued(rows, uids, failed=[lost])
+        batch_with = batch_with_estimator_inputs(rows, uids, failed=[lost])
         places = [i for i in range(len(rows)) if i != lost]
         kept = {
-            name: with_it.non_tensor_batch[name][places]
+            name: batch_with.non_tensor_batch[name][places]
             for name in ("old_log_probs", "ref_log_prob", "values", "sum_pi_squared")
         }
-        without = valued(rest, [uids[i] for i in places]).with_non_tensor(**kept)
-        without = without.with_batch(reward_baselines=with_it.batch["reward_baselines"][places])
-        one, told = advanced(estimator, with_it, kl)
-        two, alone = advanced(estimator, without, kl)
+        without = batch_with_estimator_inputs(rest, [uids[i] for i in places]).with_non_tensor(
+            **kept
+        )
+        without = without.with_batch(reward_baselines=batch_with.batch["reward_baselines"][places])
+        one, metrics_with = estimated(estimator, batch_with, kl)
+        two, metrics_without = estimated(estimator, without, kl)
         width = two["responses"].shape[1]
         for name in ("advantages", "returns"):
             assert_same(one[name][places][:, :width], two[name], estimator, kl)
             assert not one[name][lost].any()
         assert_same(one["rewards"][places], two["rewards"], estimator, kl)
-        assert told == pytest.approx(alone, rel=1e-6, abs=2e-6), "the metrics, too"
+        assert metrics_with == pytest.approx(metrics_without, rel=1e-6, abs=2e-6)
 
 
 @pytest.mark.parametrize("kl", [False, True], ids=["", "KL in the reward"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_observations_do_not_change_advantages(estimator, kl):
-    """Values, log-probs and all else on observations is NaN here."""
+    """The estimator's inputs are NaN on observations."""
     uids = list("aaabba")
-    one, told = advanced(estimator, valued(WORDS, uids), kl)
-    two, alone = advanced(estimator, valued(WORDS, uids, observed=False), kl)
+    one, metrics_with = estimated(
+        estimator, batch_with_estimator_inputs(MASKS_AND_SCORES, uids), kl
+    )
+    two, metrics_without = estimated(
+        estimator, batch_with_estimator_inputs(MASKS_AND_SCORES, uids, observed=False), kl
+    )
     for name in ("advantages", "returns"):
-        for i, (mask, _) in enumerate(WORDS):
+        for i, (mask, _) in enumerate(MASKS_AND_SCORES):
             got, want = one[name][i][: len(mask)], two[name][i][: sum(mask)]
             assert_same(got[torch.tensor(mask).bool()], want, estimator, kl)
             assert not got[~torch.tensor(mask).bool()].any()
-    assert told == pytest.approx(alone, rel=1e-6, abs=2e-6), "the metrics, too"
+    assert metrics_with == pytest.approx(metrics_without, rel=1e-6, abs=2e-6)
 
 
-@pytest.mark.parametrize("estimator", [name for name, one in ESTIMATORS.items() if one.by_row])
+@pytest.mark.parametrize("estimator", [name for name, entry in ESTIMATORS.items() if entry.by_row])
 def test_estimation_by_row_equals_estimation_by_token(estimator, monkeypatch):
     """Advantages, returns and metrics are the same with one number per row and with all tokens."""
-    batch = valued([*WORDS, ([1, 1], 1.0), ([1], 0.5)], list("aaabbacc"), failed=[6])
-    by_row, told = advanced(estimator, batch)
+    batch = batch_with_estimator_inputs(
+        [*MASKS_AND_SCORES, ([1, 1], 1.0), ([1], 0.5)], list("aaabbacc"), failed=[6]
+    )
+    by_row, row_metrics = estimated(estimator, batch)
     monkeypatch.setattr(advantage, "by_row", lambda config: False)
-    by_token, spelled_out = advanced(estimator, batch)
+    by_token, token_metrics = estimated(estimator, batch)
     for name in ("advantages", "returns", "rewards", "response_mask"):
         assert torch.equal(by_row[name], by_token[name])
-    assert by_row["advantages"].any() and told == pytest.approx(
-        {name: spelled_out[name] for name in told}
-    )
+    assert by_row["advantages"].any()
+    assert row_metrics == pytest.approx({name: token_metrics[name] for name in row_metrics})
 
 
 def test_observations_do_not_change_losses_entropy_and_kl():
     generator = torch.Generator().manual_seed(0)
-    full, bare = max(len(mask) for mask, _ in WORDS), max(sum(mask) for mask, _ in WORDS)
+    full_width = max(len(mask) for mask, _ in MASKS_AND_SCORES)
+    sampled_width = max(sum(mask) for mask, _ in MASKS_AND_SCORES)
     names = (
         "advantages",
         "old_log_probs",
@@ -518,25 +533,29 @@ def test_observations_do_not_change_losses_entropy_and_kl():
         "new_values",
     )
 
-    def laid_out(observed, width):
+    def layout(observed, width):
         columns = {
-            name: torch.full((len(WORDS), width), 1e9 if observed else 0.0, dtype=torch.float64)
+            name: torch.full(
+                (len(MASKS_AND_SCORES), width), 1e9 if observed else 0.0, dtype=torch.float64
+            )
             for name in names
         }
-        marks = torch.zeros(len(WORDS), width, dtype=torch.int64)
-        for i, (mask, _) in enumerate(WORDS):
+        marks = torch.zeros(len(MASKS_AND_SCORES), width, dtype=torch.int64)
+        for i, (mask, _) in enumerate(MASKS_AND_SCORES):
             marks[i, : len(mask) if observed else sum(mask)] = torch.tensor(
                 mask if observed else [1] * sum(mask)
             )
         return marks, columns
 
     drawn = {
-        name: torch.randn(sum(sum(mask) for mask, _ in WORDS), generator=generator).double()
+        name: torch.randn(
+            sum(sum(mask) for mask, _ in MASKS_AND_SCORES), generator=generator
+        ).double()
         for name in names
     }
     losses = []
-    for observed, width in ((True, full), (False, bare)):
-        marks, columns = laid_out(observed, width)
+    for observed, width in ((True, full_width), (False, sampled_width)):
+        marks, columns = layout(observed, width)
         for name in names:
             columns[name][marks.bool()] = drawn[name]
         outputs = {
@@ -544,27 +563,30 @@ def test_observations_do_not_change_losses_entropy_and_kl():
             for name in ("log_probs", "entropy", "new_values")
         }
         outputs["values"] = outputs.pop("new_values")
-        rows = TensorDict({"response_mask": marks, **columns}, batch_size=[len(WORDS)])
-        counts = Counts(tokens=int(marks.sum()), sequences=len(WORDS))
+        rows = TensorDict({"response_mask": marks, **columns}, batch_size=[len(MASKS_AND_SCORES)])
+        counts = Counts(tokens=int(marks.sum()), sequences=len(MASKS_AND_SCORES))
         settings = config(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2")
-        told = []
+        numbers = []
         for objective in (
-            policy_objective(settings, Numbers()),
-            value_objective(settings, Numbers()),
+            policy_objective(settings, ObjectivePlan()),
+            value_objective(settings, ObjectivePlan()),
         ):
             loss, metrics = objective(rows, outputs, counts)
             loss.backward()
-            told += [float(loss.detach()), *(float(value) for _, value in sorted(metrics.items()))]
+            numbers += [
+                float(loss.detach()),
+                *(float(value) for _, value in sorted(metrics.items())),
+            ]
         grads = [output.grad for output in outputs.values()]
         assert all(not grad[~marks.bool()].any() for grad in grads)
-        losses.append((told, torch.cat([grad[marks.bool()] for grad in grads])))
+        losses.append((numbers, torch.cat([grad[marks.bool()] for grad in grads])))
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-12) and torch.allclose(
         losses[0][1], losses[1][1], rtol=1e-12, atol=0
     )
 
 
 def test_any_model_text_can_be_written_to_the_sample_log(tmp_path):
-    """A lone surrogate, as in a call's JSON, and separators at which splitlines splits a line."""
+    """Write a lone surrogate, and separators at which str.splitlines splits a line."""
     from verlite.report.samples import read_samples
 
     records = [
@@ -579,13 +601,13 @@ def test_any_model_text_can_be_written_to_the_sample_log(tmp_path):
     )
 
 
-def test_end_tokens_are_not_taken_for_padding_if_both_have_one_id():
-    """End tokens are in the prompt, in the middle of a response and at its end. 0 is both here."""
+def test_end_tokens_are_kept_if_their_id_is_also_the_padding_id():
+    """The id is 0. It is in the prompt, in the middle of a response and at its end."""
     rows = [
         ([10, 0, 7, 0], [1, 1, 0, 1], [-0.5, -0.5, 0.0, -0.5], "done"),
         ([0], [1], [-0.5], "done"),
     ]
-    t = dense(a_step([[5, 0, 6, 0], [0, 5]], ["a", "b"], rows))
+    t = dense(generated_batch([[5, 0, 6, 0], [0, 5]], ["a", "b"], rows))
     assert t["prompts"].tolist() == [[5, 0, 6, 0], [0, 0, 0, 5]] and t["responses"].tolist() == [
         [10, 0, 7, 0],
         [0, 0, 0, 0],
@@ -595,8 +617,8 @@ def test_end_tokens_are_not_taken_for_padding_if_both_have_one_id():
 
 
 def test_validation_includes_the_last_chunk_and_excludes_failed_samples(tmp_path):
-    """Three questions in batches of two; the last one's tools fail."""
-    run = validated([], run_dir=tmp_path)
+    """Validate three questions in batches of two. The tools of the last question fail."""
+    run = validation_run([], run_dir=tmp_path)
     run.val_data = type(
         "Data", (), {"__len__": lambda self: 3, "row": staticmethod(run.val_data.row)}
     )()
@@ -607,7 +629,7 @@ def test_validation_includes_the_last_chunk_and_excludes_failed_samples(tmp_path
     first = [FINE, ("max_turns", None, [search(called=True), INVALID])]
     run.rollout = Rollout(first, [DOWN], results=[RewardResult(1.0), RewardResult(0.0)])
     metrics = validate(run)
-    assert len(run.rollout.asked) == 2 and metrics["val-aux/error_rate"] == pytest.approx(1 / 3)
+    assert len(run.rollout.calls) == 2 and metrics["val-aux/error_rate"] == pytest.approx(1 / 3)
     assert metrics["val-core/sums/reward/mean@1"] == 0.5
     assert (
         metrics["val-aux/sums/number_of_valid_search/mean@1"] == 0.5

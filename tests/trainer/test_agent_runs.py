@@ -21,9 +21,9 @@ from verlite.engine.folder import load_tokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
-# Metrics that differ between equal agent runs: clocks, what a restarted worker has to ask for
-# again, and the last digit of the engine's float32 log-probs, because batches depend on when tools
-# answer.
+# Metrics that differ between equal agent runs: times, tool calls that a restarted worker repeats
+# because its cache is empty, and the last digit of the engine's float32 log-probs, because batches
+# depend on when tools answer.
 TIME_DEPENDENT = (
     "env/tool_latency_s",
     "env/tool_retries",
@@ -34,12 +34,12 @@ TIME_DEPENDENT = (
 )
 UNREACHABLE = "http://127.0.0.1:9/retrieve"
 NO_ERRORS = "actor_rollout_ref.rollout.max_error_rate=0"
-"""A single failed search ends the run, so a run that finishes has lost none."""
+"""With this setting one failed search ends the run, so a finished run has no failed search."""
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """Folder with the recipe's data and a model that searches, answers, and makes mistakes."""
+    """Return a folder with the recipe's data and a model that searches and makes mistakes."""
     folder = tmp_path_factory.mktemp("demo")
     make.make_data(folder, seed=0)
     make.make_model(folder / "model", seed=0)
@@ -68,7 +68,7 @@ def teach(folder, steps=40, rows=16):
 
 
 class Facts(Retriever):
-    """A retriever that returns the fact that is asked for, and another one of the same name."""
+    """A retriever that returns the requested fact, and another fact about the same name."""
 
     known = make.make_facts(0)
 
@@ -112,7 +112,7 @@ def steps_of(run):
 
 
 def numbers(run) -> list[dict]:
-    """Metrics that must be equal in equal runs."""
+    """Return the metrics that must be equal in equal runs."""
     return [
         {key: value for key, value in quiet(line).items() if not key.startswith(TIME_DEPENDENT)}
         for line in run.metrics()
@@ -125,13 +125,13 @@ def samples(run, step) -> list[dict]:
 
 
 def words(run) -> str:
-    """What the run has printed, without line breaks."""
+    """Return the output of the run, without line breaks."""
     return " ".join(run.text().split())
 
 
 @pytest.fixture(scope="module")
 def undisturbed(demo, tmp_path_factory):
-    """A run whose retriever always answers."""
+    """Return a finished run whose retriever always answered."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with Facts() as server:
         run = launch(folder, "whole", demo, server.url, NO_ERRORS)
@@ -178,7 +178,7 @@ def check_transcript(sample):
 
 
 def pause_when_logging(*steps, folder):
-    """Code for the driver: at these steps, wait until the test lets it go on.
+    """Return code for the driver: at these steps, wait until the test continues the run.
 
     It creates the file paused_STEP before it logs the step, and waits for continue_STEP.
     """
@@ -198,7 +198,7 @@ Tracking.log = pausing
 
 
 def kill_when_logging(step):
-    """Code for the driver: kill itself before it logs this step."""
+    """Return code for the driver: kill itself before it logs this step."""
     return f"""
 import os, signal
 from verlite.trainer.tracking import Tracking
@@ -272,8 +272,8 @@ def test_outages_a_stop_and_a_kill_change_no_numbers(undisturbed, demo, tmp_path
                 assert sample[key] == other[key]
 
 
-def test_a_dead_retriever_ends_the_run_with_its_name(demo, tmp_path):
-    """The worker's cache is off, so that there is a search to lose."""
+def test_a_dead_retriever_ends_the_run_and_is_named(demo, tmp_path):
+    """The worker's cache is off, so every search reaches the retriever."""
     options = [NO_ERRORS, "retriever.deadline_s=2", "retriever.cache_size=0"]
     pause = pause_when_logging(1, folder=tmp_path)
     server = Facts().__enter__()
@@ -312,7 +312,7 @@ CHAT = (
 
 
 def test_a_calculator_environment_puts_its_tool_into_the_prompt(demo, tmp_path):
-    """The model has never seen a tool call, so it only answers or is truncated."""
+    """The model was not trained on tool calls, so it only answers or is truncated."""
     options = [
         "env.name=calculator",
         f"actor_rollout_ref.model.custom_chat_template={json.dumps(CHAT)}",

@@ -1,4 +1,4 @@
-"""Requests, and assignment of rows to updates and ranks."""
+"""Build requests, and assign rows to updates and ranks."""
 
 import numpy as np
 import pytest
@@ -12,13 +12,15 @@ from verlite.trainer.batch import balance_metrics, balance_rows, requests, seeds
 from verlite.workers.rollout import DecodedResponse, as_columns
 
 
-def answers(rows, prompts=None, results=None):
-    """Return a rollout worker's answer with rows (response ids, mask, log-probs, status).
+def rollout_output(rows, prompts=None, results=None):
+    """Return the output of a rollout worker.
 
-    results: rewards of the rows that did not fail, by default 1.
+    rows: (response ids, mask, log-probs, status).
+    results: Rewards of the rows that did not fail. Default: 1.
     """
-    prompts, left = prompts or [[5, 6]] * len(rows), iter(results or ())
-    made = [
+    prompts = prompts or [[5, 6]] * len(rows)
+    remaining = iter(results or ())
+    trajectories = [
         Trajectory(
             list(prompt),
             ids,
@@ -31,11 +33,16 @@ def answers(rows, prompts=None, results=None):
         )
         for prompt, (ids, mask, log_probs, status) in zip(prompts, rows, strict=True)
     ]
-    scored = {i: next(left, RewardResult(1.0)) for i, row in enumerate(rows) if row[3] != "error"}
-    return as_columns(made, [DecodedResponse("text")] * len(rows), scored, 0.0, multi_turn=False)
+    scored = {
+        i: next(remaining, RewardResult(1.0)) for i, row in enumerate(rows) if row[3] != "error"
+    }
+    return as_columns(
+        trajectories, [DecodedResponse("text")] * len(rows), scored, 0.0, multi_turn=False
+    )
 
 
-def asked(prompts, uids):
+def make_requests(prompts, uids):
+    """Return requests for prompts of these token ids."""
     rows = [
         PromptRow(i, ids, [{"role": "user", "content": "?"}], "s", "1")
         for i, ids in enumerate(prompts)
@@ -43,12 +50,12 @@ def asked(prompts, uids):
     return requests(rows, uids, [Sampling(1.0, 1.0, -1, 4)] * len(rows))
 
 
-def a_step(prompts, uids, rows, results=None):
-    """Return the driver's batch after generation."""
+def generated_batch(prompts, uids, rows, results=None):
+    """Return the driver's batch after generation. Arguments as in rollout_output."""
     return (
-        asked(prompts, uids)
+        make_requests(prompts, uids)
         .pop(non_tensor_batch_keys=["prompt_ids"])[1]
-        .union(answers(rows, prompts, results))
+        .union(rollout_output(rows, prompts, results))
     )
 
 
@@ -63,16 +70,16 @@ def updates(mini_prompts, epochs=1, shuffle=False):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_row_updates_once_an_epoch(shuffle):
+def test_each_row_is_in_one_mini_batch_per_epoch(shuffle):
     numbers = update_numbers([f"p{i // 4}" for i in range(24)], updates(2, 3, shuffle), [1])
     assert all(column.bincount().tolist() == [8, 8, 8] for column in numbers.T)
     if shuffle:
         assert not torch.equal(numbers[:, 0], numbers[:, 1])
-    else:  # the rows of a prompt stay together, two prompts an update
+    else:  # two prompts per update, and all rows of a prompt in the same update
         assert numbers[:, 0].tolist() == [i // 8 for i in range(24)]
 
 
-def test_prompts_are_grouped_by_uid_in_any_order():
+def test_rows_are_grouped_by_uid_in_any_order():
     assert update_numbers(list("abcabc"), updates(2), [1])[:, 0].tolist() == [0, 0, 1, 0, 0, 1]
 
 
@@ -95,7 +102,7 @@ def test_balancing_distributes_the_cost_of_each_update():
         ]
 
 
-def test_balance_metrics_by_hand():
+def test_balance_metrics_equal_hand_computed_values():
     metrics = balance_metrics(torch.tensor([9, 7, 1, 3]), [[0, 2], [1, 3]])
     assert {key.removeprefix("global_seqlen/"): value for key, value in metrics.items()} == {
         "min": 4,

@@ -1,4 +1,4 @@
-"""A checkpoint is either complete or ignored, whatever happens while it is written."""
+"""A checkpoint is either complete or ignored, even if its writing is interrupted."""
 
 import errno
 import json

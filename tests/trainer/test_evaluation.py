@@ -1,4 +1,4 @@
-"""Validation metrics against hand-worked values."""
+"""Validation metrics equal hand-computed values."""
 
 import itertools
 
@@ -56,12 +56,12 @@ def test_majority_scores_the_most_frequent_answer():
         total = 0.0
         for draw in draws:
             drawn = [answers[i] for i in draw]
-            winner = max(drawn, key=drawn.count)  # the first of equally frequent ones
+            winner = max(drawn, key=drawn.count)  # the first of equally frequent answers
             total += scores[draw[drawn.index(winner)]]
         return total / len(draws)
 
     exact = (expected(["7", "8", "8"], [1, 0, 0]) + expected(["x", "y", "y"], [0, 1, 0])) / 2
-    # the answer "y" has two scores: that of its first draw counts
+    # the answer "y" has two scores, and the score of its first draw is used
     assert metrics["val-core/a/reward/maj@3/mean"] == pytest.approx(exact, abs=0.03)  # 1000 draws
     assert not any(
         "maj@" in key

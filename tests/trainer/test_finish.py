@@ -1,17 +1,17 @@
-"""When a run validates and saves, and how steps follow each other. The stages are stubs."""
+"""Validation, saves and the sequence of steps. The stages are stubs."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.trainer.test_stages import Screen, a_batch
+from tests.trainer.test_stages import Screen, rewarded_batch
 from verlite.config.schema import Config, DataConfig
 from verlite.trainer import checkpoints, finish
 from verlite.trainer.run import Run, StepState
 
 
-def a_run(tmp_path, resumed_step=0, **fields) -> Run:
+def fake_run(tmp_path, resumed_step=0, **fields) -> Run:
     values = dict.fromkeys(Run.__dataclass_fields__)
     values |= {
         "config": Config(data=DataConfig(train_files="x")),
@@ -43,7 +43,7 @@ def a_run(tmp_path, resumed_step=0, **fields) -> Run:
 
 @pytest.fixture
 def events(monkeypatch):
-    """(name, step) of every validation and save."""
+    """Record (name, step) of every validation and save."""
     events = []
     monkeypatch.setattr(finish, "validate", lambda run: events.append(("validate", run.step)) or {})
     monkeypatch.setattr(finish, "save", lambda run: events.append(("save", run.step)))
@@ -60,13 +60,13 @@ def finish_all_steps(run, stop_at=None):
     for step in run.steps():
         assert not run.metrics, "a step starts with the metrics of the previous one"
         run.stop.requested = "SIGTERM" if step == stop_at else None
-        batch = a_batch()
+        batch = rewarded_batch()
         trained = batch.batch["sampled_tokens"]
         finish.finish_step(run, batch.with_batch(trained_tokens=trained))
 
 
 def test_validation_and_saves_follow_their_frequencies_and_the_last_step(tmp_path, events):
-    run = a_run(tmp_path)
+    run = fake_run(tmp_path)
     run.config.trainer.test_freq = 2
     run.config.trainer.save_freq = 3
     finish_all_steps(run)
@@ -75,7 +75,7 @@ def test_validation_and_saves_follow_their_frequencies_and_the_last_step(tmp_pat
 
 
 def test_negative_frequencies_never_validate_or_save(tmp_path, events):
-    run = a_run(tmp_path)
+    run = fake_run(tmp_path)
     run.config.trainer.test_freq = -1
     run.config.trainer.save_freq = -1
     finish_all_steps(run)
@@ -83,7 +83,7 @@ def test_negative_frequencies_never_validate_or_save(tmp_path, events):
 
 
 def test_a_stop_request_ends_the_run_after_the_step_and_saves(tmp_path, events):
-    run = a_run(tmp_path)
+    run = fake_run(tmp_path)
     run.config.trainer.test_freq = -1
     run.config.trainer.save_freq = -1
     finish_all_steps(run, stop_at=2)
@@ -98,14 +98,14 @@ def test_a_stop_request_ends_the_run_after_the_step_and_saves(tmp_path, events):
 def test_validation_before_training_is_skipped_on_resume(
     tmp_path, events, resumed, only, validates, trains
 ):
-    run = a_run(tmp_path, resumed_step=resumed)
+    run = fake_run(tmp_path, resumed_step=resumed)
     run.config.trainer.val_only = only
     assert finish.start_with_validation(run) == trains
     assert events == [("validate", resumed)] * validates
 
 
 def test_first_step_is_the_first_of_the_process(tmp_path):
-    run = a_run(tmp_path, resumed_step=3)
+    run = fake_run(tmp_path, resumed_step=3)
     steps = [(step, run.first_step, run.last_step) for step in run.steps()]
     assert steps == [(4, True, False), (5, False, True)]
 
@@ -114,7 +114,7 @@ def test_undo_step_restores_number_metrics_and_sampler(tmp_path):
     loaded = []
     positions = iter([{"position": 0}, {"position": 8}])
     sampler = SimpleNamespace(state_dict=lambda: next(positions), load_state_dict=loaded.append)
-    run = a_run(tmp_path, sampler=sampler)
+    run = fake_run(tmp_path, sampler=sampler)
     steps = run.steps()
     next(steps)
     run.metrics["loss"] = 1.0
@@ -127,7 +127,7 @@ def test_undo_step_restores_number_metrics_and_sampler(tmp_path):
 
 
 class Workers:
-    """A worker group that saves, or returns an error."""
+    """A worker group that saves files, or returns an error."""
 
     def __init__(self, ranks, errors=()):
         self.ranks = ranks
@@ -142,7 +142,7 @@ class Workers:
 
 def test_saves_may_fail_a_few_times_in_a_row(tmp_path, monkeypatch):
     workers = Workers(2, ["full", "full", None, "full", "full", "full"])
-    run = a_run(tmp_path, workers={"actor": workers})
+    run = fake_run(tmp_path, workers={"actor": workers})
     monkeypatch.setattr(Run, "state", lambda run: {})
     run.config.trainer.max_failed_saves = 3
     for run.current.number in range(1, 6):
@@ -153,7 +153,7 @@ def test_saves_may_fail_a_few_times_in_a_row(tmp_path, monkeypatch):
 
 
 def test_a_save_fails_if_the_driver_does_not_see_all_files(tmp_path, monkeypatch):
-    run = a_run(tmp_path, workers={"actor": Workers(1)})
+    run = fake_run(tmp_path, workers={"actor": Workers(1)})
     monkeypatch.setattr(Run, "state", lambda run: {})
     run.current.number = 1
     finish.save(run)
@@ -163,6 +163,6 @@ def test_a_save_fails_if_the_driver_does_not_see_all_files(tmp_path, monkeypatch
 
 
 def test_only_roles_that_train_are_saved(tmp_path):
-    run = a_run(tmp_path, workers={"actor": 1, "critic": 2, "ref": 3, "rollout": 4})
+    run = fake_run(tmp_path, workers={"actor": 1, "critic": 2, "ref": 3, "rollout": 4})
     assert run.saved_workers == {"actor": 1, "critic": 2}
     assert run.reference == 3

@@ -1,4 +1,4 @@
-"""Golden trajectories: short GRPO and PPO runs must repeat the rewards and losses in golden/.
+"""Golden trajectories: short GRPO and PPO runs repeat the rewards and losses in golden/.
 
 They catch drift that no other test looks for. To write them again, and then review the difference:
 
@@ -48,7 +48,7 @@ KEPT = (
 
 
 def machine() -> dict[str, str]:
-    """What decides the order in which float32 values are summed."""
+    """Return what determines the order in which float32 values are summed."""
     return {
         "torch": torch.__version__.split("+")[0],
         "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -56,7 +56,7 @@ def machine() -> dict[str, str]:
 
 
 def trajectory(method: str, folder: Path, model: str) -> list[dict[str, float]]:
-    """The kept metrics of three steps of two updates each."""
+    """Return the compared metrics of three steps of two updates each."""
     reward = write_reward(folder / "reward.py", "return sum(c.isdigit() for c in solution_str) / 4")
     policy = "actor_rollout_ref."
     actor = "actor_rollout_ref.actor."
@@ -105,7 +105,7 @@ def test_a_run_repeats_its_golden_trajectory(method, tmp_path, tiny_qwen2):
     stored = (GOLDEN / f"{method}.jsonl").read_text().splitlines()
     written_on, *golden = [json.loads(line) for line in stored]
     # The same kernels repeat to the last digits. Others sum in another order, and Adam's first
-    # steps depend on a gradient's sign alone, so tiny differences grow to hundredths. A changed
+    # steps depend only on a gradient's sign, so tiny differences grow to hundredths. A changed
     # formula moves these numbers by far more.
     tolerance = 1e-5 if written_on == machine() else 0.05
     lines = trajectory(method, tmp_path, tiny_qwen2)

@@ -1,10 +1,10 @@
-"""What a run takes from a checkpoint, and what it refuses. Whole runs are in test_runs.py."""
+"""Restore a run from a checkpoint, lock its directory, stop it. Whole runs: test_runs.py."""
 
 import os
 
 import pytest
 
-from tests.trainer.test_finish import a_run
+from tests.trainer.test_finish import fake_run
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
 from verlite.config.schema import Config, DataConfig
@@ -30,10 +30,10 @@ def a_config() -> Config:
 @pytest.mark.parametrize(("kind", "weight"), [("fixed", 0.1), ("adaptive", 0.25)])
 @pytest.mark.parametrize("moved", [False, True])
 def test_restore_sets_step_version_and_kl_weight(tmp_path, kind, weight, moved):
-    """A fixed KL weight is the configuration's. Another directory's checkpoint is not a save."""
+    """A fixed KL weight comes from the configuration. A checkpoint of another run is not a save."""
     kl = FixedKLController(0.1) if kind == "fixed" else AdaptiveKLController(0.1, 6.0, 100)
     run_dir = tmp_path / "new" if moved else tmp_path
-    run = a_run(run_dir, kl=kl, total_steps=10)
+    run = fake_run(run_dir, kl=kl, total_steps=10)
     run.config.algorithm.kl_ctrl.type = kind
     restore(run, Checkpoint(tmp_path / "global_step_6", 6), STATE)
     assert (run.step, run.resumed_step, run.kl.value) == (6, 6, weight)
@@ -100,7 +100,7 @@ def test_ctrl_c_names_the_last_checkpoint(tmp_path, mode, saved, text):
     ("step", "exported", "export_hf", "val_only", "complete"),
     [
         (5, "5", True, False, True),
-        (5, "4", True, False, False),  # the export of a run that was shorter before
+        (5, "4", True, False, False),  # an export of the run when it had fewer steps
         (5, None, True, False, False),
         (5, None, False, False, True),
         (5, "5", True, True, False),
@@ -126,8 +126,8 @@ def test_a_run_is_complete_once_its_last_step_is_exported(
 
 
 @pytest.mark.parametrize(("saved", "saves"), [(2, 0), (0, 1)])
-def test_a_stopped_run_saves_what_is_not_saved_yet(tmp_path, monkeypatch, saved, saves):
-    run = a_run(tmp_path, resumed_step=2, saved_step=saved)
+def test_a_stopped_run_saves_unsaved_steps(tmp_path, monkeypatch, saved, saves):
+    run = fake_run(tmp_path, resumed_step=2, saved_step=saved)
     saved_steps = []
 
     def save(run):
@@ -140,7 +140,7 @@ def test_a_stopped_run_saves_what_is_not_saved_yet(tmp_path, monkeypatch, saved,
 
 
 def test_a_stopped_run_fails_if_its_steps_cannot_be_saved(tmp_path, monkeypatch):
-    run = a_run(tmp_path, resumed_step=2)
+    run = fake_run(tmp_path, resumed_step=2)
     monkeypatch.setattr(build, "save", lambda run: None)
     with pytest.raises(CheckpointError, match="after step 2"):
         build.finalize(run)

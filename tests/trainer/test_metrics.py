@@ -1,4 +1,4 @@
-"""A step's metrics by hand."""
+"""Metrics of a step equal hand-computed values."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from verlite.workers.advantage import token_metrics
 NAN = float("nan")
 
 
-def a_batch(**more) -> DataProto:
-    """Two prompts of two samples; the last sample failed."""
+def scored_batch(**more) -> DataProto:
+    """Return two prompts of two samples. The last sample failed."""
     return DataProto.from_dict(
         {
             "prompt_length": torch.tensor([1, 1, 2, 2]),
@@ -32,8 +32,8 @@ def a_batch(**more) -> DataProto:
     )
 
 
-def test_by_hand():
-    metrics = batch_metrics(a_batch(), max_prompt_length=2, max_response_length=3)
+def test_batch_metrics_equal_hand_computed_values():
+    metrics = batch_metrics(scored_batch(), max_prompt_length=2, max_response_length=3)
     assert metrics == pytest.approx(
         {
             "critic/score/mean": 5 / 3,
@@ -66,7 +66,7 @@ def test_by_hand():
             "rollout/error_rate": 0.25,
             "reward/error_rate": 0,
             "perf/total_num_tokens": 12,
-            "rollout/zero_variance_groups": 1,  # of b one sample is left
+            "rollout/zero_variance_groups": 1,  # one sample of prompt b is valid
         }
     )
 
@@ -74,10 +74,10 @@ def test_by_hand():
 RETURNS = torch.tensor([[1.0, NAN, 2], [3, NAN, NAN], [4, 5, NAN], [NAN, NAN, NAN]])
 TRAINED = torch.tensor(
     [[1, 0, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]
-)  # in the first row the middle token is tool text
+)  # the middle token of the first row is tool text
 
 
-def test_numbers_of_trained_tokens():
+def test_token_metrics_use_trained_tokens_only():
     metrics = token_metrics(2 * RETURNS, RETURNS, TRAINED, None)
     assert metrics == {
         "critic/advantages/mean": 6,
@@ -89,7 +89,7 @@ def test_numbers_of_trained_tokens():
     }
 
 
-def test_numbers_per_row_are_weighted_by_trained_tokens():
+def test_values_per_row_are_weighted_by_trained_tokens():
     numbers, counts = torch.tensor([[1.0], [4], [NAN], [-2]]), torch.tensor([[3], [1], [0], [2]])
     spelled_out = torch.tensor([[1.0, 1, 1], [4, 0, 0], [0, 0, 0], [-2, -2, 0]])
     tokens = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]])
@@ -98,7 +98,7 @@ def test_numbers_per_row_are_weighted_by_trained_tokens():
     )
 
 
-def test_values_are_compared_with_the_returns():
+def test_explained_variance_compares_values_with_returns():
     values = torch.tensor([[2.0, NAN, 2], [3, NAN, NAN], [3, 5, NAN], [NAN, NAN, NAN]])
     metrics = token_metrics(RETURNS, RETURNS, TRAINED, values)
     assert metrics["critic/values/mean"] == 3
@@ -107,7 +107,7 @@ def test_values_are_compared_with_the_returns():
 
 
 def test_a_batch_without_valid_rows_has_no_score_metrics():
-    metrics = batch_metrics(a_batch(valid=torch.zeros(4, dtype=torch.bool)), 2, 3)
+    metrics = batch_metrics(scored_batch(valid=torch.zeros(4, dtype=torch.bool)), 2, 3)
     metrics |= token_metrics(
         RETURNS, RETURNS, torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 3)
     )
@@ -116,7 +116,7 @@ def test_a_batch_without_valid_rows_has_no_score_metrics():
     )
 
 
-def test_speed():
+def test_speed_metrics_equal_hand_computed_values():
     watch = Stopwatch()
     watch.seconds.update(step=4.0, gen=2.0, update_actor=1.0)
     metrics = speed_metrics(watch, 100.0, 50.0, n_devices=2)

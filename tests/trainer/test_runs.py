@@ -76,7 +76,7 @@ def pointer_of(run):
 
 
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, base):
-    """Two updates per step and a KL loss, whose reference must stay the model of step 0."""
+    """Two updates per step, and a KL loss whose reference stays the model of step 0."""
     options = [
         "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.total_training_steps=4",
@@ -185,7 +185,7 @@ def test_lora_learns_and_a_stopped_run_resumes_to_the_same_numbers(tmp_path, bas
     assert "model.lora_alpha: 16 in the checkpoint, 8 now" in changed.text()
 
 
-def test_a_failed_save_is_a_warning_and_a_late_kill_loses_nothing(tmp_path, base):
+def test_a_failed_save_warns_and_a_late_kill_loses_no_step(tmp_path, base):
     """In step 1, workers find a file where their folder should be.
 
     In step 2, the kill comes after the checkpoint and before the line in metrics.jsonl.
@@ -221,7 +221,7 @@ checkpoints.write = faulty_write
     again.assert_nothing_left()
 
 
-def test_a_weight_sync_without_effect_is_caught(tmp_path, base):
+def test_a_weight_sync_without_effect_stops_the_run(tmp_path, base):
     """The engine gets the weights from before the last update, under the next version."""
     stale = """
 import dataclasses
@@ -255,7 +255,7 @@ ppo.sync_weights = faulty
 
 
 def test_two_devices_give_the_same_numbers_as_one(tmp_path, base):
-    """Data parallel: each device has rows of its own. Sequence parallel: half of every sequence."""
+    """Data parallel: half of the rows per device. Sequence parallel: half of every sequence."""
     options = [
         "algorithm.adv_estimator=gae",
         "algorithm.use_kl_in_reward=true",
@@ -285,7 +285,7 @@ def test_two_devices_give_the_same_numbers_as_one(tmp_path, base):
         assert ("1 group of 2 devices" in two.text()) == bool(parallel)
         for a, b in zip(one.metrics()[1:], two.metrics()[1:], strict=True):
             assert a.keys() == b.keys()
-            # float32 sums in another order; three steps of Adam amplify that a little.
+            # float32 sums have another order, and three steps of Adam amplify the difference.
             expected = {key: b[key] for key in keys}
             assert {key: a[key] for key in keys} == pytest.approx(expected, rel=2e-3, abs=1e-5)
     # The policy starts as the reference. If the reference were updated too, this would stay 0.

@@ -1,11 +1,11 @@
-"""Stages of the loop with fake workers."""
+"""Stages of the training step, with fake workers."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.trainer.test_batch import a_step, answers, asked
+from tests.trainer.test_batch import generated_batch, make_requests, rollout_output
 from verlite.algorithms.gap import gap_rows
 from verlite.algorithms.kl import FixedKLController
 from verlite.config.correction import RolloutCorrection
@@ -38,7 +38,7 @@ from verlite.workers.rows import StepRows
 
 
 class Screen(list):
-    """Records what is displayed."""
+    """A display that records its messages."""
 
     info = warn = list.append
 
@@ -47,7 +47,7 @@ class Screen(list):
 
 
 def local_actor(config, plan) -> ActorWorker:
-    """An actor without an engine and without Ray: it estimates advantages in this process."""
+    """Return an actor without engine and Ray. It estimates advantages in this process."""
     actor = ActorWorker.__new__(ActorWorker)
     actor.config = config
     actor.plan = plan
@@ -55,10 +55,11 @@ def local_actor(config, plan) -> ActorWorker:
     return actor
 
 
-def a_run(**fields) -> SimpleNamespace:
+def fake_run(**fields) -> SimpleNamespace:
+    """Return the attributes of a run that the stages read. `fields` replace the defaults."""
     config = Config(data=DataConfig(train_files="x"), reward=Config().reward)
     config.actor_rollout_ref.model = ModelConfig(path="x")
-    made = {
+    defaults = {
         "config": config,
         "step": 1,
         "metrics": {},
@@ -85,27 +86,27 @@ def a_run(**fields) -> SimpleNamespace:
             reference_is_actor=False,
         ),
     }
-    run = SimpleNamespace(**(made | fields))
+    run = SimpleNamespace(**(defaults | fields))
     if not hasattr(run, "actor"):
         run.actor = local_actor(run.config, run.plan)
     return run
 
 
-def a_batch(statuses=("done", "done", "done"), results=None) -> DataProto:
-    """Generated rows of two tokens each, and the rewards of those that did not fail."""
+def rewarded_batch(statuses=("done", "done", "done"), results=None) -> DataProto:
+    """Return generated rows of two tokens each. Rows that did not fail have rewards."""
     rows = [
         ([10, 11], [1, 1], [-0.5, -1.5], s) if s != "error" else ([], [], [], s) for s in statuses
     ]
-    return a_step([[5, 6]] * len(rows), [f"u{i}" for i in range(len(rows))], rows, results)
+    return generated_batch([[5, 6]] * len(rows), [f"u{i}" for i in range(len(rows))], rows, results)
 
 
 def dense(batch, *names):
-    """The tokens of the driver's batch and these columns, padded."""
+    """Return the tokens of the driver's batch and these columns, padded."""
     return fetch_padded(batch, *names)
 
 
 def columns(**rows) -> DataProto:
-    """Ragged columns of [B, 2] numbers, as a worker answers."""
+    """Return ragged columns of [B, 2] numbers, as a worker does."""
     return DataProto.from_dict(
         {},
         {
@@ -115,13 +116,13 @@ def columns(**rows) -> DataProto:
     )
 
 
-GOOD, BAD = (
-    RewardResult(1.0),
-    RewardResult(None, error="Timeout", traceback="Traceback: it took too long"),
-)
+GOOD = RewardResult(1.0)
+BAD = RewardResult(None, error="Timeout", traceback="Traceback: it took too long")
 
 
 class Updates:
+    """An actor that records the steps of its updates."""
+
     def __init__(self):
         self.steps = []
 
@@ -131,25 +132,25 @@ class Updates:
 
 
 def test_the_actor_is_not_updated_during_critic_warmup():
-    """`plan.critic_warmup` is 0 without a critic, whatever the configuration says."""
+    """The stage reads plan.critic_warmup, which is 0 without a critic, not the configuration."""
     for warmup, updated in ((0, [1, 2, 3]), (3, [3])):
-        run = a_run(actor=Updates())
+        run = fake_run(actor=Updates())
         run.plan.critic_warmup, run.config.trainer.critic_warmup = warmup, 3
-        batch = a_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
+        batch = rewarded_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
         for run.step in (1, 2, 3):
             update_actor(run, batch)
         assert run.actor.steps == updated
 
 
 def test_rows_without_a_greedy_baseline_are_excluded():
-    batch = a_batch(
+    batch = rewarded_batch(
         "done done done done error".split(), [RewardResult(0.25), GOOD, GOOD, RewardResult(0.5)]
     ).with_non_tensor(
         uid=object_array(["a", "b", "c", "a", "c"]),
         sampling=object_array([Sampling(1.0, 1.0, -1, 2)] * 3 + [Sampling(0.0, 1.0, -1, 2)] * 2),
     )
-    scored = score(a_run(), batch)
-    # a has the baseline 0.5; the greedy row of c failed, and b has none.
+    scored = score(fake_run(), batch)
+    # Prompt a has the baseline 0.5. The greedy row of c failed, and b has no greedy row.
     assert scored.batch["valid"].tolist() == [True, False, False]
     assert scored.batch["reward_baselines"].tolist() == [0.5, 0, 0]
     assert scored.batch["sampled_tokens"].tolist() == [2, 0, 0]
@@ -158,13 +159,13 @@ def test_rows_without_a_greedy_baseline_are_excluded():
 
 
 def test_reward_time_is_that_of_the_slowest_worker():
-    run, batch = a_run(), a_batch()
+    run, batch = fake_run(), rewarded_batch()
     score(run, batch.with_batch(reward_seconds=torch.tensor([100.0, 100.0, 250.0])))
     assert 250 <= run.stopwatch.seconds["reward"] < 260
 
 
 def test_failed_rewards_exclude_their_rows_and_too_many_stop_the_run():
-    run, batch = a_run(), a_batch(results=[GOOD, BAD, GOOD])
+    run, batch = fake_run(), rewarded_batch(results=[GOOD, BAD, GOOD])
     run.config.reward.max_error_rate = 0.4
     scored = score(run, batch)
     assert scored.batch["valid"].tolist() == [True, False, True]
@@ -183,12 +184,14 @@ def test_failed_rewards_exclude_their_rows_and_too_many_stop_the_run():
 @pytest.mark.parametrize(("limit", "stops"), [(0.5, False), (0.3, True)])
 def test_too_many_failed_samples_stop_the_run(limit, stops):
     rows = [([10], [1], [-0.5], "done"), ([], [], [], "error"), ([11], [1], [-0.5], "length")]
-    run = a_run(
-        rollout=SimpleNamespace(generate=lambda requests, sleep_after: answers(rows, [[5]] * 3))
+    run = fake_run(
+        rollout=SimpleNamespace(
+            generate=lambda requests, sleep_after: rollout_output(rows, [[5]] * 3)
+        )
     )
     run.config.actor_rollout_ref.rollout.max_error_rate = limit
     if not stops:
-        assert generate(run, asked([[5]] * 3, ["a"] * 3)).batch["valid"].tolist() == [
+        assert generate(run, make_requests([[5]] * 3, ["a"] * 3)).batch["valid"].tolist() == [
             True,
             False,
             True,
@@ -197,11 +200,11 @@ def test_too_many_failed_samples_stop_the_run(limit, stops):
     with pytest.raises(
         RolloutFailures, match="33.3% of this step's samples.*max_error_rate=0.3.*Timeout"
     ):
-        generate(run, asked([[5]] * 3, ["a"] * 3))
+        generate(run, make_requests([[5]] * 3, ["a"] * 3))
 
 
 def log_probs(values):
-    """An actor with these log-probs and an entropy of 1 per token. It measures the gap."""
+    """Return an actor with these log-probs and an entropy of 1 per token. It measures the gap."""
 
     def answer(batch):
         t = dense(batch, "rollout_log_probs")
@@ -215,29 +218,30 @@ def log_probs(values):
     return SimpleNamespace(log_probs=answer)
 
 
-def gated(values, needed=False, bypass=False, **fields):
-    run = a_run(actor=log_probs(values), **fields)
+def run_old_log_probs(values, needed=False, bypass=False, **fields):
+    """Run the stage old_log_probs with an actor that has these log-probs."""
+    run = fake_run(actor=log_probs(values), **fields)
     run.plan.needs_old_log_probs, run.plan.correction = (
         needed,
         RolloutCorrection(bypass_mode=bypass),
     )
-    batch = a_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
+    batch = rewarded_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
     return run, old_log_probs(run, batch)
 
 
 def test_the_start_up_check_measures_the_gap_and_unneeded_log_probs_are_dropped():
-    run, batch = gated([[-0.5, -1.5], [-0.5, -1.54], [-0.5, -1.5]])
+    run, batch = run_old_log_probs([[-0.5, -1.5], [-0.5, -1.54], [-0.5, -1.5]])
     assert run.metrics["training/log_prob_gap"] == pytest.approx(0.04 / 6, rel=1e-4)
     assert run.metrics["actor/entropy"] == 1
     assert (
         "old_log_probs" not in batch.non_tensor_batch and "entropy_sums" not in batch.batch.keys()
     )
-    run, batch = gated([[-0.5, -1.5]] * 3, needed=True)
+    run, batch = run_old_log_probs([[-0.5, -1.5]] * 3, needed=True)
     assert (
         dense(batch, "old_log_probs")["old_log_probs"].tolist() == [[-0.5, -1.5]] * 3
         and "entropy_sums" in batch.batch.keys()
     )
-    run, batch = gated([[9.0, 9.0]] * 3, first_step=False)  # nobody is asked
+    run, batch = run_old_log_probs([[9.0, 9.0]] * 3, first_step=False)  # the pass is skipped
     assert run.metrics == {} and "old_log_probs" not in batch.non_tensor_batch
 
 
@@ -245,7 +249,7 @@ def test_the_start_up_check_measures_the_gap_and_unneeded_log_probs_are_dropped(
 def test_bypass_mode_uses_rollout_log_probs_and_still_checks_the_gap(
     first_step,
 ):
-    run, batch = gated([[-0.5, -1.54]] * 3, bypass=True, first_step=first_step)
+    run, batch = run_old_log_probs([[-0.5, -1.54]] * 3, bypass=True, first_step=first_step)
     assert dense(batch, "old_log_probs")["old_log_probs"].tolist() == [[-0.5, -1.5]] * 3
     assert ("training/log_prob_gap" in run.metrics) == first_step
     assert "entropy_sums" not in batch.batch.keys()  # the update measures it
@@ -255,14 +259,14 @@ def test_the_start_up_check_reports_where_the_gap_is():
     with pytest.raises(
         match="2.50e-01 before the first update; .*limit=0.05.*first response token",
     ):
-        gated([[-1.0, -1.5]] * 3)
+        run_old_log_probs([[-1.0, -1.5]] * 3)
     with pytest.raises(LogProbGap, match="on all tokens"):
-        gated([[-0.4, -1.4]] * 3)
+        run_old_log_probs([[-0.4, -1.4]] * 3)
     with pytest.raises(LogProbGap, match="no sampled token.*: Timeout"):
-        run = a_run(actor=log_probs([[0.0]] * 2))
+        run = fake_run(actor=log_probs([[0.0]] * 2))
         old_log_probs(
             run,
-            a_batch(["error"] * 2).with_batch(
+            rewarded_batch(["error"] * 2).with_batch(
                 mini_batch_index=torch.zeros(2, 1, dtype=torch.int64)
             ),
         )
@@ -270,18 +274,18 @@ def test_the_start_up_check_reports_where_the_gap_is():
 
 @pytest.mark.parametrize("balanced", [True, False])
 def test_columns_of_a_row_stay_together_to_the_ranks_and_back(balanced):
-    """Every value is computed from its row's number, so a row with another row's values fails."""
+    """Compute every value from its row's number, so that values of another row are detected."""
     number, lengths = list(range(12)), [3, 9, 1, 7, 2, 8, 4, 6, 5, 9, 1, 2]
     rows = [
         ([100 * i + j for j in range(n)], [1] * n, [-float(i)] * n, "done")
         for i, n in enumerate(lengths)
     ]
-    batch = a_step([[i] for i in number], [f"u{i // 2}" for i in number], rows).with_batch(
+    batch = generated_batch([[i] for i in number], [f"u{i // 2}" for i in number], rows).with_batch(
         turns=torch.tensor(number),
         advantages=torch.tensor(number)[:, None] * 0.5,
         mini_batch_index=(torch.tensor(number) % 3)[:, None],
     )
-    run = a_run()
+    run = fake_run()
     run.plan.placement, run.config.trainer.balance_batch = {"actor": [0, 1, 2]}, balanced
     sent = to_ranks(run, batch, "actor", "rollout_log_probs", "values")
     assert set(sent.non_tensor_batch) == {
@@ -314,7 +318,7 @@ def test_columns_of_a_row_stay_together_to_the_ranks_and_back(balanced):
 
 
 def test_a_sequence_parallel_group_counts_as_one_rank():
-    """Four ranks in two groups, and two updates, the first with two long rows.
+    """Distribute two updates over four ranks in two groups. The first update has two long rows.
 
     Each group gets one long row, and each row is assigned once.
     """
@@ -327,7 +331,7 @@ def test_a_sequence_parallel_group_counts_as_one_rank():
             "mini_batch_index": updates,
         }
     )
-    run = a_run()
+    run = fake_run()
     run.plan.placement, run.plan.sequence_parallel = {"actor": [0, 1, 2, 3]}, {"actor": 2}
     first, second, third, fourth = to_ranks(run, batch, "actor").meta_info["assignment"]
     assert sorted([*first, *second, *third, *fourth]) == list(range(8))
@@ -339,14 +343,14 @@ def test_a_sequence_parallel_group_counts_as_one_rank():
 
 
 def test_reference_log_probs_come_from_the_reference():
-    run = a_run(
+    run = fake_run(
         reference=SimpleNamespace(
             log_probs=lambda batch: columns(ref_log_prob=[[-7.0, -7.0]] * len(batch))
         ),
         actor=log_probs([[-0.5, -1.5]] * 3),
     )
     run.plan.placement["ref"] = [0]
-    batch = a_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
+    batch = rewarded_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
     assert (dense(reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -7).all()
     run.reference = None  # no KL term
     assert "ref_log_prob" not in reference_log_probs(run, batch).non_tensor_batch
@@ -355,30 +359,35 @@ def test_reference_log_probs_come_from_the_reference():
     assert (dense(reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -3).all()
 
 
-def validated(results, **trainer):
+def validation_run(results, **trainer):
+    """Return a run that validates one prompt per result. `trainer` sets keys of its config."""
     rows = [([10, 11], [1, 1], [-0.5, -1.5], "done")]
     data = SimpleNamespace(
         row=lambda i: PromptRow(i, [5, 6], [{"role": "user", "content": "1+1="}], "sums", "2")
     )
     sequence = iter(results)
-    run = a_run(
+    run = fake_run(
         val_data=type(
             "Data", (), {"__len__": lambda self: len(results), "row": staticmethod(data.row)}
         )(),
         rollout=SimpleNamespace(
-            generate=lambda requests, sleep_after: answers(rows * len(requests), results=sequence)
+            generate=lambda requests, sleep_after: rollout_output(
+                rows * len(requests), results=sequence
+            )
         ),
         tokenizer=SimpleNamespace(decode=lambda ids: "1+1="),
         run_dir=trainer.pop("run_dir"),
     )
-    run.config.data.val_batch_size = 2  # chunks: the first failure may be in any of them
+    run.config.data.val_batch_size = 2  # two batches; the first failure may be in either
     for key, value in trainer.items():
         setattr(run.config.trainer, key, value)
     return run
 
 
 def test_validation_reports_failures_of_any_chunk_and_prints_samples(tmp_path):
-    run = validated([GOOD, BAD, RewardResult(0.0), GOOD], run_dir=tmp_path, log_val_generations=1)
+    run = validation_run(
+        [GOOD, BAD, RewardResult(0.0), GOOD], run_dir=tmp_path, log_val_generations=1
+    )
     metrics = validate(run)
     assert (
         metrics["val-core/sums/reward/mean@1"] == pytest.approx(2 / 3)
@@ -394,7 +403,7 @@ def test_validation_reports_failures_of_any_chunk_and_prints_samples(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked_for", "temperature"),
+    ("val_kwargs", "temperature"),
     [
         ({}, 0),
         ({"temperature": 0.7}, 0),
@@ -402,32 +411,37 @@ def test_validation_reports_failures_of_any_chunk_and_prints_samples(tmp_path):
         ({"do_sample": True}, 0),
     ],
 )
-def test_validation_sampling_parameters(tmp_path, asked_for, temperature):
-    """Validation follows val_kwargs: greedy without do_sample, and n samples per prompt and uid."""
-    run = validated([GOOD] * 4, run_dir=tmp_path)
+def test_validation_sampling_parameters(tmp_path, val_kwargs, temperature):
+    """Validation uses val_kwargs: n samples per prompt, and greedy decoding without do_sample."""
+    run = validation_run([GOOD] * 4, run_dir=tmp_path)
     run.val_data = type(
         "Data", (), {"__len__": lambda self: 2, "row": staticmethod(run.val_data.row)}
     )()
-    val, rollout, wanted = run.config.actor_rollout_ref.rollout.val_kwargs, run.rollout.generate, []
-    val.n, val.top_p, val.top_k = 2, 0.9, 7
-    for key, value in asked_for.items():
-        setattr(val, key, value)
-    run.rollout.generate = lambda requests, sleep_after: (
-        wanted.extend(requests.non_tensor_batch["sampling"]) or rollout(requests, sleep_after)
-    )
+    settings = run.config.actor_rollout_ref.rollout.val_kwargs
+    generate_responses = run.rollout.generate
+    sampling = []
+    settings.n = 2
+    settings.top_p = 0.9
+    settings.top_k = 7
+    for key, value in val_kwargs.items():
+        setattr(settings, key, value)
+
+    def generate_and_record(requests, sleep_after):
+        sampling.extend(requests.non_tensor_batch["sampling"])
+        return generate_responses(requests, sleep_after)
+
+    run.rollout.generate = generate_and_record
     assert "val-core/sums/reward/mean@2" in validate(run)
-    assert [(s.temperature, s.top_p, s.top_k) for s in wanted] == [(temperature, 0.9, 7)] * 4
-    assert len({s.seed for s in wanted}) == 4
+    assert [(s.temperature, s.top_p, s.top_k) for s in sampling] == [(temperature, 0.9, 7)] * 4
+    assert len({s.seed for s in sampling}) == 4
 
 
 def test_actor_and_critic_have_different_mini_batches():
-    """Actor: three updates of a row; critic: one of all three."""
-    run, batch = (
-        a_run(),
-        a_batch().with_batch(
-            mini_batch_index=torch.arange(3)[:, None],
-            critic_mini_batch_index=torch.zeros(3, 1, dtype=torch.int64),
-        ),
+    """The actor has three updates of one row each, the critic one update of all three rows."""
+    run = fake_run()
+    batch = rewarded_batch().with_batch(
+        mini_batch_index=torch.arange(3)[:, None],
+        critic_mini_batch_index=torch.zeros(3, 1, dtype=torch.int64),
     )
     run.plan.placement["critic"] = [0]
     assert [to_ranks(run, batch, role).meta_info["updates"] for role in ("actor", "critic")] == [
@@ -440,7 +454,7 @@ def test_validation_without_any_score_is_an_error(tmp_path):
     with pytest.raises(
         RewardFailures, match=r"none of the 2 validation samples(.|\n)*it took too long"
     ):
-        validate(validated([BAD, BAD], run_dir=tmp_path))
+        validate(validation_run([BAD, BAD], run_dir=tmp_path))
 
 
 def test_scores_are_normalized_clipped_and_penalized_for_length():
@@ -448,22 +462,17 @@ def test_scores_are_normalized_clipped_and_penalized_for_length():
         ([10] * n, [1] * n, [-0.5] * n, s)
         for n, s in ((2, "done"), (3, "done"), (4, "length"), (1, "done"))
     ]
-    batch, run = (
-        a_step([[5, 6]] * 4, list("abcd"), rows, [RewardResult(s) for s in (1.0, 1.0, 0.0, 9.0)]),
-        a_run(),
-    )
+    results = [RewardResult(s) for s in (1.0, 1.0, 0.0, 9.0)]
+    batch = generated_batch([[5, 6]] * 4, list("abcd"), rows, results)
+    run = fake_run()
+    run.config.data.max_response_length = 4
+    run.plan.overlong_buffer = 2
     reward = run.config.reward
-    run.config.data.max_response_length, reward.mean, reward.std, reward.clip_range = (
-        4,
-        0.5,
-        0.25,
-        [-3.0, 3.0],
-    )
-    (
-        reward.overlong_buffer.enable,
-        run.plan.overlong_buffer,
-        reward.overlong_buffer.penalty_factor,
-    ) = True, 2, 0.5
+    reward.mean = 0.5
+    reward.std = 0.25
+    reward.clip_range = [-3.0, 3.0]
+    reward.overlong_buffer.enable = True
+    reward.overlong_buffer.penalty_factor = 0.5
     batch = score(run, batch)
     assert batch.batch["raw_scores"].tolist() == [1, 1, 0, 9]
     # (score - 0.5) / 0.25 is 2, 2, -2, 34, and 34 is clipped to 3.
@@ -474,10 +483,10 @@ def test_scores_are_normalized_clipped_and_penalized_for_length():
 
 def test_rloo_token_kl_clips_after_the_baseline_and_others_before():
     for estimator, total in (("grpo", 1.0), ("rloo_token_kl", 9.0)):
-        run = a_run()
+        run = fake_run()
         run.config.algorithm.adv_estimator, run.config.reward.clip_range = estimator, [-1.0, 1.0]
         batch = score(
-            run, a_batch(["done", "done"], [RewardResult(9.0), RewardResult(0.0)])
+            run, rewarded_batch(["done", "done"], [RewardResult(9.0), RewardResult(0.0)])
         ).with_non_tensor(uid=object_array(["a", "a"]))
         assert batch.batch["scores"].sum().item() == total
         result = dense(advantages(run, loss_mask(run, batch)), "advantages")["advantages"]
@@ -486,39 +495,39 @@ def test_rloo_token_kl_clips_after_the_baseline_and_others_before():
 
 
 class Engines:
-    """Give the same answers again and again, and count how often they were sent to sleep."""
+    """Engines that return the same response to every prompt. They count calls of sleep."""
 
     def __init__(self):
         self.slept = 0
 
     def generate(self, requests, sleep_after):
         self.slept += sleep_after
-        return answers([([10], [1], [-0.5], "done")] * len(requests), [[5]] * len(requests))
+        return rollout_output([([10], [1], [-0.5], "done")] * len(requests), [[5]] * len(requests))
 
     def sleep(self):
         self.slept += 1
 
 
-def filtered(scores, uids, batch=None, **settings):
-    """A generation of four samples with these scores, gathered."""
-    run = settings.pop("run", None) or a_run(
+def filter_generation(scores, uids, batch=None, **settings):
+    """Generate four samples with these scores and filter their groups. Return run and batch."""
+    run = settings.pop("run", None) or fake_run(
         train_data=range(settings.pop("data", 8)), rollout=Engines()
     )
     run.plan.filters_groups, run.current.prompts_drawn = True, run.current.prompts_drawn + 2
     for key, value in settings.items():
         setattr(run.config.algorithm.filter_groups, key, value)
     results = [RewardResult(score, parts={"acc": 1.0 - score}) for score in scores]
-    more = score(run, a_batch(["done"] * 4, results)).with_non_tensor(uid=object_array(uids))
+    more = score(run, rewarded_batch(["done"] * 4, results)).with_non_tensor(uid=object_array(uids))
     return run, filter_groups(run, DataProto() if batch is None else batch, more)
 
 
 def test_dynamic_sampling_keeps_groups_that_differ_until_the_step_is_full():
-    run, batch = filtered([1, 1, 0, 1], ["a", "a", "b", "b"])
+    run, batch = filter_generation([1, 1, 0, 1], ["a", "a", "b", "b"])
     assert list(batch.non_tensor_batch["uid"]) == ["b", "b"]
-    run, batch = filtered([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
+    run, batch = filter_generation([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
     assert list(batch.non_tensor_batch["uid"]) == ["b", "b"]
-    run, batch = filtered([0, 1, 0, 1], ["e", "e", "f", "f"], batch, run=run)
-    assert list(batch.non_tensor_batch["uid"]) == ["b", "b", "e", "e"]  # f is one too many
+    run, batch = filter_generation([0, 1, 0, 1], ["e", "e", "f", "f"], batch, run=run)
+    assert list(batch.non_tensor_batch["uid"]) == ["b", "b", "e", "e"]  # f is surplus
     assert batch.batch["raw_scores"].tolist() == [0, 1, 0, 1]
     assert run.metrics["train/num_gen_batches"] == 3
     assert run.metrics["filter_groups/kept_ratio"] == pytest.approx((0.5 + 0 + 1) / 3)
@@ -527,27 +536,27 @@ def test_dynamic_sampling_keeps_groups_that_differ_until_the_step_is_full():
 
 
 def test_dynamic_sampling_by_a_part_of_the_reward():
-    _, batch = filtered([1, 0, 1, 1], ["a", "a", "b", "b"], metric="acc")
+    _, batch = filter_generation([1, 0, 1, 1], ["a", "a", "b", "b"], metric="acc")
     assert list(batch.non_tensor_batch["uid"]) == ["a", "a"]
     with pytest.raises(
         TooFewGroups, match="metric=accuracy: .* did not return this number.*: score, acc"
     ):
-        filtered([1, 0, 1, 1], ["a", "a", "b", "b"], metric="accuracy")
+        filter_generation([1, 0, 1, 1], ["a", "a", "b", "b"], metric="accuracy")
 
 
 def test_filter_metric_acc_falls_back_to_the_raw_score_per_row():
-    """A step may mix sources whose scorers return `acc` with sources whose score is the accuracy."""
+    """Mix sources whose scorers return `acc` with sources whose score is the accuracy."""
     results = [
         RewardResult(1.0, parts={"acc": 0.5}),
         RewardResult(-1.0, parts={"acc": 0.5}),
         RewardResult(1.0),
         RewardResult(0.0),
     ]
-    run = a_run(train_data=range(8), rollout=Engines())
+    run = fake_run(train_data=range(8), rollout=Engines())
     run.plan.filters_groups = True
     run.current.prompts_drawn = 2
     run.config.algorithm.filter_groups.metric = "acc"
-    samples = score(run, a_batch(["done"] * 4, results))
+    samples = score(run, rewarded_batch(["done"] * 4, results))
     samples = samples.with_non_tensor(uid=object_array(["a", "a", "b", "b"]))
     batch = filter_groups(run, DataProto(), samples)
     assert list(batch.non_tensor_batch["uid"]) == ["b", "b"]
@@ -555,9 +564,9 @@ def test_filter_metric_acc_falls_back_to_the_raw_score_per_row():
 
 @pytest.mark.parametrize(("limit", "data", "last"), [(2, 100, 2), (0, 6, 3)])
 def test_dynamic_sampling_stops_the_run_if_the_step_cannot_be_filled(limit, data, last):
-    run, batch = a_run(train_data=range(data)), None
+    run, batch = fake_run(train_data=range(data)), None
     for _ in range(last - 1):
-        _, batch = filtered(
+        _, batch = filter_generation(
             [1, 1, 0, 0], ["a", "a", "b", "b"], batch, run=run, max_num_gen_batches=limit
         )
     with pytest.raises(
@@ -565,27 +574,27 @@ def test_dynamic_sampling_stops_the_run_if_the_step_cannot_be_filled(limit, data
         match=f"after {last} generations of 2 prompts, only 0 of data.train_batch_size=2 have "
         "samples whose score differs",
     ):
-        filtered([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
+        filter_generation([1, 1, 0, 0], ["c", "c", "d", "d"], batch, run=run)
 
 
 def test_engines_stay_awake_until_the_last_generation_of_a_step():
-    """On a GPU sleep frees their weights, and the next generation would find none."""
-    run, batch = filtered([1, 1, 0, 1], ["a", "a", "b", "b"])
-    generate(run, asked([[5]] * 4, "ccdd"))
+    """On a GPU sleep frees the engines' weights, which the next generation needs."""
+    run, batch = filter_generation([1, 1, 0, 1], ["a", "a", "b", "b"])
+    generate(run, make_requests([[5]] * 4, "ccdd"))
     assert run.rollout.slept == 0
-    filtered([0, 1, 0, 1], ["c", "c", "d", "d"], batch, run=run)
+    filter_generation([0, 1, 0, 1], ["c", "c", "d", "d"], batch, run=run)
     assert run.rollout.slept == 1
 
 
 def test_without_dynamic_sampling_a_step_is_one_generation():
-    run, more = a_run(rollout=Engines()), a_batch()
-    generate(run, asked([[5]], ["a"]))
+    run, more = fake_run(rollout=Engines()), rewarded_batch()
+    generate(run, make_requests([[5]], ["a"]))
     assert filter_groups(run, DataProto(), more) is more and run.rollout.slept == 1
 
 
 def test_uids_and_seeds_are_unique_over_the_generations_of_a_step():
     rows = [PromptRow(i, [5, 6], [], "sums", "2") for i in range(2)]
-    run = a_run(
+    run = fake_run(
         train_data=SimpleNamespace(row=lambda i: rows[i]),
         sampler=SimpleNamespace(next_batch=lambda: [0, 1]),
     )
@@ -597,25 +606,27 @@ def test_uids_and_seeds_are_unique_over_the_generations_of_a_step():
     assert len(set(seeds)) == 4
 
 
-def corrected(settings, **batch):
-    """Three samples of one prompt with rollout log-probs -0.5 and -1.5.
+def batch_with_loss_mask(settings, **batch):
+    """Return a run and its batch after the stage loss_mask.
+
+    The batch has three samples of one prompt with rollout log-probs -0.5 and -1.5.
 
     The last token of the second sample has w = exp(-3); every other token has w = 1.
     """
-    run = a_run()
+    run = fake_run()
     run.plan.correction, run.config.algorithm.adv_estimator = settings, "rloo"
-    scored = score(a_run(), a_batch(results=[GOOD, RewardResult(0.0), GOOD])).with_non_tensor(
-        uid=object_array(["a"] * 3)
-    )
+    scored = score(
+        fake_run(), rewarded_batch(results=[GOOD, RewardResult(0.0), GOOD])
+    ).with_non_tensor(uid=object_array(["a"] * 3))
     return run, loss_mask(
         run, scored.union(columns(old_log_probs=[[-0.5, -1.5], [-0.5, -4.5], [-0.5, -1.5]]))
     )
 
 
 def test_rollout_correction_adds_importance_weights():
-    run, batch = corrected(RolloutCorrection())
+    run, batch = batch_with_loss_mask(RolloutCorrection())
     assert run.metrics == {} and "rollout_is_weights" not in batch.non_tensor_batch
-    run, batch = corrected(RolloutCorrection("token", "0.5_2.0"))
+    run, batch = batch_with_loss_mask(RolloutCorrection("token", "0.5_2.0"))
     assert dense(batch, "rollout_is_weights")["rollout_is_weights"].tolist() == [
         [1, 1],
         [1, 0],
@@ -630,7 +641,9 @@ def test_rejected_tokens_leave_loss_mask_but_not_the_baseline():
         ("token_k1", [[1, 1], [1, 0], [1, 1]]),
         ("seq_sum_k1", [[1, 1], [0, 0], [1, 1]]),
     ):
-        run, batch = corrected(RolloutCorrection(rollout_rs=name, rollout_rs_threshold="0.5_2.0"))
+        run, batch = batch_with_loss_mask(
+            RolloutCorrection(rollout_rs=name, rollout_rs_threshold="0.5_2.0")
+        )
         assert "rollout_is_weights" not in batch.non_tensor_batch
         batch = advantages(run, batch)
         t = dense(batch, "loss_mask", "advantages")
@@ -638,15 +651,15 @@ def test_rejected_tokens_leave_loss_mask_but_not_the_baseline():
         assert t["loss_mask"].tolist() == left and t["trained_tokens"].tolist() == [
             sum(row) for row in left
         ]
-        # Leave-one-out on 1, 0, 1: the second score counts in the others' baselines in any case.
+        # Leave-one-out on 1, 0, 1. Baselines include the score of the rejected row.
         assert t["advantages"].tolist() == [[0.5, 0.5], [-1.0 * m for m in left[1]], [0.5, 0.5]]
         assert t["scores"].tolist() == [1, 0, 1]
         trained = [0.5] * 4 + [-1.0] * sum(left[1])
         assert run.metrics["critic/advantages/mean"] == pytest.approx(sum(trained) / len(trained))
 
 
-def advanced(loss_mode="vanilla", truncated=False, **policy_loss):
-    run = a_run()
+def run_advantages(loss_mode="vanilla", truncated=False, **policy_loss):
+    run = fake_run()
     run.plan.loss_mode, run.config.algorithm.adv_estimator = loss_mode, "grpo"
     run.config.algorithm.norm_adv_by_std_in_grpo, run.config.algorithm.mask_truncated = (
         False,
@@ -655,7 +668,7 @@ def advanced(loss_mode="vanilla", truncated=False, **policy_loss):
     for key, value in policy_loss.items():
         setattr(run.config.actor_rollout_ref.actor.policy_loss, key, value)
     scored = score(
-        run, a_batch(["done", "length", "done"], [RewardResult(s) for s in (1.0, 0.0, 0.5)])
+        run, rewarded_batch(["done", "length", "done"], [RewardResult(s) for s in (1.0, 0.0, 0.5)])
     )
     old = columns(old_log_probs=[[-0.1, -3.0], [-0.1, -1.0], [-0.1, -0.2]])
     batch = scored.with_non_tensor(uid=object_array(["a"] * 3)).union(old)
@@ -664,15 +677,15 @@ def advanced(loss_mode="vanilla", truncated=False, **policy_loss):
 
 
 def test_truncated_responses_leave_loss_mask_but_not_the_baseline():
-    run, t = advanced(truncated=True)
+    run, t = run_advantages(truncated=True)
     assert t["response_mask"].tolist() == [[1, 1]] * 3
     assert t["loss_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
-    assert t["advantages"].tolist() == [[0.5, 0.5], [0, 0], [0, 0]]  # less the mean of 1, 0 and 0.5
+    assert t["advantages"].tolist() == [[0.5, 0.5], [0, 0], [0, 0]]  # minus the mean of 1, 0, 0.5
     assert (
         run.metrics["critic/advantages/min"] == 0 and run.metrics["critic/advantages/mean"] == 0.25
     )
     assert run.metrics["response_length/masked_truncated_ratio"] == pytest.approx(1 / 3)
-    _, t = advanced()
+    _, t = run_advantages()
     assert t["loss_mask"].tolist() == [[1, 1]] * 3
     assert t["advantages"][1].tolist() == [-0.5, -0.5]
 
@@ -680,12 +693,12 @@ def test_truncated_responses_leave_loss_mask_but_not_the_baseline():
 def test_clip_cov_and_kl_cov_select_tokens_over_the_whole_step():
     # Advantages 0.5, -0.5 and 0 have mean 0, log-probs have mean -0.75. The products of the
     # deviations are 0.325, -1.125 in the first row, -0.325, 0.125 in the second, 0 in the third.
-    _, t = advanced("kl_cov", kl_cov_ratio=0.4)
+    _, t = run_advantages("kl_cov", kl_cov_ratio=0.4)
     assert t["selected_tokens"].tolist() == [[True, False], [False, True], [False, False]]
-    assert "selected_tokens" not in advanced()[1].keys()
-    # clip_cov draws tokens within the bounds at random; seed and step determine them.
+    assert "selected_tokens" not in run_advantages()[1].keys()
+    # clip_cov selects random tokens within the bounds. Seed and step determine which.
     draws = [
-        advanced("clip_cov", clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4)[1][
+        run_advantages("clip_cov", clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4)[1][
             "selected_tokens"
         ]
         for _ in range(2)

@@ -1,15 +1,15 @@
-"""The order of a weight sync, and what a failed one leaves."""
+"""The order of calls in a weight sync, and the state after a failed one."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from tests.trainer.test_stages import a_run
+from tests.trainer.test_stages import fake_run
 from verlite.trainer.stages.weights import sync_weights
 
 
 class Calls(list):
-    """A role that writes down what it is asked for; `fails` raises."""
+    """A role that records its calls. The call named by `fails` raises."""
 
     def __init__(self, book, name, fails=None):
         self.book, self.name, self.fails = book, name, fails
@@ -34,7 +34,9 @@ IN_ORDER = [
 
 def synced(fails=None):
     book = []
-    return book, a_run(actor=Calls(book, "actor"), rollout=Calls(book, "rollout", fails), version=3)
+    return book, fake_run(
+        actor=Calls(book, "actor"), rollout=Calls(book, "rollout", fails), version=3
+    )
 
 
 def test_weight_sync_exports_loads_and_then_releases_the_copy():

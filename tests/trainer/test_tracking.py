@@ -1,4 +1,4 @@
-"""metrics.jsonl has every step; no other tracker can stop a run."""
+"""metrics.jsonl contains every step. A failing tracker does not stop a run."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ from verlite.trainer.tracking import BackgroundTracker, MetricsFile, Tracking, r
 
 
 class StubTracker:
-    """A tracker whose every log runs `action`."""
+    """A tracker that runs `action` in every call of log."""
 
     def __init__(self, action):
         self.action = action
@@ -54,7 +54,7 @@ def test_a_tracker_that_raises_warns_once(tmp_path):
     assert "no network" in warnings[0]
 
 
-def test_a_tracker_that_hangs_is_given_up(tmp_path):
+def test_a_tracker_that_hangs_is_abandoned(tmp_path):
     release = threading.Event()
     warnings = []
     tracker = BackgroundTracker("wandb", lambda: StubTracker(release.wait), warnings.append)

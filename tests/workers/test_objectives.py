@@ -1,4 +1,4 @@
-"""Losses of actor and critic against float64 loops over tokens, whole and in micro-batches."""
+"""Losses of actor and critic equal float64 loops over tokens, with and without micro-batches."""
 
 import math
 
@@ -17,16 +17,14 @@ from verlite.workers.critic import value_objective
 B, R = 6, 7
 
 
-class Numbers:
-    """The part of a plan that the objectives read."""
+class ObjectivePlan:
+    """The attributes of a plan that the objectives read."""
 
-    clip_low, clip_high, loss_scale, loss_mode, correction = (
-        0.2,
-        0.3,
-        8.0,
-        "vanilla",
-        RolloutCorrection(),
-    )
+    clip_low = 0.2
+    clip_high = 0.3
+    loss_scale = 8.0
+    loss_mode = "vanilla"
+    correction = RolloutCorrection()
     critic = Updates(2, 2, 1, 3, Micro(2, None), False, "token-mean")
 
 
@@ -40,7 +38,7 @@ def rows():
     mask = torch.ones(B, R, dtype=torch.int64)
     mask[0, 3:] = 0
     mask[1, 2:4] = 0  # tool text in the middle
-    mask[2] = 0  # excluded
+    mask[2] = 0  # an excluded row
     old = -draw().abs()
     columns = {
         "response_mask": mask,
@@ -60,16 +58,18 @@ def rows():
 
 
 def config(**actor) -> Config:
-    made = Config()
-    made.actor_rollout_ref.actor = ActorConfig(**actor)
-    return made
+    result = Config()
+    result.actor_rollout_ref.actor = ActorConfig(**actor)
+    return result
 
 
 def tokens_of(rows):
+    """Return (row, position) of each token of the mask."""
     return [(i, j) for i in range(B) for j in range(R) if rows["response_mask"][i, j]]
 
 
 def in_parts(objective, rows, outputs, counts, parts):
+    """Return the sums of loss and metrics over micro-batches with these rows."""
     total, sums = 0.0, {}
     for part in parts:
         loss, metrics = objective(rows[part], {k: v[part] for k, v in outputs.items()}, counts)
@@ -88,7 +88,8 @@ def test_policy_loss_equals_loops_over_tokens(rows, parts):
     tokens = tokens_of(rows)
     counts = Counts(tokens=len(tokens), sequences=5)
     objective = policy_objective(
-        config(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"), Numbers()
+        config(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"),
+        ObjectivePlan(),
     )
     pg = kl = entropy = clipped = 0.0
     for i, j in tokens:
@@ -114,16 +115,16 @@ def test_policy_loss_equals_loops_over_tokens(rows, parts):
     assert metrics["actor/kl_loss"] == pytest.approx(kl / n, rel=1e-6)
     assert metrics["actor/entropy"] == pytest.approx(entropy / n, rel=1e-6)
     assert metrics["actor/pg_clipfrac"] == pytest.approx(clipped / n, rel=1e-6)
-    assert not gap_metrics(metrics)  # measured by the stage that computed old_log_probs
+    assert not gap_metrics(metrics)  # the stage old_log_probs measured it
 
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
-def test_sequence_means_count_all_rows_of_the_step_with_tokens(rows, parts, mode):
-    """Five of six rows have tokens. Without old log-probs the loss of a token is -A."""
+def test_sequence_means_divide_by_rows_with_tokens(rows, parts, mode):
+    """Five of six rows have tokens. Without old log-probs the token loss is -A."""
     rows, outputs = rows
     tokens = tokens_of(rows)
-    objective = policy_objective(config(loss_agg_mode=mode), Numbers())
+    objective = policy_objective(config(loss_agg_mode=mode), ObjectivePlan())
     total, _ = in_parts(
         objective, rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5), parts
     )
@@ -139,7 +140,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
     rows, outputs = rows
     tokens = tokens_of(rows)
     outputs["log_probs"].requires_grad_(True)
-    loss, metrics = policy_objective(config(), Numbers())(
+    loss, metrics = policy_objective(config(), ObjectivePlan())(
         rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5)
     )
     assert float(loss.detach()) == pytest.approx(
@@ -161,7 +162,7 @@ def test_critic_loss_equals_loops_over_tokens(rows, parts):
     rows, outputs = rows
     tokens = tokens_of(rows)
     total, metrics = in_parts(
-        value_objective(config(), Numbers()), rows, outputs, Counts(len(tokens), 5), parts
+        value_objective(config(), ObjectivePlan()), rows, outputs, Counts(len(tokens), 5), parts
     )
     expected = 0.0
     for i, j in tokens:
@@ -181,9 +182,11 @@ def test_critic_loss_equals_loops_over_tokens(rows, parts):
 def test_importance_weights_and_selected_tokens_reach_the_loss(rows):
     rows, outputs = rows
     tokens = tokens_of(rows)
-    weights, chosen = torch.rand(B, R, dtype=torch.float64), torch.rand(B, R) < 0.5
-    rows["rollout_is_weights"], rows["selected_tokens"] = weights, chosen
-    plan = Numbers()
+    weights = torch.rand(B, R, dtype=torch.float64)
+    chosen = torch.rand(B, R) < 0.5
+    rows["rollout_is_weights"] = weights
+    rows["selected_tokens"] = chosen
+    plan = ObjectivePlan()
     plan.loss_mode = "clip_cov"
     total, _ = in_parts(
         policy_objective(config(), plan),
@@ -207,9 +210,9 @@ def test_importance_weights_and_selected_tokens_reach_the_loss(rows):
     assert total == pytest.approx(expected / len(tokens), rel=1e-6)
 
 
-def test_settings_of_a_loss_reach_it(rows):
+def test_loss_uses_its_settings(rows):
     rows, outputs = rows
-    plan = Numbers()
+    plan = ObjectivePlan()
     losses = []
     for tau in (1.0, 4.0):
         plan.loss_mode = "sapo"

@@ -1,4 +1,4 @@
-"""Weights from actor to rollout workers, and samples that come back, with fake engines."""
+"""Weight transfer from actor to rollout workers, and generated samples, with fake engines."""
 
 import time
 from types import SimpleNamespace
@@ -24,54 +24,57 @@ class OnNode:
 
 
 class Actor(OnNode, ActorWorker):
-    """Without Ray."""
+    """An actor worker without Ray."""
 
 
 class Rollout(OnNode, RolloutWorker):
-    """Without Ray."""
+    """A rollout worker without Ray."""
 
 
 def exporter(local_rank: int) -> tuple[Actor, list]:
     """Return one rank of an actor, and the list of calls to its engine."""
-    asked, made = [], Actor.__new__(Actor)
-    made.local_rank, made._exported = local_rank, None
-    made.engine = SimpleNamespace(
-        onload=lambda: asked.append("onload"),
-        offload=lambda: asked.append("offload"),
+    calls = []
+    actor = Actor.__new__(Actor)
+    actor.local_rank = local_rank
+    actor._exported = None
+    actor.engine = SimpleNamespace(
+        onload=lambda: calls.append("onload"),
+        offload=lambda: calls.append("offload"),
         export=lambda dtype, snapshot: (
-            (name, asked.append(name) or tensor.to(dtype)) for name, tensor in WEIGHTS
+            (name, calls.append(name) or tensor.to(dtype)) for name, tensor in WEIGHTS
         ),
         fingerprint=lambda dtype: ("fingerprint in", dtype),
     )
-    made.config = SimpleNamespace(
+    actor.config = SimpleNamespace(
         actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(sync_bucket_mb=1))
     )
-    made.plan = SimpleNamespace(rollout_dtype="bfloat16")
-    return made, asked
+    actor.plan = SimpleNamespace(rollout_dtype="bfloat16")
+    return actor, calls
 
 
 def test_one_rank_per_node_writes_weights_in_the_engines_dtype():
-    (first, asked), (second, gathered) = exporter(0), exporter(1)
+    first, first_calls = exporter(0)
+    second, second_calls = exporter(1)
     exports = [first.export_weights(), second.export_weights()]
-    assert gathered == asked == ["onload", "a", "b", "offload"], (
-        "gathering needs every rank, and no rank keeps memory that engines take"
+    assert second_calls == first_calls == ["onload", "a", "b", "offload"], (
+        "every rank takes part in gathering, and offloads its weights afterwards"
     )
     assert [bool(e.paths) for e in exports] == [True, False] and exports[1].bytes == 0 < exports[
         0
     ].bytes
     assert all(e.fingerprint == ("fingerprint in", torch.bfloat16) for e in exports)
 
-    told = []
+    calls = []
     rollout = Rollout.__new__(Rollout)
     rollout.engine = SimpleNamespace(
-        wake=told.append,
-        load_weights=lambda named, version, found: told.append((dict(named), version, found)),
+        wake=calls.append,
+        load_weights=lambda named, version, found: calls.append((dict(named), version, found)),
     )
     elsewhere = Export("there", ["/nowhere"], 1, 0)
     rollout.load_weights([elsewhere, *exports[::-1]], 5)
-    ((named, version, found),) = (one for one in told if isinstance(one, tuple))
-    assert told == ["weights", (named, version, found), "kv_cache"], (
-        "the cache takes its room when loading needs none any more"
+    ((named, version, found),) = (call for call in calls if isinstance(call, tuple))
+    assert calls == ["weights", (named, version, found), "kv_cache"], (
+        "the KV cache is allocated after the weights are loaded"
     )
     assert (version, found) == (5, ("fingerprint in", torch.bfloat16))
     assert all(torch.equal(named[name], tensor.bfloat16()) for name, tensor in WEIGHTS)
@@ -84,10 +87,12 @@ def test_one_rank_per_node_writes_weights_in_the_engines_dtype():
 
 
 class Engine:
-    """Responds with the prompt's first id, twice. Fails on prompt [0]."""
+    """An engine that responds with the prompt's first id, twice. It fails on prompt [0]."""
 
     def __init__(self):
-        self.slept, self.tokenizer, self.samplings = 0, tiny_tokenizer(), []
+        self.slept = 0
+        self.tokenizer = tiny_tokenizer()
+        self.samplings = []
 
     async def generate(self, prompt_ids, sampling):
         self.samplings.append(sampling)
@@ -103,18 +108,19 @@ FAILED = RewardResult(None, error="Timeout", traceback="it hung")
 
 
 class Scores:
-    """Returns these results in order, and records its inputs."""
+    """A scorer that returns these results in order, and records its inputs."""
 
     def __init__(self, *results):
-        self.results, self.heard = iter(results), []
+        self.results = iter(results)
+        self.scored = []
 
     def score(self, items, limit_s=None):
-        self.heard += items
+        self.scored += items
         return [next(self.results, RewardResult(1.0)) for _ in items]
 
 
 def requests(prompts, **columns):
-    made = {
+    defaults = {
         "prompt_ids": prompts,
         "sampling": [Sampling()] * len(prompts),
         "data_source": [f"s{i}" for i in range(len(prompts))],
@@ -122,7 +128,7 @@ def requests(prompts, **columns):
         "extra_info": [{"row": i} for i in range(len(prompts))],
     }
     return DataProto.from_dict(
-        {}, {name: object_array(values) for name, values in (made | columns).items()}
+        {}, {name: object_array(values) for name, values in (defaults | columns).items()}
     )
 
 
@@ -165,10 +171,11 @@ def test_a_failed_sample_or_reward_affects_its_row_only(sleep_after):
         "response_length": [2, 0, 2],
         "sampled_tokens": [2, 0, 0],
     }
-    decode, heard = rollout.engine.tokenizer.decode, rollout.scorer.heard
+    decode = rollout.engine.tokenizer.decode
+    scored = rollout.scorer.scored
     assert columns["text"].tolist() == [decode([7, 7]), "", decode([9, 9])]
     assert [
-        (item.data_source, item.solution_str, item.ground_truth, item.extra_info) for item in heard
+        (item.data_source, item.solution_str, item.ground_truth, item.extra_info) for item in scored
     ] == [("s0", decode([7, 7]), 0, {"row": 0}), ("s2", decode([9, 9]), 2, {"row": 2})]
     assert answers.batch["weight_version"].tolist() == [3, -1, 3] and answers.batch[
         "turns"
@@ -196,24 +203,29 @@ def test_reward_seconds_is_the_wait_for_the_last_rewards():
 
 
 class Echoes(EnvFactory):
-    """Each environment returns the secret of its row. Counts open environments."""
+    """Environments that return the secret of their row. It counts how often it is opened."""
 
     def __init__(self):
-        self.made, self.inside, self.visits = [], 0, 0
+        self.created = []
+        self.open = 0
+        self.times_opened = 0
 
     def env(self, extra_info):
-        self.made.append(extra_info)
+        self.created.append(extra_info)
         return Echo(extra_info["secret"])
 
     async def __aenter__(self):
-        self.inside, self.visits = self.inside + 1, self.visits + 1
+        self.open += 1
+        self.times_opened += 1
         return self
 
     async def __aexit__(self, *error):
-        self.inside -= 1
+        self.open -= 1
 
 
 class Echo:
+    """An environment whose observation is its secret."""
+
     stop = ("!",)
 
     def __init__(self, secret):
@@ -226,7 +238,7 @@ class Echo:
 
 
 def test_each_multi_turn_sample_has_the_environment_of_its_row():
-    """Prompts have 3 of at most 20 tokens. Observations are truncated to 4 tokens."""
+    """Sequences have at most 20 tokens, 3 of them the prompt. Observations have at most 4."""
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.env_factory = Engine(), Echoes()
     rollout.plan = SimpleNamespace(max_turns=2, longest_sequence=20)
@@ -236,26 +248,24 @@ def test_each_multi_turn_sample_has_the_environment_of_its_row():
     )
     rollout.encode = encode_text(rollout.engine.tokenizer)
     secrets = ["ab", "odd", "longer", "none"]
-    asked = requests(
+    batch = requests(
         [[7, 8, 9]] * 4,
         sampling=[Sampling(max_tokens=5, seed=1)] * 4,
         extra_info=[{"secret": secret} for secret in secrets],
     )
-    answers = rollout.generate(asked, False)
+    answers = rollout.generate(batch, False)
     t, columns = answers.batch, answers.non_tensor_batch
-    assert [
-        info["secret"] for info in rollout.env_factory.made
-    ] == secrets and rollout.env_factory.inside == 0
-    assert rollout.env_factory.visits == 1, (
-        "what samples share is open while they run, and closed after them"
-    )
-    said, spoken = [7, 7], rollout.engine.tokenizer.encode
+    assert [info["secret"] for info in rollout.env_factory.created] == secrets
+    assert rollout.env_factory.open == 0
+    assert rollout.env_factory.times_opened == 1, "all samples share one open factory"
+    model_ids = [7, 7]
+    encode = rollout.engine.tokenizer.encode
     assert columns["response_ids"][0].tolist() == [
-        *said,
-        *spoken("ab"),
-        *said,
-        *spoken("ab"),
-        *said,
+        *model_ids,
+        *encode("ab"),
+        *model_ids,
+        *encode("ab"),
+        *model_ids,
     ]
     assert columns["response_mask"][0].tolist() == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
     assert columns["response_mask"][3].tolist() == [0, 0] and columns["status"].tolist() == [
@@ -276,22 +286,23 @@ def test_each_multi_turn_sample_has_the_environment_of_its_row():
     ][1][0] == {"secret": "odd"}
     assert all(sampling.stop == ("!",) for sampling in rollout.engine.samplings)
     assert min(sampling.max_tokens for sampling in rollout.engine.samplings) == 5
-    decode, heard = rollout.engine.tokenizer.decode, rollout.scorer.heard
-    assert columns["transcript"][0] == [("model", decode(said)), ("tool", "ab")] * 2 + [
-        ("model", decode(said))
+    decode = rollout.engine.tokenizer.decode
+    scored = rollout.scorer.scored
+    assert columns["transcript"][0] == [("model", decode(model_ids)), ("tool", "ab")] * 2 + [
+        ("model", decode(model_ids))
     ]
-    assert columns["transcript"][3] == [("model", decode(said))] and columns["text"].tolist() == [
-        decode(said * 3)
-    ] * 3 + [""]
-    assert [item.solution_str for item in heard] == [decode(said * 3)] * 3, (
-        "not tools' words, and no failed sample"
+    assert columns["transcript"][3] == [("model", decode(model_ids))] and columns[
+        "text"
+    ].tolist() == [decode(model_ids * 3)] * 3 + [""]
+    assert [item.solution_str for item in scored] == [decode(model_ids * 3)] * 3, (
+        "the scorer gets the model's text without tool text, and no failed sample"
     )
-    told = {"segments": columns["transcript"][0], "status": "max_turns", "turns": 3}
-    assert heard[0].extra_info == {"secret": "ab", "trajectory": told}
-    assert asked.non_tensor_batch["extra_info"][0] == {"secret": "ab"}, (
-        "the data's own column stays as it is"
+    trajectory = {"segments": columns["transcript"][0], "status": "max_turns", "turns": 3}
+    assert scored[0].extra_info == {"secret": "ab", "trajectory": trajectory}
+    assert batch.non_tensor_batch["extra_info"][0] == {"secret": "ab"}, (
+        "the column of the request is not modified"
     )
-    rollout.plan.longest_sequence = 12  # 9 tokens: what is left for the last turn is 1
+    rollout.plan.longest_sequence = 12  # 9 response tokens fit; the last turn may have 1
     rollout.engine.samplings.clear()
-    rollout.generate(asked[:1], False)
+    rollout.generate(batch[:1], False)
     assert [sampling.max_tokens for sampling in rollout.engine.samplings] == [5, 5, 1]
