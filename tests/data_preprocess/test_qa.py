@@ -156,7 +156,7 @@ def test_sources_are_merged_with_one_index(run: Run, tmp_path: Path) -> None:
     ]
     assert train[3]["reward_model"]["ground_truth"] == {"target": ["the lantern"]}
     assert [row["reward_model"]["ground_truth"]["target"] for row in test[:2]] == [["yes"], ["no"]]
-    assert train[0]["extra_info"]["supporting_titles"] is None  # unknown, not none
+    assert train[0]["extra_info"]["supporting_titles"] is None  # unknown
     assert train[3]["extra_info"]["supporting_titles"] == ["Lantern", "Lamp"]
     assert test[4]["extra_info"]["supporting_titles"] == ["Alû", "Lilu"]
     assert "train.parquet: 5 rows (nq 3, hotpotqa 2), longest" in done.stdout
@@ -166,7 +166,9 @@ def test_sources_are_merged_with_one_index(run: Run, tmp_path: Path) -> None:
         "hotpotqa has no test split: its dev split is used" in done.stdout
         and "nq has no" not in done.stdout
     )
-    assert {row["extra_info"]["split"] for row in test} == {"test"}  # the file's, as in Search-R1
+    assert {row["extra_info"]["split"] for row in test} == {
+        "test"
+    }  # the split of the output file, as in Search-R1
 
 
 def test_one_file_or_the_same_sources_for_both(run: Run, tmp_path: Path) -> None:
@@ -347,7 +349,7 @@ def test_missing_hub_is_explained(tmp_path: Path) -> None:
 
 
 def check_scores(file: Path, count: int) -> None:
-    """Every prompt is used, and the scorer of its source calls its own answer right."""
+    """Check that every prompt is used, and that the scorer of its source accepts its answer."""
     data = PromptDataset(str(file), tiny_tokenizer(), DataConfig(max_prompt_length=4096), "val")
     check = Scorer(CustomRewardConfig(), RewardConfig()).self_check(
         [data.row(i) for i in range(len(data))]

@@ -61,7 +61,7 @@ class Case:
     missing_package: str | None = None
     """A package to hide, as if it were not installed."""
     program: str = "python -m verlite.main_ppo"
-    """Or `verlite check`, for a note that is not an error."""
+    """The command. `verlite check` is for notes that are not errors."""
     config_name: str = "sums"
     whole_run: bool = False
     """True: the mistake is found after the workers start. The command runs in a new process."""

@@ -17,7 +17,7 @@ from verlite.config import plan
 
 REPOSITORY = Path(__file__).parents[2]
 HOME = "/home/me/sums"
-"""The folder of the command, as the docs call it."""
+"""The name of the command's folder in the docs."""
 
 
 @dataclass(frozen=True)

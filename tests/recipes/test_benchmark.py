@@ -1,5 +1,4 @@
-"""The benchmark page and charts show the latest results, and the scripts compute figures
-correctly."""
+"""The benchmark page and charts show the latest results. The scripts compute correct figures."""
 
 import importlib
 import json
@@ -86,7 +85,7 @@ def test_bar_lengths_match_the_seconds(script):
 
 
 def test_speed_ratios(script):
-    # The first round does not count; then theirs takes 2 and 3 times as long as ours, and as long.
+    # The first round is a warm-up. In the others the baseline takes 2, 3 and 1 times as long.
     assert script("generation").ratio([9, 2, 6, 5], [1, 1, 2, 5]) == 2
 
 
@@ -123,12 +122,12 @@ def test_flops_equal_torch_counts(script):
         model(input_ids=torch.zeros(1, 96, dtype=torch.long), use_cache=False)
     counted = counter.get_flop_counts()["Global"]
     whole_square = sum(flops for operation, flops in counted.items() if "bmm" in str(operation))
-    expected = sum(counted.values()) - whole_square / 2  # torch counts what the causal mask hides
+    expected = sum(counted.values()) - whole_square / 2  # torch also counts masked pairs
     batch = module.DataProto.from_dict(
         {"attention_mask": torch.ones(1, 96), "response_mask": torch.ones(1, 96)}
     )
     found = module.forward_flops(shape, sum(p.numel() for p in model.parameters()), batch)
-    # Ours takes norms and biases, 0.7% of the weights, for matrices; torch leaves them out.
+    # forward_flops counts norms and biases (0.7% of the weights) as matrices. torch omits them.
     assert whole_square > 0.05 * expected and found == pytest.approx(expected, rel=0.01)
     half = batch.with_batch(response_mask=torch.ones(1, 96) * (torch.arange(96) < 48))
     assert (

@@ -61,7 +61,7 @@ def test_export_of_run_dir_uses_newest_complete_checkpoint(tmp_path):
         ("other", "other/notes.txt", "contains no global_step_N folder."),
     ],
 )
-def test_export_says_what_other_paths_are(tmp_path, name, file, message):
+def test_export_explains_unsuitable_paths(tmp_path, name, file, message):
     if file:
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).touch()

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: its loss equals transformers', it learns, two ranks equal one rank."""
+"""Supervised fine-tuning: loss equal to transformers, learning, two ranks equal one rank."""
 
 import json
 import subprocess

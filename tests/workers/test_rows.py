@@ -25,7 +25,7 @@ def floats() -> list[np.ndarray]:
 
 
 def a_step(step: int, *columns: str) -> DataProto:
-    """The two rows of ROWS with these columns, as the driver sends them."""
+    """Return the two rows of ROWS with these columns, as the driver sends them."""
     batch = thin(ROWS, **{name: floats() for name in columns if name != "loss_mask"})
     if "loss_mask" in columns:
         mask = batch.non_tensor_batch["response_mask"]
@@ -38,7 +38,7 @@ def a_step(step: int, *columns: str) -> DataProto:
 
 @pytest.fixture
 def padded_columns(monkeypatch) -> Counter:
-    """How often each column was padded."""
+    """Return how often each column was padded."""
     counts: Counter = Counter()
     pad_columns = rows_module.pad_columns
 
