@@ -28,7 +28,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    ranks = Ranks(tmp_path_factory.mktemp("four_ranks"), world=4)
+    ranks = Ranks(tmp_path_factory.mktemp("four_ranks"), size=4)
     yield ranks
     ranks.close()
 

@@ -23,17 +23,17 @@ class Ranks:
     rank 0's first.
     """
 
-    def __init__(self, folder: Path, world: int = 2):
+    def __init__(self, folder: Path, size: int = 2):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["tests.engine.programs"]
         )  # so that torch and transformers are imported once for all ranks
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(world):
+        for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world, str(folder / "rendezvous"), theirs), daemon=True
+                target=_serve, args=(rank, size, str(folder / "rendezvous"), theirs), daemon=True
             )
             process.start()
             self.pipes.append(ours)
@@ -62,7 +62,7 @@ class Ranks:
             process.join()
 
 
-def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -71,7 +71,7 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
         "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
-        world_size=world,
+        world_size=size,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     while True:

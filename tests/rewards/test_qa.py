@@ -142,7 +142,7 @@ def test_last_answer_counts() -> None:
     assert (
         compute_score("nq", "<answer></answer>", {"target": ["Beijing"]}, None, **FORMAT)["score"]
         == 0.1
-    )  # wrong, not none
+    )  # an empty answer is a wrong answer
 
 
 @pytest.mark.parametrize(
@@ -243,14 +243,14 @@ def test_tool_text_must_be_information_after_a_search() -> None:
         [],
     ):
         assert observations(wrong) is None
-    # What the model makes up is not retrieved, even where its own structure around it would be
-    # right.
+    # Information written by the model was not retrieved, even if the structure is right.
     assert score([["model", SEARCH + FOUND + THOUGHT + WRONG]], **FORMAT)["score"] == 0.1
 
 
 def naively(segments: Segments) -> bool:
-    """The structure as one regular expression over a string in which each block is one capital
-    letter. Texts must hold none.
+    """Return whether a trajectory is valid, by one regular expression.
+
+    Each block is replaced by a capital letter, so texts must not contain capital letters.
     """
     marked = "".join(
         text if who == "model" else f"\0{text.strip()}\0" if text.strip() else " "
