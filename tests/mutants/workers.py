@@ -122,7 +122,7 @@ MUTANTS = [
     ),
     Mutant(
         "the KL penalty is not subtracted from the reward",
-        ADVANTAGE + "estimate",
+        ADVANTAGE + "estimate_advantages",
         calls(_no_kl),
         ("tests/workers/test_advantage.py",),
     ),

@@ -51,7 +51,7 @@ def local_actor(config, plan) -> ActorWorker:
     actor = ActorWorker.__new__(ActorWorker)
     actor.config = config
     actor.plan = plan
-    actor.step_rows = StepRows()
+    actor.all_rows = StepRows()
     return actor
 
 

@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from verlite.config.schema import Config
 from verlite.protocol.data import object_array
-from verlite.workers.advantage import REWARD_KL, estimate
+from verlite.workers.advantage import REWARD_KL, estimate_advantages
 
 
 def test_kl_penalty_is_subtracted_from_the_reward_of_each_token():
@@ -26,7 +26,9 @@ def test_kl_penalty_is_subtracted_from_the_reward_of_each_token():
         },
         batch_size=[2],
     )
-    result, metrics = estimate(config, rows, object_array(["a", "b"]), kl_coefficient=0.5)
+    result, metrics = estimate_advantages(
+        config, rows, object_array(["a", "b"]), kl_coefficient=0.5
+    )
     # KL of each sampled token, old minus reference: row 0 has 1 and 0.5, row 1 has 0 and -1.
     # The score is on the last sampled token. Each token costs half of its own and all later KL.
     expected = torch.tensor([[1 - 0.25 - 0.5, 0.0, 1 - 0.25], [2 + 0.5, 2 + 0.5, 0.0]])

@@ -71,7 +71,7 @@ def with_engine(worker):
         loss_mode="vanilla",
         correction=RolloutCorrection(),
     )
-    worker.rows = StepRows()
+    worker.rank_rows = StepRows()
     worker._spec = SimpleNamespace(device_kind="cpu")
     return worker
 

@@ -22,7 +22,7 @@ def worker(engine) -> TrainingWorker:
     made = TrainingWorker.__new__(TrainingWorker)
     made.config = Config(data=DataConfig(train_files="x"))
     made.engine = engine
-    made.rows = StepRows()
+    made.rank_rows = StepRows()
     made._spec = SimpleNamespace(device_kind="cpu")
     return made
 
@@ -129,7 +129,7 @@ def test_log_prob_passes_use_the_sampling_temperature(kind, method, expected):
     subject.plan = SimpleNamespace(
         log_prob_micro=micro, ref_micro=micro, value_micro=micro, needs_sum_pi_squared=False
     )
-    subject.rows = StepRows()
+    subject.rank_rows = StepRows()
     getattr(subject, method)(thin(ROWS).with_meta(step=1))
     assert seen == [expected]
 
@@ -161,7 +161,7 @@ def test_log_probs_stay_ragged_and_sums_go_to_the_driver():
     )
     subject.config = Config(data=DataConfig(train_files="x"))
     subject.plan = SimpleNamespace(log_prob_micro=Micro(1, None), needs_sum_pi_squared=True)
-    subject.rows = StepRows()
+    subject.rank_rows = StepRows()
     out = subject.log_probs(thin(ROWS).with_meta(step=1))
     assert [row.tolist() for row in out.non_tensor_batch["old_log_probs"]] == [
         [-0.5, 0, -1],

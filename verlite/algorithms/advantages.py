@@ -2,10 +2,10 @@
 
 Conventions that all estimators share, for B rows (samples) and R response tokens:
 
-- Only trainable tokens (response_mask 1) count. Tool text and padding are skipped: sums, discounts
-  and values continue at the next trainable token. Advantages and returns are 0 outside the mask,
+- Only sampled tokens (response_mask 1) count. Tool text and padding are skipped: sums, discounts
+  and values continue at the next sampled token. Advantages and returns are 0 outside the mask,
   and inputs outside the mask may hold anything, including NaN.
-- A row counts if it is valid and has a trainable token. Other rows get 0 and are excluded from
+- A row counts if it is valid and has a sampled token. Other rows get 0 and are excluded from
   means, standard deviations and whitening.
 - Rows are grouped by uid, not by position. In a group with a single row that counts, the advantage
   is 0 in every estimator that compares the rows of a group. (verl's grpo uses the raw score there.)
@@ -39,9 +39,9 @@ STD_EPS = 1e-6
 class AdvantageInputs:
     """Inputs of an advantage estimator.
 
-    token_level_rewards: [B, R] float32. The score on a row's last trainable token, plus rewards per
-        token such as the KL penalty.
-    response_mask: [B, R], 1 on trainable tokens.
+    token_level_rewards: [B, R] float32. The score on the last token that response_mask marks,
+        plus rewards per token such as the KL penalty.
+    response_mask: [B, R], 1 on sampled tokens of rows that count.
     uid: [B] object array. The rows of one prompt share a uid.
     valid: [B] bool, False for rows whose rollout or reward failed. None: all rows are valid.
     values: [B, R], the critic's values, for gae.
@@ -76,7 +76,7 @@ class AdvantageInputs:
 
     @cached_property
     def mask(self) -> Tensor:
-        """Return the trainable tokens of valid rows, [B, R] bool."""
+        """Return the sampled tokens of valid rows, [B, R] bool."""
         mask = self.response_mask.bool()
         if self.valid is None or self.valid.all():
             return mask
@@ -174,9 +174,9 @@ Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
 
 
 def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Put each row's score [B] on its last trainable token: [B, R] float32, 0 elsewhere.
+    """Put each row's score [B] on its last sampled token: [B, R] float32, 0 elsewhere.
 
-    The score of a row without trainable tokens is dropped.
+    The score of a row without sampled tokens is dropped.
     """
     columns = response_mask.shape[-1]
     position = torch.arange(1, columns + 1, device=response_mask.device, dtype=torch.int32)
@@ -247,12 +247,12 @@ def discounted_to_go(x: Tensor, mask: Tensor, decay: float) -> Tensor:
 
 
 def rewards_to_go(inputs: AdvantageInputs) -> Tensor:
-    """Return G_t = r_t + gamma * G_next over trainable tokens, [B, R]; 0 elsewhere."""
+    """Return G_t = r_t + gamma * G_next over sampled tokens, [B, R]; 0 elsewhere."""
     return torch.where(inputs.mask, discounted_to_go(inputs.rewards, inputs.mask, inputs.gamma), 0)
 
 
 def _per_token(row_values: Tensor, mask: Tensor) -> Tensor:
-    """Copy each row's value [B] to its trainable tokens: [B, R] float32."""
+    """Copy each row's value [B] to its sampled tokens: [B, R] float32."""
     return torch.where(mask, row_values.to(torch.float32).unsqueeze(-1), 0)
 
 
@@ -266,7 +266,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, whitened (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
 
     delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lam A_next, where "next" is the
-    next trainable token. V_next and A_next are 0 after the last token: the end of a response is
+    next sampled token. V_next and A_next are 0 after the last token: the end of a response is
     terminal, also if it is truncated. Returns are A + V, before whitening.
 
     The returns are computed directly as lambda-returns, in one pass:
@@ -279,7 +279,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     values = torch.where(mask, inputs.values.to(torch.float32), 0)
     s = discounted_to_go(torch.lerp(values, inputs.rewards, lam), mask, gamma * lam)
     returns = inputs.rewards.clone()
-    # Outside the mask, s is the s of the next trainable token.
+    # Outside the mask, s is the s of the next sampled token.
     returns[:, :-1] += gamma * s[:, 1:]
     returns = torch.where(mask, returns, 0)
     return masked_whiten(returns - values, mask), returns
@@ -307,13 +307,13 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """REINFORCE++: G_t, whitened over all trainable tokens (arXiv:2501.03262). Returns are G_t."""
+    """REINFORCE++: G_t, whitened over all sampled tokens (arXiv:2501.03262). Returns are G_t."""
     returns = rewards_to_go(inputs)
     return masked_whiten(returns, inputs.mask), returns
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ with baseline: R - mean, whitened over all trainable tokens (arXiv:2501.03262).
+    """REINFORCE++ with baseline: R - mean, whitened over all sampled tokens (arXiv:2501.03262).
 
     Returns equal the advantages.
     """
@@ -353,7 +353,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """OPO: R minus the group's length-weighted mean reward (arXiv:2505.23585).
 
-    The baseline is sum(length R) / sum(length) over the group; length counts trainable tokens.
+    The baseline is sum(length R) / sum(length) over the group; length counts sampled tokens.
     Returns equal the advantages.
     """
     length = inputs.mask.float().sum(-1).double()
@@ -394,12 +394,12 @@ def rloo_token_kl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """G_t minus the baseline of least gradient variance at each token ("Optimal Token Baseline").
 
-    B_t = sum_i(G_it W_it) / sum_i(W_it) over the group's rows that have a t-th trainable token.
+    B_t = sum_i(G_it W_it) / sum_i(W_it) over the group's rows that have a t-th sampled token.
     W_it is the running sum over the row of 1 - 2 pi + sum(pi^2), the expected squared norm of the
     gradient of log pi, times the squared rollout_is_weights if present. Where only one row is left,
     B_t is 0.
 
-    t counts trainable tokens, so tool text does not shift the alignment (verl's
+    t counts sampled tokens, so tool text does not shift the alignment (verl's
     tir_optimal_token_baseline). Returns are G_t. (Hao et al. 2025, "Optimal Token Baseline".)
     """
     assert inputs.old_log_probs is not None and inputs.sum_pi_squared is not None
@@ -413,7 +413,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     rank = (mask.cumsum(-1) - 1).clamp(min=0)
 
     def group_sum(x: Tensor) -> Tensor:
-        """Sum `x` [B, R] over each group's trainable tokens of equal rank: [groups, R]."""
+        """Sum `x` [B, R] over each group's sampled tokens of equal rank: [groups, R]."""
         aligned = torch.zeros_like(x).scatter_add(1, rank, torch.where(mask, x, 0))
         return x.new_zeros(len(groups.sizes), x.shape[1]).index_add_(0, groups.group, aligned)
 

@@ -92,14 +92,14 @@ def apply_kl_penalty(
 
     Args:
         token_level_scores, old_log_probs, ref_log_prob: [B, R].
-        response_mask: [B, R], 1 on trainable tokens. Only these are penalized.
+        response_mask: [B, R], 1 on sampled tokens of rows that count. Only these are penalized.
         coef: the penalty's coefficient.
         kind: one of catalog.KL_KINDS.
 
     Returns:
         token-level rewards: [B, R] float32, detached.
         current KL: the mean over rows of a row's mean KL per token, for the KL controller. Rows
-            without trainable tokens are left out.
+            without such tokens are left out.
     """
     mask = response_mask.bool()
     with torch.no_grad():

@@ -54,7 +54,7 @@ def correct_rollout(
     Args:
         old_log_probs: [B, R], the trainer's log-probs before the update.
         rollout_log_probs: [B, R], the rollout engine's log-probs.
-        response_mask: [B, R], 1 on trainable tokens. Not modified.
+        response_mask: [B, R], 1 on sampled tokens of rows that count. Not modified.
         settings: which weights and which rejection rules to apply.
 
     Returns:

@@ -19,7 +19,11 @@ from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
 from verlite.protocol.ragged import ragged
 from verlite.protocol.weights import Buckets, write_buckets
-from verlite.workers.advantage import corrected, estimate, selected
+from verlite.workers.advantage import (
+    apply_rollout_correction,
+    estimate_advantages,
+    select_loss_tokens,
+)
 from verlite.workers.rows import StepRows
 from verlite.workers.training import TrainingWorker, micro_batching
 
@@ -43,7 +47,7 @@ class Export:
 class ActorWorker(TrainingWorker):
     """One rank of the policy.
 
-    step_rows: all rows of the current training step, on the rank that estimates advantages.
+    all_rows: all rows of the current training step, on the rank that estimates advantages.
     """
 
     def __init__(self, config: Config, plan: Plan, total_steps: int) -> None:
@@ -52,7 +56,7 @@ class ActorWorker(TrainingWorker):
 
         super().__init__(config, plan, total_steps)
         policy = config.actor_rollout_ref
-        self.step_rows = StepRows()
+        self.all_rows = StepRows()
         self.engine = TrainEngine(
             policy.model,
             policy.actor.fsdp_config,
@@ -76,7 +80,7 @@ class ActorWorker(TrainingWorker):
             Ragged old_log_probs and, if the plan needs it, sum_pi_squared; entropy_sums [b], and
             gap_sums [b, G] between these log-probs and those of the rollout engine.
         """
-        rows = self.rows.padded(batch)
+        rows = self.rank_rows.padded(batch)
         self.engine.onload()
         out = self.engine.forward(
             rows,
@@ -99,7 +103,7 @@ class ActorWorker(TrainingWorker):
     @register("split", keep_remote=("ref_log_prob",), fetch=False)
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         """Return ragged ref_log_prob of the responses under the policy without its adapters."""
-        rows = self.rows.padded(batch)
+        rows = self.rank_rows.padded(batch)
         temperature = self.config.actor_rollout_ref.rollout.temperature
         self.engine.onload()
         with self.engine.without_adapters():
@@ -110,10 +114,10 @@ class ActorWorker(TrainingWorker):
 
     @register("split", keep_remote=("loss_mask", "rollout_is_weights"), fetch=False)
     def rollout_correction(self, batch: DataProto) -> DataProto:
-        """Apply rollout correction to all rows of the step, on one rank (see `corrected`)."""
+        """Apply rollout correction to all rows of the step, on one rank."""
         if not len(batch):
             return DataProto()
-        return corrected(self.step_rows.padded(batch).batch, self.plan.correction)
+        return apply_rollout_correction(self.all_rows.padded(batch).batch, self.plan.correction)
 
     @register("split", keep_remote=("advantages", "returns"), fetch=False)
     def advantages(self, batch: DataProto, kl_coefficient: float) -> DataProto:
@@ -124,9 +128,9 @@ class ActorWorker(TrainingWorker):
         """
         if not len(batch):
             return DataProto()
-        t = self.step_rows.padded(batch).batch
+        t = self.all_rows.padded(batch).batch
         uid = batch.non_tensor_batch["uid"]
-        result, metrics = estimate(self.config, t, uid, kl_coefficient)
+        result, metrics = estimate_advantages(self.config, t, uid, kl_coefficient)
         columns = {
             name: ragged(result.batch[name] * t["loss_mask"], t["response_length"])
             for name in ("advantages", "returns")
@@ -139,20 +143,20 @@ class ActorWorker(TrainingWorker):
         """Select the step's tokens for the loss clip_cov or kl_cov, on one rank."""
         if not len(batch):
             return DataProto()
-        t = self.step_rows.padded(batch).batch
+        t = self.all_rows.padded(batch).batch
         settings = vars(self.config.actor_rollout_ref.actor.policy_loss)
-        tokens = selected(t, self.plan.loss_mode, settings, seed)
+        tokens = select_loss_tokens(t, self.plan.loss_mode, settings, seed)
         return DataProto.from_dict({}, {"selected_tokens": ragged(tokens, t["response_length"])})
 
     @register("split", fetch=False)
     def update(self, batch: DataProto) -> Metrics:
         """Do the step's policy updates; return verl's actor/ metrics, equal on every rank."""
-        self.step_rows.clear()
+        self.all_rows.clear()
         actor = self.config.actor_rollout_ref.actor
         measured = "entropy_sums" in batch.batch.keys()
         metrics = self.update_in_mini_batches(
             "actor",
-            self.rows.padded(batch),
+            self.rank_rows.padded(batch),
             self.plan.actor,
             policy_objective(self.config, self.plan),
             with_entropy=actor.calculate_entropy or actor.entropy_coeff != 0 or not measured,
@@ -219,7 +223,7 @@ def policy_objective(config: Config, plan: Plan) -> "LossFn":
         rows: TensorDict, outputs: dict[str, torch.Tensor], counts: "Counts"
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_probs = outputs["log_probs"]
-        mask = rows["response_mask"]
+        mask = rows["response_mask"]  # holds loss_mask, see update_in_mini_batches
         weights = token_weights(
             mask,
             actor.loss_agg_mode,

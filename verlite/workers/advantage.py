@@ -25,7 +25,7 @@ from verlite.protocol.ragged import ragged
 REWARD_KL = "actor/reward_kl_penalty"
 
 
-def corrected(t: TensorDict, settings: RolloutCorrection) -> DataProto:
+def apply_rollout_correction(t: TensorDict, settings: RolloutCorrection) -> DataProto:
     """Apply `algorithm.rollout_correction` to padded rows [B, R].
 
     Returns loss_mask, trained_tokens and, with importance sampling, rollout_is_weights;
@@ -40,16 +40,16 @@ def corrected(t: TensorDict, settings: RolloutCorrection) -> DataProto:
     return DataProto.from_dict({"trained_tokens": mask.sum(1)}, columns, {"metrics": metrics})
 
 
-def estimate(
+def estimate_advantages(
     config: Config, t: TensorDict, uid: np.ndarray, kl_coefficient: float
 ) -> tuple[DataProto, Metrics]:
     """Estimate advantages from scores.
 
     Args:
-        t: Rows with scores, response_mask, loss_mask and what the estimator reads. With R = 1 a row
-            is one number for all its tokens, and loss_mask has its number of tokens.
+        t: Rows with scores, response_mask, loss_mask and what the estimator reads. If R = 1, each
+            row is a scalar and `loss_mask` holds the row's trained-token count.
         uid: [B] object array; rows with the same uid are a group.
-        kl_coefficient: Weight of the KL penalty in the reward, if the configuration has one.
+        kl_coefficient: Coefficient of the KL penalty in the reward, if the configuration has one.
 
     Returns:
         rewards [B], advantages and returns [B, R], 0 outside response_mask; and metrics over the
@@ -101,18 +101,20 @@ def by_row(config: Config) -> bool:
     return estimator.by_row and not config.algorithm.use_kl_in_reward
 
 
-def selector(loss_mode: str) -> str | None:
+def token_selector_path(loss_mode: str) -> str | None:
     """Return the path of the function that selects tokens for this loss, None if it needs none."""
     loss = catalog.LOSSES.get(loss_mode)
     return None if loss is None else loss.selector
 
 
-def selected(t: TensorDict, loss_mode: str, settings: Mapping[str, Any], seed: int) -> Tensor:
+def select_loss_tokens(
+    t: TensorDict, loss_mode: str, settings: Mapping[str, Any], seed: int
+) -> Tensor:
     """Select tokens [B, R] for clip_cov or kl_cov over the whole step.
 
     The result does not depend on how the step is split into updates.
     """
-    path = selector(loss_mode)
+    path = token_selector_path(loss_mode)
     assert path is not None
     generator = torch.Generator().manual_seed(seed)
     return catalog.load(path)(

@@ -46,7 +46,7 @@ class CriticWorker(TrainingWorker):
     @register("split", keep_remote=("values",), fetch=False)
     def values(self, batch: DataProto) -> DataProto:
         """Return ragged values: the value before each response token, 0 outside response_mask."""
-        rows = self.rows.padded(batch)
+        rows = self.rank_rows.padded(batch)
         self.engine.onload()
         out = self.engine.forward(rows, micro_batching(self.plan.value_micro), 1.0)
         self.engine.offload()
@@ -57,7 +57,7 @@ class CriticWorker(TrainingWorker):
     @register("split", fetch=False)
     def update(self, batch: DataProto) -> Metrics:
         """Do the step's critic updates; return verl's critic/ metrics, equal on every rank."""
-        rows = self.rows.padded(batch)
+        rows = self.rank_rows.padded(batch)
         objective = value_objective(self.config, self.plan)
         assert self.plan.critic is not None
         return self.update_in_mini_batches("critic", rows, self.plan.critic, objective)
@@ -71,7 +71,7 @@ def value_objective(config: Config, plan: Plan) -> "LossFn":
     def objective(
         rows: TensorDict, outputs: dict[str, torch.Tensor], counts: "Counts"
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mask = rows["response_mask"]
+        mask = rows["response_mask"]  # holds loss_mask, see update_in_mini_batches
         weights = token_weights(
             mask,
             loss_agg_mode,

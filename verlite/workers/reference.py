@@ -34,7 +34,7 @@ class ReferenceWorker(TrainingWorker):
     @register("split", keep_remote=("ref_log_prob",), fetch=False)
     def log_probs(self, batch: DataProto) -> DataProto:
         """Return ragged ref_log_prob of the responses."""
-        rows = self.rows.padded(batch)
+        rows = self.rank_rows.padded(batch)
         temperature = self.config.actor_rollout_ref.rollout.temperature
         self.engine.onload()
         out = self.engine.forward(rows, micro_batching(self.plan.ref_micro), temperature)

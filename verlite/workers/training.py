@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class TrainingWorker(Worker):
     """One rank of a model under FSDP2. Subclasses build the engine and define the losses.
 
-    rows: this rank's rows of the current training step.
+    rank_rows: this rank's rows of the current training step.
     """
 
     engine: "TrainEngine"
@@ -31,7 +31,7 @@ class TrainingWorker(Worker):
         self.config = config
         self.plan = plan
         self.total_steps = total_steps
-        self.rows = StepRows()
+        self.rank_rows = StepRows()
         self.init_distributed()
 
     @register("all")
@@ -61,6 +61,8 @@ class TrainingWorker(Worker):
             Means over the steps that have a metric, equal on every rank. The engine's own metrics
             (grad_norm, lr, ...) are prefixed with the role's name.
         """
+        # The engine's micro-batching and the losses read the mask of trained tokens under the name
+        # response_mask. In an update this is loss_mask.
         rows = batch.with_batch(response_mask=batch.batch["loss_mask"])
         index = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
         numbers = rows.batch[index]
@@ -81,7 +83,7 @@ class TrainingWorker(Worker):
                 steps.append(step)
         self.engine.step_schedule()
         self.engine.offload()
-        self.rows.clear()
+        self.rank_rows.clear()
         means = mean_metrics(steps)
         named = {key if "/" in key else f"{role}/{key}": value for key, value in means.items()}
         return named | self._memory(role)

@@ -10,7 +10,12 @@ from verlite.rollout.types import Status
 from verlite.trainer.batch import fetch_padded, seeds, to_one_rank, to_ranks
 from verlite.trainer.errors import LogProbGap
 from verlite.trainer.run import Run, stage
-from verlite.workers.advantage import REWARD_KL, by_row, estimate, selector
+from verlite.workers.advantage import (
+    REWARD_KL,
+    by_row,
+    estimate_advantages,
+    token_selector_path,
+)
 
 _ESTIMATOR_FIELDS = (
     "uid",
@@ -29,10 +34,10 @@ _ESTIMATOR_FIELDS = (
 def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     """Add log-probs under the policy before this step's updates, and measure the log-prob gap.
 
-    This is skipped if the update itself computes the same log-probs: one update, one epoch, and no
-    other use. The update then measures the same metrics. The first step of a process always runs
-    the pass, for the start-up log-prob check: it compares trainer and rollout engine. In bypass
-    mode the rollout's log-probs take the place of the old ones.
+    Skipped if the step has a single optimizer update and nothing else reads old log-probs. The
+    update then measures the same metrics. The first step of a process always runs the pass, for the
+    start-up log-prob check: it compares trainer and rollout engine. In bypass mode the rollout's
+    log-probs take the place of the old ones.
 
     Raises:
         LogProbGap: The gap exceeds `rollout.log_prob_gap_limit`, or there is no token to compare.
@@ -49,8 +54,8 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
     run.metrics["actor/entropy"] = answer.batch["entropy_sums"].sum().item() / max(1, tokens)
     if run.first_step:
         check_log_prob_gap(run, measured, gap)
-    # Without the need, the update must not see them in the first step either: a resumed run has
-    # another first step, and must compute the same numbers.
+    # Drop them if the plan does not need them; otherwise a resumed run, whose first step is another
+    # one, would compute different numbers.
     return measured if run.plan.needs_old_log_probs else batch
 
 
@@ -159,7 +164,7 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
     run.metrics.update(metrics)
     if REWARD_KL in metrics:
         run.kl.update(metrics[REWARD_KL], len(batch))
-    if selector(run.plan.loss_mode) is None:
+    if token_selector_path(run.plan.loss_mode) is None:
         return batch
     columns = ("response_mask", "loss_mask", "old_log_probs", "advantages")
     seed = seeds(run.config.actor_rollout_ref.actor.data_loader_seed, run.step, 0, 1)[0]
@@ -171,5 +176,7 @@ def advantages_by_row(run: Run, batch: DataProto) -> tuple[DataProto, dict[str, 
     t = batch.batch.clone(recurse=False)
     t["response_mask"] = (t["sampled_tokens"] > 0).long()[:, None]
     t["loss_mask"] = t["trained_tokens"][:, None]
-    result, metrics = estimate(run.config, t, batch.non_tensor_batch["uid"], run.kl.value)
+    result, metrics = estimate_advantages(
+        run.config, t, batch.non_tensor_batch["uid"], run.kl.value
+    )
     return batch.with_batch(**result.batch), metrics

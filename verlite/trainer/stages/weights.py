@@ -10,7 +10,8 @@ def sync_weights(run: Run) -> None:
     All ranks of the trainer write their weights and free their device memory before any engine
     allocates its own. Each engine compares fingerprints before it accepts the version. If any part
     fails, this raises and `run.version` does not change; engines refuse to generate with weights
-    that were loaded in part. The written copy is freed when its process ends.
+    that were loaded in part. If a call fails, the shared-memory copy is freed when the actor
+    process exits.
     """
     exported = run.actor.export_weights()
     run.rollout.load_weights(exported, run.version + 1)
