@@ -211,14 +211,14 @@ double_clipped = functools.partial(advantages.grpo)
 """A user's own estimator that is not a plain function."""
 
 
-def test_a_partial_of_an_estimator_is_a_users_own_estimator():
+def test_own_estimator_may_be_a_partial():
     inputs = inputs_of(random_case(2))
     own, _ = compute_advantages(f"{__name__}:double_clipped", inputs)
     built_in, _ = compute_advantages("grpo", inputs)
     assert torch.equal(own, built_in)
 
 
-def test_a_loss_given_as_a_function_is_the_loss_of_that_name():
+def test_loss_function_equals_loss_name():
     ones = torch.ones(1, 2)
     inputs = PolicyLossInputs(
         log_prob=-ones,
@@ -243,13 +243,13 @@ def test_a_loss_given_as_a_function_is_the_loss_of_that_name():
         ("tests.test_catalog:__name__", "is a str, not a function or class"),
     ],
 )
-def test_wrong_names_are_explained(name, words):
+def test_unknown_name_is_reported(name, words):
     with pytest.raises(ValueError) as error:
         catalog.resolve(name, catalog.ESTIMATORS, "estimator")
     assert words in str(error.value)
 
 
-def test_a_module_that_fails_while_it_is_imported_is_named(tmp_path, monkeypatch):
+def test_failing_import_names_the_module(tmp_path, monkeypatch):
     (tmp_path / "fails_on_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match="importing fails_on_import failed: ZeroDivisionError"):

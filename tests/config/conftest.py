@@ -53,7 +53,7 @@ def write_prompts(path: Path, rows: int, **change) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def user_module(tmp_path_factory):
-    """`mine:f` is a function."""
+    """Make the user's own function `mine:f` importable."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "mine.py").write_text("def f(inputs): ...\n")
     sys.path.append(str(folder))
@@ -79,7 +79,8 @@ def material(tmp_path_factory) -> Material:
     (folder / "reward.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n"
     )
-    (odd := folder / "odd").mkdir()
+    odd = folder / "odd"
+    odd.mkdir()
     write_prompts(odd / "unscored.parquet", 9, data_source="my/sums")
     write_prompts(odd / "unanswered.parquet", 9, reward_model={"style": "rule"})
     for name, files in {

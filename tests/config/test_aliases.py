@@ -139,7 +139,7 @@ def test_sizes_over_all_devices_are_divided_by_them(material, key, devices, valu
     assert note == f"{key} counts all devices; {words} {key}_per_gpu={size}"
 
 
-def test_size_is_divided_by_the_actors_devices(material):
+def test_size_is_divided_by_actor_devices(material):
     loaded = material.load(
         f"~{ACTOR}ppo_micro_batch_size_per_gpu",
         f"{ACTOR}ppo_micro_batch_size=64",
@@ -237,7 +237,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("typed", "words"), REFUSED, ids=[typed for typed, _ in REFUSED])
-def test_refused_key_says_what_to_use(material, typed, words):
+def test_refused_key_names_the_alternative(material, typed, words):
     with pytest.raises(ConfigError) as error:
         material.load(typed)
     (problem,) = error.value.problems
@@ -283,7 +283,7 @@ def test_search_r1_n_and_n_agent_multiply(material, line):
     assert loaded.config.actor_rollout_ref.rollout.n == 5
 
 
-def test_search_r1_mini_batches_counted_samples(material):
+def test_search_r1_mini_batch_note(material):
     notes = material.load(f"{ROLLOUT}n_agent=5", "algorithm.adv_estimator=grpo").notes
     assert any("ppo_mini_batch_size counts prompts here, 5 samples each" in note for note in notes)
 

@@ -1,4 +1,4 @@
-"""docs/rules.md says what is really printed."""
+"""docs/rules.md shows the messages that verlite prints."""
 
 import ast
 import importlib
@@ -16,14 +16,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
 ROWS = re.findall(r"^\| `(.+?)` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(("added", "said"), ROWS, ids=[added for added, _ in ROWS])
-def test_rules(material, added, said):
+@pytest.mark.parametrize(("added", "message"), ROWS, ids=[added for added, _ in ROWS])
+def test_rules_page_shows_the_message(material, added, message):
     folder = str(material.folder)
     try:
         messages = material.load(*added.replace("DIR", folder).split(" ")).notes
     except ConfigError as error:
         messages = [str(problem) for problem in error.problems]
-    assert messages == [said.replace("DIR", folder)]
+    assert messages == [message.replace("DIR", folder)]
 
 
 ELSEWHERE = (
@@ -34,13 +34,11 @@ ELSEWHERE = (
     "vLLM is not installed here",
     "is not writable",
 )
-"""Rules that only some machines can break (vLLM installed or missing, a user other than root):
-test_rules.py.
-"""
+"""Rules that only some machines can violate, such as those with vLLM. test_rules.py tests them."""
 
 
-def test_every_rule_has_a_row(material, monkeypatch):
-    """Each place in verlite/config/rules that reports a problem is reached by a row."""
+def test_every_rule_is_in_rules_page(material, monkeypatch):
+    """Every call of Problem in verlite/config/rules is reached by a row of the page."""
     reached = set()
 
     class Seen(Problem):
@@ -78,7 +76,7 @@ def places(module) -> dict[int, str]:
     return {node.lineno: ast.unparse(node) for node in calls if ast.unparse(node.func) == "Problem"}
 
 
-def test_the_page_on_configuration_shows_lines_that_work(material):
+def test_placement_example_in_configuration_page_is_valid(material):
     text = (PAGE.parent / "configuration.md").read_text()
     (placement,) = re.findall(r"'(\+?cluster\.component_placement=.*)'", text)
     assert material.load(placement).config.cluster.component_placement == {
@@ -87,7 +85,7 @@ def test_the_page_on_configuration_shows_lines_that_work(material):
     }
 
 
-def test_the_page_on_configuration_names_every_file_of_conf():
+def test_configuration_page_names_every_yaml_file():
     page = (PAGE.parent / "configuration.md").read_text()
     files = {file.stem for file in (PAGE.parents[1] / "conf").glob("*.yaml")}
     assert [name for name in sorted(files) if f"`{name}`" not in page] == []

@@ -4,7 +4,7 @@ from verlite.config import keys
 from verlite.config.explain import explain
 
 
-def test_a_key():
+def test_explain_key():
     text = explain("actor_rollout_ref.actor.loss_agg_mode")
     assert "text; default token-mean" in text
     assert "How token losses are aggregated" in text
@@ -14,18 +14,18 @@ def test_a_key():
     assert "Older names: data.train_data_num" in explain("data.train_max_samples")
 
 
-def test_the_end_of_a_key_is_enough():
+def test_explain_accepts_end_of_key():
     text = explain("optim.lr")
     assert "actor_rollout_ref.actor.optim.lr" in text and "critic.optim.lr" in text
     assert explain("adv_estimator") == explain("algorithm.adv_estimator")
 
 
-def test_sections():
+def test_explain_section_lists_keys():
     assert "actor_rollout_ref.actor.optim.lr " in explain("actor_rollout_ref.actor.optim")
     assert "trainer" in explain() and "The training loop" in explain()
 
 
-def test_old_names():
+def test_explain_old_names():
     assert "is now called data.shuffle" in explain("data.shuffle_train_dataloader")
     assert "is now called actor_rollout_ref.rollout.n" in explain("n_agent")
     assert "counts all devices" in explain("actor_rollout_ref.actor.ppo_micro_batch_size")
@@ -37,12 +37,12 @@ def test_old_names():
     )
 
 
-def test_an_unknown_key():
+def test_explain_suggests_similar_key():
     with pytest.raises(KeyError, match=r"Did you mean data\.train_batch_size"):
         explain("data.train_batchsize")
 
 
-def test_every_key_has_a_meaning_and_every_default_is_legal():
+def test_every_key_has_help_and_legal_default():
     from verlite.config import Config
     from verlite.config.rules import values
 
@@ -53,7 +53,7 @@ def test_every_key_has_a_meaning_and_every_default_is_legal():
     assert [p.key for p in [*values.names(config), *values.numbers(config)]] == []
 
 
-def test_explanations_are_whole_sentences():
+def test_help_texts_are_sentences():
     for key in keys.keys().values():
         first = key.facts.help.split()[0]
         assert key.facts.help.endswith("."), key.name

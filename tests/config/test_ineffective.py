@@ -1,28 +1,25 @@
-"""A key that the user set and that has no influence in this configuration is said; one that changes
-something is not.
-"""
+"""Keys that the user set and that have no effect are reported. Keys with an effect are not."""
 
 import pytest
 
 from verlite.config.plan import installed
 
 CORRECTION = "algorithm.rollout_correction."
-ACTOR, REF, ROLLOUT = (
-    "actor_rollout_ref.actor.",
-    "actor_rollout_ref.ref.",
-    "actor_rollout_ref.rollout.",
-)
+ACTOR = "actor_rollout_ref.actor."
+REF = "actor_rollout_ref.ref."
+ROLLOUT = "actor_rollout_ref.rollout."
 GRPO = f"algorithm.adv_estimator=grpo {ROLLOUT}n=4"
 VLLM = (f"~{ROLLOUT}name", f"{ROLLOUT}name=vllm")
 KL = f"{ACTOR}use_kl_loss=true"
 REWARD_KL = "algorithm.use_kl_in_reward=true"
 DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
 MODEL = "actor_rollout_ref.model."
-LORA, ADAPTER = f"{MODEL}lora_rank=4", f"{MODEL}lora_adapter_path={{folder}}/adapter"
+LORA = f"{MODEL}lora_rank=4"
+ADAPTER = f"{MODEL}lora_adapter_path={{folder}}/adapter"
 REWARD = "{folder}/reward.py custom_reward_function.name=score"
 VAL = "data.val_files={folder}/test.parquet"
 
-# (the key that is set, what takes its effect away, what gives it back)
+# (the key, settings under which it has no effect, settings under which it has one)
 CASES = [
     ("algorithm.kl_ctrl.kl_coef=0.1", "", REWARD_KL),
     ("algorithm.kl_ctrl.kl_coef=0.1", KL, f"{KL} {REWARD_KL}"),
@@ -170,33 +167,33 @@ CASES = [
 
 
 @pytest.mark.parametrize(("key", "off", "on"), CASES, ids=[f"{key} {off}" for key, off, _ in CASES])
-def test_no_effect_is_said(material, key, off, on):
-    def said(rest: str) -> bool:
+def test_key_without_effect_has_one_note(material, key, off, on):
+    def has_note(rest: str) -> bool:
         line = [
             text.replace("{folder}", str(material.folder)) for text in (rest + " " + key).split()
         ]
         notes = [note for note in material.load(*line).notes if " no effect: " in note]
         return sum(key.split("=")[0] in note.split(" ha")[0].split(", ") for note in notes) == 1
 
-    assert said(off)
+    assert has_note(off)
     if on is not None:
-        assert not said(on)
+        assert not has_note(on)
 
 
-def test_a_zero_warmup_is_not_worth_a_word(material):
+def test_zero_critic_warmup_has_no_note(material):
     assert material.load(*GRPO.split(), "trainer.critic_warmup=0").notes == []
 
 
-def test_keys_nobody_set_are_not_mentioned(material):
+def test_defaults_have_no_notes(material):
     assert material.load(*GRPO.split()).notes == []
 
 
-def test_arguments_of_the_built_in_scorer_have_an_effect(material):
+def test_reward_kwargs_apply_to_built_in_scorer(material):
     assert material.load("custom_reward_function.reward_kwargs.method=flexible").notes == []
 
 
 @pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
-def test_vllm_on_cpus_and_on_gpus(material):
+def test_vllm_memory_keys_depend_on_device(material):
     on_cpu = material.load(
         *VLLM, f"{ROLLOUT}gpu_memory_utilization=0.4", f"{ROLLOUT}kv_cache_gb=2"
     ).notes
@@ -217,7 +214,7 @@ def test_vllm_on_cpus_and_on_gpus(material):
     ]
 
 
-def test_remarks(material):
+def test_unusual_sampling_and_loss_settings_have_notes(material):
     (note,) = material.load(f"{ROLLOUT}top_p=0.9", f"{ROLLOUT}top_k=50").notes
     assert f"{ROLLOUT}top_p=0.9 and {ROLLOUT}top_k=50" in note and "log-probs will differ" in note
     for alone in (f"{ROLLOUT}top_p=0.9", f"{ROLLOUT}top_k=50"):
@@ -246,7 +243,7 @@ def test_remarks(material):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "words"),
     [
         (f"{KL} {REWARD_KL}", "counts twice"),
         (f"{KL} {ACTOR}kl_loss_coef=0", "has no influence"),
@@ -264,9 +261,9 @@ def test_remarks(material):
         ),
     ],
 )
-def test_remarks_on_settings_that_are_rarely_meant(material, settings, said):
+def test_unusual_algorithm_settings_have_notes(material, settings, words):
     (note,) = material.load(*settings.split()).notes
-    assert said in note
+    assert words in note
 
 
 @pytest.mark.parametrize(
@@ -279,11 +276,10 @@ def test_remarks_on_settings_that_are_rarely_meant(material, settings, said):
         f"{REWARD_KL} algorithm.adv_estimator=rloo_token_kl {ROLLOUT}n=2",
     ],
 )
-def test_no_remark_on_settings_that_are_meant(material, settings):
+def test_usual_algorithm_settings_have_no_notes(material, settings):
     assert material.load(*settings.split()).notes == []
 
 
-def test_a_budget_of_exactly_the_longest_sequence_is_enough(material):
-    material.load(
-        DYNAMIC, f"{ACTOR}ppo_max_token_len_per_gpu=1024"
-    )  # 512 prompt + 512 response tokens
+def test_token_budget_may_equal_longest_sequence(material):
+    # 512 prompt and 512 response tokens
+    material.load(DYNAMIC, f"{ACTOR}ppo_max_token_len_per_gpu=1024")

@@ -282,7 +282,7 @@ def test_user_yaml_extends_verlite_yaml(material, tmp_path):
 
 def test_verlite_yaml_values_cause_no_notes(material):
     notes = material.load(f"{ACTOR}use_kl_loss=false", config_name="grpo").notes
-    assert notes == []  # grpo.yaml's kl_loss_coef has no effect now, but nobody typed it
+    assert notes == []  # the user did not set kl_loss_coef
 
 
 def test_config_groups_of_the_user_folder(material, tmp_path):

@@ -5,11 +5,11 @@ from verlite.config.placement import devices, parse
 ROLES = ("actor", "rollout", "ref", "critic")
 
 
-def test_without_a_mapping_all_roles_share_all_devices():
+def test_default_places_all_roles_on_all_devices():
     assert parse(None, ("actor", "rollout"), 3) == {"actor": [0, 1, 2], "rollout": [0, 1, 2]}
 
 
-def test_roles_with_one_placement_and_roles_that_follow_the_actor():
+def test_unplaced_role_uses_actor_devices():
     placed = parse({"actor, critic": "0-3", "rollout": "4-5,7"}, ROLES, 8)
     assert placed == {
         "actor": [0, 1, 2, 3],
@@ -29,7 +29,7 @@ def test_roles_with_one_placement_and_roles_that_follow_the_actor():
         ("0, 2-3,", [0, 2, 3]),
     ],
 )
-def test_devices(text, expected):
+def test_device_list_is_parsed(text, expected):
     assert devices(text, 4) == expected
 
 
@@ -48,13 +48,13 @@ def test_devices(text, expected):
         ("0-1:all", "neither a number"),
     ],
 )
-def test_wrong_devices(text, words):
+def test_invalid_device_list_is_reported(text, words):
     with pytest.raises(ValueError, match="device|process|number|order|backwards|once") as error:
         devices(text, 4)
     assert words in str(error.value)
 
 
-def test_everything_wrong_is_said_at_once():
+def test_all_placement_problems_are_reported_together():
     with pytest.raises(ValueError, match="not a role") as error:
         parse({"rollout": "9", "rollout,judge": "0"}, ROLES, 4)
     assert str(error.value).splitlines() == [

@@ -1,4 +1,4 @@
-"""Derived numbers, each worked out by hand."""
+"""Derived numbers equal those calculated by hand."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from verlite.config import plan as plans
 from verlite.config.plan import Micro, installed
 
 
-def test_the_arithmetic_of_a_large_run(material):
-    # 512 prompts x 5 = 2560 samples, 320 on each of 8 devices; minis of 256 x 5 = 1280, so 2
-    # updates; 160 rows a device in each.
+def test_batch_sizes_and_steps(material):
+    # 512 prompts x 5 = 2560 samples: 320 on each of 8 devices. Mini-batches have 256 x 5 = 1280
+    # samples, so there are 2 updates with 160 rows per device.
     plan = make_plan(
         material.load("data.train_batch_size=512", "actor_rollout_ref.rollout.n=5").config
     )
@@ -29,7 +29,7 @@ def test_the_arithmetic_of_a_large_run(material):
     )
 
 
-def test_uneven_rows_are_told_not_refused(material):
+def test_rows_need_not_divide_among_devices(material):
     plan = make_plan(
         material.load(
             "data.train_batch_size=10",
@@ -54,7 +54,7 @@ def test_uneven_rows_are_told_not_refused(material):
     assert plan.steps(19) == (1, 30)
 
 
-def test_null_is_the_actors(material):
+def test_null_uses_actor_value(material):
     plan = make_plan(
         material.load(
             "actor_rollout_ref.actor.ppo_epochs=2",
@@ -79,7 +79,7 @@ def test_null_is_the_actors(material):
     assert plan.critic_model_path == str(material.folder / "model")
 
 
-def test_the_critics_own_values(material):
+def test_critic_overrides_actor_values(material):
     plan = make_plan(
         material.load(
             "critic.ppo_mini_batch_size=128",
@@ -126,7 +126,7 @@ def test_dynamic_micro_batches(material):
     assert (plan.actor.micro, plan.log_prob_micro) == (Micro(None, 16384), Micro(None, 2048))
 
 
-def test_what_is_given_wins(material):
+def test_explicit_values_replace_derived_values(material):
     plan = make_plan(
         material.load(
             "actor_rollout_ref.rollout.max_model_len=2000",
@@ -144,7 +144,7 @@ def test_what_is_given_wins(material):
     assert make_plan(material.load().config).max_model_len == 1024
 
 
-def test_placement_decides_the_ranks(material):
+def test_placement_determines_ranks_and_engines(material):
     plan = make_plan(
         material.load(
             "cluster.component_placement={actor:0-2,rollout:3-7}",
@@ -158,7 +158,7 @@ def test_placement_decides_the_ranks(material):
     assert ("devices", "1 x 8: actor, critic on 0-2; rollout on 3-7") in plan.lines()
 
 
-def test_devices_that_share_sequences_count_as_one(material):
+def test_sequence_parallel_group_shares_rows(material):
     line = [
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
@@ -186,7 +186,7 @@ def test_devices_that_share_sequences_count_as_one(material):
     assert make_plan(material.load(*line).config).sequence_parallel["ref"] == 4
 
 
-def test_devices_and_dtypes(material):
+def test_dtypes_depend_on_device(material):
     config = material.load().config
     assert (
         make_plan(config).device,
@@ -217,9 +217,10 @@ def test_tensor_parallel_engines(material):
     ) == (1, 8)
 
 
-def test_validation(material):
+def test_validation_schedule(material):
     val = f"data.val_files={material.folder}/test.parquet"
-    plain, with_files = make_plan(material.load().config), make_plan(material.load(val).config)
+    plain = make_plan(material.load().config)
+    with_files = make_plan(material.load(val).config)
     assert (plain.validates, plain.validates_first, plain.val_rows) == (False, False, None)
     assert (with_files.validates, with_files.validates_first, with_files.val_rows) == (
         True,
@@ -241,16 +242,17 @@ def test_validation(material):
 @pytest.mark.parametrize(
     ("chosen", "visible"), [(None, 4), ("", 0), ("-1", 0), ("0,2", 2), ("0,1,2,3,4,5", 4)]
 )
-def test_gpus_that_are_visible(monkeypatch, chosen, visible):
-    """On a machine with four."""
+def test_visible_gpus_respect_cuda_visible_devices(monkeypatch, chosen, visible):
+    """The machine has four GPUs."""
     monkeypatch.setattr(plans.Path, "glob", lambda folder, pattern: iter(range(4)))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES") if chosen is None else monkeypatch.setenv(
-        "CUDA_VISIBLE_DEVICES", chosen
-    )
+    if chosen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert plans.visible_gpus() == visible
 
 
-def test_rows_may_stay_uncounted(material):
+def test_plan_without_row_counts(material):
     plan = make_plan(material.load().config, count_rows=False)
     assert (plan.train_rows, plan.steps_per_epoch, plan.total_steps) == (None, None, None)
     assert (
@@ -261,8 +263,8 @@ def test_rows_may_stay_uncounted(material):
     )
 
 
-ASKING = [
-    ("", True),  # four updates a step
+NEEDS_OLD_LOG_PROBS = [
+    ("", True),  # four updates per step
     ("{actor}ppo_mini_batch_size=1024", False),
     ("{actor}ppo_mini_batch_size=1024 {actor}ppo_epochs=2", True),
     ("{actor}ppo_mini_batch_size=1024 algorithm.use_kl_in_reward=true", True),
@@ -279,15 +281,15 @@ ASKING = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "needed"), ASKING)
-def test_old_log_probs_are_computed_where_somebody_asks(material, settings, needed):
+@pytest.mark.parametrize(("settings", "needed"), NEEDS_OLD_LOG_PROBS)
+def test_old_log_probs_are_computed_if_needed(material, settings, needed):
     settings = settings.format(
         actor="actor_rollout_ref.actor.", rollout="actor_rollout_ref.rollout."
     ).split()
     assert make_plan(material.load(*settings).config).needs_old_log_probs is needed
 
 
-def test_bypass_mode_brings_its_loss_and_saves_the_pass(material):
+def test_bypass_mode_skips_old_log_probs(material):
     plan = make_plan(material.load("algorithm.rollout_correction.preset=bypass_pg_is").config)
     assert (plan.loss_mode, plan.needs_old_log_probs, plan.correction.loss_type) == (
         "bypass_mode",
@@ -297,7 +299,7 @@ def test_bypass_mode_brings_its_loss_and_saves_the_pass(material):
     assert make_plan(material.load().config).loss_mode == "vanilla"
 
 
-def test_presets_and_their_keys_are_the_same(material):
+def test_preset_equals_its_keys(material):
     prefix = "algorithm.rollout_correction."
     written = [
         f"{prefix}rollout_is=token",
@@ -306,7 +308,7 @@ def test_presets_and_their_keys_are_the_same(material):
     ]
     named = make_plan(material.load(f"{prefix}preset=decoupled_k3_rs_token_tis").config).correction
     keyed = make_plan(material.load(*written).config).correction
-    for what in (
+    for name in (
         "rollout_is",
         "is_band",
         "is_truncated",
@@ -315,7 +317,7 @@ def test_presets_and_their_keys_are_the_same(material):
         "loss_type",
         "acts_on_batch",
     ):
-        assert getattr(named, what) == getattr(keyed, what), what
+        assert getattr(named, name) == getattr(keyed, name), name
     two = material.load(
         f"{prefix}rollout_rs=[token_k1,seq_max_k3]", f"{prefix}rollout_rs_threshold=[0.5_2.0,3]"
     ).config
@@ -325,8 +327,9 @@ def test_presets_and_their_keys_are_the_same(material):
     ]
 
 
-def test_with_adapters_the_actor_is_the_reference(material):
-    model, kl = "actor_rollout_ref.model.", "actor_rollout_ref.actor.use_kl_loss=true"
+def test_lora_actor_is_the_reference(material):
+    model = "actor_rollout_ref.model."
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
     for options in (
         [f"{model}lora_rank=8"],
         [f"{model}lora_adapter_path={material.folder}/adapter"],

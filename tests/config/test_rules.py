@@ -1,4 +1,4 @@
-"""Each wrong command line is refused under the wrong key, with the rule and the remedy."""
+"""Each invalid command line is reported with its key, the rule and the remedy."""
 
 import json
 import os
@@ -22,18 +22,17 @@ from verlite.trainer.batch import fetch_padded
 from verlite.trainer.stages import advantage
 from verlite.workers.actor import policy_objective
 
-ACTOR, REF, ROLLOUT = (
-    "actor_rollout_ref.actor.",
-    "actor_rollout_ref.ref.",
-    "actor_rollout_ref.rollout.",
-)
-CORRECTION, FILTER = "algorithm.rollout_correction.", "algorithm.filter_groups"
+ACTOR = "actor_rollout_ref.actor."
+REF = "actor_rollout_ref.ref."
+ROLLOUT = "actor_rollout_ref.rollout."
+CORRECTION = "algorithm.rollout_correction."
+FILTER = "algorithm.filter_groups"
 DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
 KL = f"{ACTOR}use_kl_loss=true"
 SP = f"{ACTOR}ulysses_sequence_parallel_size"
 
 WRONG = [
-    # numbers and names that are illegal by themselves
+    # single values
     ("data.train_batch_size=0", "data.train_batch_size", "must be >= 1"),
     ("data.max_response_length=0", "data.max_response_length", "must be >= 1"),
     ("data.train_max_samples=0", "data.train_max_samples", "must be >= 1 or -1; -1 uses all rows"),
@@ -590,7 +589,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("typed", "key", "words"), WRONG, ids=[typed for typed, _, _ in WRONG])
-def test_wrong_lines(material, typed, key, words):
+def test_invalid_command_line_is_reported(material, typed, key, words):
     with pytest.raises(ConfigError) as error:
         material.load(*typed.replace("{folder}", str(material.folder)).split(" "))
     (problem,) = error.value.problems
@@ -599,14 +598,12 @@ def test_wrong_lines(material, typed, key, words):
         assert part in str(problem)
 
 
-def test_the_good_line_is_good(material):
+def test_valid_command_line_has_no_notes(material):
     assert material.load().notes == []
 
 
-def test_a_cluster_has_devices_of_its_own(material, monkeypatch):
-    """This machine shows no GPU; a cluster that is joined may have them, whether a key or the
-    environment names it.
-    """
+def test_gpu_check_is_skipped_for_existing_cluster(material, monkeypatch):
+    """This machine has no GPU, but an existing cluster may have some."""
     with pytest.raises(ConfigError, match="has 0 visible GPUs"):
         material.load("trainer.device=cuda")
     material.load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
@@ -638,7 +635,7 @@ def test_a_cluster_has_devices_of_its_own(material, monkeypatch):
         ),
     ],
 )
-def test_engines_must_fit_the_devices(material, typed, words):
+def test_tensor_parallel_size_must_fit_devices_and_model(material, typed, words):
     first, *rest = typed.split(" ")
     with pytest.raises(ConfigError) as error:
         material.load(f"{ROLLOUT}name=vllm", ROLLOUT + first, *rest)
@@ -657,7 +654,7 @@ def test_vllm_must_be_installed(material):
 
 
 @pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
-def test_a_prompt_must_fit_an_engine_step_without_chunks(material):
+def test_longest_sequence_must_fit_unchunked_prefill(material):
     lines = (
         f"{ROLLOUT}name=vllm",
         f"{ROLLOUT}enable_chunked_prefill=false",
@@ -673,7 +670,7 @@ def test_a_prompt_must_fit_an_engine_step_without_chunks(material):
         )
 
 
-def test_files_with_nothing_usable_in_them(material, tmp_path):
+def test_empty_file_and_missing_columns_are_reported(material, tmp_path):
     empty = write_prompts(tmp_path / "empty.parquet", 0)
     unlabelled = write_prompts(
         tmp_path / "unlabelled.parquet", 2, data_source=None, reward_model=None
@@ -690,7 +687,7 @@ def test_files_with_nothing_usable_in_them(material, tmp_path):
     ]
 
 
-def test_rows_that_nothing_can_score_are_told(material, tmp_path):
+def test_unknown_data_source_is_reported(material, tmp_path):
     strange = write_prompts(tmp_path / "strange.parquet", 2, data_source="my/sums")
     with pytest.raises(ConfigError) as error:
         material.load(f"data.val_files={strange}")
@@ -723,7 +720,7 @@ def test_rows_that_nothing_can_score_are_told(material, tmp_path):
 
 
 @pytest.mark.parametrize("column", [{"style": "rule"}, "4"])
-def test_a_reward_model_must_hold_a_ground_truth(material, tmp_path, column):
+def test_reward_model_column_needs_ground_truth(material, tmp_path, column):
     bare = write_prompts(tmp_path / "bare.parquet", 2, reward_model=column)
     with pytest.raises(ConfigError) as error:
         material.load(f"data.val_files={bare}")
@@ -735,11 +732,11 @@ def test_a_reward_model_must_hold_a_ground_truth(material, tmp_path, column):
     )
 
 
-def test_a_parquet_file_may_have_any_name(material, tmp_path):
+def test_parquet_file_may_have_any_name(material, tmp_path):
     material.load(f"data.val_files={write_prompts(tmp_path / 'part-00000', 2)}")
 
 
-def test_a_model_folder_needs_a_tokenizer_unless_one_is_named(material, tmp_path):
+def test_model_folder_needs_tokenizer_unless_path_is_set(material, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((material.folder / "model" / name).read_bytes())
     with pytest.raises(ConfigError) as error:
@@ -759,7 +756,7 @@ def test_a_model_folder_needs_a_tokenizer_unless_one_is_named(material, tmp_path
     material.load(f"actor_rollout_ref.model.path={tmp_path}")
 
 
-def test_a_reward_function_that_takes_everything_takes_all_kwargs(material, tmp_path):
+def test_reward_kwargs_fit_reward_function(material, tmp_path):
     file = tmp_path / "reward.py"
     kwargs = [f"custom_reward_function.path={file}", "custom_reward_function.reward_kwargs.bonus=1"]
     for parameters in (
@@ -771,13 +768,13 @@ def test_a_reward_function_that_takes_everything_takes_all_kwargs(material, tmp_
         material.load(*kwargs)
 
 
-def test_a_model_whose_config_is_broken(material, tmp_path):
+def test_unreadable_model_config_is_reported(material, tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json cannot be read"):
         material.load(f"actor_rollout_ref.model.path={tmp_path}")
 
 
-def test_rope_scaling_lengthens_the_context(material, tmp_path):
+def test_rope_scaling_extends_context(material, tmp_path):
     described = json.loads((material.folder / "model" / "config.json").read_text())
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
@@ -791,7 +788,7 @@ def test_rope_scaling_lengthens_the_context(material, tmp_path):
     )
 
 
-def test_names_on_the_hub_need_no_folder(material):
+def test_hub_model_needs_no_folder(material):
     material.load("actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct", "critic.model.path=gpt2")
 
 
@@ -803,7 +800,7 @@ def test_names_on_the_hub_need_no_folder(material):
         ("def compute_score(:\n", "path", "is not valid Python"),
     ],
 )
-def test_a_reward_file_is_read_without_being_run(material, tmp_path, source, key, words):
+def test_reward_file_is_checked_without_running_it(material, tmp_path, source, key, words):
     file = tmp_path / "reward.py"
     file.write_text(source + "raise SystemExit('this file was run')\n")
     with pytest.raises(ConfigError) as error:
@@ -822,20 +819,20 @@ def test_a_reward_file_is_read_without_being_run(material, tmp_path, source, key
         "from x import *",
     ],
 )
-def test_reward_functions_may_come_from_anywhere(material, tmp_path, source):
+def test_reward_function_may_be_imported_or_assigned(material, tmp_path, source):
     file = tmp_path / "reward.py"
     file.write_text(source)
     material.load(f"custom_reward_function.path={file}")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_run_directory_that_cannot_be_written(material, tmp_path):
+def test_unwritable_run_directory_is_reported(material, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="is not writable"):
         material.load(f"trainer.default_local_dir={tmp_path}/run")
 
 
-def test_own_functions_are_legal_names_where_they_exist(material, tmp_path, monkeypatch):
+def test_own_function_must_exist(material, tmp_path, monkeypatch):
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "module.py").write_text(
         "raise SystemExit('is not imported')\ndef estimator(inputs): ...\n"
@@ -851,12 +848,12 @@ def test_own_functions_are_legal_names_where_they_exist(material, tmp_path, monk
         "my.modul:estimator": "no module my.modul",
         "my.module:f": "my.module does not define f. It defines estimator",
     }
-    for name, said in wrong.items():
-        with pytest.raises(ConfigError, match=said):
+    for name, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
             material.load(f"algorithm.adv_estimator={name}")
 
 
-def test_a_reward_by_its_module(material):
+def test_reward_function_by_module_name(material):
     material.load("custom_reward_function.path=verlite.rewards.gsm8k")
     with pytest.raises(ConfigError, match="does not exist. Give a Python file, or a module"):
         material.load("custom_reward_function.path=verlite.rewards.gsm9k")
@@ -870,40 +867,38 @@ def test_a_reward_by_its_module(material):
         "algorithm.filter_groups.metric=null",
     ],
 )
-def test_settings_that_only_look_wrong(material, settings):
+def test_unusual_settings_are_legal(material, settings):
     material.load(*settings.split())
 
 
 @pytest.mark.parametrize("name", catalog.ESTIMATORS)
-def test_the_loop_gives_each_estimator_that_is_offered_what_it_needs(material, name):
+def test_trainer_provides_inputs_of_every_estimator(material, name):
     loaded = material.load(f"algorithm.adv_estimator={name}", f"{ROLLOUT}n=2")
-    made = make_plan(loaded.config)
-    given = generated_batch(
+    plan = make_plan(loaded.config)
+    batch = generated_batch(
         [[5]] * 4, ["a", "a", "b", "b"], [([6, 7, 8], [1] * 3, [-0.5] * 3, "done")] * 4
     ).with_batch(scores=torch.rand(4))
     measured = {
         "values": "values" in catalog.measured(name),
-        "sum_pi_squared": made.needs_sum_pi_squared,
-        "old_log_probs": made.needs_old_log_probs,
+        "sum_pi_squared": plan.needs_sum_pi_squared,
+        "old_log_probs": plan.needs_old_log_probs,
     }
-    given = given.with_non_tensor(
+    batch = batch.with_non_tensor(
         **{column: list(-torch.rand(4, 3).numpy()) for column, wanted in measured.items() if wanted}
     )
-    if made.needs_greedy_baseline:
-        given = given.with_batch(reward_baselines=torch.rand(4))
-    run = fake_run(config=loaded.config, plan=made)
-    batch = advantage.advantages(run, advantage.loss_mask(run, given))
+    if plan.needs_greedy_baseline:
+        batch = batch.with_batch(reward_baselines=torch.rand(4))
+    run = fake_run(config=loaded.config, plan=plan)
+    batch = advantage.advantages(run, advantage.loss_mask(run, batch))
     result = fetch_padded(batch, "loss_mask", "advantages")["advantages"]
     assert result.shape == (4, 3) and result.isfinite().all() and result.any()
 
 
 @pytest.mark.parametrize("name", catalog.POLICY_LOSSES)
-def test_the_loop_gives_each_policy_loss_that_is_offered_what_it_needs(material, name):
+def test_trainer_provides_inputs_of_every_policy_loss(material, name):
     config = material.load(f"{ACTOR}policy_loss.loss_mode={name}").config
-    mask, log_probs = (
-        torch.ones(2, 3, dtype=torch.int64),
-        torch.full((2, 3), -1.0, requires_grad=True),
-    )
+    mask = torch.ones(2, 3, dtype=torch.int64)
+    log_probs = torch.full((2, 3), -1.0, requires_grad=True)
     rows = TensorDict(
         {
             "response_mask": mask,
@@ -923,11 +918,11 @@ def test_every_number_has_a_bound():
     thresholds = {
         f"{CORRECTION}rollout_is_threshold",
         f"{CORRECTION}rollout_rs_threshold",
-    }  # a rule of their own reads them
+    }  # rules/correction.py checks these
     assert {name for name in numeric if not keys.keys()[name].facts.bound} == thresholds
 
 
-def test_every_condition_is_about_keys_that_exist():
+def test_every_condition_names_existing_keys():
     known = keys.keys()
     used = set()
     for key in known.values():
@@ -936,12 +931,12 @@ def test_every_condition_is_about_keys_that_exist():
             reads = conditions.READS.fullmatch(condition.text)
             used.add(condition.text)
             assert not comparison or comparison[1] in known
-            assert not reads or reads[2] in READ_BY_SOMETHING
+            assert not reads or reads[2] in FIELDS_READ
             assert comparison or reads or condition.text in conditions.PREDICATES
     assert set(conditions.PREDICATES) <= used
 
 
-READ_BY_SOMETHING = {
+FIELDS_READ = {
     field
     for entry in (*catalog.ESTIMATORS.values(), *catalog.POLICY_LOSSES.values())
     for field in entry.reads
@@ -972,7 +967,7 @@ def test_every_condition_can_be_evaluated(material, sets):
         (float("inf"), ">= 0", False),
     ],
 )
-def test_bounds_mean_what_they_say(value, words, legal):
+def test_bounds(value, words, legal):
     assert within(value, words) is legal
 
 
@@ -982,7 +977,7 @@ def test_nearest_divisors():
     assert nearest_divisors(8, 1) == [2]
 
 
-def test_nearest_names_prefer_the_last_part():
+def test_suggestions_prefer_same_last_part():
     known = ["a.optim.lr", "b.optim.lr", "a.lr_warmup", "c.unrelated"]
     assert nearest("a.lr", known)[0] == "a.optim.lr"
     assert nearest("zzz", known) == []
@@ -1021,10 +1016,10 @@ def test_secrets_are_masked(key):
         "monkey",
     ],
 )
-def test_names_of_columns_and_tokens_are_not_masked(key):
+def test_column_and_token_names_are_not_masked(key):
     assert not is_secret(key, "images") and display(key, "images") == "images"
 
 
-def test_the_value_of_an_unknown_key_is_shown(material):
+def test_value_of_unknown_key_is_shown(material):
     with pytest.raises(ConfigError, match=r"data\.image_key=images"):
         material.load("data.image_key=images")
