@@ -111,10 +111,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "*.model.mtp.enable": ((False,), "multi-token prediction is not supported"),
     f"{ACTOR}freeze_vision_tower": ((False,), _TEXT_ONLY),
-    f"{ACTOR}use_rollout_log_probs": (
-        (False,),
-        "use algorithm.rollout_correction.bypass_mode",
-    ),
+    f"{ACTOR}use_rollout_log_probs": ((False,), "use algorithm.rollout_correction.bypass_mode"),
     f"{ROLLOUT}do_sample": (
         (True,),
         "training always samples; rollout.val_kwargs.do_sample is for validation",
@@ -124,27 +121,15 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
         "rollout log-probs are always stored and compared with the trainer's",
     ),
     f"{ROLLOUT}mode": (("sync", "async"), _ONE_PATH),
-    f"{ROLLOUT}data_parallel_size": (
-        (1,),
-        "every free device group gets its own engine",
-    ),
-    f"{ROLLOUT}expert_parallel_size": (
-        (1,),
-        "expert parallelism is not supported",
-    ),
-    f"{ROLLOUT}pipeline_model_parallel_size": (
-        (1,),
-        "use rollout.tensor_model_parallel_size",
-    ),
+    f"{ROLLOUT}data_parallel_size": ((1,), "every free device group gets its own engine"),
+    f"{ROLLOUT}expert_parallel_size": ((1,), "expert parallelism is not supported"),
+    f"{ROLLOUT}pipeline_model_parallel_size": ((1,), "use rollout.tensor_model_parallel_size"),
     f"{ROLLOUT}multi_turn.enable": (
         (False,),
         "multi-turn rollouts are configured by max_turns and env.name (docs/agents.md)",
     ),
     f"{ROLLOUT}agent.default_agent_loop": (("single_turn_agent",), _ONE_PATH),
-    f"{ROLLOUT}quantization": (
-        (None,),
-        "set it as rollout.engine_kwargs.vllm.quantization",
-    ),
+    f"{ROLLOUT}quantization": ((None,), "set it as rollout.engine_kwargs.vllm.quantization"),
     f"{ROLLOUT}nnodes": (
         (0, None),
         "give rollout its own devices with cluster.component_placement",
@@ -154,10 +139,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
         "give rollout its own devices with cluster.component_placement",
     ),
     f"{ROLLOUT}limit_images": ((None,), _TEXT_ONLY),
-    f"{ROLLOUT}use_fire_sampling": (
-        (False,),
-        "use rollout.temperature, top_p and top_k",
-    ),
+    f"{ROLLOUT}use_fire_sampling": ((False,), "use rollout.temperature, top_p and top_k"),
     "data.validation_shuffle": ((False,), "validation rows keep their order"),
     "data.custom_cls.*": ((None,), "write a parquet file with the documented columns"),
     "data.sampler.*": ((None,), "use data.shuffle"),

@@ -1,9 +1,11 @@
 """The conditions of `used_when`: a small grammar over other keys, and named predicates.
 
-KEY=VALUE, KEY!=null, KEY>NUMBER    the value of another key; a leading "." is the section of the
-key itself estimator reads FIELD               the advantage estimator reads this input
+KEY=VALUE, KEY!=null, KEY>NUMBER    the value of another key
+estimator reads FIELD               the advantage estimator reads this input
 loss reads FIELD                    the policy loss reads this setting
 any other text                      an entry of PREDICATES
+
+A leading "." in KEY stands for the section of the declared key.
 """
 
 import re
@@ -12,14 +14,7 @@ from typing import Any
 
 from verlite.config import catalog, correction, plan
 from verlite.config.keys import get
-from verlite.config.schema import (
-    CRITIC,
-    GIVEN_VALIDATION,
-    GPU,
-    KL_TERM,
-    VLLM,
-    Config,
-)
+from verlite.config.schema import CRITIC, GIVEN_VALIDATION, GPU, KL_TERM, VLLM, Config
 
 ESTIMATOR = "algorithm.adv_estimator"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"

@@ -1,6 +1,6 @@
-"""Settings of rollout correction, and the presets that bear names.
+"""Settings of rollout correction, and its named presets.
 
-What they do is in algorithms.rollout_correction.
+`verlite.algorithms.rollout_correction` implements them.
 """
 
 import math
@@ -26,27 +26,40 @@ REJECTIONS = (
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Settings, by verl's names. ValueError on construction: "key=value: what is wrong with it".
+    """Settings, with verl's names. w is the ratio of trainer and rollout probabilities.
 
-    rollout_is: weigh the loss by w: None, "token" (each token's w) or "sequence" (the product over
-    the row, on each token). rollout_is_threshold: C truncates weights to at most C (TIS);
-    "low_high" sets weights outside the band to 0 (IcePop). rollout_is_batch_normalize: divide the
-    weights by their mean. rollout_rs: comma-separated rejections from REJECTIONS: <token | seq_sum
-    | seq_mean | seq_max>_<k1 | k2 | k3>, with k1 = -log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w.
-    A row or token is kept when it passes all. rollout_rs_threshold: one threshold per rejection, or
-    one for all. For k1 a band "low_high" of the ratio (exp of the summed or mean log w); a single u
-    means 1/u to u. For k2 and k3 an upper bound. bypass_mode: take the rollout's log-probs as old
-    log-probs: no forward pass, and the policy loss bypass_mode. loss_type: in bypass mode, ppo_clip
-    (the ratio itself corrects) or reinforce (-A log pi, weighted).
+    Raises:
+        ValueError: a setting is invalid. The message is "key=value: rule".
     """
 
     rollout_is: str | None = None
+    """Weights of the loss: None, "token" (each token's w) or "sequence" (the product of w over the
+    row, on each of its tokens).
+    """
     rollout_is_threshold: float | str = 2.0
+    """C truncates weights to at most C (TIS). "low_high" sets weights outside the band to 0
+    (IcePop).
+    """
     rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean."""
     rollout_rs: str | None = None
+    """Rejections from REJECTIONS, separated by commas. A row or token must pass all of them.
+
+    A name is <token | seq_sum | seq_mean | seq_max>_<k1 | k2 | k3> with k1 = -log w,
+    k2 = (log w)^2 / 2 and k3 = w - 1 - log w.
+    """
     rollout_rs_threshold: float | str | None = None
+    """One threshold per rejection, or one for all.
+
+    For k1 a band "low_high" of the ratio, which is exp of the summed or mean log w; a single u
+    means 1/u to u. For k2 and k3 an upper bound.
+    """
     bypass_mode: bool = False
+    """Use the rollout's log-probs as old log-probs, without a forward pass, and the policy loss
+    bypass_mode.
+    """
     loss_type: str = "ppo_clip"
+    """In bypass mode: ppo_clip (its ratio is the correction) or reinforce (-A log pi, weighted)."""
 
     def __post_init__(self) -> None:
         if self.rollout_is not in (None, "token", "sequence"):
@@ -62,23 +75,21 @@ class RolloutCorrection:
 
     @property
     def acts_on_batch(self) -> bool:
-        """There is something to correct before the update, with old log-probs that are the
-        trainer's own.
+        """Whether weights or rejections are computed before the update, from the trainer's old
+        log-probs.
         """
         return not self.bypass_mode and bool(self.rollout_is or self.rollout_rs)
 
     @cached_property
     def is_band(self) -> tuple[float, float]:
-        """Weights below the first number or above the second are out of the band; 0 and C for
-        truncation.
-        """
+        """Lower and upper bound of the weights; 0 and C for truncation."""
         return _band("rollout_is_threshold", self.rollout_is_threshold, lambda high: 0.0)
 
     @property
     def is_truncated(self) -> bool:
-        """True: weights above the band become its upper bound (TIS).
+        """Whether weights above the band become its upper bound (TIS).
 
-        False: weights outside it become 0 (IcePop).
+        Otherwise weights outside it become 0 (IcePop).
         """
         return "_" not in str(self.rollout_is_threshold)
 
@@ -130,7 +141,7 @@ class RolloutCorrection:
 def _band(
     key: str, value: float | str, default_low: Callable[[float], float]
 ) -> tuple[float, float]:
-    """ "low_high" or a single upper bound as numbers, checked."""
+    """Return a band, written as "low_high" or as a single upper bound, as two numbers."""
     try:
         numbers = [float(part) for part in str(value).split("_")]
     except ValueError:

@@ -6,11 +6,12 @@ from verlite.config.rules.values import legal_names
 
 
 def explain(name: str = "") -> str:
-    """Return text about a key, a section, an older name, or every key that ends in `name`; about
-    all sections for "".
+    """Return text about a key, a section, an older name, or every key that ends in `name`.
+
+    "" lists all sections.
 
     Raises:
-        KeyError: there is no such key. The message names the nearest ones.
+        KeyError: the key does not exist. The message names similar keys.
     """
     table = keys.keys()
     if not name:

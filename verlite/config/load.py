@@ -540,11 +540,7 @@ def _kind(value: Any) -> str:
 
 
 def _dump(
-    node: Any,
-    prefix: str,
-    indent: str,
-    provenance: dict[str, str],
-    known: dict[str, keys.Key],
+    node: Any, prefix: str, indent: str, provenance: dict[str, str], known: dict[str, keys.Key]
 ) -> Iterator[str]:
     for name, value in node.items():
         key = f"{prefix}{name}"

@@ -1,6 +1,4 @@
-"""Where a user's own code is: tell files from modules, and find a module's file without importing
-it.
-"""
+"""Find the file of a user's own code without importing it."""
 
 import importlib
 import importlib.util

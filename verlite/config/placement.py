@@ -1,9 +1,9 @@
 """`cluster.component_placement`: which role runs on which devices.
 
-The grammar is RLinf's, as far as one rank per device: names separated by commas share a placement;
-a placement is a list of device numbers and ranges (`0-3,6`) or `all`; a range may be followed by
-`:` and the process ranks it carries (`4-7:0-3`). Devices are numbered over the whole cluster, node
-after node.
+The grammar is a subset of RLinf's, with one rank per device. Names separated by commas share a
+placement. A placement is `all`, or a list of device numbers and ranges (`0-3,6`). A range may be
+followed by `:` and the process ranks on it (`4-7:0-3`). Devices are numbered over the whole
+cluster, node after node.
 """
 
 import re
@@ -13,11 +13,16 @@ from collections.abc import Mapping, Sequence
 def parse(
     spec: Mapping[str, object] | None, roles: Sequence[str], n_devices: int
 ) -> dict[str, list[int]]:
-    """Devices of each role, in rank order.
+    """Return the devices of each role, in rank order.
 
-    A role that the mapping leaves out runs where the actor runs; the first role is the actor.
-    Without a mapping all roles share all devices. Raises ValueError that lists everything wrong,
-    one per line.
+    Args:
+        spec: role names to placements. None: all roles share all devices. Roles that it does not
+            name use the devices of the first role, the actor.
+        roles: every role, the actor first.
+        n_devices: devices of the cluster.
+
+    Raises:
+        ValueError: with every problem, one per line.
     """
     everything = list(range(n_devices))
     if spec is None:
@@ -46,8 +51,10 @@ def parse(
 
 
 def devices(text: str, n_devices: int) -> list[int]:
-    """Device numbers of one placement such as "0-3,6" or "all"; ValueError says what is wrong with
-    it.
+    """Return the device numbers of one placement such as "0-3,6" or "all".
+
+    Raises:
+        ValueError: the placement is invalid.
     """
     result: list[int] = []
     next_rank = 0

@@ -71,17 +71,13 @@ class Plan:
     n_devices: int
     """Devices of the whole run."""
     device: str
-    """"cuda" or "cpu"."""
+    """cuda or cpu."""
     roles: tuple[str, ...]
-    """Roles of this run: actor and rollout always, ref and critic if something uses
-    them.
-    """
+    """Roles of this run: actor and rollout always, ref and critic if something uses them."""
     placement: dict[str, list[int]]
     """Devices of each role, in rank order, numbered over the cluster."""
     sequence_parallel: dict[str, int]
-    """For each role with a training engine: adjacent ranks that share their rows
-    together, each a part of every sequence.
-    """
+    """For each role with a training engine: the adjacent ranks that share each sequence."""
 
     prompts: int
     """G: prompts per step."""
@@ -90,9 +86,7 @@ class Plan:
     batch_size: int
     """B = G*N: samples per step."""
     rows_per_rank: tuple[int, int]
-    """Fewest and most of these rows on one of the actor's ranks, or groups of ranks that run them
-    together.
-    """
+    """Fewest and most of these rows per actor rank, or per sequence-parallel group of ranks."""
     actor: Updates
     critic: Updates | None
     log_prob_micro: Micro
@@ -109,7 +103,7 @@ class Plan:
     needs_greedy_baseline: bool
     """remax: one additional greedy sample per prompt."""
     needs_old_log_probs: bool
-    """Old log-probs are computed before the updates. False: there is a single update, whose own
+    """Compute old log-probs before the updates. False: the step has a single update, whose own
     log-probs are the old ones, and nothing else reads them.
     """
     needs_sum_pi_squared: bool
@@ -125,7 +119,8 @@ class Plan:
     overlong_buffer: int
     """Tokens before the longest response over which the length penalty grows."""
     filters_groups: bool
-    """Prompts whose samples do not differ are left out, and a step generates until it has enough.
+    """Dynamic sampling: prompts whose samples all have the same metric are dropped, and a step
+    generates until it has enough prompts.
     """
     critic_warmup: int
     """The first step that updates the policy; those before it update only the critic.
@@ -362,12 +357,7 @@ def _actor_updates(config: Config, shared: dict[str, int]) -> Updates:
 def _critic(config: Config, shared: dict[str, int]) -> dict[str, Any]:
     """Return the fields about the critic. null in its section means the actor's value."""
     if not needs_critic(config):
-        return {
-            "critic": None,
-            "value_micro": None,
-            "critic_warmup": 0,
-            "critic_model_path": None,
-        }
+        return {"critic": None, "value_micro": None, "critic_warmup": 0, "critic_model_path": None}
     actor = config.actor_rollout_ref.actor
     critic = config.critic
     mini = _first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)

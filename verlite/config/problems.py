@@ -28,7 +28,7 @@ URL_PASSWORD = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """One violated rule: the key as typed, its value, the rule, and what to type instead."""
+    """One violated rule: the key, its value, the rule, and the remedy."""
 
     key: str
     value: Any
@@ -44,7 +44,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """The configuration cannot run. `problems` holds every violation, not only the first."""
+    """The configuration is invalid. `problems` contains every violation."""
 
     def __init__(self, problems: Iterable[Problem], notes: Iterable[str] = ()):
         self.problems = list(problems)
@@ -99,7 +99,7 @@ def display(key: str, value: Any, known: bool = False) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return the known dotted keys most likely meant: similar as a whole, or in their last part."""
+    """Return the known dotted keys most similar to `name`, as a whole or in their last part."""
     known = list(known)
     last = name.rsplit(".", 1)[-1]
     by_last: dict[str, list[str]] = {}

@@ -227,9 +227,7 @@ class OptimConfig:
         used_when=".lr_scheduler_type=cosine",
     )
     weight_decay: float = key(
-        0.01,
-        "Decoupled weight decay of every parameter, as in torch.optim.AdamW.",
-        bound=">= 0",
+        0.01, "Decoupled weight decay of every parameter, as in torch.optim.AdamW.", bound=">= 0"
     )
     betas: list[float] = key([0.9, 0.999], "Adam's averaging coefficients.", bound=">= 0 and < 1")
     eps: float = key(1e-8, "Adam's denominator offset.", bound="> 0")
@@ -373,10 +371,7 @@ class ActorConfig:
         used_when=("clip_ratio_low or clip_ratio_high is null", "loss reads clip_low"),
     )
     clip_ratio_low: Optional[float] = key(
-        None,
-        "Clip range below 1. null: clip_ratio.",
-        bound="> 0",
-        used_when="loss reads clip_low",
+        None, "Clip range below 1. null: clip_ratio.", bound="> 0", used_when="loss reads clip_low"
     )
     clip_ratio_high: Optional[float] = key(
         None,
@@ -590,9 +585,7 @@ class RolloutConfig:
         8192, "vLLM: tokens per engine step.", bound=">= 1", used_when=VLLM
     )
     max_model_len: Optional[int] = key(
-        None,
-        "vLLM: longest sequence. null: max_prompt_length + max_response_length.",
-        bound=">= 1",
+        None, "vLLM: longest sequence. null: max_prompt_length + max_response_length.", bound=">= 1"
     )
     enforce_eager: bool = key(
         False,
