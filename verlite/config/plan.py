@@ -183,24 +183,18 @@ class Plan:
     def steps(self, train_rows: int) -> tuple[int, int]:
         """Return the training steps (per epoch, of the whole run) for a number of training rows."""
         per_epoch = train_rows // self.prompts
-        return (
-            per_epoch,
-            self.total_training_steps
-            if self.total_training_steps is not None
-            else per_epoch * self.total_epochs,
-        )
+        return per_epoch, _first(self.total_training_steps, per_epoch * self.total_epochs)
 
     def sentence(self) -> str:
         """Return the batch arithmetic in one line."""
         low, high = self.rows_per_rank
-        n_ranks, shared = len(self.placement["actor"]), self.sequence_parallel["actor"]
+        n_ranks = len(self.placement["actor"])
+        shared = self.sequence_parallel["actor"]
         each = f"{high} each" if low == high else f"{low} or {high} each"
         passes = f", {self.actor.epochs} passes" if self.actor.epochs > 1 else ""
-        devices = (
-            _count(n_ranks, "device")
-            if shared == 1
-            else f"{_count(n_ranks // shared, 'group')} of {shared} devices"
-        )
+        devices = _count(n_ranks, "device")
+        if shared > 1:
+            devices = f"{_count(n_ranks // shared, 'group')} of {shared} devices"
         return (
             f"{self.prompts} prompts x {self.samples_per_prompt} = {self.batch_size} samples / "
             f"{devices} = {each}; "
@@ -224,41 +218,33 @@ class Plan:
         """Return the rows of the table, as (name, text)."""
         lines = [*self.choices, ("step", self.sentence())]
         if self.critic:
-            lines.append(
-                (
-                    "critic",
-                    f"{_count(self.critic.per_step, 'update')} of {self.critic.mini_rows}; "
-                    f"micro-batches of {self.critic.micro}",
-                )
-            )
+            updates = f"{_count(self.critic.per_step, 'update')} of {self.critic.mini_rows}"
+            lines.append(("critic", f"{updates}; micro-batches of {self.critic.micro}"))
         passes = [f"old log-probs {self.log_prob_micro}"]
-        passes += [f"reference {self.ref_micro}"] if self.ref_micro else []
-        passes += [f"values {self.value_micro}"] if self.value_micro else []
+        if self.ref_micro:
+            passes.append(f"reference {self.ref_micro}")
+        if self.value_micro:
+            passes.append(f"values {self.value_micro}")
         lines.append(("forward passes", "micro-batches: " + ", ".join(passes)))
-        per_engine = (
-            f"{self.tensor_parallel} devices each" if self.tensor_parallel > 1 else "one per device"
-        )
+        per_engine = "one per device"
+        if self.tensor_parallel > 1:
+            per_engine = f"{self.tensor_parallel} devices each"
         count = _count(self.engines, "engine")
         engines = f"{self.rollout_name}, {count}, {per_engine}, {self.rollout_dtype}"
         lines.append(("rollout", f"{engines}, sequences up to {self.max_model_len} tokens"))
-        lines += [("turns", self.turns)] if self.turns else []
+        if self.turns:
+            lines.append(("turns", self.turns))
         lines.append(("training", f"{self.device}, FSDP2, compute in {self.train_dtype}"))
-        same: dict[str, list[str]] = {}
+        roles_on: dict[str, list[str]] = {}
         for role in self.roles:
-            same.setdefault(_ranges(self.placement[role]), []).append(role)
-        lines.append(
-            (
-                "devices",
-                f"{self.nnodes} x {self.devices_per_node}: "
-                + "; ".join(f"{', '.join(r)} on {where}" for where, r in same.items()),
-            )
-        )
+            roles_on.setdefault(_ranges(self.placement[role]), []).append(role)
+        placed = [f"{', '.join(roles)} on {devices}" for devices, roles in roles_on.items()]
+        cluster = f"{self.nnodes} x {self.devices_per_node}"
+        lines.append(("devices", f"{cluster}: {'; '.join(placed)}"))
         if self.total_steps is not None:
-            rows = (
-                f" ({self.train_rows} prompts, {self.steps_per_epoch} steps per epoch)"
-                if self.steps_per_epoch is not None
-                else ""
-            )
+            rows = ""
+            if self.steps_per_epoch is not None:
+                rows = f" ({self.train_rows} prompts, {self.steps_per_epoch} steps per epoch)"
             lines.append(("length", f"{self.total_steps} steps{rows}"))
         if self.val_rows is not None:
             lines.append(("validation", f"{self.val_rows} prompts"))
@@ -487,61 +473,59 @@ def _run(config: Config, count_rows: bool) -> dict[str, Any]:
 
 
 def _words(config: Config) -> list[tuple[str, str]]:
-    algorithm, actor, trainer = config.algorithm, config.actor_rollout_ref.actor, config.trainer
-    low, high = (
-        _first(actor.clip_ratio_low, actor.clip_ratio),
-        _first(actor.clip_ratio_high, actor.clip_ratio),
-    )
-    kl = []
-    if algorithm.use_kl_in_reward:
-        kl.append(
-            f"{algorithm.kl_ctrl.type} KL in the reward, {algorithm.kl_penalty} x "
-            f"{algorithm.kl_ctrl.kl_coef:g}"
-        )
-    if actor.use_kl_loss:
-        kl.append(f"KL in the loss, {actor.kl_loss_type} x {actor.kl_loss_coef:g}")
-    corrected = correction.settings(algorithm.rollout_correction)
-    loss_mode = catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
-    loss = f"{loss_mode} loss, {actor.loss_agg_mode}, clip {low:g}" + (
-        f" and {high:g}" if high != low else ""
-    )
-    more = ["dynamic sampling"] if algorithm.filter_groups.enable else []
-    more += ["overlong penalty"] if config.reward.overlong_buffer.enable else []
-    more += ["truncated samples masked"] if algorithm.mask_truncated else []
-    more += [f"rollout weights by {corrected.rollout_is}"] if corrected.rollout_is else []
-    more += [f"rejection by {corrected.rollout_rs}"] if corrected.rollout_rs else []
-    every = [
-        f"{what} every {n} steps"
-        for what, n in (("validate", trainer.test_freq), ("save", trainer.save_freq))
-        if n > 0
-    ]
-    resume = (
-        trainer.resume_from_path if trainer.resume_mode == "resume_path" else trainer.resume_mode
-    )
+    """Return the rows of the table about model, algorithm and run."""
+    trainer = config.trainer
+    resume = trainer.resume_mode
+    if resume == "resume_path":
+        resume = trainer.resume_from_path
+    run = [trainer.default_local_dir, f"resume: {resume}"]
+    if trainer.test_freq > 0:
+        run.append(f"validate every {trainer.test_freq} steps")
+    if trainer.save_freq > 0:
+        run.append(f"save every {trainer.save_freq} steps")
     return [
         ("model", _model(config.actor_rollout_ref.model)),
-        (
-            "algorithm",
-            ", ".join(
-                [
-                    algorithm.adv_estimator,
-                    loss,
-                    *more,
-                    *(kl or ["no KL term"]),
-                    f"learning rate {actor.optim.lr:g}",
-                ]
-            ),
-        ),
-        ("run", ", ".join([trainer.default_local_dir, f"resume: {resume}", *every])),
+        ("algorithm", ", ".join(_algorithm_words(config))),
+        ("run", ", ".join(run)),
     ]
+
+
+def _algorithm_words(config: Config) -> list[str]:
+    algorithm = config.algorithm
+    actor = config.actor_rollout_ref.actor
+    corrected = correction.settings(algorithm.rollout_correction)
+    loss = catalog.BYPASS_LOSS if corrected.bypass_mode else actor.policy_loss.loss_mode
+    low = _first(actor.clip_ratio_low, actor.clip_ratio)
+    high = _first(actor.clip_ratio_high, actor.clip_ratio)
+    clip = f"clip {low:g}" if low == high else f"clip {low:g} and {high:g}"
+    words = [algorithm.adv_estimator, f"{loss} loss", actor.loss_agg_mode, clip]
+    if algorithm.filter_groups.enable:
+        words.append("dynamic sampling")
+    if config.reward.overlong_buffer.enable:
+        words.append("overlong penalty")
+    if algorithm.mask_truncated:
+        words.append("truncated samples masked")
+    if corrected.rollout_is:
+        words.append(f"rollout weights by {corrected.rollout_is}")
+    if corrected.rollout_rs:
+        words.append(f"rejection by {corrected.rollout_rs}")
+    if algorithm.use_kl_in_reward:
+        control = algorithm.kl_ctrl
+        weight = f"{algorithm.kl_penalty} x {control.kl_coef:g}"
+        words.append(f"{control.type} KL in the reward, {weight}")
+    if actor.use_kl_loss:
+        words.append(f"KL in the loss, {actor.kl_loss_type} x {actor.kl_loss_coef:g}")
+    if not needs_reference(config):
+        words.append("no KL term")
+    return [*words, f"learning rate {actor.optim.lr:g}"]
 
 
 def _model(model: ModelConfig) -> str:
     if model.lora_adapter_path:
         return f"{model.path}, LoRA from {model.lora_adapter_path}"
-    return model.path + (
-        f", LoRA of rank {model.lora_rank} (alpha {model.lora_alpha:g})" if model.lora_rank else ""
-    )
+    if model.lora_rank:
+        return f"{model.path}, LoRA of rank {model.lora_rank} (alpha {model.lora_alpha:g})"
+    return model.path
 
 
 def max_turns(config: Config) -> int:
@@ -558,12 +542,10 @@ def longest_prompt(config: Config) -> tuple[str, int]:
 
 def worst_case(config: Config) -> int:
     """Return the tokens of a sample with the longest prompt, turns and observations."""
-    data, turns = config.data, max_turns(config)
-    return (
-        longest_prompt(config)[1]
-        + turns * (data.max_response_length + data.max_obs_length)
-        + data.max_response_length
-    )
+    data = config.data
+    each_turn = data.max_response_length + data.max_obs_length
+    _, prompt = longest_prompt(config)
+    return prompt + max_turns(config) * each_turn + data.max_response_length
 
 
 def _longest_response(config: Config, turns: int) -> int:
@@ -578,13 +560,13 @@ def _longest_response(config: Config, turns: int) -> int:
 
 def length_arithmetic(config: Config) -> str:
     """Return the arithmetic of the longest sample, and what happens to samples that do not fit."""
-    data, turns = config.data, max_turns(config)
-    worst, fits, start = (
-        worst_case(config),
-        data.max_prompt_length + data.max_response_length,
-        longest_prompt(config)[1],
-    )
-    turn, obs = data.max_response_length, data.max_obs_length
+    data = config.data
+    turns = max_turns(config)
+    worst = worst_case(config)
+    fits = data.max_prompt_length + data.max_response_length
+    _, start = longest_prompt(config)
+    turn = data.max_response_length
+    obs = data.max_obs_length
     text = f"{config.env.name}, up to {_count(turns, 'tool call')} and a last turn; at most "
     text += (
         f"{start} prompt + {turns} x ({turn} turn + {obs} observation) + {turn} = {worst} tokens"
@@ -606,19 +588,16 @@ def prompts_drawn(config: Config) -> tuple[str, int]:
 
 
 def _needs_old_log_probs(config: Config, updates: Updates, corrected: RolloutCorrection) -> bool:
-    estimator, loss = (
-        config.algorithm.adv_estimator,
-        config.actor_rollout_ref.actor.policy_loss.loss_mode,
-    )
-    asked = catalog.reads(catalog.ESTIMATORS, estimator, "old_log_probs")
     if corrected.bypass_mode:
         return False
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    estimator = config.algorithm.adv_estimator
     return (
         updates.per_step > 1
         or config.algorithm.use_kl_in_reward
         or corrected.acts_on_batch
         or (loss in catalog.LOSSES and catalog.LOSSES[loss].selector is not None)
-        or asked
+        or catalog.reads(catalog.ESTIMATORS, estimator, "old_log_probs")
     )
 
 
@@ -636,11 +615,10 @@ def needs_reference(config: Config) -> bool:
 
 def sequence_parallel(config: Config) -> dict[str, int]:
     """Return the sequence-parallel size of each role with a training engine."""
-    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    mine = actor.ulysses_sequence_parallel_size
+    actor = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     return {
-        "actor": mine,
-        "ref": _first(ref.ulysses_sequence_parallel_size, mine),
+        "actor": actor,
+        "ref": _first(config.actor_rollout_ref.ref.ulysses_sequence_parallel_size, actor),
         "critic": config.critic.ulysses_sequence_parallel_size,
     }
 
@@ -678,9 +656,8 @@ def resolve_device(name: str) -> str:
 
 def visible_gpus() -> int:
     """Return the number of NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
-    found = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(
-        list(Path("/dev").glob("nvidia[0-9]*"))
-    )
+    found = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    found = found or len(list(Path("/dev").glob("nvidia[0-9]*")))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return found
@@ -702,7 +679,9 @@ def installed(package: str) -> bool:
 
 def resolve_dtype(name: str, device: str) -> str:
     """Return the dtype for a dtype key; auto: bfloat16 on GPUs, float32 on CPUs."""
-    return name if name != "auto" else "bfloat16" if device == "cuda" else "float32"
+    if name != "auto":
+        return name
+    return "bfloat16" if device == "cuda" else "float32"
 
 
 def files_of(value: Any) -> list[str]:

@@ -117,6 +117,8 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
     def score(key: str) -> float:
         likeness = difflib.SequenceMatcher(None, name, key).ratio()
-        return likeness + (1 if key.endswith("." + name) else 0.5 if key in similar else 0)
+        if key.endswith("." + name):
+            return likeness + 1
+        return likeness + 0.5 if key in similar else likeness
 
     return sorted(dict.fromkeys(candidates), key=score, reverse=True)[:count]
