@@ -162,9 +162,9 @@ MUTANTS = [
     # updates
     Mutant(
         "all rows are in one update",
-        UPDATE + "update_numbers",
+        BATCH + "update_numbers",
         calls(_all_in_one_update),
-        (STAGES, "tests/trainer/test_batch.py"),
+        ("tests/trainer/test_batch.py",),
     ),
     Mutant(
         "the samples of a prompt are in different updates",
@@ -217,9 +217,9 @@ MUTANTS = [
         (SAVED,),
     ),
     Mutant(
-        "pruning keeps one checkpoint less",
+        "pruning keeps one checkpoint more",
         CHECKPOINTS + "prune",
-        argument("keep", lambda keep: keep - 1 if keep and keep > 1 else keep),
+        argument("keep", lambda keep: keep + 1 if keep else keep),
         (SAVED,),
     ),
     Mutant(
