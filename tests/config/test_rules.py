@@ -996,10 +996,35 @@ def test_suggestions_prefer_same_last_part():
         "auth_tokens",
         "wandb_api_key",
         "credentials",
+        "serper_key",
+        "openai_key",
+        "hf_tokens",
+        "access_key_id",
+        "Authorization",
+        "pwd",
     ],
 )
 def test_secrets_are_masked(key):
     assert is_secret(key, "abc") and display(key, "abc") == "***"
+
+
+def test_numbers_are_masked_only_under_the_name_of_a_password():
+    assert display("env.kwargs.password", 12345) == "***"
+    assert display("env.kwargs.max_tokens", 512) == "512"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://me:hunter2@host/retrieve", "http://me:***@host/retrieve"),
+        ("http://hunter2@host/retrieve", "http://***@host/retrieve"),
+        ("https://host/?a=1&access_token=hunter2&b=2", "https://host/?a=1&access_token=***&b=2"),
+        ("https://host/?sig=hunter2", "https://host/?sig=***"),
+        ("http://host:8000/retrieve", "http://host:8000/retrieve"),
+    ],
+)
+def test_secrets_in_urls_are_masked(url, shown):
+    assert display("retriever.url", url, known=True) == shown
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,28 @@ from dataclasses import dataclass
 from typing import Any
 
 SECRET = re.compile(
-    r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!stop_)(?<!mask_)(?<!image_)token$"
-    r"|(?:api|auth|access|refresh|bearer)_?tokens$"
-    r"|secrets?$|passwords?$|passwd$|passphrases?$|credentials?$"
-    r"|(?:api|access|secret|private|auth|signing|encryption|service|account|ssh)[_-]?keys?$"
-    r"|^keys?$",
+    r"(token|secret|password|passwd|pwd|passphrase|credential|authorization|bearer|key)s?$"
+    r"|(secret|private|access)_?key_?(id|path)$",
     re.IGNORECASE,
 )
-"""Last parts of names whose text values are secrets: hf_token, api_key, AWS_SECRET_ACCESS_KEY, but
-not image_key.
-"""
-URL_PASSWORD = re.compile(
-    r"(://[^/:@\s]*:)[^/@\s]+(?=@)|([?&](?:api_?key|key|token|secret|password)=)[^&\s]+",
+"""Last parts of names whose text values are masked: hf_token, serper_key, AWS_SECRET_ACCESS_KEY."""
+COLUMN = re.compile(
+    r"(^|_)(prompt|image|images|video|videos|audio|reward|reward_fn|teacher|student|label|text|"
+    r"response|messages|question|answer|input|output|tools|data|source|group|column|sort)_keys?$"
+    r"|(^|_)(pad|eos|bos|unk|stop|mask|image|special|added|max|min|num|new)_tokens?$"
+    r"|monkeys?$",
     re.IGNORECASE,
 )
+"""Names that only look like secrets: columns of a data set and special tokens, such as
+image_key."""
+NUMBER_SECRET = re.compile(r"(secret|password|passwd|pwd|passphrase)s?$", re.IGNORECASE)
+"""Names whose numbers are masked too."""
+URL_SECRET = re.compile(
+    r"(://(?:[^/:@\s]*:)?)[^/@\s]+(?=@)"
+    r"|([?&](?:api_?key|key|(?:\w+_)?token|secret|password|sig|signature)=)[^&\s]+",
+    re.IGNORECASE,
+)
+"""Passwords and tokens inside a URL."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +80,13 @@ class ConfigError(ValueError):
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Return whether a text value is a secret, judged by its key.
-
-    Only for keys outside the schema.
-    """
-    return isinstance(value, str) and bool(SECRET.search(key.rsplit(".", 1)[-1]))
+    """Return whether a value is a secret, judged by its key. Only for keys outside the schema."""
+    name = key.rsplit(".", 1)[-1]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return bool(NUMBER_SECRET.search(name))
+    if not isinstance(value, str) or COLUMN.search(name):
+        return False
+    return bool(SECRET.search(name))
 
 
 def display(key: str, value: Any, known: bool = False) -> str:
@@ -95,7 +105,7 @@ def display(key: str, value: Any, known: bool = False) -> str:
         return "***"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return URL_PASSWORD.sub(lambda found: f"{found[1] or found[2]}***", str(value))
+    return URL_SECRET.sub(lambda found: f"{found[1] or found[2]}***", str(value))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
