@@ -77,7 +77,7 @@ class Worker:
         address, port = self._rendezvous
         timeout = timedelta(seconds=timeout_s)
         listening = None if self._listener is None else self._listener.detach()
-        store = dist.TCPStore(  # type: ignore[attr-defined]
+        store = dist.TCPStore(
             address,
             port,
             self.world_size,
