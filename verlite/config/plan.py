@@ -477,7 +477,7 @@ def _words(config: Config) -> list[tuple[str, str]]:
     trainer = config.trainer
     resume = trainer.resume_mode
     if resume == "resume_path":
-        resume = trainer.resume_from_path
+        resume = str(trainer.resume_from_path)
     run = [trainer.default_local_dir, f"resume: {resume}"]
     if trainer.test_freq > 0:
         run.append(f"validate every {trainer.test_freq} steps")

@@ -39,6 +39,6 @@ class ReferenceWorker(TrainingWorker):
         self.engine.onload()
         out = self.engine.forward(rows, micro_batching(self.plan.ref_micro), temperature)
         self.engine.offload()
-        self.rows.clear()  # this is the role's only call in a step
+        self.rank_rows.clear()  # this is the role's only call in a step
         log_probs = ragged(out["log_probs"], rows.batch["response_length"])
         return DataProto.from_dict({}, {"ref_log_prob": log_probs})
