@@ -1,4 +1,4 @@
-"""The mutants fit the code, and docs/mutants.md shows each as caught. `make mutants` plants them."""
+"""The mutants fit the code, and docs/mutants.md shows each as caught. `make mutants` runs them."""
 
 import importlib
 from pathlib import Path

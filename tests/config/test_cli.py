@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 import verlite as verlite_package
 from verlite.cli import app
 
+pytestmark = pytest.mark.process
+
 PACKAGE = Path(verlite_package.__file__).parent
 
 

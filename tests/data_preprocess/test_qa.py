@@ -18,6 +18,8 @@ from verlite.data import qa
 from verlite.data.dataset import DataError, PromptDataset
 from verlite.rewards.scorer import Scorer
 
+pytestmark = pytest.mark.process
+
 DATA = ROOT.parent / "shared/data"
 
 NQ_OPEN = {

@@ -16,6 +16,8 @@ from verlite.data.dataset import PromptDataset
 from verlite.data.preprocess import write_parquet
 from verlite.rewards.scorer import Scorer
 
+pytestmark = pytest.mark.process
+
 SAMPLES = ROOT / "tests/samples"
 
 

@@ -21,6 +21,8 @@ from tests.models import tiny_model
 from verlite.engine.fsdp import NonFiniteError
 from verlite.engine.micro import MicroBatching
 
+pytestmark = pytest.mark.process
+
 
 def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
     assert first.keys() == second.keys()

@@ -18,6 +18,8 @@ from verlite.engine.folder import load_tokenizer
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.weights import fingerprint
 
+pytestmark = pytest.mark.process
+
 MOE = {
     "num_experts": 3,
     "moe_intermediate_size": 16,

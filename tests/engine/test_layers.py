@@ -12,6 +12,8 @@ from tests.engine.batches import engine, ragged_batch
 from verlite.engine import fsdp, layers
 from verlite.engine.micro import MicroBatching
 
+pytestmark = pytest.mark.process
+
 CASE = {"mode": "token-mean", "rows": list(range(8)), "size": 3}
 
 

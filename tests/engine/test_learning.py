@@ -17,6 +17,8 @@ from verlite.trainer.batch import requests, seeds
 from verlite.workers.actor import policy_objective
 from verlite.workers.critic import value_objective
 
+pytestmark = pytest.mark.process
+
 MICRO = MicroBatching(max_tokens=400)
 
 

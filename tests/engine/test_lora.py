@@ -18,6 +18,8 @@ from verlite.engine.folder import ModelError
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.weights import fingerprint
 
+pytestmark = pytest.mark.process
+
 ALL = MicroBatching(size=8)
 Results = dict[str, Any]
 

@@ -12,6 +12,8 @@ from tests.engine import matrix, programs
 from tests.engine.ranks import Ranks
 from verlite.protocol.weights import fingerprint
 
+pytestmark = pytest.mark.process
+
 LAYOUTS = {
     "4 shards": {},
     "2 replicas of 2 shards": {"fsdp_size": 2},

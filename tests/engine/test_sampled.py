@@ -26,6 +26,8 @@ from verlite.rollout.types import Sampling
 from verlite.trainer.batch import requests
 from verlite.workers.rollout import RolloutWorker
 
+pytestmark = pytest.mark.process
+
 EOS = 1
 
 

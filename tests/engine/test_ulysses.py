@@ -17,6 +17,8 @@ from tests.models import tiny_model
 from verlite.engine.micro import MicroBatching, model_inputs
 from verlite.protocol.data import DataProto
 
+pytestmark = pytest.mark.process
+
 TWO = {"sequence_parallel": 2}
 EXACT = {"atol": 2e-6, "rtol": 1e-5}
 """Float32 rounding of numbers up to about 10, with other orders of summation; eps is 6e-8."""

@@ -15,6 +15,8 @@ from verlite.algorithms.aggregation import AGGREGATION_MODES
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
 
+pytestmark = pytest.mark.process
+
 ROWS = list(range(8))
 SHUFFLED = [5, 2, 7, 0, 4, 6, 1, 3]
 EVERY_SPLIT = ("token-mean", "seq-mean-token-mean")

@@ -12,6 +12,8 @@ from verlite.envs import retriever
 from verlite.envs.retriever import RetrieverClient
 from verlite.envs.step import ToolError
 
+pytestmark = pytest.mark.process
+
 FRANCE = '"Paris"\nParis is the capital of France.'
 
 

@@ -9,6 +9,8 @@ from tests.errors.cases import CASES, Case, write_folder
 from tests.errors.page import HEAD, PAGE, page, section
 from tests.errors.running import Outcome, normalize, run
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:

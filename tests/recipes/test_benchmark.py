@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.process
+
 BENCHMARK = Path(__file__).resolve().parents[2] / "recipes" / "benchmark"
 
 

@@ -10,6 +10,8 @@ from tests.models import tiny_model
 from tests.trainer.runs import write_sums
 from verlite.config import catalog, compose, correction, keys, make_plan
 
+pytestmark = pytest.mark.process
+
 TOP = Path(__file__).parents[2]
 PAGE = (TOP / "docs" / "algorithms.md").read_text()
 

@@ -18,6 +18,8 @@ from verlite.engine.folder import load_tokenizer
 from verlite.rewards.exact import compute_score
 from verlite.sft.data import read_examples
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):

@@ -18,6 +18,8 @@ from verlite.envs.search import SearchEnv
 from verlite.rewards.routing import scorer_of
 from verlite.sft.data import read_examples
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):

@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 from verlite.cli import app
 from verlite.report.curve import Curve, draw, plot, read_curve
 
+pytestmark = pytest.mark.process
+
 
 def write(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -10,6 +10,8 @@ from verlite.engine.fsdp import TrainEngine
 from verlite.engine.process_group import single_process_group
 from verlite.trainer import checkpoints
 
+pytestmark = pytest.mark.process
+
 
 def export(*arguments):
     result = CliRunner().invoke(app, ["export", *map(str, arguments)])

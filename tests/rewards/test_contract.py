@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 from verlite.cli import app
 from verlite.rewards.contract import check_reward
 
+pytestmark = pytest.mark.process
+
 HEAD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n    "
 )

@@ -21,6 +21,8 @@ from verlite.rewards.result import RewardItem, RewardResult
 from verlite.rewards.routing import UnknownDataSource, scale_of
 from verlite.rewards.scorer import Scorer
 
+pytestmark = pytest.mark.process
+
 MakeScorer = Callable[..., Scorer]
 TOP = Path(__file__).parents[2]
 

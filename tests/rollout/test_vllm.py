@@ -33,6 +33,8 @@ pytest.importorskip("vllm", reason="vLLM is an optional dependency")
 from verlite.rollout.engines.vllm import engine_args
 from verlite.rollout.engines.vllm_worker import WorkerExtension, combine_shards
 
+pytestmark = pytest.mark.process
+
 WORKER = "verlite.rollout.engines.vllm_worker"
 
 LONG = Sampling(max_tokens=20, ignore_eos=True)

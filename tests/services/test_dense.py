@@ -13,6 +13,8 @@ from verlite.services.corpus import ServiceError
 from verlite.services.dense import Dense
 from verlite.services.index import open_index
 
+pytestmark = pytest.mark.process
+
 
 def track(items, **shown):
     return items

@@ -24,6 +24,8 @@ from verlite.services.corpus import ServiceError
 from verlite.services.index import BM25, Hit, Index, open_index
 from verlite.services.retriever import Limits, Server, bind, make_app, url
 
+pytestmark = pytest.mark.process
+
 
 @contextmanager
 def serving(

@@ -20,6 +20,8 @@ from verlite.main_sft import main
 from verlite.sft.data import read_examples
 from verlite.sft.train import build_batch, sft_loss, validation_loss
 
+pytestmark = pytest.mark.process
+
 SUMS = [
     {"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(0, 24, 3) for b in range(2, 10)
 ]
