@@ -254,7 +254,7 @@ WRONG = [
     (
         f"{ROLLOUT}temperature=0",
         f"{ROLLOUT}temperature",
-        "must be > 0; Training samples; val_kwargs",
+        "must be > 0; Training needs temperature; val_kwargs",
     ),
     (f"{ROLLOUT}top_p=0", f"{ROLLOUT}top_p", "must be > 0 and <= 1"),
     (f"{ROLLOUT}top_p=1.2", f"{ROLLOUT}top_p", "must be > 0 and <= 1"),
@@ -851,6 +851,21 @@ def test_own_function_must_exist(material, tmp_path, monkeypatch):
     for name, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
             material.load(f"algorithm.adv_estimator={name}")
+
+
+def test_own_engines_and_trackers_are_legal_names(material, tmp_path, monkeypatch):
+    (tmp_path / "my_classes.py").write_text("class Core: ...\nclass Tracker: ...\n")
+    monkeypatch.chdir(tmp_path)
+    loaded = material.load(
+        f"{ROLLOUT}name=my_classes:Core", "trainer.logger=[console,my_classes:Tracker]"
+    )
+    assert make_plan(loaded.config).rollout_name == "my_classes:Core"
+    for setting in (
+        f"{ROLLOUT}name=my_classes:Missing",
+        "trainer.logger=[console,my_classes:Missing]",
+    ):
+        with pytest.raises(ConfigError, match="my_classes does not define Missing"):
+            material.load(setting)
 
 
 def test_reward_function_by_module_name(material):

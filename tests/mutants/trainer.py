@@ -162,13 +162,13 @@ MUTANTS = [
     # updates
     Mutant(
         "all rows are in one update",
-        BATCH + "update_numbers",
+        BATCH + "mini_batch_indices",
         calls(_all_in_one_update),
         ("tests/trainer/test_batch.py",),
     ),
     Mutant(
         "the samples of a prompt are in different updates",
-        BATCH + "update_numbers",
+        BATCH + "mini_batch_indices",
         calls(_by_position),
         ("tests/trainer/test_batch.py",),
     ),

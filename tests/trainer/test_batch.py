@@ -8,7 +8,7 @@ from verlite.config.plan import Micro, Updates
 from verlite.data.dataset import PromptRow
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling, Status, Trajectory
-from verlite.trainer.batch import balance_metrics, balance_rows, requests, seeds, update_numbers
+from verlite.trainer.batch import balance_metrics, balance_rows, mini_batch_indices, requests, seeds
 from verlite.workers.rollout import DecodedResponse, as_columns
 
 
@@ -71,7 +71,7 @@ def updates(mini_prompts, epochs=1, shuffle=False):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_row_is_in_one_mini_batch_per_epoch(shuffle):
-    numbers = update_numbers([f"p{i // 4}" for i in range(24)], updates(2, 3, shuffle), [1])
+    numbers = mini_batch_indices([f"p{i // 4}" for i in range(24)], updates(2, 3, shuffle), [1])
     assert all(column.bincount().tolist() == [8, 8, 8] for column in numbers.T)
     if shuffle:
         assert not torch.equal(numbers[:, 0], numbers[:, 1])
@@ -80,7 +80,7 @@ def test_each_row_is_in_one_mini_batch_per_epoch(shuffle):
 
 
 def test_rows_are_grouped_by_uid_in_any_order():
-    assert update_numbers(list("abcabc"), updates(2), [1])[:, 0].tolist() == [0, 0, 1, 0, 0, 1]
+    assert mini_batch_indices(list("abcabc"), updates(2), [1])[:, 0].tolist() == [0, 0, 1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 7])

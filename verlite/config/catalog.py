@@ -1,5 +1,4 @@
-"""The closed lists: which names configuration keys accept, where the code for each name is, and
-what it needs.
+"""The legal names of configuration keys, where the code for each name is, and what it needs.
 
 Entries are literals that name code by dotted path, such as "verlite.algorithms.advantages:gae", so
 that checking a configuration imports neither torch nor the packages above this one.
@@ -24,12 +23,12 @@ class Estimator:
     reads: tuple[str, ...] = ()
     """Fields of AdvantageInputs that it reads, besides those that every estimator may read."""
     compares: bool = True
-    """It compares the samples of one prompt, so rollout.n=1 teaches nothing."""
+    """It compares the samples of one prompt, so rollout.n=1 gives zero advantages."""
     by_row: bool = False
     """It needs one reward per row and gives all tokens of a row the same advantage."""
 
 
-MEASURED = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared")
+COSTLY_INPUTS = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared")
 """Inputs that cost a forward pass or an extra sample.
 
 They are produced only for estimators that read them.
@@ -246,7 +245,7 @@ def measured(estimator: str) -> tuple[str, ...]:
     """Return the costly inputs that a built-in estimator needs; none for a user's own."""
     if estimator not in ESTIMATORS:
         return ()
-    return tuple(field for field in ESTIMATORS[estimator].reads if field in MEASURED)
+    return tuple(field for field in ESTIMATORS[estimator].reads if field in COSTLY_INPUTS)
 
 
 def reads(table: Mapping[str, Estimator | PolicyLoss], name: str, field: str) -> bool:

@@ -527,8 +527,9 @@ class RolloutConfig:
     name: str = key(
         "auto",
         "Engine: vllm, hf (transformers, nothing to install), or auto (vllm if it is installed, "
-        "otherwise hf; the choice is printed).",
+        "otherwise hf; the choice is printed), or your own package.module:Core.",
         choices=("auto", *catalog.ENGINES),
+        own="class",
         hints={"sglang": "SGLang is not supported."},
     )
     n: int = key(
@@ -1030,8 +1031,10 @@ class TrainerConfig:
     experiment_name: str = key("gsm8k", "Second part of the run's name.")
     logger: list[str] = key(
         ["console"],
-        "Trackers. metrics.jsonl is always written.",
+        "Trackers: console, wandb, tensorboard, or your own package.module:class. metrics.jsonl is "
+        "always written.",
         choices=("console", *catalog.TRACKERS),
+        own="class",
         hints={
             "file": "metrics.jsonl is always written.",
             "jsonl": "metrics.jsonl is always written.",

@@ -132,7 +132,7 @@ class Supervisor:
             self._raise_first(causes)
 
     def stop_all(self) -> None:
-        """Kill every worker, including stopped and busy ones, without waiting for their exit."""
+        """Kill every worker, including SIGSTOPped and busy ones, without waiting for their exit."""
         import ray
 
         self.outstanding.clear()
@@ -140,7 +140,7 @@ class Supervisor:
         self.workers = []
         for worker in workers:
             ray.kill(worker.actor, no_restart=True)
-        # ray.kill only asks the process to exit; a process that is stopped does not respond.
+        # ray.kill only asks the process to exit; a SIGSTOPped process does not respond.
         send_signal(workers, signal.SIGKILL)
 
     def _collect(self, timeout_s: float) -> list[Cause]:

@@ -43,21 +43,21 @@ def seeds(seed: int, step: int, drawn: int, count: int) -> list[int]:
     return generator.integers(0, 2**31 - 1, count).tolist()
 
 
-def update_numbers(
+def mini_batch_indices(
     uids: Sequence[str] | np.ndarray, updates: Updates, seed: Sequence[int]
 ) -> torch.Tensor:
-    """Return [B, epochs] int64: the optimizer step of each epoch in which a row takes part.
+    """Return [B, epochs] int64: the mini-batch of each row in each epoch.
 
-    Rows of a prompt are in one update. With `updates.shuffle` each epoch distributes the rows
-    differently, with the same number of rows per update.
+    Rows of a prompt are in one mini-batch. With `updates.shuffle` each epoch distributes the rows
+    differently, with the same number of rows per mini-batch.
     """
     order = {uid: i for i, uid in enumerate(dict.fromkeys(uids))}
-    number = torch.tensor([order[uid] // updates.mini_prompts for uid in uids])
+    index = torch.tensor([order[uid] // updates.mini_prompts for uid in uids])
     if not updates.shuffle:
-        return number[:, None].expand(-1, updates.epochs)
+        return index[:, None].expand(-1, updates.epochs)
     generator = np.random.default_rng(seed)
     epochs = [
-        number[torch.from_numpy(generator.permutation(len(number)))] for _ in range(updates.epochs)
+        index[torch.from_numpy(generator.permutation(len(index)))] for _ in range(updates.epochs)
     ]
     return torch.stack(epochs, dim=1)
 
@@ -82,24 +82,24 @@ def balance_metrics(lengths: torch.Tensor, assignment: list[list[int]]) -> Metri
 
 
 def balance_rows(
-    numbers: torch.Tensor, lengths: torch.Tensor, n_ranks: int, balance: bool
+    mini_batch_index: torch.Tensor, lengths: torch.Tensor, n_ranks: int, balance: bool
 ) -> list[list[int]]:
     """Assign rows to ranks; return each rank's row numbers.
 
-    With `balance` each update's rows are distributed by their cost (Karmarkar-Karp), so that the
-    ranks finish together. Otherwise each rank gets consecutive rows, near-equal in number.
+    With `balance` each mini-batch's rows are distributed by their cost (Karmarkar-Karp), so that
+    the ranks finish together. Otherwise each rank gets consecutive rows, near-equal in number.
 
     Args:
-        numbers: [B] update of each row.
+        mini_batch_index: [B] mini-batch of each row.
         lengths: [B] tokens of each row.
     """
     if not balance:
-        return [part.tolist() for part in torch.arange(len(numbers)).tensor_split(n_ranks)]
+        return [part.tolist() for part in torch.arange(len(mini_batch_index)).tensor_split(n_ranks)]
     costs = workload(lengths.tolist())
     ranks: list[list[int]] = [[] for _ in range(n_ranks)]
     load = np.zeros(n_ranks)
-    for update in range(int(numbers.max()) + 1):
-        rows = (numbers == update).nonzero().flatten().numpy()
+    for mini_batch in range(int(mini_batch_index.max()) + 1):
+        rows = (mini_batch_index == mini_batch).nonzero().flatten().numpy()
         parts = [rows[part] for part in karmarkar_karp(costs[rows], n_ranks)]
         parts.sort(key=lambda part: -costs[part].sum())
         # The most expensive part goes to the rank with the least load so far.
@@ -116,17 +116,17 @@ def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
     is the same in all calls of a step. A sequence-parallel group counts as one rank, and its rows
     are divided among its members.
     """
-    index = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
-    numbers = batch.batch[index][:, 0]
+    column = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
+    mini_batch_index = batch.batch[column][:, 0]
     lengths = batch.batch["prompt_length"] + batch.batch["response_length"]
     group_size = run.plan.sequence_parallel[role]
     n_groups = len(run.plan.placement[role]) // group_size
-    groups = balance_rows(numbers, lengths, n_groups, run.config.trainer.balance_batch)
+    groups = balance_rows(mini_batch_index, lengths, n_groups, run.config.trainer.balance_batch)
     if role == "actor":
         run.metrics.update(balance_metrics(lengths, groups))
     return with_columns(batch, *TOKENS, *columns).with_meta(
         assignment=[rows[i::group_size] for rows in groups for i in range(group_size)],
-        updates=int(numbers.max()) + 1,
+        updates=int(mini_batch_index.max()) + 1,
         step=run.step,
     )
 

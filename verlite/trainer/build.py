@@ -53,7 +53,7 @@ def open_run(checks: Preflight) -> Iterator[Run]:
 
     Raises:
         RunRefused: the model, the environment or a function of the algorithm cannot be loaded.
-        AlreadyComplete: the checkpoint to resume from is the last step's.
+        AlreadyComplete: the checkpoint to resume from is from the last step.
         CheckpointError, DataError: before any worker is built.
     """
     config = checks.config
@@ -213,7 +213,7 @@ def show_data(display: Display, train: PromptDataset, val: PromptDataset | None)
 def stop_if_complete(
     config: Config, run_dir: Path, state: dict[str, Any], total_steps: int
 ) -> None:
-    """End here if the checkpoint is the last step's and its export exists.
+    """End here if the checkpoint is from the last step and its export exists.
 
     A run that was killed between its last checkpoint and the export is opened again to write the
     export.
@@ -265,7 +265,7 @@ def start_workers(
 
 
 def kl_controller(algorithm: AlgorithmConfig) -> FixedKLController | AdaptiveKLController:
-    """The weight of the KL penalty in the reward, fixed or adaptive."""
+    """Return the coefficient of the KL penalty in the reward, fixed or adaptive."""
     settings = algorithm.kl_ctrl
     if settings.type == "fixed":
         return FixedKLController(settings.kl_coef)
@@ -283,7 +283,8 @@ def exported_step(run_dir: Path) -> int | None:
 def log_missing_step(run_dir: Path, state: dict[str, Any]) -> None:
     """Add the checkpoint's step to metrics.jsonl if a kill came after the checkpoint was written.
 
-    A checkpoint is written before its step's line, so that no line is ahead of the weights.
+    A checkpoint is written before its step's line, so metrics.jsonl never has a later step than the
+    checkpoint.
     """
     path = run_dir / "metrics.jsonl"
     logged = [line["step"] for line in read_lines(path)]
@@ -295,9 +296,11 @@ def log_missing_step(run_dir: Path, state: dict[str, Any]) -> None:
 
 
 def restore(run: Run, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    """Restore the driver's state: step, KL weight, weight version. Workers load their own parts.
+    """Restore the driver's state: step, KL coefficient, weight version.
 
-    A fixed KL weight comes from the configuration, not from the checkpoint.
+    Workers load their own parts.
+
+    A fixed KL coefficient comes from the configuration, not from the checkpoint.
     """
     run.current = StepState(number=state["step"])
     run.resumed_step = run.step
@@ -347,7 +350,7 @@ def finalize_stopped(run: Run) -> int:
 def export(run: Run) -> None:
     """Write the policy to huggingface/ in Hugging Face format.
 
-    The folder is the new export, the old one, or absent; never a part of one.
+    The folder is written atomically: it is the new export, the old one, or absent.
 
     Raises:
         CheckpointError: the driver does not see the folder that the actor wrote.

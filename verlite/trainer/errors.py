@@ -23,7 +23,7 @@ class RunRefused(Exception):
 
 
 class AlreadyComplete(Exception):
-    """There is nothing left to train: the checkpoint to resume from is the last step's."""
+    """There is nothing left to train: the checkpoint to resume from is from the last step."""
 
 
 class StepAborted(Exception):

@@ -60,7 +60,7 @@ class Preflight:
     placement: Placement | None = None
     """Reserved devices, on which worker processes are starting.
 
-    None if the run joins an existing Ray cluster, or if the checkpoint is already the last step's.
+    None if the run joins an existing Ray cluster, or if the checkpoint is from the last step.
     """
 
 
@@ -119,7 +119,7 @@ def check_all(config: Config, config_yaml: str, run_dir: Path) -> Preflight:
 
 
 def nothing_left(checks: Preflight) -> bool:
-    """Whether the checkpoint to resume from is already the last step's."""
+    """Whether the checkpoint to resume from is already from the last step."""
     total = checks.plan.total_steps
     if checks.checkpoint is None or total is None:
         return False

@@ -67,7 +67,7 @@ class Run:
     workers: dict[str, Any]
     """Worker group of each role of `plan.roles`."""
     kl: FixedKLController | AdaptiveKLController
-    """Weight of the KL penalty in the reward."""
+    """Coefficient of the KL penalty in the reward."""
 
     # Outputs.
     tracking: Tracking
@@ -168,7 +168,7 @@ class Run:
 
 
 def stage(phase: str | None = None) -> Callable[[_Stage], _Stage]:
-    """Mark a function of a run, and mostly a batch, as a stage of the training step.
+    """Mark a function that takes the run and usually a batch as a stage of the training step.
 
     It is timed as `timing_s/<phase>` and displayed as the current phase, if it has one. A batch
     that it returns is checked against the table of fields (protocol.fields).

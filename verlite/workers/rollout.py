@@ -102,8 +102,8 @@ class RolloutWorker(Worker):
                 if trajectory.status != Status.ERROR:
                     rewards.add(row, self._reward_item(columns, row, trajectory, decoded[row]))
 
-            made = [self._request(*prompt) for prompt in prompts]
-            trajectories = asyncio.run(self._sample(made, on_finished))
+            prepared_requests = [self._request(*prompt) for prompt in prompts]
+            trajectories = asyncio.run(self._sample(prepared_requests, on_finished))
             if sleep_after:
                 self.engine.sleep()
             began = time.monotonic()

@@ -64,8 +64,8 @@ class TrainingWorker(Worker):
         # The engine's micro-batching and the losses read the mask of trained tokens under the name
         # response_mask. In an update this is loss_mask.
         rows = batch.with_batch(response_mask=batch.batch["loss_mask"])
-        index = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
-        numbers = rows.batch[index]
+        column = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
+        mini_batch_index = rows.batch[column]
         temperature = self.config.actor_rollout_ref.rollout.temperature
         dump_dir = Path(self.config.trainer.default_local_dir, "nonfinite")
         steps = []
@@ -73,7 +73,7 @@ class TrainingWorker(Worker):
         for epoch in range(updates.epochs):
             for update in range(rows.meta_info["updates"]):
                 step = self.engine.update(
-                    rows.select_idxs(numbers[:, epoch] == update),
+                    rows.select_idxs(mini_batch_index[:, epoch] == update),
                     micro_batching(updates.micro),
                     temperature,
                     loss,

@@ -36,24 +36,30 @@ def reward_function(context: Context) -> Iterator[Problem]:
 
 
 def own_functions(context: Context) -> Iterator[Problem]:
-    """The user's own estimator, policy loss or environment exists."""
+    """The user's own functions and classes exist."""
     for key in keys.keys().values():
         if not key.facts.own or not context.ok(key.name):
             continue
         value = keys.get(context.config, key.name)
-        module, colon, name = value.partition(":")
-        if not colon:
-            continue
-        file = names.module_file(module)
-        if file is None:
-            yield Problem(
-                key.name,
-                value,
-                f"there is no module {module} on the Python path",
-                "Every worker must find it, too.",
-            )
-        elif file.suffix == ".py":
-            yield from _own_function(key.name, value, file, name)
+        for path in value if isinstance(value, list) else [value]:
+            yield from _own_name(key.name, path)
+
+
+def _own_name(key: str, value: str) -> Iterator[Problem]:
+    """Check that "package.module:name" exists. A name without a colon is a built-in one."""
+    module, colon, name = value.partition(":")
+    if not colon:
+        return
+    file = names.module_file(module)
+    if file is None:
+        yield Problem(
+            key,
+            value,
+            f"there is no module {module} on the Python path",
+            "Every worker must find it, too.",
+        )
+    elif file.suffix == ".py":
+        yield from _own_function(key, value, file, name)
 
 
 def _own_function(key: str, value: str, file: Path, name: str) -> Iterator[Problem]:

@@ -91,13 +91,13 @@ def generate(run: Run, requests: DataProto) -> DataProto:
 def sample_responses(run: Run, requests: DataProto, sleep_after: bool) -> DataProto:
     """Send the requests to the rollout workers; return their rows with responses and rewards."""
     sent = requests.select([], _REQUEST_FIELDS)
-    kept = requests.pop(non_tensor_batch_keys=["prompt_ids"])[1]
+    other_columns = requests.pop(non_tensor_batch_keys=["prompt_ids"])[1]
     if not waits_for_tools(run):
-        return kept.union(run.rollout.generate(sent, sleep_after=sleep_after))
+        return other_columns.union(run.rollout.generate(sent, sleep_after=sleep_after))
     answers = generate_with_retry(run, sent)
     if sleep_after:
         run.rollout.sleep()
-    return kept.union(answers)
+    return other_columns.union(answers)
 
 
 @stage("reward")
@@ -175,27 +175,27 @@ def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
     )
     baselines = {uid: score for uid, score, valid in greedy_scores if valid}
     uids = batch.non_tensor_batch["uid"]
-    lost = torch.tensor([uid not in baselines for uid in uids])
+    without_baseline = torch.tensor([uid not in baselines for uid in uids])
     errors = list(batch.non_tensor_batch["error"])
-    for row in (t["valid"] & lost).nonzero().flatten().tolist():
+    for row in (t["valid"] & without_baseline).nonzero().flatten().tolist():
         errors[row] = "the greedy response to this prompt failed, so the row has no baseline"
     mask = batch.non_tensor_batch["response_mask"]
     return batch.with_batch(
-        valid=t["valid"] & ~lost,
-        sampled_tokens=t["sampled_tokens"].masked_fill(lost, 0),
+        valid=t["valid"] & ~without_baseline,
+        sampled_tokens=t["sampled_tokens"].masked_fill(without_baseline, 0),
         reward_baselines=torch.tensor([baselines.get(uid, 0.0) for uid in uids]),
     ).with_non_tensor(
         error=object_array(errors),
-        response_mask=clear_rows(mask, t["response_length"], lost),
+        response_mask=clear_rows(mask, t["response_length"], without_baseline),
     )
 
 
 def filter_groups(run: Run, batch: DataProto, samples: DataProto) -> DataProto:
-    """Return the step's samples so far, extended by those of one more generation.
+    """Append the new samples whose group has different scores to the step's batch.
 
-    Without `algorithm.filter_groups` these are the new samples. With it (DAPO's dynamic sampling,
-    arXiv:2503.14476, section 3.2) only prompts whose samples differ are kept, until there are
-    `data.train_batch_size` prompts. Surplus prompts are dropped, and the engines sleep.
+    This is DAPO's dynamic sampling (arXiv:2503.14476, section 3.2). Without
+    `algorithm.filter_groups` it returns the new samples. When the batch has `data.train_batch_size`
+    prompts, it drops surplus prompts and puts the engines to sleep.
 
     Raises:
         TooFewGroups: The step is not full after `filter_groups.max_num_gen_batches` generations,
@@ -208,13 +208,16 @@ def filter_groups(run: Run, batch: DataProto, samples: DataProto) -> DataProto:
     name = settings.metric or "score"
     metric = _filter_metric(samples, name)
     uids = samples.non_tensor_batch["uid"]
-    kept = samples.select_idxs(rows_with_signal(metric, uids, samples.batch["valid"]))
+    informative = samples.select_idxs(rows_with_signal(metric, uids, samples.batch["valid"]))
     generations = run.current.prompts_drawn // plan.gen_prompts
-    _average_over_generations(run, samples, len(kept), generations)
-    parts = [part for part in (batch, kept) if len(part)]
+    _average_over_generations(run, samples, len(informative), generations)
+    parts = [part for part in (batch, informative) if len(part)]
+    collected = informative
     if parts:
-        kept = DataProto.concat([part.select(meta_info_keys=[]) for part in parts])
-    batch = kept[: plan.batch_size].with_meta(reward_error_rate=run.metrics["reward/error_rate"])
+        collected = DataProto.concat([part.select(meta_info_keys=[]) for part in parts])
+    batch = collected[: plan.batch_size].with_meta(
+        reward_error_rate=run.metrics["reward/error_rate"]
+    )
     if len(batch) == plan.batch_size:
         sleep(run)
         return batch
@@ -232,11 +235,13 @@ def filter_groups(run: Run, batch: DataProto, samples: DataProto) -> DataProto:
     return batch
 
 
-def _average_over_generations(run: Run, samples: DataProto, kept: int, generations: int) -> None:
+def _average_over_generations(
+    run: Run, samples: DataProto, kept_rows: int, generations: int
+) -> None:
     """Update the step's metrics of dynamic sampling: running means over its generations."""
     scores = samples.batch["raw_scores"]
     values = {
-        "filter_groups/kept_ratio": kept / len(samples),
+        "filter_groups/kept_ratio": kept_rows / len(samples),
         "filter_groups/score/mean": masked_mean(scores, samples.batch["valid"]).item(),
         "reward/error_rate": samples.meta_info["reward_error_rate"],
     }

@@ -1,7 +1,7 @@
 """The update phase: mini-batches, critic update, actor update."""
 
 from verlite.protocol.data import DataProto
-from verlite.trainer.batch import to_ranks, update_numbers
+from verlite.trainer.batch import mini_batch_indices, to_ranks
 from verlite.trainer.run import Run, stage
 
 _LOSS_FIELDS = (
@@ -21,11 +21,11 @@ def assign_mini_batches(run: Run, batch: DataProto) -> DataProto:
     """Assign each row to an optimizer step of each epoch, for the actor and for the critic."""
     uids = batch.non_tensor_batch["uid"]
     seed = [run.config.actor_rollout_ref.actor.data_loader_seed, run.step]
-    batch = batch.with_batch(mini_batch_index=update_numbers(uids, run.plan.actor, seed))
+    batch = batch.with_batch(mini_batch_index=mini_batch_indices(uids, run.plan.actor, seed))
     if run.plan.critic is None:
         return batch
-    index = update_numbers(uids, run.plan.critic, [*seed, 1])
-    return batch.with_batch(critic_mini_batch_index=index)
+    critic_index = mini_batch_indices(uids, run.plan.critic, [*seed, 1])
+    return batch.with_batch(critic_mini_batch_index=critic_index)
 
 
 @stage("update_critic")
