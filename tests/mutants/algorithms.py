@@ -265,7 +265,7 @@ MUTANTS = [
         (T + "kl.py",),
     ),
     Mutant(
-        "the adaptive KL weight goes the wrong way",
+        "the adaptive KL coefficient goes the wrong way",
         KL + "AdaptiveKLController.update",
         calls(
             lambda original, self, current_kl, n_steps: original(

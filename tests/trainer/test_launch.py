@@ -30,7 +30,10 @@ def a_config() -> Config:
 @pytest.mark.parametrize(("kind", "weight"), [("fixed", 0.1), ("adaptive", 0.25)])
 @pytest.mark.parametrize("moved", [False, True])
 def test_restore_sets_step_version_and_kl_weight(tmp_path, kind, weight, moved):
-    """A fixed KL weight comes from the configuration. A checkpoint of another run is not a save."""
+    """A fixed KL coefficient comes from the configuration.
+
+    A checkpoint of another run is not a save.
+    """
     kl = FixedKLController(0.1) if kind == "fixed" else AdaptiveKLController(0.1, 6.0, 100)
     run_dir = tmp_path / "new" if moved else tmp_path
     run = fake_run(run_dir, kl=kl, total_steps=10)

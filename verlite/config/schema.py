@@ -319,7 +319,7 @@ class PolicyLossConfig:
     )
     ppo_kl_coef: float = key(
         0.1,
-        "kl_cov: weight of the KL term on the selected tokens.",
+        "kl_cov: coefficient of the KL term on the selected tokens.",
         bound=">= 0",
         used_when="loss reads ppo_kl_coef",
     )
@@ -742,7 +742,7 @@ class CriticConfig:
 
 @dataclass
 class KLCtrlConfig:
-    """Weight of the KL penalty in the reward."""
+    """Coefficient of the KL penalty in the reward."""
 
     type: str = key(
         "fixed",
@@ -756,7 +756,7 @@ class KLCtrlConfig:
     )
     horizon: int = key(
         10000,
-        "Adaptive: number of samples over which the weight follows the error.",
+        "Adaptive: number of samples over which kl_coef follows the error.",
         bound="> 0",
         used_when=".type=adaptive",
     )

@@ -75,7 +75,7 @@ def clip_cov_bounds(context: Context) -> Iterator[Problem]:
 
 
 def kl(context: Context) -> Iterator[Problem]:
-    """An adaptive KL weight does not start from 0."""
+    """An adaptive KL coefficient does not start from 0."""
     algorithm = context.config.algorithm
     control = algorithm.kl_ctrl
     if algorithm.use_kl_in_reward and control.type == "adaptive" and control.kl_coef == 0:
