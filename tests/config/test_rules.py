@@ -833,20 +833,20 @@ def test_unwritable_run_directory_is_reported(material, tmp_path):
 
 
 def test_own_function_must_exist(material, tmp_path, monkeypatch):
-    (tmp_path / "my").mkdir()
-    (tmp_path / "my" / "module.py").write_text(
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "module.py").write_text(
         "raise SystemExit('is not imported')\ndef estimator(inputs): ...\n"
     )
     (tmp_path / "my_loss.py").write_text("from somewhere import f\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     material.load(
-        "algorithm.adv_estimator=my.module:estimator", f"{ACTOR}policy_loss.loss_mode=my_loss:f"
+        "algorithm.adv_estimator=own.module:estimator", f"{ACTOR}policy_loss.loss_mode=my_loss:f"
     )
     wrong = {
         "broken:f": "broken is not valid Python: invalid syntax",
-        "my.modul:estimator": "no module my.modul",
-        "my.module:f": "my.module does not define f. It defines estimator",
+        "own.modul:estimator": "no module own.modul",
+        "own.module:f": "own.module does not define f. It defines estimator",
     }
     for name, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
