@@ -146,6 +146,7 @@ def test_every_path_exists():
         assert entry.selector is None or callable(catalog.load(entry.selector))
 
 
+@pytest.mark.process  # importing vLLM takes as long as starting a process
 @pytest.mark.parametrize("name", catalog.ENGINES)
 def test_every_engine_exists(name):
     if name == "vllm" and not installed("vllm"):
