@@ -25,9 +25,10 @@ from workload import BUILD, VOCABULARY, model_in, model_of
 
 from verlite.config.schema import FSDPConfig, ModelConfig, RolloutConfig
 from verlite.engine.fsdp import TrainEngine
-from verlite.protocol.weights import read_buckets, tensor_fingerprint, write_buckets
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
+from verlite.weights.buckets import read_buckets, write_buckets
+from verlite.weights.fingerprint import tensor_fingerprint
 
 MODELS = {
     "w25": lambda: model_of("w25"),

@@ -16,7 +16,7 @@ from tests.engine.ranks import Ranks
 from tests.models import tiny_model
 from verlite.engine.folder import ModelError
 from verlite.engine.micro import MicroBatching
-from verlite.protocol.weights import fingerprint
+from verlite.weights.fingerprint import fingerprint
 
 pytestmark = pytest.mark.process
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.engine import matrix, programs
 from tests.engine.ranks import Ranks
-from verlite.protocol.weights import fingerprint
+from verlite.weights.fingerprint import fingerprint
 
 pytestmark = pytest.mark.process
 

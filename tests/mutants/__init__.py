@@ -14,6 +14,7 @@ from typing import Any
 PACKAGES = (
     "algorithms",
     "protocol",
+    "weights",
     "config",
     "data",
     "rewards",

@@ -1,4 +1,4 @@
-"""Mutants of verlite.protocol: rows and weights that get mixed up."""
+"""Mutants of verlite.protocol: rows that get mixed up."""
 
 from tests.mutants import Mutant
 from tests.mutants.patches import argument, calls, does_nothing, result
@@ -6,10 +6,8 @@ from tests.mutants.patches import argument, calls, does_nothing, result
 DATA = "verlite.protocol.data:DataProto."
 RAGGED = "verlite.protocol.ragged:"
 FIELDS = "verlite.protocol.fields:"
-WEIGHTS = "verlite.protocol.weights:"
 BATCH = "tests/protocol/test_data.py"
 TOKENS = "tests/protocol/test_ragged.py"
-FINGERPRINT = "tests/protocol/test_weights.py"
 
 
 def _interleaved_the_other_way(original, self, k, interleave=True):
@@ -28,10 +26,6 @@ def _left_is_right(original, rows, width, dtype, side="right"):
 
 def _every_row(original, mask, lengths, cleared):
     return original(mask, lengths, cleared | True)
-
-
-def _only_shape(original, tensor, dtype=None):
-    return tensor.numel()
 
 
 def _padding_by_id(original, prompts, responses, numbers):
@@ -99,23 +93,5 @@ MUTANTS = [
         FIELDS + "_check_tensor",
         result(lambda problems: []),
         ("tests/protocol/test_fields.py",),
-    ),
-    Mutant(
-        "the fingerprint sees only a tensor's size",
-        WEIGHTS + "tensor_fingerprint",
-        calls(_only_shape),
-        (FINGERPRINT,),
-    ),
-    Mutant(
-        "the fingerprint ignores the engine's dtype",
-        WEIGHTS + "tensor_fingerprint",
-        argument("dtype", lambda dtype: None),
-        (FINGERPRINT,),
-    ),
-    Mutant(
-        "buckets are not freed",
-        WEIGHTS + "Buckets.close",
-        does_nothing,
-        (FINGERPRINT,),
     ),
 ]

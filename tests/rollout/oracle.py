@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from verlite.protocol.weights import fingerprint
 from verlite.rollout.types import Completion, Engine, Sampling
+from verlite.weights.fingerprint import fingerprint
 
 
 def float64_model(path: str) -> PreTrainedModel:

@@ -20,12 +20,12 @@ from tests.rollout.oracle import (
     weights_of,
 )
 from verlite.config.schema import ModelConfig, RolloutConfig
-from verlite.protocol.weights import fingerprint
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
 from verlite.rollout.engines import hf
 from verlite.rollout.engines.hf import HFCore
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
+from verlite.weights.fingerprint import fingerprint
 
 LONG = Sampling(max_tokens=24, ignore_eos=True)
 

@@ -23,10 +23,10 @@ from tests.rollout.oracle import (
 )
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.envs.step import Step
-from verlite.protocol.weights import fingerprint
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
+from verlite.weights.fingerprint import fingerprint
 
 pytest.importorskip("vllm", reason="vLLM is an optional dependency")
 

@@ -28,7 +28,7 @@ from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model
 from verlite.engine.model import HeadedModel
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
 from verlite.protocol.data import DataProto
-from verlite.protocol.weights import combine, fingerprint
+from verlite.weights.fingerprint import combine, fingerprint
 
 
 @dataclass(frozen=True)
@@ -410,7 +410,7 @@ class TrainEngine:
         dist.barrier()
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> int:
-        """Return protocol.weights.fingerprint of the weights in `dtype`, equal to that of what
+        """Return weights.fingerprint.fingerprint of the weights in `dtype`, equal to that of what
         export(dtype) yields.
 
         All ranks must call it. Each rank hashes its own shards; nothing is gathered.

@@ -206,7 +206,7 @@ class Engine(Protocol):
         Args:
             named: (Hugging Face name, full tensor) of each weight; tied weights once.
             version: the version to adopt on success.
-            expected_fingerprint: the trainer's `protocol.weights.fingerprint` in this engine's
+            expected_fingerprint: the trainer's `weights.fingerprint.fingerprint` in this engine's
                 dtype.
 
         Raises:
@@ -216,7 +216,7 @@ class Engine(Protocol):
         ...
 
     def fingerprint(self) -> int:
-        """Return `protocol.weights.fingerprint` of the weights in use, measured now."""
+        """Return `weights.fingerprint.fingerprint` of the weights in use, measured now."""
         ...
 
     def sleep(self) -> None:

@@ -18,7 +18,7 @@ from verlite.engine.folder import load_tokenizer
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
 from verlite.protocol.ragged import ragged
-from verlite.protocol.weights import Buckets, write_buckets
+from verlite.weights.buckets import Buckets, write_buckets
 from verlite.workers.advantage import (
     apply_rollout_correction,
     estimate_advantages,

@@ -18,12 +18,12 @@ from verlite.engine.folder import load_tokenizer
 from verlite.envs.factory import EnvFactory, build_env_factory, check_env_factory, encoder
 from verlite.envs.step import Env, ToolError
 from verlite.protocol.data import DataProto
-from verlite.protocol.weights import read_buckets
 from verlite.rewards.result import RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer, Stream
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Status, Trajectory
+from verlite.weights.buckets import read_buckets
 from verlite.workers.actor import Export
 
 

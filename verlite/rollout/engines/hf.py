@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from verlite.config.schema import ModelConfig
-from verlite.protocol.weights import combine, tensor_fingerprint
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines.kv_cache import CACHED_ATTENTION, KVCache
 from verlite.rollout.sampling import mix64, sample, uniform
 from verlite.rollout.types import EngineOptions, Sampling
+from verlite.weights.fingerprint import combine, tensor_fingerprint
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from vllm import EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from verlite.protocol.weights import write_buckets
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines import vllm_worker
 from verlite.rollout.types import EngineOptions, Sampling
+from verlite.weights.buckets import write_buckets
 
 
 class VLLMCore:

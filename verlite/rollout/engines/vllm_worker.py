@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from verlite.protocol.weights import combine, read_buckets, tensor_fingerprint
+from verlite.weights.buckets import read_buckets
+from verlite.weights.fingerprint import combine, tensor_fingerprint
 
 _IDENTITY_ROWS = 256  # rows of the identity per product; bounds memory
 _PROBED_COLUMNS = 16  # columns of a packed weight that are read back

@@ -1,0 +1,1 @@
+"""Weights between the trainer and the generation engines."""
