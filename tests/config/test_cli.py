@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import verlite as verlite_package
+from tests.sizing.conftest import config_folder
 from verlite.cli import app
 
 pytestmark = pytest.mark.process
@@ -77,6 +78,41 @@ def test_check_imports_modules_of_the_working_directory(material, tmp_path):
 def test_plan_prints_values_and_origins(material):
     code, text = verlite("plan", "--config", *material.good)
     assert code == 0 and "n_gpus_per_node: 8  # command line" in text
+
+
+def test_plan_needs_no_weights_and_no_data(tmp_path):
+    """It runs where the job is written, which has neither GPUs nor the cluster's files."""
+    config_folder(tmp_path / "model", "tiny")
+    line = [
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        "data.train_files=/cluster/train.parquet",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "trainer.n_gpus_per_node=8",
+    ]
+    code, text = verlite("plan", "--devices", "8xH100-80GB", *line)
+    assert code == 0, text
+    for words in (
+        "run on this machine would be refused: data.train_files=/cluster/train.parquet",
+        "would be refused: trainer.n_gpus_per_node=8",
+        "cuda, FSDP2",
+        "A node has 8 H100-80GB, 79.1 GiB each.",
+        "Qwen2ForCausalLM, 8 layers",
+        "8 engines on 1 node",
+    ):
+        assert words in text, words
+    code, text = verlite("plan", "--devices", "4xH100-80GB", *line)
+    assert code == 2 and "has 4 devices, but trainer.n_gpus_per_node=8" in text
+
+
+def test_plan_says_what_it_cannot_show(tmp_path):
+    line = [f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=absent.parquet"]
+    line += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.n_gpus_per_node=8"]
+    code, text = verlite("plan", *line)
+    assert code == 0 and "8 devices" in text
+    assert "cannot be shown: model.path=" in text and "config.json" in text
+    # What the run itself would get wrong anywhere is still refused.
+    code, text = verlite("plan", *line, "trainer.nnodes=0")
+    assert code == 2 and "trainer.nnodes" in text
 
 
 def test_explain_suggests_a_key():

@@ -19,8 +19,9 @@ def fail(error: object, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
-def load_config(arguments: list[str] | None, program: str) -> "Loaded":
-    """Return a training command's configuration. Print all problems and exit if it is invalid."""
+def load_config(arguments: list[str] | None, program: str, elsewhere: bool = False) -> "Loaded":
+    """Return a training command's configuration; `elsewhere` as in `compose`. Print all problems
+    and exit if it is invalid."""
     from verlite.config.load import main_argv
 
-    return main_argv(arguments or [], program)
+    return main_argv(arguments or [], program, elsewhere)

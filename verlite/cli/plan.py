@@ -1,10 +1,13 @@
-"""`verlite plan`: print the numbers that follow from a training command."""
+"""`verlite plan`: print what a training command needs, before anything is started."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verlite.cli.common import TrainingArguments, load_config
+from verlite.cli.common import TrainingArguments, fail, load_config
+
+if TYPE_CHECKING:
+    from verlite.config.load import Loaded
 
 
 def plan(
@@ -12,14 +15,56 @@ def plan(
     config: Annotated[
         bool, typer.Option("--config", help="Print every value and its origin as YAML.")
     ] = False,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NxNAME",
+            help="Devices of a node: 8xH100-80GB, or 8x24GB for others. Default: this machine's.",
+        ),
+    ] = None,
 ) -> None:
-    """Print the batch sizes, updates, engines and devices of a training command."""
+    """Print what a training command needs: batch sizes, placement, model, weight sync."""
     from verlite.config.load import dump
-    from verlite.config.plan import make_plan
-    from verlite.config.show import console
 
-    loaded = load_config(arguments, "verlite plan")
+    if devices is not None and not any("trainer.device=" in text for text in arguments or []):
+        arguments = ["trainer.device=cuda", *(arguments or [])]
+    loaded = load_config(arguments, "verlite plan", elsewhere=True)
     if config:
         print(dump(loaded), end="")
     else:
-        console().print(make_plan(loaded.config).table())
+        _show(loaded, devices)
+
+
+def _show(loaded: "Loaded", devices: str | None) -> None:
+    from verlite.config.plan import make_plan
+    from verlite.config.show import console, notes_text
+    from verlite.sizing.devices import DevicesError, choose_devices
+
+    made = make_plan(loaded.config)
+    try:
+        chosen = choose_devices(devices, made)
+    except DevicesError as error:
+        fail(error)
+    terminal = console()
+    terminal.print(made.table())
+    if loaded.lacking:
+        notes = [f"a run on this machine would be refused: {text}" for text in loaded.lacking]
+        terminal.print(notes_text(notes), soft_wrap=True)
+    # What follows builds models, which takes seconds to import.
+    from verlite.engine.folder import ModelError
+    from verlite.sizing.model_table import model_table, run_models
+    from verlite.sizing.placement import placement_table
+    from verlite.sizing.sync import sync_bytes
+    from verlite.sizing.words import facts_table
+
+    terminal.print(placement_table(made))
+    terminal.print(f"A node has {chosen}.\n", highlight=False)
+    try:
+        models = run_models(loaded.config, made)
+    except ModelError as error:
+        terminal.print(
+            f"Parameters, weight sync and memory cannot be shown: {error}", soft_wrap=True
+        )
+        return
+    terminal.print(model_table(loaded.config, made, models))
+    terminal.print(facts_table("weight sync", sync_bytes(made, models.policy).lines()))

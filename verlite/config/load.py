@@ -68,6 +68,8 @@ class Loaded:
     """Origin of each key's value: "default", the name of a YAML file, or "command line"."""
     user_keys: frozenset[str]
     """Current names of the keys that the user set, on the command line or in their own YAML."""
+    lacking: tuple[str, ...] = ()
+    """With compose(elsewhere=True): what this machine lacks for the run."""
 
 
 def compose(
@@ -75,6 +77,7 @@ def compose(
     overrides: Sequence[str] = (),
     config_dir: str | Path | None = None,
     check: bool = True,
+    elsewhere: bool = False,
 ) -> Loaded:
     """Build the configuration.
 
@@ -85,6 +88,8 @@ def compose(
         config_dir: a folder of the user's YAML files. Their defaults lists may name verlite's.
         check: also apply the rules that span keys and read files. False: check only names and
             types.
+        elsewhere: the run will start on other machines. What this machine lacks (data, weights,
+            packages, GPUs) is in `Loaded.lacking` instead of a problem.
 
     Raises:
         ConfigError: with every problem.
@@ -104,11 +109,13 @@ def compose(
         raise ConfigError([*error.problems, *builder.problems]) from None
     for assignment in [*assignments, *arguments]:
         builder.assign(assignment)
-    return builder.finish(check)
+    return builder.finish(check, elsewhere)
 
 
-def main_argv(argv: Sequence[str], program: str = "python -m verlite.main_ppo") -> Loaded:
-    """Load the configuration of a training command line.
+def main_argv(
+    argv: Sequence[str], program: str = "python -m verlite.main_ppo", elsewhere: bool = False
+) -> Loaded:
+    """Load the configuration of a training command line; `elsewhere` as in `compose`.
 
     Prints problems and exits with code 2. For --help, prints the usage and exits with code 0.
     """
@@ -117,7 +124,7 @@ def main_argv(argv: Sequence[str], program: str = "python -m verlite.main_ppo") 
         if help_wanted:
             print(_help(program))
             raise SystemExit(0)
-        return compose(config_name, overrides, config_dir)
+        return compose(config_name, overrides, config_dir, elsewhere=elsewhere)
     except ConfigError as error:
         from verlite.config.show import console
 
@@ -341,7 +348,7 @@ class _Builder:
         self.problems.append(Problem(shown, value, rule, remedy))
         self.broken.add(key)
 
-    def finish(self, check: bool) -> Loaded:
+    def finish(self, check: bool, elsewhere: bool = False) -> Loaded:
         """Convert old micro-batch sizes, resolve the tree, and apply the rules."""
         self._divide_per_device()
         for name in keys.leaves():
@@ -354,19 +361,32 @@ class _Builder:
         config: Config = OmegaConf.to_object(self.tree)  # type: ignore[assignment]
         without_effect: dict[str, str] = {}
         remarks: list[str] = []
+        lacking: list[str] = []
         if check:
             from verlite.config import ineffective, rules
 
             for problem in rules.check(config, self.user_keys):
-                if problem.key not in self.broken:
-                    self.problems.append(replace(problem, key=self._as_typed(problem.key)))
+                if problem.key in self.broken:
+                    continue
+                problem = replace(problem, key=self._as_typed(problem.key))
+                if elsewhere and problem.is_local:
+                    lacking.append(f"{problem.typed()}: {problem.rule}")
+                else:
+                    self.problems.append(problem)
             if not self.problems:
                 without_effect = ineffective.keys_without_effect(config, self.user_keys)
                 remarks = ineffective.remarks(config, self.old_names)
         notes = [*self._notes(without_effect), *remarks]
         if self.problems:
             raise ConfigError(self.problems, notes)
-        return Loaded(config, self.tree, notes, self.provenance, frozenset(self.user_keys))
+        return Loaded(
+            config,
+            self.tree,
+            notes,
+            self.provenance,
+            frozenset(self.user_keys),
+            tuple(lacking),
+        )
 
     def _notes(self, without_effect: dict[str, str]) -> Iterator[str]:
         """Yield one note per key that was renamed, derived, set twice, or has no effect.

@@ -7,7 +7,7 @@ cluster, node after node.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def parse(
@@ -90,6 +90,17 @@ def devices(text: str, n_devices: int) -> list[int]:
     if not result:
         raise ValueError(f"{text!r} names no device")
     return result
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return device numbers in the grammar: [0, 1, 2, 5] -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _range(text: str, segment: str) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from verlite.config import catalog, correction
 from verlite.config.correction import RolloutCorrection
-from verlite.config.placement import parse
+from verlite.config.placement import parse, ranges
 from verlite.config.schema import Config, ModelConfig
 
 ROLES = ("actor", "rollout", "ref", "critic")
@@ -237,7 +237,7 @@ class Plan:
         lines.append(("training", f"{self.device}, FSDP2, compute in {self.train_dtype}"))
         roles_on: dict[str, list[str]] = {}
         for role in self.roles:
-            roles_on.setdefault(_ranges(self.placement[role]), []).append(role)
+            roles_on.setdefault(ranges(self.placement[role]), []).append(role)
         placed = [f"{', '.join(roles)} on {devices}" for devices, roles in roles_on.items()]
         cluster = f"{self.nnodes} x {self.devices_per_node}"
         lines.append(("devices", f"{cluster}: {'; '.join(placed)}"))
@@ -716,14 +716,3 @@ def _first(value: Any, otherwise: Any) -> Any:
 
 def _count(n: int, thing: str) -> str:
     return f"{n} {thing}" + ("" if n == 1 else "s")
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

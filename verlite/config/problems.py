@@ -42,6 +42,8 @@ class Problem:
     value: Any
     rule: str
     remedy: str = ""
+    is_local: bool = False
+    """The problem is about this machine, and may not exist where the run starts."""
 
     def __str__(self) -> str:
         return f"{self.typed()}: {self.rule}." + (f" {self.remedy}" if self.remedy else "")

@@ -6,6 +6,7 @@ about files are one small function each, in a module per subject.
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from verlite.config.problems import Problem
 from verlite.config.rules import (
@@ -55,16 +56,23 @@ RULES = (
 FILE_RULES = (
     data.data_files,
     models.model_folders,
+    models.model_fits,
     models.adapters,
     models.tokenizer,
     code.reward_function,
     code.own_functions,
     trainer.run_directory,
 )
+LOCAL_RULES = (
+    *(rule for rule in FILE_RULES if rule is not models.model_fits),
+    devices.visible_devices,
+    devices.engine_is_installed,
+)
+"""Rules about this machine's files, packages and devices."""
 
 
 def check(config: Config, user_keys: Collection[str] = (), files: bool = True) -> list[Problem]:
-    """Return every violation.
+    """Return every violation. Those of LOCAL_RULES are marked as local.
 
     Args:
         config: the whole configuration.
@@ -77,5 +85,5 @@ def check(config: Config, user_keys: Collection[str] = (), files: bool = True) -
     for rule in rules:
         found = [problem for problem in rule(context) if problem.key not in context.broken]
         context.broken.update(problem.key for problem in found)
-        problems += found
+        problems += [replace(problem, is_local=rule in LOCAL_RULES) for problem in found]
     return problems

@@ -107,39 +107,48 @@ def is_hub_name(path: str) -> bool:
 
 
 def model_folders(context: Context) -> Iterator[Problem]:
-    """Model folders are complete, and the model fits lengths and devices."""
-    paths = {f"{section}path": model.path for section, model in _models(context).items()}
-    for key, path in paths.items():
-        if path is None or is_hub_name(path):
-            continue
-        described, problem = _read_config(key, path)
+    """Model folders are complete."""
+    for key, path in _folders(context).items():
+        _, problem = _read_config(key, path)
         if problem:
             yield problem
-        elif described:
-            if key == f"{POLICY}path":
-                described |= context.config.actor_rollout_ref.model.override_config
-                yield from _policy_fits(context, described)
-            yield from _heads_fit(context, key, described, paths)
+        elif not any(file.suffix in (".safetensors", ".bin") for file in Path(path).iterdir()):
+            why = "is not a model: it has no weights (*.safetensors)"
+            yield Problem(key, path, why, "Copy or download the whole folder.")
+
+
+def model_fits(context: Context) -> Iterator[Problem]:
+    """Lengths and devices fit what the model's config.json says."""
+    for key, path in _folders(context).items():
+        described, _ = _read_config(key, path)
+        if not described:
+            continue
+        if key == f"{POLICY}path":
+            described |= context.config.actor_rollout_ref.model.override_config
+            yield from _policy_fits(context, described)
+        yield from _heads_fit(context, key, described)
+
+
+def _folders(context: Context) -> dict[str, str]:
+    """Return the models that are folders, by key."""
+    paths = {f"{section}path": model.path for section, model in _models(context).items()}
+    return {key: path for key, path in paths.items() if path is not None and not is_hub_name(path)}
 
 
 def _read_config(key: str, path: str) -> tuple[dict[str, Any], Problem | None]:
-    """Return the model's config.json, or what is wrong with its folder."""
+    """Return the model's config.json, or why there is none."""
     folder = Path(path)
     why = _why_not_a_folder(folder)
     if why:
         return {}, Problem(key, path, why, GIVE_MODEL)
     try:
-        described = json.loads((folder / "config.json").read_text())
+        return json.loads((folder / "config.json").read_text()), None
     except FileNotFoundError:
         remedy = "Give a folder written by save_pretrained or verlite export."
         return {}, Problem(key, path, "is not a model: it has no config.json", remedy)
     except ValueError as error:
         why = f"its config.json cannot be read: {error}"
         return {}, Problem(key, path, why, "Write the model again.")
-    if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
-        why = "is not a model: it has no weights (*.safetensors)"
-        return {}, Problem(key, path, why, "Copy or download the whole folder.")
-    return described, None
 
 
 def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Problem]:
@@ -171,14 +180,12 @@ def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Proble
         )
 
 
-def _heads_fit(
-    context: Context, key: str, described: dict[str, Any], paths: dict[str, str]
-) -> Iterator[Problem]:
+def _heads_fit(context: Context, key: str, described: dict[str, Any]) -> Iterator[Problem]:
     """The model's heads divide among the devices that share its sequences."""
     heads = described.get("num_attention_heads")
     if not isinstance(heads, int):
         return
-    critic_has_own = paths.get(f"{CRITIC}path") is not None
+    critic_has_own = context.config.critic.model.path is not None
     reported = set()
     for role, size_key, size in shared_sequences(context):
         own = role == "critic" and critic_has_own

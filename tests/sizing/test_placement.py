@@ -1,0 +1,91 @@
+"""The table of roles on devices, and what a weight sync brings to each node."""
+
+import pytest
+
+from verlite.sizing.devices import DevicesError, choose_devices, parse_devices
+from verlite.sizing.facts import model_facts
+from verlite.sizing.placement import engines_on, node_roles, placement_table
+from verlite.sizing.sync import sync_bytes
+
+
+def text_of(table, width: int = 160) -> str:
+    from rich.console import Console
+
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def test_each_device_shows_its_rank_and_engine(planned):
+    _, plan = planned(
+        "tiny",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=4",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "cluster.component_placement={rollout: 0-5, actor: 4-7}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    )
+    first, second = node_roles(plan)
+    assert first.cells == {"rollout": ["e0", "e0", "e1", "e1"]}
+    assert second.cells == {"actor": ["0", "1", "2", "3"], "rollout": ["e2", "e2", None, None]}
+    assert [engines_on(plan, node) for node in (0, 1)] == [[0, 1], [2]]
+    shown = [line.split() for line in text_of(placement_table(plan)).splitlines()]
+    cells = [[word for word in line if word != "│"] for line in shown]
+    assert ["rollout", "e2", "e2", "-", "-"] in cells
+    assert ["0", "rollout", "e0", "e0", "e1", "e1"] in cells
+
+
+def test_wide_nodes_are_shown_as_ranges(planned):
+    _, plan = planned("tiny", "trainer.n_gpus_per_node=64")
+    shown = text_of(placement_table(plan))
+    assert "0-63" in shown and "0 to 63" in shown and "e0 to e63" in shown
+
+
+def test_a_sync_brings_one_copy_to_each_node(planned):
+    config, plan = planned(
+        "qwen2.5-7b",
+        "trainer.nnodes=2",
+        "cluster.component_placement={actor: 0-7, rollout: all}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+    )
+    moved = sync_bytes(plan, model_facts(config.actor_rollout_ref.model))
+    assert moved.whole == 2 * 7_615_616_512 and moved.per_device == moved.whole // 4
+    assert [(node.engines, node.host_bytes) for node in moved.nodes] == [(2, moved.whole)] * 2
+    assert moved.nodes[0].transport != moved.nodes[1].transport
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8xH100-80GB", (8, "H100-80GB", 84_932_978_278)),
+        ("16 x h100-80gb", (16, "H100-80GB", 84_932_978_278)),
+        ("4x24GB", (4, "24 GiB", 24 * 2**30)),
+    ],
+)
+def test_devices_are_read(text, expected):
+    assert parse_devices(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("H100", 'such|as in "8xH100-80GB"'),
+        ("8xH100", "H100 is not in the table of devices. Write H100-80GB"),
+        ("8xBanana", "Banana is not in the table of devices"),
+        ("0xH100-80GB", "number of devices"),
+        ("8x0GB", "more than 0 GiB"),
+    ],
+)
+def test_unknown_devices_are_named(text, words):
+    with pytest.raises(DevicesError, match=words):
+        parse_devices(text)
+
+
+def test_devices_must_be_those_of_the_configuration(planned):
+    _, plan = planned("tiny", "trainer.nnodes=2")
+    for text in ("8xH100-80GB", "16xH100-80GB"):
+        assert choose_devices(text, plan).count == 8
+    with pytest.raises(DevicesError, match=r"has 4 devices, but trainer.n_gpus_per_node=8"):
+        choose_devices("4xH100-80GB", plan)

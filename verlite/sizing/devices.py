@@ -1,0 +1,129 @@
+"""The devices of a plan: those of `--devices "8xH100-80GB"` or "8x24GB", or this machine's."""
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+
+from verlite.config.plan import Plan
+
+GIB = 2**30
+
+KNOWN = {
+    "V100-16GB": 15.7,
+    "V100-32GB": 31.7,
+    "T4": 14.5,
+    "A10": 22.0,
+    "A10G": 22.0,
+    "L4": 22.0,
+    "A6000": 47.4,
+    "L40": 44.3,
+    "L40S": 44.3,
+    "RTX3090": 23.6,
+    "RTX4090": 23.6,
+    "RTX5090": 31.3,
+    "A100-40GB": 39.4,
+    "A100-80GB": 79.1,
+    "A800-80GB": 79.1,
+    "H100-80GB": 79.1,
+    "H800-80GB": 79.1,
+    "H20-96GB": 95.0,
+    "H200-141GB": 139.7,
+    "B200-180GB": 178.3,
+    "MI210-64GB": 63.9,
+    "MI300X-192GB": 191.5,
+}
+"""GiB that torch reports as total memory, rounded down. It is less than the name says: the driver
+keeps a part, and a vendor's GB is sometimes 10^9 bytes."""
+
+
+class DevicesError(ValueError):
+    """--devices is unknown or does not fit the configuration."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of one node.
+
+    name: what to call one of them.
+    count: devices per node.
+    bytes: memory of each; on CPUs of the whole node. None: unknown.
+    kind: "cuda" or "cpu".
+    """
+
+    name: str
+    count: int
+    bytes: int | None
+    kind: str
+
+    def __str__(self) -> str:
+        if self.kind == "cpu":
+            return f"{self.count} CPU slots, which share its memory"
+        memory = "unknown memory" if self.bytes is None else f"{self.bytes / GIB:.1f} GiB each"
+        return f"{self.count} {self.name}, {memory}"
+
+
+def parse_devices(text: str) -> tuple[int, str, int]:
+    """Return count, name and bytes of "8xH100-80GB", or of "8x24GB" for any other device.
+
+    Raises:
+        DevicesError: the text is no such list, or the device is unknown.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S+)\s*", text)
+    if not match or int(match[1]) < 1:
+        raise DevicesError(
+            f'--devices {text!r} must be a number of devices and their name, as in "8xH100-80GB", '
+            'or their memory, as in "8x24GB"'
+        )
+    name = match[2]
+    found = {known.lower(): known for known in KNOWN}
+    if name.lower() in found:
+        known = found[name.lower()]
+        return int(match[1]), known, int(KNOWN[known] * GIB)
+    memory = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB|G)", name, re.IGNORECASE)
+    if memory:
+        if float(memory[1]) <= 0:
+            raise DevicesError(f"--devices {text!r}: a device has more than 0 GiB")
+        return int(match[1]), f"{memory[1]} GiB", int(float(memory[1]) * GIB)
+    near = difflib.get_close_matches(name.upper(), KNOWN, 3, 0.4)
+    near += [known for known in KNOWN if known.startswith(name.upper()) and known not in near]
+    choices = " or ".join(near) if near else ", ".join(KNOWN)
+    raise DevicesError(
+        f"--devices {text!r}: {name} is not in the table of devices. Write {choices}, or its "
+        f"memory, as in {match[1]}x80GB"
+    )
+
+
+def choose_devices(text: str | None, plan: Plan) -> Devices:
+    """Return the devices of each node of the plan: those that `--devices` names, otherwise this
+    machine's.
+
+    Raises:
+        DevicesError: the text is wrong, or its number of devices is not the configuration's.
+    """
+    per_node = plan.devices_per_node
+    if text is not None:
+        count, name, size = parse_devices(text)
+        if count not in (per_node, plan.n_devices):
+            total = ""
+            if plan.nnodes > 1:
+                total = f", or {plan.n_devices} for all {plan.nnodes} nodes"
+            raise DevicesError(
+                f"--devices {text!r} has {count} devices, but trainer.n_gpus_per_node={per_node}. "
+                f"Write {per_node}x{name.replace(' GiB', 'GB')}{total}, or change "
+                "trainer.n_gpus_per_node"
+            )
+        return Devices(name, per_node, size, "cuda")
+    if plan.device == "cpu":
+        return Devices("CPU slots", per_node, host_memory(), "cpu")
+    import torch
+
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(0)
+        return Devices(found.name, per_node, found.total_memory, "cuda")
+    return Devices("GPUs", per_node, None, "cuda")
+
+
+def host_memory() -> int:
+    """Return this machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
