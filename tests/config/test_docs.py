@@ -32,9 +32,11 @@ ELSEWHERE = (
     "max_num_batched_tokens",
     "attention heads",
     "vLLM is not installed here",
+    "torch is a build for CPUs",
     "is not writable",
 )
-"""Rules that only some machines can violate, such as those with vLLM. test_rules.py tests them."""
+"""Rules that only some machines can violate, such as those with vLLM. test_rules.py and
+test_machine.py test them."""
 
 
 def test_every_rule_is_in_rules_page(material, monkeypatch):

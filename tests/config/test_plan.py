@@ -3,7 +3,6 @@
 import pytest
 
 from verlite.config import make_plan
-from verlite.config import plan as plans
 from verlite.config.plan import Micro, installed
 
 
@@ -237,19 +236,6 @@ def test_validation_schedule(material):
             material.load(val, "trainer.val_before_train=false", f"trainer.test_freq={freq}").config
         )
         assert (between.validates, between.validates_first) == (validates, False)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "visible"), [(None, 4), ("", 0), ("-1", 0), ("0,2", 2), ("0,1,2,3,4,5", 4)]
-)
-def test_visible_gpus_respect_cuda_visible_devices(monkeypatch, chosen, visible):
-    """The machine has four GPUs."""
-    monkeypatch.setattr(plans.Path, "glob", lambda folder, pattern: iter(range(4)))
-    if chosen is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert plans.visible_gpus() == visible
 
 
 def test_plan_without_row_counts(material):

@@ -118,9 +118,9 @@ MUTANTS = [
     ),
     Mutant(
         "hidden GPUs count",
-        PLAN + "visible_gpus",
-        calls(lambda original: 8),
-        (PLANS,),
+        "verlite.config.machine:visible_gpus",
+        calls(lambda original, *args: 8),
+        ("tests/config/test_machine.py",),
     ),
     Mutant(
         "device ranges exclude their end",

@@ -12,6 +12,7 @@ GUARDIAN = "verlite.controller.guardian:"
 STOP = "verlite.controller.stop:"
 ROWS = "tests/controller/test_dispatch.py"
 WORKERS = "tests/controller/test_workers.py"
+GPUS = "tests/controller/test_gpus.py"
 
 
 def _in_worker_order(original, results, data):
@@ -120,6 +121,18 @@ MUTANTS = [
         PLACEMENT + "Placement.share",
         calls(lambda original, self, index: 1.0),
         (WORKERS,),
+    ),
+    Mutant(
+        "Ray alone decides which GPUs a worker sees",
+        "verlite.controller.ray_internals:set_visible_gpus",
+        does_nothing,
+        (GPUS,),
+    ),
+    Mutant(
+        "GPUs are used with a torch for CPUs",
+        PLACEMENT + "_check_torch",
+        does_nothing,
+        (GPUS,),
     ),
     Mutant(
         "the guardian finds no Ray processes by their files",

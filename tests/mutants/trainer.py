@@ -91,6 +91,12 @@ def _without_kl_controller(original, self):
 
 
 MUTANTS = [
+    Mutant(
+        "devices are grouped for the driver's machine, not the cluster",
+        "verlite.trainer.launch:plan_on",
+        calls(lambda original, cluster, config, plan: plan),
+        ("tests/controller/test_gpus.py",),
+    ),
     # rollout
     Mutant(
         "too many failed rewards do not stop the run",

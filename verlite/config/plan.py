@@ -7,12 +7,10 @@ in place and the meaning of null is resolved in one place.
 import functools
 import importlib.util
 import math
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from verlite.config import catalog, correction
+from verlite.config import catalog, correction, machine
 from verlite.config.correction import RolloutCorrection
 from verlite.config.placement import parse, ranges
 from verlite.config.schema import Config, ModelConfig
@@ -651,17 +649,7 @@ def resolve_device(name: str) -> str:
     """Return "cuda" or "cpu" for trainer.device; auto checks for a GPU without importing torch."""
     if name != "auto":
         return name
-    return "cuda" if visible_gpus() else "cpu"
-
-
-def visible_gpus() -> int:
-    """Return the number of NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
-    found = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    found = found or len(list(Path("/dev").glob("nvidia[0-9]*")))
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return found
-    return min(found, len([part for part in chosen.split(",") if part.strip() not in ("", "-1")]))
+    return "cuda" if machine.visible_gpus() else "cpu"
 
 
 def resolve_rollout(name: str) -> str:

@@ -10,10 +10,10 @@ from typing import Any, Optional
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verlite.config import keys, load, plan
+from verlite.config import keys, load, machine
 from verlite.config.facts import key, section
 from verlite.config.problems import ConfigError, Problem, nearest
-from verlite.config.rules import data, models, trainer, values
+from verlite.config.rules import data, devices, models, trainer, values
 from verlite.config.schema import Files, FSDPConfig, ModelConfig, OptimConfig
 from verlite.config.sources import (
     COMMAND_LINE,
@@ -220,9 +220,11 @@ def _check(config: SFTConfig) -> Iterator[Problem]:
     if size > 0 and processes % size:
         rule = f"must divide the {processes} processes of this run"
         yield Problem("fsdp_config.fsdp_size", size, rule, "-1 shards over all of them.")
-    if config.trainer.device == "cuda" and not plan.visible_gpus():
+    if config.trainer.device == "cuda" and not machine.visible_gpus():
         rule = "this machine shows no GPU"
         yield Problem("trainer.device", "cuda", rule, "Use trainer.device=cpu.")
+    if config.trainer.device != "cpu":
+        yield from devices.torch_for_gpus(config.trainer.device)
     test_freq = config.trainer.test_freq
     if test_freq > 0 and config.data.val_files is None:
         remedy = "Set data.val_files, or trainer.test_freq=-1."

@@ -261,6 +261,10 @@ def _local_environment() -> dict[str, str]:
         # Without a token of ours, Ray would write one into the home directory.
         environment["RAY_AUTH_MODE"] = "token"
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    rocr = os.environ.get("ROCR_VISIBLE_DEVICES")
+    if rocr and "HIP_VISIBLE_DEVICES" not in os.environ:
+        # Ray refuses ROCR's variable alone, which Slurm sets. HIP numbers the GPUs that it leaves.
+        environment["HIP_VISIBLE_DEVICES"] = ",".join(map(str, range(len(rocr.split(",")))))
     return environment
 
 

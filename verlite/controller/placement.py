@@ -7,10 +7,11 @@ workers on a device share its bundle in equal fractions.
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verlite.config.machine import torch_build
 from verlite.controller import ray_internals
 from verlite.controller.cluster import Cluster
 from verlite.controller.worker_handle import WorkerHandle
@@ -25,7 +26,10 @@ slot would block a free GPU."""
 
 
 class ResourcesMissing(RuntimeError):
-    """The cluster does not have the devices that the run needs. The message is a table by node."""
+    """The cluster does not have the devices that the run needs, or its torch cannot use them.
+
+    The message is a table by node.
+    """
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Device:
         index: its number, and the index of its bundle.
         address: IP address of the node.
         devices_on_node: number of devices of this run on the same node.
-        gpu_id: known only if a worker uses several GPUs; else None.
+        gpu_id: Ray's id, known only if a worker uses several GPUs; else None.
     """
 
     index: int
@@ -75,7 +79,7 @@ def reserve(
     *,
     nodes: int = 1,
     devices_per_node: int,
-    kind: Kind | Literal["auto"] = "auto",
+    kind: Kind = "cpu",
     wait_s: float = 300.0,
 ) -> Placement:
     """Reserve nodes x devices_per_node devices.
@@ -83,35 +87,39 @@ def reserve(
     Args:
         roles: for each role, its ranks in order. A rank is a device number, or a list of device
             numbers of one node for a worker that uses several devices.
-        kind: "auto" takes GPUs if the cluster has any, else CPU slots. On a local cluster of CPU
-            slots, several `nodes` may be the same machine.
+        kind: GPUs or CPU slots. On a local cluster of CPU slots, several `nodes` may be the same
+            machine.
         wait_s: how long to wait for nodes that join or become free, in seconds.
 
     Raises:
         ValueError: a role is placed on a device that does not exist.
-        ResourcesMissing: the devices were not free within wait_s.
+        ResourcesMissing: the devices were not free within wait_s, or a node of GPUs has a torch
+            for CPUs.
     """
     ranks = _normalized(roles)
     _check(ranks, nodes, devices_per_node)
-    chosen_kind: Kind
-    if kind == "auto":
-        chosen_kind = "cuda" if _has_gpus() else "cpu"
-    else:
-        chosen_kind = kind
-    if cluster.local and chosen_kind == "cpu":
+    if cluster.local and kind == "cpu":
         machine = _nodes()[0]
         if machine["Resources"].get("CPU", 0) < nodes * devices_per_node:
-            raise ResourcesMissing(_table(chosen_kind, nodes, devices_per_node))
+            raise ResourcesMissing(_table(kind, nodes, devices_per_node))
         chosen_nodes = [machine] * nodes
     else:
-        chosen_nodes = _wait_for_nodes(chosen_kind, nodes, devices_per_node, wait_s)
-    group = _placement_group(chosen_nodes, chosen_kind, devices_per_node, wait_s)
+        chosen_nodes = _wait_for_nodes(kind, nodes, devices_per_node, wait_s)
+    group = _placement_group(chosen_nodes, kind, devices_per_node, wait_s)
     cluster.reserved.append(group)
     gpu_ids: list[str] | None = None
-    if chosen_kind == "cuda" and _any_rank_has_several(ranks):
-        gpu_ids = _gpu_ids(group, nodes * devices_per_node)
+    if kind == "cuda":
+        if not cluster.local:  # on this machine a rule has checked it
+            _check_torch(group, chosen_nodes, devices_per_node)
+        if _any_rank_has_several(ranks):
+            gpu_ids = _in_bundles(group, range(nodes * devices_per_node), _gpu_id)
     devices = _devices(chosen_nodes, devices_per_node, gpu_ids)
-    return Placement(cluster, chosen_kind, devices, ranks, group)
+    return Placement(cluster, kind, devices, ranks, group)
+
+
+def device_kind() -> Kind:
+    """Return the kind of device that a run on the connected cluster uses: GPUs if it has any."""
+    return "cuda" if any(node["Resources"].get("GPU", 0) for node in _nodes()) else "cpu"
 
 
 def _normalized(roles: Mapping[str, Sequence[int] | Sequence[Sequence[int]]]) -> Ranks:
@@ -169,10 +177,6 @@ def _nodes() -> list[dict[str, Any]]:
 
     untyped_ray: Any = ray
     return sorted((node for node in untyped_ray.nodes() if node["Alive"]), key=order)
-
-
-def _has_gpus() -> bool:
-    return any(node["Resources"].get("GPU", 0) for node in _nodes())
 
 
 def _needs(kind: Kind, devices: int) -> dict[str, float]:
@@ -296,18 +300,42 @@ def _placement_group(
     return group
 
 
-def _gpu_ids(group: Any, count: int) -> list[str]:
-    """Return the GPU of each bundle, from a task that runs there while the bundles are empty."""
+def _check_torch(group: Any, chosen_nodes: Sequence[dict[str, Any]], devices_per_node: int) -> None:
+    """Ask one task on each node, because its environment may differ from the driver's.
+
+    Raises:
+        ResourcesMissing: torch supports only CPUs there.
+    """
+    first_bundles = range(0, len(chosen_nodes) * devices_per_node, devices_per_node)
+    builds = _in_bundles(group, first_bundles, torch_build)
+    wrong = [
+        f"  {node['NodeManagerAddress']}: {build or 'not installed'}"
+        for node, build in zip(chosen_nodes, builds, strict=True)
+        if build not in ("cuda", "rocm")
+    ]
+    if wrong:
+        raise ResourcesMissing(
+            "the run was given GPUs, but torch cannot use them on these nodes (node: build of "
+            "torch):\n" + "\n".join(wrong) + "\n"
+            "  Install a build of torch for CUDA or ROCm there, or set trainer.device=cpu."
+        )
+
+
+def _gpu_id() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+
+def _in_bundles(group: Any, bundles: Iterable[int], function: Callable[[], str]) -> list[str]:
+    """Run a function once in each of these bundles, which are still empty; return its results."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def gpu_id() -> str:
-        return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
-
-    task = ray.remote(num_cpus=0, num_gpus=1)(gpu_id)
+    task = ray.remote(num_cpus=0, num_gpus=1)(function)
     refs = []
-    for index in range(count):
+    for index in bundles:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         refs.append(task.options(scheduling_strategy=strategy).remote())
-    ids: list[str] = ray.get(refs, timeout=300)
-    return ids
+    results: list[str] = ray.get(refs, timeout=300)
+    return results

@@ -94,15 +94,36 @@ def free_resources() -> dict[str, dict[str, float]]:
     return free
 
 
+def assigned_gpus() -> list[str]:
+    """Return the ids of the GPUs that Ray gave to this actor or task."""
+    import ray
+
+    return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+
 def set_visible_gpus(gpu_ids: Sequence[str]) -> None:
-    """Override which GPUs this process sees, with the variable of the GPU's vendor.
+    """Let this process and its children see exactly these GPUs of Ray's. Call it before torch.
 
-    Needed only for workers with no GPU or several. Ray shows other workers the GPU of their bundle.
+    Ray sets one variable, that of the GPU's vendor, and none under
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES or its variant for HIP. On AMD, HIP also reads
+    CUDA_VISIBLE_DEVICES, and vLLM refuses to start where the two differ. So both are always set;
+    NVIDIA's libraries do not read HIP's.
+
+    HIP numbers the GPUs that ROCR_VISIBLE_DEVICES leaves, and so do Ray's ids, unless both
+    variables list the same GPUs: those are the machine's own numbers, and HIP must see them all.
     """
-    from ray._private.accelerators import get_accelerator_manager_for_resource
+    rocr = os.environ.get("ROCR_VISIBLE_DEVICES")
+    if rocr is not None and _visible_before() == rocr.split(","):
+        del os.environ["ROCR_VISIBLE_DEVICES"]
+    # An empty HIP_VISIBLE_DEVICES hides nothing; -1 hides all GPUs of both vendors.
+    ids = ",".join(gpu_ids) or "-1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ids
+    os.environ["HIP_VISIBLE_DEVICES"] = ids
 
-    manager = get_accelerator_manager_for_resource("GPU")
-    if manager is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
-    else:
-        manager.set_current_process_visible_accelerator_ids(list(gpu_ids))
+
+def _visible_before() -> list[str] | None:
+    """Return the ids in the vendor's variable when this process started; None if it was unset."""
+    from ray._private.worker import global_worker
+
+    ids: dict[str, list[str] | None] = global_worker.original_visible_accelerator_ids
+    return ids.get("GPU")

@@ -20,7 +20,7 @@ class WorkerSpec:
         address: IP address of the node, or loopback if the whole role runs on one node.
         log: path of the worker's log file.
         threads: threads for torch and OpenMP. 0 means its devices' share of the node's cores.
-        gpu_ids: GPUs to make visible, for a worker with several; None keeps the one that Ray chose.
+        gpu_ids: GPUs of a worker with several; None: the one that Ray assigns to its actor.
         mark: NAME=VALUE in the environment of this worker and its children, if the worker needs its
             own guardian because the driver's guardian runs on another machine; else None.
     """

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -42,10 +43,7 @@ class WorkerActor:
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        if spec.device_kind == "cpu":
-            ray_internals.set_visible_gpus(())
-        elif spec.gpu_ids is not None:
-            ray_internals.set_visible_gpus(spec.gpu_ids)
+        ray_internals.set_visible_gpus(_gpus(spec))
 
     def process_info(self) -> ProcessInfo:
         """Return the process of this worker."""
@@ -113,6 +111,13 @@ class WorkerActor:
             return None
         except BaseException as error:
             return _failed(error)
+
+
+def _gpus(spec: WorkerSpec) -> Sequence[str]:
+    """Return the ids of the worker's GPUs."""
+    if spec.device_kind == "cpu":
+        return ()
+    return spec.gpu_ids or ray_internals.assigned_gpus()
 
 
 def _split_arguments(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
-from verlite.config.plan import Plan, make_plan
+from verlite.config.plan import Plan
 from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.controller.placement import Placement
 from verlite.controller.stop import StopRequest
@@ -32,7 +32,7 @@ from verlite.trainer.checkpoints import Checkpoint, CheckpointError
 from verlite.trainer.display import Display
 from verlite.trainer.errors import AlreadyComplete, RunRefused
 from verlite.trainer.finish import save
-from verlite.trainer.launch import Preflight, connect_ray, reserve_devices
+from verlite.trainer.launch import Preflight, connect_ray, plan_on, reserve_devices
 from verlite.trainer.run import Run, StepState
 from verlite.trainer.tracking import MetricsFile, Tracking, read_lines, replace_file
 from verlite.workers.roles import ROLES
@@ -95,10 +95,8 @@ def open_run(checks: Preflight) -> Iterator[Run]:
                 StopRequest(lambda signal: display.info(f"{signal}: stopping after this step"))
             )
             if placement is None:
+                plan = plan_on(cluster, config, plan)
                 placement = reserve_devices(cluster, config, plan)
-            if placement.kind != plan.device:
-                # trainer.device=auto: this machine has another kind of device than the cluster.
-                plan = make_plan(config, placement.kind)
             display.show_plan(plan)
             workers = start_workers(placement, config, plan, total_steps, checks.checkpoint)
 

@@ -22,9 +22,10 @@ from verlite.config.critical import critical_settings
 from verlite.config.load import Loaded, dump
 from verlite.config.names import names_a_file
 from verlite.config.plan import Plan, make_plan
+from verlite.config.rules import check
 from verlite.config.schema import Config
 from verlite.controller.cluster import Cluster, connect, find
-from verlite.controller.placement import Placement, reserve
+from verlite.controller.placement import Placement, device_kind, reserve
 from verlite.controller.worker_actor import import_ahead
 from verlite.controller.worker_start import prestart
 from verlite.data.dataset import RowFiles
@@ -210,9 +211,35 @@ def connect_ray(config: Config, plan: Plan, address: str | None) -> Cluster:
     )
 
 
+def plan_on(cluster: Cluster, config: Config, plan: Plan) -> Plan:
+    """Return the plan for the cluster's kind of device, which trainer.device=auto resolves to.
+
+    A driver without a GPU may join a cluster with GPUs. The plan says which devices form an
+    engine, so it must be right before they are reserved.
+
+    Raises:
+        RunRefused: a rule does not allow the configuration on that kind of device.
+    """
+    if cluster.local or config.trainer.device != "auto":
+        return plan
+    kind = device_kind()
+    if kind == plan.device:
+        return plan
+    resolved = copy.deepcopy(config)
+    resolved.trainer.device = kind
+    resolved.ray_kwargs.ray_init.address = cluster.address
+    problems = check(resolved, files=False)
+    if problems:
+        raise RunRefused(
+            f"trainer.device=auto is {kind} on the cluster at {cluster.address}, where:\n"
+            + "\n".join(f"  {problem}" for problem in problems)
+        )
+    return make_plan(config, kind)
+
+
 def reserve_devices(cluster: Cluster, config: Config, plan: Plan) -> Placement:
     """Reserve the devices of all roles. Raises ResourcesMissing."""
-    kind: Any = "auto" if config.trainer.device == "auto" else plan.device
+    kind: Any = plan.device
     return reserve(
         cluster,
         devices_of_ranks(plan),

@@ -4,7 +4,7 @@ import difflib
 import os
 from collections.abc import Iterator
 
-from verlite.config import catalog, plan
+from verlite.config import catalog, machine, plan
 from verlite.config.keys import get
 from verlite.config.placement import parse
 from verlite.config.problems import Problem
@@ -47,7 +47,7 @@ def visible_devices(context: Context) -> Iterator[Problem]:
     if trainer.nnodes > 1 or joins or placed(context) is None:
         return
     if plan.resolve_device(trainer.device) == "cuda":
-        gpus = plan.visible_gpus()
+        gpus = machine.visible_gpus()
         remedy = "Use trainer.device=cpu, or join a cluster with ray_kwargs.ray_init.address."
         if gpus:
             remedy = f"Use at most {gpus}, or join a cluster."
@@ -58,6 +58,7 @@ def visible_devices(context: Context) -> Iterator[Problem]:
                 f"this machine has {gpus} visible GPUs, and no cluster is named",
                 remedy,
             )
+        yield from torch_for_gpus(trainer.device)
         return
     slots = ray_init.num_cpus
     if slots is not None and slots < trainer.n_gpus_per_node:
@@ -67,6 +68,18 @@ def visible_devices(context: Context) -> Iterator[Problem]:
             f"is less than the {trainer.n_gpus_per_node} devices of this run; on CPUs each device "
             "is a CPU slot",
             f"Leave it out, or use at least {trainer.n_gpus_per_node}.",
+        )
+
+
+def torch_for_gpus(device: str) -> Iterator[Problem]:
+    """This machine's torch can use its GPUs. `device` is trainer.device."""
+    gpus = machine.visible_gpus()
+    if gpus and machine.torch_build() == "cpu":
+        yield Problem(
+            "trainer.device",
+            device,
+            f"this machine has {gpus} visible GPUs, but torch is a build for CPUs",
+            "Install a build of torch for CUDA or ROCm, or use trainer.device=cpu.",
         )
 
 
