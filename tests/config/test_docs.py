@@ -33,6 +33,7 @@ ELSEWHERE = (
     "attention heads",
     "vLLM is not installed here",
     "torch is a build for CPUs",
+    "vLLM {old} is installed",
     "is not writable",
 )
 """Rules that only some machines can violate, such as those with vLLM. test_rules.py and

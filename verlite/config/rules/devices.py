@@ -201,9 +201,20 @@ def engine_kwargs(context: Context) -> Iterator[Problem]:
 
 
 def engine_is_installed(context: Context) -> Iterator[Problem]:
-    """The rollout engine can be imported."""
+    """The rollout engine can be imported and is not too old."""
     name = context.config.actor_rollout_ref.rollout.name
-    if plan.resolve_rollout(name) == "vllm" and not plan.installed("vllm"):
+    if plan.resolve_rollout(name) != "vllm":
+        return
+    old = machine.old_vllm()
+    if old:
+        oldest = ".".join(map(str, machine.OLDEST_VLLM))
+        yield Problem(
+            f"{ROLLOUT}name",
+            name,
+            f"vLLM {old} is installed; before {oldest} it loses its model runner's state in sleep",
+            f"Install vllm>={oldest}, or use {ROLLOUT}name=hf.",
+        )
+    if not plan.installed("vllm"):
         yield Problem(
             f"{ROLLOUT}name",
             "vllm",

@@ -1,5 +1,5 @@
 """The vLLM engine, in this process. This file and vllm_worker.py contain all code that depends on
-vLLM's version (0.26 to 0.32).
+vLLM's version (0.29 to 0.32).
 
 Importing this module sets the environment variables that vLLM reads at import, and imports vLLM,
 which takes most of the engine's start time.
@@ -20,9 +20,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm import EngineArgs, SamplingParams
+from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from verlite.config.machine import old_vllm
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines import vllm_worker
 from verlite.rollout.types import EngineOptions, Sampling
@@ -33,6 +35,9 @@ class VLLMCore:
     """Batched generation with vLLM; see `batched.Core`."""
 
     def __init__(self, options: EngineOptions):
+        old = old_vllm()
+        if old:  # a worker's machine may have another version than the driver's
+            raise ValueError(f"vLLM {old} is too old: pyproject.toml names the versions that work")
         if options.device.type == "cpu":
             # Several engines and trainers share the cores, so vLLM must not bind its threads to
             # them.
@@ -67,7 +72,7 @@ class VLLMCore:
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self.engine.add_request(str(request_id), _token_prompt(prompt_ids), params)
+        self.engine.add_request(str(request_id), tokens_input(prompt_ids), params)
 
     def abort(self, request_id: int) -> None:
         """Drop a request."""
@@ -172,15 +177,6 @@ def _finished_request(output: Any) -> FinishedRequest:
     reason = answer.finish_reason if answer.finish_reason in ("stop", "length") else "abort"
     log_probs = _sampled_log_probs(answer.logprobs, ids)
     return FinishedRequest(int(output.request_id), ids, log_probs, reason)
-
-
-def _token_prompt(ids: list[int]) -> Any:
-    """Return a prompt of token ids in the form that the installed vLLM expects."""
-    try:
-        from vllm.inputs import tokens_input
-    except ImportError:
-        return {"prompt_token_ids": ids}
-    return tokens_input(ids)
 
 
 def _sampled_log_probs(log_probs: Any, ids: list[int]) -> list[float]:
