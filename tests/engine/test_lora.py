@@ -1,6 +1,8 @@
 """LoRA: initialization, training, merged export, checkpoints, and the base model as the
 reference."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,16 @@ def test_lora_checkpoint_has_adapters_and_checks_the_base_model(
         engine(tiny_model(tmp_path, "qwen2", seed=1), train=True, **programs.LORA).load(
             results["folder"] / "checkpoint"
         )
+
+
+def test_lora_checkpoint_with_the_fingerprint_of_an_older_version_is_loaded(
+    results: Results, tiny_qwen2: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(results["folder"] / "checkpoint", tmp_path / "checkpoint")
+    state = json.loads((folder / "state.json").read_text())
+    state["schedule"]["frozen"] = state["schedule"].pop("frozen_weights") ^ 1
+    (folder / "state.json").write_text(json.dumps(state))
+    engine(tiny_qwen2, **programs.LORA).load(folder)
 
 
 def test_lora_on_two_ranks_equals_one(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from verlite.weights import native
 from verlite.weights.fingerprint import (
     MODULUS,
     combine,
@@ -25,11 +26,15 @@ def naive_fingerprint(tensor: torch.Tensor) -> int:
             and pattern == -(2**15)
         ):
             continue  # minus zero
-        bits = pattern * 0x9E3779B1 % 2**32
-        signed = bits - 2**32 if bits >= 2**31 else bits
-        bits = (bits ^ (signed >> 15)) % 2**32
-        total += bits * 0x85EBCA6B
+        bits = _signed(pattern * 0x9E3779B1)
+        bits ^= bits >> 16
+        total += bits + bits * (bits >> 13) * 0x7FEB352D
     return total % MODULUS
+
+
+def _signed(number: int) -> int:
+    """Wrap to 32 bits."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -38,6 +43,37 @@ def test_fingerprint_equals_its_formula_in_python_integers(dtype):
     tensor = torch.randn(7, 129).to(dtype)
     tensor[2, 5], tensor[3, 3], tensor[4, 4] = -0.0, 0.0, 1e-30
     assert tensor_fingerprint(tensor) == naive_fingerprint(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_compiled_loop_equals_torch(dtype, monkeypatch):
+    """For every bit pattern of 16 bits, an odd length and an address between two vectors."""
+    if native.kernel(dtype) is None:
+        pytest.skip("no C compiler")
+    torch.manual_seed(6)
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    patterns = patterns[(patterns & 0x7FFF) <= 0x7C00].view(torch.float16)  # without NaN
+    master = torch.cat([torch.randn(150_001), -torch.zeros(3), patterns.float()])
+    for tensor in (master.to(dtype), master.to(dtype)[3:], master):
+        compiled = tensor_fingerprint(tensor, dtype)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "kernel", lambda dtype: None)
+            assert tensor_fingerprint(tensor, dtype) == compiled
+    assert tensor_fingerprint(master.to(dtype)) == compiled
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
+def test_without_a_working_compiler_torch_computes_the_fingerprint(compiler, monkeypatch):
+    torch.manual_seed(7)
+    tensor = torch.randn(2, 40_000)
+    expected = combine(*(tensor_fingerprint(row) for row in tensor))
+    monkeypatch.setenv("CC", compiler)
+    native._compiled.cache_clear()
+    try:
+        assert tensor_fingerprint(tensor) == expected
+        assert native._compiled() == {}
+    finally:
+        native._compiled.cache_clear()
 
 
 def test_fingerprint_ignores_order_fusion_sharding_layout_and_zero_padding():
@@ -83,6 +119,26 @@ def test_fingerprint_detects_changes_whose_bits_cancel():
     after[9] = torch.nextafter(before[9], torch.tensor(0.0))
     assert before.view(torch.int32).sum() == after.view(torch.int32).sum()
     assert tensor_fingerprint(before) != tensor_fingerprint(after)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda bits: bits ^ -(2**31), id="sign"),
+        pytest.param(lambda bits: bits + (1 << 23), id="times 2"),
+        pytest.param(lambda bits: bits + 1, id="one unit in the last place"),
+    ],
+)
+def test_equal_changes_of_two_weights_do_not_cancel(change):
+    """Of 2 million pairs of weights that change in the same way, none leaves the sum as it was."""
+    torch.manual_seed(8)
+    weights = (torch.rand(2048) * 0.02 + 0.01).unique()  # none is the negative or double of another
+    changed = change(weights.view(torch.int32)).view(torch.float32)
+    added = [
+        (tensor_fingerprint(after) - tensor_fingerprint(before)) % MODULUS
+        for before, after in zip(weights, changed, strict=True)
+    ]
+    assert not set(added) & {-one % MODULUS for one in added}
 
 
 def test_fingerprint_detects_a_relative_change_of_one_millionth():

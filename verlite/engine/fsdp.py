@@ -51,6 +51,11 @@ whose name ends in _max are combined by their maximum instead.
 """
 
 
+_FROZEN = "frozen_weights"
+"""Key of the frozen weights' fingerprint in a checkpoint. Older checkpoints have one of another
+hash under "frozen", which cannot be compared."""
+
+
 class NonFiniteError(RuntimeError):
     """Loss, gradients or weights are NaN or infinite."""
 
@@ -443,7 +448,7 @@ class TrainEngine:
             "step": self.schedule_step,
             "updated": self._has_updated,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
-            "frozen": self._fingerprint(lora.frozen(self.model.model), None),
+            _FROZEN: self._fingerprint(lora.frozen(self.model.model), None),
         }
         checkpoint.save(Path(folder), self.model.model, self.optimizer, schedule)
 
@@ -459,7 +464,8 @@ class TrainEngine:
         """
         schedule = checkpoint.load(Path(folder), self.model.model, self.optimizer)
         self._require_finite(f"refusing the checkpoint {folder}")
-        if schedule.get("frozen", 0) != self._fingerprint(lora.frozen(self.model.model), None):
+        frozen = schedule.get(_FROZEN)
+        if frozen not in (None, self._fingerprint(lora.frozen(self.model.model), None)):
             raise ValueError(
                 f"the checkpoint {folder} has adapters of another base model than "
                 f"model.path={self.model_config.path}"
