@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.engine.batches import engine, ragged_batch
 from verlite.algorithms.aggregation import token_weights
 from verlite.config.schema import ActorConfig, Config
-from verlite.engine import sharding, ulysses
+from verlite.engine import loading, ulysses
 from verlite.engine.attention import Sequences, packed_attention
 from verlite.engine.checkpoint import local_part
 from verlite.engine.fsdp import Counts, NonFiniteError, TrainEngine
@@ -388,18 +388,18 @@ def refusal(path: str, settings: dict[str, Any]) -> str:
 def reads(path: str, head: str) -> int:
     """Return how often this rank reads the checkpoint while it builds an engine."""
     count = 0
-    load_model = sharding.load_model
+    load_model = loading.load_model
 
     def counted(*arguments: Any) -> Any:
         nonlocal count
         count += 1
         return load_model(*arguments)
 
-    sharding.load_model = counted
+    loading.load_model = counted
     try:
         engine(path, head=head)
     finally:
-        sharding.load_model = load_model
+        loading.load_model = load_model
     return count
 
 

@@ -7,6 +7,7 @@ from tests.mutants.patches import argument, attribute, calls, constant, does_not
 
 ATTENTION = "verlite.engine.attention:"
 MICRO = "verlite.engine.micro:"
+LOADING = "verlite.engine.loading:"
 MODEL = "verlite.engine.model:"
 FSDP = "verlite.engine.fsdp:"
 OPTIM = "verlite.engine.optim:"
@@ -18,6 +19,7 @@ PACKING = "verlite.algorithms.packing:"
 PASSES = "tests/engine/test_passes.py"
 UPDATE = "tests/engine/test_update.py"
 SEQUENCE_PARALLEL = "tests/engine/test_ulysses.py"
+LOADED = "tests/engine/test_loading.py"
 SAVED = "tests/engine/test_checkpoint.py"
 ADAPTERS = "tests/engine/test_lora.py"
 
@@ -316,6 +318,19 @@ MUTANTS = [
         ULYSSES + "to_tokens",
         argument("attended", lambda attended: attended.flip(2)),
         (SEQUENCE_PARALLEL,),
+    ),
+    # loading
+    Mutant(
+        "the checkpoint is copied in the model's dtype",
+        LOADING + "checkpoint_dtype",
+        result(lambda dtype: None),
+        (LOADED,),
+    ),
+    Mutant(
+        "weights that stay float32 are rounded",
+        MODEL + "_stays_float32",
+        result(lambda stays: False),
+        (LOADED,),
     ),
     # checkpoints, export, adapters
     Mutant(

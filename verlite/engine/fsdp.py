@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
-from verlite.engine import checkpoint, export, lora, sharding, ulysses
+from verlite.engine import checkpoint, export, loading, lora, sharding, ulysses
 from verlite.engine.folder import load_config
 from verlite.engine.layers import checkpoint_layers
 from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model_inputs
@@ -117,7 +117,7 @@ class TrainEngine:
         config = self.model_config
         is_trained = self.optim_config is not None
         storage_dtype = sharding.parse_dtype("model_dtype", self.fsdp_config.model_dtype)
-        hf_model = sharding.load_on_rank_zero(config, head, storage_dtype)
+        hf_model, weights = loading.read_on_rank_zero(config, head, storage_dtype)
         if is_trained and config.enable_gradient_checkpointing:
             is_cuda = self.device.type == "cuda"
             checkpoint_layers(hf_model, offload=config.enable_activation_offload and is_cuda)
@@ -127,7 +127,8 @@ class TrainEngine:
             parameter.requires_grad_(is_trained)
         dtype = sharding.compute_dtype(self.fsdp_config, self.device, is_trained)
         self.mesh = sharding.build_mesh(self.device, self.fsdp_config.fsdp_size)
-        sharding.shard(headed, self.mesh, self.fsdp_config, dtype, self.device)
+        sharding.shard(headed, self.mesh, self.fsdp_config, dtype)
+        loading.fill(hf_model, weights, self.device)
         return headed
 
     def _self_check(self) -> None:

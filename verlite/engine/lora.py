@@ -9,6 +9,7 @@ peft adds the adapters as modules: `q_proj.weight` becomes `q_proj.base_layer.we
 engine: exported weights are merged and have the base model's names.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,20 +48,19 @@ _UNSUPPORTED = (
 )
 
 
-def add(model: PreTrainedModel, config: ModelConfig, read_weights: bool = True) -> None:
-    """Freeze the model's weights and add float32 adapters to the layers that `config` names. Does
-    nothing without LoRA.
+def add(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Add float32 adapters on the meta device to the layers that `config` names. Does nothing
+    without LoRA.
 
     The head of a value model stays trainable.
 
     Args:
         model: the model to change.
         config: lora_rank, lora_alpha, target_modules, exclude_modules and lora_adapter_path.
-        read_weights: read A and B from lora_adapter_path, if it is set.
 
     Raises:
         ModelError: target_modules names unknown layers, layers that are not linear, or the output
-            head; or the adapter belongs to another model or has more than A and B.
+            head; or the adapter has more than A and B.
     """
     if not uses_lora(config):
         return
@@ -81,7 +81,7 @@ def add(model: PreTrainedModel, config: ModelConfig, read_weights: bool = True) 
     adapter.inference_mode = False
     adapter.lora_dropout = 0.0  # see _training_config in engine.model for the reason
     try:
-        inject_adapter_in_model(adapter, model, _NAME)
+        inject_adapter_in_model(adapter, model, _NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ModelError(
             f"model.target_modules={config.target_modules} cannot be adapted: {error}"
@@ -90,8 +90,27 @@ def add(model: PreTrainedModel, config: ModelConfig, read_weights: bool = True) 
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()
-    if config.lora_adapter_path and read_weights:
-        _read_weights(model, Path(config.lora_adapter_path))
+
+
+def initial_weights(model: PreTrainedModel, config: ModelConfig) -> dict[str, Tensor]:
+    """Return the values of A and B by their names in the adapted model, float32 on the CPU: those
+    of lora_adapter_path if it is set, otherwise a random A and B = 0.
+
+    Raises:
+        ModelError: the adapter belongs to another model.
+    """
+    if config.lora_adapter_path:
+        return _read_weights(model, Path(config.lora_adapter_path))
+    values = {}
+    for name, layer in layers(model).items():
+        adapter = name.removesuffix(f"{_BASE}weight")
+        # Drawn like peft draws them, so that a seed gives the adapters that it gives with peft.
+        a = nn.Linear(layer.in_features, layer.r[_NAME], bias=False).weight
+        b = nn.Linear(layer.r[_NAME], layer.out_features, bias=False).weight
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+        values[f"{adapter}.lora_A{_ADAPTER}weight"] = a.detach()
+        values[f"{adapter}.lora_B{_ADAPTER}weight"] = torch.zeros_like(b)
+    return values
 
 
 def _check_layers(model: PreTrainedModel, config: ModelConfig) -> None:
@@ -246,7 +265,7 @@ def _read_config(path: str) -> Any:
     return adapter
 
 
-def _read_weights(model: nn.Module, folder: Path) -> None:
+def _read_weights(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     """Read A and B from an adapter's folder. Raises ModelError if names or shapes differ from the
     model's."""
     try:
@@ -266,5 +285,6 @@ def _read_weights(model: nn.Module, folder: Path) -> None:
             f"model.lora_adapter_path={folder} is another model's adapter: "
             f"{len(different)} weights differ, such as {min(different)}"
         )
-    for name, parameter in expected.items():
-        parameter.data.copy_(tensors[name])
+    return {
+        name: tensors[_file_name(name)] for name, _ in model.named_parameters() if is_adapter(name)
+    }

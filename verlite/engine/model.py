@@ -2,12 +2,15 @@
 values."""
 
 import copy
+import functools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import (
@@ -18,7 +21,9 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_layers import GenericForTokenClassification
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from verlite.algorithms.logprobs import sum_pi_squared, token_log_probs
 from verlite.config.schema import ModelConfig
@@ -32,6 +37,14 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 VALUE_HEADS = ("score", "classifier")
 """transformers' names for the head of a token classification model."""
+
+_FILE_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Dtypes of weights in safetensors files, by their names there."""
 
 _FLOAT32_TOLERANCE = 1e-3  # of the self-check, relative to the largest expected value
 _HALF_PRECISION_TOLERANCE = 0.1
@@ -92,13 +105,87 @@ def _initialize_value_head(model: PreTrainedModel, missing: set[str]) -> set[str
     return set(parameters)
 
 
-def load_skeleton(model: ModelConfig, kind: str) -> PreTrainedModel:
-    """Build the same modules without memory: parameters and buffers are on the meta device."""
+def load_skeleton(
+    model: ModelConfig, kind: str, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Build the model that `load_model` loads without its weights: parameters and persistent
+    buffers are on the meta device. Derived tables, such as rotary frequencies, have their values.
+
+    Raises:
+        ModelError: the model is not supported (`_check_supported`).
+    """
     loader, config = _architecture(model, kind)
-    with torch.device("meta"):
-        if hasattr(loader, "from_config"):
-            return loader.from_config(config, trust_remote_code=model.trust_remote_code)
-        return loader(config)
+    try:
+        with torch.device("meta"):
+            if hasattr(loader, "from_config"):
+                skeleton = loader.from_config(
+                    config, dtype=dtype, trust_remote_code=model.trust_remote_code
+                )
+            else:
+                skeleton = loader._from_config(config, dtype=dtype)
+    except KeyError as error:
+        if error.args != (PACKED_ATTENTION,):
+            raise
+        raise _own_attention_error(config.model_type) from error
+    _check_supported(skeleton)
+    _compute_buffers(skeleton)
+    for name, tensor in skeleton.state_dict(keep_vars=True).items():
+        if _stays_float32(skeleton, name, dtype):
+            tensor.data = tensor.data.float()
+    if kind == "value":
+        value_head(skeleton)[1].float()
+    return skeleton
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no checkpoint has, as from_pretrained does: the model's own
+    `_init_weights` writes them, and leaves the tensors alone that are marked as initialized."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()
+
+
+def _stays_float32(model: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
+    """Return True for the weights that the model's class keeps in float32 in every dtype."""
+    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def checkpoint_dtype(path: str) -> torch.dtype | None:
+    """Return the dtype that holds every weight of a safetensors checkpoint without rounding.
+
+    A model that is loaded in this dtype is not copied: its weights are views of the mapped files.
+
+    Returns:
+        None if the checkpoint is not in safetensors, or has dtypes other than float64, float32,
+        float16 and bfloat16.
+    """
+    found = set()
+    try:
+        for file in _safetensors_files(path):
+            with safe_open(file, "pt") as tensors:
+                found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):  # from_pretrained says what is wrong
+        return None
+    floats = {name for name in found if name.startswith(("F", "BF"))}
+    if not floats or not floats <= _FILE_DTYPES.keys():
+        return None
+    return functools.reduce(torch.promote_types, [_FILE_DTYPES[name] for name in floats])
+
+
+def _safetensors_files(path: str) -> list[str]:
+    """Return the checkpoint's files, downloaded if `path` is a name on the hub. Raises OSError if
+    there are none."""
+    try:
+        return [str(cached_file(path, SAFE_WEIGHTS_NAME))]
+    except OSError:
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME)
+        files, _ = get_checkpoint_shard_files(path, index)
+        return list(files)
 
 
 def _architecture(model: ModelConfig, kind: str) -> tuple[Any, PretrainedConfig]:

@@ -1,21 +1,15 @@
-"""Loading a model on rank 0 and sharding it over all ranks with FSDP2."""
+"""Sharding a model over all ranks with FSDP2."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
-from verlite.config.schema import FSDPConfig, ModelConfig
-from verlite.engine import lora
-from verlite.engine.folder import ModelError
+from verlite.config.schema import FSDPConfig
 from verlite.engine.layers import compile_layer
-from verlite.engine.model import HeadedModel, load_model, load_skeleton, value_head
+from verlite.engine.model import HeadedModel, value_head
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,58 +19,6 @@ def parse_dtype(key: str, name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(f"fsdp_config.{key}={name!r} must be one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
-
-
-def load_on_rank_zero(model: ModelConfig, kind: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the whole model on rank 0, the only rank that reads the checkpoint. All ranks must call
-    it.
-
-    The other ranks build the same modules on the meta device; `shard` sends them the weights.
-
-    Args:
-        model: the model to load, with LoRA adapters if it asks for them.
-        kind: "lm" or "value"; see `load_model`.
-        dtype: dtype of the parameters.
-
-    Raises:
-        ModelError: on all ranks, if rank 0 cannot load the model, or a rank's model differs from
-            rank 0's.
-    """
-    rank = dist.get_rank()
-    error: str | None = None
-    layout: Any = None
-    conversions: Any = None
-    if rank == 0:
-        try:
-            hf_model = load_model(model, kind, dtype)
-            lora.add(hf_model, model)
-            layout = _layout(hf_model)
-            conversions = getattr(hf_model, "_weight_conversions", None)
-        except ModelError as caught:
-            error = str(caught)
-    if dist.get_world_size() > 1:
-        shared = [error, layout, conversions]
-        dist.broadcast_object_list(shared)
-        error, layout, conversions = shared
-    if error is not None:
-        raise ModelError(error)
-    if rank > 0:
-        hf_model = load_skeleton(model, kind)
-        lora.add(hf_model, model, read_weights=False)
-        hf_model._weight_conversions = conversions
-        for name, tensor in [*hf_model.named_parameters(), *hf_model.named_buffers()]:
-            _, tensor_dtype = layout[name]
-            tensor.data = tensor.data.to(tensor_dtype)
-        if _layout(hf_model) != layout:
-            raise ModelError(
-                f"model.path={model.path} has another model on rank {rank} than on rank 0"
-            )
-    return hf_model
-
-
-def _layout(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
 
 
 def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
@@ -122,18 +64,16 @@ def shard(
     mesh: DeviceMesh,
     config: FSDPConfig,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> None:
-    """Distribute rank 0's weights and shard the model in place, one decoder layer at a time. All
-    ranks must call it.
+    """Shard the model in place, one decoder layer at a time. It takes no memory while the model is
+    on the meta device; `loading.fill` gives the shards their values.
 
     Args:
-        headed: the model; on ranks other than 0 its tensors are on the meta device.
+        headed: the model.
         mesh: of all ranks.
         config: reshard_after_forward and use_torch_compile.
         dtype: dtype of forward and backward passes. Gradients are reduced in float32, and a value
             head computes in float32.
-        device: this rank's device.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
@@ -144,12 +84,9 @@ def shard(
     layer_classes = hf_model._no_split_modules or ()
     for module in list(hf_model.modules()):
         if type(module).__name__ in layer_classes:
-            _broadcast(module.parameters(), device)
             if config.use_torch_compile:
                 compile_layer(module)
             fully_shard(module, mp_policy=policy, **options)
-    _broadcast((p for p in hf_model.parameters() if not isinstance(p, DTensor)), device)
-    _broadcast(hf_model.buffers(), device)
     if headed.kind == "value":
         _, head = value_head(hf_model)
         float32 = MixedPrecisionPolicy(torch.float32, torch.float32)
@@ -158,24 +95,3 @@ def shard(
     # they stay gathered from forward to backward.
     options["reshard_after_forward"] = False
     fully_shard(headed, mp_policy=policy, **options)
-
-
-def _broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Replace whole tensors by rank 0's values on each rank's device. Tied tensors stay tied,
-    because their identity is kept."""
-    if dist.get_world_size() == 1:
-        return
-    for tensor in tensors:
-        if dist.get_rank() == 0:
-            whole = tensor.detach().to(device)
-        else:
-            whole = torch.empty_like(tensor, device=device)
-        dist.broadcast(whole, 0)
-        # A new tensor over the storage of `whole`, which the communication backend may still refer
-        # to.
-        replacement: Tensor
-        if isinstance(tensor, nn.Parameter):
-            replacement = nn.Parameter(whole, tensor.requires_grad)
-        else:
-            replacement = whole.detach()
-        torch.utils.swap_tensors(tensor, replacement)

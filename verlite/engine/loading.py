@@ -1,0 +1,195 @@
+"""Loading a model whose shards are spread over all ranks.
+
+Rank 0 alone reads the checkpoint. Every rank builds the model on the meta device, which takes no
+memory, and shards it there (sharding.py). Then the weights are sent one at a time: every rank
+allocates its shard, receives the whole weight in the checkpoint's dtype, and keeps its part.
+
+Memory, for N parameters on R ranks with b bytes per parameter (fsdp_config.model_dtype): each rank
+has N b / R bytes for its shards plus one weight at a time, on its own device. A safetensors
+checkpoint is not copied to host memory: rank 0 maps its files, whose pages the system can drop.
+Only weights that transformers fuses (experts), and checkpoints in other formats, are held in rank
+0's host memory until they are sent, in the checkpoint's dtype.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
+
+from verlite.config.schema import ModelConfig
+from verlite.engine import lora
+from verlite.engine.checkpoint import local_part, persistent_buffers
+from verlite.engine.folder import ModelError
+from verlite.engine.model import checkpoint_dtype, load_model, load_skeleton
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model as rank 0 read them, by the model's names.
+
+    tensors: whole tensors on rank 0's CPU; empty on the other ranks.
+    dtypes: dtype of each, known on all ranks.
+    """
+
+    tensors: dict[str, Tensor]
+    dtypes: dict[str, torch.dtype]
+
+
+def read_on_rank_zero(
+    model: ModelConfig, kind: str, dtype: torch.dtype
+) -> tuple[PreTrainedModel, Weights]:
+    """Read the checkpoint on rank 0 and build the model on the meta device on every rank. All ranks
+    must call it.
+
+    Args:
+        model: the model to load, with LoRA adapters if it asks for them.
+        kind: "lm" or "value"; see `load_model`.
+        dtype: dtype of the parameters.
+
+    Raises:
+        ModelError: on all ranks, if rank 0 cannot load the model, or a rank's model differs from
+            rank 0's.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def read() -> Any:
+        loaded = load_model(model, kind, checkpoint_dtype(model.path) or dtype)
+        tensors.update(loaded.named_parameters(remove_duplicate=False))
+        tensors.update(persistent_buffers(loaded))
+        return _ties(loaded), getattr(loaded, "_weight_conversions", None)
+
+    ties, conversions = _on_rank_zero(read)
+    skeleton = load_skeleton(model, kind, dtype)
+    skeleton._weight_conversions = conversions
+    for name in _ties(skeleton).keys() - ties.keys():
+        _untie(skeleton, name)
+    lora.add(skeleton, model)
+
+    def describe() -> Any:
+        values = {
+            name: tensors[lora.base_name(name)].detach()
+            for name, _ in _stored(skeleton)
+            if not lora.is_adapter(name)
+        }
+        values |= lora.initial_weights(skeleton, model)
+        tensors.clear()
+        tensors.update(values)
+        dtypes = {name: tensor.dtype for name, tensor in values.items()}
+        return _layout(skeleton), dtypes
+
+    layout, dtypes = _on_rank_zero(describe)
+    different = _ranks_where(_layout(skeleton) != layout)
+    if different:
+        raise ModelError(
+            f"model.path={model.path} has another model on rank {different[0]} than on rank 0"
+        )
+    return skeleton, Weights(tensors, dtypes)
+
+
+def fill(model: PreTrainedModel, weights: Weights, device: torch.device) -> None:
+    """Give the tensors of a sharded model on the meta device memory on `device` and the values that
+    rank 0 has. All ranks must call it.
+
+    Args:
+        model: the sharded model. Tied parameters stay tied.
+        weights: what `read_on_rank_zero` returned. Each tensor is released when it has been sent.
+        device: this rank's device.
+    """
+    materialize(model, device)
+    for name, tensor in _stored(model):
+        own = weights.tensors.pop(name, None)
+        whole = _receive(own, tensor.shape, weights.dtypes[name], device)
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            whole = replicated.redistribute(
+                placements=tensor.placements
+            ).to_local()  # sends nothing
+        local_part(tensor).copy_(whole)
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Replace tensors on the meta device by uninitialized ones on `device`.
+
+    All shards are allocated before the first weight arrives, so that the memory of weights in
+    transit is not scattered between them.
+    """
+    for _, tensor in _stored(model):
+        empty: Tensor = torch.empty_like(tensor, device=device)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, empty)
+
+
+def _receive(
+    own: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return rank 0's tensor on this rank's device."""
+    if own is None:
+        whole = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        whole = own.to(device).contiguous()
+    if dist.get_world_size() > 1:
+        dist.broadcast(whole, 0)
+    return whole
+
+
+def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return parameters, each once, and persistent buffers: the tensors on the meta device."""
+    return [*model.named_parameters(), *persistent_buffers(model)]
+
+
+def _layout(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter that has several, by its other names."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+    return ties
+
+
+def _untie(model: nn.Module, name: str) -> None:
+    """Give a parameter memory of its own: config.json says that it is tied, but the checkpoint has
+    different values."""
+    module, _, attribute = name.rpartition(".")
+    owner = model.get_submodule(module)
+    setattr(owner, attribute, nn.Parameter(torch.empty_like(getattr(owner, attribute))))
+
+
+def _on_rank_zero(compute: Callable[[], T]) -> T:
+    """Return what `compute` returns on rank 0, or raise its ModelError, on all ranks."""
+    shared: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            shared[0] = compute()
+        except ModelError as error:
+            shared[1] = str(error)
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(shared)
+    result, message = shared
+    if message is not None:
+        raise ModelError(message)
+    return result
+
+
+def _ranks_where(condition: bool) -> list[int]:
+    """Return the ranks on which the condition holds."""
+    conditions = [condition]
+    if dist.get_world_size() > 1:
+        conditions = [False] * dist.get_world_size()
+        dist.all_gather_object(conditions, condition)
+    return [rank for rank, holds in enumerate(conditions) if holds]
