@@ -1,5 +1,6 @@
 """Mutants of verlite.rollout: samples that are not what the trainer thinks they are."""
 
+import contextlib
 import dataclasses
 
 from tests.mutants import Mutant
@@ -168,6 +169,24 @@ MUTANTS = [
         "the random numbers of hf depend on the row's place",
         HF + "_random_key",
         calls(lambda original, self, sampling: len(self._rows)),
+        (HF_ENGINE,),
+    ),
+    Mutant(
+        "rounding decides whether hf caches",
+        "verlite.rollout.engines.hf:_computing_in_float32",
+        calls(lambda original, model: contextlib.nullcontext()),
+        (HF_ENGINE,),
+    ),
+    Mutant(
+        "hf trusts a wrong cache",
+        "verlite.rollout.engines.hf:_CACHE_TOLERANCE",
+        constant(1e9),
+        (HF_ENGINE,),
+    ),
+    Mutant(
+        "hf keeps its weights in sleep",
+        "verlite.rollout.engines.hf:_frees_weights",
+        calls(lambda original, options: False),
         (HF_ENGINE,),
     ),
     # sampling

@@ -138,6 +138,70 @@ def test_other_architectures(tmp_path, name, caplog):
     assert cached == ("not cacheable" not in name) == ("cannot cache" not in caplog.text)
 
 
+def _late(original, self, positions):
+    """Each token is written one slot too late."""
+    original(self, positions + 1)
+
+
+def _future(original, self, window, dtype):
+    """A token may look at slots after its own, of a longer row."""
+    return torch.zeros_like(original(self, window, dtype))
+
+
+def _no_window(original, self, window, dtype):
+    return original(self, None, dtype)
+
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
+@pytest.mark.parametrize("name", ["llama, tied", "sliding window", "fused experts"])
+def test_rounding_does_not_disable_the_cache(tmp_path, name, dtype):
+    """Exact weights come back after the check in float32."""
+    arch, overrides = ARCHITECTURES[name]
+    path = tiny_model(tmp_path / arch, arch, **overrides)
+    core = HFCore(dataclasses.replace(options(path), dtype=dtype))
+    assert core._is_caching
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    weights = core.model.state_dict()
+    assert {tensor.dtype for tensor in weights.values()} == {dtype}
+    assert all(torch.equal(weights[k], v) for k, v in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
+@pytest.mark.parametrize(
+    ("method", "bug"), [("begin_decode", _late), ("_mask", _future), ("_mask", _no_window)]
+)
+def test_wrong_cache_is_noticed_in_every_dtype(tmp_path, monkeypatch, method, bug, dtype):
+    """With weights so small that attention matters little, as in a model that is built at random.
+
+    Rounding to bfloat16 would hide these bugs.
+    """
+    path = tiny_model(tmp_path / "m", "mistral", sliding_window=5, initializer_range=0.08)
+    original = getattr(hf.KVCache, method)
+    monkeypatch.setattr(hf.KVCache, method, lambda *args: bug(original, *args))
+    assert not HFCore(dataclasses.replace(options(path), dtype=dtype))._is_caching
+
+
+def test_cached_bfloat16_is_as_exact_as_whole_sequences(path, monkeypatch):
+    """Both against float64 with the same rounded weights."""
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).double().eval()
+    prompts = some_prompts(16)
+    gaps = []
+    for is_caching in (True, False):
+        if not is_caching:
+            monkeypatch.setattr(hf, "_CACHE_TOLERANCE", -1.0)
+        engine = start(path, dtype="bfloat16")
+        try:
+            assert engine._call(lambda core: core._is_caching) == is_caching
+            samplings = (dataclasses.replace(LONG, seed=i) for i in range(16))
+            gaps.append(largest_gap(oracle, prompts, ask(engine, prompts, *samplings), LONG))
+        finally:
+            engine.close()
+    assert 0 < gaps[0] < 1.5 * gaps[1]
+
+
 def test_fused_weights_load_by_checkpoint_names(tmp_path):
     """Trainers export experts one by one, like checkpoints; transformers fuses them in memory."""
     from safetensors.torch import load_file
@@ -527,6 +591,44 @@ def test_generation_continues_after_sleep(engine):
     assert ask(engine, [[5, 6]], dataclasses.replace(LONG, seed=1))[0] == before
     with pytest.raises(ValueError, match="wake"):
         engine.wake("lunch")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_freed_in_sleep_on_a_gpu(tmp_path, monkeypatch, tied):
+    """A CPU's storages are freed the same way."""
+    path = tiny_model(tmp_path / "m", "llama", tie_word_embeddings=tied)
+    policy = float64_model(path).float()
+    monkeypatch.setattr(hf, "_frees_weights", lambda options: True)
+    engine = start(path, pretrained=False)
+    freed = lambda core: sum(p.untyped_storage().nbytes() for p in core.model.parameters())  # noqa: E731
+    try:
+        load(engine, policy, 1)
+        (before,) = ask(engine, [[5, 6]], dataclasses.replace(LONG, seed=1))
+        assert engine._call(freed) > 50_000
+        engine.sleep()
+        engine.sleep()
+        assert engine._call(freed) == 0
+        with pytest.raises(WeightSyncError, match=r'wake\("weights"\)'):
+            load(engine, policy, 2)
+        engine.wake("weights")
+        with pytest.raises(EngineError, match="freed its weights"):
+            ask(engine, [[5]], LONG)
+        load(engine, policy, 2)
+        engine.wake("kv_cache")
+        (after,) = ask(engine, [[5, 6]], dataclasses.replace(LONG, seed=1))
+        assert (after.ids, after.log_probs) == (before.ids, before.log_probs)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "free_cache_engine", "frees"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_only_gpus_free_weights(path, device, free_cache_engine, frees):
+    rollout = RolloutConfig(free_cache_engine=free_cache_engine)
+    given = dataclasses.replace(options(path), device=torch.device(device), rollout=rollout)
+    assert hf._frees_weights(given) == frees
 
 
 def test_unknown_engine_and_dtype_raise(path):

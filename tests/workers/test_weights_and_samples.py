@@ -13,6 +13,7 @@ from verlite.envs.step import Step, ToolError, encode_text
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Completion, Sampling
+from verlite.workers import rollout as rollouts
 from verlite.workers.actor import ActorWorker, Export
 from verlite.workers.rollout import RolloutWorker
 
@@ -84,6 +85,27 @@ def test_one_rank_per_node_writes_weights_in_the_engines_dtype():
     first.release_export()
     first.release_export()
     assert first._exported is None
+
+
+def test_engines_sleep_until_the_first_sync(tmp_path, monkeypatch):
+    """So that the check of the first step sees weights that were loaded after a sleep."""
+    calls = []
+    engine = SimpleNamespace(
+        sleep=lambda: calls.append("sleep"),
+        wake=calls.append,
+        load_weights=lambda named, version, found: calls.append(version),
+    )
+    monkeypatch.setattr(rollouts, "build_engine", lambda *args: engine)
+    config = Config(data=DataConfig(train_files="x"))
+    plan = SimpleNamespace(max_turns=0, rollout_name="hf", max_model_len=8)
+    rollout = Rollout.__new__(Rollout)
+    rollout._spec = SimpleNamespace(devices_on_node=1, devices=1, device_kind="cpu")
+    rollout.__init__(config, plan)
+    exporting, _ = exporter(0)
+    rollout.load_weights([exporting.export_weights()], 1)
+    exporting.release_export()
+    rollout.scorer.close()
+    assert calls == ["sleep", "weights", 1, "kv_cache"]
 
 
 class Engine:

@@ -603,8 +603,8 @@ class RolloutConfig:
     )
     free_cache_engine: bool = key(
         True,
-        "vLLM on GPU: free weights and KV cache during training (sleep mode).",
-        used_when=(VLLM, GPU),
+        "On a GPU: free the engine's weights and KV cache during training (vLLM's sleep mode).",
+        used_when=(GPU,),
         note="on CPUs the engine keeps its memory",
     )
     engine_kwargs: dict[str, Any] = key(

@@ -69,6 +69,9 @@ class RolloutWorker(Worker):
             self.device,
             policy.rollout.seed,
         )
+        # The first sync wakes the engine as all later ones do; until then its memory is the
+        # trainer's, and an engine that does not survive sleep fails the check of the first step.
+        self.engine.sleep()
 
     @register(
         "split",
