@@ -55,7 +55,7 @@ GROUPS = [
 
 
 KNOWN = {"hf bfloat16, warnings at the start"}
-"""Faults that are found and not mended yet: the hf engine recomputes whole sequences in bfloat16."""
+"""Not mended yet: the hf engine recomputes whole sequences in bfloat16."""
 
 
 @pytest.mark.parametrize(("group", "passed", "skipped"), GROUPS)
