@@ -1,5 +1,6 @@
 """`verlite plan`: print what a training command needs, before anything is started."""
 
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,6 +9,10 @@ from verlite.cli.common import TrainingArguments, fail, load_config
 
 if TYPE_CHECKING:
     from verlite.config.load import Loaded
+    from verlite.config.plan import Plan
+    from verlite.config.schema import Config
+    from verlite.sizing.devices import Devices
+    from verlite.sizing.facts import ModelFacts
 
 
 def plan(
@@ -22,8 +27,15 @@ def plan(
             help="Devices of a node: 8xH100-80GB, or 8x24GB for others. Default: this machine's.",
         ),
     ] = None,
+    memory: Annotated[
+        bool, typer.Option(help="Measure the training engines on tensors without values.")
+    ] = True,
+    cache: Annotated[
+        bool, typer.Option(help="Keep and reuse measurements in the user's cache folder.")
+    ] = True,
 ) -> None:
-    """Print what a training command needs: batch sizes, placement, model, weight sync."""
+    """Print what a training command needs, offline and from the model's config.json alone: batch
+    sizes, placement, parameters, weight sync, and memory of each device in each phase."""
     from verlite.config.load import dump
 
     if devices is not None and not any("trainer.device=" in text for text in arguments or []):
@@ -32,10 +44,10 @@ def plan(
     if config:
         print(dump(loaded), end="")
     else:
-        _show(loaded, devices)
+        _show(loaded, devices, memory, cache)
 
 
-def _show(loaded: "Loaded", devices: str | None) -> None:
+def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> None:
     from verlite.config.plan import make_plan
     from verlite.config.show import console, notes_text
     from verlite.sizing.devices import DevicesError, choose_devices
@@ -68,3 +80,27 @@ def _show(loaded: "Loaded", devices: str | None) -> None:
         return
     terminal.print(model_table(loaded.config, made, models))
     terminal.print(facts_table("weight sync", sync_bytes(made, models.policy).lines()))
+    if memory:
+        _show_memory(loaded.config, made, chosen, models.policy, cache)
+
+
+def _show_memory(
+    config: "Config", made: "Plan", devices: "Devices", policy: "ModelFacts", cache: bool
+) -> None:
+    from verlite.config.show import console
+    from verlite.sizing import memory_table
+    from verlite.sizing.cache import Measurer
+    from verlite.sizing.memory import run_memory
+
+    terminal = console()
+    measurer = Measurer(cache)
+    began = time.monotonic()
+    with console(stderr=True).status("running the training engines on tensors without values"):
+        found = run_memory(config, made, devices, policy, measurer)
+    terminal.print(memory_table.engines_table(made, found))
+    for group in found.groups:
+        terminal.print(memory_table.group_table(group, devices))
+    terminal.print(memory_table.host_table(found))
+    terminal.print(memory_table.margin_sentence(made), soft_wrap=True, highlight=False)
+    seconds = time.monotonic() - began
+    terminal.print(f"{measurer.sentence()}; {seconds:.0f} s", soft_wrap=True, highlight=False)

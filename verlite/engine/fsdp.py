@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine import checkpoint, export, loading, lora, sharding, ulysses
@@ -117,7 +118,7 @@ class TrainEngine:
         config = self.model_config
         is_trained = self.optim_config is not None
         storage_dtype = sharding.parse_dtype("model_dtype", self.fsdp_config.model_dtype)
-        hf_model, weights = loading.read_on_rank_zero(config, head, storage_dtype)
+        hf_model, weights = self._read(head, storage_dtype)
         if is_trained and config.enable_gradient_checkpointing:
             is_cuda = self.device.type == "cuda"
             checkpoint_layers(hf_model, offload=config.enable_activation_offload and is_cuda)
@@ -126,10 +127,19 @@ class TrainEngine:
         for _, parameter in lora.trained(hf_model):
             parameter.requires_grad_(is_trained)
         dtype = sharding.compute_dtype(self.fsdp_config, self.device, is_trained)
-        self.mesh = sharding.build_mesh(self.device, self.fsdp_config.fsdp_size)
+        self.mesh = self._build_mesh()
         sharding.shard(headed, self.mesh, self.fsdp_config, dtype)
-        loading.fill(hf_model, weights, self.device)
+        self._fill(hf_model, weights)
         return headed
+
+    def _read(self, head: str, dtype: torch.dtype) -> tuple[PreTrainedModel, loading.Weights]:
+        return loading.read_on_rank_zero(self.model_config, head, dtype)
+
+    def _fill(self, model: PreTrainedModel, weights: loading.Weights) -> None:
+        loading.fill(model, weights, self.device)
+
+    def _build_mesh(self) -> DeviceMesh:
+        return sharding.build_mesh(self.device, self.fsdp_config.fsdp_size)
 
     def _self_check(self) -> None:
         register_fsdp_forward_method(self.model, "self_check")
@@ -229,8 +239,7 @@ class TrainEngine:
         mask = own["response_mask"]
         rows, _ = self._gather_rows(own)
         parts = micro.split(rows)
-        totals = [int(mask.sum()), int(mask.any(-1).sum())]
-        (tokens, sequences), passes = self._sum_and_max(totals, len(parts))
+        (tokens, sequences), passes = self._sum_and_max(self._count(mask), len(parts))
         counts = Counts(tokens, sequences)
         sums: dict[str, Tensor] = {}
         for i in range(passes):
@@ -243,7 +252,7 @@ class TrainEngine:
             for name, value in results.items():
                 sums[name] = _combine(name, sums[name], value) if name in sums else value
         metrics = self._sum_metrics(sums)
-        norm = float(clip_gradients(self.parameters, self.grad_clip))
+        norm = self._clip()
         is_finite = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
         lr = self.optimizer.param_groups[0]["lr"]
         if is_finite and passes:
@@ -277,6 +286,14 @@ class TrainEngine:
         if self.sequence_group is not None and self.sequence_group.rank() > 0:
             return {}  # the group's first rank counts the rows that the group shares
         return {name: value.detach() for name, value in ({"loss": loss} | metrics).items()}
+
+    def _count(self, mask: Tensor) -> list[int]:
+        """Return the trainable tokens, and the rows that have one."""
+        return [int(mask.sum()), int(mask.any(-1).sum())]
+
+    def _clip(self) -> float:
+        """Clip the gradients; return their norm before."""
+        return float(clip_gradients(self.parameters, self.grad_clip))
 
     def _inputs(
         self, rows: TensorDict, part: Tensor | None

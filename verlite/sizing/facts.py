@@ -41,6 +41,7 @@ class ModelFacts:
     attention_width: query heads x head size, over all layers.
     kv_width: elements of the KV cache per token, over all layers.
     exported: parameters and buffers of one weight sync; adapters are merged into them.
+    largest: elements of the largest parameter.
     """
 
     architecture: str
@@ -51,6 +52,7 @@ class ModelFacts:
     attention_width: int
     kv_width: int
     exported: int
+    largest: int
 
     @property
     def parameters(self) -> int:
@@ -86,7 +88,7 @@ def model_facts(model: ModelConfig, head: str = "lm") -> ModelFacts:
     """
     config = load_config(model)
     skeleton = load_skeleton(model, head)
-    lora.add(skeleton, model, read_weights=False)
+    lora.add(skeleton, model)
     kinds = _kinds(skeleton)
     buffers = sum(buffer.numel() for _, buffer in persistent_buffers(skeleton))
     return ModelFacts(
@@ -98,6 +100,7 @@ def model_facts(model: ModelConfig, head: str = "lm") -> ModelFacts:
         attention_width=_attention_width(config),
         kv_width=_kv_width(config),
         exported=sum(kinds.values()) - kinds.get("adapters", 0) + buffers,
+        largest=max(parameter.numel() for parameter in skeleton.parameters()),
     )
 
 

@@ -1,0 +1,230 @@
+"""TrainEngine on fake tensors: it runs every operator's shapes and no arithmetic.
+
+One process stands for rank 0 of any number of ranks, which has the largest shards. The tensors have
+no values, so what depends on values is replaced: counts over ranks, the gradient norm, the checks
+of the weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedModel
+
+from verlite.algorithms import logprobs
+from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
+from verlite.engine import attention, layers, loading, lora
+from verlite.engine.fsdp import TrainEngine
+from verlite.engine.micro import ModelInputs
+from verlite.engine.model import HeadedModel, load_skeleton
+from verlite.sizing.tracker import Tracker
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What determines the memory of one role's engine.
+
+    model, fsdp, optim: as for TrainEngine.
+    head: "lm" or "value".
+    ranks: processes of the role.
+    sequence_parallel: neighboring ranks that share their rows.
+    kind: "cuda" or "cpu"; it selects the attention kernel, and how many logits exist at a time.
+    dtype: compute dtype, not auto.
+    """
+
+    model: ModelConfig
+    fsdp: FSDPConfig
+    optim: OptimConfig | None
+    head: str
+    ranks: int
+    sequence_parallel: int
+    kind: str
+    dtype: str
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that are sharded one by one, in order."""
+    classes = model._no_split_modules or ()
+    names = {*classes, *(f"FSDP{name}" for name in classes)}  # fully_shard renames classes
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+@contextmanager
+def fake_ranks(number: int) -> Iterator[None]:
+    """Initialize torch.distributed as rank 0 of a group whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def kernels_of(kind: str) -> Iterator[None]:
+    """Choose kernels and chunks as on devices of this kind."""
+    with ExitStack() as stack:
+        if kind == "cuda":
+            chunks = {"cpu": logprobs.CHUNK_ELEMENTS["cuda"]}
+            stack.enter_context(mock.patch.dict(logprobs.CHUNK_ELEMENTS, chunks))
+            stack.enter_context(mock.patch.object(attention, "_fits_varlen_kernel", _fits))
+        yield
+
+
+def _fits(query: Tensor, value: Tensor) -> bool:
+    """As attention._fits_varlen_kernel for a tensor on a GPU."""
+    return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
+
+
+class DryEngine(TrainEngine):
+    """TrainEngine of which every tensor is fake; `tracker` counts them."""
+
+    def __init__(self, spec: EngineSpec, tracker: Tracker, mode: FakeTensorMode):
+        self.tracker = tracker
+        self.fake = mode
+        self._in_backward = False
+        self._offloads = spec.kind == "cuda" and spec.model.enable_activation_offload
+        self.offloaded = 0
+        """Activations of one micro-batch in host memory."""
+        fsdp = replace(spec.fsdp, dtype=spec.dtype, use_torch_compile=False)
+        super().__init__(
+            spec.model,
+            fsdp,
+            spec.optim,
+            head=spec.head,
+            device="cpu",
+            sequence_parallel=spec.sequence_parallel,
+            total_training_steps=1,
+        )
+        if self.optimizer is not None:
+            self._step = self.optimizer.step
+            self.optimizer.step = self._step_outside  # type: ignore[method-assign]
+
+    # Replacements of what needs values, files or other ranks
+
+    def _read(self, head: str, dtype: torch.dtype) -> tuple[PreTrainedModel, loading.Weights]:
+        skeleton = load_skeleton(self.model_config, head, dtype)
+        lora.add(skeleton, self.model_config)
+        return skeleton, loading.Weights({}, {})
+
+    def _fill(self, model: PreTrainedModel, weights: loading.Weights) -> None:
+        with self.fake, self.tracker.paused():
+            loading.materialize(model, self.device)
+            for module in model.modules():  # derived tables, which have values
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and name in module._non_persistent_buffers_set:
+                        module._buffers[name] = self._like(buffer)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self.tracker.note(tensor.data)
+
+    def _build_model(self, head: str) -> HeadedModel:
+        headed = super()._build_model(head)
+        if self._offloads and self.optim_config is not None:
+            layers.checkpoint_layers(headed.model, offload=True)
+        self._mark_layers(headed.model)
+        return headed
+
+    def _self_check(self) -> None:
+        pass
+
+    def _require_finite(self, action: str) -> None:
+        pass
+
+    def _count(self, mask: Tensor) -> list[int]:
+        return [1, 1]
+
+    def _clip(self) -> float:
+        return 1.0
+
+    def _step_outside(self) -> None:
+        # Within the mode, DTensor infers shapes from whole tensors that would be counted.
+        with unset_fake_temporarily():
+            self._step()
+
+    def _gather_rows(self, rows: TensorDict) -> tuple[TensorDict, slice]:
+        return rows, slice(None)
+
+    def _sum_and_max(self, numbers: list[int], largest: int) -> tuple[list[int], int]:
+        return numbers, largest
+
+    def _sum_metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        return {}
+
+    def _inputs(
+        self, rows: TensorDict, part: Tensor | None
+    ) -> tuple[ModelInputs, TensorDict | None]:
+        self._in_backward = False
+        with unset_fake_temporarily():
+            inputs, micro_rows = super()._inputs(rows, part)
+        assert micro_rows is not None
+        targets = inputs.targets
+        mask, sequences = inputs.attention_mask, inputs.sequences
+        if sequences is not None:
+            sequences = replace(sequences, cu_seqlens=self._like(sequences.cu_seqlens))
+        fake = replace(
+            inputs,
+            input_ids=self._like(inputs.input_ids),
+            position_ids=self._like(inputs.position_ids),
+            attention_mask=None if mask is None else self._like(mask),
+            sequences=sequences,
+            targets=type(targets)(
+                self._like(targets.source),
+                self._like(targets.labels),
+                self._like(targets.destination),
+            ),
+        )
+        items = {name: self._like(values) for name, values in micro_rows.items()}
+        return fake, items  # type: ignore[return-value]
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    # Marks
+
+    def _mark_layers(self, model: PreTrainedModel) -> None:
+        for number, layer in enumerate(decoder_layers(model)):
+            layer.register_forward_hook(self._after_layer(number))
+
+    def _after_layer(self, number: int):
+        def marked(module: nn.Module, inputs: object, output: object) -> None:
+            if self._in_backward:
+                return  # the layer is computed again
+            self.tracker.mark("forward", number)
+            hidden = output[0] if isinstance(output, tuple) else output
+            if isinstance(hidden, Tensor) and hidden.requires_grad:
+                hidden.register_hook(lambda _: self._before_backward(number))
+
+        return marked
+
+    def _offload(self, pin_memory: bool) -> saved_tensors_hooks:
+        """Stands for save_on_cpu: a saved tensor leaves the device until it is needed."""
+
+        def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+            self.offloaded += tensor.nbytes
+            return tensor.shape, tensor.dtype
+
+        def unpack(saved: tuple[torch.Size, torch.dtype]) -> Tensor:
+            return torch.empty(saved[0], dtype=saved[1])
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _before_backward(self, number: int) -> None:
+        name = "backward" if self._in_backward else "head"
+        self._in_backward = True
+        # What ends here is the backward pass of the layer after this one.
+        self.tracker.mark(*(("backward", number + 1) if name == "backward" else ("head",)))
+
+    def _backward(self, *arguments: object) -> dict[str, Tensor]:  # type: ignore[override]
+        self.offloaded = 0
+        with mock.patch.object(layers, "save_on_cpu", self._offload):
+            result = super()._backward(*arguments)  # type: ignore[arg-type]
+        self.tracker.mark("backward", 0)
+        return result

@@ -1,0 +1,284 @@
+"""Memory of each device and node in each phase of a step, all roles together."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from verlite.config.plan import Plan
+from verlite.config.schema import Config, FSDPConfig
+from verlite.sizing.devices import Devices
+from verlite.sizing.dry_engine import EngineSpec
+from verlite.sizing.facts import DTYPE_BYTES, ModelFacts
+from verlite.sizing.measure import Passes, RoleMemory
+from verlite.sizing.roles import Role, training_roles
+
+GIB = 2**30
+
+PROCESS = int(0.9 * GIB)
+"""Assumed for each training process on a GPU: CUDA context 0.5, NCCL and cuBLAS buffers 0.4 GiB."""
+ASLEEP = int(1.5 * GIB)
+"""Assumed for a vLLM engine in sleep mode: context, communication buffers, CUDA graphs."""
+FRAGMENTS = 0.05
+"""Assumed share of the training engines' bytes that the allocator cannot use."""
+HOST_PROCESS = {"cuda": int(3 * GIB), "cpu": int(0.8 * GIB)}
+"""Assumed memory of a Python process with its libraries. On CPUs it was measured."""
+
+Measure = Callable[[EngineSpec, Passes], RoleMemory]
+
+_NAMES = {
+    "actor": ("old log-probs", "actor update"),
+    "ref": ("reference log-probs", ""),
+    "critic": ("values", "critic update"),
+}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase on one device.
+
+    name: of the phase.
+    held: bytes of each role there.
+    margin: what is assumed beyond the tensors.
+    """
+
+    name: str
+    held: dict[str, int]
+    margin: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device in use."""
+        return sum(self.held.values()) + self.margin
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Devices with the same roles.
+
+    devices: their numbers. roles: in the order of the plan.
+    """
+
+    devices: list[int]
+    roles: tuple[str, ...]
+    phases: list[Phase]
+
+    @property
+    def tightest(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True)
+class HostPhase:
+    """One phase on the fullest node: what is in its memory, by name."""
+
+    name: str
+    held: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of the node's memory in use."""
+        return sum(self.held.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a run.
+
+    roles: that of each training engine.
+    groups: devices by the roles on them.
+    host: the fullest node.
+    """
+
+    roles: dict[str, RoleMemory]
+    groups: list[DeviceGroup]
+    host: list[HostPhase]
+
+
+def run_memory(
+    config: Config, plan: Plan, devices: Devices, policy: ModelFacts, measure: Measure
+) -> Memory:
+    """Return the memory of a run whose samples all have the longest length."""
+    roles = {role.name: role for role in training_roles(config, plan)}
+    measured = {name: measured_role(role, measure) for name, role in roles.items()}
+    by_roles: dict[tuple[str, ...], list[int]] = {}
+    for device in range(plan.n_devices):
+        here = tuple(role for role in plan.roles if device in plan.placement[role])
+        if here:
+            by_roles.setdefault(here, []).append(device)
+    groups = [
+        DeviceGroup(numbers, here, _phases(config, plan, devices, policy, roles, measured, here))
+        for here, numbers in by_roles.items()
+    ]
+    return Memory(measured, groups, _host(config, plan, policy, roles, measured))
+
+
+def measured_role(role: Role, measure: Measure) -> RoleMemory:
+    """Measure a role. Offload moves whole parts, so it is not part of what is measured."""
+    fsdp = replace(role.spec.fsdp, param_offload=False, optimizer_offload=False)
+    return measure(replace(role.spec, fsdp=fsdp), role.passes)
+
+
+def idle(role: Role, memory: RoleMemory) -> int:
+    """Return what a role holds on its device outside its passes."""
+    fsdp = _offload(role)
+    parameters = 0 if fsdp.param_offload else memory.parameters
+    return parameters + (0 if fsdp.optimizer_offload else memory.optimizer)
+
+
+def forward(role: Role, memory: RoleMemory) -> int:
+    """Return a role's peak while it computes log-probs or values."""
+    return memory.forward - (memory.optimizer if _offload(role).optimizer_offload else 0)
+
+
+def _offload(role: Role) -> FSDPConfig:
+    """Return the role's settings. On CPUs offload moves nothing."""
+    fsdp = role.spec.fsdp
+    if role.spec.kind == "cpu":
+        return replace(fsdp, param_offload=False, optimizer_offload=False)
+    return fsdp
+
+
+def engine_share(config: Config, plan: Plan, devices: Devices, policy: ModelFacts) -> int:
+    """Return what a rollout engine holds on each of its devices while it generates."""
+    rollout = config.actor_rollout_ref.rollout
+    weights = policy.exported * DTYPE_BYTES[plan.rollout_dtype] // plan.tensor_parallel
+    if plan.rollout_name == "vllm" and plan.device == "cuda":
+        # vLLM takes this share of the device whatever it needs; without a size, at least weights.
+        return int(rollout.gpu_memory_utilization * (devices.bytes or 0)) or weights
+    if plan.rollout_name == "vllm":
+        return weights + int(rollout.kv_cache_gb * GIB)
+    cached = policy.kv_bytes(plan.rollout_dtype) * plan.max_model_len * rollout.max_num_seqs
+    return weights + cached
+
+
+def _phases(
+    config: Config,
+    plan: Plan,
+    devices: Devices,
+    policy: ModelFacts,
+    roles: dict[str, Role],
+    measured: dict[str, RoleMemory],
+    here: tuple[str, ...],
+) -> list[Phase]:
+    """Return the phases of a device with these roles."""
+    trained = [name for name in here if name != "rollout"]
+    rest = {name: idle(roles[name], measured[name]) for name in trained}
+    sleeps = _sleeps(config, plan)
+    awake = engine_share(config, plan, devices, policy) if "rollout" in here else 0
+    weight = policy.largest * DTYPE_BYTES[plan.rollout_dtype]
+
+    def phase(name: str, engine: int, **held: int) -> Phase:
+        own = rest | held
+        on_gpu = plan.device == "cuda"
+        margin = int(FRAGMENTS * sum(own.values())) + len(trained) * PROCESS * on_gpu
+        if "rollout" in here:
+            own["rollout"] = engine
+            margin += ASLEEP * (on_gpu and sleeps and engine == 0)
+        return Phase(name, own, margin)
+
+    between = 0 if sleeps else awake
+    building = {name: measured[name].resident + 2 * weight for name in trained}
+    phases = [phase("build", between, **building)] if trained else []
+    if "rollout" in here:
+        phases.append(phase("generation", awake))
+    for name in trained:
+        passes = roles[name].passes
+        before, update = _NAMES[name]
+        if passes.forward is not None:
+            phases.append(phase(before, between, **{name: forward(roles[name], measured[name])}))
+    for name in reversed(trained):
+        if roles[name].passes.update is not None:
+            update = _NAMES[name][1]
+            phases.append(phase(update, between, **{name: measured[name].update}))
+    if "actor" in trained:
+        optimizer = rest["actor"] - (
+            0 if _offload(roles["actor"]).param_offload else measured["actor"].parameters
+        )
+        exporting = measured["actor"].parameters + optimizer + 2 * weight
+        phases.append(phase("sync: gather", between, actor=exporting))
+    if "rollout" in here:
+        loading = policy.exported * DTYPE_BYTES[plan.rollout_dtype] // plan.tensor_parallel
+        bucket = config.actor_rollout_ref.rollout.sync_bucket_mb << 20
+        phases.append(phase("sync: load", (loading if sleeps else awake) + bucket))
+    if trained:
+        phases.append(phase("checkpoint", between))
+    return phases
+
+
+def _sleeps(config: Config, plan: Plan) -> bool:
+    """Return whether the engine frees its memory during training."""
+    can = plan.rollout_name == "vllm" and plan.device == "cuda"
+    return can and config.actor_rollout_ref.rollout.free_cache_engine
+
+
+def _host(
+    config: Config,
+    plan: Plan,
+    policy: ModelFacts,
+    roles: dict[str, Role],
+    measured: dict[str, RoleMemory],
+) -> list[HostPhase]:
+    """Return the phases of the node whose checkpoint needs most."""
+    nodes = [_node(config, plan, policy, roles, measured, node) for node in range(plan.nnodes)]
+    return max(nodes, key=lambda phases: max((p.total for p in phases), default=0))
+
+
+def _node(
+    config: Config,
+    plan: Plan,
+    policy: ModelFacts,
+    roles: dict[str, Role],
+    measured: dict[str, RoleMemory],
+    node: int,
+) -> list[HostPhase]:
+    width = plan.devices_per_node
+
+    def ranks(role: str) -> int:
+        return sum(device // width == node for device in plan.placement[role])
+
+    processes = sum(ranks(role) for role in plan.roles)
+    base = {"processes": processes * HOST_PROCESS[plan.device]}
+    offloaded = 0
+    for name, role in roles.items():
+        memory = measured[name]
+        offloaded += ranks(name) * (memory.resident - idle(role, memory))
+    if offloaded:
+        base["offloaded"] = offloaded
+    activations = max((ranks(name) * measured[name].host for name in roles), default=0)
+    copy = policy.exported * DTYPE_BYTES[plan.rollout_dtype] if ranks("rollout") else 0
+    shards = sum(
+        ranks(name) * measured[name].resident
+        for name, role in roles.items()
+        if role.spec.optim is not None
+    )
+    phases = [HostPhase("generation", dict(base))]
+    if roles:
+        phases.append(
+            HostPhase("update", base | ({"activations": activations} if activations else {}))
+        )
+    if copy:
+        phases.append(HostPhase("sync", base | {"weights": copy}))
+    if shards:
+        phases.append(HostPhase("checkpoint", base | {"shards": shards * CHECKPOINT_COPIES}))
+    return phases
+
+
+CHECKPOINT_COPIES = 2
+"""Copies of a rank's shards in host memory while a checkpoint is written."""
+
+
+def over(memory: Memory, devices: Devices) -> list[tuple[DeviceGroup, Phase, int]]:
+    """Return the phases that do not fit their device, and by how many bytes."""
+    if devices.bytes is None or devices.kind == "cpu":
+        return []
+    return [
+        (group, phase, phase.total - devices.bytes)
+        for group in memory.groups
+        for phase in group.phases
+        if phase.total > devices.bytes
+    ]
+
+
+def names_of(phases: Iterable[Phase]) -> str:
+    """Return the phases' names with commas."""
+    return ", ".join(phase.name for phase in phases)
