@@ -1,10 +1,14 @@
 """Packed attention against a written-out softmax."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from verlite.engine import attention
 from verlite.engine.attention import Sequences, packed_attention
 
 LENGTHS = (5, 1, 8, 3)
@@ -94,3 +98,33 @@ def test_varlen_kernel_accepts_the_arguments(kv_heads: int) -> None:
             nn.Module(), query, key, value, None, scaling=0.1, sliding_window=3, sequences=sequences
         )
         assert out.shape == (1, 17, 4, 64) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"capability": (7, 5)}, False),  # Turing
+        ({"hip": "6.4"}, False),  # AMD
+        ({"head_dim": 36}, False),
+        ({"head_dim": 264}, False),
+        ({"dtype": torch.float32}, False),
+    ],
+)
+def test_the_varlen_kernel_is_used_only_where_it_works(
+    change: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention-2 needs an NVIDIA GPU from Ampere on, 16 bits, and a head size of 8 n."""
+    about = {"capability": (8, 0), "hip": None, "head_dim": 64, "dtype": torch.bfloat16} | change
+    monkeypatch.setattr(torch.version, "hip", about["hip"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: about["capability"])
+    attention._has_varlen_kernel.cache_clear()
+    tensor: Any = SimpleNamespace(
+        is_cuda=True,
+        device=torch.device("cuda", 0),
+        dtype=about["dtype"],
+        shape=(1, 4, 10, about["head_dim"]),
+    )
+    assert attention._fits_varlen_kernel(tensor, tensor) is fits
+    attention._has_varlen_kernel.cache_clear()

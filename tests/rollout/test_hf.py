@@ -638,3 +638,11 @@ def test_unknown_engine_and_dtype_raise(path):
         start(path, dtype="int3")
     with pytest.raises(ValueError, match="rollout.engine_kwargs.hf.fast"):
         start(path, engine_kwargs={"hf": {"fast": True}})
+
+
+def test_random_weights_are_drawn_on_the_device(tiny_qwen2):
+    """On the CPU this takes minutes for a large model."""
+    built = hf._build_model(
+        ModelConfig(path=tiny_qwen2), torch.float32, False, torch.device("meta")
+    )
+    assert all(parameter.is_meta for parameter in built.parameters())

@@ -1,6 +1,7 @@
 """Restore a run from a checkpoint, lock its directory, stop it. Whole runs: test_runs.py."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,3 +148,26 @@ def test_a_stopped_run_fails_if_its_steps_cannot_be_saved(tmp_path, monkeypatch)
     monkeypatch.setattr(build, "save", lambda run: None)
     with pytest.raises(CheckpointError, match="after step 2"):
         build.finalize(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "offload", "expected"),
+    [
+        ("cuda", True, "actor . critic . .. rollout ..."),
+        ("cuda", False, "actor critic .. rollout ..."),
+        ("cpu", True, "actor critic rollout ..."),
+    ],
+)
+def test_a_role_that_offloads_is_built_before_the_next_one_starts(
+    monkeypatch, kind, offload, expected
+):
+    """Together their models may not fit on a GPU."""
+    config = a_config()
+    config.actor_rollout_ref.actor.fsdp_config.optimizer_offload = offload
+    config.critic.model.fsdp_config.param_offload = offload
+    events = []
+    monkeypatch.setattr(build, "spawn", lambda cls, placement, role, *args: events.append(role))
+    monkeypatch.setattr(build, "ready", lambda *groups: events.append("." * len(groups)))
+    plan = SimpleNamespace(roles=("actor", "critic", "rollout"))
+    build.start_workers(SimpleNamespace(kind=kind), config, plan, 1, None)
+    assert " ".join(events) == expected

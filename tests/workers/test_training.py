@@ -1,5 +1,6 @@
 """Training workers: metrics over mini-batches, passes, saves that fail."""
 
+import os
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -178,3 +179,37 @@ def test_log_probs_stay_ragged_and_sums_go_to_the_driver():
         metrics["training/log_prob_gap"] == pytest.approx(0.75 / 3)
         and metrics["training/log_prob_gap_max"] == 0.5
     )
+
+
+def test_peak_memory_of_a_device_is_that_of_one_step(monkeypatch):
+    """torch keeps the peak since the start, so a later, smaller step would report it again."""
+    peak = [3 << 30]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peak[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(0, 1 << 30))
+    made = worker(None)
+    monkeypatch.setattr(TrainingWorker, "device", torch.device("cuda", 0))
+    first, second = made._memory("actor"), made._memory("actor")
+    assert first["actor/perf/max_memory_allocated_gb"] == 3
+    assert second["actor/perf/max_memory_allocated_gb"] == 1
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_training_role_selects_its_gpu_and_expandable_segments(monkeypatch, own):
+    """Before its process group starts, and without overriding the user's allocator settings."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    if own:
+        monkeypatch.setenv(own, "max_split_size_mb:64")
+    events = []
+
+    def note_device(device):
+        events.append((device, os.environ.get("PYTORCH_ALLOC_CONF")))
+
+    monkeypatch.setattr(torch.cuda, "set_device", note_device)
+    monkeypatch.setattr(TrainingWorker, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(TrainingWorker, "init_distributed", lambda self: events.append("group"))
+    TrainingWorker(None, None, 1)
+    setting = {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert events == [(torch.device("cuda", 0), setting.get(own)), "group"]

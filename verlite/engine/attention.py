@@ -7,6 +7,7 @@ pass attention_mask=None and no [T, T] mask is built. The boundaries of the sequ
 attention as the model's keyword argument `sequences`.
 """
 
+import functools
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -117,11 +118,24 @@ def _unsupported_features(
 
 
 def _fits_varlen_kernel(query: Tensor, value: Tensor) -> bool:
+    """Return True if torch's variable-length kernel (FlashAttention-2) supports the tensors and
+    their device. Otherwise attention runs once per sequence."""
+    head_dim = query.shape[-1]
     return (
         query.is_cuda
+        and _has_varlen_kernel(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] <= _MAX_HEAD_DIM
+        and head_dim == value.shape[-1] <= _MAX_HEAD_DIM
+        and head_dim % 8 == 0
     )
+
+
+@functools.cache
+def _has_varlen_kernel(device: torch.device) -> bool:
+    """Return True on NVIDIA GPUs from Ampere on. AMD's kernel lacks sliding windows."""
+    if not torch.cuda.is_available():  # a fake tensor, which stands for one on a current GPU
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _varlen(

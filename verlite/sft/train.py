@@ -4,7 +4,6 @@ Runs as one process, or as several under torchrun. Every rank reads all examples
 share of each batch.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from verlite.data.sampler import PromptSampler
 from verlite.engine.folder import load_tokenizer
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
-from verlite.engine.process_group import single_process_group
+from verlite.engine.process_group import process_group
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import pad
 from verlite.sft.data import Example, read_examples
@@ -152,22 +151,6 @@ def validation_loss(engine: TrainEngine, examples: list[Example], micro: MicroBa
     sums = torch.stack([loss_sum, token_count]).to(engine.device)
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
-
-
-@contextmanager
-def process_group(device: str) -> Iterator[None]:
-    """Initialize torch.distributed for torchrun's processes, or for this process alone."""
-    if "WORLD_SIZE" not in os.environ:
-        with single_process_group():
-            yield
-        return
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager

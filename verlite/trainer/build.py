@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.config.plan import Plan
-from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
+from verlite.config.schema import AlgorithmConfig, Config, FSDPConfig, ModelConfig
 from verlite.controller.placement import Placement
 from verlite.controller.stop import StopRequest
 from verlite.controller.worker_group import ready, spawn
@@ -243,11 +243,15 @@ def start_workers(
     Returns:
         Worker group of each role, by the role's name.
     """
-    training = {
-        role: spawn(entry.worker_class(), placement, role, config, plan, total_steps)
-        for role, entry in ROLES.items()
-        if role in plan.roles and role != "rollout"
-    }
+    training = {}
+    for role, entry in ROLES.items():
+        if role not in plan.roles or role == "rollout":
+            continue
+        training[role] = spawn(entry.worker_class(), placement, role, config, plan, total_steps)
+        # A role that offloads leaves the GPUs before the next one loads its model: together they
+        # may not fit.
+        if placement.kind == "cuda" and offloads(config, role):
+            ready(training[role])
     if checkpoint or placement.kind == "cuda":
         ready(*training.values())
     if checkpoint:
@@ -260,6 +264,17 @@ def start_workers(
     rollout = spawn(rollout_class, placement, "rollout", config, plan, os.getcwd())
     ready(*training.values(), rollout)
     return {**training, "rollout": rollout}
+
+
+def offloads(config: Config, role: str) -> bool:
+    """Return True if a training role moves parameters or optimizer to host memory when idle."""
+    policy = config.actor_rollout_ref
+    fsdp: FSDPConfig = {
+        "actor": policy.actor.fsdp_config,
+        "critic": config.critic.model.fsdp_config,
+        "ref": policy.ref.fsdp_config,
+    }[role]
+    return fsdp.param_offload or fsdp.optimizer_offload
 
 
 def kl_controller(algorithm: AlgorithmConfig) -> FixedKLController | AdaptiveKLController:

@@ -1,5 +1,6 @@
 """The base of actor, critic and reference workers: a training engine behind Ray."""
 
+import os
 import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ class TrainingWorker(Worker):
         self.plan = plan
         self.total_steps = total_steps
         self.rank_rows = StepRows()
+        if self.device.type == "cuda":
+            use_expandable_segments()
+            torch.cuda.set_device(self.device)
         self.init_distributed()
 
     @register("all")
@@ -89,13 +93,27 @@ class TrainingWorker(Worker):
         return named | self._memory(role)
 
     def _memory(self, role: str) -> Metrics:
-        """Return this rank's peak memory in GiB."""
+        """Return this rank's peak memory in GiB: on the device since the role's last update, in
+        the host since the start."""
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = {f"{role}/perf/cpu_memory_used_gb": peak_kib / 2**20}
         if self.device.type == "cuda":
             peak[f"{role}/perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
             peak[f"{role}/perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+            torch.cuda.reset_peak_memory_stats()
         return peak
+
+
+def use_expandable_segments() -> None:
+    """Let torch's allocator grow its segments in this process, unless the user has configured it.
+
+    Micro-batches differ in length, which fragments segments of fixed size. Must be called before
+    the process uses a GPU. vLLM's sleep mode does not work with it, so only processes of training
+    roles call it.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if not any(name in os.environ for name in names):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def mean_metrics(steps: list[Metrics]) -> Metrics:

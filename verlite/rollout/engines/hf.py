@@ -76,7 +76,7 @@ class HFCore:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
         )
-        built = _build_model(model, options.dtype, options.pretrained)
+        built = _build_model(model, options.dtype, options.pretrained, options.device)
         self.model = built.to(options.device)  # type: ignore[arg-type]  # its wrapper hides self
         self.dtype = options.dtype
         self.device = options.device
@@ -511,7 +511,9 @@ def _frees_weights(options: EngineOptions) -> bool:
     return options.device.type != "cpu" and options.rollout.free_cache_engine
 
 
-def _build_model(model: ModelConfig, dtype: torch.dtype, pretrained: bool) -> PreTrainedModel:
+def _build_model(
+    model: ModelConfig, dtype: torch.dtype, pretrained: bool, device: torch.device
+) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     for key, value in model.override_config.items():
         setattr(config, key, value)
@@ -525,7 +527,8 @@ def _build_model(model: ModelConfig, dtype: torch.dtype, pretrained: bool) -> Pr
     if pretrained:
         built = AutoModelForCausalLM.from_pretrained(model.path, config=config, **options)
     else:
-        built = AutoModelForCausalLM.from_config(config, **options)
+        with device:  # drawing the random weights takes minutes on a CPU
+            built = AutoModelForCausalLM.from_config(config, **options)
     return built.eval().requires_grad_(False)
 
 
