@@ -532,3 +532,7 @@ def lora_updates(path: str, folder: str, **settings: Any) -> dict[str, Any]:
 
 def lora_updates_on_replicas(path: str, folder: str) -> dict[str, Any]:
     return lora_updates(path, folder, fsdp_size=1)
+
+
+def probe(path: str, max_length: int) -> Any:
+    return engine(path).probe(1.0, max_length)

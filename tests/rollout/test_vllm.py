@@ -19,6 +19,7 @@ from tests.rollout.oracle import (
     load,
     moved,
     naive_greedy,
+    naive_log_probs,
     weights_of,
 )
 from verlite.config.schema import ModelConfig, RolloutConfig
@@ -27,6 +28,7 @@ from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
 from verlite.weights.fingerprint import fingerprint
+from verlite.weights.probe import Probe, probe_ids, probe_limit
 
 pytest.importorskip("vllm", reason="vLLM is an optional dependency")
 
@@ -361,6 +363,30 @@ def test_mispacked_kernel_is_detected(synced, model, monkeypatch):
     )
     with pytest.raises(WeightSyncError, match="with weights that differ from those it was given"):
         load(synced, moved(model, 0.1), synced.version + 1)
+
+
+def test_probe_reveals_weights_that_the_fingerprint_cannot_tell_apart(synced, model):
+    ids = probe_ids(130, 40)  # longer than a block of the prefix cache
+    log_probs = naive_log_probs(model, ids[:1], ids[1:], Sampling())
+    probe = Probe(tuple(ids), tuple(log_probs), probe_limit(0.05, "float32"))
+    before = synced.version
+    prompts = some_prompts(8, seed=3)
+    samplings = [dataclasses.replace(LONG, seed=i) for i in range(8)]
+    unprobed = ask(synced, prompts, *samplings)
+    for _ in range(2):
+        assert synced.check_log_probs(probe).nats < 1e-5
+    assert ask(synced, prompts, *samplings) == unprobed
+
+    layers = "model.layers.{}.mlp.down_proj.weight"
+    weights = dict(weights_of(model))
+    a, b = weights[layers.format(0)], weights[layers.format(1)]
+    exchanged = weights | {layers.format(0): b, layers.format(1): a}
+    synced.load_weights(iter(exchanged.items()), before + 1, fingerprint(weights_of(model)))
+    with pytest.raises(WeightSyncError, match="computes other log-probs"):
+        synced.check_log_probs(probe)
+    assert synced.version == before
+    with pytest.raises(EngineError, match="sync again"):
+        ask(synced, [PROMPT], LONG)
 
 
 def test_kernels_are_read_whole_only_at_the_first_sync(synced, model, monkeypatch):

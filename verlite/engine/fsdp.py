@@ -6,6 +6,7 @@ be initialized.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from verlite.engine.model import HeadedModel
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
 from verlite.protocol.data import DataProto
 from verlite.weights.fingerprint import combine, fingerprint
+from verlite.weights.probe import LENGTH, Probe, probe_ids, probe_rows
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,17 @@ class TrainEngine:
         width = own["response_mask"].shape[1]
         zeros = torch.zeros(rows["response_mask"].shape)
         return {name: out.get(name, zeros)[own_rows, :width] for name in names}
+
+    def probe(self, limit: float, max_length: int) -> Probe:
+        """Compute the log-prob probe of the present weights. All ranks must call it.
+
+        limit: largest relative gap that the probe allows. max_length: of a sequence of the engine.
+        """
+        began = time.perf_counter()
+        vocab_size = self.model.model.config.get_text_config().vocab_size
+        ids = probe_ids(vocab_size, min(LENGTH, max_length - 1))
+        log_probs = self.forward(probe_rows(ids), MicroBatching(size=1))["log_probs"][0].tolist()
+        return Probe(tuple(ids), tuple(log_probs), limit, time.perf_counter() - began)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verlite.rollout.types import Completion, EngineError, Sampling, WeightSyncError
+from verlite.weights.probe import Gap, Probe, gap
 
 Waiter = asyncio.Future[Completion]
 
@@ -70,6 +71,11 @@ class Core(Protocol):
         """Return the fingerprint of the weights that steps compute with."""
         ...
 
+    def log_probs(self, ids: list[int]) -> list[float]:
+        """Return the log-prob of each token but the first, at temperature 1 and without top-k and
+        top-p. Called while no request runs. It must not change random numbers."""
+        ...
+
     def sleep(self) -> set[str]:
         """Free device memory; return what was freed, a subset of {"weights", "kv_cache"}."""
         ...
@@ -101,6 +107,7 @@ class BatchedEngine:
         request_timeout_s: float = 1800.0,
     ):
         self.version = 0 if has_weights else -1
+        self._version_before = self.version
         self._timeout = request_timeout_s
         self._not_ready_reason: str | None = "it has no weights yet; call load_weights() first"
         if has_weights:
@@ -252,8 +259,36 @@ class BatchedEngine:
                 f"{found:08x}{stale}; the trainer's is {expected_fingerprint:08x}. "
                 f"{self._keeps_version()}"
             )
+        self._version_before = self.version
         self.version = version
         self._not_ready_reason = None
+
+    def check_log_probs(self, probe: Probe) -> Gap:
+        """Score the probe's tokens with the weights just loaded; see `Engine.check_log_probs`."""
+
+        def check(core: Core) -> Gap:
+            self._check_ready()
+            version = self.version
+            found = gap(probe, core.log_probs(list(probe.ids)))
+            if found.relative <= probe.limit:  # not for NaN
+                return found
+            self.version = self._version_before
+            self._not_ready_reason = (
+                f"its log-probs after the sync to version {version} are not the trainer's; "
+                "sync again"
+            )
+            raise WeightSyncError(
+                f"sync to weight version {version}: the engine has the trainer's weights, but "
+                f"computes other log-probs with them: the median difference over "
+                f"{len(probe.log_probs)} tokens is {found.nats:.2e}, {found.relative:.1%} of "
+                f"their standard deviation; the limit is {probe.limit:.1%}. A weight may be in "
+                "the place of another, or transposed. If this is rounding, raise "
+                "actor_rollout_ref.rollout.log_prob_gap_limit, to which the limit is "
+                f"proportional. {self._keeps_version()}"
+            )
+
+        found: Gap = self._call(check)
+        return found
 
     def _keeps_version(self) -> str:
         return (

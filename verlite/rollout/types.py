@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verlite.config.schema import ModelConfig, RolloutConfig
+from verlite.weights.probe import Gap, Probe
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # the increment of SplitMix64
 _SEED_LIMIT = 1 << 63
@@ -217,6 +218,15 @@ class Engine(Protocol):
 
     def fingerprint(self) -> int:
         """Return `weights.fingerprint.fingerprint` of the weights in use, measured now."""
+        ...
+
+    def check_log_probs(self, probe: Probe) -> Gap:
+        """Compare log-probs with the trainer's, after `load_weights` and `wake`.
+
+        Raises:
+            WeightSyncError: they differ by more than probe.limit. The version is that from before
+                `load_weights`, and `generate` refuses until a sync succeeds.
+        """
         ...
 
     def sleep(self) -> None:

@@ -207,6 +207,25 @@ class HFCore:
         unique = {tensor.data_ptr(): tensor for tensor in self.model.state_dict().values()}
         return combine(*(tensor_fingerprint(tensor, self.dtype) for tensor in unique.values()))
 
+    @torch.inference_mode()
+    def log_probs(self, ids: list[int]) -> list[float]:
+        """Return the log-prob of each token but the first, computed as prompts are."""
+        tokens = torch.tensor([ids], device=self.device)
+        if self._is_caching:
+            cache = KVCache()  # the engine's own stays as it is
+            cache.reserve(1, len(ids))
+            row = torch.zeros(1, dtype=torch.int64, device=self.device)
+            cache.begin_prefill(row, row)
+            positions = torch.arange(len(ids), device=self.device)[None]
+            out = self.model(
+                input_ids=tokens, position_ids=positions, use_cache=False, rollout_cache=cache
+            )
+        else:
+            out = self.model(input_ids=tokens, use_cache=False)
+        log_probs = out.logits[0, :-1].float().log_softmax(-1)
+        found: list[float] = log_probs.gather(1, tokens[0, 1:, None]).squeeze(1).tolist()
+        return found
+
     def sleep(self) -> set[str]:
         """Free the key-value cache, and on a GPU with rollout.free_cache_engine the weights.
 

@@ -30,6 +30,8 @@ from verlite.rollout.engines import vllm_worker
 from verlite.rollout.types import EngineOptions, Sampling
 from verlite.weights.buckets import write_buckets
 
+_LOG_PROBS_REQUEST = "log-probs"
+
 
 class VLLMCore:
     """Batched generation with vLLM; see `batched.Core`."""
@@ -84,9 +86,28 @@ class VLLMCore:
 
     def step(self) -> list[FinishedRequest]:
         """Advance all running sequences."""
+        return [_finished_request(output) for output in self._finished_outputs()]
+
+    def _finished_outputs(self) -> list[Any]:
         with torch.compiler.set_stance(self._stance):
-            outputs = self.engine.step()
-        return [_finished_request(output) for output in outputs if output.finished]
+            return [output for output in self.engine.step() if output.finished]
+
+    def log_probs(self, ids: list[int]) -> list[float]:
+        """Return the log-prob of each token but the first. vLLM does not read its prefix cache for
+        them."""
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self.engine.add_request(_LOG_PROBS_REQUEST, tokens_input(ids), params)
+        finished: list[Any] = []
+        while not finished:
+            finished = self._finished_outputs()
+        scored = finished[0].prompt_logprobs[1:]
+        return [found[token].logprob for found, token in zip(scored, ids[1:], strict=True)]
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights. One device reads them in this process; several read buckets from
