@@ -93,6 +93,11 @@ WRONG = [
     ),
     (f"{ROLLOUT}engine_kwargs.vllm=3", f"{ROLLOUT}engine_kwargs.vllm", "must be a mapping"),
     (
+        f"{ROLLOUT}engine_kwargs.vllm.quantization=fp8",
+        f"{ROLLOUT}engine_kwargs.vllm.quantization",
+        "quantized weights have another fingerprint than the trainer's; Leave it out",
+    ),
+    (
         f"{ACTOR}policy_loss.loss_mode=bypass_mode",
         f"{ACTOR}policy_loss.loss_mode",
         "is not a legal name; rollout_correction.bypass_mode=true",

@@ -148,6 +148,12 @@ MUTANTS = [
     ),
     # log-probs, masks, advantages
     Mutant(
+        "a mixture of experts may differ no more than a dense model",
+        ADVANTAGE + "gap_limit",
+        calls(lambda original, run: 0.05),
+        (STAGES,),
+    ),
+    Mutant(
         "the start-up log-prob check accepts any gap",
         ADVANTAGE + "check_log_prob_gap",
         does_nothing,

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.trainer.test_batch import generated_batch, make_requests, rollout_output
 from verlite.algorithms.gap import gap_rows
@@ -84,6 +85,8 @@ def fake_run(**fields) -> SimpleNamespace:
             filters_groups=False,
             needs_greedy_baseline=False,
             reference_is_actor=False,
+            train_dtype="float32",
+            rollout_dtype="float32",
         ),
     }
     run = SimpleNamespace(**(defaults | fields))
@@ -270,6 +273,38 @@ def test_the_start_up_check_reports_where_the_gap_is():
                 mini_batch_index=torch.zeros(2, 1, dtype=torch.int64)
             ),
         )
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtypes", "key", "limit"),
+    [
+        ("qwen3", ("bfloat16", "bfloat16"), None, 0.05),
+        ("qwen3_moe", ("float32", "float32"), None, 0.05),
+        ("qwen3_moe", ("float32", "bfloat16"), None, 0.15),
+        ("mixtral", ("bfloat16", "bfloat16"), None, 0.15),
+        ("deepseek_v3", ("bfloat16", "bfloat16"), None, 0.15),
+        ("qwen3_moe", ("bfloat16", "bfloat16"), 0.02, 0.02),
+    ],
+)
+def test_the_limit_of_the_gap_allows_routing_in_half_precision(tmp_path, arch, dtypes, key, limit):
+    """A mean gap of 0.1: twice the limit of dense models."""
+    AutoConfig.for_model(arch).save_pretrained(tmp_path)
+    config = Config(data=DataConfig(train_files="x"))
+    config.actor_rollout_ref.model = ModelConfig(path=str(tmp_path))
+    config.actor_rollout_ref.rollout.log_prob_gap_limit = key
+
+    def first_step():
+        run = fake_run(actor=log_probs([[-0.4, -1.4]] * 3), config=config)
+        run.plan.train_dtype, run.plan.rollout_dtype = dtypes
+        return old_log_probs(
+            run, rewarded_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
+        )
+
+    if limit > 0.1:
+        first_step()
+        return
+    with pytest.raises(LogProbGap, match=rf"log_prob_gap_limit={limit}\. .*raise .*gap_limit\."):
+        first_step()
 
 
 @pytest.mark.parametrize("balanced", [True, False])

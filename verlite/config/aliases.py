@@ -129,7 +129,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
         "multi-turn rollouts are configured by max_turns and env.name (docs/agents.md)",
     ),
     f"{ROLLOUT}agent.default_agent_loop": (("single_turn_agent",), _ONE_PATH),
-    f"{ROLLOUT}quantization": ((None,), "set it as rollout.engine_kwargs.vllm.quantization"),
+    f"{ROLLOUT}quantization": (
+        (None,),
+        "quantized weights have another fingerprint than the trainer's, so no weight sync could be "
+        "verified",
+    ),
     f"{ROLLOUT}nnodes": (
         (0, None),
         "give rollout its own devices with cluster.component_placement",

@@ -58,3 +58,10 @@ def load_config(model: ModelConfig) -> PretrainedConfig:
             )
         setattr(config, key, value)
     return config
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Return whether the model is a mixture of experts, by the names that transformers uses."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    text = config.get_text_config()
+    return any((getattr(text, name, None) or 0) > 1 for name in names)

@@ -3,6 +3,7 @@
 import difflib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from verlite.config import catalog, machine, plan
 from verlite.config.keys import get
@@ -197,6 +198,20 @@ def engine_kwargs(context: Context) -> Iterator[Problem]:
         elif extra is not None and not isinstance(extra, dict):
             yield Problem(
                 key, extra, "must be a mapping of arguments", f"Such as {key}.max_num_seqs=64."
+            )
+        elif name == "vllm":
+            yield from _quantized(key, extra or {})
+
+
+def _quantized(key: str, extra: dict[str, Any]) -> Iterator[Problem]:
+    for name in ("quantization", "quantization_config"):
+        if extra.get(name) is not None:
+            yield Problem(
+                f"{key}.{name}",
+                extra[name],
+                "quantized weights have another fingerprint than the trainer's, so no weight sync "
+                "could be verified",
+                "Leave it out.",
             )
 
 
