@@ -1,13 +1,20 @@
-"""One GPU in under nine minutes: training, log-probs, weight export and sync, generation, and the
-memory of each. Needs no Ray.
+"""Speed on one GPU: training, log-probs, weight sync, generation, and the memory of each.
 
-python recipes/benchmark/gpu.py [--shapes 0.5b 1.5b] [--engines hf vllm] [--seconds 520] [--out
-FOLDER] python recipes/benchmark/gpu.py --shapes tiny --device cpu --engines hf
+python recipes/benchmark/gpu.py [--parts 0.5b-training 0.5b-hf ...] [--out FOLDER]
+python recipes/benchmark/gpu.py --list
+python recipes/benchmark/gpu.py --parts tiny-training tiny-hf --device cpu
+python recipes/benchmark/gpu.py --take FOLDER/gpu.json
 
-Models have the shapes of Qwen2.5 and random weights. Each shape runs in its own process, in which
-trainer and engine share the device as in a run. FOLDER/gpu.json (FOLDER is $OUT, else build/) is
-written after every part, so an early end loses nothing. A part that does not fit into the remaining
-time is skipped and marked; a part that fails leaves its error.
+It needs torch and transformers, but neither Ray nor an installed verlite; bare.py says what else a
+machine lacks and how to bring it. Each part runs in its own process, for at most the seconds that
+--list shows, always under nine minutes. A part that takes longer is killed, and the next one has
+its own time in full. FOLDER/gpu.json (FOLDER is $OUT, else build/) is written after every row, so
+an early end loses nothing. A row that does not fit into the remaining time is skipped and marked; a
+row that fails leaves its error. Each part measured on a GPU goes to results.json too. --take does
+that with a gpu.json that was brought from another machine.
+
+Models have the shapes of Qwen2.5 and random weights. In a part with an engine, trainer and engine
+share the device as in a run.
 
 FLOPs are model FLOPs. A pass counts 2 per weight and token (output layer: trained tokens only) plus
 2 x layers x heads x head size x length^2 per sequence (half of the square, because attention is
@@ -15,20 +22,26 @@ causal). Training counts three passes; recomputation by gradient checkpointing i
 is relative to the GPU's dense bfloat16 peak in its data sheet.
 """
 
+import bare
+
+bare.prepare()
+
 import argparse
-import json
-import multiprocessing
+import importlib.util
 import os
 import resource
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from generation import sampled
+from parts import Part, Results, read, run_parts, show
+from report import RESULTS, keep
 from sync import sync
 from training import loss
 from workload import BUILD, model_in
@@ -87,27 +100,29 @@ TINY_SIZES = {"training": ((256, 1024), 12, 128), "generation": (4, 2, 8, 16)}
 ROUNDS = 3
 
 
-class Parts:
-    """Runs parts while time remains, and writes all results after each."""
+@dataclass(frozen=True)
+class Rows:
+    """Measures the rows of one part while time remains."""
 
-    def __init__(self, path: Path, shape: str, device: torch.device, deadline: float) -> None:
-        self.path, self.shape, self.device, self.deadline = path, shape, device, deadline
+    results: Results
+    device: torch.device
 
     def __call__(self, name: str, needs: float, call: Callable[[], dict[str, Any]]) -> None:
-        """Run one part, which takes about `needs` seconds, and record its peak memory."""
-        began, left = time.time(), self.deadline - time.time()
+        """Measure one row, which takes about `needs` seconds, and record its peak memory."""
+        began, left = time.time(), self.results.left()
         if needs > left:
-            self._write(
-                name, {"skipped": f"takes about {needs:.0f} s, and {max(left, 0):.0f} s were left"}
-            )
+            skipped = f"takes about {needs:.0f} s, and {left:.0f} s were left"
+            self.results.write(name, {"skipped": skipped})
             return
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
             found = call()
-        except Exception as error:  # a failed part must not stop the others
+        except Exception as error:  # a failed row must not stop the others
             found = {"error": f"{type(error).__name__}: {error}"}
-        self._write(name, found | {"part_seconds": time.time() - began, **self._memory()})
+        memory = self._memory()
+        self.results.write(name, found | {"row_seconds": time.time() - began, **memory})
 
     def _memory(self) -> dict[str, float]:
         if self.device.type != "cuda":
@@ -118,12 +133,6 @@ class Parts:
             "held_gib": torch.cuda.memory_allocated() / 2**30,
             "used_gib": (total - free) / 2**30,
         }
-
-    def _write(self, name: str, found: dict[str, Any]) -> None:
-        known = json.loads(self.path.read_text()) if self.path.exists() else {}
-        known.setdefault(self.shape, {})[name] = found
-        self.path.write_text(json.dumps(known, indent=1) + "\n")
-        print(f"{self.shape} {name}: {json.dumps(found)}", flush=True)
 
 
 def rows(sequences: int, longest: int) -> DataProto:
@@ -171,72 +180,104 @@ def median_seconds(call: Callable[[], object], device: torch.device) -> float:
     return statistics.median(once() for _ in range(ROUNDS))
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Return the device's name and memory, and the FLOP/s of a large matrix product."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    rate = 2 * size**3 / median_seconds(lambda: torch.mm(a, b), device)
+def copy_rates(device: torch.device, size: int) -> dict[str, float]:
+    """Return the bytes per second of copies between host and GPU, from which the limit of a weight
+    sync or an offload follows."""
+    if device.type != "cuda":
+        source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+        return {"copy": size / median_seconds(lambda: target.copy_(source), device)}
+    on_gpu = torch.ones(size, dtype=torch.uint8, device=device)
+    other = torch.empty_like(on_gpu)
+    pageable = torch.ones(size, dtype=torch.uint8)
+    pinned = pageable.pin_memory()
+    pairs = {
+        "gpu_to_gpu": (other, on_gpu),
+        "gpu_to_pageable": (pageable, on_gpu),
+        "gpu_to_pinned": (pinned, on_gpu),
+        "pageable_to_gpu": (on_gpu, pageable),
+        "pinned_to_gpu": (on_gpu, pinned),
+    }
     return {
-        "device": name,
-        "torch": torch.__version__,
-        "peak_flops": PEAKS.get(name),
-        "gemm_flops": rate,
+        name: size / median_seconds(lambda to=to, source=source: to.copy_(source), device)
+        for name, (to, source) in pairs.items()
     }
 
 
-def measure(name: str, args: argparse.Namespace, path: Path, deadline: float) -> None:
-    """Run all parts of one shape."""
-    device, shape, sizes = (
-        torch.device(args.device),
-        SHAPES[name],
-        TINY_SIZES if name == "tiny" else SIZES,
-    )
-    part, cuda = Parts(path, name, device, deadline), device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    dtype, held, known = engine_dtype("auto", device), {}, {}
+def machine(results: Results, device_name: str) -> None:
+    """The part "machine": the device's name, its rate of a large matrix product, and of copies."""
+    row, device = Rows(results, torch.device(device_name)), torch.device(device_name)
+    is_cuda = device.type == "cuda"
 
-    def load() -> dict[str, Any]:
-        folder = model_in(
-            BUILD / f"qwen-{name}", args.device, str(dtype).removeprefix("torch."), **shape
-        )
-        held["model"] = ModelConfig(path=str(folder))
+    def products() -> dict[str, Any]:
+        size, dtype = (8192, torch.bfloat16) if is_cuda else (1024, torch.float32)
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        seconds = median_seconds(lambda: torch.mm(a, b), device)
+        return {**_device(device), "seconds": seconds, "flops": 2 * size**3 / seconds}
+
+    row("matrix product", 5, products)
+    row("copies", 5, lambda: copy_rates(device, (2 << 30) if is_cuda else (64 << 20)))
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"device": name, "torch": torch.__version__, "peak_flops": PEAKS.get(name)}
+
+
+@dataclass
+class Setup:
+    """A shape's model and its trainer, offloaded as in a run."""
+
+    shape: dict[str, Any]
+    sizes: dict[str, tuple]
+    model: ModelConfig
+    trainer: TrainEngine
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.trainer.parameters)
+
+
+def load(row: Rows, name: str) -> Setup | None:
+    """Build a shape's model and trainer as the row "load"; None if that fails."""
+    is_cuda = row.device.type == "cuda"
+    backends = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+    found: list[Setup] = []
+
+    def build() -> dict[str, Any]:
+        shape, dtype = SHAPES[name], engine_dtype("auto", row.device)
+        dtype_name = str(dtype).removeprefix("torch.")
+        folder = model_in(BUILD / f"qwen-{name}", str(row.device), dtype_name, **shape)
+        model = ModelConfig(path=str(folder))
         offload = FSDPConfig(param_offload=True, optimizer_offload=True)
-        held["trainer"] = TrainEngine(
-            held["model"], offload, OptimConfig(lr=1e-6), total_training_steps=1000, device=device
+        trainer = TrainEngine(
+            model, offload, OptimConfig(lr=1e-6), total_training_steps=1000, device=row.device
         )
-        return {"parameters": sum(parameter.numel() for parameter in held["trainer"].parameters)}
+        found.append(Setup(shape, TINY_SIZES if name == "tiny" else SIZES, model, trainer))
+        return {"parameters": found[0].parameters, **_device(row.device)}
 
-    def machine_part() -> dict[str, Any]:
-        known.update(machine(device))
-        return dict(known)
+    row("load", 30, build)
+    return found[0] if found else None
 
-    part("machine", 5, machine_part)
-    part("load", 60, load)
-    if "trainer" not in held:
+
+def training(results: Results, device_name: str, name: str) -> None:
+    """The part "SHAPE-training": updates, log-prob passes, offload and onload."""
+    row, device = Rows(results, torch.device(device_name)), torch.device(device_name)
+    setup = load(row, name)
+    if setup is None:
         return
-    trainer: TrainEngine = held["trainer"]
-    parameters = sum(parameter.numel() for parameter in trainer.parameters)
-    micro_batches, sequences, longest = sizes["training"]
+    trainer = setup.trainer
+    micro_batches, sequences, longest = setup.sizes["training"]
     batch = rows(sequences, longest)
-    tokens, flops = (
-        int(batch.batch["attention_mask"].sum()),
-        forward_flops(shape, parameters, batch),
-    )
+    tokens = int(batch.batch["attention_mask"].sum())
+    flops = forward_flops(setup.shape, setup.parameters, batch)
+    peak = _device(device)["peak_flops"]
 
     def speed(call: Callable[[], object], passes: int) -> dict[str, Any]:
         took = median_seconds(call, device)
         rate = passes * flops / took
-        mfu = {"mfu": rate / known["peak_flops"]} if known.get("peak_flops") else {}
-        return {
-            "seconds": took,
-            "tokens": tokens,
-            "tokens_per_s": tokens / took,
-            "flops": rate,
-            **mfu,
-        }
+        found = {"seconds": took, "tokens": tokens, "tokens_per_s": tokens / took, "flops": rate}
+        return found | ({"mfu": rate / peak} if peak else {})
 
     def update(cut: MicroBatching) -> dict[str, Any]:
         trainer.onload(optimizer=True)
@@ -249,41 +290,43 @@ def measure(name: str, args: argparse.Namespace, path: Path, deadline: float) ->
 
     for most in micro_batches:
         cut = MicroBatching(max_tokens=most)
-        part(f"update, {most} tokens a pass", 40, lambda cut=cut: update(cut))
-        part(f"log-probs, {most} tokens a pass", 20, lambda cut=cut: log_probs(cut))
-
-    def moved() -> dict[str, Any]:
-        trainer.onload(optimizer=True)
-        began = time.perf_counter()
-        trainer.offload()
-        out = time.perf_counter() - began
-        trainer.onload(optimizer=True)
-        found = {"offload_seconds": out, "onload_seconds": time.perf_counter() - began - out}
-        trainer.offload()
-        return found
-
-    part("offload and onload", 20, moved)
-    for engine in args.engines:
-        part(
-            f"engine {engine}",
-            {"hf": 60, "vllm": 120}[engine],
-            lambda engine=engine: generate(engine, held["model"], trainer, dtype, sizes),
-        )
+        row(f"update, {most} tokens a pass", 40, lambda cut=cut: update(cut))
+        row(f"log-probs, {most} tokens a pass", 20, lambda cut=cut: log_probs(cut))
+    row("offload and onload", 20, lambda: moved(trainer))
 
 
-def generate(
-    engine: str,
-    model: ModelConfig,
-    trainer: TrainEngine,
-    dtype: torch.dtype,
-    sizes: dict[str, tuple],
-) -> dict[str, Any]:
+def moved(trainer: TrainEngine) -> dict[str, float]:
+    """Return the seconds of moving parameters and optimizer to the host and back."""
+    trainer.onload(optimizer=True)
+    began = time.perf_counter()
+    trainer.offload()
+    out = time.perf_counter() - began
+    trainer.onload(optimizer=True)
+    back = time.perf_counter() - began - out
+    trainer.offload()
+    return {"seconds": out + back, "offload_seconds": out, "onload_seconds": back}
+
+
+def generation(results: Results, device_name: str, name: str, engine: str) -> None:
+    """The part "SHAPE-ENGINE": start, weight sync, generation, sleep and wake of an engine, and a
+    log-prob pass after it."""
+    row = Rows(results, torch.device(device_name))
+    setup = load(row, name)
+    if setup is not None:
+        needs = {"hf": 60, "vllm": 120}[engine]
+        row(f"engine {engine}", needs, lambda: generate(engine, setup))
+
+
+def generate(engine: str, setup: Setup) -> dict[str, Any]:
     """Start an engine while the trainer is offloaded, sync weights, sample, and put the engine to
     sleep."""
-    prompts, samples, prompt_tokens, new_tokens = sizes["generation"]
+    trainer = setup.trainer
+    dtype = engine_dtype("auto", trainer.device)
+    prompts, samples, prompt_tokens, new_tokens = setup.sizes["generation"]
     trainer.offload()
     rollout, began = RolloutConfig(), time.perf_counter()
-    built = build_engine(engine, model, rollout, prompt_tokens + new_tokens, trainer.device, 0)
+    length = prompt_tokens + new_tokens
+    built = build_engine(engine, setup.model, rollout, length, trainer.device, 0)
     found: dict[str, Any] = {"start_seconds": time.perf_counter() - began}
     try:
         trainer.onload()  # as workers.actor does before an export
@@ -292,46 +335,123 @@ def generate(
             for version in range(3)
         ]
         trainer.offload()
-        ids = torch.randint(
-            3, 128, (prompts, prompt_tokens), generator=torch.Generator().manual_seed(0)
-        ).tolist()
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, 128, (prompts, prompt_tokens), generator=generator).tolist()
         took = median_seconds(lambda: sampled(built, ids, samples, new_tokens), trainer.device)
         began = time.perf_counter()
         built.sleep()
         slept = time.perf_counter()
+        if trainer.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            found["asleep_used_gib"] = (total - free) / 2**30
         built.wake("weights")
         found |= {"sleep_seconds": slept - began, "wake_seconds": time.perf_counter() - slept}
     finally:
         built.close()
+    tokens = prompts * samples * new_tokens
+    median = {key: statistics.median(one[key] for one in syncs) for key in syncs[0]}
     return found | {
-        "sync": {key: statistics.median(one[key] for one in syncs) for key in syncs[0]},
-        "tokens": prompts * samples * new_tokens,
-        "tokens_per_s": prompts * samples * new_tokens / took,
+        "sync": median,
+        "sync_seconds": sum(value for key, value in median.items() if key != "bytes"),
+        "seconds": took,
+        "tokens": tokens,
+        "tokens_per_s": tokens / took,
     }
+
+
+ENGINES = ("hf", "vllm")
+
+
+def all_parts(device: str, seconds: float | None = None) -> dict[str, Part]:
+    """Return every part by name. `seconds` replaces their own time limits."""
+    found = [Part("machine", 90, machine, (device,))]
+    for shape, scale in (("0.5b", 1.0), ("1.5b", 1.5), ("tiny", 0.5)):
+        found.append(Part(f"{shape}-training", 240 * scale, training, (device, shape)))
+        for engine, limit in zip(ENGINES, (180, 320), strict=True):
+            name = f"{shape}-{engine}"
+            found.append(Part(name, limit * scale, generation, (device, shape, engine)))
+    return {part.name: replace(part, seconds=seconds or part.seconds) for part in found}
+
+
+DEFAULT = [name for name in all_parts("cuda") if not name.startswith("tiny")]
+
+
+def summary(results: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a line per row: part, row, seconds, tokens per second, MFU, peak GiB, and what else
+    matters or went wrong."""
+    lines = []
+    for part, part_rows in results.items():
+        for name, row in part_rows.items():
+            if name == "process" and "error" not in row:
+                continue
+            numbers = [
+                format(row[key], form) if row.get(key) is not None else ""
+                for key, form in _COLUMNS.items()
+            ]
+            lines.append((part, name, *numbers, _note(row)))
+    return lines
+
+
+_COLUMNS = {"seconds": ".3f", "tokens_per_s": ",.0f", "mfu": ".1%", "peak_gib": ".2f"}
+HEAD = ("part", "row", "seconds", "tokens/s", "MFU", "peak GiB", "")
+
+
+def _note(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"ERROR {row['error'][:200]}"
+    if "skipped" in row:
+        return f"skipped: {row['skipped']}"
+    notes = []
+    if "parameters" in row:
+        notes.append(f"{row['parameters'] / 1e6:,.1f}M parameters on {row['device']}")
+    elif "flops" in row and "mfu" not in row:
+        notes.append(f"{row['flops'] / 1e12:,.2f} TFLOP/s")
+    if "sync_seconds" in row:
+        rate = row["sync"]["bytes"] / row["sync_seconds"] / 1e9
+        notes.append(f"sync {row['sync_seconds']:.2f} s, {rate:.1f} GB/s")
+    rates = {key: value for key, value in row.items() if "_to_" in key or key == "copy"}
+    notes += [f"{key.replace('_', ' ')} {value / 1e9:.1f} GB/s" for key, value in rates.items()]
+    return ", ".join(notes)
+
+
+def keep_part(part: str, measured: dict[str, Any], path: Path) -> None:
+    """Store a part in results.json, unless all of it failed."""
+    if any("error" not in row for name, row in measured.items() if name != "process"):
+        keep(f"gpu_{part}", {"rows": measured}, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"])
-    parser.add_argument("--engines", nargs="+", choices=("hf", "vllm"), default=["hf", "vllm"])
+    parser.add_argument("--parts", nargs="+", choices=all_parts("cuda"), default=DEFAULT)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=520.0)
+    parser.add_argument("--seconds", type=float, help="time limit of each part instead of its own")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or BUILD))
+    parser.add_argument("--list", action="store_true", help="show the parts and their time limits")
+    parser.add_argument("--take", type=Path, help="store the results of this gpu.json")
     args = parser.parse_args()
+    parts = all_parts(args.device, args.seconds)
+    if args.list:
+        limits = [(name, f"{part.seconds:.0f}") for name, part in parts.items()]
+        show(("part", "seconds at most"), limits)
+        return
+    if args.take:
+        for part, measured in read(args.take).items():
+            keep_part(part, measured, RESULTS)
+        return
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU. Use --device cpu --parts tiny-training tiny-hf")
     args.out.mkdir(parents=True, exist_ok=True)
-    path, began = args.out / "gpu.json", time.time()
+    path = args.out / "gpu.json"
     path.unlink(missing_ok=True)
-    for number, name in enumerate(args.shapes, 1):
-        deadline = began + args.seconds * number / len(args.shapes)
-        process = multiprocessing.get_context("spawn").Process(
-            target=measure, args=(name, args, path, deadline)
-        )
-        process.start()
-        process.join(began + args.seconds - time.time())
-        if process.exitcode is None:
-            process.kill()  # a part hangs; earlier results are already written
+    # A CPU's figures stay out of the published results.
+    kept = RESULTS if args.device == "cuda" else args.out / "results.json"
+    chosen = [parts[name] for name in args.parts]
+    if not importlib.util.find_spec("vllm"):
+        chosen = [part for part in chosen if not part.name.endswith("-vllm")]
+    run_parts(chosen, path, lambda part, measured: keep_part(part, measured, kept))
+    show(HEAD, summary(read(path)))
 
 
 if __name__ == "__main__":

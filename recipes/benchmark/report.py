@@ -12,16 +12,16 @@ from tables import tables
 RESULTS = Path(__file__).resolve().parent / "results.json"
 
 
-def keep(part: str, measured: dict[str, Any]) -> None:
+def keep(part: str, measured: dict[str, Any], path: Path = RESULTS) -> None:
     """Store one part's results and update the summary figures."""
-    parts = read().get("parts", {}) | {part: {"date": time.strftime("%Y-%m-%d"), **measured}}
+    parts = read(path).get("parts", {}) | {part: {"date": time.strftime("%Y-%m-%d"), **measured}}
     results = {**summary(parts), "parts": parts}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def read() -> dict[str, Any]:
+def read(path: Path = RESULTS) -> dict[str, Any]:
     """Return the file's content; empty if it does not exist."""
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 KEYS: dict[str, tuple[str, ...]] = {
@@ -41,6 +41,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "preprocess_rows_per_s": ("data", "preprocess_rows_per_s"),
     "load_rows_per_s": ("data", "load_rows_per_s"),
     "retriever_queries_per_s": ("retriever", "queries_per_s"),
+    "gpu_update_mfu": ("gpu_1.5b-training", "rows", "update, 16384 tokens a pass", "mfu"),
+    "gpu_log_probs_mfu": ("gpu_1.5b-training", "rows", "log-probs, 16384 tokens a pass", "mfu"),
 }
 """Path of each summary figure among the parts."""
 

@@ -17,6 +17,9 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         for name in WORKLOADS
         if f"generation_{name}" in parts
     )
+    on_gpus = {part: found for part, found in parts.items() if part.startswith("gpu_")}
+    if on_gpus:
+        found["gpu"] = _gpu(on_gpus)
     return found | {part: made(parts[part]) for part, made in _TABLES.items() if part in parts}
 
 
@@ -236,6 +239,20 @@ def _retriever(found: dict[str, Any]) -> str:
         ("peak memory", f"{found['peak_mib']:,.0f} MiB"),
     ]
     return table((f"the retriever, {found['passages']:,} passages", ""), rows)
+
+
+def _gpu(found: dict[str, Any]) -> str:
+    lines = []
+    for part, measured in found.items():
+        for name, row in measured["rows"].items():
+            if "seconds" not in row or name == "process":
+                continue
+            shown = [f"{row['seconds']:.3f} s"]
+            shown.append(f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "")
+            shown.append(f"{row['mfu']:.1%}" if "mfu" in row else "")
+            shown.append(f"{row['peak_gib']:.1f}")
+            lines.append((part.removeprefix("gpu_"), name, *shown, measured["date"]))
+    return table(("part", "", "seconds", "tokens/s", "MFU", "peak GiB", "date"), lines)
 
 
 def _library(found: dict[str, Any]) -> str:

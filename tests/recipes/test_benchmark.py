@@ -2,15 +2,10 @@
 
 import importlib
 import json
-import os
 import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.process
 
@@ -109,79 +104,3 @@ def test_sample_lengths(script):
     lengths = script("controller").lengths(8192, 8192)
     assert lengths.min() >= 1 and lengths.max() == 8192
     assert abs((lengths < 1024).mean() - 0.5) < 0.02
-
-
-def test_flops_equal_torch_counts(script):
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    module = script("gpu")
-    shape = module.SHAPES["tiny"]
-    model = Qwen2ForCausalLM(
-        Qwen2Config(tie_word_embeddings=True, attn_implementation="eager", **shape)
-    )
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=torch.zeros(1, 96, dtype=torch.long), use_cache=False)
-    counted = counter.get_flop_counts()["Global"]
-    whole_square = sum(flops for operation, flops in counted.items() if "bmm" in str(operation))
-    expected = sum(counted.values()) - whole_square / 2  # torch also counts masked pairs
-    batch = module.DataProto.from_dict(
-        {"attention_mask": torch.ones(1, 96), "response_mask": torch.ones(1, 96)}
-    )
-    found = module.forward_flops(shape, sum(p.numel() for p in model.parameters()), batch)
-    # forward_flops counts norms and biases (0.7% of the weights) as matrices. torch omits them.
-    assert whole_square > 0.05 * expected and found == pytest.approx(expected, rel=0.01)
-    half = batch.with_batch(response_mask=torch.ones(1, 96) * (torch.arange(96) < 48))
-    assert (
-        found - module.forward_flops(shape, sum(p.numel() for p in model.parameters()), half)
-        == 2 * 128 * 64 * 48
-    )
-
-
-def test_gpu_script_runs_on_a_cpu(tmp_path):
-    command = [
-        sys.executable,
-        BENCHMARK / "gpu.py",
-        "--shapes",
-        "tiny",
-        "--device",
-        "cpu",
-        "--engines",
-        "hf",
-        "--out",
-        tmp_path,
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    parts = json.loads((tmp_path / "gpu.json").read_text())["tiny"]
-    assert list(parts) == [
-        "machine",
-        "load",
-        "update, 256 tokens a pass",
-        "log-probs, 256 tokens a pass",
-        "update, 1024 tokens a pass",
-        "log-probs, 1024 tokens a pass",
-        "offload and onload",
-        "engine hf",
-    ]
-    assert not [name for name, part in parts.items() if "error" in part or "skipped" in part], parts
-    update, engine = parts["update, 256 tokens a pass"], parts["engine hf"]
-    assert update["tokens_per_s"] == pytest.approx(update["tokens"] / update["seconds"])
-    assert engine["sync"]["bytes"] > 4 * parts["load"]["parameters"] and engine["tokens_per_s"] > 0
-
-
-def test_failed_part_does_not_stop_the_others(script, tmp_path):
-    path = tmp_path / "gpu.json"
-    part = script("gpu").Parts(path, "tiny", torch.device("cpu"), time.time() + 50)
-    part("first", 1, lambda: {"seconds": 2})
-    part("long", 60, lambda: pytest.fail("there is no time for it"))
-    part("broken", 1, lambda: {}["missing"])
-    part("last", 1, lambda: {"seconds": 3})
-    found = json.loads(path.read_text())["tiny"]
-    assert found["first"]["seconds"] == 2 and found["last"]["seconds"] == 3
-    assert (
-        found["long"]["skipped"].startswith("takes about 60 s")
-        and found["broken"]["error"] == "KeyError: 'missing'"
-    )
