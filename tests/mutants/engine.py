@@ -24,6 +24,12 @@ SAVED = "tests/engine/test_checkpoint.py"
 ADAPTERS = "tests/engine/test_lora.py"
 
 
+def _torchs_writer(original, self, plan, planner):
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    return HuggingFaceStorageWriter.write_data(self, plan, planner)
+
+
 def _shifted_by_one(original, *args, **kwargs):
     targets = original(*args, **kwargs)
     return dataclasses.replace(targets, labels=targets.labels.roll(1))
@@ -338,6 +344,12 @@ MUTANTS = [
         CHECKPOINT + "_tensors",
         calls(_no_moments),
         (SAVED,),
+    ),
+    Mutant(
+        "a checkpoint copies a rank's shards",
+        CHECKPOINT + "_StreamingWriter.write_data",
+        calls(_torchs_writer),
+        ("tests/engine/test_tensor_file.py",),
     ),
     Mutant(
         "random generators are not restored",

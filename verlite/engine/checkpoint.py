@@ -23,9 +23,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from verlite.engine import lora
+from verlite.engine.tensor_file import TensorFile
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,7 +54,7 @@ def save(
     rank = dist.get_rank()
     with _raise_on_all_ranks(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    writer = HuggingFaceStorageWriter(str(folder / "shards"), save_distributed=True)
+    writer = _StreamingWriter(str(folder / "shards"), save_distributed=True)
     try:
         dcp.save(_tensors(model, optimizer), storage_writer=writer)
     except dcp.CheckpointException as error:
@@ -66,6 +70,45 @@ def save(
                 "optimizer_steps": _step_counts(model, optimizer),
             }
             (folder / "state.json").write_text(json.dumps(state))
+
+
+class _StreamingWriter(HuggingFaceStorageWriter):
+    """Writes the same files as torch's writer, but holds one tensor in host memory at a time. torch
+    collects all of a rank's tensors and then copies them into one bytes object."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards."""
+        results = []
+        if plan.items:
+            offsets = {item.index.fqn: {"saved_offsets": _offsets(item)} for item in plan.items}
+            metadata = {
+                "DCP_SHARDING_INFO": json.dumps(offsets),
+                "DCP_VERSION": "1.0",
+                "format": "pt",
+            }
+            path = Path(self.path, f"shard-{plan.storage_data['shard_index']:05d}.safetensors")
+            header_bytes = len(json.dumps(metadata)) + sum(
+                _HEADER_BYTES + len(json.dumps(item.index.fqn)) for item in plan.items
+            )
+            with TensorFile(path, header_bytes, metadata) as file:
+                for item in plan.items:
+                    data = planner.resolve_data(item)
+                    assert isinstance(data, Tensor)
+                    file.add(item.index.fqn, data)
+                    results.append(WriteResult(item.index, data.nbytes, None))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+_HEADER_BYTES = 256
+"""Space in a file's header for dtype, shape and place of one tensor of up to 8 dimensions."""
+
+
+def _offsets(item: WriteItem) -> list[int]:
+    """Return where a shard begins in the whole tensor."""
+    assert item.tensor_data is not None
+    return list(item.tensor_data.chunk.offsets)
 
 
 def _step_counts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:

@@ -7,7 +7,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -16,9 +15,13 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from verlite.engine import lora
 from verlite.engine.checkpoint import local_part, persistent_buffers
+from verlite.engine.tensor_file import TensorFile
 
 SHARD_BYTES = 5 << 30
 """Maximum size of one safetensors file, unless a single tensor is larger."""
+
+HEADER_BYTES = 128 << 10
+"""Size of a file's header, which is enough for about 800 tensors."""
 
 
 def named_weights(
@@ -84,39 +87,36 @@ def _gather(
 
 
 class _ShardWriter:
-    """Writes a stream of weights as safetensors files of limited size, with one shard in memory at
-    a time."""
+    """Writes a stream of weights as safetensors files of limited size, one tensor at a time."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.total_bytes = 0
-        self._shard: dict[str, Tensor] = {}
-        self._shard_bytes = 0
         self._shard_of: dict[str, int] = {}
         self._count = 0
+        self._open_next()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a weight. Writes the current shard first if the weight does not fit into it."""
-        if self._shard and self._shard_bytes + tensor.nbytes > SHARD_BYTES:
-            self._flush()
-        self._shard[name] = tensor.contiguous()
-        self._shard_bytes += tensor.nbytes
+        """Write a weight, to a new file if it does not fit into the current one."""
+        is_full = self._file.data_bytes + tensor.nbytes > SHARD_BYTES
+        if self._file.names and (is_full or not self._file.has_room(name, tensor)):
+            self._file.close()
+            self._open_next()
+        self._file.add(name, tensor)
+        self._shard_of[name] = self._count
         self.total_bytes += tensor.nbytes
 
-    def _flush(self) -> None:
+    def _open_next(self) -> None:
         self._count += 1
-        save_file(self._shard, self._temporary(self._count), metadata={"format": "pt"})
-        self._shard_of.update(dict.fromkeys(self._shard, self._count))
-        self._shard = {}
-        self._shard_bytes = 0
+        self._file = TensorFile(self._temporary(self._count), HEADER_BYTES, {"format": "pt"})
 
     def _temporary(self, number: int) -> Path:
         return self.folder / f"shard-{number}.tmp"
 
     def finish(self) -> None:
-        """Write the last shard, give all files their final names, and write the index if there are
+        """End the last shard, give all files their final names, and write the index if there are
         several."""
-        self._flush()
+        self._file.close()
         names = ["model.safetensors"]
         if self._count > 1:
             names = [
