@@ -214,6 +214,21 @@ def test_vllm_memory_keys_depend_on_device(material):
     ]
 
 
+@pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
+@pytest.mark.parametrize(
+    ("address", "is_known"), [("10.0.0.1:6379", False), ("auto", False), ("local", True)]
+)
+def test_a_clusters_devices_are_not_known_before_it_is_joined(material, address, is_known):
+    """A driver without a GPU, with trainer.device=auto."""
+    notes = material.load(
+        *VLLM,
+        f"{ROLLOUT}tensor_model_parallel_size=2",
+        f"{ROLLOUT}gpu_memory_utilization=0.4",
+        f"ray_kwargs.ray_init.address={address}",
+    ).notes
+    assert len(notes) == 2 * is_known
+
+
 def test_unusual_sampling_and_loss_settings_have_notes(material):
     (note,) = material.load(f"{ROLLOUT}top_p=0.9", f"{ROLLOUT}top_k=50").notes
     assert f"{ROLLOUT}top_p=0.9 and {ROLLOUT}top_k=50" in note and "log-probs will differ" in note

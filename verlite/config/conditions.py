@@ -114,7 +114,17 @@ def _one_clip_range_is_null(config: Config) -> bool:
 
 
 def _on(device: str) -> Callable[[Config], bool]:
-    return lambda config: plan.resolve_device(config.trainer.device) == device
+    """Return a predicate: the run may be on this kind of device.
+
+    trainer.device=auto takes what a cluster has, which only joining it tells.
+    """
+
+    def may_be(config: Config) -> bool:
+        if config.trainer.device == "auto" and plan.joins_cluster(config):
+            return True
+        return plan.resolve_device(config.trainer.device) == device
+
+    return may_be
 
 
 def _engines_share_devices(config: Config) -> bool:

@@ -7,6 +7,7 @@ in place and the meaning of null is resolved in one place.
 import functools
 import importlib.util
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -650,6 +651,12 @@ def resolve_device(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if machine.visible_gpus() else "cpu"
+
+
+def joins_cluster(config: Config) -> bool:
+    """Return whether the configuration or RAY_ADDRESS names a Ray cluster to join."""
+    address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
+    return bool(address) and address != "local"
 
 
 def resolve_rollout(name: str) -> str:

@@ -1,7 +1,6 @@
 """Placement, devices, engines, sharding and sequence parallelism."""
 
 import difflib
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,8 +43,7 @@ def visible_devices(context: Context) -> Iterator[Problem]:
     """Without a cluster to join, this machine has the devices."""
     trainer = context.config.trainer
     ray_init = context.config.ray_kwargs.ray_init
-    joins = ray_init.address is not None or bool(os.environ.get("RAY_ADDRESS"))
-    if trainer.nnodes > 1 or joins or placed(context) is None:
+    if trainer.nnodes > 1 or plan.joins_cluster(context.config) or placed(context) is None:
         return
     if plan.resolve_device(trainer.device) == "cuda":
         gpus = machine.visible_gpus()
