@@ -133,3 +133,11 @@ def test_nodes_whose_torch_is_for_cpus_are_named(fresh, monkeypatch):
     monkeypatch.setattr(placements, "torch_build", lambda: "cpu")
     with pytest.raises(ResourcesMissing, match=r"127.0.0.1: cpu\n.*trainer.device=cpu"):
         reserve(fresh, {"a": [0]}, devices_per_node=1, kind="cuda")
+
+
+def test_nodes_without_verlite_are_left_to_the_workers_start(fresh, monkeypatch):
+    def missing():
+        raise ModuleNotFoundError("No module named 'verlite'")
+
+    monkeypatch.setattr(placements, "torch_build", missing)
+    assert reserve(fresh, {"a": [0]}, devices_per_node=1, kind="cuda").kind == "cuda"

@@ -303,11 +303,18 @@ def _placement_group(
 def _check_torch(group: Any, chosen_nodes: Sequence[dict[str, Any]], devices_per_node: int) -> None:
     """Ask one task on each node, because its environment may differ from the driver's.
 
+    A node where verlite cannot be imported is left to the workers' start, which reports it.
+
     Raises:
         ResourcesMissing: torch supports only CPUs there.
     """
+    import ray
+
     first_bundles = range(0, len(chosen_nodes) * devices_per_node, devices_per_node)
-    builds = _in_bundles(group, first_bundles, torch_build)
+    try:
+        builds = _in_bundles(group, first_bundles, torch_build)
+    except ray.exceptions.RayTaskError:
+        return
     wrong = [
         f"  {node['NodeManagerAddress']}: {build or 'not installed'}"
         for node, build in zip(chosen_nodes, builds, strict=True)
