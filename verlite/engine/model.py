@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -295,6 +296,10 @@ class HeadedModel(nn.Module):
         super().__init__()
         self.model = model
         self.kind = kind
+        if kind == "lm":
+            # A method of the output embedding, so that FSDP can gather its weight for the call.
+            embedding: Any = model.get_output_embeddings()
+            embedding.token_outputs = MethodType(token_outputs, embedding)
 
     def forward(
         self,
@@ -331,16 +336,11 @@ class HeadedModel(nn.Module):
             _, head = value_head(self.model)
             # Cloned because FSDP warns of views. The dtype is float32, that of the head's weights.
             return {"values": head(hidden).squeeze(-1).clone()}
-        embedding = self.model.get_output_embeddings()
+        embedding: Any = self.model.get_output_embeddings()
         temperature = temperature / logit_scale(self.model.config)
-        log_probs, entropy = token_log_probs(
-            hidden, embedding.weight, labels, temperature, with_entropy=with_entropy
+        outputs: dict[str, Tensor] = embedding.token_outputs(
+            hidden, labels, temperature, with_entropy, with_sum_pi_squared
         )
-        outputs = {"log_probs": log_probs}
-        if entropy is not None:
-            outputs["entropy"] = entropy
-        if with_sum_pi_squared:
-            outputs["sum_pi_squared"] = sum_pi_squared(hidden, embedding.weight, temperature)
         return outputs
 
     def hidden(self, inputs: ModelInputs) -> Tensor:
@@ -439,6 +439,26 @@ class HeadedModel(nn.Module):
         logits = self.model(input_ids=ids[None], use_cache=False).logits[0, predicting]
         log_probs = torch.log_softmax(logits.float(), -1)
         return log_probs.gather(1, ids[-responses:, None]).squeeze(1)
+
+
+def token_outputs(
+    embedding: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    with_sum_pi_squared: bool,
+) -> dict[str, Tensor]:
+    """Return log-probs of `labels` [K], and what else is asked for, from hidden states [K, H]."""
+    log_probs, entropy = token_log_probs(
+        hidden, embedding.weight, labels, temperature, with_entropy=with_entropy
+    )
+    outputs = {"log_probs": log_probs}
+    if entropy is not None:
+        outputs["entropy"] = entropy
+    if with_sum_pi_squared:
+        outputs["sum_pi_squared"] = sum_pi_squared(hidden, embedding.weight, temperature)
+    return outputs
 
 
 def logit_scale(config: PretrainedConfig) -> float:

@@ -5,7 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from verlite.config.schema import FSDPConfig
 from verlite.engine.layers import compile_layer
@@ -80,7 +84,7 @@ def shard(
         "mesh": mesh,
         "reshard_after_forward": config.reshard_after_forward,
     }
-    hf_model = headed.model
+    hf_model: Any = headed.model
     layer_classes = hf_model._no_split_modules or ()
     for module in list(hf_model.modules()):
         if type(module).__name__ in layer_classes:
@@ -91,7 +95,15 @@ def shard(
         _, head = value_head(hf_model)
         float32 = MixedPrecisionPolicy(torch.float32, torch.float32)
         fully_shard(head, mp_policy=float32, **options)
-    # The root module owns the embeddings and the output head. They are needed first and last, so
-    # they stay gathered from forward to backward.
+    # Embeddings and output head are needed first and last, so they stay gathered from forward to
+    # backward. They are far larger than a layer: one group of both would double the buffers of
+    # gradients that are reduced. Tied ones are a single parameter of the root module.
     options["reshard_after_forward"] = False
+    embeddings, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
+    if head is None or head.weight is not embeddings.weight:
+        for module in (embeddings, head):
+            if module is not None:
+                fully_shard(module, mp_policy=policy, **options)
+        if head is not None:
+            register_fsdp_forward_method(head, "token_outputs")
     fully_shard(headed, mp_policy=policy, **options)
