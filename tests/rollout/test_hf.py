@@ -184,6 +184,23 @@ def test_wrong_cache_is_noticed_in_every_dtype(tmp_path, monkeypatch, method, bu
     assert not HFCore(dataclasses.replace(options(path), dtype=dtype))._is_caching
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_cache_must_also_run_in_the_engines_dtype(path, monkeypatch, caplog, fails):
+    """For example, a kernel that a GPU has only for float32."""
+    original = hf.KVCache.attend
+
+    def attend(self, layer, query, *args):
+        if query.dtype != torch.bfloat16:
+            return original(self, layer, query, *args)
+        if fails:
+            raise RuntimeError("no kernel is available")
+        return original(self, layer, query, *args) * torch.nan
+
+    monkeypatch.setattr(hf.KVCache, "attend", attend)
+    assert not HFCore(dataclasses.replace(options(path), dtype=torch.bfloat16))._is_caching
+    assert ("no kernel is available" if fails else "bfloat16 are not finite") in caplog.text
+
+
 def test_cached_bfloat16_is_as_exact_as_whole_sequences(path, monkeypatch):
     """Both against float64 with the same rounded weights."""
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).double().eval()
