@@ -18,6 +18,7 @@ from tests.engine import programs
 from tests.engine.batches import engine, ragged_batch
 from tests.engine.ranks import Ranks
 from tests.models import tiny_model
+from verlite.engine.checkpoint import local_part
 from verlite.engine.fsdp import NonFiniteError
 from verlite.engine.micro import MicroBatching
 
@@ -222,20 +223,41 @@ def test_passes_leave_no_gathered_parameters_or_gradients(
     assert left() == [] and subject.fingerprint() and left() == []
 
 
-def test_offload_does_not_change_results(tiny_qwen2: str) -> None:
-    """On a CPU both are the same memory; this proves that the calls may come at any time."""
-    histories = []
-    for offload in (False, True):
+@pytest.mark.parametrize("lora", [{}, programs.LORA])
+def test_offload_moves_every_shard_into_one_locked_piece_and_changes_no_result(
+    tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any]
+) -> None:
+    """The test treats this CPU as a device with its own memory. Export, fingerprint and checkpoint
+    work while the model is away."""
+    locked: list[tuple[int, int]] = []
+
+    def note(memory: torch.Tensor, device: torch.device) -> None:
+        locked.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+
+    monkeypatch.setattr("verlite.engine.offload._lock_pages", note)
+    results = []
+    for is_device in (False, True):
+        monkeypatch.setattr("verlite.engine.fsdp.has_own_memory", lambda _, x=is_device: x)
         subject = engine(
-            tiny_qwen2, train=True, lr=1e-2, param_offload=True, optimizer_offload=True
+            tiny_qwen2, train=True, lr=1e-2, param_offload=True, optimizer_offload=True, **lora
         )
+        states = subject.optimizer.state
+
+        def shards(subject: Any = subject, states: Any = states) -> list[torch.Tensor]:
+            moments = [t for p in subject.parameters for t in states[p].values()]
+            return [local_part(t) for t in [*subject.model.parameters(), *moments]]
+
         for _ in range(2):
-            if offload:
-                subject.onload(parameters=True, optimizer=True)
+            subject.offload()
+            if is_device:
+                assert all(any(a <= t.data_ptr() < b for a, b in locked) for t in shards())
+            away = (subject.fingerprint(), {n: w.clone() for n, w in subject.export()})
+            subject.onload(parameters=True, optimizer=True)
+            assert not any(a <= t.data_ptr() < b for a, b in locked for t in shards())
+            assert away[0] == subject.fingerprint()
             metrics = subject.update(
                 ragged_batch(), MicroBatching(size=8), 1.0, programs.weighted_loss("token-mean")
             )
-            if offload:
-                subject.offload()
-        histories.append((metrics, subject.fingerprint()))
-    assert histories[0] == histories[1]
+        results.append((metrics, away[0], away[1].keys(), subject.fingerprint()))
+    assert results[0] == results[1]
+    assert len(locked) == 2, "parameters and moments, each once"

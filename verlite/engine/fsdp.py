@@ -7,7 +7,7 @@ be initialized.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from verlite.engine.folder import load_config
 from verlite.engine.layers import checkpoint_layers
 from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model_inputs
 from verlite.engine.model import HeadedModel
+from verlite.engine.offload import HostMemory, has_own_memory
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
 from verlite.protocol.data import DataProto
 from verlite.weights.fingerprint import combine, fingerprint
@@ -57,6 +58,9 @@ whose name ends in _max are combined by their maximum instead.
 _FROZEN = "frozen_weights"
 """Key of the frozen weights' fingerprint in a checkpoint. Older checkpoints have one of another
 hash under "frozen", which cannot be compared."""
+
+
+_Move = Callable[[Mapping[Any, Tensor]], dict[Any, Tensor]]
 
 
 class NonFiniteError(RuntimeError):
@@ -110,6 +114,8 @@ class TrainEngine:
         self._self_check()
         self.parameters = [parameter for _, parameter in lora.trained(self.model.model)]
         self.optimizer = None if optim is None else build_adamw(self.parameters, optim)
+        self._host_parameters = HostMemory(self.device)
+        self._host_optimizer = HostMemory(self.device)
         self.schedule_step = 0
         self._has_updated = False  # since the last step of the schedule
         self._nonfinite_in_a_row = 0
@@ -517,36 +523,38 @@ class TrainEngine:
 
     def onload(self, parameters: bool = True, optimizer: bool = False) -> None:
         """Move parameters and/or optimizer state to the device, if they are not there already."""
-        if parameters:
-            self._move_parameters(self.device)
-        if optimizer:
-            self._move_optimizer(self.device)
+        if parameters and self._host_parameters.is_holding:
+            self._replace_parameters(self._host_parameters.onload)
+        if optimizer and self._host_optimizer.is_holding:
+            self._replace_optimizer_state(self._host_optimizer.onload)
 
     def offload(self) -> None:
-        """Move what fsdp_config.param_offload and optimizer_offload select to host memory, and free
-        it on the device.
+        """Move what fsdp_config.param_offload and optimizer_offload select to page-locked host
+        memory, and free it on the device. On a CPU it does nothing.
 
-        Passes leave no gathered parameters or gradients, so nothing else of the model is on the
-        device then.
+        Passes leave no gathered parameters or gradients, so nothing else of the model but its
+        buffers is on the device then.
         """
-        if self.fsdp_config.param_offload:
-            self._move_parameters(torch.device("cpu"))
-        if self.fsdp_config.optimizer_offload:
-            self._move_optimizer(torch.device("cpu"))
+        if not has_own_memory(self.device):
+            return
+        if self.fsdp_config.param_offload and not self._host_parameters.is_holding:
+            self._replace_parameters(self._host_parameters.offload)
+        if self.fsdp_config.optimizer_offload and not self._host_optimizer.is_holding:
+            self._replace_optimizer_state(self._host_optimizer.offload)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _move_parameters(self, device: torch.device) -> None:
-        if self.parameters[0].device.type != device.type:
-            self.model.to(device)
+    def _replace_parameters(self, move: _Move) -> None:
+        moved = move({id(p): p for p in self.model.parameters()})
+        # What Module.to calls. FSDP's version makes its groups use the new shards.
+        self.model._apply(lambda tensor: moved.get(id(tensor), tensor))
 
-    def _move_optimizer(self, device: torch.device) -> None:
+    def _replace_optimizer_state(self, move: _Move) -> None:
         states = self.optimizer.state.values() if self.optimizer else ()
-        for state in states:
-            for name, tensor in state.items():
-                state[name] = tensor.to(device, non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        moved = move({(i, name): t for i, s in enumerate(states) for name, t in s.items()})
+        for i, state in enumerate(states):
+            for name in state:
+                state[name] = moved[i, name]
 
 
 def _combine(name: str, a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,119 @@
+"""Host memory for tensors that leave the device between passes.
+
+The memory is page-locked, which a GPU copies to and from several times faster than other memory. It
+is allocated once, in one piece of the exact size, because locking pages is slow and torch's own
+allocator of page-locked memory rounds sizes up to powers of two.
+"""
+
+import logging
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+log = logging.getLogger(__name__)
+
+_ALIGNMENT = 64  # bytes between the starts of tensors
+
+
+class HostMemory:
+    """Holds copies of the same tensors each time they leave the device.
+
+    Attributes:
+        is_holding: the tensors are in host memory.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.is_holding = False
+        self._places: dict[Any, Tensor] = {}
+
+    def offload(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+        """Return copies of the tensors in host memory, sharded like them. The names, shapes and
+        dtypes must be the same in every call."""
+        if not self._places:
+            self._places = _places(tensors, self.device)
+        for name, tensor in tensors.items():
+            self._places[name].copy_(_local(tensor), non_blocking=True)
+        _synchronize(self.device)
+        self.is_holding = True
+        return {name: _like(tensor, self._places[name]) for name, tensor in tensors.items()}
+
+    def onload(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+        """Return copies of offloaded tensors on the device."""
+        copies = {}
+        for name, tensor in tensors.items():
+            local = torch.empty_like(_local(tensor), device=self.device)
+            copies[name] = _like(tensor, local.copy_(_local(tensor), non_blocking=True))
+        _synchronize(self.device)
+        self.is_holding = False
+        return copies
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Return True if the device's memory is not the host's."""
+    return device.type != "cpu"
+
+
+def _places(tensors: Mapping[Hashable, Tensor], device: torch.device) -> dict[Hashable, Tensor]:
+    """Return a tensor in page-locked memory for the local part of each tensor."""
+    local = {name: _local(tensor) for name, tensor in tensors.items()}
+    memory = torch.empty(_total(local.values()), dtype=torch.uint8)
+    _lock_pages(memory, device)
+    places: dict[Hashable, Tensor] = {}
+    start = 0
+    for name, tensor in local.items():
+        piece = memory[start : start + tensor.nbytes]
+        places[name] = piece.view(tensor.dtype).view(tensor.shape)
+        start += _aligned(tensor.nbytes)
+    return places
+
+
+def _total(tensors: Iterable[Tensor]) -> int:
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _lock_pages(memory: Tensor, device: torch.device) -> None:
+    """Lock the memory's pages for copies to and from a GPU, as long as the process lives."""
+    if device.type != "cuda" or not memory.nbytes:
+        return
+    try:
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+    except (RuntimeError, AttributeError) as error:
+        log.warning(
+            "offload is slower than it could be: %.1f GiB of host memory cannot be page-locked "
+            "(%s). Raise the limit of locked memory (ulimit -l)",
+            memory.nbytes / 2**30,
+            error,
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return `local` as this rank's part of a tensor that is sharded like `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
