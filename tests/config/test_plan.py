@@ -206,14 +206,10 @@ def test_tensor_parallel_engines(material):
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     ).config
-    assert (
-        make_plan(config, device="cuda").tensor_parallel,
-        make_plan(config, device="cuda").engines,
-    ) == (2, 4)
-    assert (
-        make_plan(config, device="cpu").tensor_parallel,
-        make_plan(config, device="cpu").engines,
-    ) == (1, 8)
+    for device in ("cuda", "cpu"):
+        plan = make_plan(config, device=device)
+        assert (plan.tensor_parallel, plan.engines) == (2, 4)
+        assert plan.weights.devices[1] == (2, 3)
 
 
 def test_validation_schedule(material):

@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     Mutant(
         "the exported copy is never freed",
-        ACTOR + "ActorWorker.release_export",
+        ACTOR + "ActorWorker.release_weights",
         does_nothing,
         (SAMPLES,),
     ),

@@ -231,8 +231,8 @@ inner, first = weights.sync_weights, []
 class Stale:
     def __init__(self, actor): self.actor = actor
     def __getattr__(self, name): return getattr(self.actor, name)
-    def export_weights(self):
-        fresh = self.actor.export_weights()
+    def offer_weights(self, version):
+        fresh = self.actor.offer_weights(version)
         first.append(fresh[0].fingerprint)
         wrong = len(first) == 2
         return [dataclasses.replace(e, fingerprint=e.fingerprint + wrong) for e in fresh]
@@ -248,7 +248,7 @@ ppo.sync_weights = faulty
     assert run.wait() == 1, run.text()
     assert "error: rollout rank 0 failed in load_weights" in run.text()
     assert "fingerprint" in run.text()
-    assert "release_export" not in run.text()
+    assert "release_weights" not in run.text()
     run.assert_nothing_left()
     new = set(os.listdir("/dev/shm")) - shm
     assert not {name for name in new if name.startswith("verlite")}

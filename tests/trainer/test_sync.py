@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.trainer.test_stages import fake_run
+from verlite.config.weight_routes import weight_routes
 from verlite.trainer.stages.weights import sync_weights
 
 
@@ -19,27 +20,30 @@ class Calls(list):
             self.book.append((self.name, method, *arguments))
             if method == self.fails:
                 raise RuntimeError(method)
-            return EXPORTED if method == "export_weights" else None
+            return ANSWERS.get(method)
 
         return call
 
 
-EXPORTED = [SimpleNamespace(bytes=7)]
+OFFERS = [SimpleNamespace(version=4)]
+EXPORTED = [SimpleNamespace(bytes=7), SimpleNamespace(bytes=0)]
+ANSWERS = {"offer_weights": OFFERS, "publish_weights": EXPORTED}
 IN_ORDER = [
-    ("actor", "export_weights"),
-    ("rollout", "load_weights", EXPORTED, 4),
-    ("actor", "release_export"),
+    ("actor", "offer_weights", 4),
+    ("actor", "publish_weights", OFFERS[0]),
+    ("rollout", "load_weights", OFFERS[0], EXPORTED),
+    ("actor", "release_weights"),
 ]
 
 
 def synced(fails=None):
     book = []
-    return book, fake_run(
-        actor=Calls(book, "actor"), rollout=Calls(book, "rollout", fails), version=3
-    )
+    run = fake_run(actor=Calls(book, "actor"), rollout=Calls(book, "rollout", fails), version=3)
+    run.plan.weights = weight_routes([0], [0], 1, 1, "auto")
+    return book, run
 
 
-def test_weight_sync_exports_loads_and_then_releases_the_copy():
+def test_weight_sync_publishes_loads_and_then_releases_the_copy():
     book, run = synced()
     sync_weights(run)
     assert book == IN_ORDER
@@ -50,4 +54,4 @@ def test_a_failed_weight_sync_does_not_change_the_version():
     book, run = synced("load_weights")
     with pytest.raises(RuntimeError, match="load_weights"):
         sync_weights(run)
-    assert run.version == 3 and book == IN_ORDER[:2]
+    assert run.version == 3 and book == IN_ORDER[:3]

@@ -1,73 +1,55 @@
-"""Buckets in shared memory."""
+"""Buckets: their sizes, their bytes, and files that are mapped."""
 
-import os
-from pathlib import Path
-
-import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
-from verlite.weights.buckets import read_buckets, write_buckets
+from verlite.weights.buckets import BucketFiles, fill, header_of, in_buckets, views
+from verlite.weights.shared_memory import MemoryFiles
+
+NAMED = [
+    ("model.embed.weight", torch.randn(50, 8)),
+    ("big", torch.randn(4000)),
+    ("half", torch.randn(3, 5).to(torch.bfloat16)),
+    ("scalar", torch.tensor(3.0)),
+    ("transposed", torch.randn(6, 4).t()),
+    ("counts", torch.arange(5)),
+    ("flags", torch.tensor([True, False])),
+    ("after odd bytes", torch.randn(2)),
+]
 
 
-def test_buckets_return_every_tensor_in_order():
-    torch.manual_seed(6)
-    named = [
-        ("model.embed.weight", torch.randn(50, 8)),
-        ("big", torch.randn(4000)),
-        ("half", torch.randn(3, 5).to(torch.bfloat16)),
-        ("scalar", torch.tensor(3.0)),
-        ("transposed", torch.randn(6, 4).t()),
-        ("counts", torch.arange(5)),
-        ("flags", torch.tensor([True, False])),
-    ]
-    buckets = write_buckets(iter(named), bucket_bytes=2000)
-    assert len(buckets.paths) > 2 and buckets.bytes == sum(
-        os.stat(path).st_size for path in buckets.paths
-    )
-    back = list(read_buckets(buckets.paths))
-    assert [name for name, _ in back] == [name for name, _ in named]
-    for (_, sent), (_, got) in zip(named, back, strict=True):
+def assert_equal(found, expected=NAMED):
+    found = list(found)
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (_, got), (_, sent) in zip(found, expected, strict=True):
         assert got.dtype == sent.dtype and got.shape == sent.shape and torch.equal(got, sent)
-    assert set(load_file(buckets.paths[0])) == {"model.embed.weight"}, (
-        "the files are ordinary safetensors files"
-    )
 
 
-def test_bucket_sizes_are_bounded_and_empty_buckets_are_not_written():
+def test_buckets_keep_order_and_size():
     named = [(f"w{i}", torch.zeros(100)) for i in range(10)]
-    assert len(write_buckets(named, bucket_bytes=800).paths) == 5
-    assert len(write_buckets(named, bucket_bytes=1).paths) == 10
-    assert write_buckets([], bucket_bytes=800).paths == []
+    assert [len(bucket) for bucket in in_buckets(named, 800)] == [2] * 5
+    assert [len(bucket) for bucket in in_buckets(named, 1000)] == [2] * 5
+    assert [len(bucket) for bucket in in_buckets(named, 1)] == [1] * 10
+    assert list(in_buckets([], 800)) == []
 
 
-def test_mapped_tensors_stay_readable_after_their_buckets_are_closed():
-    buckets = write_buckets([("w", torch.arange(10.0))], 1 << 20)
-    ((_, tensor),) = read_buckets(buckets.paths)
-    buckets.close()
-    assert tensor.sum() == 45
-    assert not any(Path(path).exists() for path in buckets.paths)
+def test_a_filled_payload_is_a_safetensors_file_and_views_return_its_tensors():
+    header, size = header_of(NAMED)
+    payload = torch.full((size,), 7, dtype=torch.uint8)
+    fill(payload, NAMED)
+    assert_equal(views(header, payload))
+    parsed = load(header + payload.numpy().tobytes())
+    assert_equal((name, parsed[name]) for name, _ in NAMED)
+    assert len(header) % 64 == 0
 
 
-def test_a_failure_while_writing_leaves_no_files():
-    def broken():
-        yield "v", torch.arange(10.0)
-        yield "w", torch.arange(10.0)  # now the first bucket is written
-        raise ZeroDivisionError
-
-    before = sorted(os.listdir("/proc/self/fd"))
-    with pytest.raises(
-        ZeroDivisionError
-    ) as caught:  # the traceback would keep unreleased mappings alive
-        write_buckets(broken(), 1)
-    assert caught.value and sorted(os.listdir("/proc/self/fd")) == before
-
-
-def test_without_memory_files_a_private_folder_is_used(monkeypatch, tmp_path):
-    monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    buckets = write_buckets([("w", torch.arange(10.0)), ("v", torch.ones(3))], 1)
-    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o700]
-    assert [name for name, _ in read_buckets(buckets.paths)] == ["w", "v"]
-    buckets.close()
-    assert not list(tmp_path.iterdir())
+def test_bucket_files_are_mapped_anew_in_each_iteration():
+    files = MemoryFiles()
+    for bucket in in_buckets(NAMED, 2000):
+        files.add(bucket)
+    assert len(files.paths) > 2
+    assert set(load_file(files.paths[0])) == {"model.embed.weight"}
+    mapped = BucketFiles(tuple(files.paths))
+    assert_equal(mapped)
+    assert_equal(mapped)
+    files.close()

@@ -1,6 +1,8 @@
 """Weight transfer from actor to rollout workers, and generated samples, with fake engines."""
 
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -8,83 +10,166 @@ import torch
 
 from tests.models import tiny_tokenizer
 from verlite.config.schema import Config, DataConfig
+from verlite.config.weight_routes import weight_routes
 from verlite.envs.factory import EnvFactory
 from verlite.envs.step import Step, ToolError, encode_text
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Completion, Sampling
 from verlite.workers import rollout as rollouts
-from verlite.workers.actor import ActorWorker, Export
+from verlite.weights.collective import Sender
+from verlite.weights.fingerprint import fingerprint
+from verlite.weights.transport import Export
+from verlite.workers.actor import ActorWorker
 from verlite.workers.rollout import RolloutWorker
 
 WEIGHTS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2))]
+CPU = torch.device("cpu")
 
 
-class OnNode:
-    node_id = "here"
+class OnCpu:
+    device = CPU
 
 
-class Actor(OnNode, ActorWorker):
+class Actor(OnCpu, ActorWorker):
     """An actor worker without Ray."""
 
 
-class Rollout(OnNode, RolloutWorker):
+class Rollout(OnCpu, RolloutWorker):
     """A rollout worker without Ray."""
 
 
-def exporter(local_rank: int) -> tuple[Actor, list]:
-    """Return one rank of an actor, and the list of calls to its engine."""
-    calls = []
-    actor = Actor.__new__(Actor)
-    actor.local_rank = local_rank
-    actor._exported = None
-    actor.engine = SimpleNamespace(
+def plan(actor, rollout, transport="auto"):
+    """Return the part of a plan that a weight sync reads: two devices a node."""
+    routes = weight_routes(actor, rollout, 1, 2, transport)
+    return SimpleNamespace(
+        rollout_dtype="bfloat16",
+        placement={"actor": actor, "rollout": rollout},
+        devices_per_node=2,
+        weights=routes,
+    )
+
+
+def config(folder="unused"):
+    rollout = SimpleNamespace(sync_bucket_mb=1)
+    return SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(rollout=rollout),
+        trainer=SimpleNamespace(default_local_dir=str(folder)),
+    )
+
+
+def actors(routes, settings):
+    """Return the ranks of an actor, and the calls to the engine of each."""
+    ranks = []
+    for rank in range(len(routes.placement["actor"])):
+        actor = Actor.__new__(Actor)
+        actor.rank, actor.plan, actor.config = rank, routes, settings
+        actor._memory_files = actor._publisher = actor._sender = None
+        if rank == 0 and routes.weights.receivers:
+            actor._sender = Sender("127.0.0.1", len(routes.weights.receivers), CPU, 30)
+        actor.calls = []
+        actor.engine = trainer_engine(actor.calls)
+        ranks.append(actor)
+    return ranks
+
+
+def trainer_engine(calls):
+    def export(dtype, snapshot, target):
+        calls.append(("gathers for", target))
+        for name, tensor in WEIGHTS:
+            if target is not None:
+                yield name, tensor.to(dtype)
+
+    return SimpleNamespace(
         onload=lambda: calls.append("onload"),
         offload=lambda: calls.append("offload"),
-        export=lambda dtype, snapshot: (
-            (name, calls.append(name) or tensor.to(dtype)) for name, tensor in WEIGHTS
-        ),
-        fingerprint=lambda dtype: ("fingerprint in", dtype),
+        export=export,
+        fingerprint=lambda dtype: fingerprint(WEIGHTS, dtype),
     )
-    actor.config = SimpleNamespace(
-        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(sync_bucket_mb=1))
-    )
-    actor.plan = SimpleNamespace(rollout_dtype="bfloat16")
-    return actor, calls
 
 
-def test_one_rank_per_node_writes_weights_in_the_engines_dtype():
-    first, first_calls = exporter(0)
-    second, second_calls = exporter(1)
-    exports = [first.export_weights(), second.export_weights()]
-    assert second_calls == first_calls == ["onload", "a", "b", "offload"], (
-        "every rank takes part in gathering, and offloads its weights afterwards"
-    )
-    assert [bool(e.paths) for e in exports] == [True, False] and exports[1].bytes == 0 < exports[
-        0
-    ].bytes
-    assert all(e.fingerprint == ("fingerprint in", torch.bfloat16) for e in exports)
+def engine_workers(routes, settings):
+    """Return the engines' workers. Each records the weights that it loads."""
+    ranks = []
+    for rank in range(len(routes.placement["rollout"])):
+        rollout = Rollout.__new__(Rollout)
+        rollout.rank, rollout.plan, rollout.config = rank, routes, settings
+        rollout._receiver = rollout._received = None
+        rollout.calls = calls = []
 
-    calls = []
-    rollout = Rollout.__new__(Rollout)
-    rollout.engine = SimpleNamespace(
-        wake=calls.append,
-        load_weights=lambda named, version, found: calls.append((dict(named), version, found)),
-    )
-    elsewhere = Export("there", ["/nowhere"], 1, 0)
-    rollout.load_weights([elsewhere, *exports[::-1]], 5)
-    ((named, version, found),) = (call for call in calls if isinstance(call, tuple))
-    assert calls == ["weights", (named, version, found), "kv_cache"], (
-        "the KV cache is allocated after the weights are loaded"
-    )
-    assert (version, found) == (5, ("fingerprint in", torch.bfloat16))
-    assert all(torch.equal(named[name], tensor.bfloat16()) for name, tensor in WEIGHTS)
-    with pytest.raises(RuntimeError, match="no actor rank on node here"):
-        rollout.load_weights([elsewhere, exports[1]], 6)
+        def load(named, version, expected, calls=calls):
+            loaded = [(name, tensor.clone()) for name, tensor in named]
+            assert fingerprint(loaded, torch.bfloat16) == expected
+            calls.append((version, dict(loaded)))
 
-    first.release_export()
-    first.release_export()
-    assert first._exported is None
+        rollout.engine = SimpleNamespace(wake=calls.append, load_weights=load)
+        ranks.append(rollout)
+    return ranks
+
+
+def sync(trainer, engines, version):
+    """Do what trainer.stages.weights does, with a thread for each process."""
+    offers = [actor.offer_weights(version) for actor in trainer]
+    with ThreadPoolExecutor(8) as pool:
+        publishing = [pool.submit(actor.publish_weights, offers[0]) for actor in trainer]
+        fetching = [pool.submit(engine.fetch_weights, offers) for engine in engines]
+        exports = [future.result(30) for future in [*publishing, *fetching]]
+    for engine in engines:
+        engine.load_weights(offers[0], exports)
+    for worker in [*trainer, *engines]:
+        worker.release_weights()
+    return exports
+
+
+PLACES = {
+    "one node": ([0, 1], [0, 1], "auto"),
+    "another node": ([0, 1], [2, 3], "auto"),
+    "both": ([0, 1], [1, 2], "auto"),
+    "the same device": ([0, 1], [0, 1], "cuda_ipc"),
+    "a folder": ([0, 1], [2, 4], "files"),
+    "broadcast": ([0, 1], [0, 2, 3], "collective"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_engine_gets_the_weights_wherever_it_is(place, tmp_path):
+    routes, settings = plan(*PLACES[place]), config(tmp_path)
+    trainer, engines = actors(routes, settings), engine_workers(routes, settings)
+    for version in (5, 6):
+        exports = sync(trainer, engines, version)
+        assert max(export.bytes for export in exports) == 2 * (6 + 4)
+        for engine in engines:
+            *_, (loaded_version, loaded), last = engine.calls
+            assert engine.calls[-3] == "weights" and last == "kv_cache"
+            assert loaded_version == version
+            assert all(torch.equal(loaded[name], t.bfloat16()) for name, t in WEIGHTS)
+    for actor in trainer:
+        assert actor.calls[0] == "onload" and actor.calls[-1] == "offload"
+        if actor._sender:
+            actor._sender.abort()
+
+
+def test_ranks_that_only_help_to_gather_keep_nothing():
+    routes = plan([0, 1], [0, 1])
+    trainer = actors(routes, config())
+    exports = [actor.publish_weights(actor.offer_weights(1)) for actor in trainer]
+    assert [actor.calls[1] for actor in trainer] == [("gathers for", CPU), ("gathers for", None)]
+    assert [bool(export.paths) for export in exports] == [True, False]
+    trainer[0].release_weights()
+    assert trainer[0]._memory_files is None
+    assert not any(os.path.exists(path) for path in exports[0].paths)
+
+
+def test_an_engine_reads_the_copy_of_its_own_node():
+    routes = plan([0, 2], [0, 2])
+    trainer, engines = actors(routes, config()), engine_workers(routes, config())
+    offers = [actor.offer_weights(1) for actor in trainer]
+    first, second = (actor.publish_weights(offers[0]) for actor in trainer)
+    assert (first.node, second.node) == (0, 1)
+    engines[1].load_weights(offers[0], [Export(0, ("/nowhere",), 20), second])
+    assert [call[0] for call in engines[1].calls if isinstance(call, tuple)] == [1]
+    with pytest.raises(ValueError):
+        engines[1].load_weights(offers[0], [first])
 
 
 def test_engines_sleep_until_the_first_sync(tmp_path, monkeypatch):

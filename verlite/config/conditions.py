@@ -127,11 +127,6 @@ def _on(device: str) -> Callable[[Config], bool]:
     return may_be
 
 
-def _engines_share_devices(config: Config) -> bool:
-    alone = config.actor_rollout_ref.rollout.tensor_model_parallel_size <= 1
-    return alone or _on("cuda")(config)
-
-
 def _validates_early(config: Config) -> bool:
     return not config.trainer.val_only or config.trainer.val_before_train
 
@@ -147,7 +142,6 @@ PREDICATES: dict[str, Callable[[Config], bool]] = {
     VLLM: lambda config: plan.resolve_rollout(config.actor_rollout_ref.rollout.name) != "hf",
     GPU: _on("cuda"),
     "the run is on CPUs": _on("cpu"),
-    "the run is on GPUs (on CPUs each slot has its own engine)": _engines_share_devices,
     "the reference has its own worker": lambda config: not plan.reference_is_actor(config),
     "a pass counts samples (use_dynamic_bsz=false)": _any_by_count,
     "a pass fills micro-batches by tokens (use_dynamic_bsz=true)": _any_by_tokens,

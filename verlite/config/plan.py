@@ -15,6 +15,7 @@ from verlite.config import catalog, correction, machine
 from verlite.config.correction import RolloutCorrection
 from verlite.config.placement import parse, ranges
 from verlite.config.schema import Config, ModelConfig
+from verlite.config.weight_routes import WeightRoutes, weight_routes
 
 ROLES = ("actor", "rollout", "ref", "critic")
 """Every role that can have devices. Rewards run in host processes and need none."""
@@ -146,9 +147,11 @@ class Plan:
     rollout_name: str
     """"vllm" or "hf"."""
     tensor_parallel: int
-    """Devices per engine. 1 for hf, and on CPUs, where each slot has its own engine."""
+    """Devices per engine. 1 for hf."""
     engines: int
     """Copies of the model that generate."""
+    weights: WeightRoutes
+    """How each engine gets the trainer's weights."""
     max_model_len: int
     """Longest sequence in tokens."""
     train_dtype: str
@@ -231,6 +234,7 @@ class Plan:
         count = _count(self.engines, "engine")
         engines = f"{self.rollout_name}, {count}, {per_engine}, {self.rollout_dtype}"
         lines.append(("rollout", f"{engines}, sequences up to {self.max_model_len} tokens"))
+        lines.append(("weight sync", str(self.weights)))
         if self.turns:
             lines.append(("turns", self.turns))
         lines.append(("training", f"{self.device}, FSDP2, compute in {self.train_dtype}"))
@@ -271,7 +275,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         **_forward_passes(config, shared),
         **_algorithm(config, actor),
         **_lengths(config),
-        **_engine(config, device, len(where["placement"]["rollout"])),
+        **_engine(config, device, where["placement"]),
         **_run(config, count_rows),
         choices=_words(config),
     )
@@ -431,16 +435,22 @@ def _lengths(config: Config) -> dict[str, Any]:
     }
 
 
-def _engine(config: Config, device: str, devices: int) -> dict[str, Any]:
+def _engine(config: Config, device: str, placement: dict[str, list[int]]) -> dict[str, Any]:
     """Return the fields about the rollout engines and dtypes."""
     rollout = config.actor_rollout_ref.rollout
     name = resolve_rollout(rollout.name)
-    several = name == "vllm" and device == "cuda"
-    size = rollout.tensor_model_parallel_size if several else 1
+    size = tensor_parallel(config)
     return {
         "rollout_name": name,
         "tensor_parallel": size,
-        "engines": devices // size,
+        "engines": len(placement["rollout"]) // size,
+        "weights": weight_routes(
+            placement["actor"],
+            placement["rollout"],
+            size,
+            config.trainer.n_gpus_per_node,
+            rollout.weight_transport,
+        ),
         "train_dtype": resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device),
         "rollout_dtype": resolve_dtype(rollout.dtype, device),
     }
@@ -657,6 +667,13 @@ def joins_cluster(config: Config) -> bool:
     """Return whether the configuration or RAY_ADDRESS names a Ray cluster to join."""
     address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
     return bool(address) and address != "local"
+
+
+def tensor_parallel(config: Config) -> int:
+    """Return the devices per rollout engine. The hf engine uses one."""
+    rollout = config.actor_rollout_ref.rollout
+    is_vllm = resolve_rollout(rollout.name) == "vllm"
+    return rollout.tensor_model_parallel_size if is_vllm else 1
 
 
 def resolve_rollout(name: str) -> str:

@@ -16,6 +16,7 @@ from omegaconf import MISSING
 from verlite.config import catalog
 from verlite.config.correction import PRESETS
 from verlite.config.facts import key, section
+from verlite.config.weight_routes import TRANSPORTS
 
 Files = Annotated[Any, "a file or a list of files"]
 Modules = Annotated[Any, "a list of module names, or a regular expression"]
@@ -568,9 +569,9 @@ class RolloutConfig:
     )
     tensor_model_parallel_size: int = key(
         1,
-        "vLLM: devices that share one copy of the model.",
+        "vLLM: devices that share one copy of the model. On CPUs a process for each slot.",
         bound=">= 1",
-        used_when=(VLLM, "the run is on GPUs (on CPUs each slot has its own engine)"),
+        used_when=VLLM,
     )
     gpu_memory_utilization: float = key(
         0.5,
@@ -650,6 +651,15 @@ class RolloutConfig:
     )
     val_kwargs: ValKwargs = section(
         ValKwargs, "Sampling during validation.", used_when=GIVEN_VALIDATION
+    )
+    weight_transport: str = key(
+        "auto",
+        "Weight sync: how engines get the weights. auto: shared_memory on nodes with an actor "
+        "rank, collective on others. shared_memory: one copy in the memory of each host. "
+        "cuda_ipc: from the actor's memory on the same GPU. collective: broadcast to one engine "
+        "of each host (NCCL or gloo). files: safetensors in trainer.default_local_dir/weights, "
+        "a folder that all hosts share.",
+        choices=("auto", *TRANSPORTS),
     )
     sync_bucket_mb: int = key(512, "Weight sync: size of one bucket in MiB.", bound=">= 1")
     request_timeout_s: float = key(

@@ -17,7 +17,7 @@ class WorkerSpec:
         device_kind: "cpu" or "cuda".
         devices: number of devices that this worker uses.
         devices_on_node: number of devices of the run on the worker's node.
-        address: IP address of the node, or loopback if the whole role runs on one node.
+        address: IP address of the node, or loopback if the whole run is on one node.
         log: path of the worker's log file.
         threads: threads for torch and OpenMP. 0 means its devices' share of the node's cores.
         gpu_ids: GPUs of a worker with several; None: the one that Ray assigns to its actor.

@@ -50,6 +50,13 @@ def ready(*workers: object, timeout_s: float | None = None) -> None:
         group(worker).construction.result(timeout_s)
 
 
+def submit(method: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Future[W]:
+    """Start a call without waiting: `submit(actor.update, batch)`. `result()` waits for it."""
+    if not isinstance(method, _Method):
+        raise TypeError(f"{method!r} is not a method of a role's workers")
+    return method.group.submit(method.name, *args, **kwargs)
+
+
 class WorkerGroup:
     """The ranks of one role.
 

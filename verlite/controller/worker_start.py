@@ -75,7 +75,7 @@ def _specs(placement: Placement, role: str, driver_node: str) -> list[WorkerSpec
     """Return the specs of the role's ranks, in rank order."""
     ranks = placement.roles[role]
     first_devices = [placement.devices[devices[0]] for devices in ranks]
-    one_node = len({device.node_id for device in first_devices}) == 1
+    one_node = len({device.node_id for device in placement.devices}) == 1
     logs = placement.cluster.run_dir / "logs"
     specs = []
     for rank, (device, devices) in enumerate(zip(first_devices, ranks, strict=True)):

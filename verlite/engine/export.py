@@ -17,6 +17,8 @@ from verlite.engine import lora
 from verlite.engine.checkpoint import local_part, persistent_buffers
 from verlite.engine.tensor_file import TensorFile
 
+CPU = torch.device("cpu")
+
 SHARD_BYTES = 5 << 30
 """Maximum size of one safetensors file, unless a single tensor is larger."""
 
@@ -48,9 +50,13 @@ def named_weights(
 
 
 def full_weights(
-    model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device, snapshot: bool = True
+    model: PreTrainedModel,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    snapshot: bool = True,
+    target: torch.device | None = CPU,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over (name in a Hugging Face checkpoint, whole tensor on the CPU).
+    """Iterate over (name in a Hugging Face checkpoint, whole tensor).
 
     All ranks must iterate in step, because each tensor is gathered from them. At most one decoder
     layer is in memory at a time.
@@ -60,13 +66,20 @@ def full_weights(
         dtype: dtype of the yielded tensors; None keeps the model's.
         device: where tensors are gathered.
         snapshot: False allows yielding the model's own tensors, which its next update changes.
+        target: where the yielded tensors are: the CPU, or `device`. None: this rank only helps to
+            gather; it yields nothing.
     """
     named = named_weights(model, dtype, device)
     for _, layer in groupby(named, key=lambda item: _layer_prefix(item[0])):
-        whole = {name: _gather(tensor, dtype, device, snapshot) for name, tensor in layer}
+        whole: dict[str, Tensor] = {}
+        for name, tensor in layer:
+            gathered = _gather(tensor, dtype, device)
+            if target is not None:
+                whole[name] = _placed(gathered, tensor, target, snapshot)
         # transformers may fuse or rename weights in memory. Checkpoints and generation engines use
         # the hub's names.
-        yield from revert_weight_conversion(model, whole).items()
+        if target is not None:
+            yield from revert_weight_conversion(model, whole).items()
 
 
 def _layer_prefix(name: str) -> str:
@@ -74,16 +87,18 @@ def _layer_prefix(name: str) -> str:
     return numbered.group() if numbered else name
 
 
-def _gather(
-    tensor: Tensor, dtype: torch.dtype | None, device: torch.device, snapshot: bool
-) -> Tensor:
-    """Return the whole tensor on the CPU."""
+def _gather(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """Return the whole tensor on `device`."""
     cast = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
-    whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-    whole = whole.cpu()
+    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+
+
+def _placed(whole: Tensor, source: Tensor, target: torch.device, snapshot: bool) -> Tensor:
+    """Move a gathered tensor to `target`."""
+    placed = whole.to(target)
     # On a single rank nothing may have been copied so far.
-    is_own = whole.data_ptr() == local_part(tensor).data_ptr()
-    return whole.clone() if snapshot and is_own else whole
+    is_own = placed.data_ptr() == local_part(source).data_ptr()
+    return placed.clone() if snapshot and is_own else placed
 
 
 class _ShardWriter:

@@ -411,10 +411,12 @@ class TrainEngine:
     # Export, checkpoints
 
     def export(
-        self, dtype: torch.dtype | None = None, snapshot: bool = True
+        self,
+        dtype: torch.dtype | None = None,
+        snapshot: bool = True,
+        target: torch.device | None = export.CPU,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over (Hugging Face name, whole tensor on the CPU) of each weight; tied weights
-        once.
+        """Iterate over (Hugging Face name, whole tensor) of each weight; tied weights once.
 
         All ranks must iterate to the end. One layer is in memory at a time. Works while parameters
         are offloaded.
@@ -423,8 +425,10 @@ class TrainEngine:
             dtype: dtype of the yielded tensors; None keeps the model's.
             snapshot: False allows yielding the model's own tensors, for callers that copy each
                 tensor at once.
+            target: where the yielded tensors are: the CPU or this rank's device. None: this rank
+                only helps to gather; it yields nothing.
         """
-        return export.full_weights(self.model.model, dtype, self.device, snapshot)
+        return export.full_weights(self.model.model, dtype, self.device, snapshot, target)
 
     def save_pretrained(
         self,
@@ -443,9 +447,9 @@ class TrainEngine:
         config = load_config(self.model_config)
         if self.model.kind == "value":
             config.num_labels = 1
-        export.save_pretrained(
-            folder, self.export(dtype), hf_model, config, tokenizer, write=is_writer
-        )
+        target = export.CPU if is_writer else None
+        weights = self.export(dtype, target=target)
+        export.save_pretrained(folder, weights, hf_model, config, tokenizer, write=is_writer)
         if self.model.kind == "lm" and lora.layers(self.model):
             base = self.model_config.path
             lora.save(folder / lora.FOLDER, hf_model, base, self.device, write=is_writer)

@@ -1,18 +1,20 @@
-"""Buckets: weights as safetensors files in shared memory, which other processes map by path."""
+"""Buckets: a group of weights in the bytes of one safetensors file.
+
+Every transport moves buckets. The format is public, so other tools can read a bucket on a disk:
+https://github.com/huggingface/safetensors#format
+"""
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import BinaryIO
+from dataclasses import dataclass
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# Names of the safetensors format: https://github.com/huggingface/safetensors#format
+Bucket = list[tuple[str, Tensor]]
+"""(Hugging Face name, whole tensor) of a few weights."""
+
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -27,95 +29,81 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
-@dataclass
-class Buckets:
-    """Weights that other processes of this machine read by path, until `close`.
+def in_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Group weights into buckets of at most `bucket_bytes`, in order.
 
-    On Linux they are in anonymous memory files, which end with this process and do not depend on
-    the size of /dev/shm. On other systems they are in a private temporary folder.
+    A tensor larger than that gets its own bucket. At most one bucket of `named`'s tensors is kept.
     """
-
-    paths: list[str] = field(default_factory=list)
-    bytes: int = 0
-    _files: list[BinaryIO] = field(default_factory=list)
-    _folder: str | None = None
-
-    def add(self, named: list[tuple[str, Tensor]]) -> None:
-        """Add a file with these tensors."""
-        name = f"verlite-bucket-{len(self.paths):05d}"
-        if hasattr(os, "memfd_create"):
-            file: BinaryIO = open(os.memfd_create(name), "wb", buffering=0)
-            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        else:
-            self._folder = self._folder or tempfile.mkdtemp(prefix="verlite-")
-            path = os.path.join(self._folder, name)
-            file = open(path, "wb", buffering=0)
-        self._files.append(file)
-        self.paths.append(path)
-        self.bytes += _write_safetensors(named, file)
-
-    def close(self) -> None:
-        """Close the files. Their memory is freed when readers have dropped their tensors too."""
-        for file in self._files:
-            file.close()
-        self._files.clear()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def write_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Buckets:
-    """Write weights to safetensors files of about `bucket_bytes` each, which `read_buckets` maps.
-
-    It copies memory once, and keeps at most one bucket of `named`'s tensors. A tensor larger than a
-    bucket gets its own file. If this raises, no file remains.
-    """
-    buckets = Buckets()
-    pending: list[tuple[str, Tensor]] = []
-    pending_bytes = 0
-    try:
-        for name, tensor in named:
-            if pending and pending_bytes + tensor.nbytes > bucket_bytes:
-                buckets.add(pending)
-                pending, pending_bytes = [], 0
-            pending.append((name, tensor.detach().cpu()))
-            pending_bytes += tensor.nbytes
-        if pending:
-            buckets.add(pending)
-    except BaseException:
-        buckets.close()
-        raise
-    return buckets
-
-
-def _write_safetensors(named: list[tuple[str, Tensor]], file: BinaryIO) -> int:
-    # safetensors' own writer copies every tensor into Python bytes first.
-    header: dict[str, dict[str, object]] = {}
-    end = 0
+    bucket: Bucket = []
+    size = 0
     for name, tensor in named:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor.detach()))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def header_of(bucket: Bucket) -> tuple[bytes, int]:
+    """Return the bytes of a safetensors file before its tensors, and the bytes of the tensors."""
+    entries: dict[str, dict[str, object]] = {}
+    end = 0
+    for name, tensor in bucket:
         begin, end = end, end + tensor.nbytes
-        header[name] = {
+        entries[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 64)  # so that tensors start on a cache line
-    file.write(len(text).to_bytes(8, "little") + text)
-    for _, tensor in named:
-        data = tensor.reshape(-1).view(torch.uint8).numpy().data
-        while data:
-            data = data[file.write(data) :]
-    return 8 + len(text) + end
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # so that tensors start on a cache line
+    return len(text).to_bytes(8, "little") + text, end
 
 
-def read_buckets(paths: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of `write_buckets`, mapped from the files and not copied.
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes as a flat uint8 tensor. Copies only if it is not contiguous."""
+    return tensor.reshape(-1).view(torch.uint8)
 
-    They stay readable after `Buckets.close`.
+
+def fill(payload: Tensor, bucket: Bucket) -> None:
+    """Copy the tensors of a bucket into `payload`, uint8 of header_of's size, on any device."""
+    end = 0
+    for _, tensor in bucket:
+        begin, end = end, end + tensor.nbytes
+        payload[begin:end].copy_(flat_bytes(tensor))
+
+
+def views(header: bytes, payload: Tensor) -> Bucket:
+    """Return the bucket whose tensors are views of `payload`, uint8 on any device."""
+    entries = json.loads(header[8:])
+    bucket: Bucket = []
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        dtype = _DTYPES[entry["dtype"]]
+        part = payload[begin:end]
+        if part.storage_offset() % dtype.itemsize:  # a view needs alignment
+            part = part.clone()
+        bucket.append((name, part.view(dtype).reshape(entry["shape"])))
+    return bucket
+
+
+@dataclass(frozen=True)
+class BucketFiles:
+    """Weights in bucket files. Each iteration maps the files anew and copies nothing.
+
+    Any process of the machine can iterate over a pickled copy. The tensors stay readable after the
+    files are removed.
     """
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            for name in file.offset_keys():
-                yield name, file.get_tensor(name)
+
+    paths: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for path in self.paths:
+            with safe_open(path, framework="pt") as file:
+                for name in file.offset_keys():
+                    yield name, file.get_tensor(name)

@@ -1,6 +1,6 @@
 """The policy in training: log-probs, advantages, updates, and weights for the rollout engine."""
 
-from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,11 @@ from verlite.engine.folder import load_tokenizer
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
 from verlite.protocol.ragged import ragged
-from verlite.weights.buckets import Buckets, write_buckets
+from verlite.weights.collective import Sender
+from verlite.weights.cuda_ipc import Publisher
+from verlite.weights.files import FolderWriter
+from verlite.weights.shared_memory import MemoryFiles
+from verlite.weights.transport import Export, Offer, Sink, publish
 from verlite.workers.advantage import (
     apply_rollout_correction,
     estimate_advantages,
@@ -29,19 +33,6 @@ from verlite.workers.training import TrainingWorker, micro_batching
 
 if TYPE_CHECKING:
     from verlite.engine.fsdp import Counts, LossFn
-
-
-@dataclass(frozen=True)
-class Export:
-    """One rank's copy of the weights for the engines on its node.
-
-    paths: files to read; empty on ranks that wrote none.
-    """
-
-    node_id: str
-    paths: list[str]
-    bytes: int
-    fingerprint: int
 
 
 class ActorWorker(TrainingWorker):
@@ -70,7 +61,12 @@ class ActorWorker(TrainingWorker):
             sequence_parallel=plan.sequence_parallel["actor"],
         )
         self.engine.offload()
-        self._exported: Buckets | None = None
+        self._memory_files: MemoryFiles | None = None
+        self._publisher: Publisher | None = None
+        self._sender: Sender | None = None
+        if self.rank == 0 and plan.weights.receivers:
+            receivers = len(plan.weights.receivers)
+            self._sender = Sender(self._spec.address, receivers, self.device)
 
     @register("split", keep_remote=("old_log_probs", "sum_pi_squared"), fetch=False)
     def log_probs(self, batch: DataProto) -> DataProto:
@@ -168,32 +164,71 @@ class ActorWorker(TrainingWorker):
         return metrics
 
     @register("all")
-    def export_weights(self) -> Export:
-        """Write the full weights to memory files, one copy per node, and free device memory.
-
-        All ranks take part in gathering the weights.
-        """
+    def offer_weights(self, version: int) -> Offer:
+        """Prepare to publish `version`: bring the weights to the device and hash them."""
         self.engine.onload()
-        rollout = self.config.actor_rollout_ref.rollout
-        dtype = getattr(torch, self.plan.rollout_dtype)
-        weights = self.engine.export(dtype, snapshot=False)
-        fingerprint = self.engine.fingerprint(dtype)
-        export = Export(self.node_id, [], 0, fingerprint)
-        if self.local_rank:
-            for _ in weights:  # collective: every rank has to iterate
-                pass
-        else:
-            self._exported = write_buckets(weights, rollout.sync_bucket_mb * 2**20)
-            export = replace(export, paths=self._exported.paths, bytes=self._exported.bytes)
-        self.engine.offload()
-        return export
+        fingerprint = self.engine.fingerprint(self._rollout_dtype)
+        if self.rank in self.plan.weights.publishers.values():
+            self._publisher = Publisher(self.device)
+        return Offer(
+            version,
+            fingerprint,
+            rendezvous=self._sender.offer() if self._sender else None,
+            stream=self._publisher.address if self._publisher else None,
+        )
 
     @register("all")
-    def release_export(self) -> None:
-        """Free the exported copy."""
-        if self._exported is not None:
-            self._exported.close()
-            self._exported = None
+    def publish_weights(self, offer: Offer) -> Export:
+        """Publish the full weights through the transports that the engines use, and free device
+        memory.
+
+        All ranks take part in gathering the weights.
+
+        Returns:
+            The memory files that this rank wrote for its node, if any, and the bytes it published.
+        """
+        sinks = self._sinks(offer)
+        target = None
+        if sinks:
+            target = torch.device("cpu") if self.device.type == "cpu" else self.device
+        weights = self.engine.export(self._rollout_dtype, snapshot=False, target=target)
+        # Gathering is collective, so ranks without a sink iterate too.
+        bucket_bytes = self.config.actor_rollout_ref.rollout.sync_bucket_mb << 20
+        size = publish(weights, sinks, bucket_bytes)
+        self.engine.offload()
+        node = self.plan.placement["actor"][self.rank] // self.plan.devices_per_node
+        paths = self._memory_files.paths if self._memory_files else []
+        return Export(node, tuple(paths), size)
+
+    def _sinks(self, offer: Offer) -> list[Sink]:
+        """Return what this rank publishes to."""
+        sinks: list[Sink] = []
+        if self.rank in self.plan.weights.writers:
+            self._memory_files = MemoryFiles()
+            sinks.append(self._memory_files)
+        if self._publisher is not None:
+            sinks.append(self._publisher)
+        if self._sender is not None:
+            sinks.append(self._sender)
+        if self.rank == 0 and self.plan.weights.uses("files"):
+            folder = Path(self.config.trainer.default_local_dir, "weights")
+            sinks.append(FolderWriter(folder, offer.version, offer.fingerprint))
+        return sinks
+
+    @property
+    def _rollout_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.plan.rollout_dtype)
+        return dtype
+
+    @register("all")
+    def release_weights(self) -> None:
+        """Free what engines have read."""
+        if self._memory_files is not None:
+            self._memory_files.close()
+            self._memory_files = None
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
 
     @register("all")
     def export_hf(self, folder: str) -> None:

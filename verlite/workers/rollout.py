@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,12 @@ from verlite.rewards.scorer import Scorer, Stream
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Status, Trajectory
-from verlite.weights.buckets import read_buckets
-from verlite.workers.actor import Export
+from verlite.weights.buckets import BucketFiles
+from verlite.weights.collective import Receiver
+from verlite.weights.cuda_ipc import Stream as WeightStream
+from verlite.weights.files import read_folder
+from verlite.weights.shared_memory import MemoryFiles
+from verlite.weights.transport import Export, Offer
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class RolloutWorker(Worker):
         self.scorer = Scorer(
             config.custom_reward_function, config.reward, share=engines_on_node, folder=folder
         )
+        self._receiver: Receiver | None = None
+        self._received: MemoryFiles | None = None
         self.scorer.check_signature()  # again: the file may differ on this machine
         self.engine = build_engine(
             plan.rollout_name,
@@ -196,21 +203,65 @@ class RolloutWorker(Worker):
         self.engine.sleep()
 
     @register("all")
-    def load_weights(self, exports: list[Export], version: int) -> None:
-        """Load this node's copy of the trainer's weights as `version`.
+    def fetch_weights(self, offers: list[Offer]) -> Export:
+        """Take weights that have to be taken while the trainer publishes them.
+
+        A cuda_ipc engine loads them. With the transport collective, one engine of each node
+        receives the node's copy.
+
+        Args:
+            offers: of the actor's ranks.
+
+        Returns:
+            The node's copy, if this engine received it.
+        """
+        routes = self.plan.weights
+        node = routes.nodes[self.rank]
+        if routes.transport[self.rank] == "cuda_ipc":
+            ranks = [routes.publishers[device] for device in routes.devices[self.rank]]
+            addresses = tuple(offers[rank].stream or "" for rank in ranks)
+            self._load(WeightStream(addresses), offers[0])
+        if self.rank not in routes.receivers:
+            return Export(node, (), 0)
+        rendezvous = offers[0].rendezvous
+        assert rendezvous is not None  # of actor rank 0, which sends
+        if self._receiver is None:
+            self._receiver = Receiver(self.device)
+        group_rank = 1 + routes.receivers.index(self.rank)
+        self._received = self._receiver.receive(rendezvous, group_rank)
+        return Export(node, tuple(self._received.paths), 0)
+
+    @register("all")
+    def load_weights(self, offer: Offer, exports: list[Export]) -> None:
+        """Load the published weights as the offer's version.
 
         The engine compares the fingerprint before it accepts the version. The KV cache is allocated
         last: on a GPU it takes memory that loading needs.
+
+        Args:
+            offer: of the version.
+            exports: of all processes; one has the copy of this node.
         """
-        mine = next((e for e in exports if e.paths and e.node_id == self.node_id), None)
-        if mine is None:
-            raise RuntimeError(
-                f"no actor rank on node {self.node_id} wrote weights: place the actor on every "
-                "node of the rollout"
-            )
-        self.engine.wake("weights")
-        self.engine.load_weights(read_buckets(mine.paths), version, mine.fingerprint)
+        transport = self.plan.weights.transport[self.rank]
+        if transport == "files":
+            folder = Path(self.config.trainer.default_local_dir, "weights")
+            self._load(read_folder(folder, offer.version), offer)
+        elif transport != "cuda_ipc":  # fetch_weights has loaded those
+            node = self.plan.weights.nodes[self.rank]
+            (paths,) = (export.paths for export in exports if export.node == node and export.paths)
+            self._load(BucketFiles(paths), offer)
         self.engine.wake("kv_cache")
+
+    def _load(self, named: Iterable[tuple[str, torch.Tensor]], offer: Offer) -> None:
+        self.engine.wake("weights")
+        self.engine.load_weights(named, offer.version, offer.fingerprint)
+
+    @register("all")
+    def release_weights(self) -> None:
+        """Free this node's copy, after all its engines have loaded it."""
+        if self._received is not None:
+            self._received.close()
+            self._received = None
 
     def close(self) -> None:
         """Stop the engine and its processes, whose shared memory would otherwise remain."""

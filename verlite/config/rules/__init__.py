@@ -44,6 +44,7 @@ RULES = (
     devices.placement,
     devices.visible_devices,
     devices.engines,
+    devices.weight_transport,
     devices.sharding,
     devices.sequence_parallel,
     batch.lengths,

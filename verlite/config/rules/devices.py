@@ -9,6 +9,7 @@ from verlite.config.keys import get
 from verlite.config.placement import parse
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context, nearest_legal
+from verlite.config.weight_routes import why_impossible
 
 ROLLOUT = "actor_rollout_ref.rollout."
 PLACEMENT = "cluster.component_placement"
@@ -115,6 +116,29 @@ def _why_not_divisible(ranks: list[int], size: int, per_node: int) -> str:
                 f"an engine on devices {first}-{last} would span two machines of {per_node} devices"
             )
     return ""
+
+
+def weight_transport(context: Context) -> Iterator[Problem]:
+    """Engines can get their weights by the chosen transport."""
+    rollout = context.config.actor_rollout_ref.rollout
+    key = f"{ROLLOUT}weight_transport"
+    size_key = f"{ROLLOUT}tensor_model_parallel_size"
+    roles = placed(context)
+    if roles is None or not context.ok(key, size_key):
+        return
+    size = plan.tensor_parallel(context.config)
+    why = why_impossible(
+        roles["actor"],
+        roles["rollout"],
+        size,
+        context.config.trainer.n_gpus_per_node,
+        plan.resolve_device(context.config.trainer.device),
+        rollout.weight_transport,
+    )
+    if why:
+        yield Problem(
+            key, rollout.weight_transport, why, "auto chooses a transport for each engine."
+        )
 
 
 def sharding(context: Context) -> Iterator[Problem]:

@@ -28,7 +28,10 @@ from verlite.config.machine import old_vllm
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines import vllm_worker
 from verlite.rollout.types import EngineOptions, Sampling
-from verlite.weights.buckets import write_buckets
+from verlite.weights.buckets import BucketFiles
+from verlite.weights.cuda_ipc import Stream
+from verlite.weights.shared_memory import MemoryFiles
+from verlite.weights.transport import publish
 
 _LOG_PROBS_REQUEST = "log-probs"
 
@@ -110,16 +113,17 @@ class VLLMCore:
         return [found[token].logprob for found, token in zip(scored, ids[1:], strict=True)]
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights. One device reads them in this process; several read buckets from
-        shared memory."""
-        if self._shards == 1:
+        """Replace all weights. With several devices, each device's process iterates over `named`
+        itself if it can be sent there; otherwise over a copy in shared memory."""
+        if self._shards == 1 or isinstance(named, BucketFiles | Stream):
             self.engine.collective_rpc("verlite_load", args=(named,))
             return
-        buckets = write_buckets(named, self._bucket_bytes)
+        files = MemoryFiles()
         try:
-            self.engine.collective_rpc("verlite_load_buckets", args=(buckets.paths,))
+            publish(named, [files], self._bucket_bytes)
+            self.engine.collective_rpc("verlite_load", args=(BucketFiles(tuple(files.paths)),))
         finally:
-            buckets.close()
+            files.close()
 
     def reset_caches(self) -> None:
         """Drop all cached prefixes."""

@@ -17,12 +17,13 @@ Two facts about vLLM 0.32 on CPUs decide how weights are verified:
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from verlite.weights.buckets import read_buckets
+from verlite.weights.cuda_ipc import Stream
 from verlite.weights.fingerprint import combine, tensor_fingerprint
 
 _IDENTITY_ROWS = 256  # rows of the identity per product; bounds memory
@@ -40,6 +41,8 @@ class WorkerExtension:
 
     def verlite_load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Load full weights by Hugging Face names; this worker keeps its shard."""
+        if isinstance(named, Stream):
+            named = replace(named, rank=self.rank)
         model = self.model_runner.get_model()
         with _recording_packs(model, self.rank, self.model_config.dtype):
             try:
@@ -48,10 +51,6 @@ class WorkerExtension:
                 _abandon_reload(model, self.model_config)
                 raise
             _repack_tied_heads(model)
-
-    def verlite_load_buckets(self, paths: list[str]) -> None:
-        """Load full weights from bucket files."""
-        self.verlite_load(read_buckets(paths))
 
     def verlite_fingerprints(self) -> dict[str, int]:
         """Return the fingerprint of each weight on this worker, as input of `combine_shards`.

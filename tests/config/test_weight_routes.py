@@ -1,0 +1,56 @@
+"""Which transport each engine gets, from where actor and engines sit."""
+
+import pytest
+
+from verlite.config.weight_routes import weight_routes, why_impossible
+
+
+def routes(actor, rollout, per_engine=1, per_node=2, chosen="auto"):
+    return weight_routes(actor, rollout, per_engine, per_node, chosen)
+
+
+def test_engines_beside_an_actor_rank_share_memory():
+    found = routes([0, 1, 2, 3], [0, 1, 2, 3])
+    assert found.transport == ("shared_memory",) * 4
+    assert found.writers == (0, 2), "the first actor rank of each node"
+    assert not found.is_streaming and str(found) == "shared_memory"
+
+
+def test_engines_on_other_nodes_receive_one_copy_a_node():
+    """The actor is on node 0. Node 1 has two engines, node 2 one with two devices."""
+    found = routes([0, 1], [2, 3, 4, 5])
+    assert found.transport == ("collective",) * 4
+    assert found.nodes == (1, 1, 2, 2)
+    assert found.receivers == (0, 2) and found.writers == ()
+    assert routes([0, 1], [2, 3, 4, 5], per_engine=2).receivers == (0, 1)
+
+
+def test_only_nodes_with_engines_get_a_copy():
+    found = routes([0, 1, 2, 3], [3, 4])
+    assert found.transport == ("shared_memory", "collective")
+    assert found.writers == (2,) and found.receivers == (1,)
+    assert str(found) == "shared_memory to 1, collective to 1 engines"
+
+
+def test_cuda_ipc_publishes_on_every_device_of_an_engine():
+    found = routes([0, 1, 2, 3], [2, 3], per_engine=2, per_node=4, chosen="cuda_ipc")
+    assert found.publishers == {2: 2, 3: 3}
+    assert found.is_streaming and found.writers == found.receivers == ()
+
+
+@pytest.mark.parametrize(
+    "actor, rollout, device, chosen, why",
+    [
+        ([0, 1], [2, 3], "cpu", "shared_memory", "node 1 has engines but no actor rank"),
+        ([0, 1], [1, 2], "cuda", "cuda_ipc", "device 2 has an engine but no actor rank"),
+        ([0, 1], [0, 1], "cuda", "collective", "device 0 would be two ranks"),
+        ([0, 1], [0, 1], "cpu", "collective", ""),
+        ([0, 1], [1], "cuda", "collective", ""),
+        ([0, 1], [0, 1], "cuda", "cuda_ipc", ""),
+        ([0], [2, 3], "cuda", "files", ""),
+        ([0], [2, 3], "cuda", "auto", ""),
+    ],
+)
+def test_impossible_transports_are_named(actor, rollout, device, chosen, why):
+    found = why_impossible(actor, rollout, 1, 2, device, chosen)
+    assert found.startswith(why) if why else found == ""

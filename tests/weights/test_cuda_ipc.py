@@ -1,0 +1,87 @@
+"""The transport `cuda_ipc`. On a CPU its buffers are memory files; the protocol is the same."""
+
+import os
+import threading
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.weights.test_buckets import NAMED, assert_equal
+from verlite.weights.collective import TransportError
+from verlite.weights.cuda_ipc import Publisher, Stream
+from verlite.weights.transport import publish
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def publisher():
+    publisher = Publisher(CPU, timeout_s=10)
+    yield publisher
+    publisher.close()
+    assert not Path(publisher.address).parent.exists()
+
+
+class Publishing(threading.Thread):
+    """The trainer's part of a sync."""
+
+    def __init__(self, publisher, named, bucket_bytes):
+        super().__init__(daemon=True)
+        self.arguments = named, [publisher], bucket_bytes
+        self.error = None
+        self.start()
+
+    def run(self):
+        try:
+            publish(*self.arguments)
+        except Exception as error:
+            self.error = error
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2000, 1 << 20])
+def test_the_engine_gets_every_bucket_and_may_keep_its_tensors(publisher, bucket_bytes):
+    """Two buffers are reused for all buckets, and they are freed afterwards."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        publishing = Publishing(publisher, NAMED, bucket_bytes)
+        assert_equal(list(Stream((publisher.address,), timeout_s=10)))
+        publishing.join(10)
+        assert publishing.error is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_each_device_of_an_engine_has_its_own_publisher(publisher):
+    stream = Stream(("/nowhere", publisher.address), rank=1, timeout_s=10)
+    publishing = Publishing(publisher, NAMED, 2000)
+    assert_equal(list(stream))
+    publishing.join(10)
+
+
+def test_a_trainer_that_fails_fails_the_engine(publisher):
+    def broken():
+        yield from NAMED[:3]
+        raise ZeroDivisionError
+
+    publishing = Publishing(publisher, broken(), 1)
+    with pytest.raises(TransportError, match="is gone"):
+        list(Stream((publisher.address,), timeout_s=10))
+    publishing.join(10)
+    assert isinstance(publishing.error, ZeroDivisionError)
+    publishing = Publishing(publisher, NAMED, 2000)
+    assert_equal(Stream((publisher.address,), timeout_s=10))
+    publishing.join(10)
+
+
+def test_an_engine_that_stops_reading_fails_the_trainer(publisher):
+    publishing = Publishing(publisher, NAMED, 1)
+    reading = iter(Stream((publisher.address,), timeout_s=10))
+    list(islice(reading, 2))
+    reading.close()
+    publishing.join(10)
+    assert isinstance(publishing.error, TransportError)
+
+
+def test_only_this_user_can_reach_the_socket(publisher):
+    assert Path(publisher.address).parent.stat().st_mode & 0o777 == 0o700

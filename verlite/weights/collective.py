@@ -1,0 +1,254 @@
+"""Transport `collective`: the trainer broadcasts buckets to one receiver on each other host.
+
+Sender and receivers form a process group of their own: NCCL between GPUs, gloo between CPUs. While
+a bucket travels, the trainer gathers the next one. A receiver stores what arrives in memory files,
+which the engines of its host map. So a host receives the weights once, however many engines it has.
+
+The group is kept between syncs. After a failure both sides drop it, and the next sync forms a new
+one.
+"""
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verlite.weights.buckets import Bucket, fill, header_of
+from verlite.weights.shared_memory import STAGING_BYTES, MemoryFiles, Staging
+
+TIMEOUT_S = 600.0
+"""How long one side waits for the other, for example while the trainer gathers a bucket."""
+
+_END = 0
+_ABORT = -1
+_generations = count(1)
+
+
+class TransportError(RuntimeError):
+    """The weights did not arrive completely."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where receivers meet the sender.
+
+    size: ranks of the group: the sender, which is rank 0, and the receivers.
+    generation: changes when a new group is needed.
+    """
+
+    address: str
+    port: int
+    size: int
+    generation: int
+
+
+class Group:
+    """The process group of one rank. Every message goes from rank 0 to all others."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, limit_s: float
+    ):
+        self.device = device
+        timeout = timedelta(seconds=limit_s)
+        self._backend: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        """Start to send or receive a tensor on `device`. Return its work, for `wait`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self._backend.broadcast([tensor], options)
+
+    def close(self) -> None:
+        """Close the connections, so that the other side's calls fail."""
+        self._backend.abort()
+        self._backend = None
+
+
+class Sender:
+    """The trainer's side.
+
+    Args:
+        address: of this host, on which it listens.
+        receivers: number of receivers.
+        device: where buckets are sent from.
+        timeout_s: how long to wait for the receivers.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        receivers: int,
+        device: torch.device,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.device = device
+        self.timeout_s = timeout_s
+        self._address = address
+        self._size = receivers + 1
+        self._rendezvous: Rendezvous | None = None
+        self._store: dist.Store | None = None
+        self._group: Group | None = None
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._sending: list[list[tuple[Any, Tensor]]] = [[], []]
+        self._slot = 0
+
+    def offer(self) -> Rendezvous:
+        """Return where to meet. Listens there if no group exists."""
+        if self._rendezvous is None:
+            listener = socket.create_server((self._address, 0))
+            port = listener.getsockname()[1]
+            self._store = dist.TCPStore(
+                self._address,
+                port,
+                self._size,
+                is_master=True,
+                timeout=timedelta(seconds=self.timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+            self._rendezvous = Rendezvous(self._address, port, self._size, next(_generations))
+        return self._rendezvous
+
+    def add(self, bucket: Bucket) -> None:
+        """Send a bucket. Returns while it travels."""
+        header, size = header_of(bucket)
+        self._wait(self._slot)
+        if self._buffers[self._slot].numel() < size:
+            self._buffers[self._slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        payload = self._buffers[self._slot][:size]
+        fill(payload, bucket)
+        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self._send(torch.tensor([len(header), size]), text, payload)
+
+    def finish(self) -> None:
+        """Tell the receivers that they have every bucket. Returns when they have received it."""
+        self._send(torch.tensor([_END, 0]))
+        for slot in range(2):
+            self._wait(slot)
+
+    def abort(self) -> None:
+        """Tell the receivers, if they can be reached, that no more comes. Drops the group."""
+        group = self._group
+        self._group = self._rendezvous = self._store = None
+        self._sending = [[], []]
+        if group is None:
+            return
+        try:
+            group.broadcast(torch.tensor([_ABORT, 0], device=self.device)).wait()
+        except RuntimeError:
+            pass  # the receivers are gone
+        finally:
+            group.close()
+
+    def _send(self, *tensors: Tensor) -> None:
+        if self._group is None:
+            self.offer()
+            assert self._store is not None
+            self._group = Group(self._store, 0, self._size, self.device, self.timeout_s)
+        on_device = [tensor.to(self.device) for tensor in tensors]
+        works = [(self._group.broadcast(tensor), tensor) for tensor in on_device]
+        self._sending[self._slot] += works
+        self._slot = 1 - self._slot
+
+    def _wait(self, slot: int) -> None:
+        works, self._sending[slot] = self._sending[slot], []
+        for work, _ in works:  # the tensor is kept until its work is done
+            work.wait()
+        if works and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Receiver:
+    """One host's side.
+
+    Args:
+        device: where buckets arrive; its type must be that of the sender's.
+        timeout_s: how long to wait for the next message.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+        self.device = device
+        self.timeout_s = timeout_s
+        self._rendezvous: Rendezvous | None = None
+        self._group: Group | None = None
+        self._store: dist.Store | None = None
+
+    def receive(self, rendezvous: Rendezvous, rank: int) -> MemoryFiles:
+        """Receive all buckets of one sync into memory files.
+
+        Args:
+            rendezvous: the sender's offer.
+            rank: of this receiver, from 1.
+
+        Raises:
+            TransportError: the sender or the connection failed. Nothing is kept.
+        """
+        files = MemoryFiles()
+        try:
+            group = self._join(rendezvous, rank)
+            while True:
+                header_size, size = self._next(group, 2, torch.int64).tolist()
+                if header_size == _END:
+                    return files
+                if header_size == _ABORT:
+                    raise TransportError("the trainer could not send all weights")
+                header = bytes(self._next(group, header_size, torch.uint8).tolist())
+                self._receive_into(files.map_new(header, size), group)
+        except BaseException as error:
+            files.close()
+            self.close()
+            if isinstance(error, RuntimeError) and not isinstance(error, TransportError):
+                raise TransportError(
+                    f"the weights from {rendezvous.address}:{rendezvous.port} did not arrive: "
+                    f"{error}"
+                ) from error
+            raise
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._rendezvous = self._store = None
+
+    def _join(self, rendezvous: Rendezvous, rank: int) -> Group:
+        if self._group is not None and self._rendezvous == rendezvous:
+            return self._group
+        self.close()
+        self._store = dist.TCPStore(
+            rendezvous.address,
+            rendezvous.port,
+            rendezvous.size,
+            is_master=False,
+            timeout=timedelta(seconds=self.timeout_s),
+            wait_for_workers=False,
+        )
+        self._group = Group(self._store, rank, rendezvous.size, self.device, self.timeout_s)
+        self._rendezvous = rendezvous
+        return self._group
+
+    def _next(self, group: Group, count: int, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(count, dtype=dtype, device=self.device)
+        group.broadcast(tensor).wait()
+        return tensor.cpu()
+
+    def _receive_into(self, payload: Tensor, group: Group) -> None:
+        if self.device.type == "cpu":
+            group.broadcast(payload).wait()
+            return
+        arrived = torch.empty(payload.numel(), dtype=torch.uint8, device=self.device)
+        group.broadcast(arrived).wait()
+        end = 0
+        for part in Staging(self.device, STAGING_BYTES).to_host(arrived):
+            payload[end : end + part.numel()].copy_(part)
+            end += part.numel()

@@ -1,0 +1,234 @@
+"""Transport `cuda_ipc`: engine and trainer share a GPU, and the engine reads buckets from the
+trainer's memory on that GPU.
+
+Nothing goes through the host. The trainer packs a bucket into one of two buffers and sends a handle
+of the buffer over a Unix socket; the engine copies the weights out, and acknowledges. So the
+trainer's shards, the engine's weights and two buckets are on the GPU at the same time. On a CPU the
+buffers are memory files; everything else is the same.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verlite.weights.buckets import Bucket, fill, header_of, views
+from verlite.weights.collective import TIMEOUT_S, TransportError
+
+_SOCKET = "weights"
+_ACKNOWLEDGED = b"done"
+
+
+class SharedBuffer:
+    """uint8 memory of a device that another process opens by its `handle`, a JSON value."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.handle: Any
+        if device.type == "cuda":
+            with _without_expandable_segments():
+                self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
+            shared = self.tensor.untyped_storage()._share_cuda_()
+            self.handle = [x.hex() if isinstance(x, bytes) else x for x in shared]
+        else:
+            self._file = os.memfd_create("verlite-weights")
+            os.truncate(self._file, size)
+            self.tensor = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
+            self.handle = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def close(self) -> None:
+        """Release the memory when the other process has released it too."""
+        if isinstance(self.handle, str):
+            os.close(self._file)
+        del self.tensor
+
+
+def open_buffer(handle: Any) -> Tensor:
+    """Return the memory of another process's SharedBuffer."""
+    if isinstance(handle, str):
+        try:
+            with open(handle, "r+b") as file:
+                return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        except OSError as error:
+            raise TransportError(f"the other side of a weight sync is gone: {error}") from error
+    _, *parts = [bytes.fromhex(x) if isinstance(x, str) else x for x in handle]
+    device = torch.cuda.current_device()  # its number differs between processes
+    storage = torch.UntypedStorage._new_shared_cuda(device, *parts)
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
+
+
+@contextlib.contextmanager
+def _without_expandable_segments() -> Iterator[None]:
+    """Allocate plain segments within the context: handles of expandable ones need more rights."""
+    torch.cuda.empty_cache()  # so that no cached expandable segment is reused
+    before = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{before}")
+
+
+class Publisher:
+    """The trainer's side on one GPU. It serves the one engine process of that GPU."""
+
+    def __init__(self, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+        self.device = device
+        self._folder = tempfile.mkdtemp(prefix="verlite-")  # only this user can enter it
+        self.address = os.path.join(self._folder, _SOCKET)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.settimeout(timeout_s)
+        self._listener.bind(self.address)
+        self._listener.listen(1)
+        self._timeout_s = timeout_s
+        self._peer: socket.socket | None = None
+        self._buffers: list[SharedBuffer | None] = [None, None]
+        self._slot = 0
+        self._unread = 0
+
+    def add(self, bucket: Bucket) -> None:
+        """Share a bucket. Returns while the engine reads it."""
+        header, size = header_of(bucket)
+        if self._peer is None:
+            self._peer, _ = self._listener.accept()
+            self._peer.settimeout(self._timeout_s)
+        while self._unread >= len(self._buffers):
+            self._wait()
+        buffer = self._buffer(size)
+        fill(buffer.tensor[:size], bucket)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        message = {"handle": buffer.handle, "size": size, "gpu": gpu_uuid(self.device)}
+        _send(self._peer, json.dumps(message).encode())
+        _send(self._peer, header)
+        self._unread += 1
+        self._slot = 1 - self._slot
+
+    def finish(self) -> None:
+        """Tell the engine that it has every bucket. Returns when it has read them."""
+        while self._unread:
+            self._wait()
+        if self._peer is not None:
+            _send(self._peer, json.dumps({"end": True}).encode())
+            self._peer.close()
+        self._peer = None
+        self._free()
+
+    def abort(self) -> None:
+        """Close the connection, so that the engine's sync fails."""
+        if self._peer is not None:
+            self._peer.close()
+        self._peer = None
+        self._unread = 0
+        self._free()
+
+    def close(self) -> None:
+        """Free everything."""
+        self.abort()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _buffer(self, size: int) -> SharedBuffer:
+        buffer = self._buffers[self._slot]
+        if buffer is None or buffer.tensor.numel() < size:
+            if buffer is not None:
+                buffer.close()
+            buffer = self._buffers[self._slot] = SharedBuffer(size, self.device)
+        return buffer
+
+    def _wait(self) -> None:
+        assert self._peer is not None
+        if _receive(self._peer) != _ACKNOWLEDGED:
+            raise TransportError("the engine did not acknowledge a bucket")
+        self._unread -= 1
+
+    def _free(self) -> None:
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.close()
+        self._buffers = [None, None]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Weights that a trainer publishes while an engine iterates over them.
+
+    addresses: of the publisher of each of the engine's devices, in rank order.
+    """
+
+    addresses: tuple[str, ...]
+    rank: int = 0
+    timeout_s: float = TIMEOUT_S
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor). The tensors are copies: an engine may keep one beyond its bucket.
+
+        Raises:
+            TransportError: the trainer stopped before the end.
+        """
+        opened: dict[str, Tensor] = {}
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(self.timeout_s)
+            peer.connect(self.addresses[self.rank])
+            while "end" not in (message := json.loads(_receive(peer))):
+                _check_gpu(message["gpu"])
+                handle = json.dumps(message["handle"])
+                if handle not in opened:
+                    opened[handle] = open_buffer(message["handle"])
+                payload = opened[handle][: message["size"]]
+                for name, tensor in views(_receive(peer), payload):
+                    yield name, tensor.clone()
+                if payload.is_cuda:
+                    torch.cuda.synchronize()
+                _send(peer, _ACKNOWLEDGED)
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """Return the id of a GPU that all processes agree on; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _check_gpu(publisher: str | None) -> None:
+    if publisher is None:
+        return
+    own = gpu_uuid(torch.device("cuda", torch.cuda.current_device()))
+    if own != publisher:
+        raise TransportError(
+            f"the engine runs on GPU {own} and its trainer on GPU {publisher}; cuda_ipc needs one "
+            "GPU for both. Set actor_rollout_ref.rollout.weight_transport=shared_memory"
+        )
+
+
+def _send(peer: socket.socket, message: bytes) -> None:
+    try:
+        peer.sendall(len(message).to_bytes(8, "little") + message)
+    except OSError as error:
+        raise TransportError(f"the other side of a weight sync is gone: {error}") from error
+
+
+def _receive(peer: socket.socket) -> bytes:
+    size = int.from_bytes(_receive_exactly(peer, 8), "little")
+    return _receive_exactly(peer, size)
+
+
+def _receive_exactly(peer: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        try:
+            part = peer.recv(size - len(parts))
+        except OSError as error:
+            raise TransportError(f"the other side of a weight sync is silent: {error}") from error
+        if not part:
+            raise TransportError("the other side of a weight sync is gone")
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,91 @@
+"""Publish the trainer's weights through one or several transports in one pass.
+
+A transport has a side for the trainer, a `Sink` that takes buckets, and a side for engines, an
+iterable of (name, tensor):
+
+| transport | trainer | engine |
+|---|---|---|
+| shared_memory | `shared_memory.MemoryFiles` | `buckets.BucketFiles` |
+| cuda_ipc | `cuda_ipc.Publisher` | `cuda_ipc.Stream` |
+| collective | `collective.Sender` | `collective.Receiver`, whose files are `buckets.BucketFiles` |
+| files | `files.FolderWriter` | `files.read_folder` |
+
+`config.weight_routes` chooses the transport of each engine.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from verlite.weights.buckets import Bucket, in_buckets
+from verlite.weights.collective import Rendezvous
+
+
+class Sink(Protocol):
+    """Takes the buckets of one version."""
+
+    def add(self, bucket: Bucket) -> None:
+        """Take a bucket. Its tensors may change after this returns."""
+        ...
+
+    def finish(self) -> None:
+        """Complete the version."""
+        ...
+
+    def abort(self) -> None:
+        """Give the version up, and make waiting readers fail."""
+        ...
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one trainer rank announces before it publishes a version.
+
+    Attributes:
+        fingerprint: of all weights in the engines' dtype, equal on all ranks.
+        rendezvous: of the transport `collective`, on rank 0.
+        stream: address of the rank's cuda_ipc publisher, on ranks that share a device with an
+            engine.
+    """
+
+    version: int
+    fingerprint: int
+    rendezvous: Rendezvous | None = None
+    stream: str | None = None
+
+
+@dataclass(frozen=True)
+class Export:
+    """What one process has of a version.
+
+    Attributes:
+        node: number of its host in the plan.
+        paths: memory files for the engines of that host. Empty if it wrote none.
+        bytes: size of the weights that it published.
+    """
+
+    node: int
+    paths: tuple[str, ...]
+    bytes: int
+
+
+def publish(named: Iterable[tuple[str, Tensor]], sinks: Sequence[Sink], bucket_bytes: int) -> int:
+    """Give all weights to every sink, and return their number of bytes.
+
+    If anything fails, every sink is aborted.
+    """
+    total = 0
+    try:
+        for bucket in in_buckets(named, bucket_bytes):
+            total += sum(tensor.nbytes for _, tensor in bucket)
+            for sink in sinks:
+                sink.add(bucket)
+        for sink in sinks:
+            sink.finish()
+    except BaseException:
+        for sink in sinks:
+            sink.abort()
+        raise
+    return total
