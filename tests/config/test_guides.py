@@ -41,11 +41,6 @@ ON_CPU = (
     "GPUs "
     "(on CPUs rollout.kv_cache_gb sets the size of the cache)"
 )
-ENGINE_PER_SLOT = (
-    "actor_rollout_ref.rollout.tensor_model_parallel_size has no effect: used only when the run "
-    "is on GPUs "
-    "(on CPUs each slot has its own engine)"
-)
 
 
 @needs_vllm
@@ -132,7 +127,6 @@ def test_slurm(material):
         "actor_rollout_ref.ref.fsdp_config.param_offload, "
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu have no effect: " + NO_REFERENCE,
         ON_CPU,
-        ENGINE_PER_SLOT,
         NO_KL,
     ]
     assert loaded.config.actor_rollout_ref.model.enable_gradient_checkpointing is True

@@ -16,10 +16,10 @@ from verlite.envs.step import Step, ToolError, encode_text
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Completion, Sampling
-from verlite.workers import rollout as rollouts
 from verlite.weights.collective import Sender
 from verlite.weights.fingerprint import fingerprint
 from verlite.weights.transport import Export
+from verlite.workers import rollout as rollouts
 from verlite.workers.actor import ActorWorker
 from verlite.workers.rollout import RolloutWorker
 
@@ -181,14 +181,17 @@ def test_engines_sleep_until_the_first_sync(tmp_path, monkeypatch):
         load_weights=lambda named, version, found: calls.append(version),
     )
     monkeypatch.setattr(rollouts, "build_engine", lambda *args: engine)
-    config = Config(data=DataConfig(train_files="x"))
-    plan = SimpleNamespace(max_turns=0, rollout_name="hf", max_model_len=8)
+    settings = Config(data=DataConfig(train_files="x"))
+    routes = plan([0], [0])
+    vars(routes).update(max_turns=0, rollout_name="hf", max_model_len=8)
     rollout = Rollout.__new__(Rollout)
     rollout._spec = SimpleNamespace(devices_on_node=1, devices=1, device_kind="cpu")
-    rollout.__init__(config, plan)
-    exporting, _ = exporter(0)
-    rollout.load_weights([exporting.export_weights()], 1)
-    exporting.release_export()
+    rollout.rank = 0
+    rollout.__init__(settings, routes)
+    (actor,) = actors(routes, settings)
+    offer = actor.offer_weights(1)
+    rollout.load_weights(offer, [actor.publish_weights(offer)])
+    actor.release_weights()
     rollout.scorer.close()
     assert calls == ["sleep", "weights", 1, "kv_cache"]
 

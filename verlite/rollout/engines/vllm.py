@@ -53,6 +53,8 @@ class VLLMCore:
         self.max_model_len = options.max_model_len
         self.vocab_size = self.engine.model_config.get_vocab_size()
         self._shards = options.rollout.tensor_model_parallel_size
+        if self._shards > 1 and options.device.type == "cpu":
+            self.engine.collective_rpc("verlite_unlink_shared_memory")
         self._bucket_bytes = options.rollout.sync_bucket_mb << 20
         self._frees_memory = args.enable_sleep_mode
         # Even in eager mode vLLM compiles one sampling helper, which takes as long as the rest of

@@ -14,10 +14,12 @@ Two facts about vLLM 0.32 on CPUs decide how weights are verified:
   that; the fingerprint would reveal it.
 """
 
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +53,16 @@ class WorkerExtension:
                 _abandon_reload(model, self.model_config)
                 raise
             _repack_tied_heads(model)
+
+    def verlite_unlink_shared_memory(self) -> None:
+        """Remove the names of the segments that vLLM's processes on a CPU have mapped.
+
+        vLLM leaves them in /dev/shm. Without a name, a segment ends with its last process.
+        """
+        name = os.environ.get("VLLM_DIST_IDENT")
+        for path in Path("/dev/shm").glob("*-cpushm_*") if name else ():
+            if path.name.startswith(f"{name}-"):
+                path.unlink(missing_ok=True)
 
     def verlite_fingerprints(self) -> dict[str, int]:
         """Return the fingerprint of each weight on this worker, as input of `combine_shards`.
