@@ -5,10 +5,28 @@ from tests.mutants.patches import argument, calls, constant, does_nothing, resul
 
 FINGERPRINT = "tests/weights/test_fingerprint.py"
 BUCKETS = "tests/weights/test_buckets.py"
+MEMORY = "tests/weights/test_shared_memory.py"
+COLLECTIVE = "tests/weights/test_collective.py"
+IPC = "tests/weights/test_cuda_ipc.py"
+FILES = "tests/weights/test_files.py"
+ROUTES = "tests/config/test_weight_routes.py"
+SYNC = "tests/workers/test_weights_and_samples.py"
 
 
 def _only_shape(original, tensor, dtype=None):
     return tensor.numel()
+
+
+def _skips_second_bucket(original, named, bucket_bytes):
+    return (b for i, b in enumerate(original(named, bucket_bytes)) if i != 1)
+
+
+def _keeps_last_bucket_back(original, named, bucket_bytes):
+    return list(original(named, bucket_bytes))[:-1]
+
+
+def _never_waits_for_the_engine(original, self):
+    self._unread -= 1
 
 
 MUTANTS = [
@@ -37,9 +55,69 @@ MUTANTS = [
         (FINGERPRINT,),
     ),
     Mutant(
-        "buckets are not freed",
-        "verlite.weights.buckets:Buckets.close",
+        "memory files are not freed",
+        "verlite.weights.shared_memory:MemoryFiles.close",
         does_nothing,
-        (BUCKETS,),
+        (MEMORY,),
+    ),
+    Mutant(
+        "a bucket is skipped",
+        "verlite.weights.transport:in_buckets",
+        calls(_skips_second_bucket),
+        (COLLECTIVE,),
+    ),
+    Mutant(
+        "the last bucket is not sent",
+        "verlite.weights.transport:in_buckets",
+        calls(_keeps_last_bucket_back),
+        (SYNC,),
+    ),
+    Mutant(
+        "a staging buffer is not waited for",
+        "verlite.weights.shared_memory:Staging._wait",
+        calls(lambda original, self, slot, size: self.buffers[1 - slot][:size]),
+        (MEMORY,),
+    ),
+    Mutant(
+        "a receiver takes a half sync for a whole one",
+        "verlite.weights.collective:_ABORT",
+        constant(0),
+        (COLLECTIVE,),
+    ),
+    Mutant(
+        "a broken group is used again",
+        "verlite.weights.collective:Receiver.close",
+        does_nothing,
+        (COLLECTIVE,),
+    ),
+    Mutant(
+        "a buffer is overwritten while the engine reads it",
+        "verlite.weights.cuda_ipc:Publisher._wait",
+        calls(_never_waits_for_the_engine),
+        (IPC,),
+    ),
+    Mutant(
+        "every process of an engine reads from the first device",
+        "verlite.weights.cuda_ipc:Stream",
+        argument("rank", lambda rank: 0),
+        (IPC,),
+    ),
+    Mutant(
+        "a reader takes the version before",
+        "verlite.weights.files:_problem",
+        does_nothing,
+        (FILES,),
+    ),
+    Mutant(
+        "a half-written version is left behind",
+        "verlite.weights.files:FolderWriter.abort",
+        does_nothing,
+        (FILES,),
+    ),
+    Mutant(
+        "engines beside the actor are sent the weights over the network",
+        "verlite.config.weight_routes:weight_routes",
+        argument("chosen", lambda chosen: "collective"),
+        (ROUTES,),
     ),
 ]
