@@ -3,8 +3,8 @@
 python recipes/benchmark/gpu_smoke.py [--groups attention training ...] [--out FOLDER]
 python recipes/benchmark/gpu_smoke.py --device cpu
 
-It needs what gpu.py needs. Each group of checks runs in its own process with its own time limit,
-all together under nine minutes. Every check is a row: its figure, the limit that the figure must
+It needs what gpu.py needs. Each group of checks runs in its own process with its own time limit of
+at most five minutes (GROUPS). Every check is a row: its figure, the limit that the figure must
 not exceed, and whether it passed, failed or was skipped and why. FOLDER/gpu_smoke.json (FOLDER is
 $OUT, else build/) has the rows, written at once. The exit code is 1 if a check failed.
 
@@ -441,6 +441,8 @@ def update_gap(check: Checks, fsdp: dict[str, Any] | None = None, **model: Any) 
 
 def memory(check: Checks) -> None:
     """Checkpointing, activation offload, and offload of parameters and optimizer."""
+    # First, because it must come before the process uses the GPU.
+    check("training roles' segments that do not grow", 0, lambda: fixed_segments(check))
     check(
         "gradient checkpointing, gradients",
         1e-4,
@@ -485,6 +487,19 @@ def memory(check: Checks) -> None:
     check("update after offload and onload", 1e-4, update_offloaded)
 
 
+def fixed_segments(check: Checks) -> float:
+    """Return 1 if torch's allocator does not use the expandable segments that training roles ask
+    for, unless the user has configured it."""
+    check.need_cuda()
+    from verlite.workers.training import use_expandable_segments
+
+    if any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        raise Skip("the allocator is configured by the environment")
+    use_expandable_segments()
+    torch.zeros(1, device=check.device)
+    return 1 - torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+
+
 def peak_of(check: Checks, model: dict[str, Any]) -> float:
     """Return the peak memory of an update, above what the engine holds, in bytes."""
     check.need_cuda()
@@ -518,6 +533,47 @@ def left_after_offload(check: Checks, engine: TrainEngine) -> float:
     engine.onload(optimizer=True)
     total = sum(parameter.numel() for parameter in engine.parameters) * 12 / 2**20
     return total - freed  # float32 weights and two moments
+
+
+def planned(check: Checks) -> None:
+    """The peak memory of passes, against what `verlite plan` predicts."""
+    from verlite.sizing.dry_engine import EngineSpec
+    from verlite.sizing.measure import Passes, Rows, measure
+
+    batch = check.batch()
+    lengths = tuple(batch.batch["attention_mask"].sum(1).tolist())
+    rows = Rows(lengths, batch.batch["response_mask"].shape[1])
+    model = ModelConfig(path=check.model())
+    spec = EngineSpec(model, FSDPConfig(), OptimConfig(), "lm", 1, 1, check.device.type, "bfloat16")
+    predicted = measure(spec, Passes(rows, rows, forward_entropy=True))
+    whole = MicroBatching(size=len(lengths))
+
+    def excess(call: Callable[[TrainEngine], object], expected: int) -> float:
+        check.need_cuda()
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        engine = check.engine(dtype="bfloat16", enable_gradient_checkpointing=True)
+        call(engine)
+        torch.cuda.reset_peak_memory_stats()
+        call(engine)
+        return (torch.cuda.max_memory_allocated() - before) / expected - 1
+
+    # The plan leaves out the workspaces of libraries.
+    with one_rank(check.device.type):
+        check(
+            "update, share of the peak that the plan misses",
+            0.15,
+            lambda: excess(lambda engine: engine.update(batch, whole, 1.0, loss), predicted.update),
+        )
+        check(
+            "log-probs, share of the peak that the plan misses",
+            0.15,
+            lambda: excess(
+                lambda engine: engine.forward(batch, whole, 1.0, with_entropy=True),
+                predicted.forward,
+            ),
+        )
 
 
 def checkpoint(check: Checks) -> None:
@@ -885,6 +941,7 @@ GROUPS: dict[str, tuple[float, Callable[[Checks], None]]] = {
     "fingerprints": (60, fingerprints),
     "training": (120, training),
     "memory": (60, memory),
+    "plan": (60, planned),
     "checkpoint": (60, checkpoint),
     "adapters": (60, adapters),
     "ipc": (60, ipc),
@@ -897,7 +954,9 @@ GROUPS: dict[str, tuple[float, Callable[[Checks], None]]] = {
 def run_group(results: Results, name: str, device: str, shape: str) -> None:
     """Run one group in this process."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    with tempfile.TemporaryDirectory() as folder, one_rank(device):
+    # The plan runs engines in process groups of its own.
+    group = contextlib.nullcontext() if name == "plan" else one_rank(device)
+    with tempfile.TemporaryDirectory() as folder, group:
         check = Checks(results, torch.device(device), shape, Path(folder))
         try:
             GROUPS[name][1](check)
