@@ -132,7 +132,7 @@ def _fits_varlen_kernel(query: Tensor, value: Tensor) -> bool:
 
 @functools.cache
 def _has_varlen_kernel(device: torch.device) -> bool:
-    """Return True on NVIDIA GPUs from Ampere on. AMD's kernel lacks sliding windows."""
+    """Return True on NVIDIA GPUs from Ampere on. AMD's is another kernel, which was not tried."""
     if not torch.cuda.is_available():  # a fake tensor, which stands for one on a current GPU
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
