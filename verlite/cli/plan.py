@@ -89,6 +89,7 @@ def _show_memory(
 ) -> None:
     from verlite.config.show import console
     from verlite.sizing import memory_table
+    from verlite.sizing.advice import Run, advise
     from verlite.sizing.cache import Measurer
     from verlite.sizing.memory import run_memory
 
@@ -97,10 +98,12 @@ def _show_memory(
     began = time.monotonic()
     with console(stderr=True).status("running the training engines on tensors without values"):
         found = run_memory(config, made, devices, policy, measurer)
+        advice = advise(Run(config, made, devices, policy, measurer, found))
     terminal.print(memory_table.engines_table(made, found))
     for group in found.groups:
         terminal.print(memory_table.group_table(group, devices))
     terminal.print(memory_table.host_table(found))
     terminal.print(memory_table.margin_sentence(made), soft_wrap=True, highlight=False)
+    terminal.print("\n".join(advice), soft_wrap=True, highlight=False)
     seconds = time.monotonic() - began
     terminal.print(f"{measurer.sentence()}; {seconds:.0f} s", soft_wrap=True, highlight=False)

@@ -80,8 +80,10 @@ def kernels_of(kind: str) -> Iterator[None]:
 
 
 def _fits(query: Tensor, value: Tensor) -> bool:
-    """As attention._fits_varlen_kernel for a tensor on a GPU."""
-    return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
+    """As attention._fits_varlen_kernel for a tensor on an NVIDIA GPU from Ampere on."""
+    size = query.shape[-1]
+    fits = size == value.shape[-1] <= attention._MAX_HEAD_DIM and size % 8 == 0
+    return fits and query.dtype in (torch.bfloat16, torch.float16)
 
 
 class DryEngine(TrainEngine):

@@ -147,7 +147,7 @@ def _run(spec: EngineSpec, passes: Passes) -> _Run:
         tracker.mark("build")
         tracker.take_segments()
         if passes.forward is not None:
-            batch, micro = _batch(passes.forward)
+            batch, micro = rows_batch(passes.forward)
             with mode:
                 engine.forward(
                     batch,
@@ -158,8 +158,8 @@ def _run(spec: EngineSpec, passes: Passes) -> _Run:
             tracker.mark("end")
             forward = tracker.take_segments()
         if passes.update is not None:
-            batch, micro = _batch(passes.update)
-            objective = _Objective(passes.update_entropy == "loss")
+            batch, micro = rows_batch(passes.update)
+            objective = Objective(passes.update_entropy == "loss")
             with mode:
                 engine.update(batch, micro, 1.0, objective, bool(passes.update_entropy))
             tracker.mark("step")
@@ -172,7 +172,7 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
-class _Objective:
+class Objective:
     """A loss over log-probs or values. Its own tensors are [b, R] in every algorithm, which is a
     thousandth of the activations."""
 
@@ -189,7 +189,7 @@ class _Objective:
         return loss, {}
 
 
-def _batch(rows: Rows) -> tuple[DataProto, MicroBatching]:
+def rows_batch(rows: Rows) -> tuple[DataProto, MicroBatching]:
     """Return a batch of one or two such micro-batches, and how to split it."""
     lengths = rows.lengths * (2 if rows.several else 1)
     width = max(lengths)

@@ -1,6 +1,6 @@
 """Memory of each device and node in each phase of a step, all roles together."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from verlite.config.plan import Plan
@@ -10,6 +10,7 @@ from verlite.sizing.dry_engine import EngineSpec
 from verlite.sizing.facts import DTYPE_BYTES, ModelFacts
 from verlite.sizing.measure import Passes, RoleMemory
 from verlite.sizing.roles import Role, training_roles
+from verlite.workers.roles import ROLES
 
 GIB = 2**30
 
@@ -177,8 +178,11 @@ def _phases(
         return Phase(name, own, margin)
 
     between = 0 if sleeps else awake
-    building = {name: measured[name].resident + 2 * weight for name in trained}
-    phases = [phase("build", between, **building)] if trained else []
+    phases = []
+    if trained:
+        in_order = {name: roles[name] for name in ROLES if name in trained}
+        building = _building(in_order, measured, 2 * weight)
+        phases.append(phase("build", between, **building))
     if "rollout" in here:
         phases.append(phase("generation", awake))
     for name in trained:
@@ -203,6 +207,25 @@ def _phases(
     if trained:
         phases.append(phase("checkpoint", between))
     return phases
+
+
+def _building(
+    roles: dict[str, Role], measured: dict[str, RoleMemory], transit: int
+) -> dict[str, int]:
+    """Return what each role holds at the fullest moment of the start.
+
+    Roles start in order, and together, but the next one waits for a role that offloads.
+    transit: bytes of weights that a role receives, beside its shards.
+    """
+    moments = []
+    before: dict[str, int] = {}
+    for name, role in roles.items():
+        whole = measured[name].resident + transit
+        moments.append(dict.fromkeys(roles, 0) | before | {name: whole})
+        fsdp = _offload(role)
+        waits = fsdp.param_offload or fsdp.optimizer_offload
+        before[name] = idle(role, measured[name]) if waits else whole
+    return max(moments, key=lambda held: sum(held.values()))
 
 
 def _sleeps(config: Config, plan: Plan) -> bool:
@@ -246,8 +269,9 @@ def _node(
         base["offloaded"] = offloaded
     activations = max((ranks(name) * measured[name].host for name in roles), default=0)
     copy = policy.exported * DTYPE_BYTES[plan.rollout_dtype] if ranks("rollout") else 0
-    shards = sum(
-        ranks(name) * measured[name].resident
+    # Each rank writes its shards one tensor at a time.
+    written = sum(
+        ranks(name) * 4 * policy.largest // role.spec.ranks
         for name, role in roles.items()
         if role.spec.optim is not None
     )
@@ -258,13 +282,9 @@ def _node(
         )
     if copy:
         phases.append(HostPhase("sync", base | {"weights": copy}))
-    if shards:
-        phases.append(HostPhase("checkpoint", base | {"shards": shards * CHECKPOINT_COPIES}))
+    if written:
+        phases.append(HostPhase("checkpoint", base | {"tensors being written": written}))
     return phases
-
-
-CHECKPOINT_COPIES = 2
-"""Copies of a rank's shards in host memory while a checkpoint is written."""
 
 
 def over(memory: Memory, devices: Devices) -> list[tuple[DeviceGroup, Phase, int]]:
@@ -277,8 +297,3 @@ def over(memory: Memory, devices: Devices) -> list[tuple[DeviceGroup, Phase, int
         for phase in group.phases
         if phase.total > devices.bytes
     ]
-
-
-def names_of(phases: Iterable[Phase]) -> str:
-    """Return the phases' names with commas."""
-    return ", ".join(phase.name for phase in phases)

@@ -1,6 +1,6 @@
 """The models of a run in words: parameters, multiplications of a step, KV cache."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from verlite.config.plan import Plan
@@ -24,7 +24,8 @@ def role_model(config: Config, plan: Plan, role: str) -> ModelConfig:
     """Return the model of "actor", "ref" or "critic"."""
     if role != "critic":
         return config.actor_rollout_ref.model
-    return replace(config.critic.model, path=plan.critic_model_path)
+    values = {field.name: getattr(config.critic.model, field.name) for field in fields(ModelConfig)}
+    return ModelConfig(**values | {"path": plan.critic_model_path})
 
 
 def run_models(config: Config, plan: Plan) -> RunModels:

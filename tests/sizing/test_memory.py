@@ -1,0 +1,225 @@
+"""All roles of a run together: phases of a device, offload, advice, the cache."""
+
+from dataclasses import replace
+
+import pytest
+
+from verlite.sizing import memory as sizing
+from verlite.sizing.advice import Run, advise, largest_micro_batch, make_fit
+from verlite.sizing.cache import Measurer, folder, key_of
+from verlite.sizing.devices import Devices
+from verlite.sizing.facts import model_facts
+from verlite.sizing.measure import RoleMemory
+from verlite.sizing.memory import FRAGMENTS, PROCESS, run_memory
+from verlite.sizing.roles import training_roles
+
+GIB = 2**30
+WEIGHTS = 4 * GIB
+MOMENTS = 8 * GIB
+
+
+def measured(spec, passes) -> RoleMemory:
+    """Stands for the engines: an update needs 2 GiB per sample, 5 times as much without
+    checkpointing; a forward pass 1 GiB."""
+    trained = spec.optim is not None
+    held = WEIGHTS + MOMENTS * trained
+    factor = 1 if spec.model.enable_gradient_checkpointing else 5
+    samples = len(passes.update.lengths) if passes.update else 0
+    return RoleMemory(
+        WEIGHTS,
+        MOMENTS * trained,
+        held + GIB,
+        (held + 2 * GIB * factor * samples) * trained,
+        GIB if spec.model.enable_activation_offload else 0,
+    )
+
+
+@pytest.fixture
+def run(planned):
+    """Return a function that plans a run on devices of a size, without running engines."""
+
+    def make(gib: int, *overrides: str) -> Run:
+        config, plan = planned("tiny", *overrides)
+        facts = model_facts(config.actor_rollout_ref.model)
+        devices = Devices("test", plan.devices_per_node, gib * GIB, "cuda")
+        found = run_memory(config, plan, devices, facts, measured)
+        return Run(config, plan, devices, facts, measured, found)
+
+    return make
+
+
+def held(run: Run) -> dict[str, dict[str, float]]:
+    """Return the GiB of each role in each phase of the first devices."""
+    return {
+        phase.name: {role: round(size / GIB, 2) for role, size in phase.held.items()}
+        for phase in run.memory.groups[0].phases
+    }
+
+
+def test_roles_of_a_device_add_up_in_each_phase(run):
+    found = held(run(80, "actor_rollout_ref.actor.use_kl_loss=true"))
+    assert list(found) == [
+        "build",
+        "generation",
+        "old log-probs",
+        "reference log-probs",
+        "values",
+        "critic update",
+        "actor update",
+        "sync: gather",
+        "sync: load",
+        "checkpoint",
+    ]
+    rest = {"actor": 12, "ref": 4, "critic": 12}
+    assert found["build"] == rest | {"rollout": 0}
+    assert found["generation"] == rest | {"rollout": 40}
+    assert found["old log-probs"] == rest | {"actor": 13, "rollout": 0}
+    assert found["reference log-probs"] == rest | {"ref": 5, "rollout": 0}
+    assert found["critic update"] == rest | {"critic": 20, "rollout": 0}
+    assert found["actor update"] == rest | {"actor": 20, "rollout": 0}
+    assert found["sync: load"]["rollout"] == 0.5  # a bucket; the tiny model's weights are nothing
+
+
+def test_offload_frees_what_it_names_outside_its_pass(run):
+    actor, critic = "actor_rollout_ref.actor.fsdp_config.", "critic.model.fsdp_config."
+    one = run(80, f"{actor}optimizer_offload=true", f"{critic}param_offload=true")
+    found = held(one)
+    assert found["generation"] == {"actor": 4, "rollout": 40, "critic": 8}
+    assert found["old log-probs"]["actor"] == 5  # no moments
+    assert found["actor update"] == {"actor": 20, "rollout": 0, "critic": 8}
+    assert found["critic update"] == {"actor": 4, "rollout": 0, "critic": 20}
+    # The critic's model is built after the actor has offloaded its moments.
+    assert found["build"] == {"actor": 4, "rollout": 0, "critic": 12}
+    # In the host: 8 ranks with the moments of the actor and the parameters of the critic.
+    assert one.memory.host[0].held["offloaded"] == 8 * (MOMENTS + WEIGHTS)
+
+
+def test_an_engine_that_does_not_sleep_stays(run):
+    found = held(run(80, "actor_rollout_ref.rollout.free_cache_engine=false"))
+    assert {name: roles["rollout"] for name, roles in found.items() if name != "sync: load"} == {
+        name: 40 for name in found if name != "sync: load"
+    }
+
+
+def test_apart_the_roles_have_their_own_devices(run):
+    one = run(80, "cluster.component_placement={actor: 0-3, rollout: 4-7}")
+    assert [(group.devices, group.roles) for group in one.memory.groups] == [
+        ([0, 1, 2, 3], ("actor", "critic")),
+        ([4, 5, 6, 7], ("rollout",)),
+    ]
+    assert [phase.name for phase in one.memory.groups[1].phases] == ["generation", "sync: load"]
+
+
+def test_margin_is_added(run):
+    phase = run(80).memory.groups[0].tightest
+    assert phase.name == "generation"
+    training = phase.held["actor"] + phase.held["critic"]
+    assert phase.margin == int(FRAGMENTS * training) + 2 * PROCESS
+
+
+def test_what_fits_is_told_with_the_largest_micro_batch(run):
+    one = run(80)
+    # 80 - 12 of the critic - margin for the largest n: (12 + 2 n) * 1.05 + 12.6 + 3.3 <= 80
+    key, now, most, unit, rows = largest_micro_batch(one, "actor")
+    assert (key, now, unit, rows) == (
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        4,
+        "samples",
+        32,
+    )
+    assert most == 24
+
+    def fits(samples: int) -> bool:
+        return not one.changed(key, samples).over()
+
+    assert fits(24) and not fits(25)
+    text = "\n".join(advise(one))
+    assert "fullest phase is generation" in text
+    assert "ppo_micro_batch_size_per_gpu may be up to 24 samples; it is 4" in text
+    assert "enable_gradient_checkpointing=true is needed" not in text  # 52 GiB fit too
+
+
+def test_a_token_budget_is_advised_where_the_run_has_one(run):
+    one = run(
+        80,
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+    )
+    key, now, most, unit, _ = largest_micro_batch(one, "actor")
+    assert key.endswith("ppo_max_token_len_per_gpu") and now == 4096 and unit == "tokens"
+    assert most is not None and most // 1024 == 24
+
+
+def test_what_does_not_fit_is_told_with_what_would(run):
+    one = run(26)  # 24 for the parameters and moments of both, without a margin
+    text = "\n".join(advise(one))
+    assert "Does not fit: devices 0-7 in phase actor update, over by" in text
+    fitting, changes = make_fit(one)
+    assert not fitting.over()
+    assert "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1" in changes
+    for change in changes:
+        assert change in text
+    # What it names is what a run with these keys needs.
+    again = run(26, *changes)
+    assert not again.over() and again.memory == fitting.memory
+
+
+def test_what_cannot_fit_is_said(run):
+    text = "\n".join(advise(run(8)))
+    assert "No setting that this command knows makes it fit" in text
+    assert "stays over by" in text
+
+
+def test_needless_offload_is_named(run):
+    key = "critic.model.fsdp_config.optimizer_offload"
+    text = "\n".join(advise(run(80, f"{key}=true")))
+    assert f"{key}=true is not needed" in text
+
+
+def test_unknown_devices_ask_for_their_name(run):
+    one = run(80)
+    unknown = replace(one, devices=replace(one.devices, bytes=None))
+    assert advise(unknown)[0].startswith("Name the devices, as in --devices 8xH100-80GB")
+
+
+def test_results_are_kept_until_something_changes(planned, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config, plan = planned("tiny")
+    role = training_roles(config, plan)[0]
+    first, again = Measurer(measure=measured), Measurer(measure=measured)
+    expected = first(role.spec, role.passes)
+    assert again(role.spec, role.passes) == expected
+    assert (first.measured, first.found, again.measured, again.found) == (1, 0, 0, 1)
+    assert str(folder()) in again.sentence() and str(tmp_path) in again.sentence()
+    without = Measurer(use_cache=False, measure=measured)
+    without(role.spec, role.passes)
+    assert without.measured == 1
+
+    key = key_of(role.spec, role.passes)
+    other_ranks = replace(role.spec, ranks=4)
+    config_json = tmp_path / "tiny" / "config.json"
+    assert key_of(other_ranks, role.passes) != key
+    config_json.write_text(
+        config_json.read_text().replace('"hidden_size": 64', '"hidden_size": 128')
+    )
+    assert key_of(role.spec, role.passes) != key
+    # A damaged file is measured anew.
+    config_json.write_text(
+        config_json.read_text().replace('"hidden_size": 128', '"hidden_size": 64')
+    )
+    (folder() / f"{key}.json").write_text("{")
+    assert Measurer(measure=measured)(role.spec, role.passes) == expected
+
+
+def test_offload_is_not_measured_again(run):
+    specs = []
+
+    def measure(spec, passes) -> RoleMemory:
+        specs.append(spec)
+        return measured(spec, passes)
+
+    for offload in ("false", "true"):
+        one = run(80, f"critic.model.fsdp_config.optimizer_offload={offload}")
+        run_memory(one.config, one.plan, one.devices, one.policy, measure)
+    assert specs[:2] == specs[2:]
+    assert sizing.HOST_PROCESS["cpu"] < sizing.HOST_PROCESS["cuda"]
