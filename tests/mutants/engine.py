@@ -346,6 +346,12 @@ MUTANTS = [
         (SAVED,),
     ),
     Mutant(
+        "offload leaves Adam's moments on the device",
+        FSDP + "TrainEngine._replace_optimizer_state",
+        does_nothing,
+        (SAVED,),
+    ),
+    Mutant(
         "a checkpoint copies a rank's shards",
         CHECKPOINT + "_StreamingWriter.write_data",
         calls(_torchs_writer),

@@ -85,7 +85,7 @@ def _lock_pages(memory: Tensor, device: torch.device) -> None:
         return
     try:
         runtime: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     except (RuntimeError, AttributeError) as error:
         log.warning(
             "offload is slower than it could be: %.1f GiB of host memory cannot be page-locked "

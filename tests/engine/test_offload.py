@@ -1,0 +1,46 @@
+"""Page-locked host memory."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from verlite.engine import offload
+
+
+@pytest.mark.parametrize("result", [0, 2])
+def test_pages_are_locked_or_a_warning_says_why_not(
+    result: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit of locked memory makes offload slow, but does not end the run."""
+    calls = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append((address, size, flags))
+        return result
+
+    def check(code: int) -> None:
+        if code:
+            raise RuntimeError("CUDA error: out of memory")
+
+    runtime: Any = SimpleNamespace(cudaHostRegister=register)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    memory = torch.empty(100, dtype=torch.uint8)
+    with caplog.at_level(logging.WARNING):
+        offload._lock_pages(memory, torch.device("cuda", 0))
+    assert calls == [(memory.data_ptr(), 100, 0)]
+    assert ("out of memory" in caplog.text and "ulimit -l" in caplog.text) == bool(result)
+
+
+def test_memory_is_exact_and_places_do_not_overlap() -> None:
+    tensors = {"a": torch.arange(3.0), "b": torch.zeros(0), "c": torch.ones(2, 5).bfloat16()}
+    host = offload.HostMemory(torch.device("cpu"))
+    away = host.offload(tensors)
+    assert host.is_holding and all(torch.equal(away[name], t) for name, t in tensors.items())
+    assert away["a"].untyped_storage().nbytes() == 64 + 0 + 64
+    again = host.offload({name: tensor + 1 for name, tensor in host.onload(away).items()})
+    assert all(torch.equal(again[name], t + 1) for name, t in tensors.items())
+    assert again["c"].data_ptr() == away["c"].data_ptr()
