@@ -74,18 +74,23 @@ class Export:
 def publish(named: Iterable[tuple[str, Tensor]], sinks: Sequence[Sink], bucket_bytes: int) -> int:
     """Give all weights to every sink, and return their number of bytes.
 
-    If anything fails, every sink is aborted.
+    If a sink fails, every sink is aborted. The rest of `named` is consumed all the same: the other
+    ranks take part in gathering it, and the next sync must not meet their collectives.
     """
     total = 0
+    weights = iter(named)
     try:
-        for bucket in in_buckets(named, bucket_bytes):
+        for bucket in in_buckets(weights, bucket_bytes):
             total += sum(tensor.nbytes for _, tensor in bucket)
             for sink in sinks:
                 sink.add(bucket)
         for sink in sinks:
             sink.finish()
-    except BaseException:
+    except BaseException as error:
         for sink in sinks:
             sink.abort()
+        if isinstance(error, Exception):
+            for _ in weights:
+                pass
         raise
     return total
