@@ -1,7 +1,7 @@
 """Mutants of verlite.trainer: steps, checkpoints and resumes that go wrong."""
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, does_nothing, result
+from tests.mutants.patches import argument, calls, constant, does_nothing, result
 
 ROLLOUT = "verlite.trainer.stages.rollout:"
 ADVANTAGE = "verlite.trainer.stages.advantage:"
@@ -206,6 +206,12 @@ MUTANTS = [
         "the engines keep their old weights",
         WEIGHTS + "sync_weights",
         calls(lambda original, run: None),
+        ("tests/trainer/test_sync.py",),
+    ),
+    Mutant(
+        "an expensive log-prob probe goes on",
+        WEIGHTS + "_PROBE_SHARE",
+        constant(1.0),
         ("tests/trainer/test_sync.py",),
     ),
     # metrics and validation

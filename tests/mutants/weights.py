@@ -4,6 +4,7 @@ from tests.mutants import Mutant
 from tests.mutants.patches import argument, calls, constant, does_nothing, result
 
 FINGERPRINT = "tests/weights/test_fingerprint.py"
+PROBE = "tests/engine/test_probe.py"
 BUCKETS = "tests/weights/test_buckets.py"
 MEMORY = "tests/weights/test_shared_memory.py"
 COLLECTIVE = "tests/weights/test_collective.py"
@@ -47,6 +48,18 @@ MUTANTS = [
         "verlite.weights.fingerprint:_MIX_2",
         constant(0),
         (FINGERPRINT,),
+    ),
+    Mutant(
+        "the log-prob probe allows any gap",
+        "verlite.weights.probe:probe_limit",
+        result(lambda limit: 1000 * limit),
+        (PROBE,),
+    ),
+    Mutant(
+        "the log-prob probe looks at one token",
+        "verlite.engine.fsdp:LENGTH",
+        constant(2),
+        (PROBE,),
     ),
     Mutant(
         "the compiled hash differs from torch's",

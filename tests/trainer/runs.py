@@ -12,7 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 # Metrics that differ between equal runs: clocks and memory.
-NOISY = ("timing_", "perf/time", "perf/throughput", "perf/driver", "actor/perf", "critic/perf")
+NOISY = (
+    "timing_",
+    "perf/time",
+    "perf/throughput",
+    "perf/driver",
+    "perf/weight_probe",
+    "actor/perf",
+    "critic/perf",
+)
 
 
 def write_sums(path: Path, rows: int, start: int = 0) -> str:

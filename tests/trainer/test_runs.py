@@ -76,17 +76,21 @@ def pointer_of(run):
 
 
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, base):
-    """Two updates per step, and a KL loss whose reference stays the model of step 0."""
+    """Two updates per step, and a KL loss whose reference stays the model of step 0. The log-prob
+    probe of weight syncs, in one of the runs only, changes no number."""
     options = [
         "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.total_training_steps=4",
         "trainer.save_freq=2",
         "trainer.max_actor_ckpt_to_keep=1",
     ]
-    whole = launch(tmp_path, "whole", base, *options)
+    probe = "actor_rollout_ref.rollout.weight_probe"
+    whole = launch(tmp_path, "whole", base, *options, f"{probe}=always")
     assert whole.wait() == 0, whole.text()
     assert steps_of(whole) == [0, 1, 2, 3, 4]
+    assert all(0 <= line["perf/weight_probe_gap"] < 1e-5 for line in whole.metrics()[1:])
 
+    options.append(f"{probe}=never")
     killed = launch(tmp_path, "killed", base, *options)
     killed.until_step(3)
     killed.process.kill()
@@ -231,8 +235,8 @@ inner, first = weights.sync_weights, []
 class Stale:
     def __init__(self, actor): self.actor = actor
     def __getattr__(self, name): return getattr(self.actor, name)
-    def offer_weights(self, version):
-        fresh = self.actor.offer_weights(version)
+    def offer_weights(self, version, probe_limit):
+        fresh = self.actor.offer_weights(version, probe_limit)
         first.append(fresh[0].fingerprint)
         wrong = len(first) == 2
         return [dataclasses.replace(e, fingerprint=e.fingerprint + wrong) for e in fresh]

@@ -109,7 +109,7 @@ def engine_workers(routes, settings):
 
 def sync(trainer, engines, version):
     """Do what trainer.stages.weights does, with a thread for each process."""
-    offers = [actor.offer_weights(version) for actor in trainer]
+    offers = [actor.offer_weights(version, None) for actor in trainer]
     with ThreadPoolExecutor(8) as pool:
         publishing = [pool.submit(actor.publish_weights, offers[0]) for actor in trainer]
         fetching = [pool.submit(engine.fetch_weights, offers) for engine in engines]
@@ -152,7 +152,7 @@ def test_every_engine_gets_the_weights_wherever_it_is(place, tmp_path):
 def test_ranks_that_only_help_to_gather_keep_nothing():
     routes = plan([0, 1], [0, 1])
     trainer = actors(routes, config())
-    exports = [actor.publish_weights(actor.offer_weights(1)) for actor in trainer]
+    exports = [actor.publish_weights(actor.offer_weights(1, None)) for actor in trainer]
     assert [actor.calls[1] for actor in trainer] == [("gathers for", CPU), ("gathers for", None)]
     assert [bool(export.paths) for export in exports] == [True, False]
     trainer[0].release_weights()
@@ -163,7 +163,7 @@ def test_ranks_that_only_help_to_gather_keep_nothing():
 def test_an_engine_reads_the_copy_of_its_own_node():
     routes = plan([0, 2], [0, 2])
     trainer, engines = actors(routes, config()), engine_workers(routes, config())
-    offers = [actor.offer_weights(1) for actor in trainer]
+    offers = [actor.offer_weights(1, None) for actor in trainer]
     first, second = (actor.publish_weights(offers[0]) for actor in trainer)
     assert (first.node, second.node) == (0, 1)
     engines[1].load_weights(offers[0], [Export(0, ("/nowhere",), 20), second])
@@ -189,7 +189,7 @@ def test_engines_sleep_until_the_first_sync(tmp_path, monkeypatch):
     rollout.rank = 0
     rollout.__init__(settings, routes)
     (actor,) = actors(routes, settings)
-    offer = actor.offer_weights(1)
+    offer = actor.offer_weights(1, None)
     rollout.load_weights(offer, [actor.publish_weights(offer)])
     actor.release_weights()
     rollout.scorer.close()

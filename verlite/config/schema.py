@@ -646,7 +646,8 @@ class RolloutConfig:
         None,
         "Start-up log-prob check: the run stops if mean |log p_train - log p_rollout| before the "
         "first update is above this. null: 0.05; 0.15 for a mixture of experts in half precision, "
-        "where rounding changes which experts a token visits.",
+        "where rounding changes which experts a token visits. The limit of weight_probe is "
+        "proportional to it.",
         bound="> 0",
     )
     val_kwargs: ValKwargs = section(
@@ -660,6 +661,13 @@ class RolloutConfig:
         "of each host (NCCL or gloo). files: safetensors in trainer.default_local_dir/weights, "
         "a folder that all hosts share.",
         choices=("auto", *TRANSPORTS),
+    )
+    weight_probe: str = key(
+        "auto",
+        "Weight sync: whether trainer and engine also compare their log-probs of 32 fixed tokens. "
+        "That shows weights in a wrong place or layout, which a fingerprint does not. auto: until "
+        "it takes 2% of a step or more. always. never.",
+        choices=("auto", "always", "never"),
     )
     sync_bucket_mb: int = key(512, "Weight sync: size of one bucket in MiB.", bound=">= 1")
     request_timeout_s: float = key(

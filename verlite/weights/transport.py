@@ -21,6 +21,7 @@ from torch import Tensor
 
 from verlite.weights.buckets import Bucket, in_buckets
 from verlite.weights.collective import Rendezvous
+from verlite.weights.probe import Probe
 
 
 class Sink(Protocol):
@@ -48,12 +49,14 @@ class Offer:
         rendezvous: of the transport `collective`, on rank 0.
         stream: address of the rank's cuda_ipc publisher, on ranks that share a device with an
             engine.
+        probe: the log-prob probe of these weights, if engines are to check it.
     """
 
     version: int
     fingerprint: int
     rendezvous: Rendezvous | None = None
     stream: str | None = None
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True)

@@ -164,8 +164,11 @@ class ActorWorker(TrainingWorker):
         return metrics
 
     @register("all")
-    def offer_weights(self, version: int) -> Offer:
-        """Prepare to publish `version`: bring the weights to the device and hash them."""
+    def offer_weights(self, version: int, probe_limit: float | None) -> Offer:
+        """Prepare to publish `version`: bring the weights to the device and hash them.
+
+        probe_limit: largest relative gap of the log-prob probe; None: no probe.
+        """
         self.engine.onload()
         fingerprint = self.engine.fingerprint(self._rollout_dtype)
         if self.rank in self.plan.weights.publishers.values():
@@ -175,6 +178,9 @@ class ActorWorker(TrainingWorker):
             fingerprint,
             rendezvous=self._sender.offer() if self._sender else None,
             stream=self._publisher.address if self._publisher else None,
+            probe=None
+            if probe_limit is None
+            else self.engine.probe(probe_limit, self.plan.max_model_len),
         )
 
     @register("all")

@@ -19,6 +19,7 @@ from verlite.engine.folder import load_tokenizer
 from verlite.envs.factory import EnvFactory, build_env_factory, check_env_factory, encoder
 from verlite.envs.step import Env, ToolError
 from verlite.protocol.data import DataProto
+from verlite.protocol.metrics import Metrics
 from verlite.rewards.result import RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer, Stream
 from verlite.rollout.build import build_engine
@@ -232,15 +233,19 @@ class RolloutWorker(Worker):
         return Export(node, tuple(self._received.paths), 0)
 
     @register("all")
-    def load_weights(self, offer: Offer, exports: list[Export]) -> None:
+    def load_weights(self, offer: Offer, exports: list[Export]) -> Metrics:
         """Load the published weights as the offer's version.
 
         The engine compares the fingerprint before it accepts the version. The KV cache is allocated
-        last: on a GPU it takes memory that loading needs.
+        last: on a GPU it takes memory that loading needs. If the offer has a log-prob probe, the
+        engine then checks it, and returns to the version before if it fails.
 
         Args:
             offer: of the version.
             exports: of all processes; one has the copy of this node.
+
+        Returns:
+            The probe's metrics; {} without a probe.
         """
         transport = self.plan.weights.transport[self.rank]
         if transport == "files":
@@ -251,6 +256,12 @@ class RolloutWorker(Worker):
             (paths,) = (export.paths for export in exports if export.node == node and export.paths)
             self._load(BucketFiles(paths), offer)
         self.engine.wake("kv_cache")
+        if offer.probe is None:
+            return {}
+        began = time.monotonic()
+        gap = self.engine.check_log_probs(offer.probe)
+        seconds = offer.probe.seconds + time.monotonic() - began
+        return {"perf/weight_probe_gap": gap.nats, "perf/weight_probe_seconds": seconds}
 
     def _load(self, named: Iterable[tuple[str, torch.Tensor]], offer: Offer) -> None:
         self.engine.wake("weights")

@@ -2,6 +2,11 @@
 
 from verlite.controller.worker_group import submit
 from verlite.trainer.run import Run, stage
+from verlite.trainer.stages.advantage import gap_limit
+from verlite.weights.probe import probe_limit
+
+_PROBE_SHARE = 0.02
+"""Share of a step's time that the log-prob probe may take with weight_probe=auto."""
 
 
 @stage("update_weights")
@@ -10,21 +15,51 @@ def sync_weights(run: Run) -> None:
 
     Engines that take weights from the trainer's GPU or from another host do so while it
     publishes. For the others, all ranks of the trainer write their weights and free their device
-    memory before any engine allocates its own. Each engine compares fingerprints before it accepts
-    the version. If any part fails, this raises and `run.version` does not change; engines refuse
-    to generate with weights that were loaded in part. Copies in memory are then freed when their
-    process exits.
+    memory before any engine allocates its own. Each engine compares fingerprints, and with the
+    log-prob probe also log-probs, before it keeps the version. If any part fails, this raises and
+    `run.version` does not change; engines refuse to generate with weights that were loaded in
+    part. Copies in memory are then freed when their process exits.
     """
-    offers = run.actor.offer_weights(run.version + 1)
+    offers = run.actor.offer_weights(run.version + 1, _probe_limit(run))
     if run.plan.weights.is_streaming:
         publishing = submit(run.actor.publish_weights, offers[0])
         fetched = run.rollout.fetch_weights(offers)
         exports = publishing.result() + fetched
     else:
         exports = run.actor.publish_weights(offers[0])
-    run.rollout.load_weights(offers[0], exports)
+    probes = run.rollout.load_weights(offers[0], exports)
     run.actor.release_weights()
     if run.plan.weights.receivers:
         run.rollout.release_weights()
     run.version += 1
     run.metrics["perf/weight_sync_bytes"] = float(max(export.bytes for export in exports))
+    for name in probes[0]:
+        run.metrics[name] = max(probe[name] for probe in probes)
+
+
+def _probe_limit(run: Run) -> float | None:
+    """Return the limit of this sync's log-prob probe; None if it has none."""
+    if not _is_probed(run):
+        return None
+    return probe_limit(gap_limit(run), run.plan.train_dtype, run.plan.rollout_dtype)
+
+
+def _is_probed(run: Run) -> bool:
+    """Whether this sync has a log-prob probe. The probe changes no random number and no weight, so
+    the run's results do not depend on it."""
+    setting = run.config.actor_rollout_ref.rollout.weight_probe
+    if setting != "auto":
+        return setting == "always"
+    before = run.previous.metrics
+    if "perf/time_per_step" not in before:
+        return True  # the first syncs of the process
+    if "perf/weight_probe_seconds" not in before:
+        return False
+    seconds, step_seconds = before["perf/weight_probe_seconds"], before["perf/time_per_step"]
+    is_cheap = seconds < _PROBE_SHARE * step_seconds
+    if not is_cheap:
+        run.display.info(
+            f"weight syncs go on without the log-prob probe: it took {seconds:.2f} s of a step of "
+            f"{step_seconds:.2f} s. actor_rollout_ref.rollout.weight_probe=always keeps it"
+        )
+    return is_cheap
