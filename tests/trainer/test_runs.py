@@ -259,7 +259,11 @@ ppo.sync_weights = faulty
 
 
 def test_two_devices_give_the_same_numbers_as_one(tmp_path, base):
-    """Data parallel: half of the rows per device. Sequence parallel: half of every sequence."""
+    """Data parallel: half of the rows per device. Sequence parallel: half of every sequence.
+
+    The runs with two devices get their weights in other ways too: broadcast to two nodes, which are
+    both this machine, and by buckets of the rank on the same device.
+    """
     options = [
         "algorithm.adv_estimator=gae",
         "algorithm.use_kl_in_reward=true",
@@ -279,14 +283,21 @@ def test_two_devices_give_the_same_numbers_as_one(tmp_path, base):
         "critic/grad_norm",
         "critic/score/mean",
     ]
+    nodes = [
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.weight_transport=collective",
+    ]
     ulysses = [
+        "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.rollout.weight_transport=cuda_ipc",
     ]
-    for name, parallel in (("data_parallel", []), ("sequence_parallel", ulysses)):
-        two = launch(tmp_path, name, base, *options, "trainer.n_gpus_per_node=2", *parallel)
+    for name, parallel in (("data_parallel", nodes), ("sequence_parallel", ulysses)):
+        two = launch(tmp_path, name, base, *options, *parallel)
         assert two.wait(400) == 0, two.text()
-        assert ("1 group of 2 devices" in two.text()) == bool(parallel)
+        assert ("1 group of 2 devices" in two.text()) == (parallel is ulysses)
         for a, b in zip(one.metrics()[1:], two.metrics()[1:], strict=True):
             assert a.keys() == b.keys()
             # float32 sums have another order, and three steps of Adam amplify the difference.
