@@ -68,6 +68,7 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/library.py
 	$(BIN)/python recipes/benchmark/generation.py
 	$(BIN)/python recipes/benchmark/sync.py
+	$(BIN)/python recipes/benchmark/memory.py
 	$(BIN)/python recipes/benchmark/controller.py
 	$(BIN)/python recipes/benchmark/startup.py
 	$(BIN)/python recipes/benchmark/data.py $(if $(GSM8K),--folder $(GSM8K))

@@ -153,6 +153,24 @@ def _sync(found: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+def _memory(found: dict[str, Any]) -> str:
+    rows = []
+    for name, parts in found["shapes"].items():
+        for phase in ("built", "forward", "update"):
+            planned = parts["planned"][phase]
+            sides = [parts[side][phase] for side in ("tensors", "process")]
+            shown = [f"{size / 2**20:,.0f} ({size / planned - 1:+.1%})" for size in sides]
+            rows.append((name, phase, f"{planned / 2**20:,.0f}", *shown))
+    head = (
+        "largest use of memory, MiB",
+        "phase",
+        "planned",
+        "torch's allocator",
+        "resident memory above the start",
+    )
+    return table(head, rows)
+
+
 CALLS = ("ray", "nothing", "make", "take", "make_large", "take_large")
 
 
@@ -265,6 +283,7 @@ def _library(found: dict[str, Any]) -> str:
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "training": _training,
     "sync": _sync,
+    "memory": _memory,
     "controller": _controller,
     "startup": _startup,
     "data": _data,

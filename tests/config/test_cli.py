@@ -89,7 +89,7 @@ def test_plan_needs_no_weights_and_no_data(tmp_path):
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
         "trainer.n_gpus_per_node=8",
     ]
-    code, text = verlite("plan", "--devices", "8xH100-80GB", *line)
+    code, text = verlite("plan", "--no-memory", "--devices", "8xH100-80GB", *line)
     assert code == 0, text
     for words in (
         "run on this machine would be refused: data.train_files=/cluster/train.parquet",
@@ -104,12 +104,25 @@ def test_plan_needs_no_weights_and_no_data(tmp_path):
     assert code == 2 and "has 4 devices, but trainer.n_gpus_per_node=8" in text
 
 
+def test_plan_survives_a_model_that_needs_values(tmp_path, monkeypatch):
+    def needs_values(*arguments):
+        raise RuntimeError("data-dependent\nand a long trace")
+
+    monkeypatch.setattr("verlite.sizing.memory.run_memory", needs_values)
+    config_folder(tmp_path / "model", "tiny")
+    line = [f"actor_rollout_ref.model.path={tmp_path}/model", "data.train_files=absent.parquet"]
+    line += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.n_gpus_per_node=8"]
+    code, text = verlite("plan", "--devices", "8x24GB", *line)
+    assert code == 0 and "Memory cannot be shown: RuntimeError: data-dependent\n" in text
+    assert "weight sync" in text
+
+
 def test_plan_says_what_it_cannot_show(tmp_path):
     line = [f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=absent.parquet"]
     line += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.n_gpus_per_node=8"]
     code, text = verlite("plan", *line)
     assert code == 0 and "8 devices" in text
-    assert "cannot be shown: model.path=" in text and "config.json" in text
+    assert "cannot be shown: model.path=" in text and "folder with a config.json" in text
     # What the run itself would get wrong anywhere is still refused.
     code, text = verlite("plan", *line, "trainer.nnodes=0")
     assert code == 2 and "trainer.nnodes" in text

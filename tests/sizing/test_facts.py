@@ -69,5 +69,7 @@ def test_experts_count_as_often_as_a_token_visits_them(tmp_path):
 
 
 def test_a_folder_without_config_is_named(tmp_path):
-    with pytest.raises(ModelError, match=f"model.path={tmp_path} is not a model"):
+    with pytest.raises(
+        ModelError, match=f"model.path={tmp_path} is not a folder with a config.json"
+    ):
         model_facts(ModelConfig(path=str(tmp_path)))

@@ -4,7 +4,7 @@ import pytest
 
 from verlite.sizing.devices import DevicesError, choose_devices, parse_devices
 from verlite.sizing.facts import model_facts
-from verlite.sizing.placement import engines_on, node_roles, placement_table
+from verlite.sizing.placement import node_roles, placement_table
 from verlite.sizing.sync import sync_bytes
 
 
@@ -30,7 +30,6 @@ def test_each_device_shows_its_rank_and_engine(planned):
     first, second = node_roles(plan)
     assert first.cells == {"rollout": ["e0", "e0", "e1", "e1"]}
     assert second.cells == {"actor": ["0", "1", "2", "3"], "rollout": ["e2", "e2", None, None]}
-    assert [engines_on(plan, node) for node in (0, 1)] == [[0, 1], [2]]
     shown = [line.split() for line in text_of(placement_table(plan)).splitlines()]
     cells = [[word for word in line if word != "│"] for line in shown]
     assert ["rollout", "e2", "e2", "-", "-"] in cells
@@ -52,8 +51,17 @@ def test_a_sync_brings_one_copy_to_each_node(planned):
     )
     moved = sync_bytes(plan, model_facts(config.actor_rollout_ref.model))
     assert moved.whole == 2 * 7_615_616_512 and moved.per_device == moved.whole // 4
-    assert [(node.engines, node.host_bytes) for node in moved.nodes] == [(2, moved.whole)] * 2
-    assert moved.nodes[0].transport != moved.nodes[1].transport
+    assert [(use.transport, use.engines, use.nodes) for use in moved.uses] == [
+        ("shared_memory", 2, [0]),
+        ("collective", 2, [1]),
+    ]
+    assert moved.host_bytes(0) == moved.host_bytes(1) == moved.whole
+
+
+def test_within_a_gpu_nothing_stays_in_the_host(planned):
+    config, plan = planned("tiny", "actor_rollout_ref.rollout.weight_transport=cuda_ipc")
+    moved = sync_bytes(plan, model_facts(config.actor_rollout_ref.model))
+    assert [use.transport for use in moved.uses] == ["cuda_ipc"] and moved.host_bytes(0) == 0
 
 
 @pytest.mark.parametrize(

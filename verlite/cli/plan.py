@@ -96,9 +96,14 @@ def _show_memory(
     terminal = console()
     measurer = Measurer(cache)
     began = time.monotonic()
-    with console(stderr=True).status("running the training engines on tensors without values"):
-        found = run_memory(config, made, devices, policy, measurer)
-        advice = advise(Run(config, made, devices, policy, measurer, found))
+    try:
+        with console(stderr=True).status("running the training engines on tensors without values"):
+            found = run_memory(config, made, devices, policy, measurer)
+            advice = advise(Run(config, made, devices, policy, measurer, found))
+    except Exception as error:  # a model's own code may need values, and raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        terminal.print(f"Memory cannot be shown: {reason}", soft_wrap=True, highlight=False)
+        return
     terminal.print(memory_table.engines_table(made, found))
     for group in found.groups:
         terminal.print(memory_table.group_table(group, devices))

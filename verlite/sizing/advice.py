@@ -1,6 +1,7 @@
 """What to change so that a run fits, or how much larger its micro-batches may be."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,10 @@ from verlite.sizing.words import amount, size
 GIB = 2**30
 ENGINE_BUFFERS = 2 * GIB
 """Assumed for vLLM's activations and CUDA graphs, on each device."""
+TRIED = 4
+"""Micro-batches are tried up to this multiple of the configured size."""
+KEPT_SHARE = 0.8
+"""Part of rollout.gpu_memory_utilization that is kept before something is offloaded."""
 TOKENS = 256
 """Token budgets are multiples of this."""
 
@@ -146,9 +151,10 @@ def _kv_cache(run: Run) -> Iterator[str]:
         )
         return
     yield (
-        f"KV cache of an engine: about {amount(tokens)} tokens, {samples} samples of "
-        f"{run.plan.max_model_len} at a time (vLLM's own buffers assumed to be "
-        f"{size(ENGINE_BUFFERS)} on each device)."
+        f"An engine has room for about {amount(tokens)} tokens of KV cache, {samples:,} samples of "
+        f"{run.plan.max_model_len}; it generates at most {POLICY}rollout.max_num_seqs="
+        f"{run.config.actor_rollout_ref.rollout.max_num_seqs} at a time. (vLLM's own buffers are "
+        f"assumed to take {size(ENGINE_BUFFERS)} of each device.)"
     )
 
 
@@ -180,7 +186,11 @@ def _larger(run: Run) -> Iterator[str]:
         key, now, most, unit, limit = largest_micro_batch(run, role)
         if most is None:
             continue
-        why = " (all rows of an update)" if most >= limit else ""
+        why = ""
+        if most >= limit:
+            why = " (all rows of an update)"
+        elif most == TRIED * now:
+            why = " (the largest that was tried)"
         yield f"{key} may be up to {most} {unit}{why}; it is {now}."
 
 
@@ -229,11 +239,11 @@ def largest_micro_batch(run: Run, role: str) -> tuple[str, int, int | None, str,
     size_key, tokens_key = SIZES[role]
     if by_rows:
         assert updates.micro.size is not None
-        most = _most_that_fits(needs, room, 1, min(rows, 16 * updates.micro.size), 1)
+        most = _most_that_fits(needs, room, 1, min(rows, TRIED * updates.micro.size), 1)
         return size_key, updates.micro.size, most, "samples", rows
     longest = run.plan.longest_sequence
     assert updates.micro.max_tokens is not None
-    limit = min(rows * longest, 16 * updates.micro.max_tokens)
+    limit = min(rows * longest, TRIED * updates.micro.max_tokens)
     most = _most_that_fits(needs, room, longest, max(longest, limit), TOKENS * shared)
     each = None if most is None else most // shared
     return tokens_key, updates.micro.max_tokens // shared, each, "tokens", rows * longest // shared
@@ -278,8 +288,16 @@ def make_fit(run: Run) -> tuple[Run, list[str]]:
     checkpointing a third more computation, offload a copy in each step.
     """
     changes: dict[str, object] = {}
-    stages = (_checkpointing, _smaller_micro_batches, _lower_utilization, _offload, _sharding)
-    for stage in (*stages, _smaller_micro_batches, _lower_utilization):
+    stages = (
+        _checkpointing,
+        _smaller_micro_batches,
+        _slightly_lower_utilization,
+        _offload,
+        _sharding,
+        _smaller_micro_batches,
+        _lower_utilization,
+    )
+    for stage in stages:
         for key, value in list(stage(run)):
             if not run.over():
                 break
@@ -338,17 +356,23 @@ def _smaller_micro_batches(run: Run) -> Iterator[tuple[str, object]]:
                 yield size_key, now
 
 
+def _slightly_lower_utilization(run: Run) -> Iterator[tuple[str, object]]:
+    """A share for vLLM that leaves the others room and keeps most of the KV cache."""
+    share = run.config.actor_rollout_ref.rollout.gpu_memory_utilization
+    for key, lower in _lower_utilization(run):
+        if isinstance(lower, float) and lower >= KEPT_SHARE * share:
+            yield key, lower
+
+
 def _lower_utilization(run: Run) -> Iterator[tuple[str, object]]:
-    """The largest share for vLLM that leaves the others room."""
+    """The largest share for vLLM that leaves the others room, if it holds more than weights."""
     assert run.devices.bytes is not None
-    if run.plan.rollout_name != "vllm":
-        return
     excess = [found for _, phase, found in run.over() if phase.name == "generation"]
-    if excess:
+    if excess and run.plan.rollout_name == "vllm":
         share = run.config.actor_rollout_ref.rollout.gpu_memory_utilization
-        lower = int((share - max(excess) / run.devices.bytes) * 100) / 100
-        weights = run.policy.exported * 2 / run.plan.tensor_parallel / run.devices.bytes
-        if lower > weights + 0.05:
+        lower = math.floor((share - max(excess) / run.devices.bytes) * 100) / 100
+        weights = run.policy.exported * DTYPE_BYTES[run.plan.rollout_dtype]
+        if lower > weights / run.plan.tensor_parallel / run.devices.bytes + 0.05:
             yield UTILIZATION, lower
 
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from verlite.config.plan import Plan
+from verlite.sizing.words import count
 
 GIB = 2**30
 
@@ -58,9 +59,9 @@ class Devices:
 
     def __str__(self) -> str:
         if self.kind == "cpu":
-            return f"{self.count} CPU slots, which share its memory"
+            return f"{count(self.count, 'CPU slot')}, which share its memory"
         memory = "unknown memory" if self.bytes is None else f"{self.bytes / GIB:.1f} GiB each"
-        return f"{self.count} {self.name}, {memory}"
+        return f"{self.count} {'devices' if self.name.endswith('GiB') else self.name}, {memory}"
 
 
 def parse_devices(text: str) -> tuple[int, str, int]:
@@ -103,13 +104,13 @@ def choose_devices(text: str | None, plan: Plan) -> Devices:
     """
     per_node = plan.devices_per_node
     if text is not None:
-        count, name, size = parse_devices(text)
-        if count not in (per_node, plan.n_devices):
+        number, name, size = parse_devices(text)
+        if number not in (per_node, plan.n_devices):
             total = ""
             if plan.nnodes > 1:
                 total = f", or {plan.n_devices} for all {plan.nnodes} nodes"
             raise DevicesError(
-                f"--devices {text!r} has {count} devices, but trainer.n_gpus_per_node={per_node}. "
+                f"--devices {text!r} has {number} devices, but trainer.n_gpus_per_node={per_node}. "
                 f"Write {per_node}x{name.replace(' GiB', 'GB')}{total}, or change "
                 "trainer.n_gpus_per_node"
             )

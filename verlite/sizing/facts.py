@@ -6,14 +6,16 @@ from its own tensors.
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 from transformers import PretrainedConfig
 
+from verlite.config.rules.models import is_hub_name
 from verlite.config.schema import ModelConfig
 from verlite.engine import lora
 from verlite.engine.checkpoint import persistent_buffers
-from verlite.engine.folder import load_config
+from verlite.engine.folder import ModelError, load_config
 from verlite.engine.model import load_skeleton
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -86,6 +88,8 @@ def model_facts(model: ModelConfig, head: str = "lm") -> ModelFacts:
     Raises:
         ModelError: the path has no usable config.json, or LoRA does not fit the model.
     """
+    if not is_hub_name(model.path) and not (Path(model.path) / "config.json").is_file():
+        raise ModelError(f"model.path={model.path} is not a folder with a config.json")
     config = load_config(model)
     skeleton = load_skeleton(model, head)
     lora.add(skeleton, model)

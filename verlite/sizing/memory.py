@@ -10,6 +10,7 @@ from verlite.sizing.dry_engine import EngineSpec
 from verlite.sizing.facts import DTYPE_BYTES, ModelFacts
 from verlite.sizing.measure import Passes, RoleMemory
 from verlite.sizing.roles import Role, training_roles
+from verlite.sizing.sync import sync_bytes
 from verlite.workers.roles import ROLES
 
 GIB = 2**30
@@ -20,8 +21,9 @@ ASLEEP = int(1.5 * GIB)
 """Assumed for a vLLM engine in sleep mode: context, communication buffers, CUDA graphs."""
 FRAGMENTS = 0.05
 """Assumed share of the training engines' bytes that the allocator cannot use."""
-HOST_PROCESS = {"cuda": int(3 * GIB), "cpu": int(0.8 * GIB)}
-"""Assumed memory of a Python process with its libraries. On CPUs it was measured."""
+HOST_PROCESS = {"cuda": int(3 * GIB), "cpu": int(1.5 * GIB)}
+"""Assumed memory of a process with its libraries. On CPUs 0.5 GiB at the start and 0.3 to 1.0 GiB
+of pages that are not returned were measured (docs/benchmarks.md)."""
 
 Measure = Callable[[EngineSpec, Passes], RoleMemory]
 
@@ -194,17 +196,24 @@ def _phases(
         if roles[name].passes.update is not None:
             update = _NAMES[name][1]
             phases.append(phase(update, between, **{name: measured[name].update}))
+    exporting = 0
     if "actor" in trained:
         optimizer = rest["actor"] - (
             0 if _offload(roles["actor"]).param_offload else measured["actor"].parameters
         )
         exporting = measured["actor"].parameters + optimizer + 2 * weight
-        phases.append(phase("sync: gather", between, actor=exporting))
+        if not plan.weights.uses("cuda_ipc"):
+            phases.append(phase("sync: gather", between, actor=exporting))
     if "rollout" in here:
         loading = policy.exported * DTYPE_BYTES[plan.rollout_dtype] // plan.tensor_parallel
         bucket = config.actor_rollout_ref.rollout.sync_bucket_mb << 20
-        phases.append(phase("sync: load", (loading if sleeps else awake) + bucket))
-    if trained:
+        engine = loading if sleeps else awake
+        if plan.weights.uses("cuda_ipc"):
+            # The engine copies from two buckets on the same GPU while the trainer gathers.
+            phases.append(phase("sync", engine + 2 * bucket, actor=exporting))
+        else:
+            phases.append(phase("sync: load", engine + bucket))
+    if any(roles[name].spec.optim is not None for name in trained):
         phases.append(phase("checkpoint", between))
     return phases
 
@@ -268,7 +277,7 @@ def _node(
     if offloaded:
         base["offloaded"] = offloaded
     activations = max((ranks(name) * measured[name].host for name in roles), default=0)
-    copy = policy.exported * DTYPE_BYTES[plan.rollout_dtype] if ranks("rollout") else 0
+    copy = sync_bytes(plan, policy).host_bytes(node)
     # Each rank writes its shards one tensor at a time.
     written = sum(
         ranks(name) * 4 * policy.largest // role.spec.ranks

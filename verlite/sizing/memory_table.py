@@ -36,19 +36,25 @@ def engines_table(plan: Plan, memory: Memory) -> "Table":
 
 
 def group_table(group: DeviceGroup, devices: Devices) -> "Table":
-    """Return the phases of one group of devices."""
+    """Return the phases of one group of devices, in GiB, or in MiB for small models."""
     limit = devices.bytes if devices.kind == "cuda" else None
+    largest = max(max(phase.held.values(), default=0) for phase in group.phases)
+    name, unit = ("GiB", GIB) if largest >= GIB // 2 else ("MiB", 2**20)
+
+    def shown(number: int) -> str:
+        return f"{number / unit:,.1f}" if number else "-"
+
     rows = []
     for phase in group.phases:
-        cells = [_gib(phase.held.get(role, 0)) for role in group.roles]
-        row = [phase.name, *cells, _gib(phase.margin), _gib(phase.total)]
+        cells = [shown(phase.held.get(role, 0)) for role in group.roles]
+        row = [phase.name, *cells, shown(phase.margin), shown(phase.total)]
         if limit is not None:
             free = limit - phase.total
-            row.append(f"{_gib(free)} free" if free >= 0 else f"{_gib(-free)} OVER")
+            row.append(f"{shown(free)} free" if free >= 0 else f"{shown(-free)} OVER")
         rows.append(row)
-    head = ["GiB", *group.roles, "margin", "total"]
+    head = [name, *group.roles, "margin", "total"]
     if limit is not None:
-        head.append(f"of {limit / GIB:.1f}")
+        head.append(f"of {limit / unit:,.1f}")
     return grid(f"memory of devices {ranges(group.devices)}, by phase", head, rows, 1)
 
 
@@ -66,11 +72,7 @@ def margin_sentence(plan: Plan) -> str:
     if plan.device == "cpu":
         return f"margin: {FRAGMENTS:.0%} of the tensors' bytes."
     return (
-        f"margin, assumed, not measured: {size(PROCESS)} for each training process (CUDA context, "
-        f"NCCL and cuBLAS buffers), {size(ASLEEP)} for an engine that sleeps, and {FRAGMENTS:.0%} "
-        "of the training engines' bytes (fragmentation)."
+        f"margin, assumed, not measured: {PROCESS / GIB:.1f} GiB for each training process (CUDA "
+        f"context, NCCL and cuBLAS buffers), {ASLEEP / GIB:.1f} GiB for an engine that sleeps, "
+        f"and {FRAGMENTS:.0%} of the training engines' bytes (fragmentation)."
     )
-
-
-def _gib(number: int) -> str:
-    return f"{number / GIB:.1f}" if number else "-"

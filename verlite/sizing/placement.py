@@ -41,18 +41,11 @@ def node_roles(plan: Plan) -> list[NodeRoles]:
     return nodes
 
 
-def engines_on(plan: Plan, node: int) -> list[int]:
-    """Return the engines whose first device is on the node."""
-    firsts = plan.placement["rollout"][:: plan.tensor_parallel]
-    return [
-        engine for engine, device in enumerate(firsts) if device // plan.devices_per_node == node
-    ]
-
-
 def placement_table(plan: Plan) -> "Table":
-    """Return the table. A row is one role on one node, a column one device of the node."""
+    """Return the table. A row is one role on one node, a column one device of the node. Cells are
+    ranks, or for rollout engines."""
     width = plan.devices_per_node
-    title = "placement: ranks; e: engines"
+    title = "placement"
     nodes = node_roles(plan)
     if width > SHOWN_COLUMNS:
         rows = [

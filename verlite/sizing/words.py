@@ -33,6 +33,11 @@ def flops(number: float) -> str:
     return f"{number / 10**6:,.1f} MFLOP"
 
 
+def count(number: int, thing: str) -> str:
+    """Return a number of things in words: 1 engine, 2 engines."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
 def facts_table(title: str, rows: Iterable[tuple[str, str]]) -> "Table":
     """Return a table of names and sentences, as the plan's own."""
     from rich.table import Table
