@@ -55,7 +55,9 @@ from verlite.protocol.data import DataProto
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Trajectory, WeightSyncError
+from verlite.weights.cuda_ipc import Publisher, Stream
 from verlite.weights.fingerprint import fingerprint, tensor_fingerprint
+from verlite.weights.transport import publish
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
@@ -916,6 +918,14 @@ def ipc(check: Checks) -> None:
                 torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
         check("fingerprint differs with expandable segments", 0, expandable)
+        held = used_mib(check.device) if check.is_cuda else 0.0
+        check("transport cuda_ipc, weights that differ", 0, lambda: streamed(check, sent, answers))
+
+        def left() -> float:
+            check.need_cuda()
+            return used_mib(check.device) - held
+
+        check("transport cuda_ipc, MiB left on the device", 2, left)
     finally:
         sent.put(None)
         process.join(10)
@@ -923,9 +933,33 @@ def ipc(check: Checks) -> None:
             process.kill()
 
 
+def streamed(check: Checks, sent: Any, answers: Any) -> float:
+    """Return the weights that do not arrive as they were published, in several buckets."""
+    generator = torch.Generator().manual_seed(6)
+    named = [
+        (f"{name} {i}", torch.randn(300 + i, 257, generator=generator).to(dtype).to(check.device))
+        for name, dtype in DTYPES.items()
+        for i in range(9)
+    ]
+    publisher = Publisher(check.device, timeout_s=90)
+    try:
+        sent.put({"address": publisher.address})
+        publish(named, [publisher], bucket_bytes=1 << 20)
+        found = answers.get(timeout=90)
+    finally:
+        publisher.close()
+    expected = {name: tensor_fingerprint(tensor) for name, tensor in named}
+    return len(found.items() ^ expected.items())
+
+
 def serve_ipc(sent: Any, answers: Any) -> None:
-    """Answer each tensor with its fingerprint; fill it first if a number comes with it."""
+    """Answer each tensor with its fingerprint; fill it first if a number comes with it. Answer an
+    address with the fingerprints of what is published there."""
     while (message := sent.get()) is not None:
+        if isinstance(message, dict):
+            stream = Stream((message["address"],), timeout_s=90)
+            answers.put({name: tensor_fingerprint(tensor) for name, tensor in stream})
+            continue
         if isinstance(message, tuple):
             message[0].fill_(message[1])
             message = message[0]

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 from itertools import islice
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.weights.test_buckets import NAMED, assert_equal
+from verlite.weights import cuda_ipc
 from verlite.weights.collective import TransportError
 from verlite.weights.cuda_ipc import Publisher, Stream
 from verlite.weights.transport import publish
@@ -50,6 +52,39 @@ def test_the_engine_gets_every_bucket_and_may_keep_its_tensors(publisher, bucket
         publishing.join(10)
         assert publishing.error is None
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_buckets_may_grow(publisher):
+    """A larger bucket needs a new buffer, whose handle may be that of the old one."""
+    named = [(f"w{i}", torch.randn(100 * (i + 1))) for i in range(12)]
+    publishing = Publishing(publisher, named, 1)
+    assert_equal(list(Stream((publisher.address,), timeout_s=10)), named)
+    publishing.join(10)
+    assert publishing.error is None
+
+
+def test_buffers_are_freed_after_the_engine_has_closed_them(publisher, monkeypatch):
+    """A GPU's shared memory is not freed while another process has it open."""
+    mapped = []
+    original = cuda_ipc.open_buffer
+
+    def open_buffer(handle):
+        memory = original(handle)
+        mapped.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(cuda_ipc, "open_buffer", open_buffer)
+    open_at_free = []
+    free = publisher._free
+    monkeypatch.setattr(
+        publisher,
+        "_free",
+        lambda: (open_at_free.append(sum(ref() is not None for ref in mapped)), free()),
+    )
+    publishing = Publishing(publisher, NAMED, 2000)
+    assert_equal(list(Stream((publisher.address,), timeout_s=10)))
+    publishing.join(10)
+    assert len(mapped) > 1 and open_at_free == [0]
 
 
 def test_each_device_of_an_engine_has_its_own_publisher(publisher):

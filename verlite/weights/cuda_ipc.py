@@ -8,6 +8,7 @@ buffers are memory files; everything else is the same.
 """
 
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -26,12 +27,18 @@ from verlite.weights.collective import TIMEOUT_S, TransportError
 
 _SOCKET = "weights"
 _ACKNOWLEDGED = b"done"
+_numbers = itertools.count()
 
 
 class SharedBuffer:
-    """uint8 memory of a device that another process opens by its `handle`, a JSON value."""
+    """uint8 memory of a device that another process opens by its `handle`, a JSON value.
+
+    Attributes:
+        number: of the buffer in this process. A handle may be used again for another buffer.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
+        self.number = next(_numbers)
         self.handle: Any
         if device.type == "cuda":
             with _without_expandable_segments():
@@ -106,18 +113,27 @@ class Publisher:
         fill(buffer.tensor[:size], bucket)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        message = {"handle": buffer.handle, "size": size, "gpu": gpu_uuid(self.device)}
+        message = {
+            "handle": buffer.handle,
+            "buffer": buffer.number,
+            "slot": self._slot,
+            "size": size,
+            "gpu": gpu_uuid(self.device),
+        }
         _send(self._peer, json.dumps(message).encode())
         _send(self._peer, header)
         self._unread += 1
         self._slot = 1 - self._slot
 
     def finish(self) -> None:
-        """Tell the engine that it has every bucket. Returns when it has read them."""
+        """Tell the engine that it has every bucket. Returns when it has read them and has closed
+        the buffers: the memory of a GPU is not freed before."""
         while self._unread:
             self._wait()
         if self._peer is not None:
             _send(self._peer, json.dumps({"end": True}).encode())
+            self._unread += 1
+            self._wait()
             self._peer.close()
         self._peer = None
         self._free()
@@ -155,6 +171,10 @@ class Publisher:
             if buffer is not None:
                 buffer.close()
         self._buffers = [None, None]
+        if self.device.type == "cuda":
+            del buffer  # torch frees shared memory in the next collection after the last reader
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -174,21 +194,24 @@ class Stream:
         Raises:
             TransportError: the trainer stopped before the end.
         """
-        opened: dict[str, Tensor] = {}
+        opened: dict[int, tuple[int, Tensor]] = {}  # number and memory of each slot's buffer
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(self.timeout_s)
             peer.connect(self.addresses[self.rank])
             while "end" not in (message := json.loads(_receive(peer))):
                 _check_gpu(message["gpu"])
-                handle = json.dumps(message["handle"])
-                if handle not in opened:
-                    opened[handle] = open_buffer(message["handle"])
-                payload = opened[handle][: message["size"]]
+                slot = message["slot"]
+                if slot not in opened or opened[slot][0] != message["buffer"]:
+                    opened[slot] = message["buffer"], open_buffer(message["handle"])
+                payload = opened[slot][1][: message["size"]]
                 for name, tensor in views(_receive(peer), payload):
                     yield name, tensor.clone()
                 if payload.is_cuda:
                     torch.cuda.synchronize()
+                del payload, tensor
                 _send(peer, _ACKNOWLEDGED)
+            opened.clear()
+            _send(peer, _ACKNOWLEDGED)
 
 
 def gpu_uuid(device: torch.device) -> str | None:
@@ -226,6 +249,8 @@ def _receive_exactly(peer: socket.socket, size: int) -> bytes:
     while len(parts) < size:
         try:
             part = peer.recv(size - len(parts))
+        except ConnectionError as error:
+            raise TransportError(f"the other side of a weight sync is gone: {error}") from error
         except OSError as error:
             raise TransportError(f"the other side of a weight sync is silent: {error}") from error
         if not part:
