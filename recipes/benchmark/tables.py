@@ -135,12 +135,13 @@ def _sync(found: dict[str, Any]) -> str:
             f"{one['copy_seconds']:.3f}, {one['fresh_copy_seconds']:.3f}",
             f"{one['vs_memcpy']:.1f}, {one['vs_fresh_memcpy']:.1f}",
             f"{one['fingerprint_share']:.0%}",
+            f"{one['parts']['probe']:.3f}",
         )
         for name, one in found["syncs"].items()
     ]
     head = (
         "weight sync, seconds",
-        "export into buckets",
+        "publish",
         "trainer's fingerprint",
         "load",
         "engine's fingerprint",
@@ -149,6 +150,7 @@ def _sync(found: dict[str, Any]) -> str:
         "one copy, to used and to fresh memory",
         "times that",
         "fingerprints' share",
+        "log-prob probe, not in the whole",
     )
     return table(head, rows)
 
