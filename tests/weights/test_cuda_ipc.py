@@ -12,7 +12,7 @@ import torch
 from tests.weights.test_buckets import NAMED, assert_equal
 from verlite.weights import cuda_ipc
 from verlite.weights.collective import TransportError
-from verlite.weights.cuda_ipc import Publisher, Stream
+from verlite.weights.cuda_ipc import Publisher, Stream, without_expandable
 from verlite.weights.transport import publish
 
 CPU = torch.device("cpu")
@@ -116,6 +116,26 @@ def test_an_engine_that_stops_reading_fails_the_trainer(publisher):
     reading.close()
     publishing.join(10)
     assert isinstance(publishing.error, TransportError)
+
+
+def test_other_settings_of_the_allocator_are_kept():
+    given = "max_split_size_mb:512,expandable_segments:True,garbage_collection_threshold:0.8"
+    kept = "max_split_size_mb:512,garbage_collection_threshold:0.8,expandable_segments:False"
+    assert without_expandable(given) == kept
+    assert without_expandable("") == "expandable_segments:False"
+
+
+def test_the_engine_has_closed_its_mappings_when_the_trainer_is_done(publisher):
+    """Memory of a GPU is not freed before that."""
+    stream = iter(Stream((publisher.address,), timeout_s=10))
+    publishing = Publishing(publisher, NAMED, 1)
+    mapped = []
+    for _ in stream:
+        maps = Path("/proc/self/maps").read_text()
+        mapped.append(maps.count("memfd:verlite-weights"))
+    publishing.join(10)
+    assert max(mapped) > 0
+    assert "memfd:verlite-weights" not in Path("/proc/self/maps").read_text()
 
 
 def test_only_this_user_can_reach_the_socket(publisher):

@@ -8,7 +8,10 @@ The group is kept between syncs. After a failure both sides drop it, and the nex
 one.
 """
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -59,7 +62,9 @@ class Group:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
+            # Without it, wait() only orders streams, and a lost peer ends the process.
+            with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
+                self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._backend = dist.ProcessGroupGloo(store, rank, size, timeout)
 
@@ -73,6 +78,19 @@ class Group:
         """Close the connections, so that the other side's calls fail."""
         self._backend.abort()
         self._backend = None
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable within the context."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 class Sender:
@@ -136,6 +154,8 @@ class Sender:
         self._send(torch.tensor([_END, 0]))
         for slot in range(2):
             self._wait(slot)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def abort(self) -> None:
         """Tell the receivers, if they can be reached, that no more comes. Drops the group."""
@@ -165,8 +185,6 @@ class Sender:
         works, self._sending[slot] = self._sending[slot], []
         for work, _ in works:  # the tensor is kept until its work is done
             work.wait()
-        if works and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class Receiver:

@@ -75,13 +75,22 @@ def open_buffer(handle: Any) -> Tensor:
 @contextlib.contextmanager
 def _without_expandable_segments() -> Iterator[None]:
     """Allocate plain segments within the context: handles of expandable ones need more rights."""
+    before = torch._C._accelerator_getAllocatorSettings()
     torch.cuda.empty_cache()  # so that no cached expandable segment is reused
-    before = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings(without_expandable(before))
     try:
         yield
     finally:
-        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{before}")
+        torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+
+
+def without_expandable(settings: str) -> str:
+    """Return allocator settings with expandable_segments off and all others as they are.
+
+    torch resets every setting that a new string leaves out.
+    """
+    others = [part for part in settings.split(",") if part and "expandable_segments" not in part]
+    return ",".join([*others, "expandable_segments:False"])
 
 
 class Publisher:
