@@ -12,6 +12,7 @@ from tests.engine.ranks import Ranks
 from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, naive_log_probs
 from verlite.config.schema import ModelConfig, RolloutConfig
+from verlite.engine import lora
 from verlite.engine.fsdp import TrainEngine
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
@@ -121,6 +122,40 @@ def test_fault_that_the_fingerprint_cannot_see(synced, fault):
     load(engine, trainer, weights, before + 1)
     engine.check_log_probs(probe)
     assert engine.version == before + 1
+
+
+def test_a_lost_adapter_scale_is_detected(tiny_qwen2, monkeypatch):
+    """The trainer hashes what it exports, so the fingerprint is equal."""
+    trainer = train_engine(tiny_qwen2, train=True, lora_rank=4, lora_alpha=12)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    engine = rollout_engine(tiny_qwen2, "float32")
+    probe = trainer.probe(probe_limit(GAP_LIMIT, "float32"), MAX_LENGTH)
+    load(engine, trainer, exported(trainer, "float32"), 1)
+    engine.check_log_probs(probe)
+    merged = lora.merged
+
+    def without_scale(layer, dtype, device):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "scaling", dict.fromkeys(layer.scaling, 1.0))
+            return merged(layer, dtype, device)
+
+    monkeypatch.setattr(lora, "merged", without_scale)
+    load(engine, trainer, exported(trainer, "float32"), 2)
+    with pytest.raises(WeightSyncError, match="computes other log-probs"):
+        engine.check_log_probs(probe)
+    assert engine.version == 1
+    engine.close()
+
+
+def test_a_skipped_bucket_is_detected(synced):
+    trainer, engine, _, dtype = synced
+    weights, before = exported(trainer, dtype), engine.version
+    with pytest.raises(WeightSyncError, match="weights are missing"):
+        load(engine, trainer, dict(list(weights.items())[3:]), before + 1)
+    assert engine.version == before
+    load(engine, trainer, weights, before + 1)
 
 
 def test_probe_changes_no_random_number_and_no_sampled_token(tiny_qwen2):

@@ -294,6 +294,27 @@ def test_generation_after_sync_uses_new_weights_and_no_old_cache(synced, model):
     assert [a.ids for a in ask(synced, prompts, *samplings)] == [a.ids for a in before]
 
 
+def test_a_cache_that_is_not_reset_is_visible_in_the_log_probs(synced, model, monkeypatch):
+    """Neither the fingerprint nor the probe reads cached blocks. Every step's log-prob gap does."""
+    prompts = [list(range(4, 110))] * 4
+    samplings = [dataclasses.replace(LONG, seed=i) for i in range(4)]
+    ask(synced, prompts, *samplings)
+    other = moved(model, 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr("verlite.rollout.engines.vllm.VLLMCore.reset_caches", lambda self: None)
+        load(synced, other, synced.version + 1)
+    stale = ask(synced, prompts, *samplings)
+    load(synced, model, synced.version + 1)
+    assert largest_gap(other, prompts, stale, LONG) > 0.05
+
+
+def test_a_skipped_bucket_is_detected(synced, model):
+    other = weights_of(moved(model, 0.1))
+    with pytest.raises(WeightSyncError, match="fingerprint"):
+        synced.load_weights(other[:-3], synced.version + 1, fingerprint(other))
+    load(synced, model, synced.version + 1)
+
+
 @pytest.mark.parametrize("size", [1e-6, 1.0])
 def test_sync_without_effect_is_detected(synced, model, size, monkeypatch):
     monkeypatch.setattr(WorkerExtension, "verlite_load", lambda self, named: list(named) and None)
