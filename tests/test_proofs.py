@@ -1,4 +1,4 @@
-"""Check that the tests named in docs/proofs.md exist and that docs/evidence.md is complete."""
+"""Check that the tests named in docs/proofs.md and docs/weights.md exist and that docs/evidence.md is complete."""
 
 import re
 from pathlib import Path
@@ -20,6 +20,14 @@ def test_every_trap_has_tests_that_exist() -> None:
             assert f"def {function}(" in (TOP / path).read_text(encoding="utf-8"), (
                 f"{trap}: {path}::{function}"
             )
+
+
+def test_every_planted_fault_has_tests_that_exist() -> None:
+    text = (TOP / "docs" / "weights.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[^`]*?\.py)::(\w+)`", text)
+    assert len(named) == text.count("::") > 10
+    for path, function in named:
+        assert f"def {function}(" in (TOP / path).read_text(encoding="utf-8"), function
 
 
 def test_evidence_lists_every_comparison_and_its_tolerance() -> None:

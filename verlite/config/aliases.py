@@ -213,7 +213,7 @@ IGNORED: dict[str, str] = {
     f"{ROLLOUT}load_format": "the engine always loads the model's files first",
     f"{ROLLOUT}disable_log_stats": "the engine's own statistics are always off",
     f"{ROLLOUT}layered_summon": "weights are always sent in buckets: rollout.sync_bucket_mb",
-    f"{ROLLOUT}checkpoint_engine.backend": "the placement determines how weights are sent",
+    f"{ROLLOUT}checkpoint_engine.backend": "rollout.weight_transport chooses how weights are sent",
     f"{ROLLOUT}agent.num_workers": "one loop runs all samples of an engine",
     f"{ROLLOUT}micro_batch_size": "use rollout.max_num_seqs",
     "critic.forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu applies to both",
