@@ -1,4 +1,4 @@
-"""Check that the tests named in docs/proofs.md and docs/weights.md exist and that docs/evidence.md is complete."""
+"""Check that the tests named in docs/proofs.md and docs/weights.md exist, and docs/evidence.md."""
 
 import re
 from pathlib import Path
