@@ -3,7 +3,7 @@
 import dataclasses
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, attribute, calls, constant, result
+from tests.mutants.patches import argument, attribute, calls, constant, result, returns
 
 T = "tests/algorithms/test_"
 MASKED = "verlite.algorithms.masked:"
@@ -550,5 +550,11 @@ MUTANTS = [
         GAP + "gap_rows",
         argument("mask", lambda mask: mask | 1),
         (T + "gap.py",),
+    ),
+    Mutant(
+        "a GPU stores all attention scores of grouped heads",
+        "verlite.algorithms.attention:_flash_fits",
+        returns(True),
+        (T + "attention.py",),
     ),
 ]

@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         "the sliding window is one token longer",
-        ATTENTION + "_window_mask",
+        "verlite.algorithms.attention:_window_mask",
         argument("window", lambda window: window + 1),
         ("tests/engine/test_attention.py",),
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import verlite.engine.attention as attention
+import verlite.algorithms.attention as attention
 import verlite.engine.checkpoint as checkpoint
 import verlite.engine.lora as lora
 from verlite.rollout.batched import BatchedEngine

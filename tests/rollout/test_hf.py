@@ -201,6 +201,17 @@ def test_cache_must_also_run_in_the_engines_dtype(path, monkeypatch, caplog, fai
     assert ("no kernel is available" if fails else "bfloat16 are not finite") in caplog.text
 
 
+def test_an_engine_short_of_memory_does_not_start(path, monkeypatch):
+    """It would otherwise recompute whole sequences, which is slow, for the whole run."""
+
+    def attend(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(hf.KVCache, "attend", attend)
+    with pytest.raises(torch.OutOfMemoryError):
+        HFCore(options(path))
+
+
 def test_cached_bfloat16_is_as_exact_as_whole_sequences(path, monkeypatch):
     """Both against float64 with the same rounded weights."""
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).double().eval()

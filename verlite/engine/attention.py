@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from verlite.algorithms.attention import causal_attention
 from verlite.engine import ulysses
 
 PACKED_ATTENTION = "verlite_packed"
@@ -188,28 +188,11 @@ def _per_sequence(
     On a CPU this is never slower than padded blocks of sequences, and 4x faster if lengths differ
     much. `split` is used instead of slicing because its backward pass writes each gradient once.
     """
-    enable_gqa = query.shape[1] != key.shape[1]
     parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
     )
-    outputs = []
-    for q, k, v in parts:
-        length = q.shape[2]
-        mask = None
-        if window is not None and window < length:
-            mask = _window_mask(length, window, q.device)
-        out = scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=enable_gqa
-        )
-        outputs.append(out)
+    outputs = [causal_attention(q, k, v, scaling, window) for q, k, v in parts]
     return torch.cat(outputs, 2).transpose(1, 2)
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return [length, length] bool: each token attends to itself and the window - 1 tokens before
-    it."""
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() & ones.triu(1 - window)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

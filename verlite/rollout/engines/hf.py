@@ -452,6 +452,8 @@ class HFCore:
                 problem = "its cached logits differ"
             elif not self._logits_of_check(is_caching=True).isfinite().all():
                 problem = f"its cached logits in {self.dtype} are not finite"
+        except torch.OutOfMemoryError:  # it says nothing about the cache
+            raise
         except (NotImplementedError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
+from verlite.algorithms.attention import causal_attention
+
 CACHED_ATTENTION = "verlite_rollout"
 """Name under which `_attention` is registered with transformers."""
 
@@ -104,20 +106,7 @@ class KVCache:
         length = key.shape[2]
         keys[rows, :, :length] = key[source]
         values[rows, :, :length] = value[source]
-        mask = None
-        if window is not None and window < length:
-            positions = torch.arange(length, device=key.device)
-            age = positions[:, None] - positions
-            mask = (age >= 0) & (age < window)
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+        out = causal_attention(query, key, value, scale, window)
         return out.transpose(1, 2)
 
     def _attend_tokens(

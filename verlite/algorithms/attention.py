@@ -1,0 +1,56 @@
+"""Causal attention by torch's fused kernels.
+
+Notation: n sequences of L tokens, H query heads, KV key-value heads, D head size.
+"""
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """Compute causal attention within each sequence.
+
+    Args:
+        query: [n, H, L, D].
+        key: [n, KV, L, D].
+        value: [n, KV, L, D].
+        scale: factor of the scores; None means 1 / sqrt(D).
+        window: number of tokens each token attends to, itself included; None means all before it.
+
+    Returns:
+        [n, H, L, D].
+    """
+    length = query.shape[2]
+    mask = None
+    if window is not None and window < length:
+        mask = _window_mask(length, window, query.device)
+    copies = query.shape[1] // key.shape[1]
+    if copies > 1 and query.is_cuda and not _flash_fits(query, key, value, mask):
+        # On a GPU the other kernel that shares keys between heads stores all scores: [n, H, L, L].
+        key = key.repeat_interleave(copies, 1)
+        value = value.repeat_interleave(copies, 1)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+
+
+def _flash_fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return True if FlashAttention takes the tensors: 16 bits, no mask, and a GPU that has it."""
+    return can_use_flash_attention(SDPAParams(query, key, value, mask, 0.0, mask is None, True))
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Return [length, length] bool: each token attends to itself and the window - 1 tokens before
+    it."""
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril() & ones.triu(1 - window)
