@@ -11,6 +11,7 @@ engine's wake-up, which does not exist on CPUs.
 import argparse
 import json
 import multiprocessing
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -222,6 +223,7 @@ def measure(name: str, engine: str, transports: list[str], rounds: int) -> dict[
         if version + 1 == (rounds + 1) * len(transports):
             break
     built.close()
+    shutil.rmtree(BUILD / "weights", ignore_errors=True)  # of the transport files
     return {
         f"{name}, {engine}" + (f", {transport}" if transport != "shared_memory" else ""): medians(
             found[1:]
