@@ -25,6 +25,7 @@ PACKAGES = (
     "controller",
     "workers",
     "trainer",
+    "sizing",
 )
 """Each is a file of this package with a list MUTANTS, about the package of verlite with the same
 name."""

@@ -90,9 +90,10 @@ def test_checkpointing_stores_one_input_per_layer(spec):
     assert update(9) - update(8) == tokens * 64 * 2
 
 
-def test_logits_exist_one_chunk_at_a_time():
-    """A chunk's logits, and as much again inside logsumexp."""
-    tokens, hidden, vocabulary, chunk = 512, 8, 1000, 128
+@pytest.mark.parametrize("chunk", [128, 512])
+def test_logits_exist_one_chunk_at_a_time(chunk):
+    """A chunk's logits, and as much again: the chunk before, and inside logsumexp."""
+    tokens, hidden, vocabulary = 512, 8, 1000
     mode = FakeTensorMode()
     tracker = Tracker(mode)
     with tracker, mode, torch.no_grad():

@@ -184,7 +184,7 @@ def _larger(run: Run) -> Iterator[str]:
         if role not in run.memory.roles:
             continue
         key, now, most, unit, limit = largest_micro_batch(run, role)
-        if most is None:
+        if most is None or most == now:
             continue
         why = ""
         if most >= limit:
