@@ -16,7 +16,7 @@ from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
 from verlite.workers.reference import ReferenceWorker
 from verlite.workers.rows import StepRows
-from verlite.workers.training import TrainingWorker
+from verlite.workers.training import TrainingWorker, use_expandable_segments
 
 
 def worker(engine) -> TrainingWorker:
@@ -194,22 +194,50 @@ def test_peak_memory_of_a_device_is_that_of_one_step(monkeypatch):
     assert second["actor/perf/max_memory_allocated_gb"] == 1
 
 
-@pytest.mark.parametrize("own", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_a_training_role_selects_its_gpu_and_expandable_segments(monkeypatch, own):
-    """Before its process group starts, and without overriding the user's allocator settings."""
+@pytest.fixture
+def allocator_settings(monkeypatch):
+    """Return a function that reads the settings of torch's allocators. They start empty, as they
+    are after an import that found no variable."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
+    read, configure = (
+        torch._C._accelerator_getAllocatorSettings,
+        torch._C._accelerator_setAllocatorSettings,
+    )
+    before = read()
+    configure("")
+    yield read
+    configure(before)
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_training_role_selects_its_gpu_and_expandable_segments(
+    monkeypatch, allocator_settings, own
+):
+    """Before its process group starts, and without overriding the user's allocator settings."""
     if own:
         monkeypatch.setenv(own, "max_split_size_mb:64")
     events = []
 
     def note_device(device):
-        events.append((device, os.environ.get("PYTORCH_ALLOC_CONF")))
+        events.append((device, allocator_settings()))
 
     monkeypatch.setattr(torch.cuda, "set_device", note_device)
     monkeypatch.setattr(TrainingWorker, "device", torch.device("cuda", 0))
     monkeypatch.setattr(TrainingWorker, "init_distributed", lambda self: events.append("group"))
     TrainingWorker(None, None, 1)
-    setting = {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
-    assert events == [(torch.device("cuda", 0), setting.get(own)), "group"]
+    setting = "" if own else "expandable_segments:True"
+    assert events == [(torch.device("cuda", 0), setting), "group"]
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == (
+        "max_split_size_mb:64" if own == "PYTORCH_ALLOC_CONF" else None
+    )
+
+
+def test_an_older_torch_reads_expandable_segments_from_the_environment(
+    monkeypatch, allocator_settings
+):
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    use_expandable_segments()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert allocator_settings() == ""

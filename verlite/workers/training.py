@@ -108,12 +108,17 @@ def use_expandable_segments() -> None:
     """Let torch's allocator grow its segments in this process, unless the user has configured it.
 
     Micro-batches differ in length, which fragments segments of fixed size. Must be called before
-    the process uses a GPU: torch reads the variable then, not at import. vLLM's sleep mode does not
-    work with it, so only processes of training roles call it.
+    the process allocates on a GPU. vLLM's sleep mode does not work with it, so only processes of
+    training roles call it.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    if not any(name in os.environ for name in names):
+    if any(name in os.environ for name in names):
+        return
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is None:  # an older torch, which has only the variable
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    else:  # the variable may have been read when torch was imported
+        configure("expandable_segments:True")
 
 
 def mean_metrics(steps: list[Metrics]) -> Metrics:
