@@ -125,5 +125,5 @@ def _visible_before() -> list[str] | None:
     """Return the ids in the vendor's variable when this process started; None if it was unset."""
     from ray._private.worker import global_worker
 
-    ids: dict[str, list[str] | None] = global_worker.original_visible_accelerator_ids
+    ids: Mapping[str, list[str] | None] = global_worker.original_visible_accelerator_ids
     return ids.get("GPU")
