@@ -54,12 +54,12 @@ def placement_table(plan: Plan) -> "Table":
             for role, cells in node.cells.items()
         ]
         return grid(title, ("node", "role", "devices of the node", "processes"), rows, 4)
-    rows = []
+    named: list[tuple[str, ...]] = []
     for node in nodes:
         for role, cells in node.cells.items() or {"nothing": [None] * width}.items():
             first = str(node.node) if role == next(iter(node.cells), role) else ""
-            rows.append((first, role, *(cell or "-" for cell in cells)))
-    return grid(title, ("node", "role", *map(str, range(width))), rows, 2)
+            named.append((first, role, *(cell or "-" for cell in cells)))
+    return grid(title, ("node", "role", *map(str, range(width))), named, 2)
 
 
 def _process(plan: Plan, role: str, rank: int) -> str:

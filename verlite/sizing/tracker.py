@@ -43,7 +43,7 @@ class Tracker(TorchDispatchMode):
     freed."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
         self.live = 0
         self.peak = 0
@@ -125,7 +125,7 @@ def resizes_noted(tracker: Tracker) -> Iterator[None]:
         tracker.resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = noted  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = noted  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
