@@ -5,9 +5,10 @@ no values, so what depends on values is replaced: counts over ranks, the gradien
 of the weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -108,7 +109,7 @@ class DryEngine(TrainEngine):
         )
         if self.optimizer is not None:
             self._step = self.optimizer.step
-            self.optimizer.step = self._step_outside  # type: ignore[method-assign]
+            self.optimizer.step = self._step_outside  # type: ignore[method-assign,assignment]
 
     # Replacements of what needs values, files or other ranks
 
@@ -186,7 +187,7 @@ class DryEngine(TrainEngine):
         items = {name: self._like(values) for name, values in micro_rows.items()}
         return fake, items  # type: ignore[return-value]
 
-    def _like(self, tensor: Tensor) -> Tensor:
+    def _like(self, tensor: Any) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     # Marks
@@ -195,7 +196,7 @@ class DryEngine(TrainEngine):
         for number, layer in enumerate(decoder_layers(model)):
             layer.register_forward_hook(self._after_layer(number))
 
-    def _after_layer(self, number: int):
+    def _after_layer(self, number: int) -> Callable[[nn.Module, object, object], None]:
         def marked(module: nn.Module, inputs: object, output: object) -> None:
             if self._in_backward:
                 return  # the layer is computed again
@@ -227,6 +228,6 @@ class DryEngine(TrainEngine):
     def _backward(self, *arguments: object) -> dict[str, Tensor]:  # type: ignore[override]
         self.offloaded = 0
         with mock.patch.object(layers, "save_on_cpu", self._offload):
-            result = super()._backward(*arguments)  # type: ignore[arg-type]
+            result = super()._backward(*arguments)
         self.tracker.mark("backward", 0)
         return result

@@ -89,7 +89,7 @@ def measure(spec: EngineSpec, passes: Passes, whole: bool = False) -> RoleMemory
         passes: what it runs.
         whole: run all layers instead of extrapolating from few.
     """
-    number = load_config(spec.model).num_hidden_layers
+    number: int = load_config(spec.model).num_hidden_layers
     alike = layers.are_alike(decoder_layers(load_skeleton(spec.model, spec.head)))
     if whole or number <= layers.LONG or not alike:
         run = _run(spec, passes)
