@@ -39,7 +39,7 @@ NO_REFERENCE = "used only when a KL term is on (algorithm.use_kl_in_reward or ac
 ON_CPU = (
     "actor_rollout_ref.rollout.gpu_memory_utilization has no effect: used only when the run is on "
     "GPUs "
-    "(on CPUs rollout.kv_cache_gb sets the size of the cache)"
+    "(on CPUs rollout.kv_cache_gb sets the size of vLLM's cache)"
 )
 
 
@@ -106,13 +106,11 @@ def test_dstack(material):
             "actor_rollout_ref.rollout.name=auto chose vllm",
         ]
     else:
-        names = (
-            "actor_rollout_ref.rollout.gpu_memory_utilization, "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        )
         assert loaded.notes == [
             unused,
-            f"{names} have no effect: used only when the rollout engine is vllm",
+            ON_CPU,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size has no effect: "
+            "used only when the rollout engine is vllm",
             NO_KL,
             "actor_rollout_ref.rollout.name=auto chose hf: vLLM is not installed here",
         ]

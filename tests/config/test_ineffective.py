@@ -199,7 +199,7 @@ def test_vllm_memory_keys_depend_on_device(material):
     ).notes
     assert on_cpu == [
         f"{ROLLOUT}gpu_memory_utilization has no effect: used only when the run is on GPUs "
-        "(on CPUs rollout.kv_cache_gb sets the size of the cache)"
+        "(on CPUs rollout.kv_cache_gb sets the size of vLLM's cache)"
     ]
     on_gpu = material.load(
         *VLLM,

@@ -184,6 +184,12 @@ MUTANTS = [
         (HF_ENGINE,),
     ),
     Mutant(
+        "the memory of a GPU does not limit hf's cache",
+        HF + "_most_rows",
+        calls(lambda original, self, slots: self.max_num_seqs),
+        (HF_ENGINE,),
+    ),
+    Mutant(
         "hf keeps its weights in sleep",
         "verlite.rollout.engines.hf:_frees_weights",
         calls(lambda original, options: False),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -379,6 +380,45 @@ def test_joining_request_does_not_change_running_ones(path):
     for i, answer in enumerate(expected):
         assert answers[i].ids == answer.ids
         assert answers[i].log_probs == pytest.approx(answer.log_probs, abs=1e-5)
+
+
+@pytest.mark.parametrize(("fitting", "most"), [(0, 1), (1, 1), (2.5, 2), (100, 6)])
+def test_memory_of_the_cache_limits_the_rows_and_changes_no_token(path, monkeypatch, fitting, most):
+    """One row runs, however little memory there is. A longer request that joins later gets longer
+    rows, so there are fewer of them."""
+    token = 2 * 2 * 2 * 8 * 4  # key and value, 2 layers, 2 heads of size 8, float32
+    limit = int(fitting * 64 * token)
+    samplings = [Sampling(max_tokens=5 + i, seed=i, ignore_eos=True) for i in range(12)]
+    samplings[7] = dataclasses.replace(samplings[7], max_tokens=100)
+    prompts = some_prompts(12, seed=2)
+
+    def run(limit: int) -> tuple[dict[int, list[int]], list[tuple[int, int]]]:
+        monkeypatch.setattr(hf, "_cache_limit", lambda device, utilization: limit)
+        core = HFCore(options(path, max_num_seqs=6, max_model_len=128))
+        assert core._slot_bytes == token
+        for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+            core.add(i, prompt, sampling)
+        ids, sizes = {}, []
+        while core.pending():
+            ids |= {done.request_id: done.ids for done in core.step()}
+            sizes.append((core._cache.rows, core._cache.slots))
+        return ids, sizes
+
+    expected, unlimited = run(sys.maxsize)
+    found, sizes = run(limit)
+    assert found == expected
+    assert max(unlimited) == (6, 128)
+    assert max(rows for rows, _ in sizes) == most
+    assert all(rows * slots * token <= limit or rows == 1 for rows, slots in sizes)
+
+
+def test_the_cache_gets_a_share_of_the_free_memory_of_a_gpu(monkeypatch):
+    """Memory that torch holds but does not use is free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    assert hf._cache_limit(torch.device("cuda"), 0.5) == 600
+    assert hf._cache_limit(torch.device("cpu"), 0.5) == sys.maxsize
 
 
 def test_many_prompts_are_prefilled_in_several_passes(engine, model, monkeypatch):

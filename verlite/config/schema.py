@@ -575,10 +575,11 @@ class RolloutConfig:
     )
     gpu_memory_utilization: float = key(
         0.5,
-        "vLLM: fraction of GPU memory for weights and KV cache.",
+        "vLLM: fraction of GPU memory for weights and KV cache. hf: fraction of the memory that is "
+        "free beside its weights, for the KV cache.",
         bound="> 0 and < 1",
-        used_when=(VLLM, GPU),
-        note="on CPUs rollout.kv_cache_gb sets the size of the cache",
+        used_when=GPU,
+        note="on CPUs rollout.kv_cache_gb sets the size of vLLM's cache",
     )
     max_num_seqs: int = key(
         256, "Sequences that one engine generates at the same time.", bound=">= 1"

@@ -141,8 +141,13 @@ def _offload(role: Role) -> FSDPConfig:
     return fsdp
 
 
-def engine_share(config: Config, plan: Plan, devices: Devices, policy: ModelFacts) -> int:
-    """Return what a rollout engine holds on each of its devices while it generates."""
+def engine_share(
+    config: Config, plan: Plan, devices: Devices, policy: ModelFacts, others: int = 0
+) -> int:
+    """Return what a rollout engine holds on each of its devices while it generates.
+
+    others: bytes of the other roles on the device meanwhile.
+    """
     rollout = config.actor_rollout_ref.rollout
     weights = policy.exported * DTYPE_BYTES[plan.rollout_dtype] // plan.tensor_parallel
     if plan.rollout_name == "vllm" and plan.device == "cuda":
@@ -151,6 +156,9 @@ def engine_share(config: Config, plan: Plan, devices: Devices, policy: ModelFact
     if plan.rollout_name == "vllm":
         return weights + int(rollout.kv_cache_gb * GIB)
     cached = policy.kv_bytes(plan.rollout_dtype) * plan.max_model_len * rollout.max_num_seqs
+    if plan.device == "cuda" and devices.bytes is not None:
+        free = max(0, devices.bytes - weights - others)
+        cached = min(cached, int(rollout.gpu_memory_utilization * free))
     return weights + cached
 
 
@@ -167,7 +175,8 @@ def _phases(
     trained = [name for name in here if name != "rollout"]
     rest = {name: idle(roles[name], measured[name]) for name in trained}
     sleeps = _sleeps(config, plan)
-    awake = engine_share(config, plan, devices, policy) if "rollout" in here else 0
+    others = sum(rest.values())
+    awake = engine_share(config, plan, devices, policy, others) if "rollout" in here else 0
     weight = policy.largest * DTYPE_BYTES[plan.rollout_dtype]
 
     def phase(name: str, engine: int, **held: int) -> Phase:

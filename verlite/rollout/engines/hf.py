@@ -8,8 +8,10 @@ for its last token, which goes through the same decode step as sampled tokens.
 Shapes: n rows, L slots, V vocabulary size.
 """
 
+import itertools
 import logging
 import random
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,6 +39,7 @@ from verlite.weights.fingerprint import combine, tensor_fingerprint
 log = logging.getLogger(__name__)
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens per prefill pass; bounds activation memory
+_SLOT_STEP = 64  # slots of the cache are a multiple of it, so that it is not resized often
 _CACHE_TOLERANCE = 0.02  # largest difference of cached logits, in standard deviations of the logits
 _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 character decodes to
 
@@ -82,6 +85,7 @@ class HFCore:
         self.device = options.device
         self.max_num_seqs = options.rollout.max_num_seqs
         self.max_model_len = options.max_model_len
+        self._utilization = options.rollout.gpu_memory_utilization
         self._eos = torch.tensor(
             sorted(eos_ids(model.path, self.model, self.tokenizer)),
             dtype=torch.int64,
@@ -92,8 +96,8 @@ class HFCore:
         self._waiting: deque[_WaitingRequest] = deque()
         self._rows: list[_Row] = []
         self._stop_candidates: dict[tuple[str, ...], list[bool]] = {}
-        self._cache = KVCache()
-        self._allocate_rows(0, 0)
+        self._slot_bytes = 0  # of the key-value cache, for one token
+        self._drop_cache()
         self._frees_weights = _frees_weights(options)
         self._freed: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self._is_caching = self._check_cache()
@@ -117,8 +121,9 @@ class HFCore:
     @torch.inference_mode()
     def step(self) -> list[FinishedRequest]:
         """Admit as many waiting requests as fit, then sample one token for each running row."""
-        if self._waiting and len(self._rows) < self.max_num_seqs:
-            self._admit()
+        count = self._admissible() if self._waiting else 0
+        if count:
+            self._admit(count)
         n = len(self._rows)
         rows = self._row_index[:n]
         position = self._position[:n]
@@ -257,6 +262,7 @@ class HFCore:
 
     def _drop_cache(self) -> None:
         self._cache = KVCache()
+        self._cache_limit: int | None = None  # bytes; None until a request is admitted
         self._allocate_rows(0, 0)
 
     # Rows
@@ -264,14 +270,13 @@ class HFCore:
     def _allocate_rows(self, rows: int, slots: int) -> None:
         """Make room for `rows` sequences of `slots` tokens; keep the running ones."""
         self._cache.reserve(rows, slots)
-        rows = self._cache.rows
-        slots = self._cache.slots
 
         def grow(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
             new = torch.zeros(shape, dtype=dtype, device=self.device)
             old = getattr(self, name, None)
             if old is not None and self._rows:
-                new[tuple(slice(size) for size in old.shape)] = old
+                kept = tuple(map(slice, map(min, old.shape, shape)))
+                new[kept] = old[kept]
             return new
 
         self._tokens = grow("_tokens", torch.int64, rows, slots)
@@ -292,20 +297,50 @@ class HFCore:
         self._is_filtered = any(s.top_p < 1 or s.top_k > 0 for s in samplings)
         self._has_stop_strings = any(s.stop for s in samplings)
 
-    def _admit(self) -> None:
-        """Move waiting requests into new rows and prefill them. Equal prompts are computed once."""
-        count = min(len(self._waiting), self.max_num_seqs - len(self._rows))
+    def _admissible(self) -> int:
+        """Return how many waiting requests get rows now: as many as the memory of the cache
+        allows, and one if nothing runs."""
+        if self._cache_limit is None:
+            self._cache_limit = _cache_limit(self.device, self._utilization)
+        running = len(self._rows)
+        slots = self._cache.slots
+        count = 0
+        for request in itertools.islice(self._waiting, self.max_num_seqs - running):
+            slots = max(slots, self._slots_of(request))
+            if running + count and running + count >= self._most_rows(slots):
+                break
+            count += 1
+        return count
+
+    def _slots_of(self, request: _WaitingRequest) -> int:
+        """Return the number of tokens that the request may have in the end."""
+        return min(len(request.prompt_ids) + request.sampling.max_tokens, self.max_model_len)
+
+    def _most_rows(self, slots: int) -> int:
+        """Return how many sequences of `slots` tokens may run at the same time."""
+        assert self._cache_limit is not None  # `_admissible` runs first
+        row_bytes = max(1, self._slot_bytes * _rounded_up(slots))
+        return min(self.max_num_seqs, self._cache_limit // row_bytes)
+
+    def _make_room(self, rows: int, slots: int) -> None:
+        """Resize the cache for `rows` sequences of `slots` tokens, if they do not fit. Rows double,
+        as far as memory allows; a cache with longer rows may have fewer of them."""
+        if rows <= self._cache.rows and slots <= self._cache.slots:
+            return
+        slots = _rounded_up(max(slots, self._cache.slots))
+        doubled = max(self._cache.rows, 1 << (rows - 1).bit_length())
+        self._allocate_rows(max(rows, min(doubled, self._most_rows(slots))), slots)
+
+    def _admit(self, count: int) -> None:
+        """Move `count` waiting requests into new rows and prefill them. Equal prompts are computed
+        once."""
         admitted = [self._waiting.popleft() for _ in range(count)]
         admitted.sort(key=lambda request: (len(request.prompt_ids), request.prompt_ids))
         prompts = [request.prompt_ids for request in admitted]
         samplings = [request.sampling for request in admitted]
-        limits = [
-            min(len(prompt) + sampling.max_tokens, self.max_model_len)
-            for prompt, sampling in zip(prompts, samplings, strict=True)
-        ]
+        limits = [self._slots_of(request) for request in admitted]
         first = len(self._rows)
-        if first + count > self._cache.rows or max(limits) > self._cache.slots:
-            self._allocate_rows(first + count, max(limits))
+        self._make_room(first + count, max(limits))
         for request in admitted:
             row = _Row(request.request_id, request.sampling, len(request.prompt_ids))
             self._rows.append(row)
@@ -465,6 +500,8 @@ class HFCore:
                 problem,
             )
             self.model.set_attn_implementation("eager")
+        else:
+            self._slot_bytes = self._cache.slot_bytes()
         self._drop_cache()
         return not problem
 
@@ -480,7 +517,7 @@ class HFCore:
         ]
         last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)
         self._drop_cache()
-        self._allocate_rows(2, 9)
+        self._allocate_rows(2, _SLOT_STEP)
         for i, sequence in enumerate(sequences):
             self._tokens[i, : len(sequence)] = torch.tensor(sequence)
         self._is_caching = is_caching
@@ -541,6 +578,20 @@ def eos_ids(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 def _frees_weights(options: EngineOptions) -> bool:
     """Return whether sleep frees the weights. On a CPU a sync overwrites them in place."""
     return options.device.type != "cpu" and options.rollout.free_cache_engine
+
+
+def _cache_limit(device: torch.device, utilization: float) -> int:
+    """Return the bytes that a new key-value cache may take: on a GPU this share of the memory that
+    is free now."""
+    if device.type != "cuda":
+        return sys.maxsize
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(utilization * (free + unused))
+
+
+def _rounded_up(slots: int) -> int:
+    return -(-slots // _SLOT_STEP) * _SLOT_STEP
 
 
 def _build_model(

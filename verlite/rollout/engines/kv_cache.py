@@ -15,7 +15,6 @@ from verlite.algorithms.attention import causal_attention
 CACHED_ATTENTION = "verlite_rollout"
 """Name under which `_attention` is registered with transformers."""
 
-_MIN_SLOTS = 64
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # additions to attention scores in some models
 
 
@@ -37,19 +36,25 @@ class KVCache:
         self._masks: dict[int | None, Tensor] = {}
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Make room for `rows` sequences of `slots` tokens. Sizes are powers of two and never
-        shrink."""
-        if rows <= self.rows and slots <= self.slots:
+        """Make room for `rows` sequences of `slots` tokens. Contents that fit are kept."""
+        if (rows, slots) == (self.rows, self.slots):
             return
-        self.rows = max(self.rows, _next_power_of_two(rows))
-        self.slots = max(self.slots, _MIN_SLOTS, _next_power_of_two(slots))
+        self.rows = rows
+        self.slots = slots
         for layer, (keys, values) in self._layers.items():
-            self._layers[layer] = (self._grow(keys), self._grow(values))
+            self._layers[layer] = (self._resized(keys), self._resized(values))
 
-    def _grow(self, old: Tensor) -> Tensor:
+    def _resized(self, old: Tensor) -> Tensor:
         new = old.new_zeros(self.rows, old.shape[1], self.slots, old.shape[3])
-        new[: old.shape[0], :, : old.shape[2]] = old
+        rows = min(self.rows, old.shape[0])
+        slots = min(self.slots, old.shape[2])
+        new[:rows, :, :slots] = old[:rows, :, :slots]
         return new
+
+    def slot_bytes(self) -> int:
+        """Return the bytes of one token, in all layers that ran."""
+        tensors = (tensor for pair in self._layers.values() for tensor in pair)
+        return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
 
     def begin_prefill(self, rows: Tensor, source: Tensor) -> None:
         """Prepare a pass over prompts [m, P]. Row rows[i] receives the keys and values of prompt
@@ -147,10 +152,6 @@ class KVCache:
             mask.masked_fill_(~is_visible, -torch.inf)
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
-
-
-def _next_power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def _attention(
