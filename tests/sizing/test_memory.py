@@ -101,6 +101,23 @@ def test_an_engine_that_does_not_sleep_stays(run):
     }
 
 
+@pytest.mark.parametrize(("sequences", "cache"), [(16, 0.03), (10**6, 0.25 * (80 - 24))])
+def test_the_cache_of_hf_is_bounded_by_what_the_others_leave_free(run, sequences, cache):
+    """24 GiB of actor and critic stay; the tiny model takes 1 KiB of cache per token."""
+    rollout = "actor_rollout_ref.rollout."
+    found = held(
+        run(
+            80,
+            f"{rollout}name=hf",
+            f"{rollout}max_num_seqs={sequences}",
+            f"{rollout}gpu_memory_utilization=0.25",
+            "data.max_prompt_length=1024",
+            "data.max_response_length=1024",
+        )
+    )
+    assert found["generation"] == {"actor": 12, "rollout": cache, "critic": 12}
+
+
 def test_streaming_within_a_gpu_needs_both_models_at_once(run):
     found = held(run(80, "actor_rollout_ref.rollout.weight_transport=cuda_ipc"))
     assert "sync: load" not in found
