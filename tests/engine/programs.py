@@ -524,6 +524,10 @@ def lora_updates(path: str, folder: str, **settings: Any) -> dict[str, Any]:
         "weights": dict(subject.export()),
         "fingerprints": [subject.fingerprint(), subject.fingerprint(torch.bfloat16)],
         "bf16": dict(subject.export(torch.bfloat16)),
+        "parts": {part: dict(subject.export(part=part)) for part in ("base", "adapters")},
+        "part_fingerprints": {
+            part: subject.fingerprint(part=part) for part in ("base", "adapters")
+        },
         "again": again,
         "resumed": weights_and_moments(resumed),
         "state": weights_and_moments(subject),

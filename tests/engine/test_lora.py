@@ -229,6 +229,51 @@ def test_lora_on_two_ranks_equals_one(
     ]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_base_and_adapters_apart_add_up_to_the_merged_weights(
+    results: Results, tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path, ranks: int
+) -> None:
+    """W + (s B) A with the exported W, A and s B, and the base model's own values and names."""
+    found = results
+    if ranks == 2:
+        found = two_ranks.call(programs.lora_updates, tiny_qwen2, str(tmp_path))[0]
+    base, adapters = found["parts"]["base"], found["parts"]["adapters"]
+    file = load_file(f"{tiny_qwen2}/model.safetensors")
+    assert base.keys() == file.keys() == found["weights"].keys()
+    assert all(torch.equal(base[name], file[name]) for name in file)
+    for part in ("base", "adapters"):
+        assert found["part_fingerprints"][part] == fingerprint(found["parts"][part].items())
+    changed = set()
+    for name, weight in found["weights"].items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.weight" in adapters:
+            a, b = (adapters.pop(f"{layer}.lora_{key}.weight") for key in "AB")
+            assert a.shape[0] == b.shape[1] == 4 and a.dtype == b.dtype == torch.float32
+            changed.add(name)
+            torch.testing.assert_close(weight, base[name] + b @ a, rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(weight, base[name])
+    assert len(changed) == 2 * 7 and not adapters
+    assert all(not torch.equal(found["weights"][name], base[name]) for name in changed)
+
+
+def test_adapters_are_exported_from_host_memory(
+    tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sync of adapters alone does not bring the parameters back to the device."""
+    monkeypatch.setattr("verlite.engine.offload._lock_pages", lambda memory, device: None)
+    monkeypatch.setattr("verlite.engine.fsdp.has_own_memory", lambda device: True)
+    subject = engine(tiny_qwen2, train=True, param_offload=True, **programs.LORA)
+    expected = dict(subject.export(part="adapters"))
+    subject.offload()
+    assert subject._host_parameters.is_holding
+    away = dict(subject.export(part="adapters"))
+    assert away.keys() == expected.keys()
+    assert all(torch.equal(away[name], expected[name]) for name in expected)
+    assert subject.fingerprint(part="adapters") == fingerprint(expected.items())
+    assert subject._host_parameters.is_holding
+
+
 def test_lora_with_replicas_and_uneven_shapes(tmp_path: Path, two_ranks: Ranks) -> None:
     """Replicas (fsdp_size=1), and shapes that two ranks do not divide."""
     path = tiny_model(

@@ -21,9 +21,12 @@ from verlite.weights.fingerprint import fingerprint
 from verlite.weights.transport import Export
 from verlite.workers import rollout as rollouts
 from verlite.workers.actor import ActorWorker
+from verlite.workers.adapters import SyncedParts
 from verlite.workers.rollout import RolloutWorker
 
 WEIGHTS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2))]
+ADAPTERS = [("q.lora_A.weight", torch.ones(1, 2)), ("q.lora_B.weight", torch.full((3, 1), 2.0))]
+PARTS = {"merged": WEIGHTS, "base": WEIGHTS, "adapters": ADAPTERS}
 CPU = torch.device("cpu")
 
 
@@ -47,6 +50,7 @@ def plan(actor, rollout, transport="auto"):
         placement={"actor": actor, "rollout": rollout},
         devices_per_node=2,
         weights=routes,
+        syncs_adapters=False,
     )
 
 
@@ -64,6 +68,7 @@ def actors(routes, settings):
     for rank in range(len(routes.placement["actor"])):
         actor = Actor.__new__(Actor)
         actor.rank, actor.plan, actor.config = rank, routes, settings
+        actor._sync = SyncedParts(routes.syncs_adapters)
         actor._memory_files = actor._publisher = actor._sender = None
         if rank == 0 and routes.weights.receivers:
             actor._sender = Sender("127.0.0.1", len(routes.weights.receivers), CPU, 30)
@@ -74,9 +79,9 @@ def actors(routes, settings):
 
 
 def trainer_engine(calls):
-    def export(dtype, snapshot, target):
+    def export(dtype, snapshot, target, part):
         calls.append(("gathers for", target))
-        for name, tensor in WEIGHTS:
+        for name, tensor in PARTS[part]:
             if target is not None:
                 yield name, tensor.to(dtype)
 
@@ -84,7 +89,7 @@ def trainer_engine(calls):
         onload=lambda: calls.append("onload"),
         offload=lambda: calls.append("offload"),
         export=export,
-        fingerprint=lambda dtype: fingerprint(WEIGHTS, dtype),
+        fingerprint=lambda dtype, part: fingerprint(PARTS[part], dtype),
     )
 
 
@@ -145,6 +150,43 @@ def test_every_engine_gets_the_weights_wherever_it_is(place, tmp_path):
             assert all(torch.equal(loaded[name], t.bfloat16()) for name, t in WEIGHTS)
     for actor in trainer:
         assert actor.calls[0] == "onload" and actor.calls[-1] == "offload"
+        if actor._sender:
+            actor._sender.abort()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_adapters_are_sent_alone_once_the_engines_have_the_base_model(place, tmp_path):
+    """After a sync that failed in an engine, the base model is sent again."""
+    routes, settings = plan(*PLACES[place]), config(tmp_path)
+    routes.syncs_adapters = True
+    trainer, engines = actors(routes, settings), engine_workers(routes, settings)
+    whole, alone = 2 * (6 + 4 + 2 + 3), 2 * (2 + 3)
+    base = {name for name, _ in WEIGHTS}
+    adapters = {name for name, _ in ADAPTERS}
+    expected = fingerprint(WEIGHTS + ADAPTERS, torch.bfloat16)
+    loads = []
+    for engine in engines:
+
+        def load(named, version, found):
+            loads.append({name for name, _ in named})
+            assert found == expected
+            if version == 4:
+                raise RuntimeError("engine failed")
+
+        engine.engine.load_weights = load
+    found = []
+    for version in range(1, 7):
+        try:
+            exports = sync(trainer, engines, version)
+        except RuntimeError as error:
+            assert version == 4 and "engine failed" in str(error)
+            found.append(0)
+        else:
+            found.append(max(export.bytes for export in exports))
+    assert found == [whole, alone, alone, 0, whole, alone]
+    assert loads[0] == base | adapters and loads[-1] == adapters
+    for actor in trainer:
+        assert actor.calls.count("onload") == 2
         if actor._sender:
             actor._sender.abort()
 

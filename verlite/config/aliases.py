@@ -174,6 +174,7 @@ REFUSED: dict[str, str] = {
     f"{ACTOR}policy_loss.*": "Its loss is not supported.",
     "reward_model.reward_kwargs.*": "Use your own reward function: custom_reward_function.path.",
     f"{REF}model.*": "The reference is the initial policy: actor_rollout_ref.model.path.",
+    f"{MODEL}lora.merge": f"Use {ROLLOUT}lora_sync: merged (true) or adapter (false).",
     f"{ROLLOUT}multi_turn.*": "Configure multi-turn rollouts with max_turns and env.name.",
     f"{ROLLOUT}skip_rollout": "Samples are always generated.",
     "reward_manager.*": "Use custom_reward_function.path and name.",

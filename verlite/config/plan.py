@@ -14,7 +14,7 @@ from typing import Any
 from verlite.config import catalog, correction, machine
 from verlite.config.correction import RolloutCorrection
 from verlite.config.placement import parse, ranges
-from verlite.config.schema import Config, ModelConfig
+from verlite.config.schema import Config, ModelConfig, RolloutConfig
 from verlite.config.weight_routes import WeightRoutes, weight_routes
 
 ROLES = ("actor", "rollout", "ref", "critic")
@@ -158,6 +158,8 @@ class Plan:
     """Compute dtype of the actor."""
     rollout_dtype: str
     """Dtype of the engine's weights."""
+    syncs_adapters: bool
+    """rollout.lora_sync=adapter: engines get the adapters separately from the base model."""
 
     train_files: list[str]
     val_files: list[str]
@@ -451,6 +453,7 @@ def _engine(config: Config, device: str, placement: dict[str, list[int]]) -> dic
             config.trainer.n_gpus_per_node,
             rollout.weight_transport,
         ),
+        "syncs_adapters": syncs_adapters(config.actor_rollout_ref.model, rollout),
         "train_dtype": resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device),
         "rollout_dtype": resolve_dtype(rollout.dtype, device),
     }
@@ -649,6 +652,11 @@ def uses_dynamic_batches(config: Config, section: str) -> bool:
 def uses_lora(model: ModelConfig) -> bool:
     """Return whether adapters are trained instead of the model's own weights."""
     return model.lora_rank > 0 or model.lora_adapter_path is not None
+
+
+def syncs_adapters(model: ModelConfig, rollout: RolloutConfig) -> bool:
+    """Return whether engines get adapters separately from the base model."""
+    return uses_lora(model) and rollout.lora_sync == "adapter"
 
 
 def reference_is_actor(config: Config) -> bool:

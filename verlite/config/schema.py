@@ -670,6 +670,14 @@ class RolloutConfig:
         "it takes 2% of a step or more. always. never.",
         choices=("auto", "always", "never"),
     )
+    lora_sync: str = key(
+        "merged",
+        "Weight sync with LoRA. merged: all weights, with the adapters merged into them. adapter: "
+        "the base model at the first sync, then only the adapters, which vLLM applies beside its "
+        "weights. Saves transport and loading; generation is slower, and on a GPU with "
+        "free_cache_engine the base model stays in host memory while the engine sleeps.",
+        choices=("merged", "adapter"),
+    )
     sync_bucket_mb: int = key(512, "Weight sync: size of one bucket in MiB.", bound=">= 1")
     request_timeout_s: float = key(
         1800.0,

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from verlite.engine.tensor_file import TensorFile
 
 CPU = torch.device("cpu")
 
+Part = Literal["merged", "base", "adapters"]
+"""What to export of a model with LoRA: the weights with the adapters merged into them, the weights
+without them, or A and s B alone. Without LoRA "merged" and "base" are equal."""
+
 SHARD_BYTES = 5 << 30
 """Maximum size of one safetensors file, unless a single tensor is larger."""
 
@@ -27,13 +32,20 @@ HEADER_BYTES = 128 << 10
 
 
 def named_weights(
-    model: PreTrainedModel, dtype: torch.dtype | None, device: torch.device
+    model: PreTrainedModel,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    part: Part = "merged",
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over parameters and persistent buffers as the model stores them, sharded or not.
 
-    Tied weights appear once, under the name that save_pretrained keeps. Weights with LoRA adapters
-    are merged with them on `device`, in `dtype`, one at a time, so all ranks must iterate.
+    Tied weights appear once, under the name that save_pretrained keeps. With part="merged", weights
+    with LoRA adapters are merged with them on `device`, in `dtype`, one at a time, so all ranks must
+    iterate.
     """
+    if part == "adapters":
+        yield from lora.scaled(model, dtype, device)
+        return
     tied = set(model._tied_weights_keys or ())
     by_identity: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -44,7 +56,7 @@ def named_weights(
     for name, tensor in [*by_identity.values(), *persistent_buffers(model)]:
         if lora.is_adapter(name):
             continue
-        if name in adapted:
+        if name in adapted and part == "merged":
             tensor = lora.merged(adapted[name], dtype, device)
         yield lora.base_name(name), tensor
 
@@ -55,6 +67,7 @@ def full_weights(
     device: torch.device,
     snapshot: bool = True,
     target: torch.device | None = CPU,
+    part: Part = "merged",
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over (name in a Hugging Face checkpoint, whole tensor).
 
@@ -68,8 +81,9 @@ def full_weights(
         snapshot: False allows yielding the model's own tensors, which its next update changes.
         target: where the yielded tensors are: the CPU, or `device`. None: this rank only helps to
             gather; it yields nothing.
+        part: what to export of a model with LoRA.
     """
-    named = named_weights(model, dtype, device)
+    named = named_weights(model, dtype, device, part)
     for _, layer in groupby(named, key=lambda item: _layer_prefix(item[0])):
         whole: dict[str, Tensor] = {}
         for name, tensor in layer:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine import checkpoint, export, loading, lora, sharding, ulysses
+from verlite.engine.export import Part
 from verlite.engine.folder import load_config
 from verlite.engine.layers import checkpoint_layers
 from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model_inputs
@@ -415,6 +416,7 @@ class TrainEngine:
         dtype: torch.dtype | None = None,
         snapshot: bool = True,
         target: torch.device | None = export.CPU,
+        part: Part = "merged",
     ) -> Iterator[tuple[str, Tensor]]:
         """Iterate over (Hugging Face name, whole tensor) of each weight; tied weights once.
 
@@ -427,8 +429,9 @@ class TrainEngine:
                 tensor at once.
             target: where the yielded tensors are: the CPU or this rank's device. None: this rank
                 only helps to gather; it yields nothing.
+            part: what to export of a model with LoRA.
         """
-        return export.full_weights(self.model.model, dtype, self.device, snapshot, target)
+        return export.full_weights(self.model.model, dtype, self.device, snapshot, target, part)
 
     def save_pretrained(
         self,
@@ -455,13 +458,14 @@ class TrainEngine:
             lora.save(folder / lora.FOLDER, hf_model, base, self.device, write=is_writer)
         dist.barrier()
 
-    def fingerprint(self, dtype: torch.dtype | None = None) -> int:
+    def fingerprint(self, dtype: torch.dtype | None = None, part: Part = "merged") -> int:
         """Return weights.fingerprint.fingerprint of the weights in `dtype`, equal to that of what
-        export(dtype) yields.
+        export(dtype, part=part) yields.
 
         All ranks must call it. Each rank hashes its own shards; nothing is gathered.
         """
-        return self._fingerprint(export.named_weights(self.model.model, dtype, self.device), dtype)
+        named = export.named_weights(self.model.model, dtype, self.device, part)
+        return self._fingerprint(named, dtype)
 
     def _fingerprint(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> int:
         replica = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0

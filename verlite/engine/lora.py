@@ -6,7 +6,8 @@ adapters the model is the base model, which serves as the reference.
 
 peft adds the adapters as modules: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside
 `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. These names stay inside the
-engine: exported weights are merged and have the base model's names.
+engine: exported weights are merged and have the base model's names, unless the caller asks for the
+base model and the adapters separately.
 """
 
 import math
@@ -208,6 +209,23 @@ def merged(layer: Any, dtype: torch.dtype | None, device: torch.device) -> Tenso
     change = change.redistribute(placements=base.placements)
     result = base.to(device=device, dtype=torch.float32) + change
     return result.to(dtype or base.dtype)
+
+
+def scaled(
+    model: nn.Module, dtype: torch.dtype | None, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over A and s B of each adapter, sharded like the parameters, under names that end in
+    lora_A.weight and lora_B.weight.
+
+    The product is computed on `device` in float32, element by element, and cast to `dtype` (None:
+    float32), so the fingerprint of the shards equals that of the whole.
+    """
+    for name, layer in layers(model).items():
+        adapter = name.removesuffix(f"{_BASE}weight")
+        a = layer.lora_A[_NAME].weight.detach().to(device=device, dtype=torch.float32)
+        b = layer.lora_B[_NAME].weight.detach().to(device=device, dtype=torch.float32)
+        yield f"{adapter}.lora_A.weight", a.to(dtype or torch.float32)
+        yield f"{adapter}.lora_B.weight", (b * layer.scaling[_NAME]).to(dtype or torch.float32)
 
 
 def save(

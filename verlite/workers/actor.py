@@ -1,5 +1,6 @@
 """The policy in training: log-probs, advantages, updates, and weights for the rollout engine."""
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from verlite.weights.cuda_ipc import Publisher
 from verlite.weights.files import FolderWriter
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import Export, Offer, Sink, publish
+from verlite.workers.adapters import SyncedParts
 from verlite.workers.advantage import (
     apply_rollout_correction,
     estimate_advantages,
@@ -61,6 +63,7 @@ class ActorWorker(TrainingWorker):
             sequence_parallel=plan.sequence_parallel["actor"],
         )
         self.engine.offload()
+        self._sync = SyncedParts(plan.syncs_adapters)
         self._memory_files: MemoryFiles | None = None
         self._publisher: Publisher | None = None
         self._sender: Sender | None = None
@@ -165,12 +168,17 @@ class ActorWorker(TrainingWorker):
 
     @register("all")
     def offer_weights(self, version: int, probe_limit: float | None) -> Offer:
-        """Prepare to publish `version`: bring the weights to the device and hash them.
+        """Prepare to publish `version`: bring the weights to the device and hash them. Adapters
+        alone are hashed and gathered from where they are.
 
         probe_limit: largest relative gap of the log-prob probe; None: no probe.
         """
-        self.engine.onload()
-        fingerprint = self.engine.fingerprint(self._rollout_dtype)
+        self._sync.start()
+        if self._sync.parts != ("adapters",) or probe_limit is not None:
+            self.engine.onload()
+        fingerprint = self._sync.fingerprint(
+            lambda part: self.engine.fingerprint(self._rollout_dtype, part)
+        )
         if self.rank in self.plan.weights.publishers.values():
             self._publisher = Publisher(self.device)
         return Offer(
@@ -185,8 +193,9 @@ class ActorWorker(TrainingWorker):
 
     @register("all")
     def publish_weights(self, offer: Offer) -> Export:
-        """Publish the full weights through the transports that the engines use, and free device
-        memory.
+        """Publish the weights through the transports that the engines use, and free device memory.
+
+        With rollout.lora_sync=adapter, the base model is published only until a sync succeeds.
 
         All ranks take part in gathering the weights.
 
@@ -197,7 +206,10 @@ class ActorWorker(TrainingWorker):
         target = None
         if sinks:
             target = torch.device("cpu") if self.device.type == "cpu" else self.device
-        weights = self.engine.export(self._rollout_dtype, snapshot=False, target=target)
+        weights = itertools.chain.from_iterable(
+            self.engine.export(self._rollout_dtype, snapshot=False, target=target, part=part)
+            for part in self._sync.parts
+        )
         # Gathering is collective, so ranks without a sink iterate too.
         bucket_bytes = self.config.actor_rollout_ref.rollout.sync_bucket_mb << 20
         size = publish(weights, sinks, bucket_bytes)
@@ -228,7 +240,8 @@ class ActorWorker(TrainingWorker):
 
     @register("all")
     def release_weights(self) -> None:
-        """Free what engines have read."""
+        """Free what engines have read. Called after all of them have the version."""
+        self._sync.succeeded()
         if self._memory_files is not None:
             self._memory_files.close()
             self._memory_files = None

@@ -45,6 +45,7 @@ RULES = (
     devices.visible_devices,
     devices.engines,
     devices.weight_transport,
+    devices.lora_sync,
     devices.sharding,
     devices.sequence_parallel,
     batch.lengths,

@@ -13,6 +13,8 @@ from verlite.config.weight_routes import why_impossible
 
 ROLLOUT = "actor_rollout_ref.rollout."
 PLACEMENT = "cluster.component_placement"
+MOST_LORA_RANK = 512
+"""Of vLLM 0.29 to 0.32."""
 COUNTS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
@@ -138,6 +140,35 @@ def weight_transport(context: Context) -> Iterator[Problem]:
     if why:
         yield Problem(
             key, rollout.weight_transport, why, "auto chooses a transport for each engine."
+        )
+
+
+def lora_sync(context: Context) -> Iterator[Problem]:
+    """Adapters are synced separately only where there are some, and to an engine that applies
+    them."""
+    policy = context.config.actor_rollout_ref
+    if policy.rollout.lora_sync != "adapter":
+        return
+    key = f"{ROLLOUT}lora_sync"
+    if not plan.uses_lora(policy.model):
+        yield Problem(
+            key,
+            "adapter",
+            "the policy has no adapters",
+            "Set actor_rollout_ref.model.lora_rank, or leave it out.",
+        )
+    name = plan.resolve_rollout(policy.rollout.name)
+    if name != "vllm":
+        yield Problem(
+            key, "adapter", f"the engine {name} takes only merged weights", "Use rollout.name=vllm."
+        )
+    if policy.model.lora_rank > MOST_LORA_RANK:
+        yield Problem(
+            key,
+            "adapter",
+            f"vLLM applies adapters up to rank {MOST_LORA_RANK}, and "
+            f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank}",
+            "Use merged.",
         )
 
 

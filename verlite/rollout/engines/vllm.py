@@ -5,10 +5,13 @@ Importing this module sets the environment variables that vLLM reads at import, 
 which takes most of the engine's start time.
 """
 
+import itertools
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -20,11 +23,15 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm import EngineArgs, SamplingParams
+from vllm.config.lora import MaxLoRARanks
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from verlite.config.machine import old_vllm
+from verlite.config.plan import syncs_adapters
+from verlite.config.schema import ModelConfig
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines import vllm_worker
 from verlite.rollout.types import EngineOptions, Sampling
@@ -57,6 +64,9 @@ class VLLMCore:
             self.engine.collective_rpc("verlite_unlink_shared_memory")
         self._bucket_bytes = options.rollout.sync_bucket_mb << 20
         self._frees_memory = args.enable_sleep_mode
+        self._syncs_adapters = syncs_adapters(options.model, options.rollout)
+        self._adapter: LoRARequest | None = None
+        self._adapter_ids = itertools.count(1)
         # Even in eager mode vLLM compiles one sampling helper, which takes as long as the rest of
         # the start.
         self._stance = "force_eager" if args.enforce_eager else "default"
@@ -79,7 +89,10 @@ class VLLMCore:
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self.engine.add_request(str(request_id), tokens_input(prompt_ids), params)
+        self._add_request(str(request_id), prompt_ids, params)
+
+    def _add_request(self, name: str, ids: list[int], params: SamplingParams) -> None:
+        self.engine.add_request(name, tokens_input(ids), params, lora_request=self._adapter)
 
     def abort(self, request_id: int) -> None:
         """Drop a request."""
@@ -107,7 +120,7 @@ class VLLMCore:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self.engine.add_request(_LOG_PROBS_REQUEST, tokens_input(ids), params)
+        self._add_request(_LOG_PROBS_REQUEST, ids, params)
         finished: list[Any] = []
         while not finished:
             finished = self._finished_outputs()
@@ -115,17 +128,31 @@ class VLLMCore:
         return [found[token].logprob for found, token in zip(scored, ids[1:], strict=True)]
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights. With several devices, each device's process iterates over `named`
-        itself if it can be sent there; otherwise over a copy in shared memory."""
+        """Replace all weights; with rollout.lora_sync=adapter the adapters, and the base model if
+        `named` has it. With several devices, each device's process iterates over `named` itself if
+        it can be sent there; otherwise over a copy in shared memory."""
+        self._adapter = None
+        adapter = self._next_adapter() if self._syncs_adapters else None
         if self._shards == 1 or isinstance(named, BucketFiles | Stream):
-            self.engine.collective_rpc("verlite_load", args=(named,))
-            return
-        files = MemoryFiles()
-        try:
-            publish(named, [files], self._bucket_bytes)
-            self.engine.collective_rpc("verlite_load", args=(BucketFiles(tuple(files.paths)),))
-        finally:
-            files.close()
+            self._load(named, adapter)
+        else:
+            files = MemoryFiles()
+            try:
+                publish(named, [files], self._bucket_bytes)
+                self._load(BucketFiles(tuple(files.paths)), adapter)
+            finally:
+                files.close()
+        self._adapter = adapter
+
+    def _load(self, named: Iterable[tuple[str, Tensor]], adapter: LoRARequest | None) -> None:
+        number = adapter.lora_int_id if adapter else None
+        self.engine.collective_rpc("verlite_load", args=(named, number))
+
+    def _next_adapter(self) -> LoRARequest:
+        """Return the request of an adapter that no earlier load had, a failed one included. vLLM
+        keys its prefix cache by the name, and does not reload a number that it has."""
+        number = next(self._adapter_ids)
+        return vllm_worker.adapter_request(number)
 
     def reset_caches(self) -> None:
         """Drop all cached prefixes."""
@@ -137,10 +164,14 @@ class VLLMCore:
         return vllm_worker.combine_shards(self.engine.collective_rpc("verlite_fingerprints"))
 
     def sleep(self) -> set[str]:
-        """Free weights and KV cache on a GPU with rollout.free_cache_engine; otherwise nothing."""
+        """Free weights and KV cache on a GPU with rollout.free_cache_engine; otherwise nothing.
+
+        vLLM's level 1 keeps the weights in host memory, because the next sync has only adapters.
+        Level 2 drops them.
+        """
         if not self._frees_memory:
             return set()
-        self.engine.sleep(level=2)
+        self.engine.sleep(level=1 if self._adapter else 2)
         return {"weights", "kv_cache"}
 
     def wake(self, tag: str) -> None:
@@ -186,6 +217,8 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "worker_extension_cls": f"{vllm_worker.__name__}.{vllm_worker.WorkerExtension.__name__}",
         "disable_log_stats": True,
     }
+    if syncs_adapters(model, rollout):
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(model)}
     if options.device.type == "cpu":
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
     extra = dict(rollout.engine_kwargs.get("vllm") or {})
@@ -196,6 +229,25 @@ def engine_args(options: EngineOptions) -> EngineArgs:
             f"rollout.engine_kwargs.vllm.{unknown[0]}: vLLM's EngineArgs has no such argument"
         )
     return EngineArgs(**(args | extra))
+
+
+def _max_lora_rank(model: ModelConfig) -> int:
+    """Return the smallest rank of vLLM's kernels that the policy's adapters fit into.
+
+    Raises:
+        ValueError: no rank is large enough.
+    """
+    rank = model.lora_rank
+    if model.lora_adapter_path:
+        adapter = json.loads(Path(model.lora_adapter_path, "adapter_config.json").read_text())
+        rank = max(adapter["r"], *(adapter.get("rank_pattern") or {}).values(), 0)
+    legal = sorted(get_args(MaxLoRARanks))
+    if rank > legal[-1]:
+        raise ValueError(
+            f"rollout.lora_sync=adapter: vLLM applies adapters up to rank {legal[-1]}, and these "
+            f"have rank {rank}. Use rollout.lora_sync=merged"
+        )
+    return next(size for size in legal if size >= rank)
 
 
 def _finished_request(output: Any) -> FinishedRequest:

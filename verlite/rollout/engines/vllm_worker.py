@@ -14,8 +14,11 @@ Two facts about vLLM 0.32 on CPUs decide how weights are verified:
   that; the fingerprint would reveal it.
 """
 
+import itertools
+import json
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from verlite.weights.cuda_ipc import Stream
@@ -30,6 +34,7 @@ from verlite.weights.fingerprint import combine, tensor_fingerprint
 
 _IDENTITY_ROWS = 256  # rows of the identity per product; bounds memory
 _PROBED_COLUMNS = 16  # columns of a packed weight that are read back
+_A, _B = ".lora_A.", ".lora_B."  # in the names of adapters
 _column_sampler = random.Random(0)  # separate generator: no other random numbers change
 
 
@@ -39,12 +44,52 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
     reload_weights: Any
+    add_lora: Any
+    remove_lora: Any
+    list_loras: Any
     rank: int
 
-    def verlite_load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Load full weights by Hugging Face names; this worker keeps its shard."""
+    def verlite_load(self, named: Iterable[tuple[str, Tensor]], adapter: int | None = None) -> None:
+        """Load full weights by Hugging Face names; this worker keeps its shard.
+
+        Args:
+            named: the weights. With `adapter` also those of the adapters, or only these.
+            adapter: number of the adapter that they become; None without adapters.
+        """
         if isinstance(named, Stream):
             named = replace(named, rank=self.rank)
+        if adapter is None:
+            self._load_base(named)
+            return
+        adapters: dict[str, Tensor] = {}
+        base = _take_adapters(named, adapters)
+        first = next(base, None)
+        if first is not None:
+            self._load_base(itertools.chain([first], base))
+        self._load_adapter(adapters, adapter)
+
+    def _load_adapter(self, tensors: dict[str, Tensor], number: int) -> None:
+        """Replace the adapter. vLLM reads one from a folder in peft's format."""
+        for old in self.list_loras():
+            self.remove_lora(old)
+        if not tensors:
+            raise ValueError("the sync has no adapters, and rollout.lora_sync=adapter needs them")
+        request = adapter_request(number)
+        rank = max(tensor.shape[0] for name, tensor in tensors.items() if _A in name)
+        config = {
+            "peft_type": "LORA",
+            "r": rank,
+            "lora_alpha": rank,  # a scale of 1: the trainer's is part of B
+            "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        }
+        with tempfile.TemporaryDirectory(prefix="verlite-adapter-") as folder:
+            Path(folder, "adapter_config.json").write_text(json.dumps(config))
+            named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+            save_file(named, Path(folder, "adapter_model.safetensors"))
+            request.lora_path = folder
+            self.add_lora(request)
+
+    def _load_base(self, named: Iterable[tuple[str, Tensor]]) -> None:
         model = self.model_runner.get_model()
         with _recording_packs(model, self.rank, self.model_config.dtype):
             try:
@@ -85,7 +130,7 @@ class WorkerExtension:
             for key, weight in weights.items():
                 parts = _fingerprint_parts(weight, module, self.rank, dtype)
                 found |= {f"{name}.{key}{part}": value for part, value in parts.items()}
-            if hasattr(module, "cpu_linear") and not _is_only_looked_up(module, heads):
+            if _is_packed(module) and not _is_only_looked_up(module, heads):
                 packed = _packed_parts(name, module, self.rank, dtype)
                 original = module.weight
                 if not original.numel():
@@ -94,7 +139,44 @@ class WorkerExtension:
                     raise RuntimeError(
                         f"vLLM computes {name} with weights that differ from the layer's own"
                     )
+            found |= _adapter_parts(name, module, self.rank, dtype)
         return found
+
+
+def adapter_request(number: int) -> Any:
+    """Return vLLM's request for the adapter of that number.
+
+    Its path does not exist: vLLM fails if it has to load the adapter once more.
+    """
+    from vllm.lora.request import LoRARequest
+
+    name = f"verlite-adapter-{number}"
+    return LoRARequest(name, number, f"/nonexistent/{name}")
+
+
+def _take_adapters(
+    named: Iterable[tuple[str, Tensor]], adapters: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Move the adapters to `adapters`, on the CPU, and yield all other weights."""
+    for name, tensor in named:
+        if _A in name or _B in name:
+            adapters[name] = tensor.cpu().clone()  # the transport reuses its buckets
+        else:
+            yield name, tensor
+
+
+def _adapter_parts(name: str, module: Any, rank: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the fingerprints of a layer's A and B, which vLLM has for each of the matrices that it
+    fused, padded with zeros to its largest rank."""
+    found = {}
+    for key in ("lora_a_stacked", "lora_b_stacked"):
+        stacked = getattr(module, key, ())
+        replicas = getattr(getattr(module, "base_layer", None), "num_kv_head_replicas", 1)
+        for i, tensor in enumerate((stacked,) if isinstance(stacked, Tensor) else stacked):
+            # Workers that share key-value heads have the same rows of B for k and v.
+            group = f"[kv {rank // replicas}]" if replicas > 1 and i and "_b_" in key else ""
+            found[f"{name}.{key}[{i}]{group}"] = tensor_fingerprint(tensor, dtype)
+    return found
 
 
 def combine_shards(workers: list[dict[str, int]]) -> int:
@@ -147,7 +229,7 @@ def _recording_packs(model: nn.Module, rank: int, dtype: torch.dtype) -> Iterato
     methods: dict[int, Any] = {
         id(module.quant_method): module.quant_method
         for module in model.modules()
-        if hasattr(module, "cpu_linear")
+        if _is_packed(module)
     }
 
     def recording(pack: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -202,6 +284,12 @@ def _is_only_looked_up(module: nn.Module, heads: list[nn.Module]) -> bool:
     return bool(heads) and type(module).__name__ == "VocabParallelEmbedding"
 
 
+def _is_packed(module: Any) -> bool:
+    """Return True for a layer with a packed weight. A layer that vLLM wrapped for adapters shows the
+    attributes of the layer inside it, which is another module of the model."""
+    return hasattr(module, "cpu_linear") and not hasattr(module, "base_layer")
+
+
 def _unpack(module: Any, dtype: torch.dtype) -> Tensor:
     """Return the exact weight [out, in] of a packed layer, by multiplying with the identity."""
     identity = torch.eye(_input_size(module), dtype=dtype)
@@ -223,7 +311,7 @@ def _repack_tied_heads(model: nn.Module) -> None:
     owners: dict[int, nn.Module] = {}
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and weight.numel() and hasattr(module, "cpu_linear"):
+        if isinstance(weight, nn.Parameter) and weight.numel() and _is_packed(module):
             owner = owners.setdefault(weight.data_ptr(), module)
             if owner is not module:
                 module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
