@@ -149,6 +149,11 @@ def _no_moments(original, model, optimizer):
     return original(model, None)
 
 
+def _adapters_unscaled(original, model, dtype, device):
+    for name, tensor in original(model, dtype, device):
+        yield name, tensor / 3 if "lora_B" in name else tensor
+
+
 def _unscaled(original, layer, dtype, device):
     return layer.base_layer.weight.detach().to(device, dtype)
 
@@ -373,6 +378,12 @@ MUTANTS = [
         "merged weights leave the adapter out",
         LORA + "merged",
         calls(_unscaled),
+        (ADAPTERS,),
+    ),
+    Mutant(
+        "adapters that are sent alone have no scale",
+        LORA + "scaled",
+        calls(_adapters_unscaled),
         (ADAPTERS,),
     ),
     Mutant(

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, does_nothing
+from tests.mutants.patches import argument, calls, constant, does_nothing, returns
 
 TYPES = "verlite.rollout.types:"
 TRAJECTORY = "verlite.rollout.trajectory:"
@@ -16,6 +16,7 @@ VLLM_WORKER = "verlite.rollout.engines.vllm_worker:"
 LOOP = "tests/rollout/test_trajectory.py"
 HF_ENGINE = "tests/rollout/test_hf.py"
 VLLM_ENGINE = "tests/rollout/test_vllm.py"
+VLLM_ADAPTERS = "tests/rollout/test_vllm_adapters.py"
 WRAPPER = "tests/rollout/test_batched.py"
 
 
@@ -92,6 +93,20 @@ def _unit_temperature(original, self, request_id, prompt_ids, sampling):
     return original(
         self, request_id, prompt_ids, dataclasses.replace(sampling, temperature=temperature)
     )
+
+
+def _one_number(original, self):
+    from verlite.rollout.engines.vllm_worker import adapter_request
+
+    return adapter_request(1)
+
+
+def _without_adapter(original, self, *args):
+    kept, self._adapter = self._adapter, None
+    try:
+        original(self, *args)
+    finally:
+        self._adapter = kept
 
 
 MUTANTS = [
@@ -213,6 +228,24 @@ MUTANTS = [
     Mutant("one layer of vLLM stays old", VLLM + "load", calls(_stale_layer), (VLLM_ENGINE,)),
     Mutant("the prefix cache survives a sync", VLLM + "reset_caches", does_nothing, (VLLM_ENGINE,)),
     Mutant("vLLM ignores the temperature", VLLM + "add", calls(_unit_temperature), (VLLM_ENGINE,)),
+    Mutant(
+        "every version of the adapters has one name",
+        VLLM + "_next_adapter",
+        calls(_one_number),
+        (VLLM_ADAPTERS,),
+    ),
+    Mutant(
+        "vLLM generates without the adapters",
+        VLLM + "_add_request",
+        calls(_without_adapter),
+        (VLLM_ADAPTERS,),
+    ),
+    Mutant(
+        "the fingerprint leaves the adapters out",
+        VLLM_WORKER + "_adapter_parts",
+        returns({}),
+        (VLLM_ADAPTERS,),
+    ),
     Mutant(
         "packed weights are trusted, not read",
         VLLM_WORKER + "_PROBED_COLUMNS",

@@ -49,6 +49,12 @@ def _no_kl(original, config, t, uid, kl_coefficient):
     return original(config, t, uid, 0.0)
 
 
+def _base_model_once(original, self):
+    had = self._engines_have_base
+    original(self)
+    self._engines_have_base = had
+
+
 def _every_column_each_time(original, self, batch):
     self.clear()
     return original(self, batch)
@@ -61,6 +67,12 @@ def _stale_rows(original, self, batch):
 
 
 MUTANTS = [
+    Mutant(
+        "the base model is not sent again after a failed sync",
+        "verlite.workers.adapters:SyncedParts.start",
+        calls(_base_model_once),
+        (SAMPLES,),
+    ),
     Mutant(
         "the actor's loss counts the tokens of its micro-batch",
         ACTOR + "policy_objective",

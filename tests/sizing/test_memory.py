@@ -12,6 +12,7 @@ from verlite.sizing.facts import model_facts
 from verlite.sizing.measure import RoleMemory
 from verlite.sizing.memory import FRAGMENTS, PROCESS, run_memory
 from verlite.sizing.roles import training_roles
+from verlite.sizing.sync import sync_bytes
 
 GIB = 2**30
 WEIGHTS = 4 * GIB
@@ -116,6 +117,16 @@ def test_the_cache_of_hf_is_bounded_by_what_the_others_leave_free(run, sequences
         )
     )
     assert found["generation"] == {"actor": 12, "rollout": cache, "critic": 12}
+
+
+def test_engines_that_sync_adapters_sleep_with_their_weights_in_the_host(run):
+    options = ("model.lora_rank=4", "rollout.lora_sync=adapter")
+    one = run(80, *(f"actor_rollout_ref.{option}" for option in options))
+    generation, *others = one.memory.host
+    assert "sleeping engines" not in generation.held
+    assert {phase.held["sleeping engines"] for phase in others} == {
+        8 * sync_bytes(one.plan, one.policy).per_device
+    }
 
 
 def test_streaming_within_a_gpu_needs_both_models_at_once(run):

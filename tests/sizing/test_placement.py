@@ -58,6 +58,21 @@ def test_a_sync_brings_one_copy_to_each_node(planned):
     assert moved.host_bytes(0) == moved.host_bytes(1) == moved.whole
 
 
+def test_adapters_that_are_sent_alone_are_a_line_of_their_own(planned):
+    overrides = (
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.lora_sync=",
+    )
+    lines = {}
+    for kind in ("merged", "adapter"):
+        config, plan = planned("tiny", *overrides[:2], overrides[2] + kind)
+        facts = model_facts(config.actor_rollout_ref.model)
+        lines[kind] = dict(sync_bytes(plan, facts).lines())
+    assert lines["adapter"].keys() - lines["merged"].keys() == {"later syncs"}
+    assert str(facts.trained) in lines["adapter"]["later syncs"].replace(",", "")
+
+
 def test_within_a_gpu_nothing_stays_in_the_host(planned):
     config, plan = planned("tiny", "actor_rollout_ref.rollout.weight_transport=cuda_ipc")
     moved = sync_bytes(plan, model_facts(config.actor_rollout_ref.model))

@@ -39,9 +39,8 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over parameters and persistent buffers as the model stores them, sharded or not.
 
-    Tied weights appear once, under the name that save_pretrained keeps. With part="merged", weights
-    with LoRA adapters are merged with them on `device`, in `dtype`, one at a time, so all ranks must
-    iterate.
+    Tied weights appear once, under the name that save_pretrained keeps. Weights that are merged
+    with LoRA adapters are on `device`, in `dtype`, one at a time, so all ranks must iterate.
     """
     if part == "adapters":
         yield from lora.scaled(model, dtype, device)

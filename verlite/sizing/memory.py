@@ -286,7 +286,8 @@ def _node(
     if offloaded:
         base["offloaded"] = offloaded
     activations = max((ranks(name) * measured[name].host for name in roles), default=0)
-    copy = sync_bytes(plan, policy).host_bytes(node)
+    moved = sync_bytes(plan, policy)
+    copy = moved.host_bytes(node)
     # Each rank writes its shards one tensor at a time.
     written = sum(
         ranks(name) * 4 * policy.largest // role.spec.ranks
@@ -294,6 +295,9 @@ def _node(
         if role.spec.optim is not None
     )
     phases = [HostPhase("generation", dict(base))]
+    frees = config.actor_rollout_ref.rollout.free_cache_engine and plan.device == "cuda"
+    if plan.syncs_adapters and frees:
+        base["sleeping engines"] = ranks("rollout") * moved.per_device
     if roles:
         phases.append(
             HostPhase("update", base | ({"activations": activations} if activations else {}))

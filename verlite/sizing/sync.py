@@ -29,6 +29,7 @@ class SyncBytes:
     whole: bytes of the exported weights.
     per_device: bytes that each device of an engine loads.
     uses: the transports.
+    adapters: parameters that later syncs export alone (rollout.lora_sync=adapter); None: all.
     """
 
     parameters: int
@@ -36,6 +37,7 @@ class SyncBytes:
     whole: int
     per_device: int
     uses: list[TransportUse]
+    adapters: int | None = None
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the rows of a table."""
@@ -45,6 +47,9 @@ class SyncBytes:
             where = f"{count(use.engines, 'engine')} on {count(len(use.nodes), 'node')}"
             text = f"{where}; {self._way(use.transport)}; each device loads {size(self.per_device)}"
             lines.append((use.transport, text))
+        if self.adapters is not None:
+            alone = size(self.adapters * DTYPE_BYTES[self.dtype])
+            lines.append(("later syncs", f"{amount(self.adapters)} adapter parameters = {alone}"))
         return lines
 
     def _way(self, transport: str) -> str:
@@ -71,4 +76,5 @@ def sync_bytes(plan: Plan, facts: ModelFacts) -> SyncBytes:
         of_it = [n for n, t in zip(routes.nodes, routes.transport, strict=True) if t == transport]
         uses.append(TransportUse(transport, len(of_it), sorted(set(of_it))))
     per_device = whole // plan.tensor_parallel
-    return SyncBytes(facts.exported, plan.rollout_dtype, whole, per_device, uses)
+    adapters = facts.trained if plan.syncs_adapters else None
+    return SyncBytes(facts.exported, plan.rollout_dtype, whole, per_device, uses, adapters)

@@ -285,8 +285,11 @@ def _is_only_looked_up(module: nn.Module, heads: list[nn.Module]) -> bool:
 
 
 def _is_packed(module: Any) -> bool:
-    """Return True for a layer with a packed weight. A layer that vLLM wrapped for adapters shows the
-    attributes of the layer inside it, which is another module of the model."""
+    """Return True for a layer with a packed weight.
+
+    A layer that vLLM wrapped for adapters only shows the attributes of the layer inside it, which
+    is a module of the model too.
+    """
     return hasattr(module, "cpu_linear") and not hasattr(module, "base_layer")
 
 
