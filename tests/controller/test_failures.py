@@ -113,6 +113,12 @@ def test_causes_come_before_consequences_and_deaths_before_exceptions():
     found.sort(key=lambda one: one.order)
     assert [one.worker.rank for one in found] == [4, 2, 3, 0, 1]
     assert [one.is_consequence for one in found] == [False, False, False, True, True]
+    assert cause(1, "TransportError", "the trainer could not send all weights", 0).is_consequence
+    stopped = "sync to weight version 3 failed: TransportError: it is gone"
+    assert cause(1, "WeightSyncError", stopped, 0).is_consequence
+    assert not cause(
+        1, "WeightSyncError", "the engine's weights have fingerprint 0", 0
+    ).is_consequence
     text = str(worker_error(found, Diagnosis("", "gone", 0), 0))
     assert "then actor rank 0 in update: RuntimeError: Connection closed by peer" in text
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.weights.test_buckets import NAMED, assert_equal
+from verlite.weights import collective
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.collective import Receiver, Sender, TransportError
 from verlite.weights.transport import publish
@@ -40,7 +41,7 @@ def pair():
     sender = Sender("127.0.0.1", 2, CPU, timeout_s=30)
     receivers = [Receiver(CPU, timeout_s=30) for _ in range(2)]
     yield sender, receivers
-    sender.abort()
+    sender.abort("the test ends")
     for receiver in receivers:
         receiver.close()
 
@@ -75,8 +76,24 @@ def test_a_half_sync_fails_on_every_receiver_and_the_next_repairs_it(pair):
         publish(broken(), [sender], 1)
     for sync in syncs:
         assert isinstance(sync.finished(), TransportError)
-        assert "could not send all weights" in str(sync.result)
+        assert "could not send all weights: ZeroDivisionError" in str(sync.result)
     synced(sender, receivers, NAMED)
+
+
+def test_a_sender_does_not_wait_long_for_receivers_that_do_not_listen(pair, monkeypatch):
+    monkeypatch.setattr(collective, "GOODBYE_S", 0.5)
+    sender, receivers = pair
+    synced(sender, receivers, NAMED)
+    began = time.monotonic()
+    sender.add([("w", torch.zeros(3))])  # nobody receives it
+    sender.abort("it failed")
+    assert time.monotonic() - began < 15
+
+
+def test_the_sender_keeps_no_memory_between_syncs(pair):
+    sender, receivers = pair
+    synced(sender, receivers, NAMED)
+    assert [buffer.numel() for buffer in sender._buffers] == [0, 0]
 
 
 def test_a_receiver_that_leaves_fails_the_sync_of_all_without_waiting(pair):

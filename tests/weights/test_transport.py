@@ -21,7 +21,7 @@ class Sink:
     def finish(self) -> None:
         self.calls.append("finish")
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         self.calls.append("abort")
 
 

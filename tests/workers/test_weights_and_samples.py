@@ -151,7 +151,7 @@ def test_every_engine_gets_the_weights_wherever_it_is(place, tmp_path):
     for actor in trainer:
         assert actor.calls[0] == "onload" and actor.calls[-1] == "offload"
         if actor._sender:
-            actor._sender.abort()
+            actor._sender.abort("the test ends")
 
 
 @pytest.mark.parametrize("place", PLACES)

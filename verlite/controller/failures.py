@@ -106,7 +106,8 @@ class Cause:
     def is_consequence(self) -> bool:
         """Whether another worker's failure explains this one.
 
-        Examples: a collective lost its peer; the worker that stored a column has died.
+        Examples: a collective lost its peer; the trainer stopped sending weights; the worker that
+        stored a column has died.
         """
         if self.type_name is None:
             return False
@@ -114,6 +115,10 @@ class Cause:
             return True
         if self.type_name.startswith("Dist"):
             return True
+        if self.type_name == "TransportError":
+            return True
+        if self.type_name == "WeightSyncError":
+            return "TransportError" in self.message
         return self.type_name == "RuntimeError" and LOST_PEER.search(self.message) is not None
 
     @property

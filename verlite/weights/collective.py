@@ -10,6 +10,8 @@ one.
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +28,15 @@ from verlite.weights.shared_memory import STAGING_BYTES, MemoryFiles, Staging
 
 TIMEOUT_S = 600.0
 """How long one side waits for the other, for example while the trainer gathers a bucket."""
+JOIN_S = 120.0
+"""How long a side waits until the other has connected."""
+GOODBYE_S = 5.0
+"""How long a failed sender tries to tell the receivers why."""
 
+_REMEDY = (
+    "All ports between the nodes must be open; actor_rollout_ref.rollout.weight_transport=files "
+    "needs only a shared folder"
+)
 _END = 0
 _ABORT = -1
 _generations = count(1)
@@ -75,9 +85,18 @@ class Group:
         return self._backend.broadcast([tensor], options)
 
     def close(self) -> None:
-        """Close the connections, so that the other side's calls fail."""
-        self._backend.abort()
+        """Close the connections, so that the other side's calls fail.
+
+        gloo closes them when it has given up its unfinished messages, so nobody waits for that.
+        """
+        held = [self._backend]
         self._backend = None
+        threading.Thread(target=_end, args=(held,), daemon=True).start()
+
+
+def _end(held: list[Any]) -> None:
+    held[0].abort()
+    held.clear()  # the last reference
 
 
 @contextmanager
@@ -117,21 +136,20 @@ class Sender:
         self._rendezvous: Rendezvous | None = None
         self._store: dist.Store | None = None
         self._group: Group | None = None
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._sending: list[list[tuple[Any, Tensor]]] = [[], []]
-        self._slot = 0
+        self._reset()
 
     def offer(self) -> Rendezvous:
         """Return where to meet. Listens there if no group exists."""
         if self._rendezvous is None:
-            listener = socket.create_server((self._address, 0))
+            family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+            listener = socket.create_server((self._address, 0), family=family)
             port = listener.getsockname()[1]
             self._store = dist.TCPStore(
                 self._address,
                 port,
                 self._size,
                 is_master=True,
-                timeout=timedelta(seconds=self.timeout_s),
+                timeout=timedelta(seconds=JOIN_S),
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
@@ -156,26 +174,47 @@ class Sender:
             self._wait(slot)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self._reset()  # frees the buffers
 
-    def abort(self) -> None:
-        """Tell the receivers, if they can be reached, that no more comes. Drops the group."""
-        group = self._group
+    def abort(self, reason: str) -> None:
+        """Tell the receivers, if they can be reached, why no more comes. Drops the group."""
+        group, is_open = self._group, self._is_open
         self._group = self._rendezvous = self._store = None
-        self._sending = [[], []]
+        self._reset()
         if group is None:
             return
         try:
-            group.broadcast(torch.tensor([_ABORT, 0], device=self.device)).wait()
+            if is_open:
+                text = torch.frombuffer(bytearray(reason.encode()), dtype=torch.uint8)
+                messages = (torch.tensor([_ABORT, text.numel()]), text)
+                on_device = [message.to(self.device) for message in messages]
+                works = [group.broadcast(message) for message in on_device]
+                deadline = time.monotonic() + GOODBYE_S
+                while time.monotonic() < deadline and not all(w.is_completed() for w in works):
+                    time.sleep(0.02)
         except RuntimeError:
             pass  # the receivers are gone
         finally:
             group.close()
 
+    def _reset(self) -> None:
+        self._is_open = False  # whether receivers wait for more
+        self._slot = 0
+        self._sending: list[list[tuple[Any, Tensor]]] = [[], []]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(2)]
+
     def _send(self, *tensors: Tensor) -> None:
         if self._group is None:
             self.offer()
             assert self._store is not None
-            self._group = Group(self._store, 0, self._size, self.device, self.timeout_s)
+            try:
+                self._group = Group(self._store, 0, self._size, self.device, self.timeout_s)
+            except RuntimeError as error:
+                raise TransportError(
+                    f"not all {self._size - 1} receiving hosts connected within {JOIN_S:g} s: "
+                    f"{error}. {_REMEDY}"
+                ) from error
+        self._is_open = True
         on_device = [tensor.to(self.device) for tensor in tensors]
         works = [(self._group.broadcast(tensor), tensor) for tensor in on_device]
         self._sending[self._slot] += works
@@ -183,8 +222,12 @@ class Sender:
 
     def _wait(self, slot: int) -> None:
         works, self._sending[slot] = self._sending[slot], []
-        for work, _ in works:  # the tensor is kept until its work is done
-            work.wait()
+        try:
+            while works:  # each tensor is kept until its work is done
+                works[0][0].wait()
+                works.pop(0)
+        finally:
+            works.clear()  # unfinished works would keep connections open as long as a traceback
 
 
 class Receiver:
@@ -220,7 +263,8 @@ class Receiver:
                 if header_size == _END:
                     return files
                 if header_size == _ABORT:
-                    raise TransportError("the trainer could not send all weights")
+                    reason = bytes(self._next(group, size, torch.uint8).tolist()).decode()
+                    raise TransportError(f"the trainer could not send all weights: {reason}")
                 header = bytes(self._next(group, header_size, torch.uint8).tolist())
                 self._receive_into(files.map_new(header, size), group)
         except BaseException as error:
@@ -229,7 +273,7 @@ class Receiver:
             if isinstance(error, RuntimeError) and not isinstance(error, TransportError):
                 raise TransportError(
                     f"the weights from {rendezvous.address}:{rendezvous.port} did not arrive: "
-                    f"{error}"
+                    f"{error}. {_REMEDY}"
                 ) from error
             raise
 
@@ -248,7 +292,7 @@ class Receiver:
             rendezvous.port,
             rendezvous.size,
             is_master=False,
-            timeout=timedelta(seconds=self.timeout_s),
+            timeout=timedelta(seconds=JOIN_S),
             wait_for_workers=False,
         )
         self._group = Group(self._store, rank, rendezvous.size, self.device, self.timeout_s)
@@ -270,3 +314,5 @@ class Receiver:
         for part in Staging(self.device, STAGING_BYTES).to_host(arrived):
             payload[end : end + part.numel()].copy_(part)
             end += part.numel()
+        del arrived
+        torch.cuda.empty_cache()  # the engine needs the memory next

@@ -12,9 +12,9 @@ import itertools
 import json
 import mmap
 import os
-import shutil
+import secrets
 import socket
-import tempfile
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from verlite.weights.buckets import Bucket, fill, header_of, views
-from verlite.weights.collective import TIMEOUT_S, TransportError
+from verlite.weights.collective import JOIN_S, TIMEOUT_S, TransportError
 
-_SOCKET = "weights"
 _ACKNOWLEDGED = b"done"
 _numbers = itertools.count()
 
@@ -98,10 +97,10 @@ class Publisher:
 
     def __init__(self, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
         self.device = device
-        self._folder = tempfile.mkdtemp(prefix="verlite-")  # only this user can enter it
-        self.address = os.path.join(self._folder, _SOCKET)
+        # An abstract address: it is no file, and it ends with this process.
+        self.address = f"\0verlite-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.settimeout(timeout_s)
+        self._listener.settimeout(JOIN_S)
         self._listener.bind(self.address)
         self._listener.listen(1)
         self._timeout_s = timeout_s
@@ -114,8 +113,7 @@ class Publisher:
         """Share a bucket. Returns while the engine reads it."""
         header, size = header_of(bucket)
         if self._peer is None:
-            self._peer, _ = self._listener.accept()
-            self._peer.settimeout(self._timeout_s)
+            self._peer = self._accept()
         while self._unread >= len(self._buffers):
             self._wait()
         buffer = self._buffer(size)
@@ -147,9 +145,23 @@ class Publisher:
         self._peer = None
         self._free()
 
-    def abort(self) -> None:
-        """Close the connection, so that the engine's sync fails."""
+    def _accept(self) -> socket.socket:
+        try:
+            peer, _ = self._listener.accept()
+        except TimeoutError as error:
+            raise TransportError(f"no engine asked for the weights within {JOIN_S:g} s") from error
+        user = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        if user != os.getuid():
+            peer.close()
+            raise TransportError(f"user {user} asked for the weights, which belong to another user")
+        peer.settimeout(self._timeout_s)
+        return peer
+
+    def abort(self, reason: str) -> None:
+        """Make the engine's sync fail with the reason."""
         if self._peer is not None:
+            with contextlib.suppress(TransportError):
+                _send(self._peer, json.dumps({"error": reason}).encode())
             self._peer.close()
         self._peer = None
         self._unread = 0
@@ -157,9 +169,8 @@ class Publisher:
 
     def close(self) -> None:
         """Free everything."""
-        self.abort()
+        self.abort("the trainer has closed the stream")
         self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _buffer(self, size: int) -> SharedBuffer:
         buffer = self._buffers[self._slot]
@@ -208,10 +219,18 @@ class Stream:
             peer.settimeout(self.timeout_s)
             peer.connect(self.addresses[self.rank])
             while "end" not in (message := json.loads(_receive(peer))):
+                if "error" in message:
+                    raise TransportError(
+                        f"the trainer could not send all weights: {message['error']}"
+                    )
                 _check_gpu(message["gpu"])
                 slot = message["slot"]
                 if slot not in opened or opened[slot][0] != message["buffer"]:
-                    opened[slot] = message["buffer"], open_buffer(message["handle"])
+                    try:
+                        opened[slot] = message["buffer"], open_buffer(message["handle"])
+                    except TransportError:
+                        _receive(peer)
+                        continue  # a later message says why the trainer has freed the buffer
                 payload = opened[slot][1][: message["size"]]
                 for name, tensor in views(_receive(peer), payload):
                     yield name, tensor.clone()

@@ -44,40 +44,47 @@ class FolderWriter:
         self.fingerprint = fingerprint
         self._own = folder / f"version_{version}"
         shutil.rmtree(self._own, ignore_errors=True)
-        self._own.mkdir(parents=True, mode=0o700)
+        self._own.mkdir(parents=True)
         self._files: dict[str, int] = {}
 
     def add(self, bucket: Bucket) -> None:
         """Write a bucket."""
         path = self._own / f"bucket-{len(self._files):05d}.safetensors"
         header, size = header_of(bucket)
-        with path.open("wb") as file:
-            file.write(header)
-            for _, tensor in bucket:
-                file.write(flat_bytes(tensor.cpu()).numpy().data)
+        try:
+            with path.open("wb") as file:
+                file.write(header)
+                for _, tensor in bucket:
+                    file.write(flat_bytes(tensor.cpu()).numpy().data)
+        except OSError as error:
+            raise OSError(
+                f"{path}: {error.strerror}. {KEPT_VERSIONS + 1} versions of the weights must fit "
+                "there (actor_rollout_ref.rollout.weight_transport=files)"
+            ) from error
         self._files[str(path.relative_to(self.folder))] = len(header) + size
 
     def finish(self) -> None:
-        """Make the version visible, and remove versions that nobody reads any more."""
+        """Make the version visible, and remove all but this one and the one before."""
         size = sum(self._files.values())
         manifest = Manifest(self.version, self._files, size, self.fingerprint)
         temporary = self.folder / f".{MANIFEST}"
         temporary.write_text(json.dumps(asdict(manifest)), encoding="utf-8")
         os.replace(temporary, self.folder / MANIFEST)
+        kept = {f"version_{self.version - age}" for age in range(KEPT_VERSIONS)}
         for old in self.folder.glob("version_*"):
-            number = old.name.removeprefix("version_")
-            if number.isdigit() and int(number) <= self.version - KEPT_VERSIONS:
+            if old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         """Remove what was written."""
         shutil.rmtree(self._own, ignore_errors=True)
 
 
-def read_folder(folder: Path, version: int, wait_s: float = 60.0) -> BucketFiles:
+def read_folder(folder: Path, version: int, fingerprint: int, wait_s: float = 60.0) -> BucketFiles:
     """Return the weights of a version.
 
     Args:
+        fingerprint: of the weights. An earlier run may have left the same version number there.
         wait_s: how long to wait for the manifest: a network file system may show it late.
 
     Raises:
@@ -85,7 +92,7 @@ def read_folder(folder: Path, version: int, wait_s: float = 60.0) -> BucketFiles
     """
     deadline = time.monotonic() + wait_s
     while True:
-        problem = _problem(folder, version)
+        problem = _problem(folder, version, fingerprint)
         if problem is None:
             manifest = read_manifest(folder)
             return BucketFiles(tuple(str(folder / name) for name in manifest.files))
@@ -102,11 +109,13 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
 
 
-def _problem(folder: Path, version: int) -> str | None:
+def _problem(folder: Path, version: int, fingerprint: int) -> str | None:
     try:
         manifest = read_manifest(folder)
         if manifest.version != version:
             return f"{MANIFEST} has version {manifest.version}"
+        if manifest.fingerprint != fingerprint:
+            return f"{MANIFEST} has version {version} of other weights"
         for name, size in manifest.files.items():
             if (folder / name).stat().st_size != size:
                 return f"{name} has not {size} bytes"

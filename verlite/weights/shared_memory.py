@@ -65,7 +65,7 @@ class MemoryFiles:
     def finish(self) -> None:
         """Do nothing: every bucket is complete."""
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         """Close the files."""
         self.close()
 

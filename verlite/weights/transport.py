@@ -13,6 +13,8 @@ iterable of (name, tensor):
 `config.weight_routes` chooses the transport of each engine.
 """
 
+import logging
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +24,8 @@ from torch import Tensor
 from verlite.weights.buckets import Bucket, in_buckets
 from verlite.weights.collective import Rendezvous
 from verlite.weights.probe import Probe
+
+_log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -35,8 +39,8 @@ class Sink(Protocol):
         """Complete the version."""
         ...
 
-    def abort(self) -> None:
-        """Give the version up, and make waiting readers fail."""
+    def abort(self, reason: str) -> None:
+        """Give the version up, and make waiting readers fail with the reason."""
         ...
 
 
@@ -90,8 +94,10 @@ def publish(named: Iterable[tuple[str, Tensor]], sinks: Sequence[Sink], bucket_b
         for sink in sinks:
             sink.finish()
     except BaseException as error:
+        # The log has the cause even if the run ends before the others have been waited for.
+        _log.error("the weights could not be published:\n%s", traceback.format_exc())
         for sink in sinks:
-            sink.abort()
+            sink.abort(f"{type(error).__name__}: {error}")
         if isinstance(error, Exception):
             for _ in weights:
                 pass

@@ -250,7 +250,7 @@ class RolloutWorker(Worker):
         transport = self.plan.weights.transport[self.rank]
         if transport == "files":
             folder = Path(self.config.trainer.default_local_dir, "weights")
-            self._load(read_folder(folder, offer.version), offer)
+            self._load(read_folder(folder, offer.version, offer.fingerprint), offer)
         elif transport != "cuda_ipc":  # fetch_weights has loaded those
             node = self.plan.weights.nodes[self.rank]
             (paths,) = (export.paths for export in exports if export.node == node and export.paths)
