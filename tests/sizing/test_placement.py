@@ -112,3 +112,9 @@ def test_devices_must_be_those_of_the_configuration(planned):
         assert choose_devices(text, plan).count == 8
     with pytest.raises(DevicesError, match=r"has 4 devices, but trainer.n_gpus_per_node=8"):
         choose_devices("4xH100-80GB", plan)
+
+
+def test_gpus_are_refused_for_a_run_on_cpus(planned):
+    _, plan = planned("tiny", "trainer.device=cpu")
+    with pytest.raises(DevicesError, match="are GPUs, but trainer.device=cpu"):
+        choose_devices("8xH100-80GB", plan)

@@ -188,7 +188,7 @@ def test_adapters_are_sent_alone_once_the_engines_have_the_base_model(place, tmp
     for actor in trainer:
         assert actor.calls.count("onload") == 2
         if actor._sender:
-            actor._sender.abort()
+            actor._sender.abort("the test ends")
 
 
 def test_ranks_that_only_help_to_gather_keep_nothing():

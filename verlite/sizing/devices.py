@@ -100,11 +100,16 @@ def choose_devices(text: str | None, plan: Plan) -> Devices:
     machine's.
 
     Raises:
-        DevicesError: the text is wrong, or its number of devices is not the configuration's.
+        DevicesError: the text is wrong, or its number or kind of devices is not the
+            configuration's.
     """
     per_node = plan.devices_per_node
     if text is not None:
         number, name, size = parse_devices(text)
+        if plan.device == "cpu":
+            raise DevicesError(
+                f"--devices {text!r} are GPUs, but trainer.device=cpu. Leave one of the two out"
+            )
         if number not in (per_node, plan.n_devices):
             total = ""
             if plan.nnodes > 1:
