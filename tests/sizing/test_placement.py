@@ -1,5 +1,7 @@
 """The table of roles on devices, and what a weight sync brings to each node."""
 
+from dataclasses import replace
+
 import pytest
 
 from verlite.sizing.devices import DevicesError, choose_devices, parse_devices
@@ -115,6 +117,6 @@ def test_devices_must_be_those_of_the_configuration(planned):
 
 
 def test_gpus_are_refused_for_a_run_on_cpus(planned):
-    _, plan = planned("tiny", "trainer.device=cpu")
+    _, plan = planned("tiny")
     with pytest.raises(DevicesError, match="are GPUs, but trainer.device=cpu"):
-        choose_devices("8xH100-80GB", plan)
+        choose_devices("8xH100-80GB", replace(plan, device="cpu"))
