@@ -225,7 +225,7 @@ class DryEngine(TrainEngine):
         # What ends here is the backward pass of the layer after this one.
         self.tracker.mark(*(("backward", number + 1) if name == "backward" else ("head",)))
 
-    def _backward(self, *arguments: Any) -> dict[str, Tensor]:  # type: ignore[override]
+    def _backward(self, *arguments: Any) -> dict[str, Tensor]:
         self.offloaded = 0
         with mock.patch.object(layers, "save_on_cpu", self._offload):
             result = super()._backward(*arguments)
