@@ -317,7 +317,9 @@ def test_a_skipped_bucket_is_detected(synced, model):
 
 @pytest.mark.parametrize("size", [1e-6, 1.0])
 def test_sync_without_effect_is_detected(synced, model, size, monkeypatch):
-    monkeypatch.setattr(WorkerExtension, "verlite_load", lambda self, named: list(named) and None)
+    monkeypatch.setattr(
+        WorkerExtension, "verlite_load", lambda self, named, *others: list(named) and None
+    )
     version = synced.version
     with pytest.raises(WeightSyncError, match="from before the sync"):
         load(synced, moved(model, size), version + 1)

@@ -270,6 +270,7 @@ def test_two_devices_give_the_same_numbers_as_one(tmp_path, base):
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.entropy_coeff=0.01",
         "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.weight_probe=always",
         "trainer.total_training_steps=3",
     ]
     one = launch(tmp_path, "one", base, *options)

@@ -135,14 +135,15 @@ def test_other_settings_of_the_allocator_are_kept():
 def test_the_engine_has_closed_its_mappings_when_the_trainer_is_done(publisher):
     """Memory of a GPU is not freed before that."""
     stream = iter(Stream((publisher.address,), timeout_s=10))
+    before = Path("/proc/self/maps").read_text().count("memfd:verlite-weights")
     publishing = Publishing(publisher, NAMED, 1)
     mapped = []
     for _ in stream:
         maps = Path("/proc/self/maps").read_text()
         mapped.append(maps.count("memfd:verlite-weights"))
     publishing.join(10)
-    assert max(mapped) > 0
-    assert "memfd:verlite-weights" not in Path("/proc/self/maps").read_text()
+    assert max(mapped) > before
+    assert Path("/proc/self/maps").read_text().count("memfd:verlite-weights") <= before
 
 
 def test_another_user_is_refused(publisher, monkeypatch):

@@ -237,7 +237,8 @@ class Stream:
                 if payload.is_cuda:
                     torch.cuda.synchronize()
                 del payload, tensor
-                _send(peer, _ACKNOWLEDGED)
+                with contextlib.suppress(TransportError):  # the next message says why
+                    _send(peer, _ACKNOWLEDGED)
             opened.clear()
             _send(peer, _ACKNOWLEDGED)
 
