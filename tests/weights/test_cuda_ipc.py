@@ -12,8 +12,8 @@ import torch
 
 from tests.weights.test_buckets import NAMED, assert_equal
 from verlite.weights import cuda_ipc
-from verlite.weights.collective import TransportError
 from verlite.weights.cuda_ipc import Publisher, Stream, without_expandable
+from verlite.weights.errors import TransportError
 from verlite.weights.transport import publish
 
 CPU = torch.device("cpu")

@@ -3,12 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TRANSPORTS = {
-    "shared_memory": "one copy in the memory of each host, which its engines map",
-    "cuda_ipc": "from the trainer's memory on the same GPU",
-    "collective": "broadcast to one engine of each host (NCCL between GPUs, gloo between CPUs)",
-    "files": "safetensors in trainer.default_local_dir/weights, a folder that all hosts share",
-}
+TRANSPORTS = ("shared_memory", "cuda_ipc", "collective", "files")
 
 
 @dataclass(frozen=True)

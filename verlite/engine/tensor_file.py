@@ -11,21 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from verlite.weights.buckets import DTYPE_NAMES, flat_bytes
 
 
 class TensorFile:
@@ -83,12 +71,11 @@ class TensorFile:
         self._used += len(self._entry(name, tensor))
         end = self.data_bytes + tensor.nbytes
         self._header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [self.data_bytes, end],
         }
-        flat = tensor.detach().cpu().contiguous().flatten()
-        self._file.write(flat.view(torch.uint8).numpy().data)
+        self._file.write(flat_bytes(tensor.detach().cpu()).numpy().data)
         self.data_bytes = end
         self.names.append(name)
 

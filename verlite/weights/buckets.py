@@ -15,7 +15,7 @@ from torch import Tensor
 Bucket = list[tuple[str, Tensor]]
 """(Hugging Face name, whole tensor) of a few weights."""
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -29,7 +29,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def in_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
@@ -56,7 +56,7 @@ def header_of(bucket: Bucket) -> tuple[bytes, int]:
     for name, tensor in bucket:
         begin, end = end, end + tensor.nbytes
         entries[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

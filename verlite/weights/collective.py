@@ -24,14 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verlite.weights.buckets import Bucket, fill, header_of
+from verlite.weights.errors import GOODBYE_S, JOIN_S, TIMEOUT_S, TransportError
 from verlite.weights.shared_memory import STAGING_BYTES, MemoryFiles, Staging
-
-TIMEOUT_S = 600.0
-"""How long one side waits for the other, for example while the trainer gathers a bucket."""
-JOIN_S = 120.0
-"""How long a side waits until the other has connected."""
-GOODBYE_S = 5.0
-"""How long a failed sender tries to tell the receivers why."""
 
 _REMEDY = (
     "All ports between the nodes must be open; actor_rollout_ref.rollout.weight_transport=files "
@@ -40,10 +34,6 @@ _REMEDY = (
 _END = 0
 _ABORT = -1
 _generations = count(1)
-
-
-class TransportError(RuntimeError):
-    """The weights did not arrive completely."""
 
 
 @dataclass(frozen=True)

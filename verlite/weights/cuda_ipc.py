@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from verlite.weights.buckets import Bucket, fill, header_of, views
-from verlite.weights.collective import JOIN_S, TIMEOUT_S, TransportError
+from verlite.weights.errors import GOODBYE_S, JOIN_S, TIMEOUT_S, TransportError
 
 _ACKNOWLEDGED = b"done"
 _numbers = itertools.count()
@@ -220,17 +220,14 @@ class Stream:
             peer.connect(self.addresses[self.rank])
             while "end" not in (message := json.loads(_receive(peer))):
                 if "error" in message:
-                    raise TransportError(
-                        f"the trainer could not send all weights: {message['error']}"
-                    )
+                    raise _failure(message["error"])
                 _check_gpu(message["gpu"])
                 slot = message["slot"]
                 if slot not in opened or opened[slot][0] != message["buffer"]:
                     try:
                         opened[slot] = message["buffer"], open_buffer(message["handle"])
-                    except TransportError:
-                        _receive(peer)
-                        continue  # a later message says why the trainer has freed the buffer
+                    except TransportError as error:
+                        raise _reason(peer) or error from error
                 payload = opened[slot][1][: message["size"]]
                 for name, tensor in views(_receive(peer), payload):
                     yield name, tensor.clone()
@@ -241,6 +238,22 @@ class Stream:
                     _send(peer, _ACKNOWLEDGED)
             opened.clear()
             _send(peer, _ACKNOWLEDGED)
+
+
+def _failure(reason: str) -> TransportError:
+    return TransportError(f"the trainer could not send all weights: {reason}")
+
+
+def _reason(peer: socket.socket) -> TransportError | None:
+    """Return why the trainer has freed a buffer that it had announced, if it says so."""
+    peer.settimeout(GOODBYE_S)
+    with contextlib.suppress(TransportError):
+        while True:
+            _receive(peer)  # the header of the bucket
+            message = json.loads(_receive(peer))
+            if "error" in message:
+                return _failure(message["error"])
+    return None
 
 
 def gpu_uuid(device: torch.device) -> str | None:

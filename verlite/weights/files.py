@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from verlite.weights.buckets import Bucket, BucketFiles, flat_bytes, header_of
-from verlite.weights.collective import TransportError
+from verlite.weights.errors import TransportError
 
 MANIFEST = "manifest.json"
 KEPT_VERSIONS = 2
