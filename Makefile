@@ -73,6 +73,7 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/startup.py
 	$(BIN)/python recipes/benchmark/data.py $(if $(GSM8K),--folder $(GSM8K))
 	$(BIN)/python recipes/benchmark/retriever.py speed --made 100000
+	$(BIN)/python recipes/benchmark/reward.py
 	$(BIN)/python recipes/benchmark/report.py
 	$(BIN)/python recipes/benchmark/picture.py
 

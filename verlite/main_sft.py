@@ -11,13 +11,13 @@ Exit codes:
   any other code: failed
 """
 
+import os
 import sys
 
-from verlite.config import keys
 from verlite.config.load import parse_argv
 from verlite.config.problems import ConfigError
-from verlite.config.sft import SFTConfig, compose
-from verlite.config.show import console
+from verlite.config.sft import SFT, compose
+from verlite.config.show import console, notes_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,6 +29,8 @@ def main(argv: list[str] | None = None) -> int:
             print(help_text())
             return 0
         loaded = compose(config_name, overrides, config_dir)
+        if loaded.notes and os.environ.get("RANK", "0") == "0":
+            console().print(notes_text(loaded.notes, SFT), soft_wrap=True)
     except ConfigError as error:
         console(stderr=True).print(error.text(), soft_wrap=True, end="")
         return 2
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 def help_text() -> str:
     """Return the usage and a description of every key."""
     lines = [str(__doc__).strip(), ""]
-    for key in keys.table(SFTConfig()).values():
+    for key in SFT.keys.values():
         if not key.section:
             default = "" if key.default == "???" else f" (default {key.default})"
             lines.append(f"{key.name}: {key.type}{default}")

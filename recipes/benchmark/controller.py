@@ -1,22 +1,35 @@
-"""Cost of controller calls to 2, 8, 32 and 64 workers, and the bytes that pass through the driver
-per sample.
+"""Cost of controller calls to 2, 8, 32 and 64 workers, their start, the driver's cost of calls to
+1,000 ranks, and the bytes that pass through the driver per sample.
 
 python recipes/benchmark/controller.py [--workers 2 8 32 64] [--samples 1024] [--longest 8192]
-[--rounds 9]
+[--rounds 9] [--ranks 1000] [--new-processes]
 
 Workers are processes with a small share of a CPU that ignore their input. Plain Ray calls to the
 same actors, alternating with verlite's, measure the cost of Ray itself. Sample lengths are
 log-normal: half are below an eighth of the longest.
+
+The driver's cost of a call to 1,000 ranks is measured with 1,000 ranks that are few processes: each
+process answers for many ranks. So the driver sends, receives and joins as much as with 1,000
+processes, but the time of the call itself has no meaning.
+
+Workers import what an actor of a run imports. They are forks of one process, as in a run on a
+machine without GPUs; --new-processes starts each by itself.
 """
 
 import argparse
+import copy
 import json
 import resource
 import statistics
+import sys
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from machine import seconds
 from report import keep, read
@@ -25,13 +38,16 @@ from verlite.controller.cluster import Cluster, connect
 from verlite.controller.dispatch import register
 from verlite.controller.placement import reserve
 from verlite.controller.worker import Worker
-from verlite.controller.worker_group import group, ready, spawn
+from verlite.controller.worker_group import WorkerGroup, group, ready, spawn
+from verlite.controller.worker_handle import process_infos
+from verlite.controller.worker_start import prestart
 from verlite.protocol.data import DataProto, object_array
 
 CALLS = {"nothing": 3, "make": 1, "take": 1}
 """Calls in one GRPO step: export, load and release take no batch; generate returns samples; update
 takes them."""
 PROMPT = 256
+IMPORTED = ("verlite.workers.actor", "verlite.engine.fsdp")
 KEPT = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
 
 
@@ -116,10 +132,18 @@ def measure(
     idle: list[Idle] = []
 
     def start() -> None:
+        prestart(placement, "idle", *IMPORTED)
         idle.append(spawn(Idle, placement, "idle"))
         ready(idle[0])
 
+    cpu_before = time.process_time()
     found["start_seconds"] = seconds(start)
+    found["start_driver_cpu"] = time.process_time() - cpu_before
+    processes = [
+        psutil.Process(info.process.pid) for info in process_infos(group(idle[0]).workers) if info
+    ]
+    found["start_worker_cpu"] = statistics.median(sum(one.cpu_times()[:2]) for one in processes)
+    found["worker_bytes"] = statistics.median(one.memory_full_info().uss for one in processes)
     handles = [worker.actor for worker in group(idle[0]).workers]
     # Two rows for each of 64 workers, as long as w25's; and the batch of a large step.
     small, large = asked(np.full(128, 128)), asked(lengths(samples, longest))
@@ -137,6 +161,54 @@ def measure(
         call()
     times = [{name: seconds(call) for name, call in calls.items()} for _ in range(rounds)]
     found |= {f"{name}_ms": 1e3 * statistics.median(one[name] for one in times) for name in calls}
+    for name, call in calls.items():
+        found[f"{name}_driver_cpu_ms"] = 1e3 * min(driver_cpu(call) for _ in range(3))
+    found["driver_bytes_now"] = psutil.Process().memory_info().rss
+    cluster.supervisor.stop_all()
+    ray.util.remove_placement_group(cluster.reserved.pop())
+    return found
+
+
+def driver_cpu(call: Callable[[], object]) -> float:
+    """Return the seconds of CPU time that this process spends in a call, in all its threads."""
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+def many_ranks(workers: WorkerGroup, ranks: int) -> WorkerGroup:
+    """Return a group of more ranks than processes: rank i is process i modulo their number."""
+    many = copy.copy(workers)
+    handles = workers.workers
+    many.workers = [replace(handles[i % len(handles)], rank=i) for i in range(ranks)]
+    return many
+
+
+def measure_ranks(cluster: Cluster, processes: int, ranks: int, longest: int) -> dict[str, Any]:
+    """Measure the driver's CPU time of the calls to `ranks` ranks, one row of a batch for each."""
+    import ray
+
+    placement = reserve(
+        cluster, {"idle": list(range(processes))}, devices_per_node=processes, kind="cpu"
+    )
+    idle = spawn(Idle, placement, "idle")
+    ready(idle)
+    many = many_ranks(group(idle), ranks)
+    wanted = asked(lengths(ranks, longest))
+    samples = wanted.union(many.submit("make", wanted).result())
+    batch = samples.select(non_tensor_batch_keys=KEPT)
+    calls: dict[str, Callable[[], object]] = {
+        "nothing": lambda: many.submit("nothing").result(),
+        "make": lambda: many.submit("make", wanted).result(),
+        "take": lambda: many.submit("take", batch).result(),
+    }
+    found: dict[str, Any] = {"ranks": ranks, "processes": processes}
+    for name, call in calls.items():
+        found[f"{name}_driver_cpu_ms"] = 1e3 * min(driver_cpu(call) for _ in range(3))
+    found["driver_cpu_ms_per_step"] = sum(
+        count * found[f"{name}_driver_cpu_ms"] for name, count in CALLS.items()
+    )
+    found["driver_bytes_now"] = psutil.Process().memory_info().rss
     cluster.supervisor.stop_all()
     ray.util.remove_placement_group(cluster.reserved.pop())
     return found
@@ -150,22 +222,30 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ranks", type=int, default=1000, help="0: leave this part out")
+    parser.add_argument("--new-processes", action="store_true", help="not forks of one process")
     args = parser.parse_args()
+    preload = () if args.new_processes else IMPORTED
     with (
         tempfile.TemporaryDirectory() as folder,
-        connect(folder, address="local", num_cpus=max(args.workers)) as cluster,
+        connect(folder, address="local", num_cpus=max(args.workers), preload=preload) as cluster,
     ):
-        found = {
-            str(count): measure(cluster, count, args.samples, args.longest, args.rounds)
-            for count in args.workers
-        }
+        found = {}
+        for count in args.workers:
+            found[str(count)] = measure(cluster, count, args.samples, args.longest, args.rounds)
+            print(f"{count} workers: {found[str(count)]}", file=sys.stderr, flush=True)
+        ranks = args.ranks and measure_ranks(
+            cluster, min(4, max(args.workers)), args.ranks, args.longest
+        )
     most = found[str(max(args.workers))]
     kept = {
         "rounds": args.rounds,
         "samples": args.samples,
         "longest": args.longest,
         "mean_tokens": float(lengths(args.samples, args.longest).mean()),
+        "forks": not args.new_processes,
         "workers": found,
+        "ranks": ranks,
         "driver_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         "driver_bytes_per_sample": most["driver_bytes"] / args.samples,
         "calls_ms_per_step": sum(count * most[f"{name}_ms"] for name, count in CALLS.items()),

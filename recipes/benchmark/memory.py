@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from report import keep
-from workload import BUILD, VOCABULARY, model_in, model_of
+from workload import BUILD, model_in, model_of, w128
 
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine.fsdp import TrainEngine
@@ -31,20 +31,6 @@ from verlite.sizing.measure import Objective, Passes, Rows, measure, rows_batch
 
 def small_vocabulary() -> Path:
     return model_of("w25")
-
-
-def wide() -> Path:
-    """128 million parameters in 11 layers."""
-    return model_in(
-        BUILD / "w128",
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
-        hidden_size=1024,
-        num_hidden_layers=11,
-        intermediate_size=2816,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-    )
 
 
 def large_vocabulary() -> Path:
@@ -69,9 +55,9 @@ SHAPES: dict[str, tuple[Callable[[], Path], str, dict[str, Any], Rows]] = {
         {"enable_gradient_checkpointing": False},
         Rows((512,) * 8, 256, True),
     ),
-    "w128": (wide, "lm", {}, Rows((768,) * 4, 512, True)),
+    "w128": (w128, "lm", {}, Rows((768,) * 4, 512, True)),
     "vocabulary of 60,000": (large_vocabulary, "lm", {}, Rows((512,) * 4, 256, True)),
-    "w128, critic": (wide, "value", {}, Rows((768,) * 4, 512, True)),
+    "w128, critic": (w128, "value", {}, Rows((768,) * 4, 512, True)),
     "w25, LoRA of rank 16": (small_vocabulary, "lm", {"lora_rank": 16}, Rows((512,) * 8, 256)),
 }
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from machine import gemm_flops, seconds
 from report import keep
 from torch import Tensor
-from workload import BUILD, VOCABULARY, model_in, model_of
+from workload import BUILD, model_of, w128
 
 from verlite.config.schema import FSDPConfig, ModelConfig, RolloutConfig
 from verlite.engine.fsdp import TrainEngine
@@ -45,16 +45,7 @@ LONGEST = 256  # tokens of a sequence of the engine
 
 MODELS = {
     "w25": lambda: model_of("w25"),
-    "w128": lambda: model_in(
-        BUILD / "w128",
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
-        hidden_size=1024,
-        num_hidden_layers=11,
-        intermediate_size=2816,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-    ),
+    "w128": w128,
 }
 
 

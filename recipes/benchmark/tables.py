@@ -212,7 +212,48 @@ def _controller(found: dict[str, Any]) -> str:
         ),
         ("most memory of the driver", f"{found['driver_peak_bytes'] / 2**30:.2f} GiB"),
     ]
-    return table(head, rows) + "\n" + table(("the controller", ""), more)
+    if ranks := found.get("ranks"):
+        more += [
+            (
+                f"driver's CPU time for the calls of one step to {ranks['ranks']:,} ranks",
+                f"{ranks['driver_cpu_ms_per_step'] / 1e3:.2f} s",
+            ),
+            (
+                f"driver's memory after them (ranks in {ranks['processes']} processes)",
+                f"{ranks['driver_bytes_now'] / 2**30:.2f} GiB",
+            ),
+        ]
+    made = [table(head, rows), table(("the controller", ""), more)]
+    if all("worker_bytes" in one for one in found["workers"].values()):
+        made.insert(1, _workers(found))
+    return "\n".join(made)
+
+
+def _workers(found: dict[str, Any]) -> str:
+    """What workers and driver cost, by the number of workers."""
+    how = "forks of one process" if found["forks"] else "new processes"
+    head = (
+        f"workers, {how}",
+        "start",
+        "CPU time of a worker's start",
+        "memory of its own",
+        "driver's CPU time for a call without a batch",
+        "128 samples made",
+        "taken",
+        "driver's memory",
+    )
+    rows = [
+        (
+            workers,
+            f"{one['start_seconds']:.1f} s",
+            f"{one['start_worker_cpu']:.1f} s",
+            f"{one['worker_bytes'] / 2**20:.0f} MiB",
+            *(f"{one[f'{call}_driver_cpu_ms']:.1f} ms" for call in ("nothing", "make", "take")),
+            f"{one['driver_bytes_now'] / 2**30:.2f} GiB",
+        )
+        for workers, one in found["workers"].items()
+    ]
+    return table(head, rows)
 
 
 def _startup(found: dict[str, Any]) -> str:
@@ -261,6 +302,21 @@ def _retriever(found: dict[str, Any]) -> str:
     return table((f"the retriever, {found['passages']:,} passages", ""), rows)
 
 
+def _reward(found: dict[str, Any]) -> str:
+    names = {
+        "local": "local processes, 1,000 answers",
+        "one_request": "the service, 1,000 answers in one request",
+        "clients": "the service, 64 clients at once, 16 answers each",
+        "training": "the service, by the training client: 1,000 answers, 64 in a request",
+    }
+    rows = []
+    for name, words in names.items():
+        ratio = found.get(f"{name}_vs_local")
+        shown = "" if ratio is None else f"{ratio:.2f}"
+        rows.append((words, f"{found[f'{name}_per_s']:,.0f}", shown))
+    return table(("rewards of mathematics", "answers/s", "of local"), rows)
+
+
 def _gpu(found: dict[str, Any]) -> str:
     lines = []
     for part, measured in found.items():
@@ -290,5 +346,6 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "startup": _startup,
     "data": _data,
     "retriever": _retriever,
+    "reward": _reward,
     "library": _library,
 }

@@ -90,6 +90,20 @@ def model_of(name: str) -> Path:
     )
 
 
+def w128() -> Path:
+    """Return the folder of a model with 128 million parameters in 11 layers."""
+    return model_in(
+        BUILD / "w128",
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        hidden_size=1024,
+        num_hidden_layers=11,
+        intermediate_size=2816,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+    )
+
+
 def model_in(folder: Path, device: str = "cpu", dtype: str = "float32", **shape: Any) -> Path:
     """Return a folder with a random Qwen2 and the character tokenizer; created on `device` if
     missing."""

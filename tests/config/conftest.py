@@ -30,8 +30,17 @@ class Material:
             "trainer.n_gpus_per_node=8",
         ]
 
+    def notes(self, *overrides: str, **options) -> list[str]:
+        """Return the notes on a command line as sentences."""
+        return texts(self.load(*overrides, **options))
+
     def load(self, *overrides: str, **options) -> Loaded:
         return compose(options.pop("config_name", None), [*self.good, *overrides], **options)
+
+
+def texts(loaded: Loaded) -> list[str]:
+    """Return the notes as sentences."""
+    return [str(note) for note in loaded.notes]
 
 
 def write_prompts(path: Path, rows: int, **change) -> Path:
@@ -61,16 +70,25 @@ def user_module(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-@pytest.fixture(scope="session")
-def material(tmp_path_factory) -> Material:
-    folder = tmp_path_factory.mktemp("material")
+def write_material(folder: Path, heads: int) -> None:
+    """Write prompts, and a model folder whose attention has this many heads."""
     write_prompts(folder / "train.parquet", 2048)
     write_prompts(folder / "test.parquet", 300)
     (folder / "model").mkdir()
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / "model" / name).touch()
-    described = {"model_type": "qwen2", "num_attention_heads": 4, "max_position_embeddings": 8192}
+    described = {
+        "model_type": "qwen2",
+        "num_attention_heads": heads,
+        "max_position_embeddings": 8192,
+    }
     (folder / "model" / "config.json").write_text(json.dumps(described))
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory) -> Material:
+    folder = tmp_path_factory.mktemp("material")
+    write_material(folder, heads=4)
     (folder / "adapter").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (folder / "adapter" / name).touch()

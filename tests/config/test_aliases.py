@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.config.conftest import write_prompts
-from verlite.config import ConfigError, aliases, conditions, keys
+from tests.config.conftest import texts, write_prompts
+from verlite.config import ConfigError, aliases, conditions, keys, translation
+from verlite.config.show import notes_text
 
 ACTOR = "actor_rollout_ref.actor."
 REF = "actor_rollout_ref.ref."
@@ -48,6 +49,16 @@ RENAMES = [
         {"method": "flexible"},
     ),
     ("ray_init.num_cpus=8", "ray_kwargs.ray_init.num_cpus", 8),
+    ("cluster.num_nodes=2", "trainer.nnodes", 2),
+    ("+cluster.num_gpus_per_node=8", "trainer.n_gpus_per_node", 8),
+    (f"{ACTOR}policy_loss.tau_pos=2", f"{ACTOR}tau_pos", 2.0),
+    ("+actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora_rank", 8),
+    (
+        f"{ACTOR}fsdp_config.mixed_precision.param_dtype=fp32",
+        f"{ACTOR}fsdp_config.dtype",
+        "float32",
+    ),
+    (f"{ROLLOUT}val_temperature=0.5", f"{ROLLOUT}val_kwargs.temperature", 0.5),
 ]
 
 
@@ -57,8 +68,8 @@ def test_renamed(material, typed, new, value):
     assert value_of(loaded.config, new) == value
     assert loaded.provenance[new] == "command line"
     old = typed.lstrip("+").split("=")[0]
-    about = [note for note in loaded.notes if note.startswith((old, "custom_reward_function"))]
-    assert len(about) == 1 and about[0].startswith((f"{old} ", f"{old}.")), loaded.notes
+    about = [note for note in texts(loaded) if note.startswith((old, "custom_reward_function"))]
+    assert len(about) == 1 and about[0].startswith((f"{old} ", f"{old}.")), texts(loaded)
 
 
 def test_search_r1_format_scores_become_reward_kwargs(material, tmp_path):
@@ -71,7 +82,7 @@ def test_search_r1_format_scores_become_reward_kwargs(material, tmp_path):
         f"reward_model.{name} is now called custom_reward_function.reward_kwargs.{name}"
         for name in typed
     ]
-    assert [note for note in loaded.notes if "reward_model" in note] == renamed
+    assert [note for note in texts(loaded) if "reward_model" in note] == renamed
     with pytest.raises(ConfigError) as error:
         material.load(*line[:1])  # GSM8K's scorer has no such parameter
     (problem,) = error.value.problems
@@ -81,12 +92,118 @@ def test_search_r1_format_scores_become_reward_kwargs(material, tmp_path):
     )
 
 
+def test_other_spellings_of_a_value(material):
+    loaded = material.load(
+        f"{ACTOR}fsdp_config.model_dtype=bf16",
+        "algorithm.adv_estimator=rloo_vectorized",
+        f"{ROLLOUT}n=2",
+        "custom_reward_function.name=null",
+    )
+    assert loaded.config.actor_rollout_ref.actor.fsdp_config.model_dtype == "bfloat16"
+    assert loaded.config.algorithm.adv_estimator == "rloo"
+    assert loaded.config.custom_reward_function.name == "compute_score"
+    for old, name in (
+        ("token", "token_k1"),
+        ("sequence", "seq_sum_k1"),
+        ("geometric", "seq_mean_k1"),
+    ):
+        correction = "algorithm.rollout_correction.rollout_rs"
+        loaded = material.load(f"{correction}={old}", f"{correction}_threshold=1.01")
+        assert loaded.config.algorithm.rollout_correction.rollout_rs == name
+    merge = ["actor_rollout_ref.model.lora_rank=4", "+actor_rollout_ref.model.lora.merge="]
+    rollout = material.load(merge[0], merge[1] + "True").config.actor_rollout_ref.rollout
+    assert rollout.lora_sync == "merged"
+
+
+def test_one_key_that_stands_for_two(material):
+    loaded = material.load(f"{ACTOR}fsdp_config.offload_policy=True")
+    fsdp = loaded.config.actor_rollout_ref.actor.fsdp_config
+    assert (fsdp.param_offload, fsdp.optimizer_offload) == (True, True)
+    assert f"{ACTOR}fsdp_config.offload_policy sets " in texts(loaded)[0]
+    critic = material.load("critic.fsdp.offload_policy=True").config.critic.model.fsdp_config
+    assert (critic.param_offload, critic.optimizer_offload) == (True, True)
+    with pytest.raises(ConfigError, match="param_offload"):
+        material.load(f"{ACTOR}fsdp_config.offload_policy=maybe")
+
+
+def test_items_that_are_implied_leave_the_list(material):
+    loaded = material.load("trainer.logger=[console,file]")
+    assert loaded.config.trainer.logger == ["console"]
+    assert texts(loaded) == ["trainer.logger=file has no effect: metrics.jsonl is always written"]
+
+
+def test_unsupported_keys_at_verls_default_are_accepted(material, untouched):
+    at_default = [
+        "distillation.enabled=False",
+        "transfer_queue.enable=False",
+        "reward_model.enable=null",
+        f"{ACTOR}router_replay.mode=disabled",
+        "data.image_key=images",
+    ]
+    loaded = material.load(*at_default)
+    (note,) = texts(loaded)
+    names = ", ".join(typed.split("=")[0] for typed in at_default)
+    assert note == (
+        f"{names} have no effect: this is verl's default, and verlite has no such choice"
+    )
+    assert loaded.config == untouched
+    for other in ("distillation.enabled=True", f"{ACTOR}router_replay.mode=R2", "distillation.x=1"):
+        with pytest.raises(ConfigError):
+            material.load(other)
+
+
+def test_unsupported_keys_of_one_section_are_one_problem(material):
+    megatron = f"{ACTOR}megatron."
+    with pytest.raises(ConfigError) as error:
+        material.load(*(f"{megatron}{name}=2" for name in ("tp", "pp", "ep")), "data.sede=1")
+    together, other = error.value.problems
+    assert str(together) == (
+        f"{megatron}tp and 2 more of *.megatron.*: these keys are not supported. "
+        "Training engines use FSDP2; set fsdp_config instead."
+    )
+    assert other.key == "data.sede"
+
+
+def test_files_of_verls_own_configuration(material):
+    loaded = material.load(config_name="ppo_trainer.yaml", config_dir="config")
+    assert texts(loaded) == [
+        "--config-path=config --config-name=ppo_trainer.yaml names a file of verl's; verlite's own "
+        "ppo_trainer is used"
+    ]
+    with pytest.raises(ConfigError) as error:
+        material.load("data.sede=1", config_name="ppo_megatron_trainer", config_dir="./config")
+    first, second = error.value.problems
+    assert "trains with FSDP2" in first.rule and second.key == "data.sede"
+    with pytest.raises(ConfigError, match="does not exist"):
+        material.load(config_name="mine", config_dir="config")
+
+
+def test_notes_of_one_kind_are_one_line(material):
+    loaded = material.load(
+        f"{ROLLOUT}val_temperature=0.5",
+        "data.train_data_num=2048",
+        f"{ROLLOUT}load_format=auto",
+        "data.return_raw_chat=True",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        "algorithm.kl_ctrl.horizon=7",
+    )
+    lines = str(notes_text(loaded.notes)).splitlines()
+    assert lines[:2] == [
+        "note: renamed keys: data.train_data_num -> data.train_max_samples",
+        "note: accepted without effect: rollout.load_format; data.return_raw_chat "
+        "(verlite explain KEY says why)",
+    ]
+    assert lines[2].startswith("note: no effect in this run: ") and len(lines) == 3
+
+
 def test_every_new_name_exists():
     for new in [*aliases.RENAMED.values(), *aliases.PER_DEVICE.values(), *aliases.NULL_MEANS]:
         assert (
-            keys.find(new.replace("*", "param_offload"))
+            keys.find(new.replace(".*", ".param_offload"))
+            or keys.find(new.replace("*", "actor_rollout_ref.actor"))
+            or keys.find(new.replace("*", "actor_rollout_ref"))
             or keys.find(new.removesuffix(".*"))
-            or aliases.lookup(aliases.IGNORED, new)
+            or translation.lookup(aliases.IGNORED, new)
         )
     for old in [*aliases.RENAMED, *aliases.PER_DEVICE]:
         assert "*" in old or keys.find(old) is None, (
@@ -108,7 +225,7 @@ def test_reasons_name_keys_that_exist():
     ]
     for reason in reasons:
         for word in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", reason):
-            if word.split(".")[0] in ("metrics", "torch", "agents"):
+            if word.split(".")[0] in ("metrics", "torch", "agents", "algorithms"):
                 continue
             found = (
                 any(key == word or key.endswith("." + word) for key in endings)
@@ -135,7 +252,7 @@ def test_sizes_over_all_devices_are_divided_by_them(material, key, devices, valu
         line = [f"~{ACTOR}ppo_micro_batch_size_per_gpu", *line]
     loaded = material.load(*line)
     assert value_of(loaded.config, f"{key}_per_gpu") == size
-    (note,) = (note for note in loaded.notes if "given 2 times" not in note)
+    (note,) = (note for note in texts(loaded) if "given 2 times" not in note)
     assert note == f"{key} counts all devices; {words} {key}_per_gpu={size}"
 
 
@@ -148,8 +265,17 @@ def test_size_is_divided_by_actor_devices(material):
     assert loaded.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 16
 
 
+def test_role_names_of_rlinf(material):
+    roles = '{"actor,rollout,reward": 0-7, actor_inference: 7}'
+    where = "cluster.component_placement"
+    assert material.notes(f"{where}={roles}") == [
+        f"{where}: actor_inference is called inference here",
+        f"{where}: reward has no effect: rewards are computed by processes without devices",
+    ]
+
+
 def test_old_size_null_has_no_note(material):
-    assert material.load(f"{ACTOR}ppo_micro_batch_size=null").notes == []
+    assert material.notes(f"{ACTOR}ppo_micro_batch_size=null") == []
 
 
 def test_old_size_must_be_a_number(material):
@@ -192,7 +318,6 @@ ACCEPTED = [
     "critic.model.fsdp_config.grad_offload=False",
     "critic.fsdp.grad_offload=False",
     f"{ACTOR}fsdp_config.wrap_policy.min_num_params=0",
-    f"{ACTOR}checkpoint.save_contents=[model]",
     "actor_rollout_ref.model.use_shm=False",
     f"{ROLLOUT}multi_turn.enable=False",
     "algorithm.use_pf_ppo=False",
@@ -211,7 +336,7 @@ def untouched(material):
 @pytest.mark.parametrize("typed", ACCEPTED)
 def test_accepted_without_effect(material, untouched, typed):
     loaded = material.load(typed)
-    (note,) = loaded.notes
+    (note,) = texts(loaded)
     assert note.startswith(f"{typed.split('=')[0]} has no effect: ")
     assert loaded.config == untouched
 
@@ -223,12 +348,11 @@ REFUSED = [
     (f"{ROLLOUT}multi_turn.enable=True", "max_turns"),
     (f"{ROLLOUT}multi_turn.max_assistant_turns=3", "max_turns"),
     ("reward_model.enable=True", "custom_reward_function.path"),
-    ("reward_model.reward_manager=prime", "only naive or dapo is accepted"),
-    (f"{ACTOR}fsdp_config.offload_policy=True", "param_offload"),
-    (f"{ACTOR}fsdp_config.mixed_precision.param_dtype=bf16", "fsdp_config.dtype"),
+    ("reward_model.reward_manager=gdpo", "only naive or dapo or prime is accepted"),
     (f"{ACTOR}megatron.tensor_model_parallel_size=2", "FSDP2"),
-    ("data.image_key=images", "text only"),
+    ("data.image_key=pictures", "text only"),
     ("data.custom_cls.path=x.py", "parquet"),
+    ("reward.reward_manager.name=batch", "lists of one sample"),
     (f"{ROLLOUT}data_parallel_size=2", "only 1 is accepted"),
     ("+reward_model.reward_kwargs.weight=2", "custom_reward_function.path"),
     (f"{ACTOR}policy_loss.dro_beta=0.1", "not supported"),
@@ -284,12 +408,12 @@ def test_search_r1_n_and_n_agent_multiply(material, line):
 
 
 def test_search_r1_mini_batch_note(material):
-    notes = material.load(f"{ROLLOUT}n_agent=5", "algorithm.adv_estimator=grpo").notes
+    notes = material.notes(f"{ROLLOUT}n_agent=5", "algorithm.adv_estimator=grpo")
     assert any("ppo_mini_batch_size counts prompts here, 5 samples each" in note for note in notes)
 
 
 def test_old_name_without_effect_has_one_note(material):
     old = f"{REF}log_prob_micro_batch_size"
-    (note,) = material.load(f"{old}=16").notes
+    (note,) = material.notes(f"{old}=16")
     reason = "used only when a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss)"
     assert note == f"{old} has no effect: {reason}"

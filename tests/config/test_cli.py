@@ -42,8 +42,7 @@ def test_check_accepts_a_valid_command(material):
         "data.train_batch_size=512",
     )
     assert code == 0, text
-    renamed = "actor_rollout_ref.rollout.n_agent is now called actor_rollout_ref.rollout.n"
-    assert f"note: {renamed}\n" in text
+    assert "note: renamed keys: rollout.n_agent -> rollout.n\n" in text
     sizes = "512 prompts x 8 = 4096 samples / 8 devices = 512 each"
     assert f"{sizes}; 2 updates of 2048; micro-batches of 4" in text
     assert text.strip().endswith("The configuration is fine.")

@@ -20,7 +20,7 @@ ROWS = re.findall(r"^\| `(.+?)` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
 def test_rules_page_shows_the_message(material, added, message):
     folder = str(material.folder)
     try:
-        messages = material.load(*added.replace("DIR", folder).split(" ")).notes
+        messages = material.notes(*added.replace("DIR", folder).split(" "))
     except ConfigError as error:
         messages = [str(problem) for problem in error.problems]
     assert messages == [message.replace("DIR", folder)]
@@ -32,6 +32,7 @@ ELSEWHERE = (
     "max_num_batched_tokens",
     "attention heads",
     "vLLM is not installed here",
+    "debugpy is not installed here",
     "torch is a build for CPUs",
     "vLLM {old} is installed",
     "is not writable",

@@ -6,27 +6,42 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.conftest import texts
 from verlite.config import compose, make_plan
 from verlite.config.plan import installed
 
-COMMANDS = Path(__file__).parent / "commands"
+GUIDES = Path(__file__).parents[1] / "samples" / "guides"
+COMMANDS = {"search_r1": ("002", 0), "dstack": ("003", 0), "slurm": ("003", 1)}
+"""Name of a training command -> its guide, and its number there."""
 needs_vllm = pytest.mark.skipif(not installed("vllm"), reason="the command names rollout.name=vllm")
 
 
 def arguments(name: str, material, nodes: int = 1, devices: int = 2) -> list[str]:
-    """Return the overrides of a command file as a shell passes them."""
-    values = {
-        "DATA_DIR": material.folder,
-        "BASE_MODEL": material.folder / "model",
-        "RUN_DIR": material.folder / "run",
-        "N_NODES": nodes,
-        "N_DEVICES": devices,
+    """Return the overrides of a guide's training command as a shell passes them.
+
+    Only paths and numbers of devices are changed.
+    """
+    guide, number = COMMANDS[name]
+    text = (GUIDES / f"{guide}.sh").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if "data.train_files" in line]
+    line = lines[number].split("verl.trainer.main_ppo")[1].split("2>&1")[0]
+    variables = {
         "WAND_PROJECT": "Search-R1-release",
         # The script does not set its variables, so the shell leaves this text.
         "EXPERIMENT_NAME": "--search-r1-ppo-qwen2.5-7b-em-multinode-2",
     }
-    text = re.sub(r"\$(\w+)", lambda match: str(values[match[1]]), (COMMANDS / name).read_text())
-    return shlex.split(text.replace("\\\n", " "))[3:]
+    line = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], "here"), line)
+    changed = {
+        "data.train_files": material.folder / "train.parquet",
+        "data.val_files": material.folder / "test.parquet",
+        "actor_rollout_ref.model.path": material.folder / "model",
+        "critic.model.path": material.folder / "model",
+        "trainer.default_local_dir": material.folder / "run",
+        "trainer.nnodes": nodes,
+        "trainer.n_gpus_per_node": devices,
+    }
+    pairs = [word.split("=", 1) for word in shlex.split(line)]
+    return [f"{key}={changed.get(key.lstrip('+'), value)}" for key, value in pairs]
 
 
 NO_KL = (
@@ -45,9 +60,9 @@ ON_CPU = (
 
 @needs_vllm
 def test_search_r1(material):
-    loaded = compose(None, arguments("search_r1.sh", material))
+    loaded = compose(None, arguments("search_r1", material))
     actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-    assert loaded.notes == [
+    assert texts(loaded) == [
         "data.train_data_num is now called data.train_max_samples",
         "data.val_data_num is now called data.val_max_samples",
         "data.shuffle_train_dataloader is now called data.shuffle",
@@ -87,26 +102,29 @@ def test_search_r1(material):
 
 
 @needs_vllm
-def test_search_r1_on_sixteen_devices(material):
-    loaded = compose(None, arguments("search_r1.sh", material, nodes=2, devices=8))
-    plan = make_plan(loaded.config)
-    assert (plan.actor.micro.size, plan.log_prob_micro.size, plan.critic.micro.size) == (4, 8, 1)
+@pytest.mark.parametrize(("name", "micro"), [("search_r1", 4), ("dstack", 4), ("slurm", 8)])
+def test_sixteen_devices_as_in_the_guides(material, name, micro):
+    plan = make_plan(compose(None, arguments(name, material, nodes=2, devices=8)).config)
+    assert plan.n_devices == 16
+    assert plan.actor.micro.size == micro
+    if name == "search_r1":
+        assert (plan.log_prob_micro.size, plan.critic.micro.size) == (8, 1)
 
 
 def test_dstack(material):
-    loaded = compose(None, arguments("dstack.sh", material))
+    loaded = compose(None, arguments("dstack", material))
     unused = (
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu has no effect: " + NO_REFERENCE
     )
     if installed("vllm"):
-        assert loaded.notes == [
+        assert texts(loaded) == [
             unused,
             ON_CPU,
             NO_KL,
             "actor_rollout_ref.rollout.name=auto chose vllm",
         ]
     else:
-        assert loaded.notes == [
+        assert texts(loaded) == [
             unused,
             ON_CPU,
             "actor_rollout_ref.rollout.tensor_model_parallel_size has no effect: "
@@ -118,8 +136,8 @@ def test_dstack(material):
 
 @needs_vllm
 def test_slurm(material):
-    loaded = compose(None, arguments("slurm.sh", material))
-    assert loaded.notes == [
+    loaded = compose(None, arguments("slurm", material))
+    assert texts(loaded) == [
         "actor_rollout_ref.model.enable_gradient_checkpointing is given 2 times (command line): "
         "false, true; the last one is used",
         "actor_rollout_ref.ref.fsdp_config.param_offload, "
@@ -130,10 +148,10 @@ def test_slurm(material):
     assert loaded.config.actor_rollout_ref.model.enable_gradient_checkpointing is True
 
 
-@pytest.mark.parametrize("name", ["search_r1.sh", "dstack.sh", "slurm.sh"])
+@pytest.mark.parametrize("name", ["search_r1", "dstack", "slurm"])
 @needs_vllm
 def test_each_key_has_one_note(name, material):
-    notes = compose(None, arguments(name, material)).notes
+    notes = texts(compose(None, arguments(name, material)))
     noted = [key for note in notes for key in re.match(r"(?:[\w.]+, )*[\w.]+", note)[0].split(", ")]
     assert len(noted) == len(set(noted))
 
@@ -161,7 +179,7 @@ def test_typical_verl_grpo_command(material):
         f"trainer.default_local_dir={material.folder}/run",
     ]
     loaded = compose(None, line)
-    assert loaded.notes == [
+    assert texts(loaded) == [
         "data.truncation has no effect: used only with data.filter_overlong_prompts=false "
         "(filter_overlong_prompts drops these prompts)"
     ]

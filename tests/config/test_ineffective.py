@@ -139,6 +139,15 @@ CASES = [
     (f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", f"{ACTOR}optim.lr_warmup_steps=5", ""),
     ("critic.optim.lr_warmup_steps_ratio=0.1", "critic.optim.lr_warmup_steps=5", ""),
     (f"{ACTOR}optim.min_lr_ratio=0.1", "", f"{ACTOR}optim.lr_scheduler_type=cosine"),
+    (f"{ACTOR}optim.min_lr_ratio=0.1", "", f"{ACTOR}optim.lr_scheduler_type=linear"),
+    ("algorithm.kl_in_reward_mode=token", GRPO, f"{GRPO} algorithm.use_kl_in_reward=true"),
+    (
+        "algorithm.kl_in_reward_mode=token",
+        "algorithm.use_kl_in_reward=true",
+        f"{GRPO} algorithm.use_kl_in_reward=true",
+    ),
+    ("algorithm.whiten_advantages=true", "", GRPO),
+    (f"{ACTOR}checkpoint.save_contents=[hf_model]", "", "trainer.save_freq=5"),
     ("critic.optim.num_cycles=1", "", "critic.optim.lr_scheduler_type=cosine"),
     (f"{ROLLOUT}tensor_model_parallel_size=1", "", None),
     (f"{ROLLOUT}enforce_eager=true", "", None),
@@ -172,7 +181,7 @@ def test_key_without_effect_has_one_note(material, key, off, on):
         line = [
             text.replace("{folder}", str(material.folder)) for text in (rest + " " + key).split()
         ]
-        notes = [note for note in material.load(*line).notes if " no effect: " in note]
+        notes = [note for note in material.notes(*line) if " no effect: " in note]
         return sum(key.split("=")[0] in note.split(" ha")[0].split(", ") for note in notes) == 1
 
     assert has_note(off)
@@ -181,33 +190,33 @@ def test_key_without_effect_has_one_note(material, key, off, on):
 
 
 def test_zero_critic_warmup_has_no_note(material):
-    assert material.load(*GRPO.split(), "trainer.critic_warmup=0").notes == []
+    assert material.notes(*GRPO.split(), "trainer.critic_warmup=0") == []
 
 
 def test_defaults_have_no_notes(material):
-    assert material.load(*GRPO.split()).notes == []
+    assert material.notes(*GRPO.split()) == []
 
 
 def test_reward_kwargs_apply_to_built_in_scorer(material):
-    assert material.load("custom_reward_function.reward_kwargs.method=flexible").notes == []
+    assert material.notes("custom_reward_function.reward_kwargs.method=flexible") == []
 
 
 @pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
 def test_vllm_memory_keys_depend_on_device(material):
-    on_cpu = material.load(
+    on_cpu = material.notes(
         *VLLM, f"{ROLLOUT}gpu_memory_utilization=0.4", f"{ROLLOUT}kv_cache_gb=2"
-    ).notes
+    )
     assert on_cpu == [
         f"{ROLLOUT}gpu_memory_utilization has no effect: used only when the run is on GPUs "
         "(on CPUs rollout.kv_cache_gb sets the size of vLLM's cache)"
     ]
-    on_gpu = material.load(
+    on_gpu = material.notes(
         *VLLM,
         f"{ROLLOUT}gpu_memory_utilization=0.4",
         f"{ROLLOUT}kv_cache_gb=2",
         "trainer.device=cuda",
         "trainer.nnodes=2",
-    ).notes
+    )
     assert on_gpu == [
         f"{ROLLOUT}kv_cache_gb has no effect: used only when the run is on CPUs "
         "(on GPUs rollout.gpu_memory_utilization sets the size of the cache)"
@@ -220,40 +229,37 @@ def test_vllm_memory_keys_depend_on_device(material):
 )
 def test_a_clusters_devices_are_not_known_before_it_is_joined(material, address, is_known):
     """A driver without a GPU, with trainer.device=auto."""
-    notes = material.load(
+    notes = material.notes(
         *VLLM,
         f"{ROLLOUT}gpu_memory_utilization=0.4",
         f"ray_kwargs.ray_init.address={address}",
-    ).notes
+    )
     assert len(notes) == is_known
 
 
 def test_unusual_sampling_and_loss_settings_have_notes(material):
-    (note,) = material.load(f"{ROLLOUT}top_p=0.9", f"{ROLLOUT}top_k=50").notes
+    (note,) = material.notes(f"{ROLLOUT}top_p=0.9", f"{ROLLOUT}top_k=50")
     assert f"{ROLLOUT}top_p=0.9 and {ROLLOUT}top_k=50" in note and "log-probs will differ" in note
     for alone in (f"{ROLLOUT}top_p=0.9", f"{ROLLOUT}top_k=50"):
-        (note,) = material.load(alone).notes
+        (note,) = material.notes(alone)
         assert note.startswith(f"{alone}: samples come from a truncated distribution")
     val = f"data.val_files={material.folder}/test.parquet"
     assert (
-        "all samples of a prompt are the same"
-        in material.load(val, f"{ROLLOUT}val_kwargs.n=4").notes[0]
+        "all samples of a prompt are the same" in material.notes(val, f"{ROLLOUT}val_kwargs.n=4")[0]
     )
-    assert (
-        "is greedy although" in material.load(val, f"{ROLLOUT}val_kwargs.do_sample=true").notes[0]
-    )
-    (note,) = material.load(f"{ACTOR}policy_loss.loss_mode=gspo").notes
+    assert "is greedy although" in material.notes(val, f"{ROLLOUT}val_kwargs.do_sample=true")[0]
+    (note,) = material.notes(f"{ACTOR}policy_loss.loss_mode=gspo")
     assert (
         note == f"{ACTOR}loss_agg_mode=token-mean: the paper of policy_loss.loss_mode=gspo uses "
         "seq-mean-token-mean"
     )
     assert (
-        material.load(
+        material.notes(
             f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-mean"
-        ).notes
+        )
         == []
     )
-    assert "auto chose" in material.load(f"~{ROLLOUT}name").notes[0]
+    assert "auto chose" in material.notes(f"~{ROLLOUT}name")[0]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +282,7 @@ def test_unusual_sampling_and_loss_settings_have_notes(material):
     ],
 )
 def test_unusual_algorithm_settings_have_notes(material, settings, words):
-    (note,) = material.load(*settings.split()).notes
+    (note,) = material.notes(*settings.split())
     assert words in note
 
 
@@ -291,7 +297,7 @@ def test_unusual_algorithm_settings_have_notes(material, settings, words):
     ],
 )
 def test_usual_algorithm_settings_have_no_notes(material, settings):
-    assert material.load(*settings.split()).notes == []
+    assert material.notes(*settings.split()) == []
 
 
 def test_token_budget_may_equal_longest_sequence(material):

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from tests.config.conftest import texts
 from verlite.config import ConfigError, compose, dump, main_argv
 from verlite.config.load import parse_argv
 
@@ -22,7 +23,7 @@ def problems(material, *overrides, **options) -> list:
 def test_plus_before_a_known_key_is_optional(material, prefix):
     loaded = material.load(f"{prefix}trainer.total_epochs=7")
     assert loaded.config.trainer.total_epochs == 7
-    assert loaded.notes == []
+    assert texts(loaded) == []
 
 
 def test_tilde_restores_the_default(material):
@@ -38,7 +39,7 @@ def test_tilde_restores_the_default(material):
     kl = material.load(f"~{ACTOR}use_kl_loss", config_name="grpo").config.actor_rollout_ref.actor
     assert kl.use_kl_loss is False
     assert material.load("max_turns=3", "~max_turns").config.max_turns == 0
-    assert material.load("data.shuffle=false", "data.seed=1", "~data.shuffle").notes == []
+    assert material.notes("data.shuffle=false", "data.seed=1", "~data.shuffle") == []
 
 
 def test_tilde_of_an_unknown_key_or_entry(material):
@@ -70,6 +71,20 @@ def test_unknown_key_suggests_similar_keys(material, typed, meant):
     (problem,) = problems(material, typed)
     assert (problem.key, problem.value, problem.rule) == (*typed.split("="), "unknown key")
     assert problem.remedy.startswith(f"Did you mean {meant}")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "algorithm.adaptive_entropy.enabled=true",
+        "algorithm.grpo.path=x",
+        "actor_rollout_ref.actor.gvpo_beta=1",
+        "actor_rollout_ref.rollout.n_think=2",
+    ],
+)
+def test_unknown_key_that_is_near_to_none(material, typed):
+    (problem,) = problems(material, typed)
+    assert problem.remedy == "List keys: verlite explain."
 
 
 @pytest.mark.parametrize(
@@ -169,6 +184,7 @@ def test_values_of_every_type(material):
         "trainer.experiment_name='a b'",
         "cluster.component_placement.actor=0-3,6",
         "cluster.component_placement.rollout=7",
+        "cluster.component_placement.critic=[4,5]",
     )
     config = loaded.config
     assert config.trainer.logger == ["console"]
@@ -178,7 +194,11 @@ def test_values_of_every_type(material):
     ) == (2e-5, [0.8, 0.9])
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"hf": {"x": {"y": 3}}}
     assert config.trainer.experiment_name == "a b"
-    assert config.cluster.component_placement == {"actor": "0-3,6", "rollout": "7"}
+    assert config.cluster.component_placement == {
+        "actor": "0-3,6",
+        "rollout": "7",
+        "critic": [4, 5],
+    }
     assert config.trainer.default_local_dir == f"{material.folder}/run"
 
 
@@ -247,7 +267,7 @@ def test_user_yaml_extends_verlite_yaml(material, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults:\n  - grpo\n  - _self_\n"
         "actor_rollout_ref:\n  rollout:\n    n_agent: 3\n    engine_kwargs:\n      hf: {a: 1}\n"
-        'cluster:\n  component_placement:\n    "actor, rollout": 0-3\n    ref: 4\n'
+        'cluster:\n  component_placement:\n    "actor, rollout": 0-3,5-7\n    ref: 4\n'
         "data:\n  seed: 5\n"
     )
     loaded = material.load("data.seed=6", config_name="mine", config_dir=tmp_path)
@@ -257,7 +277,7 @@ def test_user_yaml_extends_verlite_yaml(material, tmp_path):
         config.actor_rollout_ref.rollout.n,
         config.data.seed,
     ) == ("grpo", 3, 6)
-    assert config.cluster.component_placement == {"actor, rollout": "0-3", "ref": "4"}
+    assert config.cluster.component_placement == {"actor, rollout": "0-3,5-7", "ref": 4}
     names = (
         "algorithm.adv_estimator",
         f"{ROLLOUT}n",
@@ -277,11 +297,11 @@ def test_user_yaml_extends_verlite_yaml(material, tmp_path):
     }
     assert {f"{ROLLOUT}n", "data.seed"} <= loaded.user_keys
     assert "algorithm.adv_estimator" not in loaded.user_keys  # set by verlite's own file
-    assert f"{ROLLOUT}n_agent is now called {ROLLOUT}n" in loaded.notes
+    assert f"{ROLLOUT}n_agent is now called {ROLLOUT}n" in texts(loaded)
 
 
 def test_verlite_yaml_values_cause_no_notes(material):
-    notes = material.load(f"{ACTOR}use_kl_loss=false", config_name="grpo").notes
+    notes = material.notes(f"{ACTOR}use_kl_loss=false", config_name="grpo")
     assert notes == []  # the user did not set kl_loss_coef
 
 
@@ -380,7 +400,7 @@ def test_secrets_are_never_printed(material, tmp_path):
     loaded = material.load(*given)
     assert loaded.config.custom_reward_function.reward_kwargs["api_key"] == "hunter2"
     text = dump(loaded)
-    assert "hunter2" not in text + "".join(loaded.notes)
+    assert "hunter2" not in text + "".join(texts(loaded))
     dumped = yaml.safe_load(text)
     assert dumped["custom_reward_function"]["reward_kwargs"] == {
         "api_key": "***",

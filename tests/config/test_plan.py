@@ -3,7 +3,7 @@
 import pytest
 
 from verlite.config import make_plan
-from verlite.config.plan import Micro, installed
+from verlite.config.plan import Micro, engine_settings, installed
 
 
 def test_batch_sizes_and_steps(material):
@@ -51,6 +51,38 @@ def test_rows_need_not_divide_among_devices(material):
         60,
     )
     assert plan.steps(19) == (1, 30)
+
+
+def test_inference_is_a_role_where_it_is_placed(material):
+    """It recomputes old log-probs even if the step has one update. Dtypes: a bfloat16 engine beside
+    a float32 actor gets float32 weights, because inference needs them."""
+    parts = [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.n_gpus_per_node=8",
+        "data.train_batch_size=256",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+    ]
+    together = make_plan(material.load(*parts).config, "cpu")
+    assert not together.needs_old_log_probs and together.sync_dtype == "bfloat16"
+    parts.append("cluster.component_placement={rollout: 0-3, inference: 4-5, actor: 6-7}")
+    config = material.load(*parts, "actor_rollout_ref.actor.use_kl_loss=true").config
+    apart = make_plan(config, "cpu")
+    assert apart.roles == ("actor", "rollout", "inference", "ref")
+    assert apart.placement["inference"] == apart.placement["ref"] == [4, 5]
+    assert apart.needs_old_log_probs and apart.weights.engines == 4
+    assert (apart.train_dtype, apart.rollout_dtype, apart.sync_dtype) == (
+        "float32",
+        "bfloat16",
+        "float32",
+    )
+    assert make_plan(config, "cuda").sync_dtype == "bfloat16"
+    own = engine_settings(config, "inference", "cuda")
+    assert (own.model_dtype, own.fsdp_size, own.param_offload) == ("bfloat16", -1, True)
+    assert engine_settings(config, "actor", "cuda").model_dtype == "float32"
 
 
 def test_null_uses_actor_value(material):
@@ -170,7 +202,12 @@ def test_sequence_parallel_group_shares_rows(material):
     plan = make_plan(
         material.load(*line, "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2").config
     )
-    assert plan.sequence_parallel == {"actor": 4, "ref": 2, "critic": 1} and plan.rows_per_rank == (
+    assert plan.sequence_parallel == {
+        "actor": 4,
+        "inference": 4,
+        "ref": 2,
+        "critic": 1,
+    } and plan.rows_per_rank == (
         128,
         128,
     )
@@ -323,3 +360,72 @@ def test_lora_actor_is_the_reference(material):
     assert not make_plan(material.load(kl).config).reference_is_actor
     shown = dict(make_plan(material.load(f"{model}lora_rank=8").config).lines())["model"]
     assert shown == f"{material.folder}/model, LoRA of rank 8 (alpha 16)"
+
+
+def test_reference_service_needs_no_devices(material):
+    urls = "actor_rollout_ref.ref.url=[http://a:8001,http://b:8001]"
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    plan = make_plan(material.load(kl, urls).config)
+    assert plan.needs_reference and plan.reference_urls == ["http://a:8001", "http://b:8001"]
+    assert "ref" not in plan.roles and "ref" not in plan.placement and plan.ref_micro is None
+    shown = dict(plan.lines())["forward passes"]
+    assert "reference by the service at http://a:8001,http://b:8001" in shown
+    assert make_plan(material.load(urls).config).reference_urls == []  # no KL term
+    lora = make_plan(material.load(kl, urls, "actor_rollout_ref.model.lora_rank=8").config)
+    assert lora.reference_urls == [] and lora.reference_is_actor
+    local = make_plan(material.load(kl).config)
+    assert "ref" in local.roles and local.reference_urls == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("log_prob_micro_batch_size_per_gpu", 2),
+        ("log_prob_use_dynamic_bsz", "false"),
+        ("ulysses_sequence_parallel_size", 1),
+        ("fsdp_config.param_offload", "true"),
+    ],
+)
+def test_settings_of_the_local_reference_have_no_effect_with_a_service(material, key, value):
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    setting = f"actor_rollout_ref.ref.{key}={value}"
+    url = "actor_rollout_ref.ref.url=http://a:8001"
+    assert not any(key in str(note) for note in material.load(kl, setting).notes)
+    assert any(key in str(note) for note in material.load(kl, setting, url).notes)
+
+
+def test_settings_of_the_service_have_no_effect_without_one(material):
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    notes = material.load(kl, "actor_rollout_ref.ref.timeout_s=5").notes
+    assert any("timeout_s" in str(note) for note in notes)
+    lora = "actor_rollout_ref.model.lora_rank=8"
+    notes = material.load(kl, lora, "actor_rollout_ref.ref.url=http://a:8001").notes
+    assert any("ref.url" in str(note) for note in notes)
+
+
+def test_servers_need_no_device(material):
+    """The rollout process is beside the actor's first rank, and no picture, table or memory of
+    devices has it."""
+    urls = ["http://gpu004:8000", "http://gpu005:8000"]
+    parts = (
+        "actor_rollout_ref.rollout.name=server",
+        f"actor_rollout_ref.rollout.servers=[{','.join(urls)}]",
+        "cluster.component_placement={actor:2-7,critic:0-1}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+    )
+    plan = make_plan(material.load(*parts).config, "cuda")
+    assert plan.servers == tuple(urls)
+    assert plan.roles == ("actor", "rollout", "critic")
+    assert plan.device_roles == ("actor", "critic")
+    assert plan.placement["rollout"] == [2]
+    assert (plan.engines, plan.tensor_parallel) == (1, 1)
+    assert plan.weights.transport == ("files",) and not plan.weights.is_streaming
+    lines = dict(plan.lines())
+    assert lines["rollout"].startswith("server, 2 vLLM servers with devices of their own: http://")
+    assert lines["devices"] == "1 x 8: actor on 2-7; critic on 0-1"
+    assert lines["weight sync"] == "files"
+    assert "R" not in plan.drawing.split("A = ")[0]
+    network = (*parts, "actor_rollout_ref.rollout.weight_transport=collective")
+    plan = make_plan(material.load(*network).config, "cuda")
+    assert plan.weights.transport == ("shared_memory",)
+    assert dict(plan.lines())["weight sync"] == "shared_memory; collective to each server"

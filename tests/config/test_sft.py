@@ -1,10 +1,14 @@
 """main_sft reports each invalid key before it loads anything, and exits with code 2."""
 
+import re
+
 import pytest
+from typer.testing import CliRunner
 
 from tests.config.conftest import write_prompts
-from verlite.config import ConfigError
-from verlite.config.sft import compose
+from verlite.cli import app
+from verlite.config import ConfigError, keys, translation
+from verlite.config.sft import SFT, compose
 from verlite.main_sft import main
 
 WRONG = [
@@ -26,6 +30,23 @@ WRONG = [
         "is not a legal name; Legal: auto, float32, bfloat16.",
     ),
     ("fsdp_config.fsdp_size=2", "fsdp_config.fsdp_size", "must divide the 1 processes"),
+    (
+        "ulysses_sequence_parallel_size=2",
+        "ulysses_sequence_parallel_size",
+        "must divide the 1 processes; torchrun",
+    ),
+    (
+        "data.use_dynamic_bsz=false",
+        "data.use_dynamic_bsz",
+        "needs data.micro_batch_size_per_gpu; or use_dynamic_bsz=true",
+    ),
+    ("optim.betas='[0.9,0.95]'", "optim.betas", "got text; without quotes inside"),
+    ("data.messages_key=messages", "data.messages_key", "one row per assistant turn"),
+    ("engine=megatron", "engine", "only fsdp is accepted"),
+    ("engine.tensor_model_parallel_size=2", "engine.tensor_model_parallel_size", "fsdp_config has"),
+    ("trainer.save_freq=10", "trainer.save_freq", "written once, at the end; or use -1"),
+    ("optim.min_lr=1e-6", "optim.min_lr", "min_lr_ratio"),
+    ("optim.lrs=1e-6", "optim.lrs", "unknown key; Did you mean optim.lr?"),
     ("trainer.test_freq=0", "trainer.test_freq", "must be >= 1 or -1"),
     ("trainer.seed=-1", "trainer.seed", "must be >= 0"),
     ("trainer.device=cuda", "trainer.device", "shows no GPU"),
@@ -65,6 +86,120 @@ def test_invalid_value_is_reported_under_its_key(material, typed, key, words):
 def test_valid_command_line(material):
     loaded = compose(overrides=line(material, "trainer.experiment_name=2024_11"))
     assert loaded.config.trainer.experiment_name == "2024_11"
+
+
+RENAMES = [
+    ("model.partial_pretrain={folder}/model", "model.path", "{folder}/model"),
+    ("model.lora.rank=8", "model.lora_rank", 8),
+    ("use_remove_padding=False", "model.use_remove_padding", False),
+    ("optim.warmup_steps_ratio=0.5", "optim.lr_warmup_steps_ratio", 0.5),
+    ("optim.lr_scheduler=constant", "optim.lr_scheduler_type", "constant"),
+    ("optim.warmup_style=null", "optim.lr_scheduler_type", "constant"),
+    ("optim.clip_grad=0.5", "grad_clip", 0.5),
+    ("engine.fsdp_size=1", "fsdp_config.fsdp_size", 1),
+    ("engine.model_dtype=bf16", "fsdp_config.model_dtype", "bfloat16"),
+    ("model.fsdp_config.model_dtype=fp32", "fsdp_config.model_dtype", "float32"),
+    ("engine.ulysses_sequence_parallel_size=1", "ulysses_sequence_parallel_size", 1),
+]
+
+
+@pytest.mark.parametrize(("typed", "new", "value"), RENAMES, ids=[typed for typed, _, _ in RENAMES])
+def test_renamed(material, typed, new, value):
+    folder = str(material.folder)
+    words = [word for word in line(material) if not word.startswith(f"{new}=")]
+    loaded = compose(overrides=[*words, typed.replace("{folder}", folder)])
+    expected = value.replace("{folder}", folder) if isinstance(value, str) else value
+    assert keys.get(loaded.config, new) == expected
+    old = typed.split("=")[0]
+    assert [str(note) for note in loaded.notes] == [f"{old} is now called {new}"]
+
+
+def test_keys_that_stand_for_two(material):
+    for old in ("engine.offload_policy", "model.fsdp_config.cpu_offload"):
+        loaded = compose(overrides=line(material, f"{old}=True"))
+        fsdp = loaded.config.fsdp_config
+        assert (fsdp.param_offload, fsdp.optimizer_offload) == (True, True)
+
+
+def test_accepted_without_effect(material):
+    typed = [
+        "engine=fsdp",
+        "optim=fsdp",
+        "model=hf_model",
+        "model.use_liger=True",
+        "engine.strategy=fsdp2",
+        "engine.forward_prefetch=True",
+        "data.multiturn.enable=False",
+        "data.multiturn.messages_key=prompt",
+        "data.pad_mode=no_padding",
+        "trainer.checkpoint.save_contents=[model]",
+        "trainer.resume_mode=disable",
+        "trainer.n_gpus_per_node=4",
+        "data.balance_dp_token=False",
+    ]
+    loaded = compose(overrides=line(material, *typed))
+    assert loaded.config == compose(overrides=line(material)).config
+    ignored = ", ".join(note.text for note in loaded.notes)
+    assert {note.kind for note in loaded.notes} == {"ignored"}
+    assert all(one.split("=")[0] in ignored for one in typed)
+
+
+def test_which_limit_of_a_pass_has_no_effect(material):
+    both = ["data.micro_batch_size_per_gpu=4", "data.max_token_len_per_gpu=99"]
+    for more, unused in (((), "max_token_len"), (("data.use_dynamic_bsz=True",), "micro_batch")):
+        loaded = compose(overrides=line(material, *both, *more))
+        (note,) = loaded.notes
+        assert note.kind == "unused" and note.text.startswith(f"data.{unused}")
+
+
+def test_every_new_name_exists():
+    several = [name for _, names in SFT.tables.several.values() for name in names]
+    for name in [*SFT.tables.renamed.values(), *several, *SFT.tables.null_means]:
+        assert name in SFT.leaves
+    for name in [*SFT.tables.renamed, *SFT.tables.ignored]:
+        assert name not in SFT.keys
+
+
+def outcomes():
+    """Yield the reason or remedy that each of verl's keys meets."""
+    for name in SFT.verl_defaults():
+        for table in (SFT.tables.fixed, SFT.tables.refused, SFT.tables.ignored):
+            found = translation.lookup(table, name)
+            if found:
+                yield found[1] if table is SFT.tables.fixed else found
+
+
+def test_reasons_name_keys_that_exist():
+    tables = SFT.tables
+    reasons = {*tables.ignored.values(), *tables.refused.values()}
+    reasons |= {why for _, why in tables.fixed.values()}
+    reached = {why for why in reasons if any(why == found for found in outcomes())}
+    assert len(reached) > 25
+    for reason in reached:
+        for word in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", reason):
+            if word.split(".")[0] not in ("metrics", "torch"):
+                assert SFT.find(word), f"{word!r} in {reason!r}"
+
+
+def test_check_and_explain(material):
+    pasted = ["torchrun", "--nproc_per_node", "2", "-m", "verl.trainer.fsdp_sft_trainer"]
+    options = line(material, "fsdp_config.fsdp_size=2", "use_remove_padding=true")
+    result = CliRunner().invoke(app, ["check", *pasted, *options])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        "note: renamed keys: use_remove_padding -> model.use_remove_padding",
+        "note: as this command was started, fsdp_config.fsdp_size=2: must divide the 1 processes "
+        "of this run",
+        "The configuration is fine.",
+    ]
+    result = CliRunner().invoke(app, ["check", "main_sft", *options, "data.messages_key=m"])
+    assert result.exit_code == 2 and "1 problem in the configuration" in result.stderr
+    result = CliRunner().invoke(app, ["check", "main_sft", "--help-me"])
+    assert result.exit_code == 2 and "data.train_files" in result.stderr
+    result = CliRunner().invoke(app, ["explain", "--sft", "partial_pretrain"])
+    assert result.stdout.startswith("model.partial_pretrain is now called model.path\n")
+    result = CliRunner().invoke(app, ["explain", "--sft", "data.prompt_dict_keys"])
+    assert "For a column of mappings" in result.stdout
 
 
 def test_unknown_config_name_lists_sft_files_only(material):

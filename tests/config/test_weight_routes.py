@@ -5,8 +5,8 @@ import pytest
 from verlite.config.weight_routes import weight_routes, why_impossible
 
 
-def routes(actor, rollout, per_engine=1, per_node=2, chosen="auto"):
-    return weight_routes(actor, rollout, per_engine, per_node, chosen)
+def routes(actor, rollout, per_engine=1, per_node=2, chosen="auto", inference=()):
+    return weight_routes(actor, rollout, per_engine, per_node, chosen, inference)
 
 
 def test_engines_beside_an_actor_rank_share_memory():
@@ -36,6 +36,32 @@ def test_cuda_ipc_publishes_on_every_device_of_an_engine():
     found = routes([0, 1, 2, 3], [2, 3], per_engine=2, per_node=4, chosen="cuda_ipc")
     assert found.publishers == {2: 2, 3: 3}
     assert found.is_streaming and found.writers == found.receivers == ()
+
+
+def test_inference_ranks_are_readers_after_the_engines():
+    """Node 0 has an engine and the actor, node 1 an engine and inference, node 2 inference."""
+    found = routes([1], [0, 2], inference=[3, 4, 5])
+    assert found.engines == 2 and found.reader("rollout", 1) == 1
+    assert found.reader("inference", 0) == 2
+    assert found.transport == ("shared_memory", *("collective",) * 4)
+    assert found.nodes == (0, 1, 1, 2, 2)
+    assert found.writers == (0,) and found.receivers == (1, 3), "one of each node"
+    words = "shared_memory to 1, collective to 1 engines; inference: collective"
+    assert str(found) == words
+
+
+def test_a_node_of_inference_beside_the_actor_gets_a_copy_too():
+    found = routes([2, 3], [0, 1], inference=[4, 5], per_node=4, chosen="auto")
+    assert found.writers == (0,) and found.receivers == (2,)
+    found = routes([0, 1], [0, 1], inference=[2, 3], per_node=4, chosen="cuda_ipc")
+    assert found.transport == ("cuda_ipc", "cuda_ipc", "shared_memory", "shared_memory")
+    assert found.writers == (0,) and found.publishers == {0: 0, 1: 1}
+    assert routes([0], [1], inference=[2], chosen="files").transport == ("files", "files")
+
+
+def test_shared_memory_needs_an_actor_rank_beside_inference():
+    found = why_impossible([0, 1], [0, 1], 1, 2, "cpu", "shared_memory", [2])
+    assert found.startswith("node 1 has inference ranks but no actor rank")
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,20 @@ from verlite.controller.worker_handle import process_infos
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A local cluster with eight CPU slots. Leaving it must restore environment and processes."""
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A local cluster with eight CPU slots. Leaving it must restore environment and processes.
+
+    The workers are forks if the test file has a list PRELOAD.
+    """
+    preload = getattr(request.module, "PRELOAD", ())
     environment_before = dict(os.environ)
     sigterm_before = signal.getsignal(signal.SIGTERM)
     run_dir = tmp_path_factory.mktemp("run")
-    with connect(run_dir, address="local", num_cpus=8, call_timeout_s=120) as cluster:
+    with connect(
+        run_dir, address="local", num_cpus=8, call_timeout_s=120, preload=preload
+    ) as cluster:
         yield cluster
     changed = [
         name

@@ -13,12 +13,14 @@ from tests.controller.conftest import pids
 from tests.controller.workers import Light
 from verlite.controller.cluster import connect
 from verlite.controller.placement import reserve
-from verlite.controller.stop import StopRequest
+from verlite.controller.stop import Stop
 from verlite.controller.worker_group import ready, spawn
+
+PRELOAD = ["tests.controller.workers"]  # the guardian must find forks too
 
 
 def main(run_dir: str, end: str) -> None:
-    with connect(run_dir, address="local", num_cpus=2) as cluster:
+    with connect(run_dir, address="local", num_cpus=2, preload=PRELOAD) as cluster:
         placement = reserve(cluster, {"light": [0]}, devices_per_node=1, kind="cpu")
         worker = spawn(Light, placement, "light")
         ready(worker)
@@ -28,8 +30,10 @@ def main(run_dir: str, end: str) -> None:
         context.Process(target=time.sleep, args=(20,), daemon=True).start()
         if end == "kill":
             os.kill(pids(worker)[0], signal.SIGSTOP)
-        if end == "stop_request":
-            with StopRequest() as stop:
+        if end == "stop":
+            stop = Stop()
+            stop.must_save = lambda: True
+            with stop:
                 print(cluster.run_id, flush=True)
                 while not stop.requested:
                     worker.sleep(0.1)

@@ -1,63 +1,16 @@
-"""Find a cluster, the guardian, signals, and facts about a machine, without a Ray cluster."""
+"""The guardian, and facts about a machine, without a Ray cluster."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.controller.conftest import alive, within
-from verlite.controller import cluster, guardian, node, stop
-from verlite.controller.stop import StopRequest, Terminated
-
-
-@pytest.mark.parametrize("address", ["ray://head:10001", "http://127.0.0.1:8265"])
-def test_addresses_of_other_services_name_the_right_command(address, tmp_path):
-    message = f"address={address}.*ray job submit --address={address}"
-    with pytest.raises(ConnectionError, match=message):
-        cluster.connect(tmp_path, address=address)
-
-
-def test_stale_address_is_refused_at_once(tmp_path, monkeypatch):
-    with socket.socket() as refusing:
-        refusing.bind(("127.0.0.1", 0))  # bound but not listening
-        stale = f"127.0.0.1:{refusing.getsockname()[1]}"
-        monkeypatch.setenv("RAY_ADDRESS", stale)
-        start = time.monotonic()
-        with pytest.raises(ConnectionError, match=f"RAY_ADDRESS={stale} does not answer"):
-            cluster.connect(tmp_path)
-        assert time.monotonic() - start < 10
-        # The address that a crashed `ray start` left behind is ignored.
-        monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: stale)
-        monkeypatch.setenv("RAY_ADDRESS", "")
-        assert cluster.find(None) is None
-        monkeypatch.setenv("RAY_ADDRESS", "auto")
-        with pytest.raises(ConnectionError, match="RAY_ADDRESS=auto, but no cluster runs"):
-            cluster.find(None)
-
-
-@pytest.mark.parametrize(
-    "reply, is_cluster",
-    [(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), True), (b"HTTP/1.1 400 Bad Request", False)],
-)
-def test_running_cluster_is_joined_and_other_servers_are_not(reply, is_cluster, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer():
-            server.accept()[0].sendall(reply)
-
-        threading.Thread(target=answer, daemon=True).start()
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: address)
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        assert cluster.find("local") is None
-        assert cluster.find(None) == (address if is_cluster else None)
-
+from verlite.controller import cluster, guardian, node
 
 OWNER = """
 import os, subprocess, sys
@@ -102,6 +55,34 @@ def test_guardian_spares_the_owners_children_after_a_normal_exit(normal_exit, tm
                 os.kill(pid, signal.SIGKILL)
 
 
+CUT_OFF = """
+import subprocess, sys
+code = (
+    "from verlite.controller import guardian; import os; guardian.HEAD_EVERY_S = 0.1; "
+    "guardian.main(os.getppid(), 'MARK=cut-off', '--head={head}')"
+)
+watch = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+print("started", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.process
+def test_guardian_ends_a_worker_that_has_lost_the_head():
+    """A few connections that fail do not end it, as when the head is slow."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-c", CUT_OFF.format(head=address)]
+        owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert owner.stdout.readline() == "started\n"
+        for _ in range(6):  # more than HEAD_FAILURES
+            server.accept()[0].close()
+        assert owner.poll() is None
+    assert owner.wait(20) == -signal.SIGKILL
+    owner.communicate()
+    assert guardian.answers(address) is False
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("failed_start", [False, True])
 def test_ray_agents_without_a_mark_are_found_by_their_files(failed_start, tmp_path, monkeypatch):
@@ -139,62 +120,6 @@ def test_ray_agents_without_a_mark_are_found_by_their_files(failed_start, tmp_pa
         for one in started.values():
             one.kill()
             one.wait()
-
-
-def test_stop_request_keeps_the_first_signal_and_raises_on_the_second_sigterm():
-    requests = []
-    with StopRequest(requests.append) as request:
-        assert request.requested is None
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert request.requested == "SIGUSR1"
-        assert requests == ["SIGUSR1"]
-        os.kill(os.getpid(), signal.SIGUSR1)
-        with pytest.raises(Terminated):
-            os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    assert request.requested == "SIGUSR1"
-
-
-@pytest.mark.parametrize("is_sigterm, kind", [(True, Terminated), (False, KeyboardInterrupt)])
-def test_sigterm_inside_ray_raises_terminated(is_sigterm, kind, monkeypatch):
-    """Ray replaces the exception of a signal handler with a bare KeyboardInterrupt."""
-    import ray
-
-    def wait(*args, **kwargs):
-        if is_sigterm:
-            try:
-                stop.terminate("SIGTERM")
-            except Terminated:
-                pass
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(stop, "_pending", [])
-    monkeypatch.setattr(ray, "wait", wait)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        stop.wait_for_refs([], 1, 1.0)
-    assert caught.type is kind
-
-
-FORKING = """
-import os, signal, time
-from verlite.controller.stop import StopRequest
-with StopRequest() as stop:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(writer, b"ready")
-        time.sleep(60)
-    os.read(reader, 5)
-    os.kill(child, signal.SIGTERM)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert stop.requested is None
-"""
-
-
-def test_forked_child_does_not_inherit_the_stop_request():
-    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=60)
 
 
 def test_free_listeners_have_different_ports():

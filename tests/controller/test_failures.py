@@ -1,6 +1,7 @@
 """How failures are classified and reported, without any worker process."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,9 @@ def no_process_lookup(monkeypatch):
 
 
 def handle(rank: int) -> WorkerHandle:
-    return WorkerHandle(None, "actor", rank, "0123456789ab", f"/logs/actor_{rank}.log", None)
+    return WorkerHandle(
+        None, "actor", rank, "0123456789ab", "10.0.0.2", f"/logs/actor_{rank}.log", None
+    )
 
 
 def cause(rank: int, type_name: str | None, message: str = "", when: float = 0.0) -> Cause:
@@ -37,6 +40,7 @@ def cause(rank: int, type_name: str | None, message: str = "", when: float = 0.0
 def call(how: str) -> Failed:
     """The value that a worker's actor returns when its method fails."""
     actor = WorkerActor.__new__(WorkerActor)
+    actor.spec = SimpleNamespace(stops_at_failures=False)
     actor.worker = Light.__new__(Light)
     actor.worker.rank = 0
     result = actor.call("fail", ["how"], 0, how)

@@ -99,7 +99,7 @@ def test_rules_are_checked_again_for_the_clusters_devices(fresh, config, monkeyp
 
 
 def test_each_worker_sees_only_its_gpus(fresh, torch_for_gpus):
-    """All variables agree, although Ray was told to set none of them."""
+    """All variables have the same value, even where Ray was told not to set them."""
     roles = {"actor": [0, 1], "ref": [0, 1], "rollout": [[0, 1]]}
     placement = reserve(fresh, roles, devices_per_node=2, kind="cuda")
     workers = {role: spawn(Light, placement, role) for role in roles}

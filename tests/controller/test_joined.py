@@ -10,6 +10,7 @@ from verlite.controller.cluster import RUN_MARK, connect
 from verlite.controller.failures import WorkerError
 from verlite.controller.placement import ResourcesMissing, reserve
 from verlite.controller.ray_internals import lean_head
+from verlite.controller.ray_node import RANK_LABEL
 from verlite.controller.worker_group import group, ready, spawn
 
 pytestmark = pytest.mark.process
@@ -17,16 +18,17 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def nodes(monkeypatch_module):
-    """Two Ray nodes on this machine, on loopback, not announced to other programs."""
+    """Two Ray nodes on this machine, on loopback, not announced to other programs. The head has the
+    higher rank."""
     monkeypatch_module.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     monkeypatch_module.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
     monkeypatch_module.setattr("ray._private.utils.write_ray_address", lambda *args, **kwargs: None)
     from ray.cluster_utils import Cluster as Nodes
 
     with lean_head():
-        head_args = {"num_cpus": 2, "include_dashboard": False}
+        head_args = {"num_cpus": 2, "include_dashboard": False, "labels": {RANK_LABEL: "10"}}
         nodes = Nodes(initialize_head=True, head_node_args=head_args)
-        nodes.add_node(num_cpus=2)
+        nodes.add_node(num_cpus=2, labels={RANK_LABEL: "9"})
     yield nodes
     nodes.shutdown()
 
@@ -40,7 +42,10 @@ def monkeypatch_module():
 @pytest.fixture(scope="module")
 def joined(nodes, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("run")
-    with connect(run_dir, address=nodes.address, call_timeout_s=120) as cluster:
+    variables = {"VERLITE_TEST_PLAIN": "plain", "VERLITE_TEST_TOKEN": "canary"}
+    with connect(
+        run_dir, address=nodes.address, call_timeout_s=120, environment=variables
+    ) as cluster:
         yield cluster
 
 
@@ -72,7 +77,8 @@ def test_ranks_are_ordered_by_node_and_a_lost_node_ends_the_run(joined, nodes):
     roles = {"a": [0, 1, 2, 3], "b": [3]}
     placement = reserve(joined, roles, nodes=2, devices_per_node=2, wait_s=30)
     node_ids = [device.node_id for device in placement.devices]
-    assert node_ids == [node_id for node_id in sorted(set(node_ids)) for _ in range(2)]
+    other = next(node for node in nodes.list_all_nodes() if node is not nodes.head_node)
+    assert node_ids == [other.node_id] * 2 + [nodes.head_node.node_id] * 2
     a = spawn(Light, placement, "a")
     b = spawn(Light, placement, "b")
     ready(a, b)
@@ -82,9 +88,10 @@ def test_ranks_are_ordered_by_node_and_a_lost_node_ends_the_run(joined, nodes):
     assert [worker.node_id for worker in group(a).workers] == node_ids
     marks = [mark for [mark] in a.environment(RUN_MARK)]
     assert marks == [f"{joined.run_id}/a/{rank}" for rank in range(4)]
+    assert a.environment("VERLITE_TEST_PLAIN", "VERLITE_TEST_TOKEN") == [["plain", "canary"]] * 4
+    assert all("plain" in text and "canary" not in text for text in a.runtime_env())
     processes = [*pids(a), *pids(b)]
     children = a.child()
-    other = next(node for node in nodes.list_all_nodes() if node is not nodes.head_node)
     future = group(a).submit("sleep", 1000)
     start = time.monotonic()
     nodes.remove_node(other, allow_graceful=False)

@@ -13,15 +13,15 @@ from tests.controller.conftest import processes_of, within
 pytestmark = pytest.mark.process
 
 ENDS = {
-    "stop_request": (signal.SIGTERM, 0, ""),
+    "stop": (signal.SIGTERM, 0, ""),
     "exception": (None, 1, "ValueError: a bug in the driver"),
     "ctrl_c": (signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
-    "terminate": (signal.SIGTERM, 1, "Terminated: SIGTERM"),
+    "terminate": (signal.SIGTERM, -signal.SIGTERM, ""),
     "kill": (signal.SIGKILL, -signal.SIGKILL, ""),
 }
 """{way to end: (signal to send, exit code, end of standard error)}.
 
-stop_request: the driver returns normally after a signal. kill: a worker is stopped at that time.
+stop: the driver returns normally after a signal. kill: a worker is stopped at that time.
 """
 
 
@@ -75,5 +75,5 @@ def test_no_process_is_left_after(end, start):
     assert within(15, lambda: not processes_of(run_id)), processes_of(run_id)
     assert process.returncode == code
     assert process.stderr.read().rstrip().endswith(message)
-    if end == "stop_request":
+    if end == "stop":
         assert "saved after SIGTERM" in process.stdout.read()

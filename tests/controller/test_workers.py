@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from verlite.controller.worker_start import prestart
 from verlite.protocol.data import DataProto, object_array
 
 pytestmark = pytest.mark.process
+PRELOAD = ["tests.controller.workers", "verlite.controller.columns"]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,15 @@ def numbers(*values: int) -> DataProto:
     """A request for `Echo.produce`."""
     uids = [f"u{i}" for i in range(len(values))]
     return DataProto.from_dict({"x": torch.tensor([[x, 0] for x in values])}, {"uid": uids})
+
+
+def test_workers_start_with_the_python_that_the_run_names(fresh, tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nVERLITE_TEST_PYTHON=own exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(fresh, "py_executable", str(python))
+    worker = spawn(Light, reserve(fresh, {"light": [0]}, devices_per_node=1), "light")
+    assert worker.environment("VERLITE_TEST_PYTHON") == [["own"]]
 
 
 def test_split_distributes_rows_and_restores_their_order(echo):
@@ -275,15 +286,16 @@ def test_dead_producer_is_named_where_its_columns_are_missing(fresh):
     produced = producer.produce(numbers(200_000))
     ready(reader)
     os.kill(pids(producer)[0], signal.SIGKILL)
+    dead = Supervisor(120)
+    dead.workers = list(group(producer).workers)
+    assert within(20, dead._dead_workers), "Ray has not noticed the death"
+    time.sleep(2)  # until then the object store may still have the values
     message = "producer rank 0 failed in no call .killed by SIGKILL"
     with pytest.raises(WorkerError, match=message) as caught:
         reader.consume(produced)
     caught.match("then reader rank 0 in consume: OwnerDiedError")
 
-    fresh.supervisor = Supervisor(120)
-    fresh.supervisor.workers = list(group(producer).workers)
-    assert within(20, lambda: fresh.supervisor._dead_workers()), "Ray has not noticed the death"
-    time.sleep(2)  # until then the object store may still have the values
+    fresh.supervisor = dead
     with pytest.raises(WorkerError, match=message):
         fetch(produced)
 

@@ -39,6 +39,12 @@ class Light(Worker):
         return [os.environ.get(name) for name in names]
 
     @register("all")
+    def runtime_env(self) -> str:
+        import ray
+
+        return str(ray.get_runtime_context().get_runtime_env_string())
+
+    @register("all")
     def imported(self, module: str) -> bool:
         return module in sys.modules
 
@@ -175,3 +181,13 @@ class Echo(Worker):
         value = torch.tensor([self.rank + 1.0])
         dist.all_reduce(value)
         return value.item()
+
+    @register("all")
+    def all_reduce_without(self, rank: int) -> None:
+        """All ranks but one wait for that one."""
+        import torch
+        import torch.distributed as dist
+
+        self.init_distributed()
+        if self.rank != rank:
+            dist.all_reduce(torch.zeros(1))

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -19,8 +20,10 @@ from verlite.engine import loading, ulysses
 from verlite.engine.attention import Sequences, packed_attention
 from verlite.engine.checkpoint import local_part
 from verlite.engine.fsdp import Counts, NonFiniteError, TrainEngine
+from verlite.engine.lora import trained
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
+from verlite.weights.probe import gap
 from verlite.workers.actor import policy_objective
 
 SCALE = 9.0
@@ -437,6 +440,23 @@ def save_with_a_full_disk_on_one_rank(path: str, folder: str) -> str:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+def export_to_a_full_disk(path: str, folder: str) -> str:
+    """Return what save_pretrained raises on this rank if rank 0 cannot write files over 4 KiB."""
+    subject = engine(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        subject.save_pretrained(folder)
+        return "nothing"
+    except OSError as error:
+        return type(error).__name__
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
 def unwritable_generators(path: str, folder: str) -> str:
     """Return what saving raises on this rank if the last rank cannot write its small file."""
     subject = engine(path, train=True)
@@ -540,3 +560,63 @@ def lora_updates_on_replicas(path: str, folder: str) -> dict[str, Any]:
 
 def probe(path: str, max_length: int) -> Any:
     return engine(path).probe(1.0, max_length)
+
+
+def refilled(path: str, compute: str, sent: str, **lora: int) -> dict[str, Any]:
+    """Give an engine without optimizer the weights of a trained engine, sent in a dtype.
+
+    Both compute in `compute`; the trained engine holds float32.
+
+    Returns:
+        Fingerprints of both; pairs of their log-probs, with LoRA also without the adapters; and
+        the second engine's log-probs and fingerprint before.
+    """
+    dtype = getattr(torch, compute)
+    trainer = engine(path, train=True, dtype=compute, **lora)
+    other = engine(path, dtype=compute, model_dtype=compute, **lora)
+    torch.manual_seed(1 + dist.get_rank())
+    for _, parameter in trained(trainer.model.model):
+        local = local_part(parameter)
+        local += 0.05 * torch.randn_like(local)
+    rows, micro = ragged_batch(), MicroBatching(size=3)
+    part: Any = "trained" if lora else "merged"
+    before = other.own_fingerprint(dtype)
+    log_probs_before = other.forward(rows, micro)["log_probs"]
+    other.load_weights(trainer.export(getattr(torch, sent), part=part))
+    pairs = [(trainer.forward(rows, micro)["log_probs"], other.forward(rows, micro)["log_probs"])]
+    if lora:
+        with trainer.without_adapters(), other.without_adapters():
+            reference = [one.forward(rows, micro)["log_probs"] for one in (trainer, other)]
+        pairs.append((reference[0], reference[1]))
+    return {
+        "fingerprints": (trainer.own_fingerprint(dtype), other.own_fingerprint(dtype)),
+        "log_probs": pairs,
+        "before": before,
+        "log_probs_before": log_probs_before,
+    }
+
+
+def refilled_with(path: str, fault: str | None) -> dict[str, Any]:
+    """Do what `refilled` does while ranks copy a wrong part; return fingerprints and the gap of
+    the log-prob probe."""
+    trainer, other = engine(path, train=True), engine(path)
+    ranks = dist.get_world_size()
+    for _, parameter in trained(trainer.model.model):
+        local = local_part(parameter)
+        local += 0.05 * torch.randn_like(local)
+    own_part = loading.compute_local_shape_and_global_offset
+
+    def wrong_part(shape: Any, mesh: Any, placements: Any) -> Any:
+        sizes, offsets = own_part(shape, mesh, placements)
+        first = 0 if fault == "one shard" else (ranks - 1 - dist.get_rank()) * sizes[0]
+        return sizes, (first, *offsets[1:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            patch.setattr(loading, "compute_local_shape_and_global_offset", wrong_part)
+        other.load_weights(trainer.export())
+    expected, found = trainer.probe(1.0, 64), other.probe(1.0, 64)
+    return {
+        "fingerprints": [one.own_fingerprint(torch.float32) for one in (trainer, other)],
+        "gap": gap(expected, found.log_probs).relative,
+    }

@@ -18,7 +18,9 @@ from tests.engine import programs
 from tests.engine.batches import engine, ragged_batch
 from tests.engine.ranks import Ranks
 from tests.models import tiny_model
+from verlite.config.schema import ModelConfig
 from verlite.engine.checkpoint import local_part
+from verlite.engine.folder import load_tokenizer
 from verlite.engine.fsdp import NonFiniteError
 from verlite.engine.micro import MicroBatching
 
@@ -166,11 +168,38 @@ def test_full_disk_raises_oserror(tiny_qwen2: str, tmp_path: Path) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(OSError, match=f"cannot write the checkpoint {tmp_path}"):
+        with pytest.raises(OSError, match=f"cannot write the checkpoint {tmp_path}") as failure:
             subject.save(tmp_path)
+        assert "File too large" in str(failure.value) and "\n" not in str(failure.value)
+        with pytest.raises(OSError, match=f"cannot write {tmp_path / 'hf'}"):
+            subject.save_pretrained(tmp_path / "hf", load_tokenizer(ModelConfig(path=tiny_qwen2)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_only_listed_files_are_read_and_no_part_may_be_missing(
+    tiny_qwen2: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    """A stray shard has other values of the same weights. Without its first half, a weight would
+    keep the values that it had."""
+    saved = two_ranks.call(programs.train_and_save, tiny_qwen2, 1, str(tmp_path))[0]
+    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    (first, second) = sorted((tmp_path / "shards").glob("*.safetensors"))
+    for number, shard in enumerate((first, second)):
+        tensors = {name: tensor + 1 for name, tensor in load_file(shard).items()}
+        with safe_open(shard, "pt") as opened:
+            save_file(tensors, tmp_path / "shards" / f"a{number}.safetensors", opened.metadata())
+    subject = engine(tiny_qwen2, train=True)
+    subject.load(tmp_path, files)
+    assert subject.fingerprint() == saved["fingerprint"]
+    for shard in (first, second):
+        listed = set(files) - {str(shard.relative_to(tmp_path))}
+        with pytest.raises(ValueError, match="cannot load the checkpoint") as failure:
+            engine(tiny_qwen2, train=True).load(tmp_path, listed)
+        assert "Traceback" not in str(failure.value)
+    with pytest.raises(ValueError, match="does not list state.json"):
+        subject.load(tmp_path, set(files) - {"state.json"})
 
 
 def test_full_disk_on_one_rank_raises_on_all(

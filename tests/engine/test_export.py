@@ -69,6 +69,13 @@ def test_replicas_are_exported_and_saved_once(
     ) == len(file)
 
 
+def test_a_full_disk_on_the_writing_rank_does_not_keep_the_others_waiting(
+    tiny_llama: str, tmp_path: Path, two_ranks: Ranks
+) -> None:
+    raised = two_ranks.call(programs.export_to_a_full_disk, tiny_llama, str(tmp_path / "out"))
+    assert raised == ["OSError", "nothing"]
+
+
 def test_saved_folder_loads_with_transformers(tmp_path: Path) -> None:
     """Tokenizer, generation config, and the original config, including its dropout."""
     path = tiny_model(tmp_path / "model", "gpt2", resid_pdrop=0.25)

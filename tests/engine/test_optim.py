@@ -38,13 +38,21 @@ def test_cosine_learning_rate() -> None:
     assert rates(lr_scheduler_type="cosine", num_cycles=1.0)[5] == pytest.approx(0, abs=1e-12)
 
 
+def test_linear_learning_rate() -> None:
+    actual = rates(lr_warmup_steps=2, lr_scheduler_type="linear")
+    assert actual == pytest.approx([1.0, 2.0, *[2 - 2 * k / 8 for k in range(8)]])
+    floored = OptimConfig(lr=2.0, lr_scheduler_type="linear", min_lr_ratio=0.1)
+    assert learning_rate(floored, 5, 10) == pytest.approx(1.1)  # half way from 2 to 0.2
+    assert learning_rate(floored, 99, 10) == pytest.approx(0.2)
+
+
 def test_schedules_that_need_total_steps_raise() -> None:
     with pytest.raises(
         ValueError, match="lr_scheduler_type=cosine needs the number of training steps"
     ):
         learning_rate(OptimConfig(lr_scheduler_type="cosine"), 3, None)
-    with pytest.raises(ValueError, match="'linear' must be constant or cosine"):
-        learning_rate(OptimConfig(lr_scheduler_type="linear"), 3, 10)
+    with pytest.raises(ValueError, match="'step' must be constant, cosine or linear"):
+        learning_rate(OptimConfig(lr_scheduler_type="step"), 3, 10)
 
 
 def test_schedule_advances_per_training_step(tiny_qwen2: str) -> None:

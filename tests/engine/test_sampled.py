@@ -20,6 +20,7 @@ from verlite.envs.factory import EnvFactory
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import padded
 from verlite.rewards.result import RewardResult
+from verlite.rewards.scorer import Stream
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
 from verlite.rollout.types import Sampling
@@ -50,7 +51,8 @@ def rollout_worker(path: str, pretrained: bool = True) -> RolloutWorker:
     worker.env_factory = EnvFactory()
     worker.engine = rollout_engine(path, pretrained)
     worker.config = SimpleNamespace(reward=Config().reward)
-    worker.scorer = SimpleNamespace(score=lambda items, limit_s: [RewardResult(0.0)] * len(items))
+    zeros = SimpleNamespace(score=lambda items, limit_s: [RewardResult(0.0)] * len(items))
+    worker.scorer = SimpleNamespace(stream=lambda: Stream(zeros, timeout_s=60))
     return worker
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from tests.envs.retriever import Retriever, free_port
 from verlite.config.schema import RetrieverConfig
-from verlite.envs import retriever
 from verlite.envs.retriever import RetrieverClient
 from verlite.envs.step import ToolError
 
@@ -353,7 +352,7 @@ def test_failing_server_is_paused_and_probed_by_one_request(server):
 
 
 def test_each_pause_ends_with_a_single_request(server, monkeypatch):
-    monkeypatch.setattr(retriever, "_PAUSE_S", 0.3)
+    monkeypatch.setattr("verlite.http.client.PAUSE_S", 0.3)
     server.answer = lambda body: (500, b"")
     ask(
         client_of(server, batch_size=1, max_in_flight=8, deadline_s=1.5),

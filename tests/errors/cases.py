@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.models import tiny_model
-from tests.trainer.runs import write_sums
+from tests.trainer.runs import driver_state, write_sums
 from verlite.config.critical import critical_settings
 from verlite.config.load import compose
 from verlite.trainer import checkpoints
@@ -176,9 +176,7 @@ def checkpoint(**changed_settings: object) -> None:
         (folder / "actor" / "__0_0.distcp").write_bytes(b"weights")
 
     Path("run").mkdir()
-    checkpoints.write(
-        Path("run"), 20, {"step": 20, "critical": settings, "sampler": sampler}, parts
-    )
+    checkpoints.write(Path("run"), 20, driver_state(20, critical=settings, sampler=sampler), parts)
 
 
 def damaged_checkpoint() -> None:
@@ -212,7 +210,7 @@ CASES = (
         "A key without effect: the KL coefficient of a penalty that is off",
         "algorithm.kl_ctrl.kl_coef=0.1",
         (
-            "algorithm.kl_ctrl.kl_coef has no effect",
+            "no effect in this run: algorithm.kl_ctrl.kl_coef",
             "used only with algorithm.use_kl_in_reward=true",
             "actor.kl_loss_coef",
             "is fine",
@@ -282,8 +280,8 @@ CASES = (
     ),
     Case(
         "An unknown logger",
-        "trainer.logger=[console,mlflow]",
-        ("trainer.logger=mlflow", "is not a legal name", "wandb"),
+        "trainer.logger=[console,clearml]",
+        ("trainer.logger=clearml", "is not a legal name", "wandb"),
     ),
     Case(
         "Validation only, without validation data",
@@ -319,22 +317,18 @@ CASES = (
     ),
     Case(
         "A Ray cluster that does not answer",
-        "ray_kwargs.ray_init.address=127.0.0.1:1",
+        "ray_kwargs.ray_init.address=127.0.0.1:1 ray_kwargs.wait_s=1",
         (
             "ray_kwargs.ray_init.address=127.0.0.1:1",
-            "does not answer",
             "Start the cluster",
-            "unset it to run on this machine",
+            "ray_kwargs.ray_init.address=local",
+            "ray_kwargs.wait_s",
         ),
     ),
     Case(
         "A Ray address whose port belongs to another program",
-        f"ray_kwargs.ray_init.address=127.0.0.1:{SILENT_PORT}",
-        (
-            f"ray_kwargs.ray_init.address=127.0.0.1:{SILENT_PORT}",
-            "does not answer as a Ray cluster does",
-            "ray start --head",
-        ),
+        f"ray_kwargs.ray_init.address=127.0.0.1:{SILENT_PORT} ray_kwargs.wait_s=1",
+        (f"ray_kwargs.ray_init.address=127.0.0.1:{SILENT_PORT}", "Start the cluster"),
         files=port_of_something_else,
     ),
     Case(
@@ -657,6 +651,15 @@ CASES = (
             "the retriever at http://127.0.0.1:1/retrieve does not answer",
             "verlite serve retriever",
             "retriever.url",
+        ),
+    ),
+    Case(
+        "A reward service that does not answer",
+        "reward.remote.url=http://127.0.0.1:1/get_reward",
+        (
+            "the reward service at http://127.0.0.1:1/get_reward does not answer",
+            "verlite serve reward",
+            "reward.remote.url",
         ),
     ),
 )

@@ -28,8 +28,8 @@ Exit codes:
 |---|---|
 | 2 | the command line or a file is wrong; nothing was trained |
 | 1 | the run failed; the last thing printed is the root cause |
-| 75 | a signal stopped the run, and it saved a checkpoint |
-| 130 | the run was interrupted |
+| 75 | SIGTERM or SIGUSR1 stopped the run; every finished step is saved |
+| 130 | Ctrl-C interrupted the run |
 
 `verlite check` finds all problems that can be found without reading all data.
 [rules.md](rules.md) lists its rules.

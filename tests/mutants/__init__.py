@@ -13,6 +13,7 @@ from typing import Any
 
 PACKAGES = (
     "algorithms",
+    "http",
     "protocol",
     "weights",
     "config",
@@ -26,6 +27,8 @@ PACKAGES = (
     "workers",
     "trainer",
     "sizing",
+    "convert",
+    "launch",
 )
 """Each is a file of this package with a list MUTANTS, about the package of verlite with the same
 name."""

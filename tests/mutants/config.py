@@ -31,7 +31,34 @@ def _exclusive_ranges(original, text, segment):
     return first, last - 1
 
 
+def _short_pattern_first(original, name, patterns):
+    return min(patterns, key=len, default=None)
+
+
+def _everywhere_generic(original, name, known, count=3):
+    with_the_last_part = [key for key in known if key.endswith("enable")]
+    return original(name, known, count) or with_the_last_part
+
+
 MUTANTS = [
+    Mutant(
+        "a short pattern of other names goes before a full name",
+        "verlite.config.translation:_best",
+        calls(_short_pattern_first),
+        ("tests/config/test_aliases.py", "tests/config/test_sft.py"),
+    ),
+    Mutant(
+        "unknown keys suggest keys of other sections",
+        "verlite.config.problems:nearest",
+        calls(_everywhere_generic),
+        ("tests/config/test_load.py",),
+    ),
+    Mutant(
+        "a key is refused although it has verl's default",
+        "verlite.config.verl:is_default",
+        result(lambda found: False),
+        ("tests/config/test_aliases.py",),
+    ),
     Mutant(
         "mini-batches need not divide the batch",
         RULES + "batch:mini_batches",

@@ -1,8 +1,17 @@
 """Mutants of verlite.controller: rows, causes and processes that get lost."""
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, does_nothing, result
+from tests.mutants.patches import (
+    argument,
+    attribute,
+    calls,
+    constant,
+    does_nothing,
+    result,
+    returns,
+)
 
+RUN_MARK = "VERLITE_RUN"
 DISPATCH = "verlite.controller.dispatch:"
 COLUMNS = "verlite.controller.columns:"
 FAILURES = "verlite.controller.failures:"
@@ -147,16 +156,52 @@ MUTANTS = [
         ("tests/controller/test_cluster.py",),
     ),
     Mutant(
-        "a stop request is not noticed",
-        STOP + "StopRequest._handle",
-        does_nothing,
+        "a worker that has lost the head stays",
+        GUARDIAN + "answers",
+        returns(True),
         ("tests/controller/test_cluster.py",),
+    ),
+    Mutant(
+        "variables of a node group reach no worker",
+        "verlite.controller.worker_start:_runtime_env",
+        argument("device", attribute("env_vars", lambda variables: {})),
+        ("tests/controller/test_node_environment.py",),
+    ),
+    Mutant(
+        "the run's variables reach no worker of a joined cluster",
+        "verlite.controller.worker_start:_runtime_env",
+        result(lambda env: env | {"env_vars": {RUN_MARK: env.get("env_vars", {}).get(RUN_MARK)}}),
+        ("tests/controller/test_node_environment.py",),
+    ),
+    Mutant(
+        "Ray refuses the variables of Slurm on AMD GPUs",
+        "verlite.controller.ray_internals:hip_environment",
+        returns({}),
+        ("tests/controller/test_node_environment.py",),
+    ),
+    Mutant(
+        "a stop request is not noticed",
+        STOP + "Stop._handle",
+        does_nothing,
+        ("tests/controller/test_stop.py",),
+    ),
+    Mutant(
+        "a second signal, and a cleanup that hangs, do not end the process",
+        STOP + "Stop._end",
+        does_nothing,
+        ("tests/controller/test_stop.py",),
+    ),
+    Mutant(
+        "signals to forked children count as the driver's",
+        STOP + "Stop._forget_in_child",
+        does_nothing,
+        ("tests/controller/test_stop.py",),
     ),
     Mutant(
         "forked children inherit the stop request",
         STOP + "apply_default_action",
         does_nothing,
-        ("tests/controller/test_cluster.py",),
+        ("tests/controller/test_stop.py",),
     ),
     Mutant(
         "waiting for devices has no end",

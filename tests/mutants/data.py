@@ -66,8 +66,8 @@ MUTANTS = [
     ),
     Mutant(
         "a failed write damages the old file",
-        PREPROCESS + "_replace",
-        calls(lambda original, path, write: write(path)),
+        PREPROCESS + "replacing",
+        calls(lambda original, path: path.open("wb")),
         ("tests/data_preprocess/test_scripts.py",),
     ),
     Mutant(

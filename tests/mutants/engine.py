@@ -20,6 +20,7 @@ PASSES = "tests/engine/test_passes.py"
 UPDATE = "tests/engine/test_update.py"
 SEQUENCE_PARALLEL = "tests/engine/test_ulysses.py"
 LOADED = "tests/engine/test_loading.py"
+REFILLED = "tests/engine/test_refill.py"
 SAVED = "tests/engine/test_checkpoint.py"
 ADAPTERS = "tests/engine/test_lora.py"
 
@@ -336,6 +337,18 @@ MUTANTS = [
         LOADING + "checkpoint_dtype",
         result(lambda dtype: None),
         (LOADED,),
+    ),
+    Mutant(
+        "another engine's weights are not copied",
+        LOADING + "copy_own_part",
+        does_nothing,
+        (REFILLED,),
+    ),
+    Mutant(
+        "fused experts keep their old weights",
+        LOADING + "_converted",
+        calls(lambda original, model, weights, *rest: dict(weights)),
+        (REFILLED,),
     ),
     Mutant(
         "weights that stay float32 are rounded",

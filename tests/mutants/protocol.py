@@ -10,8 +10,8 @@ BATCH = "tests/protocol/test_data.py"
 TOKENS = "tests/protocol/test_ragged.py"
 
 
-def _interleaved_the_other_way(original, self, k, interleave=True):
-    return original(self, k, not interleave)
+def _interleaved_the_other_way(original, self, repeat_times=2, interleave=True):
+    return original(self, repeat_times, not interleave)
 
 
 def _first_objects(original, self, rows):
@@ -43,7 +43,24 @@ def _positions_over_padding(original, prompts, responses, numbers):
     return inputs | {"position_ids": positions}
 
 
+def _last_rows(original, data, size_divisor):
+    padded, added = original(data, size_divisor)
+    return (data.select_idxs([*range(len(data)), *range(-added, 0)]) if added else padded), added
+
+
 MUTANTS = [
+    Mutant(
+        "concat keeps the metrics of the first part",
+        "verlite.protocol.joining:joined_meta",
+        calls(lambda original, parts: original(parts) | dict(parts[0])),
+        (BATCH,),
+    ),
+    Mutant(
+        "the rows that are added are the last ones",
+        "verlite.protocol.reshaping:pad_dataproto_to_divisor",
+        calls(_last_rows),
+        ("tests/protocol/test_reshaping.py",),
+    ),
     Mutant(
         "repeat interleaves the other way",
         DATA + "repeat",
@@ -58,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "union overwrites columns that differ",
-        "verlite.protocol.data:_equal",
+        "verlite.protocol.joining:equal",
         calls(lambda original, a, b: True),
         (BATCH,),
     ),

@@ -9,6 +9,8 @@ QA = "verlite.rewards.qa:"
 RESULT = "verlite.rewards.result:"
 ROUTING = "verlite.rewards.routing:"
 POOL = "verlite.rewards.pool:"
+REMOTE = "verlite.rewards.remote:"
+TAGGED = "verlite.rewards.tagged_math:"
 
 
 def _any_text(original, *args, **kwargs):
@@ -30,7 +32,41 @@ def _nan_is_a_score(original, value, where):
     return float(value)
 
 
+def _zero_where_null(original, answer, count):
+    filled = [0.0 if reward is None else reward for reward in answer.get("rewards") or []]
+    return original({**answer, "rewards": filled}, count)
+
+
+def _any_length(original, answer, count):
+    rewards = list(answer["rewards"]) if isinstance(answer, dict) and "rewards" in answer else []
+    return original({"rewards": (rewards + [0.0] * count)[:count]}, count)
+
+
 MUTANTS = [
+    Mutant(
+        "a reward that the service could not give is 0",
+        REMOTE + "results_of",
+        calls(_zero_where_null),
+        ("tests/rewards/test_remote.py",),
+    ),
+    Mutant(
+        "a service may give any number of rewards",
+        REMOTE + "results_of",
+        calls(_any_length),
+        ("tests/rewards/test_remote.py",),
+    ),
+    Mutant(
+        "the rewards of a request are mixed up",
+        REMOTE + "results_of",
+        result(lambda results: list(reversed(results))),
+        ("tests/rewards/test_remote.py",),
+    ),
+    Mutant(
+        "a box in the thoughts is the answer of an <answer> block",
+        TAGGED + "final_answer",
+        calls(lambda original, response: original(response.replace("<answer>", ""))),
+        ("tests/rewards/test_tagged_math.py",),
+    ),
     Mutant(
         "GSM8K: the whole response is searched for an answer",
         GSM8K + "TAIL",

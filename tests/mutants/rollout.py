@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, does_nothing, returns
+from tests.mutants.patches import argument, calls, constant, does_nothing, result, returns
 
 TYPES = "verlite.rollout.types:"
 TRAJECTORY = "verlite.rollout.trajectory:"
@@ -18,6 +18,29 @@ HF_ENGINE = "tests/rollout/test_hf.py"
 VLLM_ENGINE = "tests/rollout/test_vllm.py"
 VLLM_ADAPTERS = "tests/rollout/test_vllm_adapters.py"
 WRAPPER = "tests/rollout/test_batched.py"
+POOL = "verlite.rollout.servers.pool:"
+SERVER = "verlite.rollout.servers.vllm_server:"
+FAULTS = "tests/rollout/test_server_faults.py"
+
+
+_seen = {}
+
+
+async def _installs_nothing(original, self, delivery, version):
+    """Only the first time for a server."""
+    if self not in _seen:
+        _seen[self] = True
+        await original(self, delivery, version)
+    else:
+        await self._call("POST", "/finish_weight_update", {"weight_version": version})
+
+
+async def _first_fingerprint(original, self):
+    return _seen.setdefault(self, await original(self))
+
+
+async def _always_well(original, self, *args):
+    return None
 
 
 def _observations_trained(original, self, ids):
@@ -251,5 +274,42 @@ MUTANTS = [
         VLLM_WORKER + "_PROBED_COLUMNS",
         constant(0),
         (VLLM_ENGINE,),
+    ),
+    # Servers
+    Mutant(
+        "a sample of other weights is taken",
+        SERVER + "_token_reply",
+        result(lambda reply: dataclasses.replace(reply, versions=frozenset())),
+        (FAULTS + "::test_answers_of_other_weights_are_discarded",),
+    ),
+    Mutant(
+        "the requests of a server that died are lost",
+        POOL + "Pool._stop_requests",
+        result(lambda asks: []),
+        (FAULTS + "::test_the_others_take_the_samples_of_a_server_that_dies",),
+    ),
+    Mutant(
+        "a restarted server serves with the weights that it has",
+        SERVER + "VLLMServer.install",
+        calls(_installs_nothing),
+        (FAULTS + "::test_a_restarted_server_gets_the_weights_before_it_serves",),
+    ),
+    Mutant(
+        "the fingerprint of a restarted server is not compared",
+        SERVER + "VLLMServer.fingerprint",
+        calls(_first_fingerprint),
+        (FAULTS + "::test_a_restarted_server_that_loads_other_weights_stays_out",),
+    ),
+    Mutant(
+        "nobody asks whether servers are well",
+        POOL + "Pool._beat",
+        calls(_always_well),
+        (FAULTS + "::test_the_others_take_the_samples_of_a_server_that_hangs",),
+    ),
+    Mutant(
+        "a server does not reset its prefix cache",
+        SERVER + "VLLMServer._reset_prefix_cache",
+        calls(_always_well),
+        (FAULTS + "::test_servers_share_the_requests",),
     ),
 ]

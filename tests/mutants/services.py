@@ -1,4 +1,6 @@
-"""Mutants of verlite.services: a retriever that answers wrongly."""
+"""Mutants of verlite.services: services that answer wrongly."""
+
+import dataclasses
 
 from tests.mutants import Mutant
 from tests.mutants.patches import argument, calls, constant, result
@@ -6,6 +8,9 @@ from tests.mutants.patches import argument, calls, constant, result
 INDEX = "verlite.services.index:"
 CORPUS = "verlite.services.corpus:"
 SERVER = "verlite.services.retriever:"
+REWARD = "verlite.services.reward:"
+TRUTHS = "verlite.services.truths:"
+REWARD_TESTS = ("tests/services/test_reward.py",)
 
 
 MUTANTS = [
@@ -50,5 +55,28 @@ MUTANTS = [
         SERVER + "Desk._search",
         result(lambda answers: list(reversed(answers))),
         ("tests/services/test_retriever.py",),
+    ),
+    Mutant(
+        "an answer without a ground truth is graded with another one",
+        REWARD + "ground_truth",
+        calls(lambda original, item, truths, template: original(item, truths, template) or "7"),
+        REWARD_TESTS,
+    ),
+    Mutant(
+        "a label does not take precedence over the data set",
+        REWARD + "ground_truth",
+        calls(
+            lambda original, item, truths, template: (
+                original(dataclasses.replace(item, label=""), truths, template)
+                or original(item, truths, template)
+            )
+        ),
+        REWARD_TESTS,
+    ),
+    Mutant(
+        "the prompt is part of what is graded",
+        TRUTHS + "response",
+        calls(lambda original, query, prompt, template: query),
+        REWARD_TESTS,
     ),
 ]

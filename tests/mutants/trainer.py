@@ -9,6 +9,7 @@ UPDATE = "verlite.trainer.stages.update:"
 WEIGHTS = "verlite.trainer.stages.weights:"
 BATCH = "verlite.trainer.batch:"
 AGENT = "verlite.trainer.agent:"
+OUTAGE = "verlite.trainer.outage:"
 METRICS = "verlite.trainer.metrics:"
 EVALUATION = "verlite.trainer.evaluation:"
 CHECKPOINTS = "verlite.trainer.checkpoints:"
@@ -74,8 +75,8 @@ def _failed_count_as_zero(original, sources, uids, variables, *rest):
     return original(sources, uids, zeros, *rest)
 
 
-def _truncated_lines_kept(original, self, path, resumed_step=0):
-    return original(self, path, 10**9)
+def _truncated_lines_kept(original, self, path, writer, resumed_step=0):
+    return original(self, path, writer, 10**9)
 
 
 def _sampler_not_restored(original, self):
@@ -136,13 +137,13 @@ MUTANTS = [
     ),
     Mutant(
         "an outage of the tools is not waited for",
-        AGENT + "wait_for_tools",
+        OUTAGE + "wait_for_services",
         calls(lambda original, run, batch: False),
         (AGENTS,),
     ),
     Mutant(
         "every failed sample is an outage of the tools",
-        AGENT + "_tool_failures",
+        OUTAGE + "tool_failures",
         calls(lambda original, batch: [e for e in batch.non_tensor_batch["error"] if e]),
         (AGENTS,),
     ),

@@ -68,9 +68,33 @@ def _stale_rows(original, self, batch):
 
 MUTANTS = [
     Mutant(
+        "KL per token does not reach the advantages",
+        ADVANTAGE + "to_go",
+        constant(lambda x, mask: x * 0),
+        ("tests/workers/test_advantage.py",),
+    ),
+    Mutant(
+        "advantages are not whitened",
+        ADVANTAGE + "masked_whiten",
+        constant(lambda x, mask: x),
+        ("tests/workers/test_advantage.py",),
+    ),
+    Mutant(
         "the base model is not sent again after a failed sync",
         "verlite.workers.adapters:SyncedParts.start",
         calls(_base_model_once),
+        (SAMPLES,),
+    ),
+    Mutant(
+        "inference computes with stale weights",
+        "verlite.workers.inference:InferenceWorker.check_version",
+        does_nothing,
+        (SAMPLES,),
+    ),
+    Mutant(
+        "inference reads the weights that are for the engines",
+        "verlite.workers.weight_reader:WeightReader.published",
+        argument("trained", lambda trained: False),
         (SAMPLES,),
     ),
     Mutant(

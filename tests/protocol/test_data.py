@@ -4,11 +4,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
-from verlite.protocol.data import (
-    DataProto,
-    near_equal_bounds,
-)
+from verlite.protocol.data import DataProto, DataProtoItem, near_equal_bounds
 
 
 def batch(rows: int = 5, **meta: object) -> DataProto:
@@ -69,6 +67,9 @@ def test_operations_do_not_modify_the_batch():
     data.union(batch(5, other=2))
     data.repeat(2)
     data.select(["ids"])
+    data.rename("ids", "tokens")
+    data.to("cpu")
+    data.to_tensordict()
     assert pickle.dumps(data) == before
 
 
@@ -86,6 +87,125 @@ def test_bounds_cover_all_rows_in_near_equal_sizes(rows, n):
     assert rows_of(DataProto.concat(parts)) == list(range(rows))
 
 
+def test_one_row_and_iteration():
+    item = batch(3, step=1)[-2]
+    assert isinstance(item, DataProtoItem)
+    assert item.batch["ids"].tolist() == [3, 4, 5] and item.batch["score"].item() == 1
+    assert item.non_tensor_batch == {"uid": "u1", "turns": ["a", "b"]}
+    assert item.meta_info == {"step": 1}
+    assert [row.non_tensor_batch["uid"] for row in batch(3)] == ["u0", "u1", "u2"]
+    with pytest.raises(IndexError, match="row 3 does not exist in a batch with 3 rows"):
+        batch(3)[3]
+    with pytest.raises(IndexError, match="row -4"):
+        batch(3)[-4]
+
+
+def test_slice_split_and_chunk():
+    assert rows_of(batch(5).slice(1, 4)) == [1, 2, 3]
+    assert rows_of(batch(5).slice(end=-1, step=2)) == [0, 2]
+    assert [rows_of(part) for part in batch(5).split(2)] == [[0, 1], [2, 3], [4]]
+    assert [rows_of(part) for part in batch(6).chunk(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [len(part) for part in batch(0).chunk(2)] == [0, 0]
+    for chunks in (0, 4):
+        with pytest.raises(ValueError, match=f"6 rows cannot be divided into {chunks}"):
+            batch(6).chunk(chunks)
+
+
+def test_repeats_of_each_row():
+    assert rows_of(batch(3).repeat(repeat_times=2)) == [0, 0, 1, 1, 2, 2]
+    assert rows_of(batch(3).sample_level_repeat([2, 0, 1])) == [0, 0, 2]
+    with pytest.raises(ValueError, match=r"\(2,\) numbers of repeats for 3 rows"):
+        batch(3).sample_level_repeat([1, 1])
+
+
+def test_column_chunks():
+    data = DataProto.from_dict(
+        {"a": torch.arange(8).reshape(2, 4), "b": torch.tensor([[1], [2]])}, {"uid": ["x", "y"]}
+    )
+    chunks = data.unfold_column_chunks(2, ["a"])
+    assert chunks.batch["a"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert chunks.batch["b"].tolist() == [[1], [1], [2], [2]]
+    assert chunks.non_tensor_batch["uid"].tolist() == ["x", "x", "y", "y"]
+    with pytest.raises(ValueError, match="'a' is 4 wide, not a multiple of 3"):
+        data.unfold_column_chunks(3, ["a"])
+
+
+def test_iterator_covers_all_rows_in_each_epoch():
+    parts = [rows_of(part) for part in batch(4, step=1).make_iterator(2, 2)]
+    assert parts == [[0, 1], [2, 3]] * 2
+    shuffled = [
+        [
+            row
+            for part in batch(8).make_iterator(2, 2, seed, {"shuffle": True})
+            for row in rows_of(part)
+        ]
+        for seed in (1, 1, 2)
+    ]
+    assert shuffled[0] == shuffled[1] != shuffled[2]
+    for rows in shuffled:
+        assert sorted(rows[:8]) == sorted(rows[8:]) == list(range(8)) and rows[:8] != rows[8:]
+    (part,) = batch(2, step=1).make_iterator(2, 1)
+    assert part.meta_info == {"step": 1}
+    with pytest.raises(ValueError, match="4 rows cannot be divided into mini-batches of 3"):
+        batch(4).make_iterator(3, 1)
+
+
+def test_rename():
+    renamed = batch(2).rename(["ids", "score"], ["score", "ids"])
+    assert renamed.batch["score"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert renamed.batch["ids"].tolist() == [0, 1]
+    assert list(batch(2).rename("ids", "tokens").tensors()) == ["tokens", "score"]
+    with pytest.raises(KeyError, match="missing"):
+        batch(2).rename("missing", "x")
+    with pytest.raises(ValueError, match="1 old names and 2 new ones"):
+        batch(2).rename("ids", ["x", "y"])
+    with pytest.raises(ValueError, match="a column already"):
+        batch(2).rename("ids", "score")
+
+
+def test_edits_in_place_name_what_to_write():
+    with pytest.raises(TypeError, match=r"write data = data\[indices\]"):
+        batch().reorder(torch.tensor([1, 0]))
+    with pytest.raises(TypeError, match=r"DataProto.concat\(\[data, data\[-1:\]"):
+        batch().padding(2)
+
+
+def test_batches_of_mixed_columns():
+    arrays = {"a": torch.arange(2), "uid": np.array(["x", "y"]), "n": np.arange(2)}
+    data = DataProto.from_single_dict(arrays, {"step": 1})
+    assert data.batch["a"].tolist() == [0, 1] and data.meta_info == {"step": 1}
+    assert data.non_tensor_batch["uid"].tolist() == ["x", "y"]
+    assert data.non_tensor_batch["n"].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="'a' is list, not a tensor"):
+        DataProto.from_single_dict({"a": [1, 2]})
+    assert len(DataProto(batch=None, non_tensor_batch=data.non_tensor_batch)) == 2
+    assert len(DataProto(batch=None)) == 0
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_tensordict_round_trip(rows):
+    data = batch(rows, step=1, names=["a", "b"], nested={"x": [1]})
+    both = data.to_tensordict()
+    assert both.batch_size == torch.Size([rows]) and both["step"] == 1
+    again = DataProto.from_tensordict(both)
+    assert pickle.dumps(again.union(data)) == pickle.dumps(data)
+    assert len(again.union(data).non_tensor_batch) == 2 and again.meta_info == data.meta_info
+
+
+def test_tensordicts_that_are_not_batches():
+    with pytest.raises(ValueError, match=r"\['ids'\] are columns and entries of meta_info"):
+        batch(ids=1).to_tensordict()
+    inner = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
+    with pytest.raises(ValueError, match="'below' is TensorDict, not a tensor"):
+        DataProto.from_tensordict(TensorDict({"below": inner}, batch_size=[2]))
+
+
+def test_print_size(capsys):
+    data = DataProto.from_dict({"x": torch.zeros(2, 2**26)}, {"a": [np.zeros(2**27), None]})
+    data.print_size("before")
+    assert capsys.readouterr().out == "before, 2 rows: tensors 0.500 GiB, objects 1.000 GiB\n"
+
+
 def test_more_bounds_than_rows_leave_some_empty():
     assert near_equal_bounds(2, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
 
@@ -95,6 +215,16 @@ def test_concat_ignores_empty_parts_and_joins_meta_info():
         [batch(2, step=1), DataProto(meta_info={"other": 2}), batch(5)[5:], batch(1, step=1)]
     )
     assert rows_of(joined) == [0, 1, 0] and joined.meta_info == {"step": 1, "other": 2}
+
+
+def test_concat_merges_metrics():
+    parts = [
+        batch(1, metrics={"loss": 1.0, "n": 3}),
+        batch(1, metrics=[{"loss": 2.0}, {"loss": 5.0, "n": 4}]),
+        DataProto(meta_info={"metrics": None, "step": 1}),
+    ]
+    joined = DataProto.concat(parts)
+    assert joined.meta_info == {"step": 1, "metrics": {"loss": [1.0, 2.0, 5.0], "n": [3, 4]}}
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_failed_row_does_not_stop_the_others(script, tmp_path):
     results = script("parts").Results(path, "tiny", time.time() + 50)
     row = module.Rows(results, torch.device("cpu"))
     row("first", 1, lambda: {"seconds": 2})
-    row("long", 60, lambda: pytest.fail("there is no time for it"))
+    row("long", 60, lambda: pytest.fail("no time is left for this row"))
     row("broken", 1, lambda: {}["missing"])
     row("last", 1, lambda: {"seconds": 3})
     found = json.loads(path.read_text())["tiny"]

@@ -40,7 +40,7 @@ def test_recipe_is_valid_alone_and_on_the_quickstart_task(method, given):
         "data.max_prompt_length=64",
         "data.max_response_length=64",
     ]
-    notes = compose(method, [*given, *alone]).notes
+    notes = [str(note) for note in compose(method, [*given, *alone]).notes]
     assert [note for note in notes if "name=auto chose" not in note] == []
     on_task = [
         setting

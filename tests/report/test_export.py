@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.models import tiny_model
+from tests.trainer.runs import driver_state
 from verlite.cli import app
 from verlite.config.schema import FSDPConfig, ModelConfig
 from verlite.engine.fsdp import TrainEngine
@@ -24,7 +25,7 @@ def write_checkpoint(run_dir, step, model):
             TrainEngine(ModelConfig(path=model), FSDPConfig(), device="cpu").save(folder / "actor")
 
     run_dir.mkdir(exist_ok=True)
-    return checkpoints.write(run_dir, step, {"step": step, "model": {"path": model}}, save).path
+    return checkpoints.write(run_dir, step, driver_state(step, model={"path": model}), save).path
 
 
 def test_export_of_run_dir_uses_newest_complete_checkpoint(tmp_path):
@@ -37,6 +38,7 @@ def test_export_of_run_dir_uses_newest_complete_checkpoint(tmp_path):
     unfinished.mkdir()
     code, text = export(run_dir, tmp_path / "out")
     assert code == 0, text
+    assert f"ignored incomplete checkpoint {damaged}: no manifest" in text
     assert f"wrote {complete} to {tmp_path / 'out'} in float32" in text
     assert float(text.split()[-1]) < 1e-5
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -49,7 +51,10 @@ def test_export_of_run_dir_uses_newest_complete_checkpoint(tmp_path):
     assert code == 2 and "--dtype=int8 must be one of float32, bfloat16, float16" in text
     (complete / "manifest.json").unlink()
     code, text = export(run_dir, tmp_path / "other")
-    assert code == 2 and "has no complete checkpoint: global_step_10: no manifest" in text
+    assert (
+        code == 2 and f"has no complete checkpoint: ignored incomplete checkpoint {run_dir}" in text
+    )
+    assert "global_step_10: no manifest" in text
     assert "global_step_2: no manifest" in text
 
 

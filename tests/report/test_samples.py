@@ -180,6 +180,11 @@ def test_missing_samples_and_damaged_files(run_dir, tmp_path):
         )
     path.write_text("")
     assert show(run_dir)[0] == 0
+    malformed = [json.dumps(SINGLE | change) for change in ({"status": 1, "reward_parts": 2}, {})]
+    path.write_text("\n".join([*malformed, "[]", '{"score": "x"}']))
+    code, text = show(run_dir, "--worst", "4")
+    assert code == 0 and "2 of 2 samples" in text
+    assert "lines that cannot be read: 2" in text and "sample 1 is malformed" in text
     with pytest.raises(ValueError, match="is damaged"):
         path.write_text("{")
         read_samples(run_dir, None)

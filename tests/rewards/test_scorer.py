@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ def make(tmp_path: Path) -> Iterator[MakeScorer]:
         *,
         name: str = "compute_score",
         kwargs: dict | None = None,
+        debug: bool = False,
         **reward: Any,
     ) -> Scorer:
         path = tmp_path / f"reward_{len(scorers)}.py"
@@ -44,7 +46,7 @@ def make(tmp_path: Path) -> Iterator[MakeScorer]:
         custom = CustomRewardConfig(
             path=str(path) if source else None, name=name, reward_kwargs=kwargs or {}
         )
-        scorers.append(Scorer(custom, RewardConfig(**reward)))
+        scorers.append(Scorer(custom, RewardConfig(**reward), debug=debug))
         return scorers[-1]
 
     yield build
@@ -497,3 +499,37 @@ def test_with_dapo_a_right_overlong_answer_beats_a_wrong_short_one(make: MakeSco
         )
         right_overlong, wrong_short = scores + overlong_penalty(lengths, 100, 20, factor)
         assert right_overlong > wrong_short
+
+
+def test_breakpoint_in_a_reward_process_is_an_error(make: MakeScorer) -> None:
+    """Its input is not a terminal, so pdb would end at once with a riddle."""
+    scorer = make("def compute_score(**row):\n    breakpoint()\n    return 1.0")
+    (result,) = scorer.score(items("1"))
+    assert result.error == "NoDebugger"
+    assert "breakpoint() at" in result.traceback and "trainer.debug=true" in result.traceback
+
+
+DEBUGGABLE = """
+import asyncio, os, threading
+client = asyncio.Lock()
+def compute_score(solution_str, **row):
+    if solution_str == "raise":
+        raise ValueError("bad")
+    return {"score": float(solution_str), "process": os.getpid(), "thread": threading.get_ident()}
+async def later(solution_str, **row):
+    async with client:  # an object of the event loop of its first call
+        await asyncio.sleep(0.01)
+        return compute_score(solution_str)
+"""
+
+
+@pytest.mark.parametrize("name", ["compute_score", "later"])
+def test_with_debug_functions_run_here_without_time_limits(make: MakeScorer, name: str) -> None:
+    limits = {"timeout_s": 1e-9, "item_timeout_s": 1e-9}
+    scorer = make(DEBUGGABLE, name=name, debug=True, **limits)
+    scorer.check_signature()
+    for _ in range(2):
+        results = scorer.score(items("1", "raise", "0.5"))
+        assert [result.score for result in results] == [1.0, None, 0.5]
+        assert results[1].error == "ValueError"
+        assert results[0].parts == {"process": os.getpid(), "thread": threading.get_ident()}

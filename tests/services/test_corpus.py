@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.services.passages import write
-from verlite.services.corpus import Corpus, ServiceError, read_corpus
+from verlite.http.address import ServiceError
+from verlite.services.corpus import Corpus, read_corpus
 
 
 def read(path: Path) -> Corpus:

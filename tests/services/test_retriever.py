@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 
 from tests.services.passages import ROWS, WORDS, naive_bm25, passages, write
 from verlite.cli import app as command
-from verlite.services.corpus import ServiceError
+from verlite.http.address import ServiceError, bind, url
+from verlite.http.server import Server
 from verlite.services.index import BM25, Hit, Index, open_index
-from verlite.services.retriever import Limits, Server, bind, make_app, url
+from verlite.services.retriever import Limits, make_app
 
 pytestmark = pytest.mark.process
 
@@ -37,7 +38,7 @@ def serving(
     bound = bind("127.0.0.1", 0)
     server = Server(make_app(corpus, change(index), **settings), "ready")
     thread = threading.Thread(target=server.run, args=[[bound]])
-    address = url(bound).removesuffix("/retrieve")
+    address = url(bound)
     thread.start()
     try:
         wait_for(lambda: server.started)

@@ -60,6 +60,27 @@ def test_long_example_is_an_error_or_truncated(tmp_path, tokenizer):
         read_examples(file, tokenizer, SFTDataConfig(max_length=6, truncation="right"))
 
 
+def test_entries_of_mappings_and_the_first_rows(tmp_path, tokenizer):
+    rows = [{"extra": {"all": {"q": "3+4="}, "a": str(answer)}} for answer in range(3)]
+    first, second = (parquet(tmp_path / f"{name}.parquet", rows) for name in "ab")
+    data = SFTDataConfig(
+        prompt_key="extra",
+        prompt_dict_keys=["all", "q"],
+        response_key="extra",
+        response_dict_keys=["a"],
+    )
+    examples = read_examples([first, second], tokenizer, data, max_rows=4)
+    answers = [tokenizer.decode(response[:-1]) for _, response in examples]
+    assert answers == ["0", "1", "2", "0"]
+    assert {tuple(prompt) for prompt, _ in examples} == {tuple(tokenizer.encode("3+4="))}
+    data.prompt_dict_keys = ["all", "question"]
+    with pytest.raises(DataError, match="a.parquet row 0: column 'extra' has no entry 'question'"):
+        read_examples(first, tokenizer, data)
+    data.prompt_dict_keys = ["a", "q"]
+    with pytest.raises(DataError, match="'extra' has no entry 'q': not a mapping"):
+        read_examples(first, tokenizer, data)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

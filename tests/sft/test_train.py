@@ -28,6 +28,22 @@ SUMS = [
 """64 examples. Prompts have 4 or 5 tokens, responses 2 or 3."""
 
 
+class Listening:
+    """A tracker of the user's own."""
+
+    steps: list[int] = []
+    config: dict = {}
+
+    def __init__(self, project, name, directory, config):
+        Listening.config = config
+
+    def __call__(self, step, metrics):
+        assert metrics["train/loss"] > 0
+        self.steps.append(step)
+
+    def finish(self): ...
+
+
 @pytest.fixture
 def sums(tmp_path):
     pq.write_table(pa.Table.from_pylist(SUMS), tmp_path / "sums.parquet")
@@ -97,12 +113,18 @@ def lines(run_dir):
 def test_command_learns_and_writes_a_transformers_model(tiny_qwen2, sums, tmp_path, capsys):
     run_dir = tmp_path / "run"
     options = run_options(
-        sums, tiny_qwen2, run_dir, "trainer.total_epochs=10", "trainer.test_freq=20"
+        sums,
+        tiny_qwen2,
+        run_dir,
+        "trainer.total_epochs=10",
+        "trainer.test_freq=20",
+        f"trainer.logger=[console,file,{__name__}:Listening]",
     )
     assert main(options) == 0
     steps = lines(run_dir)
     assert [line["step"] for line in steps] == list(range(1, 41)) and steps[-1]["train/epoch"] == 9
     assert [line["step"] for line in steps if "val/loss" in line] == [20, 40]
+    assert Listening.steps == list(range(1, 41)) and Listening.config["optim"]["lr"] == 0.003
     assert steps[-1]["val/loss"] < 0.7 * steps[0]["train/loss"]
     assert "step 40/40" in capsys.readouterr().out
     config = (run_dir / "config.yaml").read_text()
@@ -129,7 +151,9 @@ def test_lora_learns_and_writes_adapter_and_merged_model(tiny_qwen2, sums, tmp_p
         )
     )
     assert code == 0, capsys.readouterr()
-    losses = [line["train/loss"] for line in lines(tmp_path / "run")]
+    steps = lines(tmp_path / "run")
+    assert "val/loss" in steps[-1] and not any("val/loss" in line for line in steps[:-1])
+    losses = [line["train/loss"] for line in steps]
     assert losses[-1] < 0.9 * losses[0]
     examples = read_examples(str(sums), AutoTokenizer.from_pretrained(tiny_qwen2), SFTDataConfig())
     adapter = tmp_path / "run" / "huggingface" / "lora_adapter"
@@ -148,7 +172,12 @@ def test_lora_learns_and_writes_adapter_and_merged_model(tiny_qwen2, sums, tmp_p
     assert merged == pytest.approx(adapted, abs=1e-5) and merged < losses[0]
 
 
-def test_two_ranks_equal_one_rank(tiny_qwen2, sums, tmp_path):
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_two_ranks_equal_one_rank(tiny_qwen2, sums, tmp_path, sharing):
+    """Also if both compute each example together, and count examples instead of tokens."""
+    several = [f"ulysses_sequence_parallel_size={sharing}"]
+    if sharing > 1:
+        several.append("data.micro_batch_size_per_gpu=3")
     options = [
         "trainer.total_training_steps=4",
         "trainer.test_freq=2",
@@ -166,7 +195,7 @@ def test_two_ranks_equal_one_rank(tiny_qwen2, sums, tmp_path):
         "verlite.main_sft",
     ]
     done = subprocess.run(
-        [*command, *run_options(sums, tiny_qwen2, tmp_path / "two", *options)],
+        [*command, *run_options(sums, tiny_qwen2, tmp_path / "two", *options, *several)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -191,9 +220,16 @@ def test_all_invalid_keys_are_reported_together(capsys):
             ]
         )
     by_key = {problem.key: problem for problem in caught.value.problems}
-    assert set(by_key) == {"data.train_file", "optim.lr", "model", "model.path"}
+    assert set(by_key) == {
+        "data.train_file",
+        "optim.lr",
+        "trainer.device",
+        "data.truncation",
+        "model",
+        "model.path",
+    }
     assert "data.train_files" in by_key["data.train_file"].remedy
-    assert by_key["optim.lr"].rule == "expected number, got 'fast'"
+    assert by_key["optim.lr"].rule == "expected number, got text"
     with pytest.raises(ConfigError) as caught:
         compose(
             overrides=[

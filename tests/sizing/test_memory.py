@@ -251,7 +251,7 @@ def test_results_are_kept_until_something_changes(planned, tmp_path, monkeypatch
         config_json.read_text().replace('"hidden_size": 64', '"hidden_size": 128')
     )
     assert key_of(role.spec, role.passes) != key
-    # A damaged file is measured anew.
+    # With a damaged file, the engine is measured again.
     config_json.write_text(
         config_json.read_text().replace('"hidden_size": 128', '"hidden_size": 64')
     )

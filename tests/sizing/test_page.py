@@ -42,7 +42,7 @@ def steady(text: str) -> str:
 
 
 def test_a_small_plan_as_a_whole(tmp_path):
-    """To write the page anew: delete plan.txt, run this test twice, read what changed."""
+    """To update the page: delete plan.txt, run this test twice, and read what changed."""
     text = steady(printed(tmp_path))
     if not PAGE.exists():
         PAGE.write_text(text, encoding="utf-8")

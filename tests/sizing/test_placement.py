@@ -53,11 +53,25 @@ def test_a_sync_brings_one_copy_to_each_node(planned):
     )
     moved = sync_bytes(plan, model_facts(config.actor_rollout_ref.model))
     assert moved.whole == 2 * 7_615_616_512 and moved.per_device == moved.whole // 4
-    assert [(use.transport, use.engines, use.nodes) for use in moved.uses] == [
-        ("shared_memory", 2, [0]),
-        ("collective", 2, [1]),
+    assert [(use.transport, use.readers, use.nodes) for use in moved.uses] == [
+        ("shared_memory", "2 engines", [0]),
+        ("collective", "2 engines", [1]),
     ]
     assert moved.host_bytes(0) == moved.host_bytes(1) == moved.whole
+
+
+def test_each_inference_rank_loads_its_shard(planned):
+    config, plan = planned(
+        "qwen2.5-7b",
+        "trainer.nnodes=2",
+        "cluster.component_placement={actor: 0-7, rollout: 8-11, inference: 12-15}",
+    )
+    moved = sync_bytes(plan, model_facts(config.actor_rollout_ref.model))
+    assert [(use.readers, use.nodes, use.per_device) for use in moved.uses] == [
+        ("4 engines", [1], moved.whole),
+        ("4 inference ranks", [1], moved.whole // 4),
+    ]
+    assert moved.host_bytes(1) == moved.whole and moved.host_bytes(0) == 0
 
 
 def test_adapters_that_are_sent_alone_are_a_line_of_their_own(planned):

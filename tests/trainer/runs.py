@@ -22,6 +22,22 @@ NOISY = (
     "critic/perf",
 )
 
+RAY_STARTED = """
+from verlite.controller import cluster
+start = cluster._start_local
+def started(*args):
+    start(*args)
+    print("Ray has started")
+cluster._start_local = started
+"""
+"""Code for the driver: print "Ray has started" once a local Ray has."""
+
+
+def driver_state(step: int, **values: object) -> dict[str, object]:
+    """Return the smallest state of a driver that a checkpoint may have."""
+    dicts = {"sampler": {}, "metrics": {}, "critical": {}, "model": {}}
+    return {"step": step, "version": step, "kl_controller": {"value": 0.0}, **dicts, **values}
+
 
 def write_sums(path: Path, rows: int, start: int = 0) -> str:
     """Write a parquet file of sums of two digits in verl's row format. Return its path."""

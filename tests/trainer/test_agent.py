@@ -21,12 +21,15 @@ from verlite.algorithms.kl import FixedKLController
 from verlite.config.catalog import ESTIMATORS
 from verlite.engine.fsdp import Counts
 from verlite.envs.step import ToolError
+from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto, object_array
+from verlite.rewards.remote import UNAVAILABLE
 from verlite.rewards.result import RewardResult
-from verlite.trainer import agent
-from verlite.trainer.agent import agent_metrics, wait_for_tools
-from verlite.trainer.errors import RolloutFailures, StepAborted
-from verlite.trainer.samples import write_jsonl
+from verlite.trainer import outage
+from verlite.trainer.agent import agent_metrics
+from verlite.trainer.errors import RewardFailures, RolloutFailures
+from verlite.trainer.outage import wait_for_services
+from verlite.trainer.samples import as_jsonl
 from verlite.trainer.stages import advantage
 from verlite.trainer.stages.advantage import advantages, loss_mask
 from verlite.trainer.stages.rollout import (
@@ -261,11 +264,10 @@ class Rollout:
         self.slept += 1
 
 
-def run_with_tools(env_factory, wait=5.0, stop=False, limit=0.4, **fields):
+def run_with_tools(env_factory, wait=5.0, limit=0.4, **fields):
     """Return a run whose two rollout workers check the tools of `env_factory`."""
     run = fake_run(
         env_factory=env_factory,
-        stop=SimpleNamespace(requested=stop),
         tokenizer=tiny_tokenizer(),
         **({"rollout": SimpleNamespace()} | fields),
     )
@@ -286,7 +288,7 @@ def run_with_tools(env_factory, wait=5.0, stop=False, limit=0.4, **fields):
 
 @pytest.fixture(autouse=True)
 def short_check_interval(monkeypatch):
-    monkeypatch.setattr(agent, "_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(outage, "_CHECK_EVERY_S", 0.01)
 
 
 def batch_with_trajectories(rows) -> DataProto:
@@ -311,7 +313,7 @@ def batch_with_trajectories(rows) -> DataProto:
 )
 def test_an_outage_is_more_tool_failures_than_the_limit(rows, limit, outage):
     run = run_with_tools(Tools(3), limit=limit)
-    assert wait_for_tools(run, batch_with_trajectories(rows)) == outage
+    assert wait_for_services(run, batch_with_trajectories(rows)) == outage
     assert run.env_factory.checks == (4 if outage else 0)
     if outage:
         lost, back = run.display
@@ -325,14 +327,8 @@ def test_an_outage_is_more_tool_failures_than_the_limit(rows, limit, outage):
 @pytest.mark.timeout(20)
 def test_waiting_for_tools_has_a_time_limit():
     run = run_with_tools(Tools(10**9), wait=0.1)
-    assert not wait_for_tools(run, batch_with_trajectories([DOWN]))
+    assert not wait_for_services(run, batch_with_trajectories([DOWN]))
     assert run.env_factory.checks > 3 and len(run.display) == 1
-
-
-@pytest.mark.timeout(20)
-def test_a_stop_request_ends_the_wait_for_tools():
-    run = run_with_tools(Tools(10**9), wait=1e9, stop=True)
-    assert not wait_for_tools(run, batch_with_trajectories([DOWN])) and run.env_factory.checks == 0
 
 
 def test_after_an_outage_the_same_samples_are_generated_again():
@@ -366,10 +362,72 @@ def test_retries_after_an_outage_are_bounded():
     assert run.env_factory.checks == 3, "there is no health check after the last generation"
 
 
-def test_a_stop_request_during_an_outage_aborts_the_step():
-    run = run_with_tools(Tools(10**9), stop=True, rollout=Rollout([DOWN]))
-    with pytest.raises(StepAborted):
-        generate(run, make_requests([[5]], ["a"]))
+# Outages of the reward service
+
+NO_ANSWER = RewardResult(None, error=UNAVAILABLE, traceback="the reward service: gone")
+REJECTED = RewardResult(None, error="Refused", traceback="the reward service refuses")
+SCORED = RewardResult(1.0)
+
+
+def run_with_service(*generations, wait=5.0, limit=0.4, failures=2):
+    """Return a run whose generations have these rewards, and whose service then recovers."""
+    run = fake_run(env_factory=None, tokenizer=tiny_tokenizer(), rollout=SimpleNamespace())
+    left, calls = list(generations), []
+
+    def generate_rows(requests, sleep_after):
+        calls.append(requests)
+        rewards = left.pop(0) if len(left) > 1 else left[0]
+        return output_with_trajectories([FINE] * len(rewards), rewards).with_non_tensor(
+            error=object_array([r.error and f"reward: {r.error}" for r in rewards])
+        )
+
+    checks = []
+
+    def reward_health():
+        checks.append(1)
+        return [None, "down"] if len(checks) <= failures else [None, None]
+
+    run.rollout.generate, run.rollout.reward_health = generate_rows, reward_health
+    run.rollout.sleep = lambda: None
+    run.config.reward.remote.url = "http://127.0.0.1:5000"
+    run.config.reward.remote.outage_wait_s = wait
+    run.config.reward.max_error_rate = limit
+    return run, calls, checks
+
+
+def test_after_an_outage_of_the_reward_service_the_step_is_sampled_again():
+    run, calls, checks = run_with_service([NO_ANSWER, SCORED], [SCORED, SCORED])
+    batch = sample_responses(run, make_requests([[5], [6]], ["a", "b"]), sleep_after=True)
+    assert batch.batch["valid"].tolist() == [True, True]
+    assert (len(calls), len(checks)) == (2, 3)
+    lost, back = run.display
+    assert lost == (
+        "1 of 2 samples lost their rewards (the reward service: gone); "
+        "waiting up to 5 s for the reward service"
+    )
+    assert back.startswith("the reward service recovered after")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "limit", "wait"),
+    [
+        ([NO_ANSWER, SCORED], 0.5, 5.0),  # as many as the limit allows
+        ([REJECTED, REJECTED], 0.0, 5.0),  # the service answers; asking again changes nothing
+        ([NO_ANSWER, NO_ANSWER], 0.0, 0.0),  # reward.remote.outage_wait_s=0
+    ],
+)
+def test_no_outage_of_the_reward_service(rewards, limit, wait):
+    run, calls, checks = run_with_service(rewards, limit=limit, wait=wait)
+    batch = sample_responses(run, make_requests([[5], [6]], ["a", "b"]), sleep_after=False)
+    assert batch.batch["valid"].tolist() == [r.score is not None for r in rewards]
+    assert (len(calls), len(checks)) == (1, 0)
+
+
+def test_outage_of_the_reward_service_that_does_not_end_stops_the_run():
+    run, calls, _ = run_with_service([NO_ANSWER, NO_ANSWER], wait=0.05, failures=10**9)
+    with pytest.raises(RewardFailures, match="100.0% of this step's rewards failed"):
+        score(run, generate(run, make_requests([[5], [6]], ["a", "b"])))
+    assert len(calls) == 1
 
 
 # Rows that must not influence advantages and losses
@@ -590,11 +648,12 @@ def test_any_model_text_can_be_written_to_the_sample_log(tmp_path):
     from verlite.report.samples import read_samples
 
     records = [
-        {"response": "a\u2028b\x85c", "turn_infos": [{"query": "\ud800"}]},
-        {"response": "d", "turn_infos": []},
+        {"response": "a\u2028b\x85c", "score": 1, "turn_infos": [{"query": "\ud800"}]},
+        {"response": "d", "score": None, "turn_infos": []},
     ]
-    write_jsonl(tmp_path / "rollouts" / "step_1.jsonl", records)
-    assert read_samples(tmp_path, None)[1] == records
+    path = tmp_path / "rollouts" / "step_1.jsonl"
+    RetryingWriter(pytest.fail).replace(path, as_jsonl(records))
+    assert read_samples(tmp_path, None) == (path, records, 0)
     assert (
         json.loads((tmp_path / "rollouts" / "step_1.jsonl").read_text("utf-8").split("\n")[0])
         == records[0]

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.trainer.runs import driver_state
 from verlite.trainer import checkpoints
 from verlite.trainer.checkpoints import CheckpointError, defect, find, newest, prune, write
 
@@ -14,7 +15,7 @@ def save(run_dir, step, payload=b"weights"):
         (folder / "actor").mkdir()
         (folder / "actor" / "shard.bin").write_bytes(payload)
 
-    return write(run_dir, step, {"step": step}, save_parts)
+    return write(run_dir, step, driver_state(step), save_parts)
 
 
 def disk_full(folder):
@@ -95,7 +96,7 @@ def test_auto_refuses_to_start_over_if_all_checkpoints_are_damaged(tmp_path):
 
 def test_a_full_disk_leaves_older_checkpoints(tmp_path):
     save(tmp_path, 3)
-    message = "(?s)No space left.*GiB free.*Older checkpoints are unchanged"
+    message = "(?s)No space left.*needs about .* bytes;.* free.*Older checkpoints are unchanged"
     with pytest.raises(CheckpointError, match=message):
         write(tmp_path, 6, {}, disk_full)
     assert newest(tmp_path, pytest.fail).step == 3
@@ -112,14 +113,14 @@ def test_too_little_space_is_refused_before_writing(tmp_path, monkeypatch):
     save(tmp_path, 3)
     usage = checkpoints.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage._replace(free=3))
-    with pytest.raises(CheckpointError, match="needs about"):
+    with pytest.raises(CheckpointError, match="It needs about 4.. bytes; .* has 3 bytes free"):
         save(tmp_path, 6)
 
 
 def test_pruning_keeps_at_least_the_newest(tmp_path):
     for step in (9, 10, 11):
         save(tmp_path, step)
-    prune(tmp_path, 0, pytest.fail)
+    prune(tmp_path, 11, 0, pytest.fail)
     assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_11"]
 
 
@@ -132,7 +133,7 @@ def test_a_half_deleted_checkpoint_is_incomplete(tmp_path, monkeypatch):
 
     warnings = []
     monkeypatch.setattr(checkpoints.shutil, "rmtree", busy)
-    prune(tmp_path, 1, warnings.append)
+    prune(tmp_path, 6, 1, warnings.append)
     assert "global_step_3 could not be deleted: busy" in warnings[0]
     assert defect(tmp_path / "global_step_3")
     assert not defect(tmp_path / "global_step_6")

@@ -7,7 +7,9 @@ import pytest
 
 from tests.trainer.test_stages import Screen, rewarded_batch
 from verlite.config.schema import Config, DataConfig
+from verlite.files import RetryingWriter
 from verlite.trainer import checkpoints, finish
+from verlite.trainer.errors import StepAborted
 from verlite.trainer.run import Run, StepState
 
 
@@ -26,15 +28,18 @@ def fake_run(tmp_path, resumed_step=0, **fields) -> Run:
             longest_prompt=7,
             longest_response=9,
         ),
-        "stop": SimpleNamespace(requested=None),
+        "stop": SimpleNamespace(requested=None, checkpoint=lambda: "Last checkpoint: step 2."),
         "sampler": SimpleNamespace(epoch=0, state_dict=dict),
         "tracking": SimpleNamespace(log=lambda step, metrics: None),
+        "writer": RetryingWriter(pytest.fail),
         "workers": {},
         "current": StepState(number=resumed_step),
         "version": 0,
         "resumed_step": resumed_step,
         "saved_step": 0,
         "failed_saves": 0,
+        "finished_step": 0,
+        "can_abort": False,
     }
     run = Run(**(values | fields))
     run.display.step = lambda step, metrics: None
@@ -102,6 +107,84 @@ def test_validation_before_training_is_skipped_on_resume(
     run.config.trainer.val_only = only
     assert finish.start_with_validation(run) == trains
     assert events == [("validate", resumed)] * validates
+
+
+def test_a_stop_waits_only_for_finished_steps_without_a_checkpoint(tmp_path, events, monkeypatch):
+    """What `must_save` says at the start of each step, before its end, and after its save."""
+    seen = []
+    run = fake_run(tmp_path, resumed_step=2)
+    run.config.trainer.test_freq = -1
+    run.config.trainer.save_freq = 2
+
+    def save(run):
+        seen.append(("save", run.step, run.must_save))
+        run.saved_step = run.step
+
+    monkeypatch.setattr(finish, "save", save)
+    batch = rewarded_batch()
+    batch = batch.with_batch(trained_tokens=batch.batch["sampled_tokens"])
+    for step in run.steps():
+        seen.append(("start", step, run.must_save))
+        finish.finish_step(run, batch)
+    seen.append(("end", run.step, run.must_save))
+    assert seen == [
+        ("start", 3, False),
+        ("start", 4, True),
+        ("save", 4, True),
+        ("start", 5, False),
+        ("save", 5, True),
+        ("end", 5, False),
+    ]
+
+
+def stoppable(run, monkeypatch):
+    """Record the rollout workers that end when a worker call is given up."""
+    ended = []
+    engines = SimpleNamespace(workers=["engine"], supervisor=SimpleNamespace(stop=ended.append))
+    run.workers["rollout"] = engines
+    monkeypatch.setattr("verlite.trainer.run.group", lambda workers: workers)
+    return ended
+
+
+def test_a_step_is_given_up_only_before_its_first_update(tmp_path, monkeypatch):
+    run = fake_run(tmp_path)
+    ended = stoppable(run, monkeypatch)
+    next(run.steps())
+    run.obey_stop()
+    run.stop.requested = "SIGTERM"
+    with pytest.raises(StepAborted):
+        run.obey_stop()
+    assert ended == [["engine"]]
+    run.can_abort = True
+    with pytest.raises(StepAborted):
+        run.begin_update()
+    run.stop.requested = None
+    run.can_abort = True
+    run.begin_update()
+    run.stop.requested = "SIGTERM"
+    run.obey_stop()
+    run.begin_update()
+    assert ended == [["engine"]] * 2
+
+
+def test_a_stop_during_validation_saves_the_step_without_its_result(tmp_path, events, monkeypatch):
+    run = fake_run(tmp_path)
+    ended = stoppable(run, monkeypatch)
+    run.config.trainer.test_freq = 1
+    run.config.trainer.save_freq = -1
+
+    def validate(run):
+        run.stop.requested = "SIGTERM"
+        run.obey_stop()  # as a wait for workers does
+
+    monkeypatch.setattr(finish, "validate", validate)
+    batch = rewarded_batch()
+    batch = batch.with_batch(trained_tokens=batch.batch["sampled_tokens"])
+    for _ in run.steps():
+        finish.finish_step(run, batch)
+    assert events == [("save", 1)]
+    assert ended == [["engine"]]
+    assert run.display == ["SIGTERM: the validation of step 1 was given up"]
 
 
 def test_first_step_is_the_first_of_the_process(tmp_path):

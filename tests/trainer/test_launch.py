@@ -11,11 +11,11 @@ from verlite.config.critical import critical_settings
 from verlite.config.schema import Config, DataConfig
 from verlite.trainer import build
 from verlite.trainer.build import STEP_FILE, restore, stop_if_complete
-from verlite.trainer.checkpoints import POINTER, Checkpoint, CheckpointError
+from verlite.trainer.checkpoints import MANIFEST, Checkpoint, CheckpointError
 from verlite.trainer.errors import AlreadyComplete, RunRefused
 from verlite.trainer.launch import (
     absolutize_paths,
-    interrupted_text,
+    checkpoint_text,
     lock_run_dir,
     refuse_changed_settings,
 )
@@ -91,13 +91,14 @@ def test_a_run_directory_is_locked_until_its_owner_ends(tmp_path):
         ("auto", False, "No checkpoint was saved"),
     ],
 )
-def test_ctrl_c_names_the_last_checkpoint(tmp_path, mode, saved, text):
+def test_the_line_about_a_stop_names_the_last_checkpoint(tmp_path, mode, saved, text):
     config = a_config()
     config.trainer.default_local_dir = str(tmp_path)
     config.trainer.resume_mode = mode
     if saved:
-        (tmp_path / POINTER).write_text("4")
-    assert text in interrupted_text(config)
+        (tmp_path / "global_step_4").mkdir()
+        (tmp_path / "global_step_4" / MANIFEST).touch()
+    assert text in checkpoint_text(config)
 
 
 @pytest.mark.parametrize(

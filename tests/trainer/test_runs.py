@@ -8,14 +8,16 @@ checks where it can.
 import json
 import os
 import signal
+import socket
+import time
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.runs import Launch, quiet, write_reward, write_sums
-from verlite.report.export import export_checkpoint
+from tests.trainer.runs import RAY_STARTED, Launch, quiet, write_reward, write_sums
+from verlite.report.export import export_checkpoint, find_checkpoint
 from verlite.trainer.build import exported_step
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -75,9 +77,15 @@ def pointer_of(run):
     return (run.run_dir / "latest_checkpointed_iteration.txt").read_text()
 
 
-def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, base):
-    """Two updates per step, and a KL loss whose reference stays the model of step 0. The log-prob
-    probe of weight syncs, in one of the runs only, changes no number."""
+def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, base, monkeypatch):
+    """Two updates per step, and a KL loss whose reference stays the model of step 0.
+
+    The whole run has all roles on one device. The killed one has devices for rollout, for
+    `inference` with the reference, and for the actor. Neither that nor the log-prob probe of weight
+    syncs, in the whole run only, changes a number. One thread per worker: with more, the order of
+    additions would depend on the number of workers.
+    """
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = [
         "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.total_training_steps=4",
@@ -91,6 +99,10 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, base):
     assert all(0 <= line["perf/weight_probe_gap"] < 1e-5 for line in whole.metrics()[1:])
 
     options.append(f"{probe}=never")
+    options += [
+        "trainer.n_gpus_per_node=3",
+        "cluster.component_placement={rollout: 0, inference: 1, actor: 2}",
+    ]
     killed = launch(tmp_path, "killed", base, *options)
     killed.until_step(3)
     killed.process.kill()
@@ -100,6 +112,8 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, base):
     assert resumed.wait() == 0, resumed.text()
     assert "resumed from" in resumed.text()
     assert "step 2 of 4" in resumed.text()
+    logs = {log.name for log in (resumed.run_dir / "logs").glob("*_0.log")}
+    assert logs >= {f"{role}_0.log" for role in ("actor", "rollout", "inference", "ref")}
 
     assert [quiet(line) for line in resumed.metrics()] == [quiet(line) for line in whole.metrics()]
     for line in whole.metrics()[1:]:
@@ -175,7 +189,9 @@ def test_lora_learns_and_a_stopped_run_resumes_to_the_same_numbers(tmp_path, bas
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert changed_layers == attention | {"gate_proj", "up_proj", "down_proj"}
     assert (whole.run_dir / "huggingface" / "lora_adapter" / "adapter_config.json").is_file()
-    assert export_checkpoint(whole.run_dir / "global_step_4", tmp_path / "exported") < 1e-5
+    checkpoint = find_checkpoint(whole.run_dir, pytest.fail)
+    assert checkpoint.step == 4
+    assert export_checkpoint(checkpoint, tmp_path / "exported") < 1e-5
 
     changed = launch(
         tmp_path,
@@ -206,7 +222,12 @@ def faulty_write(run_dir, step, state, save_parts):
     return write(run_dir, step, state, blocked)
 checkpoints.write = faulty_write
 """
-    options = ["trainer.total_training_steps=2", "trainer.save_freq=1", *NO_VALIDATION]
+    options = [
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        *NO_VALIDATION,
+    ]
     kill = when_logging(2, "os.kill(os.getpid(), signal.SIGKILL)")
     killed = launch(tmp_path, "late", base, *options, before=full + kill)
     killed.wait()
@@ -214,13 +235,16 @@ checkpoints.write = faulty_write
     assert steps_of(killed) == [1], killed.text()
     assert sorted(p.name for p in killed.run_dir.glob("global_step_*")) == ["global_step_2"]
     assert exported_step(killed.run_dir) is None
+    saved = load_file(killed.run_dir / "global_step_2/actor/huggingface/model.safetensors")
 
     again = launch(tmp_path, "late", base, *options)
     assert again.wait() == 0, again.text()
     assert steps_of(again) == [1, 2]
     assert "critic/score/mean" in again.metrics()[1]
-    assert (again.run_dir / "huggingface" / "model.safetensors").exists()
+    exported = load_file(again.run_dir / "huggingface" / "model.safetensors")
     assert exported_step(again.run_dir) == 2
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[name], exported[name]) for name in exported)
     assert not list(again.run_dir.glob(".*_huggingface"))
     again.assert_nothing_left()
 
@@ -310,29 +334,81 @@ def test_two_devices_give_the_same_numbers_as_one(tmp_path, base):
     assert abs(penalties[-1]) > 1e-3
 
 
-def test_sigterm_saves_after_the_step_and_ctrl_c_names_the_checkpoint(tmp_path, base):
-    """While the run goes on, another one is refused in the same directory."""
-    options = ["trainer.total_training_steps=500", "trainer.test_freq=-1"]
+def test_a_stop_is_obeyed_while_generating_and_while_starting(tmp_path, base):
+    """In one directory: SIGTERM while a reward function does not return, with steps that are not
+    saved; SIGTERM while Ray starts; Ctrl-C between steps. While the run goes on, another one is
+    refused in the same directory."""
+    stuck = tmp_path / "stuck"
+    reward = write_reward(
+        tmp_path / "reward.py",
+        f"""import os, time
+    while os.path.exists({str(stuck)!r}):
+        time.sleep(0.1)
+    return sum(c.isdigit() for c in solution_str) / 4""",
+    )
+    options = [
+        "trainer.total_training_steps=500",
+        "trainer.test_freq=-1",
+        f"custom_reward_function.path={reward}",
+    ]
     first = launch(tmp_path, "shared", base, *options)
     first.until_step(0)
     second = Launch(tmp_path / "shared", base, tmp_path / "second.log")
     assert second.wait() == 2
     assert f"in use by process {first.process.pid}" in second.text()
     first.until_step(2)
+    stuck.touch()
+    time.sleep(2)
+    steps = steps_of(first)
     first.process.send_signal(signal.SIGTERM)
-    assert first.wait() == 75, first.text()
-    last = first.metrics()[-1]["step"]
+    assert first.wait(30) == 75, first.text()
+    stuck.unlink()
+    last = steps_of(first)[-1]
+    assert steps_of(first) == steps, "the step in progress was given up"
+    assert f"SIGTERM: step {last} is not saved yet" in first.text()
+    assert f"stopped by SIGTERM after step {last} of 500. Last checkpoint:" in first.text()
     assert pointer_of(first) == str(last)
     state = json.loads((first.run_dir / f"global_step_{last}" / "state.json").read_text())
     assert state["step"] == last
     first.assert_nothing_left()
 
+    in_ray_init = """
+import os, signal, threading
+from verlite.controller import cluster
+start = cluster._start_local
+def interrupted(*args):
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    start(*args)
+cluster._start_local = interrupted
+"""
+    early = launch(tmp_path, "shared", base, *options, before=in_ray_init)
+    assert early.wait(60) == 75, early.text()
+    line = f"stopped by SIGTERM while starting Ray. Last checkpoint: {early.run_dir}/global_step_"
+    assert f"{line}{last}. To resume, run the same command." in early.text()
+    early.assert_nothing_left()
+
     resumed = launch(tmp_path, "shared", base, *options)
     resumed.until_step(last + 1)
     resumed.process.send_signal(signal.SIGINT)
     assert resumed.wait() == 130
+    assert f"interrupted in step {last + 2}" in resumed.text()
     assert f"global_step_{last}. To resume, run the same command." in resumed.text()
     resumed.assert_nothing_left()
+
+
+def test_a_stop_is_obeyed_while_waiting_for_a_head(tmp_path, base):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # bound but not listening
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        run = launch(tmp_path, "head", base, f"ray_kwargs.ray_init.address={address}")
+        deadline = time.monotonic() + 60
+        while "waiting for the Ray cluster" not in run.text():
+            assert time.monotonic() < deadline and run.process.poll() is None, run.text()
+            time.sleep(0.1)
+        run.process.send_signal(signal.SIGUSR1)
+        assert run.wait(15) == 75, run.text()
+    assert f"address={address}: connection refused, giving up in 300 s" in run.text()
+    assert "stopped by SIGUSR1 while starting workers. No checkpoint was saved" in run.text()
 
 
 def test_a_killed_worker_ends_the_run_with_its_name(tmp_path, base):
@@ -366,19 +442,20 @@ def test_too_many_failed_rewards_stop_the_run_with_the_first_traceback(tmp_path,
 
 
 def test_a_run_refused_after_ray_started_leaves_no_processes(tmp_path, base):
-    """Ray and the worker processes start while the driver is still reading its prompts."""
-    run = launch(tmp_path, "refused", base, "data.max_prompt_length=1")
+    """Ray and the worker processes start before the driver has read its prompts."""
+    run = launch(tmp_path, "refused", base, "data.max_prompt_length=1", before=RAY_STARTED)
     assert run.wait() == 2, run.text()
     assert "data.max_prompt_length" in run.text()
-    assert (tmp_path / "refused" / "logs").exists()
+    assert "Ray has started" in run.text()
     run.assert_nothing_left()
 
 
 def test_a_broken_reward_file_is_refused_before_ray_starts(tmp_path, base):
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
     (tmp_path / "bad.py").write_text(f"1 / 0\n\n{signature}\n    return 0.0\n")
-    run = launch(tmp_path, "refused", base, f"custom_reward_function.path={tmp_path / 'bad.py'}")
+    path = f"custom_reward_function.path={tmp_path / 'bad.py'}"
+    run = launch(tmp_path, "refused", base, path, before=RAY_STARTED)
     assert run.wait() == 2, run.text()
     assert "ZeroDivisionError" in run.text()
-    assert not (tmp_path / "refused" / "logs").exists()
+    assert "Ray has started" not in run.text()
     run.assert_nothing_left()

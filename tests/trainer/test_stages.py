@@ -13,6 +13,7 @@ from verlite.config.correction import RolloutCorrection
 from verlite.config.schema import Config, DataConfig, ModelConfig
 from verlite.controller.dispatch import join_rows, split_rows
 from verlite.data.dataset import PromptRow
+from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.ragged import ragged
 from verlite.rewards.result import RewardResult
@@ -20,6 +21,7 @@ from verlite.rollout.types import Sampling
 from verlite.trainer.batch import fetch_padded, to_ranks
 from verlite.trainer.errors import LogProbGap, RewardFailures, RolloutFailures, TooFewGroups
 from verlite.trainer.metrics import Stopwatch
+from verlite.trainer.run import Run
 from verlite.trainer.stages.advantage import (
     advantages,
     loss_mask,
@@ -56,11 +58,17 @@ def local_actor(config, plan) -> ActorWorker:
     return actor
 
 
-def fake_run(**fields) -> SimpleNamespace:
+class FakeRun(SimpleNamespace):
+    log_prob_role = Run.log_prob_role
+    log_prob_worker = Run.log_prob_worker
+
+
+def fake_run(**fields) -> FakeRun:
     """Return the attributes of a run that the stages read. `fields` replace the defaults."""
     config = Config(data=DataConfig(train_files="x"), reward=Config().reward)
     config.actor_rollout_ref.model = ModelConfig(path="x")
     defaults = {
+        "writer": RetryingWriter(pytest.fail),
         "config": config,
         "step": 1,
         "metrics": {},
@@ -68,8 +76,11 @@ def fake_run(**fields) -> SimpleNamespace:
         "display": Screen(),
         "first_step": True,
         "current": SimpleNamespace(prompts_drawn=0),
+        "version": 0,
+        "inference": None,
         "env_factory": None,
-        "stop": SimpleNamespace(requested=False),
+        "service": None,
+        "begin_update": lambda: None,
         "kl": FixedKLController(0.0),
         "plan": SimpleNamespace(
             critic_warmup=0,
@@ -89,7 +100,7 @@ def fake_run(**fields) -> SimpleNamespace:
             rollout_dtype="float32",
         ),
     }
-    run = SimpleNamespace(**(defaults | fields))
+    run = FakeRun(**(defaults | fields))
     if not hasattr(run, "actor"):
         run.actor = local_actor(run.config, run.plan)
     return run
@@ -392,6 +403,28 @@ def test_reference_log_probs_come_from_the_reference():
     run.plan.reference_is_actor = True  # LoRA
     run.actor.reference_log_probs = lambda batch: columns(ref_log_prob=[[-3.0, -3.0]] * len(batch))
     assert (dense(reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -3).all()
+    run.actor.reference_log_probs = None
+    run.inference = SimpleNamespace(
+        reference_log_probs=lambda batch: columns(ref_log_prob=[[-4.0, -4.0]] * len(batch))
+    )
+    run.plan.placement["inference"], run.plan.sequence_parallel["inference"] = [1], 1
+    assert (dense(reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -4).all()
+
+
+@pytest.mark.parametrize("role", ["actor", "inference"])
+def test_reference_service_is_asked_by_the_role_of_log_probs_for_the_checked_model(role):
+    asked = []
+
+    def remote(batch):
+        asked.append(batch.meta_info["reference"])
+        return columns(ref_log_prob=[[-7.0, -7.0]] * len(batch))
+
+    worker = SimpleNamespace(remote_reference_log_probs=remote)
+    run = fake_run(reference=None, service=SimpleNamespace(model="m"), **{role: worker})
+    run.plan.placement[role], run.plan.sequence_parallel[role] = [0], 1
+    batch = rewarded_batch().with_batch(mini_batch_index=torch.zeros(3, 1, dtype=torch.int64))
+    assert (dense(reference_log_probs(run, batch), "ref_log_prob")["ref_log_prob"] == -7).all()
+    assert asked == ["m"]
 
 
 def validation_run(results, **trainer):

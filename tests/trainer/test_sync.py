@@ -7,6 +7,7 @@ import pytest
 from tests.trainer.test_stages import fake_run
 from verlite.config.weight_routes import weight_routes
 from verlite.trainer.run import StepState
+from verlite.trainer.stages import weights
 from verlite.trainer.stages.weights import sync_weights
 
 
@@ -32,7 +33,12 @@ PROBES = [
     {"perf/weight_probe_gap": 1e-6, "perf/weight_probe_seconds": 0.1},
     {"perf/weight_probe_gap": 2e-6, "perf/weight_probe_seconds": 0.05},
 ]
-ANSWERS = {"offer_weights": OFFERS, "publish_weights": EXPORTED, "load_weights": PROBES}
+ANSWERS = {
+    "offer_weights": OFFERS,
+    "publish_weights": EXPORTED,
+    "fetch_weights": [],
+    "load_weights": PROBES,
+}
 IN_ORDER = [
     ("actor", "offer_weights", 4, pytest.approx(0.005)),
     ("actor", "publish_weights", OFFERS[0]),
@@ -59,6 +65,40 @@ def test_weight_sync_publishes_loads_and_then_releases_the_copy():
         "perf/weight_probe_gap": 2e-6,
         "perf/weight_probe_seconds": 0.1,
     }
+
+
+@pytest.mark.parametrize("fails", [None, "load_weights"])
+def test_inference_loads_with_the_engines_and_its_failure_keeps_the_version(fails, monkeypatch):
+    book, run = synced()
+    run.inference = Calls(book, "inference", fails)
+    monkeypatch.setattr(weights, "submit", lambda method, *arguments: Answer(method(*arguments)))
+    loads = ("inference", "load_weights", OFFERS[0], EXPORTED)
+    if fails:
+        with pytest.raises(RuntimeError, match="load_weights"):
+            sync_weights(run)
+        assert run.version == 3 and book == [*IN_ORDER[:2], loads]
+        return
+    sync_weights(run)
+    assert run.version == 4 and book == [*IN_ORDER[:2], loads, *IN_ORDER[2:]]
+    assert run.metrics["perf/weight_probe_gap"] == 2e-6, "of the engines alone"
+    book.clear()
+    run.plan.weights = weight_routes([0], [0], 1, 1, "auto", [1])
+    sync_weights(run)
+    sends, receives = ("actor", "publish_weights", OFFERS[0]), ("rollout", "fetch_weights", OFFERS)
+    assert book[1:4] == [sends, receives, ("inference", "fetch_weights", OFFERS)]
+    assert [call[:2] for call in book[-3:]] == [
+        (role, "release_weights") for role in ("actor", "rollout", "inference")
+    ]
+
+
+class Answer(list):
+    """A finished call."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def result(self):
+        return self.value
 
 
 def test_a_failed_weight_sync_does_not_change_the_version():

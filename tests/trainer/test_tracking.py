@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from verlite.files import RetryingWriter
 from verlite.trainer.display import short_name
 from verlite.trainer.tracking import BackgroundTracker, MetricsFile, Tracking, read_lines
 
@@ -25,7 +26,7 @@ class StubTracker:
 
 def test_every_step_is_one_json_object_readable_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path)
+    file = MetricsFile(path, RetryingWriter(pytest.fail))
     file.write(1, {"a": 0.5})
     assert json.loads(path.read_text()) == {"step": 1, "a": 0.5}
     file.write(2, {"a": float("nan")})
@@ -35,9 +36,12 @@ def test_every_step_is_one_json_object_readable_at_once(tmp_path):
 def test_resuming_drops_later_steps_and_an_incomplete_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "a')
-    file = MetricsFile(path, resumed_step=2)
+    warnings = []
+    file = MetricsFile(path, RetryingWriter(warnings.append), resumed_step=2)
     file.write(3, {})
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    assert (tmp_path / "metrics-unreadable.jsonl").read_text() == '{"step": 4, "a\n'
+    assert len(warnings) == 1
 
 
 def test_a_tracker_that_raises_warns_once(tmp_path):
@@ -69,7 +73,9 @@ def test_a_tracker_that_hangs_is_abandoned(tmp_path):
 def test_tensorboard_writes_events(tmp_path):
     pytest.importorskip("tensorboard")  # an optional dependency
     warnings = []
-    tracking = Tracking(["console", "tensorboard"], tmp_path, "p", "n", {}, warnings.append)
+    tracking = Tracking(
+        ["console", "tensorboard"], tmp_path, "p", "n", {}, RetryingWriter(warnings.append)
+    )
     tracking.log(1, {"critic/score/mean": 0.5})
     tracking.finish()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -80,10 +86,44 @@ def test_tensorboard_writes_events(tmp_path):
     assert events.Scalars("critic/score/mean")[0].value == 0.5
 
 
+def test_mlflow_has_metrics_and_settings(tmp_path, monkeypatch):
+    pytest.importorskip("alembic")  # optional dependencies
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    warnings = []
+    config = {"data": {"seed": 1}, "lists": list(range(200)), "more": {"x": {}}}
+    config |= {f"k{number}": number for number in range(150)}
+    tracking = Tracking(["mlflow"], tmp_path, "p", "n", config, RetryingWriter(warnings.append))
+    for step in (1, 2):
+        tracking.log(step, {"val-core/gsm8k/acc/mean@8": step / 2, "nan": float("nan")})
+    tracking.finish()
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "val-core/gsm8k/acc/mean_at_8")
+    assert [(one.step, one.value) for one in history] == [(1, 0.5), (2, 1.0)]
+    assert run.data.params["data.seed"] == "1" and run.data.params["k149"] == "149"
+    assert (run.info.status, run.info.run_name, warnings) == ("FINISHED", "n", [])
+
+
+def test_swanlab_offline_writes_files(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")  # an optional dependency
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    warnings = []
+    config = {"data": {"seed": 1}}
+    tracking = Tracking(["swanlab"], tmp_path, "p", "n", config, RetryingWriter(warnings.append))
+    tracking.log(1, {"critic/score/mean": 0.5})
+    tracking.finish()
+    assert warnings == []
+    (file,) = tmp_path.glob("swanlab/run-*/*.swanlab")
+    assert b"critic/score/mean" in file.read_bytes()
+
+
 def test_wandb_offline_logs_and_finishes(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     warnings = []
-    tracking = Tracking(["wandb"], tmp_path, "p", "n", {"seed": 1}, warnings.append)
+    tracking = Tracking(["wandb"], tmp_path, "p", "n", {"seed": 1}, RetryingWriter(warnings.append))
     tracking.log(1, {"critic/score/mean": 0.5})
     tracking.finish()
     assert warnings == []

@@ -43,7 +43,7 @@ def test_a_filled_payload_is_a_safetensors_file_and_views_return_its_tensors():
     assert len(header) % 64 == 0
 
 
-def test_bucket_files_are_mapped_anew_in_each_iteration():
+def test_bucket_files_can_be_read_twice():
     files = MemoryFiles()
     for bucket in in_buckets(NAMED, 2000):
         files.add(bucket)

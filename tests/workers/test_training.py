@@ -148,6 +148,22 @@ def test_save_returns_io_errors_and_raises_others():
         worker(SimpleNamespace(save=broken)).save("here")
 
 
+def test_a_hugging_face_folder_beside_the_shards_is_written_if_asked_for(monkeypatch):
+    written = []
+    engine = SimpleNamespace(
+        save=lambda folder: written.append(("shards", folder)),
+        save_pretrained=lambda folder, tokenizer: written.append((tokenizer, str(folder))),
+    )
+    monkeypatch.setattr("verlite.workers.actor.load_tokenizer", lambda model: "tokenizer")
+    actor = ActorWorker.__new__(ActorWorker)
+    actor.__dict__.update(worker(engine).__dict__)
+    assert actor.save("here") is None
+    assert written == [("shards", "here")]
+    actor.config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
+    assert actor.save("here") is None
+    assert written[1:] == [("shards", "here"), ("tokenizer", "here/huggingface")]
+
+
 def test_log_probs_stay_ragged_and_sums_go_to_the_driver():
     """Rows of 3 and 1 tokens. The middle token of the first is tool text."""
     log_probs = torch.tensor([[-0.5, 0.0, -1.0], [-2.25, 0.0, 0.0]])

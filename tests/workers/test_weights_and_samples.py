@@ -3,30 +3,41 @@
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.models import tiny_tokenizer
-from verlite.config.schema import Config, DataConfig
+from verlite.config.schema import Config, DataConfig, ModelConfig
 from verlite.config.weight_routes import weight_routes
 from verlite.envs.factory import EnvFactory
 from verlite.envs.step import Step, ToolError, encode_text
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
-from verlite.rollout.types import Completion, Sampling
+from verlite.rewards.scorer import Stream
+from verlite.rollout.types import Completion, Sampling, WeightSyncError
 from verlite.weights.collective import Sender
 from verlite.weights.fingerprint import fingerprint
+from verlite.weights.probe import Probe
 from verlite.weights.transport import Export
 from verlite.workers import rollout as rollouts
 from verlite.workers.actor import ActorWorker
 from verlite.workers.adapters import SyncedParts
+from verlite.workers.inference import InferenceWorker
 from verlite.workers.rollout import RolloutWorker
+from verlite.workers.rows import StepRows
+from verlite.workers.weight_reader import WeightReader
 
 WEIGHTS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2))]
 ADAPTERS = [("q.lora_A.weight", torch.ones(1, 2)), ("q.lora_B.weight", torch.full((3, 1), 2.0))]
-PARTS = {"merged": WEIGHTS, "base": WEIGHTS, "adapters": ADAPTERS}
+STORED = [
+    ("q.lora_A.default.weight", torch.ones(1, 2) / 3),
+    ("q.lora_B.default.weight", torch.ones(3, 1)),
+]
+PARTS = {"merged": WEIGHTS, "base": WEIGHTS, "adapters": ADAPTERS, "trained": STORED}
 CPU = torch.device("cpu")
 
 
@@ -42,22 +53,35 @@ class Rollout(OnCpu, RolloutWorker):
     """A rollout worker without Ray."""
 
 
-def plan(actor, rollout, transport="auto"):
+class Inference(OnCpu, InferenceWorker):
+    """An inference worker without Ray."""
+
+
+def plan(actor, rollout, transport="auto", inference=()):
     """Return the part of a plan that a weight sync reads: two devices a node."""
-    routes = weight_routes(actor, rollout, 1, 2, transport)
+    routes = weight_routes(actor, rollout, 1, 2, transport, inference)
+    placement = {"actor": actor, "rollout": rollout} | (
+        {"inference": inference} if inference else {}
+    )
     return SimpleNamespace(
         rollout_dtype="bfloat16",
-        placement={"actor": actor, "rollout": rollout},
+        train_dtype="bfloat16",
+        sync_dtype="bfloat16",
+        roles=tuple(placement),
+        placement=placement,
         devices_per_node=2,
         weights=routes,
         syncs_adapters=False,
+        max_model_len=8,
     )
 
 
-def config(folder="unused"):
-    rollout = SimpleNamespace(sync_bucket_mb=1)
+def config(folder="unused", lora_rank=0):
+    policy = SimpleNamespace(
+        rollout=SimpleNamespace(sync_bucket_mb=1), model=ModelConfig(path="x", lora_rank=lora_rank)
+    )
     return SimpleNamespace(
-        actor_rollout_ref=SimpleNamespace(rollout=rollout),
+        actor_rollout_ref=policy,
         trainer=SimpleNamespace(default_local_dir=str(folder)),
     )
 
@@ -90,6 +114,7 @@ def trainer_engine(calls):
         offload=lambda: calls.append("offload"),
         export=export,
         fingerprint=lambda dtype, part: fingerprint(PARTS[part], dtype),
+        own_fingerprint=lambda dtype: fingerprint(WEIGHTS + STORED, dtype),
     )
 
 
@@ -99,7 +124,7 @@ def engine_workers(routes, settings):
     for rank in range(len(routes.placement["rollout"])):
         rollout = Rollout.__new__(Rollout)
         rollout.rank, rollout.plan, rollout.config = rank, routes, settings
-        rollout._receiver = rollout._received = None
+        rollout._reader = reader(routes, settings, "rollout", rank)
         rollout.calls = calls = []
 
         def load(named, version, expected, calls=calls):
@@ -109,6 +134,36 @@ def engine_workers(routes, settings):
 
         rollout.engine = SimpleNamespace(wake=calls.append, load_weights=load)
         ranks.append(rollout)
+    return ranks
+
+
+def reader(routes, settings, role, rank):
+    folder = Path(settings.trainer.default_local_dir, "weights")
+    return WeightReader(routes.weights, routes.weights.reader(role, rank), folder, CPU)
+
+
+def inference_workers(routes, settings):
+    """Return the workers of `inference`. Each records the weights that it loads."""
+    ranks = []
+    for rank in range(len(routes.placement["inference"])):
+        inference = Inference.__new__(Inference)
+        inference.rank, inference.plan, inference.config = rank, routes, settings
+        inference.version, inference._not_ready = None, "no weight sync has reached it"
+        inference.rank_rows, inference._dtype = StepRows(), torch.bfloat16
+        inference._reader = reader(routes, settings, "inference", rank)
+        inference.loaded = loaded = {}
+
+        def load(named, loaded=loaded):
+            loaded.clear()
+            loaded.update((name, tensor.clone()) for name, tensor in named)
+
+        def own(dtype, loaded=loaded, has_adapters=settings.actor_rollout_ref.model.lora_rank):
+            return fingerprint([*(WEIGHTS if has_adapters else []), *loaded.items()], dtype)
+
+        inference.engine = SimpleNamespace(
+            onload=lambda: None, offload=lambda: None, load_weights=load, own_fingerprint=own
+        )
+        ranks.append(inference)
     return ranks
 
 
@@ -191,6 +246,74 @@ def test_adapters_are_sent_alone_once_the_engines_have_the_base_model(place, tmp
             actor._sender.abort("the test ends")
 
 
+WITH_INFERENCE = {
+    "one node": ([0], [1], "auto", [0, 1]),
+    "inference on another node": ([0, 1], [0, 1], "auto", [2, 3]),
+    "inference beside remote engines": ([0], [2, 4], "auto", [3, 5, 6]),
+    "cuda_ipc for engines": ([0, 1], [0, 1], "cuda_ipc", [1, 2]),
+    "a folder": ([0, 1], [2], "files", [4]),
+}
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("place", WITH_INFERENCE)
+def test_one_pass_feeds_engines_and_inference(place, lora_rank, tmp_path):
+    """With LoRA the engines get merged weights, and inference the adapters as they are stored."""
+    routes, settings = plan(*WITH_INFERENCE[place]), config(tmp_path, lora_rank)
+    trainer, engines = actors(routes, settings), engine_workers(routes, settings)
+    inference = inference_workers(routes, settings)
+    expected = STORED if lora_rank else WEIGHTS
+    needs = [DataProto.from_dict({}, {}, {"version": version}) for version in (4, 5)]
+    for worker in inference:
+        with pytest.raises(WeightSyncError, match="no weight sync has reached it"):
+            worker.check_version(needs[0])
+    exports = sync(trainer, [*engines, *inference], 5)
+    assert max(export.bytes for export in exports) == 2 * (10 + (2 + 3 if lora_rank else 0))
+    for engine in engines:
+        loaded = engine.calls[-2][1]
+        assert loaded.keys() == dict(WEIGHTS).keys()
+    for worker in inference:
+        assert worker.loaded.keys() == dict(expected).keys()
+        assert all(torch.equal(worker.loaded[name], t.bfloat16()) for name, t in expected)
+        worker.check_version(needs[1])
+        with pytest.raises(WeightSyncError, match=r"version 5\) refuses .* from version 4"):
+            worker.check_version(needs[0])
+    gathered = [call for call in trainer[0].calls if call[0] == "gathers for"]
+    assert len(gathered) == 1 + bool(lora_rank), "one pass, and one over the adapters"
+    for actor in trainer:
+        if actor._sender:
+            actor._sender.abort("the test ends")
+
+
+def test_inference_refuses_weights_that_are_not_the_actors():
+    """A value that differs is seen by the fingerprint, and two values exchanged by the probe."""
+    routes, settings = plan([0], [0], inference=[1]), config()
+    (actor,), (inference,) = actors(routes, settings), inference_workers(routes, settings)
+    good = Probe((1, 2, 3), (-1.0, -2.0), limit=0.1)
+    found = []
+    inference.engine.probe = lambda limit, length: found[-1]
+
+    def load(version, weights, own_log_probs):
+        offer = replace(actor.offer_weights(version, None), probe=good)
+        exports = [actor.publish_weights(offer)]
+        found.append(replace(good, log_probs=own_log_probs))
+        inference._reader = SimpleNamespace(published=lambda *_, trained: weights)
+        inference.load_weights(offer, exports)
+        actor.release_weights()
+
+    load(1, WEIGHTS, (-1.0, -2.0))
+    with pytest.raises(WeightSyncError, match="version 2: the weights of inference have finger"):
+        load(2, [("a", torch.arange(6.0)), ("b", torch.tensor([[1.0, 1.0], [1.0, 2.0]]))], (-1, -2))
+    needs = DataProto.from_dict({}, {}, {"version": 1})
+    assert inference.version == 1
+    with pytest.raises(WeightSyncError, match="the sync to version 2 did not complete"):
+        inference.check_version(needs)
+    with pytest.raises(WeightSyncError, match="A shard may be in the place of another"):
+        load(2, [("a", torch.arange(5.0, -1, -1)), ("b", torch.ones(2, 2))], (-2.0, -1.0))
+    load(2, WEIGHTS, (-1.0, -2.0))
+    assert inference.version == 2
+
+
 def test_ranks_that_only_help_to_gather_keep_nothing():
     routes = plan([0, 1], [0, 1])
     trainer = actors(routes, config())
@@ -225,7 +348,7 @@ def test_engines_sleep_until_the_first_sync(tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "build_engine", lambda *args: engine)
     settings = Config(data=DataConfig(train_files="x"))
     routes = plan([0], [0])
-    vars(routes).update(max_turns=0, rollout_name="hf", max_model_len=8)
+    vars(routes).update(max_turns=0, rollout_name="hf", max_model_len=8, engines=1)
     rollout = Rollout.__new__(Rollout)
     rollout._spec = SimpleNamespace(devices_on_node=1, devices=1, device_kind="cpu")
     rollout.rank = 0
@@ -269,6 +392,9 @@ class Scores:
     def score(self, items, limit_s=None):
         self.scored += items
         return [next(self.results, RewardResult(1.0)) for _ in items]
+
+    def stream(self):
+        return Stream(self, timeout_s=60)
 
 
 def requests(prompts, **columns):

@@ -246,6 +246,11 @@ def discounted_to_go(x: Tensor, mask: Tensor, decay: float) -> Tensor:
     return y.t().contiguous()
 
 
+def to_go(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of `x` [B, R] over each sampled token and the later ones; 0 elsewhere."""
+    return torch.where(mask, discounted_to_go(torch.where(mask, x, 0), mask, 1.0), 0)
+
+
 def rewards_to_go(inputs: AdvantageInputs) -> Tensor:
     """Return G_t = r_t + gamma * G_next over sampled tokens, [B, R]; 0 elsewhere."""
     return torch.where(inputs.mask, discounted_to_go(inputs.rewards, inputs.mask, inputs.gamma), 0)
@@ -387,7 +392,7 @@ def rloo_token_kl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     advantage = _leave_one_out(token_scores.sum(-1).double(), inputs.groups)
     low, high = inputs.reward_clip_range
     advantage = advantage.clamp(low, high).to(torch.float32)
-    kl_to_go = discounted_to_go(inputs.rewards - token_scores, inputs.mask, 1.0)
+    kl_to_go = to_go(inputs.rewards - token_scores, inputs.mask)
     return _twice(torch.where(inputs.mask, kl_to_go + advantage.unsqueeze(-1), 0))
 
 

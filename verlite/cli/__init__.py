@@ -10,7 +10,20 @@ from typing import Annotated
 import typer
 
 from verlite import __version__
-from verlite.cli import check, contract, curve, explain, export, plan, serve, show
+from verlite.cli import (
+    check,
+    cluster,
+    contract,
+    convert,
+    curve,
+    explain,
+    export,
+    launch,
+    plan,
+    serve,
+    show,
+    stacks,
+)
 
 PASS_THROUGH = {
     "ignore_unknown_options": True,
@@ -33,8 +46,12 @@ app.command()(explain.explain)
 app.command()(export.export)
 app.command()(curve.curve)
 app.command()(show.show)
+app.command()(stacks.stacks)
 app.command()(contract.contract)
 app.add_typer(serve.app, name="serve")
+app.add_typer(cluster.app, name="cluster")
+app.add_typer(launch.app, name="launch")
+app.add_typer(convert.app, name="convert")
 
 
 def _print_version(requested: bool) -> None:

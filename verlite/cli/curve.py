@@ -37,4 +37,6 @@ def curve(
                 f"{first:.3f} at step {first_step}, {last:.3f} at step {last_step}"
             )
             print(f"{plot(points)}\n")
+    if rewards.unreadable:
+        print(f"lines of metrics.jsonl that cannot be read: {rewards.unreadable}")
     print(f"wrote {target}")

@@ -12,11 +12,14 @@ def explain(
         str,
         typer.Argument(help="A key, a section, an old name, or the last part of one: optim.lr"),
     ] = "",
+    sft: Annotated[bool, typer.Option("--sft", help="A key of main_sft.")] = False,
 ) -> None:
     """Print the meaning, type, default and legal values of a configuration key."""
+    from verlite.config.command import PPO
     from verlite.config.explain import explain as explain_key
+    from verlite.config.sft import SFT
 
     try:
-        print(explain_key(key))
+        print(explain_key(key, SFT if sft else PPO))
     except KeyError as error:
         fail(error.args[0])

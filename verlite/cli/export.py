@@ -1,5 +1,6 @@
 """`verlite export`: convert a checkpoint to a Hugging Face model folder."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,9 +29,9 @@ def export(
     from verlite.trainer.checkpoints import CheckpointError
 
     try:
-        folder = find_checkpoint(Path(checkpoint).expanduser())
-        difference = export_checkpoint(folder, Path(target).expanduser(), dtype)
+        found = find_checkpoint(Path(checkpoint).expanduser(), partial(typer.echo, err=True))
+        difference = export_checkpoint(found, Path(target).expanduser(), dtype)
     except CheckpointError as error:
         fail(error)
-    print(f"wrote {folder} to {target} in {dtype}")
+    print(f"wrote {found.path} to {target} in {dtype}")
     print(f"largest log-prob difference after reloading: {difference:.1e}")

@@ -1,6 +1,7 @@
 """`verlite plan`: print what a training command needs, before anything is started."""
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,6 +50,7 @@ def plan(
 
 def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> None:
     from verlite.config.plan import make_plan
+    from verlite.config.problems import Note
     from verlite.config.show import console, notes_text
     from verlite.sizing.devices import DevicesError, choose_devices
 
@@ -58,9 +60,9 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
     except DevicesError as error:
         fail(error)
     terminal = console()
-    terminal.print(made.table())
+    terminal.print(replace(made, drawing="").table())  # placement_table shows more
     if loaded.lacking:
-        notes = [f"a run on this machine would be refused: {text}" for text in loaded.lacking]
+        notes = [Note(f"a run on this machine would be refused: {text}") for text in loaded.lacking]
         terminal.print(notes_text(notes), soft_wrap=True)
     # What follows builds models, which takes seconds to import.
     from verlite.engine.folder import ModelError

@@ -1,18 +1,73 @@
 """`verlite serve`: run a service that training calls over HTTP."""
 
+import os
+import signal
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from verlite.cli.common import fail
 
+if TYPE_CHECKING:
+    import socket
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Run a service that training calls over HTTP.",
+    # Options may be written with _ in place of -, as OpenRLHF and others write them.
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
+
+
+Host = Annotated[
+    str,
+    typer.Option(help="Address to listen on. By default only this machine can connect."),
+]
+TokenEnv = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Environment variable with the token that clients have to send."
+    ),
+]
+TokenFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="File with that token."),
+]
+
+
+def reserve(
+    host: str, port: int, token_env: str | None, token_file: str | None
+) -> tuple["socket.socket", str | None]:
+    """Return a bound socket and the token. Print the problem and exit if there is one.
+
+    A service that other machines can reach without a token gets a warning.
+    """
+    from verlite.http.address import ServiceError, bind, open_to_others
+    from verlite.http.token import TokenError, token_of_file, token_of_variable
+
+    token = None
+    try:
+        if token_env and token_file:
+            raise TokenError("--token-env and --token-file are both given; keep one")
+        if token_env:
+            token = token_of_variable(token_env, "--token-env")
+        elif token_file:
+            token = token_of_file(token_file, "--token-file")
+        bound = bind(host, port)
+    except TokenError as error:
+        fail(error)
+    except ServiceError as error:
+        fail(error, code=1)
+    if token is None and open_to_others(bound):
+        typer.echo(
+            f"warning: every machine that reaches {host} can use this service; "
+            "--token-env NAME or --token-file FILE asks clients for a token",
+            err=True,
+        )
+    return bound, token
 
 
 class Retriever(StrEnum):
@@ -49,10 +104,7 @@ def retriever(
         int,
         typer.Option(min=1, max=100, help="Passages per query, if the request has no topk."),
     ] = 3,
-    host: Annotated[
-        str,
-        typer.Option(help="Address to listen on. By default only this machine can connect."),
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
     k1: Annotated[float, typer.Option(min=0, help="bm25: weight of repeated words.")] = 0.9,
     b: Annotated[
@@ -71,19 +123,19 @@ def retriever(
     max_batch: Annotated[int, typer.Option(min=1, help="Queries per search batch.")] = 32,
     max_queries: Annotated[int, typer.Option(min=1, help="Queries per request.")] = 1024,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes per request.")] = 1 << 20,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Serve search over a corpus: POST /retrieve in Search-R1's wire format.
 
     docs/retriever.md describes the format.
     """
-    from verlite.services.corpus import ServiceError
+    from verlite.http.address import ServiceError, url
+    from verlite.http.server import run
     from verlite.services.index import BM25, Index, open_index
-    from verlite.services.retriever import Limits, bind, make_app, progress, run, url
+    from verlite.services.retriever import Limits, make_app, progress
 
-    try:
-        bound = bind(host, port)
-    except ServiceError as error:
-        fail(error, code=1)
+    bound, token = reserve(host, port, token_env, token_file)
     try:
         if rebuild and index is None:
             raise ServiceError("--rebuild has no effect without --index DIR")
@@ -99,5 +151,288 @@ def retriever(
     except (ServiceError, OSError) as error:
         fail(error)
     limits = Limits(body=max_body, queries=max_queries)
-    service = make_app(passages, finder, topk, max_batch, limits)
-    run(service, bound, f"serving {len(passages)} documents ({finder.name}) at {url(bound)}")
+    service = make_app(passages, finder, topk, max_batch, limits, token)
+    address = url(bound, "/retrieve")
+    run(service, bound, f"serving {len(passages)} documents ({finder.name}) at {address}")
+
+
+class PromptTemplate(StrEnum):
+    """How text prompts mark turns."""
+
+    chatml = "chatml"
+    qwen1 = "qwen1"
+    base = "base"
+
+
+@app.command()
+def reward(
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="Ground truths by prompt: .json, .jsonl or .parquet, or several with commas. "
+            "Not needed if every request has labels."
+        ),
+    ] = None,
+    input_key: Annotated[
+        str, typer.Option(help="Column of the prompt: chat messages, or text.")
+    ] = "prompt",
+    answer_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of the ground truth; dots for nested ones.",
+            show_default="answer, else reward_model.ground_truth",
+        ),
+    ] = None,
+    prompt_template: Annotated[
+        PromptTemplate, typer.Option(help="How text prompts mark turns.")
+    ] = PromptTemplate.chatml,
+    format_weight: Annotated[
+        float, typer.Option(min=0, help="Reward of <think>...</think><answer>...</answer>.")
+    ] = 0.5,
+    function: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE:NAME",
+            help="Your own compute_score(data_source, solution_str, ground_truth, extra_info), "
+            "or OpenRLHF's reward_func(queries, prompts, labels).",
+        ),
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 5000,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Scoring processes.", show_default="one per core")
+    ] = None,
+    item_timeout: Annotated[
+        float, typer.Option(min=0.01, help="Seconds to score one answer.")
+    ] = 10.0,
+    max_answers: Annotated[int, typer.Option(min=1, help="Answers per request.")] = 4096,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Answers that may wait. A further request gets status 503.")
+    ] = 65536,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes per request.")] = 1 << 26,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Serve rewards: POST /get_reward in OpenRLHF's wire format, for mathematics or a function.
+
+    docs/reward_service.md describes the format.
+    """
+    from verlite.http.address import ServiceError, url
+    from verlite.http.server import run
+    from verlite.rewards.process import FunctionError
+    from verlite.services.reward import Limits, make_app, scoring
+    from verlite.services.truths import TEMPLATES, read_truths
+
+    bound, token = reserve(host, port, token_env, token_file)
+    template = TEMPLATES[prompt_template]
+    try:
+        files = [file for file in (dataset or "").split(",") if file]
+        truths = read_truths(files, input_key, answer_key, template) if files else None
+        scorer = scoring(function, format_weight, item_timeout, processes, max_waiting)
+    except (ServiceError, FunctionError) as error:
+        fail(error)
+    service = make_app(scorer, truths, template, Limits(max_body, max_answers), token)
+    known = f"{len(truths)} ground truths" if truths else "the ground truths of requests"
+    run(service, bound, f"scoring with {known} at {url(bound, '/get_reward')}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def generation(
+    context: typer.Context,
+    model_path: Annotated[
+        str, typer.Option("--model-path", "--model_path", help="Folder or hub name of the model.")
+    ],
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size", "--tensor_parallel_size", min=1, help="GPUs of the server."
+        ),
+    ] = 1,
+    dtype: Annotated[
+        str,
+        typer.Option(help="Of the weights. auto, as rollout.dtype: bfloat16, on CPUs float32."),
+    ] = "auto",
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len", "--max_model_len", min=1, help="Longest sequence; default: model's."
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int,
+        typer.Option(
+            "--max-num-seqs", "--max_num_seqs", min=1, help="Sequences generated at one time."
+        ),
+    ] = 256,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            "--gpu-memory-utilization", "--gpu_memory_utilization", min=0.01, max=1, help="Share."
+        ),
+    ] = 0.9,
+    enforce_eager: Annotated[
+        bool,
+        typer.Option("--enforce-eager", "--enforce_eager", help="No compilation, no CUDA graphs."),
+    ] = False,
+    kv_cache_gb: Annotated[
+        float,
+        typer.Option("--kv-cache-gb", "--kv_cache_gb", help="On CPUs: GiB of the KV cache."),
+    ] = 4.0,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Serve generation for rollout.name=server: a stock `vllm serve` with the flags it needs.
+
+    Further options are those of `vllm serve`. docs/generation_service.md describes the service.
+    """
+    import os
+
+    from verlite.config import machine
+    from verlite.config.plan import resolve_dtype
+    from verlite.rollout.servers.command import (
+        ServerOptions,
+        command,
+        environment,
+        missing_plugin,
+    )
+
+    problem = missing_plugin()
+    if problem:
+        fail(problem, code=1)
+    device = "cuda" if machine.visible_gpus() else "cpu"
+    options = ServerOptions(
+        model_path,
+        host,
+        port,
+        tensor_parallel_size,
+        resolve_dtype(dtype, device),
+        max_model_len,
+        max_num_seqs,
+        gpu_memory_utilization if device == "cuda" else None,
+        enforce_eager,
+        kv_cache_gb if device == "cpu" else None,
+        context.args,
+    )
+    bound, token = reserve(host, port, token_env, token_file)
+    bound.close()  # vLLM opens the port itself
+    words = command(options)
+    os.execve(words[0], words, os.environ | environment(token))
+
+
+class Dtype(StrEnum):
+    """Precisions of a model."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(StrEnum):
+    """Kinds of devices."""
+
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+@app.command()
+def reference(
+    model_path: Annotated[
+        str,
+        typer.Option("--model_path", "--model-path", help="Hugging Face folder, or hub name."),
+    ],
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor_parallel_size",
+            "--tensor-parallel-size",
+            min=1,
+            help="GPUs: the weights are sharded over them (FSDP2), and each computes a part of "
+            "the sequences. On CPUs: processes.",
+        ),
+    ] = 1,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8001,
+    dtype: Annotated[
+        Dtype, typer.Option(help="In which it computes. auto: bfloat16 on GPUs, float32 on CPUs.")
+    ] = Dtype.auto,
+    model_dtype: Annotated[
+        Dtype,
+        typer.Option(
+            "--model_dtype", "--model-dtype", help="Of the weights in memory. auto: as --dtype."
+        ),
+    ] = Dtype.auto,
+    device: Annotated[Device, typer.Option(help="auto: cuda if there is a GPU.")] = Device.auto,
+    max_tokens_per_gpu: Annotated[
+        int,
+        typer.Option(
+            "--max_tokens_per_gpu", "--max-tokens-per-gpu", min=1, help="Tokens of one pass."
+        ),
+    ] = 16384,
+    max_sequences: Annotated[
+        int, typer.Option("--max_sequences", "--max-sequences", min=1, help="Per request.")
+    ] = 4096,
+    max_body: Annotated[
+        int, typer.Option("--max_body", "--max-body", min=1, help="Bytes per request.")
+    ] = 1 << 26,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust_remote_code",
+            "--trust-remote-code",
+            help="Run Python code that comes with the model.",
+        ),
+    ] = False,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Serve log-probs of given tokens: POST /log_probs, GET /model, GET /health.
+
+    Training uses it with actor_rollout_ref.ref.url. docs/reference_service.md
+    """
+    from verlite.config.machine import visible_gpus
+    from verlite.engine.scoring import Scorer, ScoringError, Settings, default_device
+    from verlite.http.address import url
+    from verlite.http.server import run
+    from verlite.services.reference import Limits, make_app
+    from verlite.services.reference_wire import ModelInfo
+
+    kind = default_device() if device == Device.auto else device.value
+    if kind == "cuda" and tensor_parallel_size > visible_gpus():
+        fail(
+            f"--tensor_parallel_size {tensor_parallel_size}: this machine has {visible_gpus()} "
+            "visible GPUs. Use fewer, or --device cpu."
+        )
+    bound, token = reserve(host, port, token_env, token_file)
+    settings = Settings(
+        model_path,
+        tensor_parallel_size,
+        kind,
+        dtype.value,
+        model_dtype.value,
+        max_tokens_per_gpu,
+        trust_remote_code,
+    )
+    try:
+        scorer = Scorer(settings)
+    except ScoringError as error:
+        fail(error, code=1)
+    info = ModelInfo(
+        model=scorer.identity, name=Path(model_path).name, ranks=settings.ranks, **scorer.facts
+    )
+    limits = Limits(body=max_body, sequences=max_sequences)
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    service = make_app(scorer, info, settings.ranks * max_tokens_per_gpu, limits, token, end)
+    processes = "1 process" if settings.ranks == 1 else f"{settings.ranks} processes"
+    try:
+        run(service, bound, f"serving {info.name} ({info.dtype}, {processes}) at {url(bound)}")
+    finally:
+        scorer.close()
+    if service.state.desk.lost:
+        raise typer.Exit(1)

@@ -25,19 +25,24 @@ def show(
 ) -> None:
     """Print a step's samples: turns, tool calls and results, rewards, and the trained text."""
     from verlite.config.show import console
+    from verlite.files import one_line
     from verlite.report.samples import legend, lowest_scores, read_samples, render
 
     try:
-        path, samples = read_samples(Path(run_dir), step, validation)
+        path, samples, unreadable = read_samples(Path(run_dir), step, validation)
     except ValueError as error:
         fail(error)
     shown = lowest_scores(samples, worst) if worst else samples[:count]
     out = console()
     out.print(f"{path}: {len(shown)} of {len(samples)} samples", legend(), highlight=False)
+    if unreadable:
+        out.print(f"lines that cannot be read: {unreadable}", style="yellow", highlight=False)
     for number, sample in enumerate(shown, start=1):
         try:
             rendered = render(sample, whole)
-        except (KeyError, TypeError, AttributeError) as error:
-            fail(f"{path}: sample {number} is malformed: {type(error).__name__}: {error}")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            cause = one_line(f"{type(error).__name__}: {error}")
+            out.print(f"sample {number} is malformed: {cause}", style="yellow", markup=False)
+            continue
         out.print()
         out.print(rendered)

@@ -1,13 +1,13 @@
-"""Key names of verl and Search-R1, and how verlite treats them. Data only; `load` applies it.
+"""Key names of verl, Search-R1 and RLinf, and what happens to them. Data only; `load` applies it.
 
-The tables are searched in the order of this file, and the first match wins. A `*` in a name matches
-any text; in a new name it stands for the same text. A name that is in neither the schema nor these
-tables is an error that suggests the nearest names.
+A `*` in a name matches any text; in a new name it stands for the same text. A name that is in
+neither the schema nor these tables is an error that suggests the nearest names. `sft_aliases` has
+the tables of main_sft.
 """
 
-import re
-from collections.abc import Iterator
 from typing import Any
+
+from verlite.config.translation import Tables
 
 ACTOR = "actor_rollout_ref.actor."
 MODEL = "actor_rollout_ref.model."
@@ -22,19 +22,34 @@ RENAMED: dict[str, str] = {
     "data.trust_remote_code": f"{MODEL}trust_remote_code",
     "data.tokenizer": f"{MODEL}tokenizer_path",
     f"{ROLLOUT}n_agent": f"{ROLLOUT}n",
+    f"{ROLLOUT}n_val": f"{ROLLOUT}val_kwargs.n",
+    f"{ROLLOUT}val_temperature": f"{ROLLOUT}val_kwargs.temperature",
+    f"{ROLLOUT}enable_sleep_mode": f"{ROLLOUT}free_cache_engine",
     f"{ROLLOUT}prompt_length": "data.max_prompt_length",
     f"{ROLLOUT}response_length": "data.max_response_length",
     f"{ROLLOUT}update_weights_bucket_megabytes": f"{ROLLOUT}sync_bucket_mb",
     f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes": f"{ROLLOUT}sync_bucket_mb",
+    f"{ACTOR}checkpoint.contents": f"{ACTOR}checkpoint.save_contents",
     f"{ACTOR}optim.clip_grad": f"{ACTOR}grad_clip",
     f"{ACTOR}optim.warmup_style": f"{ACTOR}optim.lr_scheduler_type",
     f"{ACTOR}use_torch_compile": f"{ACTOR}fsdp_config.use_torch_compile",
+    f"{ACTOR}use_remove_padding": f"{MODEL}use_remove_padding",
+    f"{ACTOR}policy_loss.tau_pos": f"{ACTOR}tau_pos",
+    f"{ACTOR}policy_loss.tau_neg": f"{ACTOR}tau_neg",
+    "*.fsdp_config.mixed_precision.param_dtype": "*.fsdp_config.dtype",
+    "*.model.lora.rank": "*.model.lora_rank",
+    "*.model.lora.alpha": "*.model.lora_alpha",
+    "*.model.lora.adapter_path": "*.model.lora_adapter_path",
+    f"{MODEL}lora.merge": f"{ROLLOUT}lora_sync",
     f"{REF}use_torch_compile": f"{REF}fsdp_config.use_torch_compile",
     "critic.optim.clip_grad": "critic.grad_clip",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size": f"{ACTOR}ulysses_sequence_parallel_size",
     f"{REF}fsdp_config.ulysses_sequence_parallel_size": f"{REF}ulysses_sequence_parallel_size",
     "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
+    "critic.model.fsdp_config.ulysses_sequence_parallel_size": (
+        "critic.ulysses_sequence_parallel_size"
+    ),
     "critic.fsdp.*": "critic.model.fsdp_config.*",
     "reward.custom_reward_function.*": "custom_reward_function.*",
     "reward_model.overlong_buffer.*": "reward.overlong_buffer.*",
@@ -48,7 +63,10 @@ RENAMED: dict[str, str] = {
     "reward_model.final_format_score": f"{REWARD_KWARGS}.final_format_score",
     "reward_model.retrieval_score": f"{REWARD_KWARGS}.retrieval_score",
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
+    "trainer.checkpoints_dir": "trainer.default_local_dir",
     "ray_init.num_cpus": "ray_kwargs.ray_init.num_cpus",
+    "cluster.num_nodes": "trainer.nnodes",
+    "cluster.num_gpus_per_node": "trainer.n_gpus_per_node",
 }
 """Old name -> new name with the same unit."""
 
@@ -59,6 +77,33 @@ NULL_MEANS: dict[str, Any] = {
     "critic.optim.lr_scheduler_type": "constant",
 }
 """New name -> the value that null under an old name means."""
+
+SPELLINGS: dict[str, dict[str, str]] = {
+    f"{ROLLOUT}lora_sync": {"true": "merged", "false": "adapter"},
+    "*.fsdp_config.model_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+    "*.fsdp_config.dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+    "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
+    "algorithm.rollout_correction.rollout_rs": {
+        "token": "token_k1",
+        "sequence": "seq_sum_k1",
+        "geometric": "seq_mean_k1",
+    },
+    "custom_reward_function.name": {"null": "compute_score"},
+}
+"""New name -> {another spelling of a value, in lower case: the value}."""
+
+SEVERAL: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "*.fsdp_config.offload_policy": (
+        True,
+        ("*.fsdp_config.param_offload", "*.fsdp_config.optimizer_offload"),
+    ),
+}
+"""Old key -> (its value, the keys that then get this value)."""
+
+IMPLIED: dict[str, dict[str, str]] = {
+    "trainer.logger": {"file": "metrics.jsonl is always written"},
+}
+"""Key with a list -> {item that is left out: reason}."""
 
 PER_DEVICE: dict[str, str] = {
     f"{ACTOR}ppo_micro_batch_size": f"{ACTOR}ppo_micro_batch_size_per_gpu",
@@ -72,11 +117,65 @@ PER_DEVICE: dict[str, str] = {
 _NO_REWARD_MODEL = (
     "rewards come from functions: custom_reward_function.path, or the scorer of the data source"
 )
+_REWARD_MANAGER = (
+    "each sample is scored by itself, many at a time, as soon as it is finished; a length penalty "
+    "is set by reward.overlong_buffer, and a function of lists is called with lists of one sample "
+    "by a custom_reward_function.path of your own"
+)
 _ALWAYS_WRITTEN = "samples are saved in rollouts/ of the run directory: trainer.rollouts_per_step"
 _TEXT_ONLY = "this version trains on text only"
 _ONE_PATH = "verlite has one rollout path, which trains on the sampled token ids"
 _CHUNKED = "log-probs and entropy are always computed in chunks, without storing the logits"
+RAY_INIT = "ray_kwargs.ray_init."
+RUNTIME_ENV = f"{RAY_INIT}runtime_env."
+_RAY_LOGS = "workers write into logs/ of the run directory"
+_NO_DASHBOARD = "a local cluster has no dashboard; `ray start --head` starts one"
+_RAY_START = (
+    "It is an option of `ray start`: start the cluster with it, then run this command there."
+)
+_WHOLE_JOB = (
+    "The driver and its workers must have the same: submit the command with "
+    "`ray job submit --runtime-env-json`."
+)
 _TOOLS = "tools belong to the environment: env.name"
+_PACKED = "batches are packed without padding"
+_NO_NPU = "Ascend NPUs are not supported"
+_NO_SANDBOX = "Run generated code in your own reward function: custom_reward_function.path."
+_NO_REPLAY = "Router replay is not supported."
+_NO_QAT = "Quantization-aware training is not supported."
+_FSDP2 = "Training engines use FSDP2; set fsdp_config instead."
+_ADAMW = (
+    "The optimizer is AdamW of torch: set optim.lr, betas, eps, weight_decay, lr_scheduler_type, "
+    "lr_warmup_steps and min_lr_ratio."
+)
+OTHER_OPTIMIZERS = (
+    "decay_type",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "init_lr_ratio",
+    "lr_decay_ratio",
+    "lr_decay_steps",
+    "lr_decay_style",
+    "lr_min",
+    "lr_start",
+    "lr_warmup_init",
+    "lr_wsd_decay_*",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "master_weights",
+    "min_lr",
+    "min_lr_factor",
+    "muon_*",
+    "name",
+    "override_optimizer_config.*",
+    "store_param_remainders",
+    "use_checkpoint_opt_param_scheduler",
+    "use_layer_wise_distributed_optimizer",
+    "use_precision_aware_optimizer",
+    "weight_decay_incr_style",
+)
+"""Keys of the optimizers of verl's other training engines."""
+_TIMINGS = "timings per phase are in metrics.jsonl"
 _CHECKPOINT = (
     "a checkpoint always contains everything that a resume needs; "
     "trainer.export_hf writes the Hugging Face folder"
@@ -152,15 +251,29 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.function_tool_path": ((None,), _TOOLS),
     "reward_model.enable": ((False,), _NO_REWARD_MODEL),
     "reward.reward_model.enable": ((False,), _NO_REWARD_MODEL),
-    "reward_model.reward_manager": (("naive", "dapo"), _NO_REWARD_MODEL),
-    "reward_manager.name": (("naive", "dapo"), _NO_REWARD_MODEL),
-    "reward.reward_manager.name": (("naive", "dapo"), _NO_REWARD_MODEL),
+    "reward_model.reward_manager": (("naive", "dapo", "prime"), _REWARD_MANAGER),
+    "reward_manager.name": (("naive", "dapo", "prime"), _REWARD_MANAGER),
+    "reward.reward_manager.name": (("naive", "dapo", "prime"), _REWARD_MANAGER),
+    "data.continuous_token.enable": ((True, False), _ONE_PATH),
+    f"{ROLLOUT}logprobs_mode": (
+        ("processed_logprobs",),
+        "rollout log-probs are those of the distribution that was sampled from",
+    ),
+    f"{ROLLOUT}scheduling_policy": (("fcfs",), "requests are served in order"),
+    f"{ROLLOUT}over_sample_rate": ((0,), "use data.gen_batch_size with algorithm.filter_groups"),
+    f"{ROLLOUT}moe_load_balance_metrics_interval": ((0,), "the load of experts is not logged"),
     "algorithm.use_pf_ppo": ((False,), "PF-PPO is not supported"),
     "trainer.del_local_ckpt_after_load": (
         (False,),
         "trainer.max_actor_ckpt_to_keep removes old checkpoints",
     ),
-    "trainer.profile_steps": ((None,), "timings per phase are in metrics.jsonl"),
+    "trainer.profile_steps": ((None,), _TIMINGS),
+    f"{RUNTIME_ENV}working_dir": (
+        (None,),
+        "workers run in the driver's folder. `ray job submit --working-dir` copies a folder to "
+        "every node",
+    ),
+    f"{RAY_INIT}local_mode": ((False,), "workers are processes; trainer.device=cpu needs no GPU"),
     "trainer.remove_previous_ckpt_in_save": ((False,), "use trainer.max_actor_ckpt_to_keep=1"),
 }
 """Key without a choice in verlite -> (accepted values, reason). Other values are errors."""
@@ -169,16 +282,65 @@ REFUSED: dict[str, str] = {
     "data.image_key": _TEXT_ONLY,
     "data.video_key": _TEXT_ONLY,
     "data.audio_key": _TEXT_ONLY,
-    "*.fsdp_config.mixed_precision.*": "Use fsdp_config.dtype. Reductions are always float32.",
-    "*.megatron.*": "Training engines use FSDP2; set fsdp_config instead.",
+    **{f"*.{engine}.*": _FSDP2 for engine in ("megatron", "veomni", "torchtitan", "mindspeed")},
+    f"{REF}optim.*": "The reference is not trained.",
+    **{f"*.optim.{name}": _ADAMW for name in OTHER_OPTIMIZERS},
     f"{ACTOR}policy_loss.*": "Its loss is not supported.",
     "reward_model.reward_kwargs.*": "Use your own reward function: custom_reward_function.path.",
     f"{REF}model.*": "The reference is the initial policy: actor_rollout_ref.model.path.",
-    f"{MODEL}lora.merge": f"Use {ROLLOUT}lora_sync: merged (true) or adapter (false).",
+    "*.model.lora.*": "Use model.lora_rank, lora_alpha and target_modules.",
+    "*.model.mtp.*": "Multi-token prediction is not supported.",
+    f"{ROLLOUT}mtp": "Multi-token prediction is not supported.",
+    "*.qat.*": _NO_QAT,
+    f"{ROLLOUT}qat": _NO_QAT,
+    f"{ROLLOUT}quantization_config_file": "Quantized engines are not supported.",
+    "*.router_replay.*": _NO_REPLAY,
+    f"{ROLLOUT}enable_rollout_routing_replay": _NO_REPLAY,
+    f"{ROLLOUT}disaggregation.*": "An engine computes prompts and answers on the same devices.",
+    f"{ROLLOUT}agent.*": "Write an environment: env.name (docs/agents.md).",
+    f"{ROLLOUT}checkpoint_engine.*": "rollout.weight_transport chooses how weights are sent.",
+    f"{REF}model": "The reference is the initial policy: actor_rollout_ref.model.path.",
+    "*.turbo_config.*": _NO_NPU,
+    "data.image_patch_size": _TEXT_ONLY,
+    "data.mm_processor_kwargs": _TEXT_ONLY,
+    "data.continuous_token.model_family": _ONE_PATH,
+    "reward.sandbox_fusion.*": _NO_SANDBOX,
+    "reward_model.sandbox_fusion.*": _NO_SANDBOX,
+    "sandbox_fusion.*": _NO_SANDBOX,
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": (
+        'Write both bounds in rollout_rs_threshold: "0.5_2.0" (docs/algorithms.md).'
+    ),
+    "algorithm.rollout_correction.rollout_token_veto_threshold": (
+        "Use rollout_rs=token_k1, which rejects tokens, or seq_max_k2, which rejects responses "
+        "with such a token."
+    ),
+    "algorithm.rollout_correction.use_policy_gradient": (
+        "Use rollout_correction.bypass_mode=true with loss_type=reinforce."
+    ),
     f"{ROLLOUT}multi_turn.*": "Configure multi-turn rollouts with max_turns and env.name.",
     f"{ROLLOUT}skip_rollout": "Samples are always generated.",
+    f"{ROLLOUT}skip_dump_dir": "Samples are always generated.",
+    f"{ROLLOUT}skip.*": "Samples are always generated.",
+    "skip.*": "Samples are always generated.",
     "reward_manager.*": "Use custom_reward_function.path and name.",
     "reward.reward_manager.*": "Use custom_reward_function.path and name.",
+    f"{RUNTIME_ENV}*": _WHOLE_JOB,
+    **{
+        f"{RAY_INIT}{name}": _RAY_START
+        for name in (
+            "resources",
+            "resources.*",
+            "labels",
+            "labels.*",
+            "enable_resource_isolation",
+            "cgroup_path",
+            "system_reserved_cpu",
+            "system_reserved_memory",
+            "_system_config",
+            "_system_config.*",
+        )
+    },
+    f"{RAY_INIT}job_config": _WHOLE_JOB,
     "distillation.*": "Distillation is not supported.",
     "transfer_queue.*": "Batches travel through Ray's object store.",
 }
@@ -202,21 +364,42 @@ IGNORED: dict[str, str] = {
     "*.fsdp_config.use_orig_params": "FSDP2 always uses the original parameters",
     "*.fsdp_config.wrap_policy.*": "each transformer block is a sharding unit",
     "*.fsdp_config.seed": "use data.seed, rollout.seed and actor.data_loader_seed",
+    "*.fsdp_config.mixed_precision.reduce_dtype": "gradients are reduced in float32",
+    "*.fsdp_config.mixed_precision.buffer_dtype": "buffers keep their dtype",
+    "*.fsdp_config.forward_only": "each role knows whether it trains",
+    "*.use_fused_kernels": _CHUNKED,
+    "*.entropy_from_logits_chunk_size": _CHUNKED,
+    "*.pad_to_length": _PACKED,
+    "*.pad_to_length_bucket": _PACKED,
+    "*.tiled_mlp.*": "use model.enable_gradient_checkpointing, or more devices per sequence",
+    "*.optim.zero_indexed_step": "the first warm-up step already learns",
     "*.entropy_from_logits_with_chunking": _CHUNKED,
     "*.entropy_checkpointing": _CHUNKED,
     "*.checkpoint.save_contents": _CHECKPOINT,
     "*.checkpoint.load_contents": _CHECKPOINT,
     "*.checkpoint.contents": _CHECKPOINT,
+    "*.checkpoint.strict": _CHECKPOINT,
+    "*.checkpoint.mbridge_config": "checkpoints are those of FSDP2",
+    f"{ACTOR}calculate_sum_pi_squared": "it is computed when the estimator reads it",
+    f"{ACTOR}sum_pi_squared_checkpointing": _CHUNKED,
+    f"{ACTOR}use_prefix_grouper": "each sample is computed with its own prompt",
+    f"{ACTOR}rollout_n": "rollout.n applies everywhere",
+    f"{REF}rollout_n": "rollout.n applies everywhere",
     "actor_rollout_ref.nccl_timeout": "use trainer.phase_timeout_s, the limit of every worker call",
-    "*.profiler.*": "timings per phase are in metrics.jsonl",
+    "critic.nccl_timeout": "use trainer.phase_timeout_s, the limit of every worker call",
+    "*.profiler.*": _TIMINGS,
     f"{ROLLOUT}trace.*": "samples and timings are saved in the run directory",
-    f"{ROLLOUT}prometheus.*": "timings per phase are in metrics.jsonl",
+    f"{ROLLOUT}prometheus.*": _TIMINGS,
     f"{ROLLOUT}load_format": "the engine always loads the model's files first",
     f"{ROLLOUT}disable_log_stats": "the engine's own statistics are always off",
     f"{ROLLOUT}layered_summon": "weights are always sent in buckets: rollout.sync_bucket_mb",
     f"{ROLLOUT}checkpoint_engine.backend": "rollout.weight_transport chooses how weights are sent",
     f"{ROLLOUT}agent.num_workers": "one loop runs all samples of an engine",
     f"{ROLLOUT}micro_batch_size": "use rollout.max_num_seqs",
+    f"{ROLLOUT}multi_stage_wake_up": "engines wake in two stages: weights, then the KV cache",
+    f"{ROLLOUT}skip_tokenizer_init": "engines take and return token ids",
+    f"{ROLLOUT}cudagraph_capture_sizes": "vLLM chooses the sizes",
+    "critic.loss_scale_factor": "actor.loss_scale_factor applies to both",
     "critic.forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu applies to both",
     "critic.data_loader_seed": "actor.data_loader_seed applies to both",
     "critic.rollout_n": "rollout.n applies everywhere",
@@ -237,40 +420,47 @@ IGNORED: dict[str, str] = {
     "trainer.use_legacy_worker_impl": "verlite has one worker implementation",
     "trainer.use_v1": "verlite has one trainer",
     "trainer.v1.*": "verlite has one trainer",
-    "ray_kwargs.timeline_json_file": "timings per phase are in metrics.jsonl",
-    "global_profiler.*": "timings per phase are in metrics.jsonl",
+    f"{RAY_INIT}num_gpus": "a local cluster has all GPUs that CUDA_VISIBLE_DEVICES leaves",
+    f"{RAY_INIT}object_store_memory": "a local cluster's object store grows as it is used, up to a "
+    "tenth of memory",
+    f"{RAY_INIT}_temp_dir": "a local cluster's files are in a folder in /tmp that is removed",
+    f"{RAY_INIT}_node_ip_address": "a local cluster listens on loopback only",
+    f"{RAY_INIT}namespace": "workers have no names in Ray, so those of two runs cannot be confused",
+    f"{RAY_INIT}ignore_reinit_error": "a run connects to Ray once",
+    f"{RAY_INIT}include_dashboard": _NO_DASHBOARD,
+    f"{RAY_INIT}dashboard_host": _NO_DASHBOARD,
+    f"{RAY_INIT}dashboard_port": _NO_DASHBOARD,
+    f"{RAY_INIT}proxy_server_url": _NO_DASHBOARD,
+    f"{RAY_INIT}configure_logging": _RAY_LOGS,
+    f"{RAY_INIT}logging_level": _RAY_LOGS,
+    f"{RAY_INIT}logging_format": _RAY_LOGS,
+    f"{RAY_INIT}logging_config": _RAY_LOGS,
+    f"{RAY_INIT}log_to_driver": _RAY_LOGS,
+    "global_profiler.*": _TIMINGS,
+    "trainer.npu_profile.*": _TIMINGS,
+    "trainer.controller_nsight_options.*": _TIMINGS,
+    "trainer.worker_nsight_options.*": _TIMINGS,
+    "ray_init.timeline_json_file": _TIMINGS,
+    "ray_kwargs.timeline_json_file": _TIMINGS,
     "*._target_": "sections are typed by the schema",
     "hydra.*": "the run directory is trainer.default_local_dir",
 }
 """Key that is accepted without effect -> reason."""
 
-
-def lookup(table: dict[str, Any], name: str) -> Any:
-    """Return the table's entry for a key, else for the first matching pattern, else None."""
-    if name in table:
-        return table[name]
-    for pattern, entry in table.items():
-        if "*" in pattern and _regex(pattern).fullmatch(name):
-            return entry
-    return None
+TABLES = Tables(
+    renamed=RENAMED,
+    per_device=PER_DEVICE,
+    fixed=FIXED,
+    refused=REFUSED,
+    ignored=IGNORED,
+    null_means=NULL_MEANS,
+    spellings=SPELLINGS,
+    several=SEVERAL,
+    implied=IMPLIED,
+)
+"""The tables of main_ppo."""
 
 
 def renamed(name: str) -> str | None:
-    """Return the new name of a renamed key, or None."""
-    if name in RENAMED:
-        return RENAMED[name]
-    for old, new in RENAMED.items():
-        match = _regex(old).fullmatch(name) if "*" in old else None
-        if match:
-            return new.replace("*", match[1])
-    return None
-
-
-def all_names() -> Iterator[str]:
-    """Yield every old name, for suggestions and `verlite explain`."""
-    for table in (RENAMED, PER_DEVICE, FIXED, REFUSED, IGNORED):
-        yield from table
-
-
-def _regex(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", "(.+)"))
+    """Return the new name of a renamed key of main_ppo, or None."""
+    return TABLES.new_name(name)

@@ -26,6 +26,8 @@ class Estimator:
     """It compares the samples of one prompt, so rollout.n=1 gives zero advantages."""
     by_row: bool = False
     """It needs one reward per row and gives all tokens of a row the same advantage."""
+    whitens: bool = False
+    """Its advantages have mean 0 and standard deviation 1 over the tokens of the step."""
 
 
 COSTLY_INPUTS = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared")
@@ -36,7 +38,10 @@ They are produced only for estimators that read them.
 
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(
-        "verlite.algorithms.advantages:gae", reads=("values", "gamma", "lam"), compares=False
+        "verlite.algorithms.advantages:gae",
+        reads=("values", "gamma", "lam"),
+        compares=False,
+        whitens=True,
     ),
     "grpo": Estimator(
         "verlite.algorithms.advantages:grpo", reads=("norm_adv_by_std_in_grpo",), by_row=True
@@ -50,10 +55,13 @@ ESTIMATORS: dict[str, Estimator] = {
         reads=("token_level_scores", "reward_clip_range"),
     ),
     "reinforce_plus_plus": Estimator(
-        "verlite.algorithms.advantages:reinforce_plus_plus", reads=("gamma",), compares=False
+        "verlite.algorithms.advantages:reinforce_plus_plus",
+        reads=("gamma",),
+        compares=False,
+        whitens=True,
     ),
     "reinforce_plus_plus_baseline": Estimator(
-        "verlite.algorithms.advantages:reinforce_plus_plus_baseline"
+        "verlite.algorithms.advantages:reinforce_plus_plus_baseline", whitens=True
     ),
     "remax": Estimator(
         "verlite.algorithms.advantages:remax", reads=("reward_baselines", "gamma"), compares=False
@@ -176,12 +184,15 @@ ENV_FACTORIES = {
 ENGINES = {
     "vllm": "verlite.rollout.engines.vllm:VLLMCore",
     "hf": "verlite.rollout.engines.hf:HFCore",
+    "server": "verlite.rollout.engines.server:ServerCore",
 }
 """actor_rollout_ref.rollout.name."""
 
 TRACKERS = {
     "wandb": "verlite.trainer.tracking:WandbTracker",
     "tensorboard": "verlite.trainer.tracking:TensorBoardTracker",
+    "mlflow": "verlite.trainer.tracking:MLflowTracker",
+    "swanlab": "verlite.trainer.tracking:SwanLabTracker",
 }
 """trainer.logger, besides console."""
 
@@ -246,6 +257,16 @@ def measured(estimator: str) -> tuple[str, ...]:
     if estimator not in ESTIMATORS:
         return ()
     return tuple(field for field in ESTIMATORS[estimator].reads if field in COSTLY_INPUTS)
+
+
+def is_by_row(estimator: str) -> bool:
+    """Return whether a built-in estimator compares whole responses; False for a user's own."""
+    return estimator in ESTIMATORS and ESTIMATORS[estimator].by_row
+
+
+def whitens(estimator: str) -> bool:
+    """Return whether a built-in estimator whitens its advantages; False for a user's own."""
+    return estimator in ESTIMATORS and ESTIMATORS[estimator].whitens
 
 
 def reads(table: Mapping[str, Estimator | PolicyLoss], name: str, field: str) -> bool:

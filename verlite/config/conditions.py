@@ -1,6 +1,6 @@
 """The conditions of `used_when`: a small grammar over other keys, and named predicates.
 
-KEY=VALUE, KEY!=null, KEY>NUMBER    the value of another key
+KEY=VALUE, KEY!=VALUE, KEY>NUMBER   the value of another key
 estimator reads FIELD               the advantage estimator reads this input
 loss reads FIELD                    the policy loss reads this setting
 any other text                      an entry of PREDICATES
@@ -14,7 +14,19 @@ from typing import Any
 
 from verlite.config import catalog, correction, plan
 from verlite.config.keys import get
-from verlite.config.schema import CRITIC, GIVEN_VALIDATION, GPU, KL_TERM, VLLM, Config
+from verlite.config.schema import (
+    CRITIC,
+    GIVEN_VALIDATION,
+    GPU,
+    KL_TERM,
+    NOT_THE_ACTOR,
+    OWN_ENGINES,
+    OWN_REFERENCE,
+    ROW_ESTIMATOR,
+    UNWHITENED,
+    VLLM,
+    Config,
+)
 
 ESTIMATOR = "algorithm.adv_estimator"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -40,7 +52,8 @@ def words(condition: str) -> str:
     """Return a condition as the end of a sentence that begins with "used only"."""
     comparison = COMPARISON.fullmatch(condition)
     if comparison and comparison[2] == "!=":
-        return f"when {comparison[1]} is set"
+        key, _, value = comparison.groups()
+        return f"when {key} is set" if value == "null" else f"when {key} is not {value}"
     if comparison:
         return f"with {condition}"
     reads = READS.fullmatch(condition)
@@ -71,6 +84,11 @@ def _by_tokens(section: str) -> Callable[[Config], bool]:
 
 def _by_count(section: str) -> Callable[[Config], bool]:
     return lambda config: not plan.uses_dynamic_batches(config, section)
+
+
+def _own_reference(condition: Callable[[Config], bool]) -> Callable[[Config], bool]:
+    """Return a predicate: the condition holds, and no service computes the reference."""
+    return lambda config: condition(config) and not plan.reference_urls(config)
 
 
 PASSES = ("actor", "rollout", "ref", "critic")
@@ -139,19 +157,30 @@ PREDICATES: dict[str, Callable[[Config], bool]] = {
     GIVEN_VALIDATION: lambda config: bool(plan.files_of(config.data.val_files)),
     KL_TERM: plan.needs_reference,
     CRITIC: plan.needs_critic,
-    VLLM: lambda config: plan.resolve_rollout(config.actor_rollout_ref.rollout.name) != "hf",
+    ROW_ESTIMATOR: lambda config: catalog.is_by_row(get(config, ESTIMATOR)),
+    UNWHITENED: lambda config: not catalog.whitens(get(config, ESTIMATOR)),
+    VLLM: lambda config: (
+        plan.resolve_rollout(config.actor_rollout_ref.rollout.name) not in ("hf", "server")
+    ),
+    OWN_ENGINES: lambda config: config.actor_rollout_ref.rollout.name != "server",
     GPU: _on("cuda"),
     "the run is on CPUs": _on("cpu"),
-    "the reference has its own worker": lambda config: not plan.reference_is_actor(config),
+    "the reference has its own worker": lambda config: (
+        not plan.reference_is_actor(config) and not plan.reference_urls(config)
+    ),
+    NOT_THE_ACTOR: lambda config: not plan.uses_lora(config.actor_rollout_ref.model),
+    OWN_REFERENCE: lambda config: not plan.reference_urls(config),
     "a pass counts samples (use_dynamic_bsz=false)": _any_by_count,
     "a pass fills micro-batches by tokens (use_dynamic_bsz=true)": _any_by_tokens,
     "old log-prob passes count samples (log_prob_use_dynamic_bsz=false)": _by_count("rollout"),
     "old log-prob passes fill batches by tokens (log_prob_use_dynamic_bsz=true)": _by_tokens(
         "rollout"
     ),
-    "reference passes count samples (log_prob_use_dynamic_bsz=false)": _by_count("ref"),
-    "reference passes fill micro-batches by tokens (log_prob_use_dynamic_bsz=true)": _by_tokens(
-        "ref"
+    "reference passes count samples (log_prob_use_dynamic_bsz=false)": _own_reference(
+        _by_count("ref")
+    ),
+    "reference passes fill micro-batches by tokens (log_prob_use_dynamic_bsz=true)": _own_reference(
+        _by_tokens("ref")
     ),
     "critic passes count samples (critic.use_dynamic_bsz=false)": _by_count("critic"),
     "critic passes fill micro-batches by tokens (critic.use_dynamic_bsz=true)": _by_tokens(

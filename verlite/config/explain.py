@@ -1,46 +1,49 @@
 """Explain keys: help, default, legal values, when they are used, and older names."""
 
-from verlite.config import aliases, conditions, keys
+from verlite.config import conditions
+from verlite.config.command import PPO, Command
 from verlite.config.problems import nearest
 from verlite.config.rules.values import legal_names
+from verlite.config.translation import lookup
 
 
-def explain(name: str = "") -> str:
+def explain(name: str = "", command: Command = PPO) -> str:
     """Return text about a key, a section, an older name, or every key that ends in `name`.
 
-    "" lists all sections.
+    "" lists all sections. command: the command that has the key.
 
     Raises:
         KeyError: the key does not exist. The message names similar keys.
     """
-    table = keys.keys()
+    table = command.keys
     if not name:
         return "\n".join(
             f"{key.name:<40} {key.doc}" for key in table.values() if "." not in key.name
         )
     if name in table:
-        return _section(name) if table[name].section else _leaf(name)
-    parent = keys.find(name)
+        return _section(name, command) if table[name].section else _leaf(name, command)
+    parent = command.find(name)
     if parent:
-        return f"{name}: an entry of {parent.name}\n\n{_leaf(parent.name)}"
-    old = _old_name(name)
+        return f"{name}: an entry of {parent.name}\n\n{_leaf(parent.name, command)}"
+    old = _old_name(name, command)
     if old:
         return old
     ending = [key for key in table if key.endswith("." + name)]
     if ending:
-        return "\n\n".join(_section(key) if table[key].section else _leaf(key) for key in ending)
-    former = [old for old in aliases.all_names() if old.endswith("." + name) and "*" not in old]
+        return "\n\n".join(explain(key, command) for key in ending)
+    names = command.tables.all_names()
+    former = [old for old in names if old.endswith("." + name) and "*" not in old]
     if former:
-        return "\n\n".join(filter(None, map(_old_name, former)))
-    close = nearest(name, keys.leaves())
+        return "\n\n".join(filter(None, (_old_name(old, command) for old in former)))
+    close = nearest(name, command.leaves)
     hint = (
         f"Did you mean {' or '.join(close)}?" if close else "`verlite explain` lists the sections."
     )
     raise KeyError(f"{name}: unknown key. {hint}")
 
 
-def _leaf(name: str) -> str:
-    key = keys.keys()[name]
+def _leaf(name: str, command: Command) -> str:
+    key = command.keys[name]
     facts = key.facts
     default = "must be given" if key.default == "???" else f"default {_written(key.default)}"
     lines = [name, f"  {key.type}; {default}", f"  {facts.help}"]
@@ -53,15 +56,15 @@ def _leaf(name: str) -> str:
     if key.conditions:
         used = " and ".join(conditions.words(condition.text) for condition in key.conditions)
         lines.append(f"  Used only {used}.")
-    renamed = (*aliases.RENAMED.items(), *aliases.PER_DEVICE.items())
+    renamed = (*command.tables.renamed.items(), *command.tables.per_device.items())
     former = [old for old, new in renamed if new == name]
     if former:
         lines.append(f"  Older names: {', '.join(former)}.")
     return "\n".join(lines)
 
 
-def _section(name: str) -> str:
-    table = keys.keys()
+def _section(name: str, command: Command) -> str:
+    table = command.keys
     below = [
         key
         for key in table.values()
@@ -76,24 +79,25 @@ def _section(name: str) -> str:
     return "\n".join([f"{name}: {table[name].doc}", *rows])
 
 
-def _old_name(name: str) -> str | None:
-    new = aliases.renamed(name)
+def _old_name(name: str, command: Command) -> str | None:
+    tables = command.tables
+    new = tables.new_name(name)
     if new:
-        return f"{name} is now called {new}\n\n{explain(new)}"
-    new = aliases.lookup(aliases.PER_DEVICE, name)
+        return f"{name} is now called {new}\n\n{explain(new, command)}"
+    new = lookup(tables.per_device, name)
     if new:
-        return (
-            f"{name} counts all devices; the key in use is {new}, which counts one\n\n{_leaf(new)}"
-        )
-    fixed = aliases.lookup(aliases.FIXED, name)
-    if fixed:
-        accepted = " or ".join(_written(value) for value in fixed[0])
-        return f"{name}: only {accepted} is accepted, without effect: {fixed[1]}"
-    refused = aliases.lookup(aliases.REFUSED, name)
-    if refused:
-        return f"{name}: refused. {refused}"
-    why = aliases.lookup(aliases.IGNORED, name)
-    return f"{name}: accepted without effect: {why}" if why else None
+        text = f"{name} counts all devices; the key in use is {new}, which counts one"
+        return f"{text}\n\n{_leaf(new, command)}"
+    meaning = tables.meaning(name)
+    if meaning == "fixed":
+        values, why = lookup(tables.fixed, name)
+        accepted = " or ".join(map(_written, values))
+        return f"{name}: only {accepted} is accepted, without effect: {why}"
+    if meaning == "refused":
+        return f"{name}: refused. {lookup(tables.refused, name)}"
+    if meaning == "ignored":
+        return f"{name}: accepted without effect: {lookup(tables.ignored, name)}"
+    return None
 
 
 def _written(value: object) -> str:

@@ -6,11 +6,12 @@ When a key is used is declared on its schema field. Only keys that the user set 
 
 from collections.abc import Collection, Iterator, Mapping
 
-from verlite.config import catalog, conditions, keys, plan
+from verlite.config import catalog, conditions, keys, placement, plan
 from verlite.config.schema import Config
 
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
+PLACEMENT = "cluster.component_placement"
 ENGINE_KWARGS = ROLLOUT + "engine_kwargs."
 
 
@@ -63,6 +64,7 @@ def remarks(config: Config, old_names: Mapping[str, str]) -> list[str]:
         old_names: names that the user typed, to the keys they are called now.
     """
     return [
+        *_placement_remarks(config),
         *_rollout_remarks(config),
         *_loss_remarks(config),
         *_kl_remarks(config),
@@ -71,6 +73,18 @@ def remarks(config: Config, old_names: Mapping[str, str]) -> list[str]:
         *_search_r1_remarks(config, old_names),
         *_validation_remarks(config),
     ]
+
+
+def _placement_remarks(config: Config) -> Iterator[str]:
+    typed = {
+        name.strip()
+        for names in config.cluster.component_placement or {}
+        for name in names.split(",")
+    }
+    for name in sorted(typed & placement.RENAMED.keys()):
+        yield f"{PLACEMENT}: {name} is called {placement.RENAMED[name]} here"
+    for name in sorted(typed & placement.IGNORED.keys()):
+        yield f"{PLACEMENT}: {name} has no effect: {placement.IGNORED[name]}"
 
 
 def _rollout_remarks(config: Config) -> Iterator[str]:

@@ -6,19 +6,19 @@ type-checked, its origin is known, and all problems are reported together.
 """
 
 import copy
-import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verlite.config import aliases, keys
-from verlite.config.problems import ConfigError, Problem, display, is_secret, nearest
+from verlite.config import keys, translation, verl
+from verlite.config.command import PPO, Command
+from verlite.config.problems import ConfigError, Note, Problem, display, is_secret, nearest
 from verlite.config.schema import Config
 from verlite.config.sources import (
     COMMAND_LINE,
@@ -30,18 +30,9 @@ from verlite.config.sources import (
 )
 
 DEFAULT = "default"
+C = TypeVar("C")
 
-PATHS = (
-    "data.train_files",
-    "data.val_files",
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.model.tokenizer_path",
-    "critic.model.path",
-    "custom_reward_function.path",
-    "trainer.default_local_dir",
-    "trainer.resume_from_path",
-)
-"""Keys whose leading ~ means the home folder. A shell does not expand it after an = sign."""
+ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 OPTIONS = {
     "--config-name": "--config-name",
@@ -55,15 +46,15 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A configuration that satisfies every rule."""
+class LoadedConfig(Generic[C]):
+    """A configuration that satisfies every rule. C is the dataclass of the whole configuration."""
 
-    config: Config
+    config: C
     """Plain dataclasses with interpolations resolved."""
     tree: DictConfig
     """The same values as an OmegaConf tree that keeps interpolations."""
-    notes: list[str]
-    """Notes for the user, each printed once: renamed keys, keys without effect, derived values."""
+    notes: list[Note]
+    """Renamed keys, keys without effect, derived values, and settings that are rarely meant."""
     provenance: dict[str, str]
     """Origin of each key's value: "default", the name of a YAML file, or "command line"."""
     user_keys: frozenset[str]
@@ -72,17 +63,23 @@ class Loaded:
     """With compose(elsewhere=True): what this machine lacks for the run."""
 
 
+Loaded = LoadedConfig[Config]
+"""The configuration of main_ppo."""
+
+
 def compose(
     config_name: str | None = None,
     overrides: Sequence[str] = (),
     config_dir: str | Path | None = None,
     check: bool = True,
     elsewhere: bool = False,
+    command: Command = PPO,
 ) -> Loaded:
     """Build the configuration.
 
     Args:
-        config_name: name of a YAML file without its suffix. None: ppo_trainer.
+        config_name: name of a YAML file without its suffix. None: the command's own, for main_ppo
+            ppo_trainer.
         overrides: `key=value` in Hydra's grammar. For known keys `+key=value` and `++key=value`
             mean the same. `~key` restores the default.
         config_dir: a folder of the user's YAML files. Their defaults lists may name verlite's.
@@ -90,18 +87,23 @@ def compose(
             types.
         elsewhere: the run will start on other machines. What this machine lacks (data, weights,
             packages, GPUs) is in `Loaded.lacking` instead of a problem.
+        command: the command that takes the configuration.
 
     Raises:
         ConfigError: with every problem.
     """
-    builder = _Builder()
-    arguments, groups, builder.problems = from_command_line(overrides, config_dir)
-    name = (config_name or "ppo_trainer").removesuffix(".yaml")
+    builder = _Builder(command)
+    arguments, groups, builder.problems = from_command_line(overrides, config_dir, command)
+    name = (config_name or command.config_name).removesuffix(".yaml")
+    if name in command.verl_files and not _is_file(name, config_dir, command):
+        builder.note_verls_own(config_name, config_dir)
+        name, config_dir = command.config_name, None
     try:
         if config_dir is None:
-            assignments = from_our_yaml(name)
+            assignments = from_our_yaml(name, command)
         else:
-            assignments = from_yaml(name, Path(config_dir).expanduser().resolve(), groups)
+            folder = Path(config_dir).expanduser().resolve()
+            assignments = from_yaml(name, folder, groups, command)
     except ConfigError as error:
         # Without the file no rule can be checked. Names and types on the command line can.
         for assignment in arguments:
@@ -113,18 +115,21 @@ def compose(
 
 
 def main_argv(
-    argv: Sequence[str], program: str = "python -m verlite.main_ppo", elsewhere: bool = False
+    argv: Sequence[str],
+    program: str = "python -m verlite.main_ppo",
+    elsewhere: bool = False,
+    command: Command = PPO,
 ) -> Loaded:
-    """Load the configuration of a training command line; `elsewhere` as in `compose`.
+    """Load the configuration of a training command line; `elsewhere`, `command` as in `compose`.
 
     Prints problems and exits with code 2. For --help, prints the usage and exits with code 0.
     """
     try:
         config_name, config_dir, overrides, help_wanted = parse_argv(argv)
         if help_wanted:
-            print(_help(program))
+            print(_help(program, command))
             raise SystemExit(0)
-        return compose(config_name, overrides, config_dir, elsewhere=elsewhere)
+        return compose(config_name, overrides, config_dir, elsewhere=elsewhere, command=command)
     except ConfigError as error:
         from verlite.config.show import console
 
@@ -164,48 +169,76 @@ def parse_argv(argv: Sequence[str]) -> tuple[str | None, str | None, list[str], 
     return values.get("--config-name"), values.get("--config-path"), overrides, False
 
 
-def dump(loaded: Any, schema_keys: dict[str, keys.Key] | None = None) -> str:
+def dump(loaded: LoadedConfig[C], command: Command = PPO) -> str:
     """Return the resolved configuration as YAML, with secrets masked.
 
     A comment gives the origin of each value that is not the default.
 
-    Args:
-        loaded: an object with `tree` and `provenance`, such as `Loaded`.
-        schema_keys: the `keys.table` of another schema. None: main_ppo's.
     """
-    known = keys.keys() if schema_keys is None else schema_keys
     values = OmegaConf.to_container(loaded.tree, resolve=True)
     lines = [
         "# Every value of this run. A comment gives the origin of a value that is not the default.",
-        *_dump(values, "", "", loaded.provenance, known),
+        *_dump(values, "", "", loaded.provenance, command.keys),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _is_file(name: str, config_dir: str | Path | None, command: Command) -> bool:
+    """Return whether the user's folder, or verlite's, has this YAML file."""
+    if config_dir is None:
+        return name in our_names(command)
+    return (Path(config_dir).expanduser() / f"{name}.yaml").is_file()
 
 
 class _Builder:
     """Collects assignments into the schema's tree, with the notes and problems they cause."""
 
-    def __init__(self) -> None:
-        self.tree: DictConfig = copy.deepcopy(_schema())
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.tables = command.tables
+        self.tree: DictConfig = copy.deepcopy(command.tree)
         self.problems: list[Problem] = []
-        self.provenance: dict[str, str] = dict.fromkeys(keys.leaves(), DEFAULT)
+        self.provenance: dict[str, str] = dict.fromkeys(command.leaves, DEFAULT)
         self.user_keys: set[str] = set()
         self.old_names: dict[str, str] = {}
         self.derived: dict[str, str] = {}
         self.ignored: dict[str, str] = {}
+        self.remarks: list[str] = []
+        self.refused: dict[str, dict[str, int]] = {}
+        """Remedy of refused keys -> the given ones; the first one's value is the place of their
+        problem in `problems`."""
+        self.at_verls_default: list[str] = []
+        """Keys that verlite does not have, with the value that they have in verl anyway."""
         self.per_device: dict[str, Assignment] = {}
         self.given: dict[tuple[str, str], list[Assignment]] = {}
         """(origin, current name) -> every assignment to the key there, under any of its names."""
         self.broken: set[str] = set()
 
+    def note_verls_own(self, config_name: str | None, config_dir: str | Path | None) -> None:
+        """Note, or report, options that name a file of verl's own configuration."""
+        typed = " ".join(
+            f"{option}={value}"
+            for option, value in (("--config-path", config_dir), ("--config-name", config_name))
+            if value is not None
+        )
+        own = self.command.config_name
+        why = self.command.verl_files[(config_name or own).removesuffix(".yaml")]
+        if why:
+            remedy = f"Leave these options out: verlite's own {own} is the default."
+            self.problems.append(Problem(typed, None, why, remedy))
+        else:
+            self.remarks.append(f"{typed} names a file of verl's; verlite's own {own} is used")
+
     def assign(self, assignment: Assignment) -> None:
         """Set one key. If the value is a mapping, set every key below it."""
         key = assignment.key
-        known = keys.keys().get(key)
+        known = self.command.keys.get(key)
         if assignment.delete:
             self._reset(assignment)
-        elif isinstance(assignment.value, dict) and (known or not aliases.renamed(key)):
+        elif isinstance(assignment.value, dict) and (known or not self.tables.new_name(key)):
             self._assign_mapping(assignment)
+        elif known and known.section and key in self.tables.fixed:
+            self._assign_fixed(assignment, key)
         elif known and known.section:
             remedy = f"List its keys: verlite explain {key}."
             self._problem(assignment, "is a section of keys and takes no value", remedy)
@@ -215,12 +248,12 @@ class _Builder:
     def _assign_mapping(self, assignment: Assignment) -> None:
         key = assignment.key
         value = assignment.value
-        known = keys.find(key)
+        known = self.command.find(key)
         if known and not known.section and not known.free:
             self._problem(assignment, f"expected {known.type}, got a mapping")
         elif known and known.free and not value:
             self._set(assignment, key)
-        elif known or any(_meaning(name) for name in _leaf_names(key, value)):
+        elif known or any(self.command.meaning(name) for name in _leaf_names(key, value)):
             for name, entry in value.items():
                 self.assign(replace(assignment, key=f"{key}.{name}", value=entry))
         else:
@@ -228,13 +261,23 @@ class _Builder:
 
     def _assign_leaf(self, assignment: Assignment) -> None:
         typed = assignment.key
-        key = typed if keys.find(typed) else aliases.renamed(typed) or typed
-        meaning = _meaning(key)
+        key = typed if self.command.find(typed) else self.tables.new_name(typed) or typed
+        meaning = self.command.meaning(key)
+        names = self.tables.targets(key, assignment.value)
+        if names:
+            for name in names:
+                self._set(assignment, name)
+            self.derived[typed] = f"{typed} sets {' and '.join(names)}"
+            self.old_names[typed] = names[0]
+            return
+        if meaning in ("fixed", "refused", None) and self._is_verls_default(assignment):
+            self.at_verls_default.append(typed)
+            return
         if meaning == "schema":
             if key != typed:
                 self.old_names[typed] = key
                 if assignment.value is None:
-                    assignment = replace(assignment, value=aliases.NULL_MEANS.get(key))
+                    assignment = replace(assignment, value=self.tables.null_means.get(key))
             if self._wins(assignment, key):
                 self._set(assignment, key)
         elif meaning == "per device":
@@ -242,16 +285,40 @@ class _Builder:
         elif meaning == "fixed":
             self._assign_fixed(assignment, key)
         elif meaning == "ignored":
-            self.ignored[typed] = aliases.lookup(aliases.IGNORED, key)
+            self.ignored[typed] = translation.lookup(self.tables.ignored, key)
         elif meaning == "refused":
-            remedy = aliases.lookup(aliases.REFUSED, key)
-            self._problem(assignment, "this key is not supported", remedy)
+            self._refuse(assignment, key)
         else:
             self._unknown(assignment)
 
+    def _refuse(self, assignment: Assignment, key: str) -> None:
+        """Report an unsupported key. All keys with one remedy are one problem."""
+        pattern = translation.matching(self.tables.refused, key)
+        assert pattern is not None
+        remedy = self.tables.refused[pattern]
+        if remedy not in self.refused:
+            self.refused[remedy] = {assignment.key: len(self.problems)}
+            self._problem(assignment, "this key is not supported", remedy)
+            return
+        names = self.refused[remedy]
+        names.setdefault(assignment.key, len(names))
+        self.broken.add(assignment.key)
+        first, place = next(iter(names.items()))
+        if len(names) > 1:
+            others = f"{first} and {len(names) - 1} more"
+            if "*" in pattern and all(translation.matching([pattern], name) for name in names):
+                others += f" of {pattern}"
+            self.problems[place] = Problem(others, None, "these keys are not supported", remedy)
+
+    def _is_verls_default(self, assignment: Assignment) -> bool:
+        key = assignment.key
+        return key not in self.tables.refused_at_default and verl.is_default(
+            key, assignment.value, self.command.verl_defaults()
+        )
+
     def _assign_fixed(self, assignment: Assignment, key: str) -> None:
         """Accept one of the legal values of a key that has no choice here."""
-        accepted, reason = aliases.lookup(aliases.FIXED, key)
+        accepted, reason = translation.lookup(self.tables.fixed, key)
         if any(_same(assignment.value, legal) for legal in accepted):
             self.ignored[assignment.key] = reason
             return
@@ -278,9 +345,14 @@ class _Builder:
         return False
 
     def _set(self, assignment: Assignment, key: str) -> None:
-        known = keys.owner(key)
+        known = self.command.owner(key)
         value = _as_list(assignment.value, known)
-        if key in PATHS:
+        if known.name == ENV_VARS and key != ENV_VARS and isinstance(value, bool | float):
+            # YAML has read it already: 1e-3 would become 0.001, and true True.
+            self._problem(assignment, f"expected text, got {_kind(value)}", "Quote the value.")
+            return
+        value = self.tables.spelled(key, self._without_implied(key, value))
+        if key in self.command.paths:
             if self._has_shell_variable(assignment):
                 return
             value = [_expand(item) for item in value] if isinstance(value, list) else _expand(value)
@@ -291,7 +363,10 @@ class _Builder:
         except (OmegaConfBaseException, ValueError, TypeError):
             hint = "Write null in lower case." if value in ("None", "Null", "none") else ""
             expected = known.type if not known.free or key == known.name else "text"
-            self._problem(assignment, f"expected {expected}, got {_kind(value)}", hint)
+            got = _kind(assignment.value)
+            if isinstance(value, list) and not isinstance(assignment.value, list):
+                hint = "Write a list as [a,b], without quotes inside."
+            self._problem(assignment, f"expected {expected}, got {got}", hint)
             self.broken.add(key)
             return
         # A YAML file may repeat defaults for documentation. On the command line every value counts.
@@ -300,6 +375,16 @@ class _Builder:
             self.provenance[name] = assignment.origin
             if assignment.by_user and is_choice:
                 self.user_keys.add(name)
+
+    def _without_implied(self, key: str, value: Any) -> Any:
+        """Return a list without the items that verlite has anyway, and note them."""
+        implied = self.tables.implied.get(key, {})
+        if not implied or not isinstance(value, list):
+            return value
+        for item in value:
+            if item in implied:
+                self.ignored[f"{key}={item}"] = implied[item]
+        return [item for item in value if item not in implied]
 
     def _has_shell_variable(self, assignment: Assignment) -> bool:
         """Report a path that contains an environment variable the shell did not expand."""
@@ -317,7 +402,7 @@ class _Builder:
     def _reset(self, assignment: Assignment) -> None:
         """Handle `~key` (restore the schema's default) and `~mapping.entry` (remove the entry)."""
         key = assignment.key
-        known = keys.find(key)
+        known = self.command.find(key)
         if known is None:
             self._unknown(assignment)
         elif known.free and key != known.name:
@@ -328,7 +413,7 @@ class _Builder:
             else:
                 del node[last]
         else:
-            for name in keys.leaves():
+            for name in self.command.leaves:
                 if name == key or name.startswith(key + "."):
                     self._to_default(name)
                     self.given.pop((assignment.origin, name), None)
@@ -336,36 +421,36 @@ class _Builder:
                     self.user_keys.discard(name)
 
     def _unknown(self, assignment: Assignment) -> None:
-        close = nearest(assignment.key, keys.leaves())
+        close = nearest(assignment.key, self.command.leaves)
         self.broken.update(close[:1])
-        remedy = f"Did you mean {' or '.join(close)}?" if close else "List keys: verlite explain."
+        remedy = f"Did you mean {' or '.join(close)}?" if close else self.command.list_keys
         self._problem(assignment, "unknown key", remedy)
 
     def _problem(self, assignment: Assignment, rule: str, remedy: str = "") -> None:
         key = assignment.key
         shown = key if assignment.origin == COMMAND_LINE else f"{key} ({assignment.origin})"
-        value = None if assignment.delete else display(key, assignment.value, keys.is_plain(key))
+        known = key in self.command.keys
+        value = None if assignment.delete else display(key, assignment.value, known)
         self.problems.append(Problem(shown, value, rule, remedy))
         self.broken.add(key)
 
     def finish(self, check: bool, elsewhere: bool = False) -> Loaded:
         """Convert old micro-batch sizes, resolve the tree, and apply the rules."""
         self._divide_per_device()
-        for name in keys.leaves():
+        for name in self.command.leaves:
             self._resolve(name)
         for name in sorted(OmegaConf.missing_keys(self.tree)):
             if name not in self.broken:
-                self.problems.append(Problem(name, None, "must be given", keys.keys()[name].doc))
+                doc = self.command.keys[name].doc
+                self.problems.append(Problem(name, None, "must be given", doc))
             self.broken.add(name)
             OmegaConf.update(self.tree, name, "")
-        config: Config = OmegaConf.to_object(self.tree)  # type: ignore[assignment]
+        config: Any = OmegaConf.to_object(self.tree)
         without_effect: dict[str, str] = {}
         remarks: list[str] = []
         lacking: list[str] = []
         if check:
-            from verlite.config import ineffective, rules
-
-            for problem in rules.check(config, self.user_keys):
+            for problem in self.command.rules(config, self.user_keys):
                 if problem.key in self.broken:
                     continue
                 problem = replace(problem, key=self._as_typed(problem.key))
@@ -374,12 +459,13 @@ class _Builder:
                 else:
                     self.problems.append(problem)
             if not self.problems:
-                without_effect = ineffective.keys_without_effect(config, self.user_keys)
-                remarks = ineffective.remarks(config, self.old_names)
-        notes = [*self._notes(without_effect), *remarks]
+                without_effect, remarks = self.command.effects(
+                    config, self.user_keys, self.old_names
+                )
+        notes = [*self._notes(without_effect), *map(Note, [*self.remarks, *remarks])]
         if self.problems:
-            raise ConfigError(self.problems, notes)
-        return Loaded(
+            raise ConfigError(self.problems, map(str, notes))
+        return LoadedConfig(
             config,
             self.tree,
             notes,
@@ -388,29 +474,31 @@ class _Builder:
             tuple(lacking),
         )
 
-    def _notes(self, without_effect: dict[str, str]) -> Iterator[str]:
-        """Yield one note per key that was renamed, derived, set twice, or has no effect.
+    def _notes(self, without_effect: dict[str, str]) -> Iterator[Note]:
+        """Yield the notes on keys that were renamed, derived, set twice, or have no effect.
 
-        Notes use the name that was typed.
+        They use the name that was typed.
         """
         for old, new in self.old_names.items():
-            if new not in without_effect:
-                yield self.derived.get(old) or f"{old} is now called {new}"
+            if new in without_effect:
+                continue
+            if old in self.derived:
+                yield Note(self.derived[old])
+            else:
+                yield Note(f"{old} is now called {new}", "renamed", f"{old} -> {new}")
         for (origin, key), given in self.given.items():
             typed = given[0].key
             same_name = [one for one in given if one.key == typed]
-            values = [display(key, one.value, keys.is_plain(key)) for one in same_name]
+            values = [display(key, one.value, key in self.command.keys) for one in same_name]
             if len(set(values)) > 1:
                 times = f"{typed} is given {len(values)} times ({origin})"
-                yield f"{times}: {', '.join(values)}; the last one is used"
-        by_reason: dict[str, list[str]] = {}
-        for key, reason in self.ignored.items():
-            by_reason.setdefault(reason, []).append(key)
-        for key, reason in without_effect.items():
-            by_reason.setdefault(reason, []).append(self._as_typed(key))
-        for reason, names in by_reason.items():
-            verb = "has" if len(names) == 1 else "have"
-            yield f"{', '.join(names)} {verb} no effect: {reason}"
+                yield Note(f"{times}: {', '.join(values)}; the last one is used")
+        ignored = dict.fromkeys(
+            self.at_verls_default, "this is verl's default, and verlite has no such choice"
+        )
+        yield from _without_effect(ignored | self.ignored, "ignored")
+        unused = {self._as_typed(key): reason for key, reason in without_effect.items()}
+        yield from _without_effect(unused, "unused")
 
     def _as_typed(self, key: str) -> str:
         """Return the old name under which a key or its parent mapping was set, else `key`."""
@@ -426,7 +514,7 @@ class _Builder:
                 self._divide(old, assignment)
 
     def _divide(self, old: str, assignment: Assignment) -> None:
-        new = aliases.PER_DEVICE[old]
+        new = self.tables.per_device[old]
         value = assignment.value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             rule = f"expected a whole number >= 1, got {_kind(value)}"
@@ -449,17 +537,19 @@ class _Builder:
         self.derived[old] = f"{old} counts all devices; {division} gives {new}={size}"
 
     def _actor_devices(self) -> int:
-        from verlite.config.placement import devices
+        from verlite.config import node_groups
+        from verlite.config.placement import Shape, parse, role_names
 
-        trainer = self.tree.trainer
-        n_devices = max(1, trainer.nnodes * trainer.n_gpus_per_node)
-        for names, text in (self.tree.cluster.component_placement or {}).items():
-            if "actor" in [name.strip() for name in names.split(",")]:
-                try:
-                    return len(devices(str(text), n_devices))
-                except ValueError:
-                    break  # the rules report it
-        return n_devices
+        nodes = max(1, self.tree.trainer.nnodes)
+        shape = Shape(nodes, max(1, self.tree.trainer.n_gpus_per_node))
+        try:
+            cluster: Any = OmegaConf.to_container(self.tree.cluster, resolve=True)
+            groups = node_groups.read(cluster["node_groups"], nodes).nodes
+            spec = cluster["component_placement"] or {"actor": "all"}
+            own = {names: spec[names] for names in spec if "actor" in role_names(names)}
+            return len(parse(own, replace(shape, groups=groups))["actor"])
+        except (ValueError, OmegaConfBaseException):
+            return shape.devices  # the rules report it
 
     def _resolve(self, name: str) -> None:
         """Report an interpolation that cannot be resolved and restore the default.
@@ -483,34 +573,21 @@ class _Builder:
 
     def _to_default(self, name: str) -> None:
         parent, _, last = name.rpartition(".")
-        defaults = OmegaConf.select(_schema(), parent) if parent else _schema()
+        defaults = OmegaConf.select(self.command.tree, parent) if parent else self.command.tree
         section = OmegaConf.select(self.tree, parent) if parent else self.tree
         section._set_item_impl(last, copy.deepcopy(defaults._get_node(last)))
 
 
-@functools.cache
-def _schema() -> DictConfig:
-    """Return the schema as a tree to copy. Copying takes a quarter of the time of building it."""
-    return OmegaConf.structured(Config)
-
-
-def _meaning(name: str) -> str | None:
-    """Return the table that contains a key: "schema", "renamed", another alias table, or None."""
-    known = keys.find(name)
-    if known:
-        return None if known.section else "schema"
-    if aliases.renamed(name):
-        return "renamed"
-    tables: dict[str, dict[str, Any]] = {
-        "per device": aliases.PER_DEVICE,
-        "fixed": aliases.FIXED,
-        "refused": aliases.REFUSED,
-        "ignored": aliases.IGNORED,
-    }
-    for meaning, table in tables.items():
-        if aliases.lookup(table, name) is not None:
-            return meaning
-    return None
+def _without_effect(reasons: dict[str, str], kind: str) -> Iterator[Note]:
+    """Yield one note for each reason, with all keys that have it."""
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(key)
+    for reason, names in by_reason.items():
+        listed = ", ".join(names)
+        verb = "has" if len(names) == 1 else "have"
+        short = listed if kind == "ignored" else f"{listed} ({reason})"
+        yield Note(f"{listed} {verb} no effect: {reason}", kind, short)
 
 
 def _leaf_names(prefix: str, value: Any) -> Iterator[str]:
@@ -582,11 +659,12 @@ def _dump(
         yield f"{indent}{written}: {text}{comment}"
 
 
-def _help(program: str) -> str:
+def _help(program: str, command: Command) -> str:
+    names = ", ".join(our_names(command))
     return f"""\
 usage: {program} [--config-name NAME] [--config-path FOLDER] [key=value ...]
 
-NAME is one of {", ".join(our_names())}, or a YAML file of FOLDER. Its defaults list may name these.
+NAME is one of {names}, or a YAML file of FOLDER. Its defaults list may name these.
 Overrides may be at any position:
   key=value, +key=value, ++key=value set a key; ~key restores its default.
 

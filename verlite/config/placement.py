@@ -1,95 +1,160 @@
 """`cluster.component_placement`: which role runs on which devices.
 
-The grammar is a subset of RLinf's, with one rank per device. Names separated by commas share a
-placement. A placement is `all`, or a list of device numbers and ranges (`0-3,6`). A range may be
-followed by `:` and the process ranks on it (`4-7:0-3`). Devices are numbered over the whole
-cluster, node after node.
+The grammar is RLinf's. Names separated by commas share a placement. A placement is `all`, or a list
+of device numbers and inclusive ranges (`0-3,6`). A range may be followed by `:` and the process
+ranks on it (`4-7:0-3`). Devices are numbered over the whole cluster, node after node. The long form
+`{node_group: LABEL, placement: 0-3}` numbers them over the nodes of a group of
+`cluster.node_groups`.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from verlite.config.problems import display
+
+ROLES = ("actor", "rollout", "inference", "ref", "critic")
+"""Every role that can have devices. Rewards run in host processes and need none."""
+RENAMED = {"actor_inference": "inference"}
+"""RLinf's other names of roles."""
+IGNORED = {"reward": "rewards are computed by processes without devices"}
+"""RLinf's roles that are accepted without effect, with the reason."""
+ALL_NODES = "cluster"
+"""Reserved label of the node group with all nodes."""
 
 
-def parse(
-    spec: Mapping[str, object] | None, roles: Sequence[str], n_devices: int
-) -> dict[str, list[int]]:
+@dataclass(frozen=True)
+class Shape:
+    """What placements are parsed against.
+
+    Attributes:
+        nodes: nodes of the run.
+        per_node: devices of each node.
+        engine: devices of each rollout process.
+        groups: node ranks of each node group, by label.
+    """
+
+    nodes: int
+    per_node: int
+    engine: int = 1
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """Devices of the whole run."""
+        return self.nodes * self.per_node
+
+    def per_process(self, role: str) -> int:
+        """Return the devices of one process of a role."""
+        return self.engine if role == "rollout" else 1
+
+    def devices_of(self, nodes: Iterable[int]) -> list[int]:
+        """Return the device numbers of nodes, in their order."""
+        width = self.per_node
+        return [device for node in nodes for device in range(node * width, (node + 1) * width)]
+
+
+def parse(spec: Mapping[str, object] | None, shape: Shape) -> dict[str, list[int]]:
     """Return the devices of each role, in rank order.
 
+    A role that is not named uses the devices of the actor, and `ref` those of `inference` if that
+    is named. `inference` is in the result only if it is named.
+
     Args:
-        spec: role names to placements. None: all roles share all devices. Roles that it does not
-            name use the devices of the first role, the actor.
-        roles: every role, the actor first.
-        n_devices: devices of the cluster.
+        spec: role names to placements. None: all roles share all devices.
+        shape: the cluster.
 
     Raises:
         ValueError: with every problem, one per line.
     """
-    everything = list(range(n_devices))
-    if spec is None:
-        return {role: list(everything) for role in roles}
+    spec = {"actor": "all"} if spec is None else spec
+    if any(value is None and re.search("[0-9]", names) for names, value in spec.items()):
+        raise ValueError("a list inside {...} needs brackets, such as {actor: [0-3, 6]}")
     placed: dict[str, list[int]] = {}
     wrong: list[str] = []
-    for names, text in spec.items():
-        for name in (part.strip() for part in names.split(",")):
-            if name not in roles:
-                wrong.append(
-                    f"{name!r} is not a role of this run; its roles are {', '.join(roles)}"
-                )
+    for names, value in spec.items():
+        for name in role_names(names):
+            if name in IGNORED:
+                continue
+            if name not in ROLES:
+                wrong.append(f"{name!r} is not a role; the roles are {', '.join(ROLES)}")
             elif name in placed:
                 wrong.append(f"{name!r} is placed twice")
             else:
-                try:
-                    placed[name] = devices(str(text), n_devices)
-                except ValueError as error:
-                    placed[name] = []
-                    wrong.append(f"{names}: {error}")
-    if roles[0] not in placed:
-        wrong.append(f"{roles[0]!r} is not placed")
+                placed[name], problems = _place(value, shape, name)
+                wrong += [f"{names}: {problem}" for problem in problems]
+    if "actor" not in placed:
+        wrong.append("'actor' is not placed")
     if wrong:
         raise ValueError("\n".join(dict.fromkeys(wrong)))
-    return {role: placed.get(role, placed[roles[0]]) for role in roles}
+    default = {"ref": placed.get("inference", placed["actor"])}
+    return {
+        role: placed.get(role, default.get(role, placed["actor"]))
+        for role in ROLES
+        if role != "inference" or role in placed
+    }
 
 
-def devices(text: str, n_devices: int) -> list[int]:
-    """Return the device numbers of one placement such as "0-3,6" or "all".
+def role_names(names: str) -> Iterator[str]:
+    """Yield the roles of one key of the placement, under their names here."""
+    for name in (part.strip() for part in names.split(",")):
+        yield RENAMED.get(name, name)
 
-    Raises:
-        ValueError: the placement is invalid.
+
+def mode(placement: Mapping[str, Sequence[int]]) -> str:
+    """Return how the roles of a run share its devices.
+
+    "collocated": all on the same devices. "disaggregated": actor, rollout and inference have no
+    device in common. Otherwise "hybrid".
     """
-    result: list[int] = []
+    devices = {role: set(numbers) for role, numbers in placement.items()}
+    if all(numbers == devices["actor"] for numbers in devices.values()):
+        return "collocated"
+    phases = [devices[role] for role in ("actor", "rollout", "inference") if role in devices]
+    apart = sum(map(len, phases)) == len(set().union(*phases))
+    return "disaggregated" if apart else "hybrid"
+
+
+def read_numbers(
+    value: object, count: int, noun: str = "device", of: str = "", per_process: int = 1
+) -> tuple[list[int], list[str]]:
+    """Return the numbers of a list such as "0-3,6", 7, [0-3, 6] or "all", and every problem.
+
+    Args:
+        value: the list, as text, number or list of both.
+        count: how many there are.
+        noun: what is numbered.
+        of: what has them, such as "group a100". "": the run.
+        per_process: how many belong to one process.
+    """
+    if isinstance(value, bool | dict) or not isinstance(value, str | int | list):
+        return [], [f"expected a list of {noun}s such as 0-3, got {display(noun, value)}"]
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    numbers: list[int] = []
+    wrong: list[str] = []
     next_rank = 0
-    for segment in (part.strip() for part in text.split(",")):
-        if not segment:
-            continue
+    for segment in filter(None, (part.strip() for part in text.split(","))):
         where, colon, ranks = segment.partition(":")
-        if where.strip().lower() == "all":
-            first, last = 0, n_devices - 1
-        else:
-            first, last = _range(where, segment)
-        if last >= n_devices:
-            raise ValueError(
-                f"{segment!r} names device {last}, but there are {n_devices}: 0-{n_devices - 1}"
-            )
-        if result and first <= result[-1]:
-            raise ValueError(f"{text!r} must name devices once and in ascending order")
-        count = last - first + 1
-        if colon:
-            rank_first, rank_last = _range(ranks, segment)
-            if rank_first != next_rank:
-                raise ValueError(
-                    f"{segment!r} starts at process {rank_first}, but the next process is "
-                    f"{next_rank}"
-                )
-            if rank_last - rank_first + 1 != count:
-                raise ValueError(
-                    f"{segment!r} puts {rank_last - rank_first + 1} processes on {count} devices; "
-                    "one process per device"
-                )
-        next_rank += count
-        result.extend(range(first, last + 1))
-    if not result:
-        raise ValueError(f"{text!r} names no device")
-    return result
+        try:
+            first, last = 0, count - 1
+            if where.strip().lower() != "all":
+                first, last = _range(where, segment)
+            if last >= count:
+                there = _there_are(count, noun, of) + _sexagesimal(value)
+                raise ValueError(f"{segment!r} names {noun} {last}, but {there}")
+            if numbers and first <= numbers[-1]:
+                raise ValueError(f"{text!r} must name {noun}s once and in ascending order")
+            numbers.extend(range(first, last + 1))
+            size = last - first + 1
+            processes = -(-size // per_process)
+            if colon:
+                processes = _processes(ranks, segment, next_rank, size, per_process)
+            next_rank += processes
+        except ValueError as error:
+            wrong.append(str(error))
+    if not numbers and not wrong:
+        wrong.append(f"{text!r} names no {noun}")
+    return numbers, wrong
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -103,11 +168,93 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
+def _place(value: object, shape: Shape, role: str) -> tuple[list[int], list[str]]:
+    """Return the devices of one placement, short or long form, and every problem."""
+    nodes: list[int] = list(range(shape.nodes))
+    of = ""
+    wrong: list[str] = []
+    if isinstance(value, Mapping):
+        unknown = sorted(map(str, value.keys() - {"node_group", "placement"}))
+        if unknown:
+            wrong.append(f"{unknown[0]!r} is not a key; the keys are node_group and placement")
+        if "placement" not in value:
+            return [], [*wrong, "'placement' is missing"]
+        nodes, problems = _nodes_of(value.get("node_group", ALL_NODES), shape)
+        if wrong or problems:
+            return [], [*wrong, *problems]
+        of = f"node_group {_written(value.get('node_group', ALL_NODES))}"
+        value = value["placement"]
+    devices = shape.devices_of(nodes)
+    numbers, wrong = read_numbers(value, len(devices), of=of, per_process=shape.per_process(role))
+    return [devices[number] for number in numbers], wrong
+
+
+def _nodes_of(labels: object, shape: Shape) -> tuple[list[int], list[str]]:
+    """Return the node ranks of one or several node groups in the given order, and every problem."""
+    wrong: list[str] = []
+    nodes: list[int] = []
+    for label in _written(labels).split(","):
+        if label == "node":
+            wrong.append(
+                "node_group 'node' has nodes without devices, and every role here needs devices"
+            )
+        elif label != ALL_NODES and label not in shape.groups:
+            known = ", ".join([ALL_NODES, *shape.groups])
+            wrong.append(f"node_group {label!r} does not exist; the groups are {known}")
+        else:
+            nodes += range(shape.nodes) if label == ALL_NODES else shape.groups[label]
+    twice = sorted({node for node in nodes if nodes.count(node) > 1})
+    if twice:
+        wrong.append(f"node {twice[0]} is in several of the groups {_written(labels)}")
+    return nodes, wrong
+
+
+def _written(labels: object) -> str:
+    names = labels if isinstance(labels, list) else str(labels).split(",")
+    return ",".join(str(name).strip() for name in names)
+
+
+def _processes(ranks: str, segment: str, expected: int, size: int, per_process: int) -> int:
+    """Return how many processes a segment names. Raises ValueError if they do not fit."""
+    if ranks.strip().lower() == "all":
+        raise ValueError(f"{segment!r}: all stands for devices, not for processes; write a range")
+    first, last = _range(ranks, segment)
+    processes = last - first + 1
+    if first != expected:
+        rule = "the first process is 0" if not expected else f"the next process is {expected}"
+        raise ValueError(f"{segment!r} starts at process {first}, but {rule}")
+    if processes * per_process != size:
+        each = "one device"
+        if per_process > 1:
+            each = f"{per_process} devices (rollout.tensor_model_parallel_size)"
+        raise ValueError(
+            f"{segment!r} puts {_count(processes, 'process', 'processes')} on "
+            f"{_count(size, 'device', 'devices')}, but each process uses {each}"
+        )
+    return processes
+
+
 def _range(text: str, segment: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text.strip())
     if not match:
         raise ValueError(f"{segment!r} is neither a number, a range such as 0-3, nor all")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
-        raise ValueError(f"{segment!r} runs backwards")
+        raise ValueError(f"{segment!r}: the range ends before it starts")
     return first, last
+
+
+def _there_are(count: int, noun: str, of: str) -> str:
+    has = f"{of} has" if of else "there is" if count == 1 else "there are"
+    return f"{has} {count}: 0-{count - 1}" if count > 1 else f"{has} only {noun} 0"
+
+
+def _sexagesimal(value: object) -> str:
+    """YAML 1.1 reads 3:2 without quotes as a number with base 60."""
+    if not isinstance(value, int) or value < 60:
+        return ""
+    return f" (YAML reads {value // 60}:{value % 60} without quotes as {value})"
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"

@@ -11,14 +11,15 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verlite.config import catalog, correction, machine
+from verlite.config import catalog, correction, machine, node_groups
 from verlite.config.correction import RolloutCorrection
-from verlite.config.placement import parse, ranges
-from verlite.config.schema import Config, ModelConfig, RolloutConfig
+from verlite.config.drawing import draw
+from verlite.config.placement import Shape, parse, ranges, role_names
+from verlite.config.problems import display
+from verlite.config.schema import Config, FSDPConfig, ModelConfig, RewardConfig, RolloutConfig
 from verlite.config.weight_routes import WeightRoutes, weight_routes
 
-ROLES = ("actor", "rollout", "ref", "critic")
-"""Every role that can have devices. Rewards run in host processes and need none."""
+ROLLOUT = "actor_rollout_ref.rollout."
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,16 @@ class Plan:
     device: str
     """cuda or cpu."""
     roles: tuple[str, ...]
-    """Roles of this run: actor and rollout always, ref and critic if something uses them."""
+    """Roles of this run: actor and rollout always, inference if it is placed, ref and critic if
+    something uses them."""
     placement: dict[str, list[int]]
     """Devices of each role, in rank order, numbered over the cluster."""
+    drawing: str
+    """The placement as a picture; "" for one node whose devices all roles share."""
+    env_vars: dict[int, dict[str, str]]
+    """Environment variables of the workers on each node, by node rank."""
+    python: dict[int, str]
+    """Python interpreter of the workers on each node, by node rank."""
     sequence_parallel: dict[str, int]
     """For each role with a training engine: the adjacent ranks that share each sequence."""
 
@@ -99,12 +107,15 @@ class Plan:
     needs_critic: bool
     needs_reference: bool
     reference_is_actor: bool
-    """With LoRA: the actor without its adapters is the reference."""
+    """With LoRA: the policy without its adapters is the reference. `inference` computes it if that
+    role is placed, otherwise the actor."""
+    reference_urls: list[str]
+    """Addresses of the service that computes reference log-probs; [] if the run does."""
     needs_greedy_baseline: bool
     """remax: one additional greedy sample per prompt."""
     needs_old_log_probs: bool
     """Compute old log-probs before the updates. False: the step has a single update, whose own
-    log-probs are the old ones, and nothing else reads them.
+    log-probs are the old ones, nothing else reads them, and no role `inference` is placed.
     """
     needs_sum_pi_squared: bool
     """optimal_token_baseline: computed together with old log-probs."""
@@ -145,13 +156,16 @@ class Plan:
     """Largest number of tokens of a whole sample."""
 
     rollout_name: str
-    """"vllm" or "hf"."""
+    """"vllm", "hf" or "server"."""
+    servers: tuple[str, ...]
+    """Addresses of the servers that generate. Then the role rollout is one process without a
+    device, beside the actor's first rank. () without servers."""
     tensor_parallel: int
-    """Devices per engine. 1 for hf."""
+    """Devices per engine. 1 for hf and server."""
     engines: int
-    """Copies of the model that generate."""
+    """Rollout processes: copies of the model that generate, or 1 for all servers."""
     weights: WeightRoutes
-    """How each engine gets the trainer's weights."""
+    """How each engine, and each rank of `inference`, gets the trainer's weights."""
     max_model_len: int
     """Longest sequence in tokens."""
     train_dtype: str
@@ -183,6 +197,18 @@ class Plan:
     """Rows of the table about model, algorithm and run, as (name, text)."""
     turns: str
     """Largest length of an agent's samples, in words; "" for single turns."""
+
+    @property
+    def device_roles(self) -> tuple[str, ...]:
+        """Roles that compute on devices of the run: all, but rollout if servers generate."""
+        return tuple(role for role in self.roles if role != "rollout" or not self.servers)
+
+    @property
+    def sync_dtype(self) -> str:
+        """Dtype in which a weight sync sends the weights: the engines', unless that would round
+        what `inference` computes with. Engines round float32 themselves, to the same values."""
+        loses_nothing = self.rollout_dtype in (self.train_dtype, "float32")
+        return self.rollout_dtype if "inference" not in self.roles or loses_nothing else "float32"
 
     def steps(self, train_rows: int) -> tuple[int, int]:
         """Return the training steps (per epoch, of the whole run) for a number of training rows."""
@@ -227,25 +253,38 @@ class Plan:
         passes = [f"old log-probs {self.log_prob_micro}"]
         if self.ref_micro:
             passes.append(f"reference {self.ref_micro}")
+        if self.reference_urls:
+            urls = display("actor_rollout_ref.ref.url", self.reference_urls, known=True)
+            passes.append(f"reference by the service at {urls[1:-1]}")
         if self.value_micro:
             passes.append(f"values {self.value_micro}")
         lines.append(("forward passes", "micro-batches: " + ", ".join(passes)))
         per_engine = "one per device"
         if self.tensor_parallel > 1:
             per_engine = f"{self.tensor_parallel} devices each"
-        count = _count(self.engines, "engine")
-        engines = f"{self.rollout_name}, {count}, {per_engine}, {self.rollout_dtype}"
-        lines.append(("rollout", f"{engines}, sequences up to {self.max_model_len} tokens"))
-        lines.append(("weight sync", str(self.weights)))
+        engines = f"{_count(self.engines, 'engine')}, {per_engine}"
+        if self.servers:
+            shown = display(f"{ROLLOUT}servers", ", ".join(self.servers), known=True)
+            engines = (
+                f"{_count(len(self.servers), 'vLLM server')} with devices of their own: {shown}"
+            )
+        text = f"{self.rollout_name}, {engines}, {self.rollout_dtype}"
+        lines.append(("rollout", f"{text}, sequences up to {self.max_model_len} tokens"))
+        sync = str(self.weights)
+        if self.servers and not self.weights.uses("files"):
+            sync += "; collective to each server"
+        lines.append(("weight sync", sync))
         if self.turns:
             lines.append(("turns", self.turns))
         lines.append(("training", f"{self.device}, FSDP2, compute in {self.train_dtype}"))
         roles_on: dict[str, list[str]] = {}
-        for role in self.roles:
+        for role in self.device_roles:
             roles_on.setdefault(ranges(self.placement[role]), []).append(role)
         placed = [f"{', '.join(roles)} on {devices}" for devices, roles in roles_on.items()]
         cluster = f"{self.nnodes} x {self.devices_per_node}"
         lines.append(("devices", f"{cluster}: {'; '.join(placed)}"))
+        if self.drawing:
+            lines.append(("placement", self.drawing))
         if self.total_steps is not None:
             rows = ""
             if self.steps_per_epoch is not None:
@@ -290,24 +329,30 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
 def _placement(config: Config, device: str) -> dict[str, Any]:
     """Return the fields about devices and roles."""
     trainer = config.trainer
-    n_devices = trainer.nnodes * trainer.n_gpus_per_node
-    roles = ["actor", "rollout"]
-    if needs_reference(config) and not reference_is_actor(config):
-        roles.append("ref")
-    if needs_critic(config):
-        roles.append("critic")
-    everywhere = parse(config.cluster.component_placement, ROLES, n_devices)
+    groups = node_groups.read(config.cluster.node_groups, trainer.nnodes)
+    everywhere = placed(config)
+    placement = {role: everywhere[role] for role in roles(config)}
+    drawing = ""
+    if config.cluster.component_placement is not None or trainer.nnodes > 1:
+        drawn = dict(placement)
+        if servers(config):
+            del drawn["rollout"]
+        drawing = draw(drawn, trainer.nnodes, trainer.n_gpus_per_node, groups.nodes)
     return {
         "nnodes": trainer.nnodes,
         "devices_per_node": trainer.n_gpus_per_node,
-        "n_devices": n_devices,
+        "n_devices": shape(config).devices,
         "device": device,
-        "roles": tuple(roles),
-        "placement": {role: everywhere[role] for role in roles},
+        "roles": roles(config),
+        "placement": placement,
+        "drawing": drawing,
+        "env_vars": groups.env_vars,
+        "python": groups.python,
         "sequence_parallel": sequence_parallel(config),
         "needs_critic": needs_critic(config),
         "needs_reference": needs_reference(config),
         "reference_is_actor": reference_is_actor(config),
+        "reference_urls": reference_urls(config),
     }
 
 
@@ -395,7 +440,7 @@ def _forward_passes(config: Config, shared: dict[str, int]) -> dict[str, Any]:
         )
     return {
         "log_prob_micro": micro["rollout"],
-        "ref_micro": micro["ref"] if needs_reference(config) else None,
+        "ref_micro": micro["ref"] if computes_reference(config) else None,
     }
 
 
@@ -444,6 +489,7 @@ def _engine(config: Config, device: str, placement: dict[str, list[int]]) -> dic
     size = tensor_parallel(config)
     return {
         "rollout_name": name,
+        "servers": servers(config),
         "tensor_parallel": size,
         "engines": len(placement["rollout"]) // size,
         "weights": weight_routes(
@@ -451,7 +497,8 @@ def _engine(config: Config, device: str, placement: dict[str, list[int]]) -> dic
             placement["rollout"],
             size,
             config.trainer.n_gpus_per_node,
-            rollout.weight_transport,
+            weight_transport(config),
+            placement.get("inference", ()),
         ),
         "syncs_adapters": syncs_adapters(config.actor_rollout_ref.model, rollout),
         "train_dtype": resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device),
@@ -605,12 +652,68 @@ def _needs_old_log_probs(config: Config, updates: Updates, corrected: RolloutCor
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     estimator = config.algorithm.adv_estimator
     return (
-        updates.per_step > 1
+        places_inference(config)
+        or updates.per_step > 1
         or config.algorithm.use_kl_in_reward
         or corrected.acts_on_batch
         or (loss in catalog.LOSSES and catalog.LOSSES[loss].selector is not None)
         or catalog.reads(catalog.ESTIMATORS, estimator, "old_log_probs")
     )
+
+
+def places_inference(config: Config) -> bool:
+    """Return whether the role `inference` is placed, which computes log-probs under the policy."""
+    spec = config.cluster.component_placement or {}
+    return any("inference" in role_names(names) for names in spec)
+
+
+def roles(config: Config) -> tuple[str, ...]:
+    """Return the roles of a run."""
+    names = ["actor", "rollout"]
+    if places_inference(config):
+        names.append("inference")
+    if computes_reference(config) and not reference_is_actor(config):
+        names.append("ref")
+    if needs_critic(config):
+        names.append("critic")
+    return tuple(names)
+
+
+def servers(config: Config) -> tuple[str, ...]:
+    """Return the addresses of the servers that generate; () if the engines are in the cluster."""
+    rollout = config.actor_rollout_ref.rollout
+    return tuple(files_of(rollout.servers)) if rollout.name == "server" else ()
+
+
+def weight_transport(config: Config) -> str:
+    """Return how the rollout processes get weights: rollout.weight_transport, but with servers
+    files for auto, and auto for collective, by which that process sends them on to the servers."""
+    transport = config.actor_rollout_ref.rollout.weight_transport
+    with_servers = {"auto": "files", "collective": "auto"}
+    return with_servers.get(transport, transport) if servers(config) else transport
+
+
+def placed(config: Config) -> dict[str, list[int]]:
+    """Return the devices of each role. With servers the rollout process is beside the actor's first
+    rank and uses no device.
+
+    Raises:
+        ValueError: cluster.component_placement has problems.
+    """
+    found = parse(config.cluster.component_placement, shape(config))
+    return found | {"rollout": found["actor"][:1]} if servers(config) else found
+
+
+def shape(config: Config) -> Shape:
+    """Return the nodes and devices that the placement is parsed against.
+
+    Raises:
+        ValueError: cluster.node_groups has problems.
+    """
+    trainer = config.trainer
+    groups = node_groups.read(config.cluster.node_groups, trainer.nnodes)
+    engine = max(1, tensor_parallel(config))
+    return Shape(trainer.nnodes, trainer.n_gpus_per_node, engine, groups.nodes)
 
 
 def needs_critic(config: Config) -> bool:
@@ -630,9 +733,32 @@ def sequence_parallel(config: Config) -> dict[str, int]:
     actor = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     return {
         "actor": actor,
+        "inference": actor,
         "ref": _first(config.actor_rollout_ref.ref.ulysses_sequence_parallel_size, actor),
         "critic": config.critic.ulysses_sequence_parallel_size,
     }
+
+
+def engine_settings(config: Config, role: str, device: str) -> FSDPConfig:
+    """Return the settings of a role's training engine.
+
+    `inference` has those of the actor, because it computes what the actor would. It is sharded over
+    all of its own devices, and holds its weights in the dtype in which it computes: rounding them
+    once gives the numbers that the actor computes from its float32 copy.
+
+    device: "cuda" or "cpu".
+    """
+    policy = config.actor_rollout_ref
+    if role != "inference":
+        sections = {
+            "actor": policy.actor.fsdp_config,
+            "ref": policy.ref.fsdp_config,
+            "critic": config.critic.model.fsdp_config,
+        }
+        return sections[role]
+    fsdp = policy.actor.fsdp_config
+    dtype = resolve_dtype(fsdp.dtype, device)
+    return replace(fsdp, model_dtype=dtype, fsdp_size=-1, optimizer_offload=False)
 
 
 def uses_dynamic_batches(config: Config, section: str) -> bool:
@@ -662,6 +788,18 @@ def syncs_adapters(model: ModelConfig, rollout: RolloutConfig) -> bool:
 def reference_is_actor(config: Config) -> bool:
     """Return whether the actor without its adapters serves as the reference."""
     return needs_reference(config) and uses_lora(config.actor_rollout_ref.model)
+
+
+def reference_urls(config: Config) -> list[str]:
+    """Return the addresses of the service that computes reference log-probs; [] if the run does."""
+    if not needs_reference(config) or reference_is_actor(config):
+        return []
+    return [str(url) for url in files_of(config.actor_rollout_ref.ref.url)]
+
+
+def computes_reference(config: Config) -> bool:
+    """Return whether the run computes reference log-probs on its own devices."""
+    return needs_reference(config) and not reference_urls(config)
 
 
 def resolve_device(name: str) -> str:
@@ -709,6 +847,11 @@ def files_of(value: Any) -> list[str]:
     if value is None or value == "":
         return []
     return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+
+
+def scores_remotely(reward: RewardConfig) -> bool:
+    """Return whether a reward service scores the samples."""
+    return bool(files_of(reward.remote.url))
 
 
 def count(files: list[str]) -> int | None:

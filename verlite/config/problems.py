@@ -53,6 +53,23 @@ class Problem:
         return f"{self.key}={display(self.key, self.value)}" if self.value is not None else self.key
 
 
+@dataclass(frozen=True)
+class Note:
+    """Something to know about a valid configuration. str(note) is a whole sentence.
+
+    kind: "renamed", "ignored" (keys that verlite accepts without effect), "unused" (keys without
+        effect in this configuration), or "remark".
+    short: the same in an enumeration of notes of this kind; "" for remarks.
+    """
+
+    text: str
+    kind: str = "remark"
+    short: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class ConfigError(ValueError):
     """The configuration is invalid. `problems` contains every violation."""
 
@@ -110,27 +127,37 @@ def display(key: str, value: Any, known: bool = False) -> str:
     return URL_SECRET.sub(lambda found: f"{found[1] or found[2]}***", str(value))
 
 
+GENERIC = frozenset(
+    "backend config dtype enable enabled id kwargs len mode n name path seed size strategy type "
+    "value".split()
+)
+"""Last parts of keys that mean something only within their section."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return the known dotted keys most similar to `name`, as a whole or in their last part."""
-    known = list(known)
-    last = name.rsplit(".", 1)[-1]
-    by_last: dict[str, list[str]] = {}
+    """Return the known dotted keys that `name` may have meant, the likeliest first.
+
+    Their last parts are similar. If the sections differ, the last parts are nearly equal, and say
+    something without the section: `optim.enabled` does not suggest `filter_groups.enable`.
+    """
+    section, _, last = name.rpartition(".")
+    scores = {}
     for key in known:
-        by_last.setdefault(key.rsplit(".", 1)[-1], []).append(key)
-    similar = [
-        key
-        for part in difflib.get_close_matches(last, by_last, n=count, cutoff=0.75)
-        for key in by_last[part]
-    ]
-    candidates = by_last.get(last) or [
-        *similar,
-        *difflib.get_close_matches(name, known, n=count, cutoff=0.7),
-    ]
+        other_section, _, other = key.rpartition(".")
+        if section in ("", other_section) or other_section.endswith(f".{section}"):
+            place = 1.0
+        else:
+            place = _likeness(section.rpartition(".")[2], other_section.rpartition(".")[2])
+        likeness = _likeness(last, other)
+        is_elsewhere = place < 0.6
+        if likeness < (0.85 if is_elsewhere else 0.75) or (is_elsewhere and other in GENERIC):
+            continue
+        scores[key] = likeness + place + _likeness(name, key) / 2
+    same_section = {key: score for key, score in scores.items() if key.startswith(f"{section}.")}
+    scores = same_section or scores
+    best = sorted(scores, key=lambda key: scores[key], reverse=True)
+    return [key for key in best if scores[key] > scores[best[0]] - 0.3][:count]
 
-    def score(key: str) -> float:
-        likeness = difflib.SequenceMatcher(None, name, key).ratio()
-        if key.endswith("." + name):
-            return likeness + 1
-        return likeness + 0.5 if key in similar else likeness
 
-    return sorted(dict.fromkeys(candidates), key=score, reverse=True)[:count]
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()

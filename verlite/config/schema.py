@@ -23,17 +23,38 @@ Modules = Annotated[Any, "a list of module names, or a regular expression"]
 Threshold = Annotated[Any, "a number, or low_high"]
 Names = Annotated[Any, "the name of a statistic, or several with commas between them"]
 Thresholds = Annotated[Any, "a number, low_high, or several with commas between them"]
+NodeGroups = Annotated[Any, "a list of node groups"]
 Addresses = Annotated[Any, "an address or a list of addresses"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 GIVEN_VALIDATION = "data.val_files is given"
+NOT_THE_ACTOR = "the model has no LoRA adapters, without which it is the reference itself"
+OWN_REFERENCE = "the run computes reference log-probs (ref.url=null)"
 KL_TERM = "a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss)"
 CRITIC = "the run has a critic"
 VLLM = "the rollout engine is vllm"
+SERVER = "actor_rollout_ref.rollout.name=server"
+OWN_ENGINES = "the engines run in this cluster"
 GPU = "the run is on GPUs"
 AGENT = ("max_turns>0", "do_search=true")
+ROW_ESTIMATOR = "the estimator compares whole responses (grpo, grpo_passk, rloo, gpg)"
+UNWHITENED = "the estimator does not whiten its advantages"
 OWN_LORA = "lora_adapter_path determines it"
+DEVICE_HINTS = {
+    "npu": "Ascend NPUs are not supported.",
+    "gpu": "A GPU is called cuda.",
+    "rocm": "An AMD GPU is called cuda too.",
+    "hip": "An AMD GPU is called cuda too.",
+    "tpu": "TPUs are not supported.",
+    "mps": "Apple GPUs are not supported.",
+}
+"""What to say about devices that are not legal values of trainer.device."""
+TRACKER_HINTS = dict.fromkeys(
+    ("trackio", "clearml", "vemlp_wandb"),
+    "A class with the methods of verlite.trainer.tracking:Tracker can send metrics anywhere.",
+)
+"""What to say about verl's other trackers."""
 
 
 @dataclass
@@ -173,7 +194,7 @@ class ModelConfig:
     lora_alpha: int = key(
         16,
         "LoRA: the output of an adapter is multiplied by lora_alpha / lora_rank.",
-        bound="> 0",
+        bound=">= 0",
         used_when=(".lora_adapter_path=null", ".lora_rank>0"),
     )
     target_modules: Annotated[
@@ -213,13 +234,15 @@ class OptimConfig:
         used_when=".lr_warmup_steps=-1",
     )
     lr_scheduler_type: str = key(
-        "constant", "Schedule after the warm-up.", choices=("constant", "cosine")
+        "constant",
+        "Schedule after the warm-up. cosine and linear end at lr * min_lr_ratio.",
+        choices=("constant", "cosine", "linear"),
     )
     min_lr_ratio: float = key(
         0.0,
-        "Cosine: the lowest learning rate as a fraction of lr.",
+        "Cosine and linear: the lowest learning rate as a fraction of lr.",
         bound=">= 0 and <= 1",
-        used_when=".lr_scheduler_type=cosine",
+        used_when=".lr_scheduler_type!=constant",
     )
     num_cycles: float = key(
         0.5,
@@ -328,6 +351,19 @@ class PolicyLossConfig:
         {},
         "Settings of your own loss: inputs.extra.",
         used_when="policy_loss.loss_mode names your own function",
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    """What a checkpoint of the policy contains."""
+
+    save_contents: list[str] = key(
+        ["model", "optimizer", "extra"],
+        "model, optimizer and extra are in every checkpoint, because a resume needs them. Add "
+        "hf_model for the weights as a Hugging Face folder: global_step_N/actor/huggingface.",
+        choices=("model", "optimizer", "extra", "hf_model"),
+        used_when="trainer.save_freq>0",
     )
 
 
@@ -444,6 +480,7 @@ class ActorConfig:
         bound=">= 1",
     )
     optim: OptimConfig = section(OptimConfig, "Optimizer of the policy.")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "What a checkpoint contains.")
     fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding, precision and offload of the policy.")
     ulysses_sequence_parallel_size: int = key(
         1,
@@ -462,6 +499,30 @@ class ActorConfig:
 class RefConfig:
     """The frozen reference policy. It exists if a KL term uses it."""
 
+    url: Addresses = key(
+        None,
+        "Address, or list of addresses, of a reference service (`verlite serve reference`), such "
+        "as http://host:8001. null: the run computes reference log-probs on its own devices.",
+        used_when=NOT_THE_ACTOR,
+    )
+    token_env: Optional[str] = key(
+        None,
+        "Environment variable with the bearer token that the service asks for. null: it needs "
+        "none.",
+        used_when=".url!=null",
+    )
+    timeout_s: float = key(
+        300.0,
+        "Longest time for one request to the service. A slower one is retried.",
+        bound="> 0",
+        used_when=".url!=null",
+    )
+    deadline_s: float = key(
+        900.0,
+        "Longest time for one request with all its retries. After that the run stops.",
+        bound="> 0",
+        used_when=".url!=null",
+    )
     log_prob_micro_batch_size_per_gpu: Optional[int] = key(
         None,
         "Samples per forward pass on one device. null: the actor's ppo_micro_batch_size_per_gpu.",
@@ -471,6 +532,7 @@ class RefConfig:
     log_prob_use_dynamic_bsz: Optional[bool] = key(
         None,
         "Fill the micro-batches of reference passes by tokens. null: as actor.use_dynamic_bsz.",
+        used_when=OWN_REFERENCE,
     )
     log_prob_max_token_len_per_gpu: Optional[int] = key(
         None,
@@ -482,10 +544,13 @@ class RefConfig:
         RefFSDPConfig,
         "Sharding, precision and offload of the reference.",
         used_when="the reference has its own worker",
-        note="with LoRA the actor without its adapters is the reference",
+        note="with LoRA the actor without its adapters is the reference, with ref.url a service",
     )
     ulysses_sequence_parallel_size: Optional[int] = key(
-        None, "Devices that share each micro-batch. null: as the actor's.", bound=">= 1"
+        None,
+        "Devices that share each micro-batch. null: as the actor's.",
+        bound=">= 1",
+        used_when=OWN_REFERENCE,
     )
 
 
@@ -528,10 +593,36 @@ class RolloutConfig:
     name: str = key(
         "auto",
         "Engine: vllm, hf (transformers, nothing to install), or auto (vllm if it is installed, "
-        "otherwise hf; the choice is printed), or your own package.module:Core.",
+        "otherwise hf; the choice is printed), server (vLLM servers of your own, at "
+        "rollout.servers), or your own package.module:Core.",
         choices=("auto", *catalog.ENGINES),
         own="class",
         hints={"sglang": "SGLang is not supported."},
+    )
+    servers: Addresses = key(
+        None,
+        "Address, or list of addresses, of the vLLM servers that generate, such as "
+        "http://host:8000. `verlite serve generation` starts one.",
+        used_when=SERVER,
+    )
+    server_token_env: Optional[str] = key(
+        None,
+        "Environment variable of the rollout worker with the token that the servers ask for. "
+        "null: none.",
+        used_when=SERVER,
+    )
+    server_timeout_s: float = key(
+        60.0,
+        "A server that does not answer a question about its state within this many seconds gets "
+        "no more requests, and the other servers get those that it had.",
+        bound="> 0",
+        used_when=SERVER,
+    )
+    server_wait_s: float = key(
+        300.0,
+        "The run stops if no server can be used for this many seconds. -1: it waits without end.",
+        bound=">= 0 or -1",
+        used_when=SERVER,
     )
     n: int = key(
         1, "Samples per prompt. Group estimators (grpo, rloo, ...) need at least 2.", bound=">= 1"
@@ -578,11 +669,14 @@ class RolloutConfig:
         "vLLM: fraction of GPU memory for weights and KV cache. hf: fraction of the memory that is "
         "free beside its weights, for the KV cache.",
         bound="> 0 and < 1",
-        used_when=GPU,
+        used_when=(OWN_ENGINES, GPU),
         note="on CPUs rollout.kv_cache_gb sets the size of vLLM's cache",
     )
     max_num_seqs: int = key(
-        256, "Sequences that one engine generates at the same time.", bound=">= 1"
+        256,
+        "Sequences that one engine generates at the same time.",
+        bound=">= 1",
+        used_when=OWN_ENGINES,
     )
     max_num_batched_tokens: int = key(
         8192, "vLLM: tokens per engine step.", bound=">= 1", used_when=VLLM
@@ -606,8 +700,8 @@ class RolloutConfig:
     free_cache_engine: bool = key(
         True,
         "On a GPU: free the engine's weights and KV cache during training (vLLM's sleep mode).",
-        used_when=(GPU,),
-        note="on CPUs the engine keeps its memory",
+        used_when=(OWN_ENGINES, GPU),
+        note="only engines on this cluster's GPUs have memory to free",
     )
     engine_kwargs: dict[str, Any] = key(
         {}, "Extra arguments of the engine, by engine name: engine_kwargs.vllm.swap_space=8."
@@ -660,7 +754,7 @@ class RolloutConfig:
         "rank, collective on others. shared_memory: one copy in the memory of each host. "
         "cuda_ipc: from the actor's memory on the same GPU. collective: broadcast to one engine "
         "of each host (NCCL or gloo). files: safetensors in trainer.default_local_dir/weights, "
-        "a folder that all hosts share.",
+        "a folder that all hosts share. Servers get files, or collective (gloo, without a folder).",
         choices=("auto", *TRANSPORTS),
     )
     weight_probe: str = key(
@@ -882,8 +976,6 @@ class AlgorithmConfig:
         choices=tuple(catalog.ESTIMATORS),
         own="function",
         hints={
-            "grpo_vectorized": "grpo is the same, and is vectorized.",
-            "rloo_vectorized": "rloo is the same, and is vectorized.",
             "tir_optimal_token_baseline": "optimal_token_baseline skips tool text.",
         },
     )
@@ -900,6 +992,22 @@ class AlgorithmConfig:
         False,
         "Subtract kl_ctrl.kl_coef * KL(policy || reference) from the reward of each token. The "
         "reference is the same as for actor.use_kl_loss.",
+    )
+    kl_in_reward_mode: str = key(
+        "sequence",
+        "How the KL penalty enters the advantage of an estimator that compares whole responses. "
+        "sequence: the KL of the whole response is part of its reward, so it also enters the "
+        "baseline (verl). token: the estimator compares the scores; then each token pays for its "
+        "own and later KL (OpenRLHF). The other estimators work with rewards per token.",
+        choices=("sequence", "token"),
+        used_when=("algorithm.use_kl_in_reward=true", ROW_ESTIMATOR),
+    )
+    whiten_advantages: bool = key(
+        False,
+        "Whiten the advantages over all sampled tokens of the step, after everything else: mean 0, "
+        "standard deviation 1.",
+        used_when=UNWHITENED,
+        note="this estimator whitens its advantages by itself",
     )
     kl_penalty: str = key(
         "kl",
@@ -975,6 +1083,49 @@ class OverlongBufferConfig:
     )
 
 
+remote_key = functools.partial(key, used_when="reward.remote.url!=null")
+
+
+@dataclass
+class RemoteRewardConfig:
+    """A service that scores the samples, in OpenRLHF's wire format."""
+
+    url: Addresses = key(
+        None,
+        "Address, or list of addresses, of a reward service: POST {query, prompts, labels}, as "
+        "OpenRLHF's remote_rm_url. /get_reward is added to an address without a path. It scores "
+        "all samples, in place of built-in scorers and custom_reward_function. null: none.",
+    )
+    timeout_s: float = remote_key(
+        60.0, "Longest time for one request. A slower one is retried in halves.", bound="> 0"
+    )
+    deadline_s: float = remote_key(
+        300.0,
+        "Longest time for the reward of one sample with all its retries. After that it counts as "
+        "failed.",
+        bound="> 0",
+    )
+    max_in_flight: int = remote_key(
+        4, "Requests that one worker sends to one server at the same time.", bound=">= 1"
+    )
+    batch_size: int = remote_key(64, "Largest number of samples in one request.", bound=">= 1")
+    batch_window_ms: float = remote_key(
+        50.0, "How long a sample waits for others to share its request.", bound=">= 0"
+    )
+    token_env: Optional[str] = remote_key(
+        None,
+        "Environment variable with the bearer token that the service asks for. null: it needs "
+        "none.",
+    )
+    outage_wait_s: float = remote_key(
+        0.0,
+        "If more rewards of a step failed than reward.max_error_rate allows, and the service did "
+        "not answer: how long to wait until it answers again before the step is sampled again. "
+        "0: the run stops at once.",
+        bound=">= 0",
+    )
+
+
 @dataclass
 class RewardConfig:
     """How scoring runs, what failures mean, and how scores of training samples are transformed.
@@ -1007,11 +1158,14 @@ class RewardConfig:
         "acc of 1 or 0) or zero_one (1 or 0). `default` applies to all other sources; a name that "
         "ends in * matches every source that begins with it. Without an entry math_dapo, math and "
         "aime* are signed, as in verl.",
-        used_when="custom_reward_function.path=null",
-        note="the score of your own function is never rescaled",
+        used_when=("custom_reward_function.path=null", "reward.remote.url=null"),
+        note="the score of your own function or service is never rescaled",
     )
     overlong_buffer: OverlongBufferConfig = section(
         OverlongBufferConfig, "Length penalty.", used_when="reward.overlong_buffer.enable=true"
+    )
+    remote: RemoteRewardConfig = section(
+        RemoteRewardConfig, "A reward service, in place of functions."
     )
     max_error_rate: float = key(
         0.05,
@@ -1029,10 +1183,12 @@ class RewardConfig:
         30.0,
         "Longest time for the reward of one sample. A slower one is stopped and counts as failed.",
         bound="> 0",
+        used_when="reward.remote.url=null",
     )
     check_ground_truth: bool = key(
         True,
         "Before step 1, score some ground-truth answers and warn if they do not score above 0.",
+        used_when="reward.remote.url=null",
     )
 
 
@@ -1044,7 +1200,12 @@ class TrainerConfig:
     n_gpus_per_node: int = key(
         8, "Devices per machine: GPUs, or CPU slots on machines without one.", bound=">= 1"
     )
-    device: str = key("auto", "auto: a GPU if there is one.", choices=("auto", "cuda", "cpu"))
+    device: str = key(
+        "auto",
+        "auto: a GPU if there is one.",
+        choices=("auto", "cuda", "cpu"),
+        hints=DEVICE_HINTS,
+    )
     total_epochs: int = key(
         30,
         "Passes over the training data. With algorithm.filter_groups: the same number of steps as "
@@ -1059,14 +1220,11 @@ class TrainerConfig:
     experiment_name: str = key("gsm8k", "Second part of the run's name.")
     logger: list[str] = key(
         ["console"],
-        "Trackers: console, wandb, tensorboard, or your own package.module:class. metrics.jsonl is "
-        "always written.",
+        "Trackers: console, wandb, tensorboard, mlflow, swanlab, or your own package.module:class. "
+        "metrics.jsonl is always written.",
         choices=("console", *catalog.TRACKERS),
         own="class",
-        hints={
-            "file": "metrics.jsonl is always written.",
-            "jsonl": "metrics.jsonl is always written.",
-        },
+        hints={"jsonl": "metrics.jsonl is always written."} | TRACKER_HINTS,
     )
     val_before_train: bool = key(
         True,
@@ -1144,11 +1302,34 @@ class TrainerConfig:
         "A worker call that takes longer is reported as stuck, and the run stops.",
         bound="> 0",
     )
+    debug: bool = key(
+        False,
+        "Stop at breakpoint() in workers, environments and reward functions, and wait for a "
+        "debugger: debugpy (VS Code), or `ray debug` with RAY_DEBUG=legacy in the environment. "
+        "Time limits are lifted.",
+    )
     max_failed_saves: int = key(
         3,
         "Stop the run after this many consecutive failed saves.",
         bound=">= 1",
         used_when="trainer.save_freq>0",
+    )
+
+
+@dataclass
+class RuntimeEnvConfig:
+    """What Ray sets up for the processes of the run."""
+
+    env_vars: dict[str, str] = key(
+        {},
+        "Environment variables of the driver and of every worker: env_vars.NCCL_DEBUG=WARN. "
+        "A secret is masked in files and messages; give it as "
+        "env_vars.HF_TOKEN='${oc.env:HF_TOKEN}', because other users can read command lines.",
+    )
+    py_executable: Optional[str] = key(
+        None,
+        "Command that starts the Python of the workers, such as a path or 'uv run --no-sync'. It "
+        "must find the driver's packages. null: the Python that started Ray on each node.",
     )
 
 
@@ -1167,6 +1348,7 @@ class RayInitConfig:
         bound=">= 1",
         used_when="ray_kwargs.ray_init.address=null",
     )
+    runtime_env: RuntimeEnvConfig = section(RuntimeEnvConfig, "Environment of the processes.")
 
 
 @dataclass
@@ -1174,16 +1356,28 @@ class RayKwargs:
     """How Ray is started."""
 
     ray_init: RayInitConfig = section(RayInitConfig, "Arguments of ray.init.")
+    wait_s: Optional[float] = key(
+        None,
+        "How long to wait for a named cluster that does not answer yet, in seconds. null: "
+        "trainer.resource_wait_s.",
+        bound=">= 0",
+    )
 
 
 @dataclass
 class ClusterConfig:
     """Which role runs on which devices."""
 
-    component_placement: Optional[dict[str, str]] = key(
+    component_placement: Optional[dict[str, Any]] = key(
         None,
-        'Roles to device ranges, such as {"actor,critic": "0-3", rollout: "4-7"}. '
+        'Roles to device ranges, such as {"actor,critic": "0-3", rollout: "4-7"}. The roles are '
+        "actor, rollout, inference (old log-probs on devices of its own), ref and critic. "
         "null: all roles share all devices.",
+    )
+    node_groups: NodeGroups = key(
+        None,
+        "Named groups of nodes, [{label, node_ranks, env_configs}], for placements such as "
+        "{node_group: LABEL, placement: 0-7} and for environment variables of the workers on them.",
     )
 
 
@@ -1229,6 +1423,11 @@ class RetrieverConfig:
     batch_size: int = search_key(64, "Largest number of queries in one request.", bound=">= 1")
     batch_window_ms: float = search_key(
         5.0, "How long a query waits for others to share its request.", bound=">= 0"
+    )
+    token_env: Optional[str] = search_key(
+        None,
+        "Environment variable with the bearer token that the retriever asks for. null: it needs "
+        "none.",
     )
     cache_size: int = search_key(
         10000, "Queries whose passages a worker caches. 0: none.", bound=">= 0"

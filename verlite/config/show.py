@@ -3,9 +3,19 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from verlite.config.command import PPO, Command
+from verlite.config.problems import Note
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+
+TITLES = {
+    "renamed": "renamed keys: {}",
+    "ignored": "accepted without effect: {} (%s KEY says why)",
+    "unused": "no effect in this run: {}",
+}
+"""Kind of a note -> the line that lists all notes of this kind."""
 
 
 def console(stderr: bool = False) -> "Console":
@@ -19,8 +29,16 @@ def console(stderr: bool = False) -> "Console":
     return plain if plain.is_terminal else Console(stderr=stderr, width=160)
 
 
-def notes_text(notes: Iterable[str]) -> "Text":
-    """Return the notes of a configuration, one per line."""
+def notes_text(notes: Iterable[Note], command: Command = PPO) -> "Text":
+    """Return the notes of a configuration, with those of one kind in one line."""
     from rich.text import Text
 
-    return Text("\n".join(f"note: {note}" for note in notes))
+    notes = list(notes)
+    lines = []
+    for kind, title in TITLES.items():
+        listed = "; ".join(note.short for note in notes if note.kind == kind)
+        if listed:
+            line = title.replace("%s", command.explain)
+            lines.append(line.format(listed.replace("actor_rollout_ref.", "")))
+    lines += [note.text for note in notes if note.kind == "remark"]
+    return Text("\n".join(f"note: {line}" for line in lines))

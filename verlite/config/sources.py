@@ -12,10 +12,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verlite
-from verlite.config import aliases, keys
+from verlite.config import keys
+from verlite.config.command import PPO, Command
 from verlite.config.problems import ConfigError, Problem, display, is_secret
 
 COMMAND_LINE = "command line"
+TEXT_MAPPINGS = ("cluster.component_placement", "ray_kwargs.ray_init.runtime_env.env_vars")
+"""Mappings whose values are text, as typed: 0-3,6 and 1e-3 are not numbers there."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,14 @@ def conf_dir() -> Path:
 def from_command_line(
     overrides: Sequence[str],
     config_dir: str | Path | None,
-    schema_keys: dict[str, keys.Key] | None = None,
+    command: Command = PPO,
 ) -> tuple[list[Assignment], list[str], list[Problem]]:
     """Parse overrides.
 
     Args:
         overrides: the arguments of the command line, without options.
         config_dir: the user's folder of YAML files.
-        schema_keys: the `keys.table` of another schema. None: main_ppo's.
+        command: the command that takes the overrides.
 
     Returns:
         The assignments, the overrides that select a file of a config group in the user's folder,
@@ -68,7 +71,7 @@ def from_command_line(
         elif _is_group(key, config_dir):
             groups.append(text)
         else:
-            assignment = _parse_override(text, problems, schema_keys)
+            assignment = _parse_override(text, problems, command)
             if assignment:
                 assignments.append(assignment)
     return assignments, groups, problems
@@ -120,25 +123,23 @@ def _is_group(key: str, config_dir: str | Path | None) -> bool:
     return (Path(config_dir) / key.split("@")[0]).is_dir()
 
 
-def _parse_override(
-    text: str, problems: list[Problem], schema_keys: dict[str, keys.Key] | None
-) -> Assignment | None:
+def _parse_override(text: str, problems: list[Problem], command: Command) -> Assignment | None:
     """Return the assignment of one override, or report a problem and return None."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     key, equals, raw = text.lstrip("+~").partition("=")
-    known = keys.find(key if schema_keys else aliases.renamed(key) or key, schema_keys)
+    known = command.find(command.tables.new_name(key) or key)
     if not equals and not text.startswith("~"):
         problems.append(Problem(key, None, "is not an override", "Write overrides as key=value."))
         return None
     # Hydra's grammar rejects or changes text such as ~/data, /runs/lr=1e-6 or 0-3,6. Values of
     # text keys are therefore taken literally.
     takes_text = known is not None and (
-        known.type.startswith("text") or known.name == "cluster.component_placement"
+        known.type.startswith("text") or known.name in TEXT_MAPPINGS
     )
     any_type = known is not None and known.any_type
-    is_hidden = is_secret(key, raw) and not keys.is_plain(key)
+    is_hidden = is_secret(key, raw) and key not in command.keys
     shown = "***" if is_hidden else raw
     try:
         override = OverridesParser.create().parse_override(text)
@@ -178,22 +179,17 @@ def _flow_mapping(text: str) -> dict[str, Any] | None:
 
 
 @functools.cache
-def from_our_yaml(name: str, sections: frozenset[str] | None = None) -> list[Assignment]:
+def from_our_yaml(name: str, command: Command = PPO) -> list[Assignment]:
     """Return `from_yaml` of one of verlite's own files. These do not change during a process."""
-    return from_yaml(name, None, (), sections)
+    return from_yaml(name, None, (), command)
 
 
-def our_names(sections: frozenset[str] | None = None) -> list[str]:
-    """Return the names of verlite's own YAML files that fit a schema.
-
-    Args:
-        sections: the top-level names of the schema. None: main_ppo's.
-    """
-    known = sections or frozenset(name for name in keys.keys() if "." not in name)
+def our_names(command: Command = PPO) -> list[str]:
+    """Return the names of verlite's own YAML files that fit a command's schema."""
     names = []
     for file in sorted(conf_dir().glob("*.yaml")):
         used = set(yaml.safe_load(file.read_text(encoding="utf-8")))
-        if used - {"defaults", "hydra"} <= known:
+        if used - {"defaults", "hydra"} <= command.sections:
             names.append(file.stem)
     return names
 
@@ -202,7 +198,7 @@ def from_yaml(
     name: str,
     config_dir: Path | None,
     groups: Iterable[str],
-    sections: frozenset[str] | None = None,
+    command: Command = PPO,
 ) -> list[Assignment]:
     """Return the assignments of a configuration's YAML files, in the order of the defaults list.
 
@@ -210,7 +206,7 @@ def from_yaml(
         name: the file's name without its suffix.
         config_dir: the user's folder; it takes precedence over verlite's.
         groups: overrides that select files of config groups.
-        sections: the top-level names of another schema. None: main_ppo's.
+        command: the command that takes the configuration.
 
     Raises:
         ConfigError: a file is missing or cannot be parsed.
@@ -223,7 +219,7 @@ def from_yaml(
         raise ConfigError([Problem("--config-path", str(config_dir), rule, remedy)])
     home = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if home is None:
-        available = set(our_names(sections))
+        available = set(our_names(command))
         for folder in folders[:-1]:
             available.update(file.stem for file in folder.glob("*.yaml"))
         rule = f"{name}.yaml was not found in {' or '.join(map(str, folders))}"

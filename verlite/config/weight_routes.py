@@ -1,4 +1,8 @@
-"""How each rollout engine gets the trainer's weights: chosen from where both sit."""
+"""How each reader of the trainer's weights gets them: chosen from where both sit.
+
+Readers are the rollout engines and, if the role `inference` is placed, its ranks. They are numbered
+in this order.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,61 +13,84 @@ TRANSPORTS = ("shared_memory", "cuda_ipc", "collective", "files")
 @dataclass(frozen=True)
 class WeightRoutes:
     """Attributes:
-    transport: of each engine.
-    nodes: node of each engine.
-    devices: devices of each engine, in rank order.
+    transport: of each reader.
+    nodes: node of each reader.
+    devices: devices of each reader, in rank order.
+    engines: number of readers that are rollout engines.
     writers: actor ranks that write their node's copy into shared memory.
-    receivers: engines that receive their node's copy, in the order of their ranks in the group.
+    receivers: readers that receive their node's copy, in the order of their ranks in the group.
     publishers: {device: actor rank} for the devices of cuda_ipc engines.
     """
 
     transport: tuple[str, ...]
     nodes: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
+    engines: int
     writers: tuple[int, ...]
     receivers: tuple[int, ...]
     publishers: dict[int, int]
 
     @property
     def is_streaming(self) -> bool:
-        """Whether engines take weights while the trainer publishes them."""
+        """Whether readers take weights while the trainer publishes them."""
         return bool(self.receivers or self.publishers)
 
+    def reader(self, role: str, rank: int) -> int:
+        """Return the number of a rank of "rollout" or "inference"."""
+        return rank + self.engines if role == "inference" else rank
+
     def uses(self, transport: str) -> bool:
-        """Return whether any engine uses a transport."""
+        """Return whether any reader uses a transport."""
         return transport in self.transport
 
     def __str__(self) -> str:
-        counts = {name: self.transport.count(name) for name in TRANSPORTS}
-        used = [(name, count) for name, count in counts.items() if count]
-        if len(used) == 1:
-            return used[0][0]
-        return ", ".join(f"{name} to {count}" for name, count in used) + " engines"
+        text = _words(self.transport[: self.engines], "engines")
+        inference = self.transport[self.engines :]
+        return f"{text}; inference: {_words(inference, 'ranks')}" if inference else text
+
+
+def _words(transports: Sequence[str], readers: str) -> str:
+    counts = {name: transports.count(name) for name in TRANSPORTS}
+    used = [(name, count) for name, count in counts.items() if count]
+    if len(used) == 1:
+        return used[0][0]
+    return ", ".join(f"{name} to {count}" for name, count in used) + f" {readers}"
 
 
 def weight_routes(
-    actor: Sequence[int], rollout: Sequence[int], per_engine: int, per_node: int, chosen: str
+    actor: Sequence[int],
+    rollout: Sequence[int],
+    per_engine: int,
+    per_node: int,
+    chosen: str,
+    inference: Sequence[int] = (),
 ) -> WeightRoutes:
-    """Choose the transport of each engine.
+    """Choose the transport of each reader.
 
     Args:
         actor: devices of the actor's ranks.
         rollout: devices of the engines, `per_engine` consecutive ones each.
         per_node: devices of a node.
         chosen: rollout.weight_transport. "auto": shared_memory on nodes with an actor rank,
-            collective on others.
+            collective on others; so also for `inference` if it is cuda_ipc, which serves engines.
+        inference: devices of the ranks of that role.
     """
     first_rank: dict[int, int] = {}
     for rank, device in enumerate(actor):
         first_rank.setdefault(device // per_node, rank)
     devices = [tuple(rollout[i : i + per_engine]) for i in range(0, len(rollout), per_engine)]
+    engines = len(devices)
+    devices += [(device,) for device in inference]
     nodes = [group[0] // per_node for group in devices]
-    automatic = ["shared_memory" if node in first_rank else "collective" for node in nodes]
-    transport = automatic if chosen == "auto" else [chosen] * len(devices)
-    first_engine: dict[int, int] = {}
-    for engine, node in enumerate(nodes):
-        if transport[engine] == "collective":
-            first_engine.setdefault(node, engine)
+    transport = ["shared_memory" if node in first_rank else "collective" for node in nodes]
+    if chosen != "auto":
+        transport[:engines] = [chosen] * engines
+        if chosen != "cuda_ipc":
+            transport[engines:] = [chosen] * len(inference)
+    first_reader: dict[int, int] = {}
+    for reader, node in enumerate(nodes):
+        if transport[reader] == "collective":
+            first_reader.setdefault(node, reader)
     written = sorted({n for n, t in zip(nodes, transport, strict=True) if t == "shared_memory"})
     streamed = [d for g, t in zip(devices, transport, strict=True) if t == "cuda_ipc" for d in g]
     rank_on = {device: rank for rank, device in enumerate(actor)}
@@ -71,8 +98,9 @@ def weight_routes(
         tuple(transport),
         tuple(nodes),
         tuple(devices),
+        engines,
         tuple(first_rank[node] for node in written if node in first_rank),
-        tuple(first_engine.values()),
+        tuple(first_reader.values()),
         {device: rank_on[device] for device in streamed if device in rank_on},
     )
 
@@ -84,20 +112,22 @@ def why_impossible(
     per_node: int,
     device: str,
     chosen: str,
+    inference: Sequence[int] = (),
 ) -> str:
-    """Return why engines cannot get their weights by the chosen transport; "" if they can."""
+    """Return why readers cannot get their weights by the chosen transport; "" if they can."""
     actor_nodes = {d // per_node for d in actor}
     if chosen == "shared_memory":
-        alone = sorted({d // per_node for d in rollout} - actor_nodes)
-        if alone:
-            return f"node {alone[0]} has engines but no actor rank that could write its copy"
+        for readers, name in ((rollout, "engines"), (inference, "inference ranks")):
+            alone = sorted({d // per_node for d in readers} - actor_nodes)
+            if alone:
+                return f"node {alone[0]} has {name} but no actor rank that could write its copy"
     if chosen == "cuda_ipc":
         alone = sorted(set(rollout) - set(actor))
         if alone:
             return f"device {alone[0]} has an engine but no actor rank"
     if chosen == "collective" and device == "cuda":
-        routes = weight_routes(actor, rollout, per_engine, per_node, chosen)
-        shared = [e for e in routes.receivers if routes.devices[e][0] == actor[0]]
+        routes = weight_routes(actor, rollout, per_engine, per_node, chosen, inference)
+        shared = [r for r in routes.receivers if routes.devices[r][0] == actor[0]]
         if shared:
             return f"device {actor[0]} would be two ranks of one NCCL group"
     return ""

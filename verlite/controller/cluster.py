@@ -5,20 +5,16 @@ import logging
 import os
 import secrets
 import shutil
-import signal
-import socket
 import subprocess
 import tempfile
-import threading
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from verlite.controller import guardian, node, ray_internals
-from verlite.controller.stop import apply_default_action, terminate
+from verlite.controller import guardian, head, node, ray_internals
+from verlite.controller.ray_internals import set_environment
 from verlite.controller.supervise import Supervisor
 
 RUN_MARK = "VERLITE_RUN"
@@ -27,14 +23,11 @@ RUN_MARK = "VERLITE_RUN"
 The driver and its children have the run's id. Ray, the workers and their children have
 "RUN_ID/...". See `controller.guardian`.
 """
-HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""The first bytes of a gRPC client: the HTTP/2 preface and empty settings (RFC 9113, section 3.4).
-The server's first frame contains settings, too."""
-HTTP2_SETTINGS = 4
-
-
-class NoCluster(ConnectionError):
-    """No Ray cluster answers at the given address."""
+LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's name for: 0 is a cluster of one node that uses loopback only."""
+UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+TOKEN_FILE = "ray_token"
+"""File in run_dir/logs with the token of a local cluster while it runs, for `ray debug`."""
 
 
 @dataclass(eq=False)
@@ -44,8 +37,12 @@ class Cluster:
     Attributes:
         local: whether this process started the cluster.
         run_dir: workers write their logs into run_dir/logs.
+        debugger, stops_at_failures: see `connect`.
         reserved: Ray placement groups to remove at exit.
         sent_bytes, received_bytes: size of the batches that passed through the driver.
+        environment: variables that workers on a joined cluster get. Those of a local cluster
+            inherit the driver's.
+        py_executable: command that starts the workers' Python; None: the nodes' own.
     """
 
     local: bool
@@ -53,13 +50,15 @@ class Cluster:
     run_id: str
     run_dir: Path
     supervisor: Supervisor
+    debugger: str = ""
+    stops_at_failures: bool = False
     reserved: list[Any] = field(default_factory=list)
     sent_bytes: int = 0
     received_bytes: int = 0
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
+    py_executable: str | None = None
     _guardian: "subprocess.Popen[bytes] | None" = None
     _environment_before: dict[str, str | None] = field(default_factory=dict)
-    _sigterm_before: Any = None
-    _pid: int = field(default_factory=os.getpid)
 
     def __enter__(self) -> "Cluster":
         return self
@@ -85,22 +84,24 @@ class Cluster:
         finally:
             if ray.is_initialized():
                 self.supervisor.stop_all()
+                self.supervisor.node_watch.stop()
                 for group in self.reserved:
                     ray.util.remove_placement_group(group)
             ray.shutdown()
-            if self._sigterm_before is not None:
-                signal.signal(signal.SIGTERM, self._sigterm_before)
-            _set_environment(self._environment_before)
+            set_environment(self._environment_before)
             if self._guardian is not None:
                 guardian.dismiss(self._guardian)
+            if self.local:
+                (self.run_dir / "logs" / TOKEN_FILE).unlink(missing_ok=True)
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            apply_default_action(number)
-            return
-        # A second SIGTERM must not interrupt the cleanup.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        terminate("SIGTERM")
+    @property
+    def ray_debug_command(self) -> str:
+        """The command that connects Ray's legacy debugger to this cluster."""
+        token = self.run_dir / "logs" / TOKEN_FILE
+        access = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} " if token.exists() else ""
+        if self.local:  # otherwise Ray replaces 127.0.0.1 by the machine's address
+            access += f"{LOOPBACK_ONLY}=0 "
+        return f"{access}RAY_DEBUG=legacy ray debug --address={self.address}"
 
 
 _current: Cluster | None = None
@@ -113,32 +114,48 @@ def connect(
     num_cpus: int | None = None,
     slots: int = 1,
     call_timeout_s: float = 3600.0,
+    debugger: str = "",
+    stops_at_failures: bool = False,
     temp_dir: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    py_executable: str | None = None,
+    wait_s: float = 0.0,
+    preload: Sequence[str] = (),
 ) -> Cluster:
     """Join a Ray cluster, or start one on this machine.
 
     The connection lasts until Cluster.shutdown or the end of this process.
 
     A cluster started here is local: it listens on loopback only, has no dashboard, and always ends
-    with this process. SIGTERM raises Terminated in the main thread.
+    with this process. Signals are left to the caller; see `controller.stop`.
 
     Args:
         address: host:port of a cluster, or "local" to start one. None uses RAY_ADDRESS (which `ray
-            job submit` sets), else a cluster that `ray start` has started on this machine, else
-            starts one.
+            job submit` sets), else the cluster that `verlite cluster start` or `ray start` has
+            started on this machine, else starts one.
         num_cpus: CPU slots of a local cluster. None uses the number of cores, but at least `slots`,
             so that any placement can be tried on a laptop.
         call_timeout_s: default time limit of one call to workers, in seconds.
+        debugger: what breakpoint() in a worker stops in: "debugpy", "legacy" (`ray debug`), or ""
+            to refuse it. With "legacy" the token of a local cluster is written to TOKEN_FILE.
+        stops_at_failures: whether workers wait for the debugger before they report a failure.
         temp_dir: folder for the sockets and logs of a local cluster. None creates a private folder
             and removes it at the end.
+        environment, py_executable: see `Cluster`.
+        wait_s: how long to wait for a cluster that is not there yet, in seconds.
+        preload: modules that one process of a local cluster imports. The workers are forks of it;
+            see `worker_fork`. Not on machines with GPUs, which a fork may not be able to use. With
+            () every worker starts as a new process.
 
     Raises:
-        NoCluster: no cluster answers at the address.
+        NoCluster: no cluster answers at the address, or this process cannot join it.
     """
     global _current
     if _current is not None:
         raise RuntimeError("this process is connected to a cluster: call Cluster.shutdown first")
-    target = find(address)
+    target = head.find(address)
+    if target is not None:
+        target = head.wait_for(target, address, wait_s)
     local = target is None
     run_path = Path(run_dir).resolve()
     (run_path / "logs").mkdir(parents=True, exist_ok=True)
@@ -148,12 +165,17 @@ def connect(
         # In /tmp, because the paths of sockets must be short.
         private_dir = os.path.realpath(tempfile.mkdtemp(prefix="verlite-", dir="/tmp"))
         temp_dir = private_dir
-    environment = {RUN_MARK: run_id, "RAY_USAGE_STATS_ENABLED": "0"}
+    for_ray: dict[str, str | None] = {RUN_MARK: run_id, "RAY_USAGE_STATS_ENABLED": "0"}
+    # Under `uv run`, ray.init would copy the current folder to every node and run workers there.
+    for_ray[UV_RUN] = os.environ.get(UV_RUN, "0")
+    for_ray |= ray_internals.hip_environment()
     if local:
-        environment |= _local_environment()
-    environment_before = {name: os.environ.get(name) for name in environment}
-    sigterm_before = signal.getsignal(signal.SIGTERM)  # ray.init replaces the handler
-    _set_environment(environment)
+        for_ray |= _local_environment()
+    elif target is not None:
+        for_ray |= head.token_environment(target)
+    environment_before = {name: os.environ.get(name) for name in for_ray}
+    breakpoint_before = os.environ.get("PYTHONBREAKPOINT")
+    set_environment(for_ray)
     mark = f"{RUN_MARK}={run_id}"
     watch = guardian.start(mark, private_dir)
     os.environ[RUN_MARK] = f"{run_id}/ray"  # for the processes that Ray starts
@@ -164,28 +186,34 @@ def connect(
             _start_local(
                 num_cpus or max(node.cores(), slots),
                 temp_dir,
+                preload,
                 lambda: _kill_ray(mark, private_dir),
             )
         else:
-            ray.init(address=target, log_to_driver=False, logging_level=logging.ERROR)
+            _join(target)
     except BaseException:
-        _set_environment(environment_before)
+        set_environment(environment_before)
         guardian.dismiss(watch)
         raise
     os.environ[RUN_MARK] = run_id
+    # Ray's hook for drivers would wait for a debugger without a message. The driver has a terminal.
+    set_environment({"PYTHONBREAKPOINT": breakpoint_before})
     _redirect_ray_messages(run_path / "logs" / "ray.log")
+    if local and debugger == "legacy":
+        _write_token(run_path / "logs" / TOKEN_FILE)
     cluster = Cluster(
         local,
         ray.get_runtime_context().gcs_address,
         run_id,
         run_path,
         Supervisor(call_timeout_s),
+        debugger,
+        stops_at_failures,
+        environment=dict(environment or {}),
+        py_executable=py_executable,
         _guardian=watch,
         _environment_before=environment_before,
     )
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, cluster._on_sigterm)
-        cluster._sigterm_before = sigterm_before
     _current = cluster
     atexit.register(cluster.shutdown, graceful=False)
     return cluster
@@ -196,79 +224,32 @@ def current() -> Cluster | None:
     return _current
 
 
-def find(address: str | None) -> str | None:
-    """Return the address of the cluster to join, after checking that it answers; None to start one.
-
-    Raises:
-        NoCluster: no cluster answers at the address.
-    """
-    source = "ray_kwargs.ray_init.address" if address else "RAY_ADDRESS"
-    wanted = address or os.environ.get("RAY_ADDRESS") or ""
-    if wanted == "local":
-        return None
-    if wanted.startswith(("ray://", "http://", "https://")):
-        raise NoCluster(
-            f"{source}={wanted}: this process must run inside the cluster. Submit it with "
-            f"`ray job submit --address={wanted} -- <command>`, or give the host:port that "
-            "`ray start --head` printed."
-        )
-    if wanted and wanted != "auto":
-        if not _answers(wanted):
-            raise NoCluster(
-                f"{source}={wanted} does not answer as a Ray cluster does. Start the cluster, give "
-                "the host:port that `ray start --head` printed (not the dashboard's), or unset it "
-                "to run on this machine."
-            )
-        return wanted
-    found = ray_internals.running_cluster()
-    if found and _answers(found):
-        return found
-    if wanted == "auto":
-        raise NoCluster(
-            f"{source}=auto, but no cluster runs on this machine. "
-            "Start one with `ray start --head`."
-        )
-    return None
-
-
-def _answers(address: str) -> bool:
-    """Return whether a gRPC server, such as Ray's, answers there.
-
-    Ray itself would try for minutes to find out, and then end the process.
-    """
-    parts = urllib.parse.urlsplit("//" + address)
-    try:
-        server = (parts.hostname or "", parts.port or 6379)
-        with socket.create_connection(server, timeout=5) as connection:
-            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return True  # the answer would be encrypted
-            connection.sendall(HTTP2_GREETING)
-            reply = connection.recv(9)
-            return len(reply) > 3 and reply[3] == HTTP2_SETTINGS
-    except (OSError, ValueError):
-        return False
-
-
 def _local_environment() -> dict[str, str]:
     """Return the environment variables for Ray of a local cluster."""
     environment = {
-        # Ray's default of 15 would let every other process on the machine slow the run down.
-        "RAY_worker_niceness": "0",
-        # Ray's name for: single node, loopback only.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        **daemon_environment(),
+        LOOPBACK_ONLY: "0",
+        # Ray would start a process for each CPU slot before it knows the run's job and roles.
+        "RAY_prestart_worker_first_driver": "0",
+        # Ray's default of 60 is too short for imports on a machine with many workers per core.
+        "RAY_worker_register_timeout_seconds": "300",
     }
     if "RAY_AUTH_MODE" not in os.environ:
         # Without a token of ours, Ray would write one into the home directory.
         environment["RAY_AUTH_MODE"] = "token"
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    rocr = os.environ.get("ROCR_VISIBLE_DEVICES")
-    if rocr and "HIP_VISIBLE_DEVICES" not in os.environ:
-        # Ray refuses ROCR's variable alone, which Slurm sets. HIP numbers the GPUs that it leaves.
-        environment["HIP_VISIBLE_DEVICES"] = ",".join(map(str, range(len(rocr.split(",")))))
     return environment
 
 
-def _start_local(num_cpus: int, temp_dir: str | None, clean: Callable[[], None]) -> None:
+def daemon_environment() -> dict[str, str]:
+    """Return the environment variables for the Ray daemons of any node."""
+    # Ray's default of 15 would let every other process on the machine slow the run down.
+    return {"RAY_worker_niceness": "0", **ray_internals.hip_environment()}
+
+
+def _start_local(
+    num_cpus: int, temp_dir: str | None, preload: Sequence[str], clean: Callable[[], None]
+) -> None:
     """Start a cluster on this machine, with up to three tries.
 
     Ray waits 30 s for its own processes, which is too short on a busy laptop.
@@ -277,7 +258,11 @@ def _start_local(num_cpus: int, temp_dir: str | None, clean: Callable[[], None])
 
     for is_last_try in (False, False, True):
         try:
-            with ray_internals.lean_head():
+            with (
+                ray_internals.lean_head(),
+                ray_internals.keep_signal_handlers(),
+                ray_internals.forked_workers(preload),
+            ):
                 ray.init(
                     address="local",
                     num_cpus=num_cpus,
@@ -295,6 +280,27 @@ def _start_local(num_cpus: int, temp_dir: str | None, clean: Callable[[], None])
                 raise
 
 
+def _write_token(path: Path) -> None:
+    """Write the token of this process's cluster into a file that only its user can read."""
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    if token:
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token)
+
+
+def _join(address: str) -> None:
+    """Join the cluster at host:port. Raises NoCluster if Ray refuses, for its own reason."""
+    import ray
+
+    try:
+        with ray_internals.keep_signal_handlers():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError) as error:
+        reason = str(error.__cause__ or error).strip()
+        raise head.NoCluster(f"Ray could not join the cluster at {address}: {reason}") from error
+
+
 def _kill_ray(mark: str, private_dir: str | None) -> None:
     """Kill the processes of a failed start."""
     if os.path.isdir("/proc/self"):
@@ -305,7 +311,7 @@ def _redirect_ray_messages(path: Path) -> None:
     """Write Ray's messages about ended processes to a file. The supervisor reports the cause."""
 
     def write(lines: Sequence[str]) -> None:
-        with path.open("a", encoding="utf-8") as file:
+        with suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
 
     ray_internals.redirect_messages(write)
@@ -333,13 +339,3 @@ def _close_workers(supervisor: Supervisor) -> None:
     refs = [worker.actor.close.remote() for worker in supervisor.workers]
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=10)
-
-
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    """Set environment variables, or remove those with None, and have Ray read them again."""
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    ray_internals.reload_environment()

@@ -65,6 +65,10 @@ class WorkerError(RuntimeError):
         self.exception_type = exception_type
 
 
+class NodeLost(RuntimeError):
+    """A node, or the head of the cluster, cannot be reached any more. All workers were stopped."""
+
+
 class StuckError(RuntimeError):
     """A call exceeded its time limit, and all workers were stopped.
 
@@ -212,7 +216,7 @@ def worker_error(
         kind, what = reason_for_death(log, diagnosis.oom_kills > oom_kills_at_start)
     lines = [
         f"{worker.name} failed in {first.method} ({kind}): {what}",
-        f"  process {worker.pid} on node {worker.node_id[:8]}, log: {worker.log}",
+        f"  process {worker.pid} on node {worker.node}, log: {worker.log}",
     ]
     if first.traceback:
         lines += ["  its traceback:", indent(first.traceback)]
@@ -225,6 +229,25 @@ def worker_error(
             lines.append(f"  then {cause.worker.name} in {cause.method}: {what}: {message}")
     text = "\n".join(lines)
     return WorkerError(text, worker.role, worker.rank, first.method, kind, first.type_name)
+
+
+def node_lost(name: str, reason: str, workers: list[WorkerHandle]) -> NodeLost:
+    """Return the error for a lost node, or for the lost head.
+
+    Args:
+        name: of the node, or of the head.
+        reason: why no connection could be opened.
+        workers: those on that node.
+    """
+    lines = [f"{name} is lost: no connection to Ray there ({reason})"]
+    if workers:
+        lines.append("  its workers: " + ", ".join(worker.name for worker in workers))
+        lines.append(f"  logs: {workers[0].log} and the files beside it")
+    lines.append(
+        "  Check the machine and its network. Once the cluster is complete again, the same "
+        "command resumes from the last checkpoint."
+    )
+    return NodeLost("\n".join(lines))
 
 
 def stuck_error(

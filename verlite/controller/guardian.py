@@ -1,6 +1,6 @@
 """A small process that outlives its owner and then kills what the owner left behind.
 
-    python -I -S guardian.py OWNER NAME=VALUE [folder]
+    python -I -S guardian.py OWNER NAME=VALUE [--head=HOST:PORT] [folder]
 
 All processes of a run carry the run's mark in their environment: NAME=VALUE for the owner's own
 children, NAME=VALUE/... for Ray, the workers and their children.
@@ -11,6 +11,10 @@ guardian's input, the owner is exiting normally. Then the guardian kills only th
 NAME=VALUE/..., and spares the owner's own children, such as a tracker that is still uploading.
 In both cases it kills Ray's processes that have files of the folder open, and removes the folder.
 
+On a node whose network is cut nobody tells a worker that its run has ended, and Ray takes about two
+minutes to notice. With --head the guardian therefore opens a TCP connection there every few
+seconds, and kills its owner, too, if that fails several times in a row.
+
 It needs /proc, so it does nothing on systems other than Linux. It uses the standard library only,
 because it must be small and start at once.
 """
@@ -19,17 +23,32 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 SWEEP_S = 15.0
 """How long to look for marked processes again, to find those that start during the search."""
+HEAD_EVERY_S = 8.0
+HEAD_TIMEOUT_S = 5.0
+HEAD_FAILURES = 4
+"""A silent head is given up after 4 x (8 + 5) = 52 s, later than the driver gives up a silent node
+(`node_watch`): the run's own message comes first."""
 
 
-def start(mark: str, folder: str | None = None) -> "subprocess.Popen[bytes]":
-    """Start a guardian of this process. `mark` is NAME=VALUE."""
+def start(
+    mark: str, folder: str | None = None, head: str | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start a guardian of this process.
+
+    Args:
+        mark: NAME=VALUE.
+        head: host:port of Ray's head, without which this process must end.
+    """
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
+    if head:
+        command.append(f"--head={head}")
     if folder:
         command.append(folder)
     return subprocess.Popen(
@@ -126,12 +145,33 @@ def sweep(mark: str, workers_only: bool, *folders: str) -> None:
         time.sleep(0.1)
 
 
+def answers(address: str) -> bool:
+    """Return whether something accepts TCP connections at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        server = (host.strip("[]"), int(port))
+        socket.create_connection(server, timeout=HEAD_TIMEOUT_S).close()
+        return True
+    except OSError:
+        return False
+
+
 def main(owner: int, mark: str, *folders: str) -> None:
-    """Wait until the owner exits, then clean up."""
+    """Wait until the owner exits, or loses Ray's head, then clean up."""
+    head = ""
+    if folders and folders[0].startswith("--head="):
+        head, folders = folders[0].partition("=")[2], folders[1:]
+    failures = 0
+    next_try = time.monotonic() + HEAD_EVERY_S
     # A process that the owner forked also keeps the pipe open, so its end alone does not show that
     # the owner has exited. The parent's id does.
     normal_exit = False
     while not normal_exit and os.getppid() == owner:
+        if head and time.monotonic() > next_try:
+            failures = 0 if answers(head) else failures + 1
+            next_try = time.monotonic() + HEAD_EVERY_S
+            if failures == HEAD_FAILURES and os.getppid() == owner:
+                os.kill(owner, signal.SIGKILL)
         readable, _, _ = select.select([0], [], [], 0.25)
         if readable:
             normal_exit = bool(os.read(0, 16))

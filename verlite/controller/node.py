@@ -1,7 +1,10 @@
 """Facts about one machine, and control of its processes. Imports only light modules."""
 
 import os
+import re
+import signal
 import socket
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,11 @@ PROCESS_STATES = {
     "Z": "dead",
 }
 """Names of the state letters in /proc/PID/stat."""
+STACK_LINE = re.compile(r'(Current t|T)hread 0x[0-9a-f]+ |  File "|  <')
+"""A line of faulthandler's dump."""
+DUMP_S = 5.0
+"""Longest wait for the dump of a process."""
+DUMP_QUIET_S = 0.3
 LOG_HEADER = "--- pid"
 """A worker's log starts with this text and the process id, once per process."""
 
@@ -74,8 +82,13 @@ class Process:
 
 def this_process() -> Process:
     """Return the current process."""
-    stat = _stat(os.getpid())
-    return Process(os.getpid(), int(stat[19]) if stat else 0)
+    return process(os.getpid())
+
+
+def process(pid: int) -> Process:
+    """Return the process with this id. Its start time is 0 if there is none, or no /proc."""
+    stat = _stat(pid)
+    return Process(pid, int(stat[19]) if stat else 0)
 
 
 def _stat(pid: int) -> list[str]:
@@ -126,6 +139,66 @@ def diagnose(workers: Iterable[tuple[str, Process | None]]) -> list[Diagnosis]:
         state = "unknown" if process is None else process_state(process)
         found.append(Diagnosis(text, state, oom_kills()))
     return found
+
+
+class Dump(NamedTuple):
+    """What a process is doing.
+
+    Attributes:
+        host: name of this node.
+        state: see `process_state`.
+        stacks: of all its threads, as faulthandler writes them; "" if it did not write them.
+    """
+
+    host: str
+    state: str
+    stacks: str
+
+
+def dump_stacks(workers: Iterable[tuple[str, Process]]) -> list[Dump]:
+    """Return the stacks of each (log path, process) on this node.
+
+    The processes write them into their logs at SIGUSR1 (`worker_actor`).
+    """
+    started = [(log, process, _size(log)) for log, process in workers]
+    send_signal([process for _, process, _ in started], signal.SIGUSR1)
+    texts = [""] * len(started)
+    deadline = time.monotonic() + DUMP_S
+    # Written threads by threads: a dump is complete when nothing was added for a while.
+    while time.monotonic() < deadline:
+        time.sleep(DUMP_QUIET_S)
+        before = texts
+        texts = [_stacks_in(_text_from(log, start)) for log, _, start in started]
+        if all(texts) and texts == before:
+            break
+    host = socket.gethostname()
+    return [
+        Dump(host, process_state(process), text)
+        for (_, process, _), text in zip(started, texts, strict=True)
+    ]
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def _text_from(path: str, start: int) -> str:
+    """Return a text file's content from a position on, "" if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _stacks_in(text: str) -> str:
+    """Return the lines of faulthandler's dump, without what other code has written meanwhile."""
+    lines = [line for line in text.splitlines() if STACK_LINE.match(line)]
+    return "\n".join(lines)
 
 
 def _log_of(process: Process | None, text: str) -> str:

@@ -1,11 +1,11 @@
 """Assign the ranks of each role to devices, and reserve those devices for the run.
 
 A device is a GPU, or a CPU slot on machines without GPUs. Devices are numbered node by node, so the
-ranks have the same order in every run. Each device is one bundle of a Ray placement group. The
-workers on a device share its bundle in equal fractions.
+ranks have the same order in every run. Nodes with the label `verlite-node-rank` come first, in the
+order of their ranks; the others follow by address. Each device is one bundle of a Ray placement
+group. The workers on a device share its bundle in equal fractions.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,17 @@ from typing import Any, Literal
 from verlite.config.machine import torch_build
 from verlite.controller import ray_internals
 from verlite.controller.cluster import Cluster
+from verlite.controller.countdown import Countdown
+from verlite.controller.node_watch import NodeWatch, Watched
+from verlite.controller.ray_node import RANK_LABEL
 from verlite.controller.worker_handle import WorkerHandle
 
 Kind = Literal["cpu", "cuda"]
 Ranks = dict[str, tuple[tuple[int, ...], ...]]
 """For each role, the device numbers of each of its ranks."""
 RESOURCE = {"cpu": "CPU", "cuda": "GPU"}
+MAX_NODES_SHOWN = 4
+"""Nodes in the line that says what a run waits for."""
 CPUS_PER_GPU = 1.0
 """CPU slots reserved with each GPU and shared by its workers. It is small, because a missing CPU
 slot would block a free GPU."""
@@ -38,16 +43,22 @@ class Device:
 
     Attributes:
         index: its number, and the index of its bundle.
+        node: the node's name in messages.
         address: IP address of the node.
         devices_on_node: number of devices of this run on the same node.
         gpu_id: Ray's id, known only if a worker uses several GPUs; else None.
+        env_vars: environment variables of the workers on the node.
+        python: their Python interpreter. "": the cluster's.
     """
 
     index: int
     node_id: str
+    node: str
     address: str
     devices_on_node: int
     gpu_id: str | None = None
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    python: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,8 @@ def reserve(
     devices_per_node: int,
     kind: Kind = "cpu",
     wait_s: float = 300.0,
+    env_vars: Mapping[int, Mapping[str, str]] | None = None,
+    python: Mapping[int, str] | None = None,
 ) -> Placement:
     """Reserve nodes x devices_per_node devices.
 
@@ -90,6 +103,8 @@ def reserve(
         kind: GPUs or CPU slots. On a local cluster of CPU slots, several `nodes` may be the same
             machine.
         wait_s: how long to wait for nodes that join or become free, in seconds.
+        env_vars: environment variables of the workers on some nodes, by node rank.
+        python: Python interpreter of the workers on some nodes, by node rank.
 
     Raises:
         ValueError: a role is placed on a device that does not exist.
@@ -105,6 +120,7 @@ def reserve(
         chosen_nodes = [machine] * nodes
     else:
         chosen_nodes = _wait_for_nodes(kind, nodes, devices_per_node, wait_s)
+        cluster.supervisor.node_watch = _watch(cluster, chosen_nodes)
     group = _placement_group(chosen_nodes, kind, devices_per_node, wait_s)
     cluster.reserved.append(group)
     gpu_ids: list[str] | None = None
@@ -113,7 +129,7 @@ def reserve(
             _check_torch(group, chosen_nodes, devices_per_node)
         if _any_rank_has_several(ranks):
             gpu_ids = _in_bundles(group, range(nodes * devices_per_node), _gpu_id)
-    devices = _devices(chosen_nodes, devices_per_node, gpu_ids)
+    devices = _devices(chosen_nodes, devices_per_node, gpu_ids, env_vars or {}, python or {})
     return Placement(cluster, kind, devices, ranks, group)
 
 
@@ -149,18 +165,32 @@ def _check(ranks: Ranks, nodes: int, devices_per_node: int) -> None:
 
 
 def _devices(
-    chosen_nodes: Sequence[dict[str, Any]], devices_per_node: int, gpu_ids: list[str] | None
+    chosen_nodes: Sequence[dict[str, Any]],
+    devices_per_node: int,
+    gpu_ids: list[str] | None,
+    env_vars: Mapping[int, Mapping[str, str]],
+    python: Mapping[int, str],
 ) -> tuple[Device, ...]:
     """Return the devices in order. On a local CPU cluster all nodes may be one machine."""
     node_ids = [node["NodeID"] for node in chosen_nodes]
     devices: list[Device] = []
-    for node in chosen_nodes:
+    for rank, node in enumerate(chosen_nodes):
         on_node = devices_per_node * node_ids.count(node["NodeID"])
         for _ in range(devices_per_node):
             index = len(devices)
             gpu_id = gpu_ids[index] if gpu_ids else None
-            device = Device(index, node["NodeID"], node["NodeManagerAddress"], on_node, gpu_id)
-            devices.append(device)
+            devices.append(
+                Device(
+                    index,
+                    node["NodeID"],
+                    _name(node),
+                    node["NodeManagerAddress"],
+                    on_node,
+                    gpu_id,
+                    env_vars.get(rank, {}),
+                    python.get(rank, ""),
+                )
+            )
     return tuple(devices)
 
 
@@ -169,14 +199,41 @@ def _nodes() -> list[dict[str, Any]]:
     import ray
 
     def order(node: dict[str, Any]) -> tuple[Any, ...]:
+        rank = node.get("Labels", {}).get(RANK_LABEL, "")
+        is_labelled = rank.isdecimal()
         address = node["NodeManagerAddress"]
         parts = address.split(".")
         is_ipv4 = all(part.isdigit() for part in parts)
         numbers = tuple(int(part) for part in parts) if is_ipv4 else ()
-        return numbers, address, node["NodeID"]
+        place = int(rank) if is_labelled else 0
+        return not is_labelled, place, numbers, address, node["NodeID"]
 
     untyped_ray: Any = ray
     return sorted((node for node in untyped_ray.nodes() if node["Alive"]), key=order)
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    """Return a node's address, with its rank if `verlite cluster start` has started it."""
+    rank = node.get("Labels", {}).get(RANK_LABEL)
+    address: str = node["NodeManagerAddress"]
+    return f"{address} (rank {rank})" if rank else address
+
+
+def _watch(cluster: Cluster, chosen_nodes: Sequence[Mapping[str, Any]]) -> NodeWatch:
+    """Watch the nodes of the run and the head of the cluster."""
+    watched = {
+        node["NodeID"]: Watched(
+            f"node {_name(node)}",
+            (node["NodeManagerAddress"], node["NodeManagerPort"]),
+            node["NodeID"],
+        )
+        for node in chosen_nodes
+    }
+    host, _, port = cluster.address.rpartition(":")
+    head = Watched(
+        f"the head of the cluster at {cluster.address}", (host.strip("[]"), int(port)), None
+    )
+    return NodeWatch([*watched.values(), head])
 
 
 def _needs(kind: Kind, devices: int) -> dict[str, float]:
@@ -196,7 +253,7 @@ def _wait_for_nodes(kind: Kind, count: int, devices: int, wait_s: float) -> list
     """
     deadline = time.monotonic() + wait_s
     needs = _needs(kind, devices)
-    with _Countdown() as countdown:
+    with Countdown() as countdown:
         while True:
             free = ray_internals.free_resources()
             ready = [node for node in _nodes() if _has(free.get(node["NodeID"], {}), needs)]
@@ -206,38 +263,36 @@ def _wait_for_nodes(kind: Kind, count: int, devices: int, wait_s: float) -> list
             if remaining <= 0:
                 raise ResourcesMissing(_table(kind, count, devices))
             have = f"{len(ready)} of {count} nodes have {devices} free {RESOURCE[kind]}s"
-            countdown.show(f"waiting for devices: {have}, giving up in {remaining:.0f} s")
+            lacking = _lacking(free, needs, count)
+            countdown.show(
+                f"waiting for devices: {have} ({lacking}), giving up in {remaining:.0f} s"
+            )
             time.sleep(min(1.0, remaining))
+
+
+def _lacking(
+    free: Mapping[str, Mapping[str, float]], needs: Mapping[str, float], count: int
+) -> str:
+    """Return which nodes lack what, and how many have not joined."""
+    nodes = _nodes()
+    parts = []
+    for node in nodes:
+        has = free.get(node["NodeID"], {})
+        if not _has(has, needs):
+            amounts = ", ".join(
+                f"{has.get(name, 0):g} of {need:g} {name}" for name, need in needs.items()
+            )
+            parts.append(f"{_name(node)} has {amounts}")
+    if len(nodes) < count:
+        parts.append(f"{count - len(nodes)} not joined")
+    shown = parts[:MAX_NODES_SHOWN]
+    if len(parts) > len(shown):
+        shown.append(f"and {len(parts) - len(shown)} more")
+    return "; ".join(shown)
 
 
 def _has(free: Mapping[str, float], needs: Mapping[str, float]) -> bool:
     return all(free.get(name, 0) >= need for name, need in needs.items())
-
-
-class _Countdown:
-    """A line that is updated in place on a terminal. Elsewhere it is printed every 30 s."""
-
-    def __enter__(self) -> "_Countdown":
-        self._status: Any = None
-        self._last_print = 0.0
-        return self
-
-    def show(self, text: str) -> None:
-        """Update the line."""
-        if sys.stderr.isatty():
-            from rich.console import Console
-
-            if self._status is None:
-                self._status = Console(stderr=True).status(text)
-                self._status.start()
-            self._status.update(text)
-        elif time.monotonic() - self._last_print > 30:
-            self._last_print = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._status is not None:
-            self._status.stop()
 
 
 def _table(kind: Kind, count: int, devices: int) -> str:

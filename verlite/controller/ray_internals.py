@@ -1,10 +1,15 @@
 """All uses of Ray's private modules. Ray has no public interface for these."""
 
+import functools
+import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 
 def running_cluster() -> str | None:
@@ -18,6 +23,180 @@ def running_cluster() -> str | None:
     return address
 
 
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Discard what Ray's C++ code prints about a failed call: the exception says it, too."""
+    before = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+class NodeView(NamedTuple):
+    """A living node, as Ray's head lists it.
+
+    Attributes:
+        labels: what `ray start --labels` was given, and Ray's own.
+        resources: total amounts, such as {"CPU": 8.0, "GPU": 8.0}.
+    """
+
+    address: str
+    is_head: bool
+    labels: dict[str, str]
+    resources: dict[str, float]
+
+
+class ClusterView(NamedTuple):
+    """What Ray's head knows about its cluster. The id is new each time that the head starts."""
+
+    cluster_id: str
+    dashboard: str
+    nodes: list[NodeView]
+
+
+def hip_environment() -> dict[str, str]:
+    """Return HIP_VISIBLE_DEVICES for a process where only ROCR's variable is set, as Slurm does it.
+
+    Without it `import ray` fails on a machine with AMD GPUs. HIP numbers the GPUs that ROCR leaves.
+    """
+    rocr = os.environ.get("ROCR_VISIBLE_DEVICES")
+    if not rocr or "HIP_VISIBLE_DEVICES" in os.environ:
+        return {}
+    return {"HIP_VISIBLE_DEVICES": ",".join(map(str, range(len(rocr.split(",")))))}
+
+
+def view(address: str) -> ClusterView:
+    """Ask Ray's head at host:port about its cluster, without joining it.
+
+    The head must be known to answer (`head.answers`): Ray waits 50 s for one that does not.
+
+    Raises:
+        PermissionError: the head refuses the token in this process's environment, or none is set.
+        ConnectionError: the head does not answer, or is not Ray's.
+    """
+    os.environ.update(hip_environment())
+    import ray
+    from ray import _raylet
+
+    untyped: Any = _raylet
+    try:
+        with _without_stderr():
+            client = untyped.GcsClient(address=address)
+        dashboard = client.internal_kv_get(b"dashboard", namespace=b"dashboard", timeout=10)
+        table = client.get_all_node_info(timeout=10).values()
+        cluster_id = client.cluster_id.hex()
+    except ray.exceptions.AuthenticationError as error:
+        raise PermissionError(str(error)) from None
+    except ray.exceptions.RayError as error:
+        raise ConnectionError(str(error)) from None
+    nodes = [
+        NodeView(
+            node.node_manager_address,
+            node.is_head_node,
+            dict(node.labels),
+            dict(node.resources_total),
+        )
+        for node in table
+        if node.state == 0  # GcsNodeInfo.ALIVE
+    ]
+    return ClusterView(cluster_id, (dashboard or b"").decode(), nodes)
+
+
+@dataclass(frozen=True)
+class HeadAnswer:
+    """What the head of a cluster answered.
+
+    Attributes:
+        missing: why the cluster cannot be joined yet; None if it can.
+        refusal: why it never can, with the remedy; None if it can.
+    """
+
+    missing: str | None = None
+    refusal: str | None = None
+
+
+def ask_head(address: str, timeout_s: float) -> HeadAnswer:
+    """Ask the head at host:port whether this process can join its cluster.
+
+    `ray.init` would find out too, but only after 20 to 60 s, and without saying the reason.
+    """
+    os.environ.update(hip_environment())
+    import grpc
+    import ray
+    from ray._private import services
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    untyped_services: Any = services
+    messages: Any = gcs_service_pb2
+    stubs: Any = gcs_service_pb2_grpc
+    raylets = [bytes.fromhex(name) for name in untyped_services.find_node_ids()]
+    channel = init_grpc_channel(address)
+    try:
+        stub = stubs.NodeInfoGcsServiceStub(channel)
+        answer = stub.CheckAlive(messages.CheckAliveRequest(node_ids=raylets), timeout=timeout_s)
+    except grpc.RpcError as error:
+        return _refused_or_missing(error.code().name, str(error.details()))
+    finally:
+        channel.close()
+    if answer.ray_version != ray.__version__:
+        return HeadAnswer(
+            refusal=f"the cluster runs Ray {answer.ray_version}, and this process has Ray "
+            f"{ray.__version__}. Use one environment on all nodes."
+        )
+    if not any(answer.raylet_alive):
+        return HeadAnswer("its head answers, but this machine has not joined it")
+    return HeadAnswer()
+
+
+def _refused_or_missing(code: str, details: str) -> HeadAnswer:
+    """Return what a failed question to a head means. `code` and `details` are gRPC's."""
+    if code == "UNAUTHENTICATED":
+        return HeadAnswer(
+            refusal="the cluster refused this process's authentication token. Set "
+            "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the cluster's token file (or "
+            "RAY_AUTH_TOKEN to its content), as on its nodes."
+        )
+    if code == "UNIMPLEMENTED" or "HTTP/2" in details:
+        return HeadAnswer(
+            refusal="it does not answer as the head of a Ray cluster does. Give the host:port that "
+            "`ray start --head` printed, not the dashboard's or the Ray client's."
+        )
+    if "Connection refused" in details:
+        return HeadAnswer("connection refused")
+    if code == "DEADLINE_EXCEEDED":
+        return HeadAnswer("no answer in time")
+    return HeadAnswer(details.rpartition(": ")[2].lower())
+
+
+def set_environment(values: Mapping[str, str | None]) -> None:
+    """Set environment variables, or remove those with None, and have Ray read them again."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    reload_environment()
+
+
+@contextmanager
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables, also for Ray, until the context ends."""
+    if not values:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in values}
+    set_environment(values)
+    try:
+        yield
+    finally:
+        set_environment(before)
+
+
 def reload_environment() -> None:
     """Have Ray read again the environment variables that it read when it was imported."""
     from ray import _raylet
@@ -26,6 +205,9 @@ def reload_environment() -> None:
     constants: Any = ray_constants
     constants.ENABLE_RAY_CLUSTER = constants.env_bool(
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", sys.platform == "linux"
+    )
+    constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = constants.env_bool(
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV", True
     )
     if hasattr(_raylet, "Config"):
         _raylet.Config.initialize("")
@@ -71,6 +253,88 @@ def lean_head() -> Iterator[None]:
             setattr(owner, name, original)
 
 
+@contextmanager
+def keep_signal_handlers() -> Iterator[None]:
+    """Have `ray.init` leave SIGTERM to the handler of this process.
+
+    Ray installs two of its own: one in Python, which exits with code 15, and one in C, which prints
+    a stack and aborts 3 s later by an alarm. The second cannot be prevented, so it is replaced.
+    """
+    from ray._private import utils
+
+    original = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = original
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+            signal.alarm(0)
+
+
+@contextmanager
+def forked_workers(modules: Sequence[str]) -> Iterator[None]:
+    """Let the node that starts here fork its workers from a process with these modules.
+
+    See `worker_fork`. Without modules, on systems other than Linux, or in a version of Ray without
+    this function, every worker starts as a new process.
+    """
+    from ray._private.node import Node
+
+    from verlite.controller import worker_fork
+
+    start_raylet = getattr(Node, "start_raylet", None)
+    if not modules or sys.platform != "linux" or start_raylet is None:
+        yield
+        return
+
+    def start_with_forks(self: Any, *args: Any, **kwargs: Any) -> None:
+        settings = {
+            # Ray imports the second one with a worker's first result. Not pyarrow, which it also
+            # imports then: it starts a thread.
+            "modules": ["ray", "ray._common.pydantic_compat", *modules],
+            "python": sys.executable,
+            "path": sys.path,
+            "worker": self._ray_params.worker_path,
+        }
+        os.environ[worker_fork.SETTINGS] = json.dumps(settings)
+        self._ray_params.worker_path = worker_fork.__file__
+        try:
+            start_raylet(self, *args, **kwargs)
+        finally:
+            del os.environ[worker_fork.SETTINGS]
+
+    untyped_node: Any = Node
+    untyped_node.start_raylet = start_with_forks
+    try:
+        yield
+    finally:
+        untyped_node.start_raylet = start_raylet
+
+
+def give_raylet_the_agents_port(port: int) -> None:
+    """Let `ray start` in this process tell the raylet the port of the node's HTTP agent.
+
+    Ray 2.60 tells it to the agent only. The raylet waits 15 s for the agent to write the port into
+    a file, and aborts. On a busy machine, or with Python on a slow file system, that is too short.
+    A version of Ray without this function starts as usual.
+    """
+    from ray._private import ray_constants, services
+
+    start_process = getattr(services, "start_ray_process", None)
+    if start_process is None:
+        return
+
+    def with_port(command: Sequence[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
+        if process_type == ray_constants.PROCESS_TYPE_RAYLET:
+            command = [*command, f"--dashboard_agent_listen_port={port}"]
+        return start_process(command, process_type, *args, **kwargs)
+
+    untyped_services: Any = services
+    untyped_services.start_ray_process = with_port
+
+
 def redirect_messages(write: Callable[[Sequence[str]], None]) -> None:
     """Send the lines that Ray prints on the driver's output to `write`.
 
@@ -83,6 +347,36 @@ def redirect_messages(write: Callable[[Sequence[str]], None]) -> None:
 
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = print_to_stdstream
+
+
+def set_debugger_port(port: int) -> None:
+    """Register the port where this worker listens for debugpy clients, for Ray's dashboard."""
+    from ray._private.worker import global_worker
+
+    untyped_worker: Any = global_worker
+    untyped_worker.set_debugger_port(port)
+
+
+def paused_by_debugger() -> AbstractContextManager[None]:
+    """Let Ray's dashboard show this worker as paused, so that VS Code's extension lists it."""
+    from ray._private.worker import global_worker
+
+    untyped_worker: Any = global_worker
+    context: AbstractContextManager[None] = untyped_worker.worker_paused_by_debugger()
+    return context
+
+
+def pdb_connector() -> Callable[[], Any]:
+    """Return the function that waits for `ray debug` and returns its pdb.
+
+    Ray lists the frame that called the caller of this function's result.
+    """
+    from ray._private.worker import global_worker
+    from ray.util import rpdb
+
+    untyped_pdb: Any = rpdb
+    external = bool(getattr(global_worker, "ray_debugger_external", False))
+    return functools.partial(untyped_pdb._connect_ray_pdb, debugger_external=external)
 
 
 def free_resources() -> dict[str, dict[str, float]]:

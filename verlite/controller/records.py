@@ -1,6 +1,6 @@
 """Plain values that the driver and its workers exchange."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verlite.controller.node import Process
 
@@ -21,8 +21,13 @@ class WorkerSpec:
         log: path of the worker's log file.
         threads: threads for torch and OpenMP. 0 means its devices' share of the node's cores.
         gpu_ids: GPUs of a worker with several; None: the one that Ray assigns to its actor.
+        debugger: what breakpoint() stops in: "debugpy", "legacy" (`ray debug`), or "" to refuse it.
+        stops_at_failures: whether the worker waits for the debugger before it reports a failure.
         mark: NAME=VALUE in the environment of this worker and its children, if the worker needs its
             own guardian because the driver's guardian runs on another machine; else None.
+        head: host:port of Ray's head. The guardian ends a worker that loses it.
+        secrets: environment variables, as (name, value), that must not be in Ray's runtime
+            environment: Ray shows that in its dashboard and on command lines.
     """
 
     role: str
@@ -37,6 +42,10 @@ class WorkerSpec:
     threads: int = 0
     gpu_ids: tuple[str, ...] | None = None
     mark: str | None = None
+    head: str | None = None
+    secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    debugger: str = ""
+    stops_at_failures: bool = False
 
 
 @dataclass(frozen=True)

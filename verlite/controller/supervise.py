@@ -9,7 +9,7 @@ the root cause, stops all workers and raises one error.
 import pickle
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -17,11 +17,12 @@ from verlite.controller.failures import (
     Cause,
     cause_of_exception,
     cause_of_ray_error,
+    node_lost,
     stuck_error,
     worker_error,
 )
+from verlite.controller.node_watch import NodeWatch
 from verlite.controller.records import Failed
-from verlite.controller.stop import wait_for_refs
 from verlite.controller.worker_handle import WorkerHandle, diagnose, process_infos, send_signal
 
 T = TypeVar("T")
@@ -74,6 +75,10 @@ class Supervisor:
         workers: all workers of the run.
         outstanding: calls that have not finished.
         failure: the first failure, after which no call can succeed.
+        stopped_by: failure of a worker that waits for a debugger before it reports it.
+        node_watch: notices lost nodes of a joined cluster.
+        before_poll: called repeatedly while the driver waits for a call. It may raise, which ends
+            the wait.
     """
 
     def __init__(self, call_timeout_s: float) -> None:
@@ -81,6 +86,9 @@ class Supervisor:
         self.workers: list[WorkerHandle] = []
         self.outstanding: list[Future[Any]] = []
         self.failure: Exception | None = None
+        self.node_watch = NodeWatch([])
+        self.stopped_by: Cause | None = None
+        self.before_poll: Callable[[], None] = lambda: None
 
     def watch(self, future: Future[T]) -> Future[T]:
         """Add a call to the outstanding ones."""
@@ -91,11 +99,19 @@ class Supervisor:
         """Return when every rank of `future` has answered.
 
         Raises:
-            WorkerError, StuckError: see `Future.result`.
+            WorkerError, StuckError: see `Future.result`. WorkerError also at Ctrl-C, if a worker's
+                failure is known and the worker still waits for a debugger.
             RuntimeError: the workers were stopped after an earlier failure.
         """
         while future.pending and self.failure is None:
-            self.poll(POLL_S)
+            self.before_poll()
+            self._raise_if_node_lost()
+            try:
+                self.poll(POLL_S)
+            except KeyboardInterrupt:
+                if self.stopped_by is None:
+                    raise
+                self._raise_first([self.stopped_by])
             elapsed_s = time.monotonic() - future.started
             if future.pending and self.failure is None and elapsed_s > timeout_s:
                 self._raise_stuck(future, timeout_s)
@@ -132,16 +148,28 @@ class Supervisor:
             self._raise_first(causes)
 
     def stop_all(self) -> None:
-        """Kill every worker, including SIGSTOPped and busy ones, without waiting for their exit."""
+        """Kill every worker; see `stop`."""
+        self.stop(list(self.workers))
+
+    def stop(self, workers: Sequence[WorkerHandle]) -> None:
+        """Kill workers, including SIGSTOPped and busy ones, without waiting for their exit.
+
+        Calls that any of them was running are dropped.
+        """
         import ray
 
-        self.outstanding.clear()
-        workers = self.workers
-        self.workers = []
+        self.outstanding = [
+            future
+            for future in self.outstanding
+            if not any(worker in workers for worker in future.pending.values())
+        ]
+        self.workers = [worker for worker in self.workers if worker not in workers]
         for worker in workers:
             ray.kill(worker.actor, no_restart=True)
         # ray.kill only asks the process to exit; a SIGSTOPped process does not respond.
-        send_signal(workers, signal.SIGKILL)
+        lost = {one.node_id for one in list(self.node_watch.lost)}
+        reachable = [worker for worker in workers if worker.node_id not in lost]
+        send_signal(reachable, signal.SIGKILL)
 
     def _collect(self, timeout_s: float) -> list[Cause]:
         """Store the answers that have arrived; return the failures among them."""
@@ -150,9 +178,9 @@ class Supervisor:
         owners = {ref: future for future in self.outstanding for ref in future.pending}
         if not owners:
             return []
-        ready, rest = wait_for_refs(list(owners), 1, timeout_s)
+        ready, rest = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
         if ready and rest:
-            ready += wait_for_refs(rest, len(rest), 0)[0]
+            ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
         causes = []
         for ref in ready:
             future = owners[ref]
@@ -177,7 +205,7 @@ class Supervisor:
             return []
         asked = {worker.actor.process_info.remote(): worker for worker in self.workers}
         causes = []
-        for ref in wait_for_refs(list(asked), len(asked), GRACE_S)[0]:
+        for ref in ray.wait(list(asked), num_returns=len(asked), timeout=GRACE_S)[0]:
             try:
                 ray.get(ref)
             except ray.exceptions.RayError as error:
@@ -197,6 +225,16 @@ class Supervisor:
         finally:
             self.stop_all()
         raise error from exception
+
+    def _raise_if_node_lost(self) -> None:
+        """Stop all workers and raise NodeLost if a node or the head cannot be reached any more."""
+        if not self.node_watch.lost:
+            return
+        first, reason = next(iter(self.node_watch.lost.items()))
+        on_it = [worker for worker in self.workers if worker.node_id == first.node_id]
+        self.failure = node_lost(first.name, reason, on_it)
+        self.stop_all()
+        raise self.failure
 
     def _raise_stuck(self, future: Future[Any], timeout_s: float) -> NoReturn:
         """Have all workers write their stacks into their logs, stop them and raise StuckError."""

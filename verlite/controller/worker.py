@@ -4,6 +4,7 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from verlite.breakpoints import NO_LIMIT_S
 from verlite.controller.records import WorkerSpec
 
 if TYPE_CHECKING:
@@ -68,14 +69,15 @@ class Worker:
         port that rank 0 has kept open since it started, on loopback if they share a node.
 
         Args:
-            timeout_s: time limit of one collective, in seconds.
+            timeout_s: time limit of one collective, in seconds. In a run with a debugger the limit
+                is NO_LIMIT_S: another rank may wait for the debugger.
         """
         import torch.distributed as dist
 
         if dist.is_initialized():
             return
         address, port = self._rendezvous
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=NO_LIMIT_S if self._spec.debugger else timeout_s)
         listening = None if self._listener is None else self._listener.detach()
         store = dist.TCPStore(
             address,

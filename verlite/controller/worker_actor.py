@@ -16,8 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from verlite.controller import guardian, node, ray_internals
+from verlite.controller import debugger, guardian, node, ray_internals
 from verlite.controller.records import Failed, ProcessInfo, WorkerSpec
+from verlite.files import tolerate_full_disk
 
 if TYPE_CHECKING:
     from verlite.controller.worker import Worker
@@ -28,11 +29,13 @@ class WorkerActor:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
+        os.environ.update(spec.secrets)
         self.worker: Worker | None = None
         self.listener: socket.socket | None = None
         _log_to(spec.log)
+        debugger.set_hook(spec.debugger)
         # Stored, because the guardian's input pipe closes with the Popen object.
-        self.guardian = None if spec.mark is None else guardian.start(spec.mark)
+        self.guardian = None if spec.mark is None else guardian.start(spec.mark, head=spec.head)
         # Ctrl-C in a terminal reaches the whole process group. Only the driver acts on it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _raise_sigterm)
@@ -79,7 +82,7 @@ class WorkerActor:
             self.worker = worker
             return None
         except BaseException as error:  # an uncaught SystemExit would look like a crash
-            return _failed(error)
+            return self._report("construction", error)
 
     def call(self, method: str, names: list[str], *values: Any) -> Any:
         """Run a method of the worker. The last len(names) values are its keyword arguments."""
@@ -101,7 +104,17 @@ class WorkerActor:
                 result = columns.keep(result, function.__keep_remote__)
             return result
         except BaseException as error:
-            return _failed(error)
+            return self._report(method, error)
+
+    def _report(self, method: str, error: BaseException) -> Failed:
+        """Return the exception as a value. In a post-mortem run, wait for the debugger first."""
+        failed = _failed(error)
+        if self.spec.stops_at_failures and isinstance(error, Exception):
+            try:
+                debugger.stop_at_failure(self.spec.debugger, method, failed, error)
+            except Exception as problem:  # the failure itself must be reported in any case
+                traceback.print_exception(problem)
+        return failed
 
     def close(self) -> Failed | None:
         """Let the worker release its resources."""
@@ -163,13 +176,12 @@ def _log_to(path: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
     faulthandler.enable(file=file, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    tolerate_full_disk()
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"{node.LOG_HEADER} {os.getpid()} on {socket.gethostname()} at {now}")
 

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from verlite.controller import node
 from verlite.controller.records import ProcessInfo
-from verlite.controller.stop import wait_for_refs
 
 T = TypeVar("T")
 
@@ -20,6 +19,7 @@ class WorkerHandle:
 
     Attributes:
         actor: Ray's handle of the WorkerActor.
+        node: the node's name in messages.
         info_ref: Ray reference to the worker's ProcessInfo.
     """
 
@@ -27,6 +27,7 @@ class WorkerHandle:
     role: str
     rank: int
     node_id: str
+    node: str
     log: str
     info_ref: Any
 
@@ -49,7 +50,7 @@ def process_infos(workers: Sequence[WorkerHandle]) -> list[ProcessInfo | None]:
     if not workers:
         return []
     refs = [worker.info_ref for worker in workers]
-    ready = set(wait_for_refs(refs, len(refs), 1.0)[0])
+    ready = set(ray.wait(refs, num_returns=len(refs), timeout=1.0)[0])
     found: list[ProcessInfo | None] = []
     for ref in refs:
         try:
@@ -82,14 +83,18 @@ def diagnose(workers: Sequence[WorkerHandle]) -> list[node.Diagnosis | None]:
     return [found[node_id][i] if node_id in found else None for node_id, i in places]
 
 
-def on_nodes(function: Callable[..., T], arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, T]:
+def on_nodes(
+    function: Callable[..., T],
+    arguments: Mapping[str, tuple[Any, ...]],
+    timeout_s: float = NODE_TIMEOUT_S,
+) -> dict[str, T]:
     """Run a function of `node` on several nodes in parallel.
 
     Args:
         arguments: {node id: the function's arguments there}.
 
     Returns:
-        {node id: result}, without the nodes that do not answer within NODE_TIMEOUT_S.
+        {node id: result}, without the nodes that do not answer within timeout_s.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -106,7 +111,7 @@ def on_nodes(function: Callable[..., T], arguments: Mapping[str, tuple[Any, ...]
         results[this_node] = function(*arguments[this_node])
     if not refs:
         return results
-    for ref in wait_for_refs(list(refs), len(refs), NODE_TIMEOUT_S)[0]:
+    for ref in ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)[0]:
         try:
             results[refs[ref]] = ray.get(ref)
         except ray.exceptions.RayError:

@@ -6,8 +6,9 @@ Imports nothing heavy, so that processes can start before the driver imports tor
 import os
 from typing import Any
 
+from verlite.config.problems import is_secret
 from verlite.controller.cluster import RUN_MARK
-from verlite.controller.placement import Placement
+from verlite.controller.placement import Device, Placement
 from verlite.controller.records import WorkerSpec
 from verlite.controller.worker_actor import WorkerActor
 from verlite.controller.worker_handle import WorkerHandle
@@ -52,8 +53,7 @@ def _start_process(placement: Placement, spec: WorkerSpec, device: int) -> Worke
     options: dict[str, Any] = {"num_cpus": share}
     if placement.kind == "cuda":
         options["num_gpus"] = share
-    if not placement.cluster.local:  # a local cluster's processes inherit the run's mark
-        options["runtime_env"] = {"env_vars": {RUN_MARK: _mark(placement, spec.role, spec.rank)}}
+    options["runtime_env"] = _runtime_env(placement, spec, placement.devices[device])
     strategy = PlacementGroupSchedulingStrategy(
         placement.group, placement_group_bundle_index=device
     )
@@ -66,9 +66,30 @@ def _start_process(placement: Placement, spec: WorkerSpec, device: int) -> Worke
         role=spec.role,
         rank=spec.rank,
         node_id=placement.devices[device].node_id,
+        node=placement.devices[device].node,
         log=spec.log,
         info_ref=actor.process_info.remote(),
     )
+
+
+def _runtime_env(placement: Placement, spec: WorkerSpec, device: Device) -> dict[str, Any]:
+    """Return what Ray sets up before the worker's Python starts.
+
+    The processes of a local cluster inherit the driver's variables, the run's mark among them.
+    """
+    cluster = placement.cluster
+    runtime_env: dict[str, Any] = {}
+    if not cluster.local:
+        hidden = {name for name, _ in spec.secrets}
+        variables = {name: text for name, text in cluster.environment.items() if name not in hidden}
+        mark = _mark(placement, spec.role, spec.rank)
+        runtime_env["env_vars"] = {**variables, **device.env_vars, RUN_MARK: mark}
+    elif device.env_vars:
+        runtime_env["env_vars"] = dict(device.env_vars)
+    python = device.python or cluster.py_executable
+    if python:
+        runtime_env["py_executable"] = python
+    return runtime_env
 
 
 def _specs(placement: Placement, role: str, driver_node: str) -> list[WorkerSpec]:
@@ -77,6 +98,8 @@ def _specs(placement: Placement, role: str, driver_node: str) -> list[WorkerSpec
     first_devices = [placement.devices[devices[0]] for devices in ranks]
     one_node = len({device.node_id for device in placement.devices}) == 1
     logs = placement.cluster.run_dir / "logs"
+    environment = {} if placement.cluster.local else placement.cluster.environment
+    secrets = tuple(pair for pair in environment.items() if is_secret(*pair))
     specs = []
     for rank, (device, devices) in enumerate(zip(first_devices, ranks, strict=True)):
         gpu_ids = None
@@ -100,6 +123,10 @@ def _specs(placement: Placement, role: str, driver_node: str) -> list[WorkerSpec
                 threads=int(os.environ.get("OMP_NUM_THREADS") or 0),
                 gpu_ids=gpu_ids,
                 mark=mark,
+                head=placement.cluster.address,
+                secrets=secrets,
+                debugger=placement.cluster.debugger,
+                stops_at_failures=placement.cluster.stops_at_failures,
             )
         )
     return specs

@@ -6,7 +6,6 @@ parquet files atomically.
 
 import argparse
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verlite.data.dataset import DataError
+from verlite.files import replace_file, replacing
 
 SPLITS = ("train", "test")
 EXAMPLES_SHOWN = 3
@@ -117,14 +117,18 @@ def run(
         target = Path(arguments.local_save_dir).expanduser()
         for split, split_rows in rows.items():
             path = target / f"{split}.parquet"
-            size = write_parquet(split_rows, path)
-            print(f"{path}: {_summary(split_rows)}, {size} bytes")
+            print_written(path, split_rows, write_parquet(split_rows, path))
             if example_files:
                 write_json(split_rows[0], target / f"{split}_example.json")
     except (DataError, OSError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     for row in next(iter(rows.values()))[:EXAMPLES_SHOWN]:
         print(json.dumps(row, indent=2, ensure_ascii=False))
+
+
+def print_written(path: Path, rows: list[dict[str, Any]], size: int) -> None:
+    """Print what a file of `size` bytes contains."""
+    print(f"{path}: {_summary(rows)}, {size} bytes")
 
 
 def _summary(rows: list[dict[str, Any]]) -> str:
@@ -200,7 +204,9 @@ def make_rows(
 def write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
     """Write rows to `path` atomically. Return the size in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return _replace(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
+    with replacing(path) as file:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    return path.stat().st_size
 
 
 def write_json(value: Any, path: Path) -> int:
@@ -211,20 +217,7 @@ def write_json(value: Any, path: Path) -> int:
 def write_text(text: str, path: Path) -> int:
     """Write a text file atomically. Return the size in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return _replace(
-        path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="")
-    )
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> int:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, text)
     return path.stat().st_size
 
 

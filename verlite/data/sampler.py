@@ -80,6 +80,8 @@ class PromptSampler:
                 f"sampler state has the entries {sorted(state)}, "
                 f"expected {sorted(self.state_dict())}"
             )
+        if not all(isinstance(value, int) for value in state.values()):
+            raise ValueError(f"sampler state has values that are not whole numbers: {state}")
         if state["size"] != self.size:
             raise DataError(
                 f"the checkpoint's sampler counted {state['size']} training prompts, "

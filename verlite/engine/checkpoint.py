@@ -11,8 +11,9 @@ Nothing is pickled. Files are written in place; the caller makes the folder appe
 """
 
 import json
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -30,6 +33,7 @@ from torch.futures import Future
 
 from verlite.engine import lora
 from verlite.engine.tensor_file import TensorFile
+from verlite.files import read_json, replace_file
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -60,16 +64,16 @@ def save(
     except dcp.CheckpointException as error:
         # Raised on all ranks. It is a BaseException, which handlers of failed saves would not
         # catch.
-        raise OSError(f"cannot write the checkpoint {folder}: {error}") from error
+        raise OSError(f"cannot write the checkpoint {folder}: {_cause(error)}") from error
     with _raise_on_all_ranks(folder):
-        (folder / f"rng_rank_{rank}.json").write_text(json.dumps(_rng_state()))
+        replace_file(folder / f"rng_rank_{rank}.json", json.dumps(_rng_state()))
         if rank == 0:
             state = {
                 "world_size": dist.get_world_size(),
                 "schedule": schedule,
                 "optimizer_steps": _step_counts(model, optimizer),
             }
-            (folder / "state.json").write_text(json.dumps(state))
+            replace_file(folder / "state.json", json.dumps(state))
 
 
 class _StreamingWriter(HuggingFaceStorageWriter):
@@ -133,11 +137,19 @@ def _raise_on_all_ranks(folder: Path) -> Iterator[None]:
         raise OSError(f"cannot write the checkpoint {folder}: {failed[0]}")
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    files: Collection[str] | None = None,
+) -> dict[str, Any]:
     """Read what `save` wrote into model and optimizer. All ranks must call it.
 
     The number of ranks may differ from the one that saved. Random generators are restored only if
     it is the same.
+
+    Args:
+        files: names of the files that may be read, relative to `folder`. None: all.
 
     Returns:
         The schedule given to `save`.
@@ -146,20 +158,66 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
         ValueError: the folder is incomplete or belongs to another model.
     """
     try:
-        state = json.loads((folder / "state.json").read_text())
-        dcp.load(
-            _tensors(model, optimizer),
-            storage_reader=HuggingFaceStorageReader(str(folder / "shards")),
-        )
-    except (OSError, KeyError, ValueError, RuntimeError, dcp.CheckpointException) as error:
-        raise ValueError(f"cannot load the checkpoint {folder} into this model: {error}") from error
-    if optimizer is not None:
-        for name, parameter in lora.trained(model):
-            optimizer.state[parameter]["step"].fill_(state["optimizer_steps"][name])
-    if state["world_size"] == dist.get_world_size():
-        _set_rng_state(json.loads((folder / f"rng_rank_{dist.get_rank()}.json").read_text()))
-    schedule: dict[str, Any] = state["schedule"]
+        state = _read_json(folder, "state.json", files)
+        dcp.load(_tensors(model, optimizer), storage_reader=_Reader(folder, files))
+        if optimizer is not None:
+            for name, parameter in lora.trained(model):
+                optimizer.state[parameter]["step"].fill_(state["optimizer_steps"][name])
+        if state["world_size"] == dist.get_world_size():
+            _set_rng_state(_read_json(folder, f"rng_rank_{dist.get_rank()}.json", files))
+        schedule: dict[str, Any] = state["schedule"]
+        missing = {"step", "updated", "nonfinite_in_a_row"} - set(schedule)
+        if missing:
+            raise ValueError(f"state.json has no {min(missing)}")
+    except dcp.CheckpointException as error:
+        raise ValueError(
+            f"cannot load the checkpoint {folder} into this model: {_cause(error)}"
+        ) from error
+    except Exception as error:  # the content of a file may raise anything
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot load the checkpoint {folder} into this model: {cause}") from error
     return schedule
+
+
+def _read_json(folder: Path, name: str, files: Collection[str] | None) -> Any:
+    if files is not None and name not in files:
+        raise ValueError(f"its manifest does not list {name}")
+    return read_json(folder / name)
+
+
+def _cause(error: dcp.CheckpointException) -> str:
+    """Return the first failure of any rank, without the tracebacks of torch."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {cause}"
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads only the shards that `files` names, and refuses tensors of which a part is missing."""
+
+    def __init__(self, folder: Path, files: Collection[str] | None) -> None:
+        super().__init__(str(folder / "shards"))
+        self.fs = _OnlyFiles(folder, files)
+
+    def read_metadata(self) -> Metadata:
+        """Read names, shapes and places of all tensors."""
+        metadata = super().read_metadata()
+        for name, tensor in metadata.state_dict_metadata.items():
+            if isinstance(tensor, TensorStorageMetadata):
+                found = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+                if found != tensor.size.numel():
+                    raise ValueError(f"a part of {name} is missing in its shards")
+        return metadata
+
+
+class _OnlyFiles(FileSystem):
+    """A folder of which only the named files exist."""
+
+    def __init__(self, folder: Path, files: Collection[str] | None) -> None:
+        self._paths = None if files is None else {str(folder / name) for name in files}
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        """List the paths in a folder."""
+        return [name for name in super().ls(path) if self._paths is None or name in self._paths]
 
 
 def nonfinite(model: nn.Module) -> list[str]:

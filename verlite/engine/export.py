@@ -17,12 +17,14 @@ from transformers.dynamic_module_utils import custom_object_save
 from verlite.engine import lora
 from verlite.engine.checkpoint import local_part, persistent_buffers
 from verlite.engine.tensor_file import TensorFile
+from verlite.files import replace_file
 
 CPU = torch.device("cpu")
 
-Part = Literal["merged", "base", "adapters"]
+Part = Literal["merged", "base", "adapters", "trained"]
 """What to export of a model with LoRA: the weights with the adapters merged into them, the weights
-without them, or A and s B alone. Without LoRA "merged" and "base" are equal."""
+without them, A and s B alone, or what training changes, A and B, by their names in the model.
+Without LoRA "merged" and "base" are equal."""
 
 SHARD_BYTES = 5 << 30
 """Maximum size of one safetensors file, unless a single tensor is larger."""
@@ -44,6 +46,9 @@ def named_weights(
     """
     if part == "adapters":
         yield from lora.scaled(model, dtype, device)
+        return
+    if part == "trained":
+        yield from ((name, parameter.detach()) for name, parameter in lora.trained(model))
         return
     tied = set(model._tied_weights_keys or ())
     by_identity: dict[int, tuple[str, Tensor]] = {}
@@ -83,7 +88,7 @@ def full_weights(
         part: what to export of a model with LoRA.
     """
     named = named_weights(model, dtype, device, part)
-    for _, layer in groupby(named, key=lambda item: _layer_prefix(item[0])):
+    for _, layer in groupby(named, key=lambda item: layer_prefix(item[0])):
         whole: dict[str, Tensor] = {}
         for name, tensor in layer:
             gathered = _gather(tensor, dtype, device)
@@ -95,7 +100,8 @@ def full_weights(
             yield from revert_weight_conversion(model, whole).items()
 
 
-def _layer_prefix(name: str) -> str:
+def layer_prefix(name: str) -> str:
+    """Return the beginning of a weight's name up to its layer's number; the name if it has none."""
     numbered = re.match(r".*?\.\d+\.", name)
     return numbered.group() if numbered else name
 
@@ -156,7 +162,7 @@ class _ShardWriter:
             weight_map = {name: names[number - 1] for name, number in self._shard_of.items()}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             text = json.dumps(index, indent=2)
-            (self.folder / "model.safetensors.index.json").write_text(text)
+            replace_file(self.folder / "model.safetensors.index.json", text)
 
 
 def save_pretrained(
@@ -182,13 +188,18 @@ def save_pretrained(
         for _ in weights:
             pass
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = _ShardWriter(folder)
-    for name, tensor in weights:
-        writer.add(name, tensor)
-        if tensor.is_floating_point():
-            config.dtype = tensor.dtype
-    writer.finish()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = _ShardWriter(folder)
+        for name, tensor in weights:
+            writer.add(name, tensor)
+            if tensor.is_floating_point():
+                config.dtype = tensor.dtype
+        writer.finish()
+    except OSError:
+        for _ in weights:  # the other ranks gather them in step
+            pass
+        raise
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     if model.can_generate():

@@ -7,7 +7,7 @@ be initialized.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +32,7 @@ from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model
 from verlite.engine.model import HeadedModel
 from verlite.engine.offload import HostMemory, has_own_memory
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
+from verlite.files import refused_by_disk
 from verlite.protocol.data import DataProto
 from verlite.weights.fingerprint import combine, fingerprint
 from verlite.weights.probe import LENGTH, Probe, probe_ids, probe_rows
@@ -117,6 +119,7 @@ class TrainEngine:
         self.optimizer = None if optim is None else build_adamw(self.parameters, optim)
         self._host_parameters = HostMemory(self.device)
         self._host_optimizer = HostMemory(self.device)
+        self._frozen_fingerprints: dict[torch.dtype, int] = {}
         self.schedule_step = 0
         self._has_updated = False  # since the last step of the schedule
         self._nonfinite_in_a_row = 0
@@ -345,8 +348,11 @@ class TrainEngine:
         saved = "its batch was not saved"
         if dump_dir is not None:
             folder = Path(dump_dir) / f"rank_{self.rank}"
-            batch.save_to_disk(folder)
             saved = f"its batch is in {folder.parent}"
+            try:
+                batch.save_to_disk(folder)
+            except (OSError, SafetensorError) as error:
+                saved = f"its batch was not saved: {error}"
         if self._nonfinite_in_a_row >= self.max_nonfinite_updates:
             raise NonFiniteError(
                 f"{self._nonfinite_in_a_row} updates in a row had a loss or gradient that is not "
@@ -443,6 +449,9 @@ class TrainEngine:
 
         A value model is written as a token classification model. With LoRA the weights are merged,
         and for a policy lora_adapter/ contains the adapter in peft's format.
+
+        Raises:
+            OSError: rank 0 cannot write. The other ranks return.
         """
         folder = Path(folder)
         is_writer = self.rank == 0
@@ -452,11 +461,23 @@ class TrainEngine:
             config.num_labels = 1
         target = export.CPU if is_writer else None
         weights = self.export(dtype, target=target)
-        export.save_pretrained(folder, weights, hf_model, config, tokenizer, write=is_writer)
+        failure: Exception | None = None
+        try:
+            export.save_pretrained(folder, weights, hf_model, config, tokenizer, write=is_writer)
+        except Exception as error:  # raised at the end: the other ranks wait for this one
+            failure = error
         if self.model.kind == "lm" and lora.layers(self.model):
             base = self.model_config.path
-            lora.save(folder / lora.FOLDER, hf_model, base, self.device, write=is_writer)
+            writes = is_writer and failure is None
+            try:
+                lora.save(folder / lora.FOLDER, hf_model, base, self.device, write=writes)
+            except Exception as error:
+                failure = error
         dist.barrier()
+        if failure is not None and refused_by_disk(failure):
+            raise OSError(f"cannot write {folder}: {failure}") from failure
+        if failure is not None:
+            raise failure
 
     def fingerprint(self, dtype: torch.dtype | None = None, part: Part = "merged") -> int:
         """Return weights.fingerprint.fingerprint of the weights in `dtype`, equal to that of what
@@ -466,6 +487,28 @@ class TrainEngine:
         """
         named = export.named_weights(self.model.model, dtype, self.device, part)
         return self._fingerprint(named, dtype)
+
+    def own_fingerprint(self, dtype: torch.dtype) -> int:
+        """Return the fingerprint in `dtype` of everything that passes compute with: frozen
+        weights, adapters and buffers as they are stored, with nothing merged.
+
+        All ranks must call it. What training does not change is hashed once.
+        """
+        if dtype not in self._frozen_fingerprints:
+            buffers = checkpoint.persistent_buffers(self.model.model)
+            frozen = [*lora.frozen(self.model.model), *buffers]
+            self._frozen_fingerprints[dtype] = self._fingerprint(frozen, dtype)
+        trained = self._fingerprint(lora.trained(self.model.model), dtype)
+        return combine(self._frozen_fingerprints[dtype], trained)
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace what training changes by another engine's weights (see loading.refill). Each rank
+        reads `named` and keeps its part; nothing is sent.
+
+        Raises:
+            ValueError: a weight is unknown, has another shape, or is missing.
+        """
+        loading.refill(self.model.model, named)
 
     def _fingerprint(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> int:
         replica = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
@@ -497,17 +540,21 @@ class TrainEngine:
         }
         checkpoint.save(Path(folder), self.model.model, self.optimizer, schedule)
 
-    def load(self, folder: Path | str) -> None:
+    def load(self, folder: Path | str, files: Collection[str] | None = None) -> None:
         """Continue from what `save` wrote with any number of ranks; exactly, if the number is the
         same. All ranks must call it.
 
         After an error the engine must not be used.
 
+        Args:
+            folder: where `save` wrote.
+            files: names of the files that may be read, relative to `folder`. None: all.
+
         Raises:
             ValueError: the folder is incomplete or belongs to another model.
             NonFiniteError: its weights are not finite.
         """
-        schedule = checkpoint.load(Path(folder), self.model.model, self.optimizer)
+        schedule = checkpoint.load(Path(folder), self.model.model, self.optimizer, files)
         self._require_finite(f"refusing the checkpoint {folder}")
         frozen = schedule.get(_FROZEN)
         if frozen not in (None, self._fingerprint(lora.frozen(self.model.model), None)):

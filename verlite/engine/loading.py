@@ -9,21 +9,35 @@ has N b / R bytes for its shards plus one weight at a time, on its own device. A
 checkpoint is not copied to host memory: rank 0 maps its files, whose pages the system can drop.
 Only weights that transformers fuses (experts), and checkpoints in other formats, are held in rank
 0's host memory until they are sent, in the checkpoint's dtype.
+
+A model that gets its weights from another engine (`refill`) reads whole tensors on every rank, one
+decoder layer at a time, and copies only its own part of each.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from verlite.config.schema import ModelConfig
 from verlite.engine import lora
 from verlite.engine.checkpoint import local_part, persistent_buffers
+from verlite.engine.export import layer_prefix
 from verlite.engine.folder import ModelError
 from verlite.engine.model import checkpoint_dtype, load_model, load_skeleton
 
@@ -106,13 +120,101 @@ def fill(model: PreTrainedModel, weights: Weights, device: torch.device) -> None
     for name, tensor in _stored(model):
         own = weights.tensors.pop(name, None)
         whole = _receive(own, tensor.shape, weights.dtypes[name], device)
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            whole = replicated.redistribute(
-                placements=tensor.placements
-            ).to_local()  # sends nothing
-        local_part(tensor).copy_(whole)
+        copy_own_part(tensor, whole)
+
+
+def copy_own_part(tensor: Tensor, whole: Tensor) -> None:
+    """Copy this rank's part of a whole tensor, which may be on another device, into a tensor that
+    is sharded or not."""
+    if isinstance(tensor, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+            whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
+    local_part(tensor).copy_(whole)
+
+
+@torch.no_grad()
+def refill(model: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace the values that training changes: all parameters; with LoRA the adapters.
+
+    Args:
+        model: the sharded model.
+        named: whole tensors by Hugging Face name; with LoRA the adapters by their names in the
+            model. Other weights that training does not change may be among them.
+
+    Raises:
+        ValueError: a weight is unknown, has another shape, or is missing. The message names it.
+    """
+    trained = {id(parameter) for _, parameter in lora.trained(model)}
+    missing = {id(parameter): name for name, parameter in lora.trained(model)}
+    targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    frozen = {name for name, tensor in targets.items() if id(tensor) not in trained}
+    frozen |= {name for name, _ in persistent_buffers(model)}
+    for name, whole in _model_names(model, named):
+        if name in frozen:
+            continue
+        if name not in targets:
+            raise ValueError(f"the model has no weight called {name}")
+        target = targets[name]
+        if whole.shape != target.shape:
+            raise ValueError(
+                f"{name} has shape {list(whole.shape)}, but the model's has {list(target.shape)}"
+            )
+        copy_own_part(target, whole)
+        missing.pop(id(target), None)
+    if missing:
+        raise ValueError(f"{len(missing)} weights are missing, such as {min(missing.values())}")
+
+
+def _model_names(
+    model: PreTrainedModel, named: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Convert weights with checkpoint names to the model's own, one decoder layer at a time:
+    transformers renames some and fuses others, such as experts. The reverse of what export does."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if not conversions or lora.layers(model):  # adapters have the model's names
+        yield from named
+        return
+    known = model.state_dict()
+    for _, layer in groupby(named, key=lambda item: layer_prefix(item[0])):
+        yield from _converted(model, dict(layer), conversions, known).items()
+
+
+def _converted(
+    model: PreTrainedModel,
+    weights: Mapping[str, Tensor],
+    conversions: list[Any],
+    known: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return the model's own weights from those of a checkpoint, as from_pretrained does.
+
+    conversions: transformers' rules for this model. known: the model's own names.
+    """
+    renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    collected: dict[str, Any] = {}
+    for name in sorted(weights, key=dot_natural_key):
+        new_name, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, known
+        )
+        if new_name not in known and name in known:
+            new_name, pattern = name, None
+        rule: WeightRenaming | WeightConverter
+        if pattern is None:
+            pattern, rule = name, WeightRenaming(name, new_name)
+        else:
+            rule = copy.deepcopy(by_pattern[pattern])
+        collected.setdefault(new_name, rule).add_tensor(new_name, name, pattern, weights[name])
+    found: dict[str, Tensor] = {}
+    for name, rule in collected.items():
+        for new_name, value in rule.convert(name, model=model, config=model.config).items():
+            found[new_name] = value[0] if isinstance(value, list) else value
+    return found
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -17,20 +17,24 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int | None) -> fl
     starts at 0). After the warm-up:
     - constant: lr;
     - cosine: lr max(m, m + (1 - m) (1 + cos(2 pi c p)) / 2) with m = min_lr_ratio, c = num_cycles
-      and p = (step - w) / (total_steps - w), the progress after the warm-up.
+      and p = (step - w) / (total_steps - w), the progress after the warm-up;
+    - linear: lr (m + (1 - m) (1 - p)).
     """
     warmup = warmup_steps(config, total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     if config.lr_scheduler_type == "constant":
         return config.lr
-    if config.lr_scheduler_type != "cosine":
+    if config.lr_scheduler_type not in ("cosine", "linear"):
         raise ValueError(
-            f"optim.lr_scheduler_type={config.lr_scheduler_type!r} must be constant or cosine"
+            f"optim.lr_scheduler_type={config.lr_scheduler_type!r} must be constant, cosine or "
+            "linear"
         )
-    total = _require_total(total_steps, "lr_scheduler_type=cosine")
+    total = _require_total(total_steps, f"lr_scheduler_type={config.lr_scheduler_type}")
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     floor = config.min_lr_ratio
+    if config.lr_scheduler_type == "linear":
+        return config.lr * (floor + (1 - floor) * (1 - progress))
     cosine = math.cos(2 * math.pi * config.num_cycles * progress)
     return config.lr * max(floor, floor + (1 - floor) * (1 + cosine) / 2)
 

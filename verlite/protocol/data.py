@@ -1,31 +1,67 @@
 """DataProto: a batch of rows, exchanged between the driver and its workers.
 
-The names are those of verl's DataProto, but only the methods that verlite uses exist. None edits in
-place: each returns a new object. Old and new objects share tensors, and tensors from Ray's
-object store are read-only views of shared memory, so never write to a tensor of a DataProto.
-Replace it with `with_batch`.
+Names and arguments of the methods are those of verl's DataProto. What differs:
+
+- No method edits in place: each returns a new object. `union`, `rename` and `to` must be assigned:
+  `batch = batch.union(other)`. `pop` returns two batches: what was taken out, and the rest. verl's
+  `reorder` and `padding`, whose only effect is the edit, raise an error that names the expression.
+- Old and new objects share tensors, and tensors from Ray's object store are read-only views of
+  shared memory, so never write to a tensor of a DataProto. Replace it with `with_batch`.
+- Without tensor columns `batch` is an empty TensorDict, not None, and the object columns count the
+  rows.
+- There is one batch dimension. Object columns are one-dimensional object arrays, so a list per row
+  stays a list. A missing column and different values of one name are errors everywhere.
+- `concat` ignores parts without rows. `metrics` that only some parts have are merged too.
+- `save_to_disk` writes a folder without pickle. Automatic padding (`VERL_AUTO_PADDING`) and
+  `DataProtoFuture` do not exist: ranks may get different numbers of rows.
+
+`reshaping` has verl's functions for batches: `pad_dataproto_to_divisor`, `fold_batch_dim` and their
+inverses.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, overload
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch.utils.data import DataLoader
+
+from verlite.protocol.joining import (
+    joined_meta,
+    merged,
+    require_same_columns,
+    require_same_rows,
+)
 
 Rows = slice | Sequence[int] | np.ndarray | torch.Tensor
 """A slice, row numbers in any order with or without repeats, or a boolean mask over the rows."""
 
 
 @dataclass(frozen=True, eq=False)
+class DataProtoItem:
+    """One row: `data[i]`.
+
+    batch: Tensors without the dimension of rows.
+    non_tensor_batch: Objects by name.
+    meta_info: Values of the whole batch.
+    """
+
+    batch: TensorDict
+    non_tensor_batch: dict[str, Any]
+    meta_info: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
 class DataProto:
     """A batch of rows. Build one with `from_dict`.
 
-    batch: Tensors whose first dimension counts rows. Empty without tensor columns.
+    batch: Tensors whose first dimension counts rows. Empty without tensor columns; it may then be
+        given as None.
     non_tensor_batch: Object arrays of shape [rows].
     meta_info: Values of the whole batch. Selecting rows does not change them.
 
@@ -38,6 +74,9 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.batch is None:
+            rows = max((len(column) for column in self.non_tensor_batch.values()), default=0)
+            object.__setattr__(self, "batch", TensorDict({}, batch_size=[rows]))
         if self.batch.batch_dims != 1:
             raise ValueError(
                 "DataProto.batch must have one batch dimension, got "
@@ -70,6 +109,64 @@ class DataProto:
         objects = {name: object_array(values) for name, values in (non_tensors or {}).items()}
         return _build(dict(tensors or {}), objects, dict(meta_info or {}))
 
+    @staticmethod
+    def from_single_dict(
+        data: Mapping[str, torch.Tensor | np.ndarray], meta_info: Mapping[str, Any] | None = None
+    ) -> "DataProto":
+        """Build a batch of tensors and arrays: arrays become object columns.
+
+        Raises:
+            ValueError: A value is neither.
+        """
+        for name, value in data.items():
+            if not isinstance(value, torch.Tensor | np.ndarray):
+                raise ValueError(f"{name!r} is {type(value).__name__}, not a tensor or an array")
+        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        objects = {name: value for name, value in data.items() if name not in tensors}
+        return DataProto.from_dict(tensors, objects, meta_info)
+
+    @staticmethod
+    def from_tensordict(
+        tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None
+    ) -> "DataProto":
+        """Build a batch: NonTensorStack becomes an object column, NonTensorData a meta_info entry.
+
+        Raises:
+            ValueError: An entry is something else, such as a nested TensorDict.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        objects: dict[str, np.ndarray] = {}
+        meta = dict(meta_info or {})
+        for name in map(str, tensor_dict.keys()):
+            value = tensor_dict.get(name)
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+            elif isinstance(value, NonTensorStack):
+                objects[name] = object_array(value.tolist())
+            elif isinstance(value, NonTensorData):
+                meta[name] = value.data
+            else:
+                raise ValueError(f"{name!r} is {type(value).__name__}, not a tensor or an object")
+        return _build(tensors, objects, meta, int(tensor_dict.batch_size[0]))
+
+    def to_tensordict(self) -> TensorDict:
+        """Return all columns and entries as one TensorDict; the inverse of `from_tensordict`.
+
+        Raises:
+            ValueError: An entry of meta_info has the name of a column.
+        """
+        both = self.meta_info.keys() & {*self.tensors(), *self.non_tensor_batch}
+        if both:
+            raise ValueError(f"{sorted(both)} are columns and entries of meta_info")
+        rows = len(self)
+        found: dict[str, Any] = dict(self.tensors())
+        for name, column in self.non_tensor_batch.items():
+            found[name] = NonTensorStack(*(NonTensorData(value) for value in column))
+        out = TensorDict(found, batch_size=[rows])
+        for name, value in self.meta_info.items():
+            out.set_non_tensor(name, value)
+        return out
+
     def with_batch(self, **tensors: torch.Tensor) -> "DataProto":
         """Add or replace tensor columns."""
         both = {**self.tensors(), **tensors}
@@ -98,6 +195,16 @@ class DataProto:
         values = (value for column in columns for value in column)
         return tensors + sum(value.nbytes for value in values if isinstance(value, np.ndarray))
 
+    def print_size(self, prefix: str = "") -> None:
+        """Print the size of the tensors, and of arrays in object columns, in GiB."""
+        tensors = sum(tensor.nbytes for tensor in self.tensors().values())
+        arrays = self.nbytes - tensors
+        start = f"{prefix}, " if prefix else ""
+        print(
+            f"{start}{len(self)} rows: tensors {tensors / 2**30:.3f} GiB, "
+            f"objects {arrays / 2**30:.3f} GiB"
+        )
+
     def _rows_or_none(self) -> int | None:
         """Return the number of rows, None without rows and columns: then any column fits."""
         if len(self) or self.tensors() or self.non_tensor_batch:
@@ -108,9 +215,26 @@ class DataProto:
         """Return the tensor columns by name."""
         return {str(k): v for k, v in self.batch.items() if isinstance(v, torch.Tensor)}
 
-    def __getitem__(self, rows: Rows) -> "DataProto":
-        """Return the chosen rows, as `select_idxs`."""
-        return self.select_idxs(rows)
+    @overload
+    def __getitem__(self, rows: int) -> DataProtoItem: ...
+
+    @overload
+    def __getitem__(self, rows: Rows) -> "DataProto": ...
+
+    def __getitem__(self, rows: Rows | int) -> "DataProto | DataProtoItem":
+        """Return one row for a number; else the chosen rows, as `select_idxs`."""
+        if not isinstance(rows, int | np.integer):
+            return self.select_idxs(rows)
+        if not -len(self) <= rows < len(self):
+            raise IndexError(f"row {rows} does not exist in a batch with {len(self)} rows")
+        objects = {name: column[rows] for name, column in self.non_tensor_batch.items()}
+        return DataProtoItem(self.batch[rows], objects, self.meta_info)
+
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> "DataProto":
+        """Return `self[start:end:step]`."""
+        return self.select_idxs(slice(start, end, step))
 
     def select_idxs(self, rows: Rows) -> "DataProto":
         """Return the chosen rows, in the chosen order. A slice is a view; other choices copy."""
@@ -131,31 +255,120 @@ class DataProto:
         objects = {name: column[rows] for name, column in self.non_tensor_batch.items()}
         return _build(tensors, objects, self.meta_info, count)
 
-    def repeat(self, k: int, interleave: bool = True) -> "DataProto":
-        """Return each row k times: aabb with interleave, otherwise abab."""
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
+        """Return each row repeat_times times: aabb with interleave, otherwise abab."""
         rows = np.arange(len(self))
-        return self.select_idxs(np.repeat(rows, k) if interleave else np.tile(rows, k))
+        order = np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
+        return self.select_idxs(order)
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray) -> "DataProto":
+        """Return row i repeat_times[i] times.
+
+        Raises:
+            ValueError: There is not one number for each row.
+        """
+        times = np.asarray(repeat_times)
+        if times.shape != (len(self),):
+            raise ValueError(f"{times.shape} numbers of repeats for {len(self)} rows")
+        return self.select_idxs(np.repeat(np.arange(len(self)), times))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] = ()) -> "DataProto":
+        """Return each row as n_split rows.
+
+        Tensors of split_keys are divided along their second dimension: [rows, width, ...] becomes
+        [rows * n_split, width / n_split, ...]. Other columns repeat each row.
+
+        Raises:
+            ValueError: n_split does not divide a width.
+        """
+        chunks = {}
+        for name in split_keys:
+            tensor = self.batch[name]
+            if tensor.shape[1] % n_split:
+                raise ValueError(f"{name!r} is {tensor.shape[1]} wide, not a multiple of {n_split}")
+            width = tensor.shape[1] // n_split
+            chunks[name] = tensor.reshape(-1, width, *tensor.shape[2:])
+        return self.repeat(n_split).with_batch(**chunks)
+
+    def chunk(self, chunks: int) -> list["DataProto"]:
+        """Return equal parts, in order.
+
+        Raises:
+            ValueError: The rows cannot be divided by `chunks`. `near_equal_bounds` makes parts of
+                nearly equal size, and `reshaping.pad_dataproto_to_divisor` adds rows.
+        """
+        if chunks < 1 or len(self) % chunks:
+            raise ValueError(f"{len(self)} rows cannot be divided into {chunks} equal parts")
+        return self.split(len(self) // chunks) if len(self) else [self] * chunks
+
+    def split(self, split_size: int) -> list["DataProto"]:
+        """Return parts of split_size rows, in order; the last one may have fewer."""
+        starts = range(0, len(self), split_size)
+        return [self[start : start + split_size] for start in starts]
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator["DataProto"]:
+        """Yield mini-batches, `epochs` times over all rows.
+
+        Args:
+            seed: seed of the order, if dataloader_kwargs has shuffle=True. None: torch's state.
+            dataloader_kwargs: arguments of torch's DataLoader.
+
+        Raises:
+            ValueError: The rows cannot be divided by mini_batch_size.
+        """
+        if len(self) % mini_batch_size:
+            raise ValueError(
+                f"{len(self)} rows cannot be divided into mini-batches of {mini_batch_size}"
+            )
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader: DataLoader[int] = DataLoader(
+            range(len(self)),  # type: ignore[arg-type]
+            batch_size=mini_batch_size,
+            collate_fn=self.select_idxs,
+            generator=generator,
+            **(dataloader_kwargs or {}),
+        )
+        return (part for _ in range(epochs) for part in loader)
+
+    def reorder(self, indices: Any) -> NoReturn:
+        """Raise TypeError: verl's method edits in place."""
+        raise TypeError("a DataProto is not edited in place: write data = data[indices]")
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> NoReturn:
+        """Raise TypeError: verl's method edits in place."""
+        raise TypeError(
+            "a DataProto is not edited in place: write data = DataProto.concat([data, "
+            "data[-1:].repeat(padding_size)])"
+        )
 
     @staticmethod
-    def concat(parts: Sequence["DataProto"]) -> "DataProto":
+    def concat(data: Sequence["DataProto"]) -> "DataProto":
         """Return the rows of all parts, in order. Parts without rows are ignored.
+
+        meta_info["metrics"] becomes {name: [value of each part that has it]}.
 
         Raises:
             ValueError: Parts have different columns, row shapes or dtypes, or different values of
                 a meta_info entry. The message names it.
         """
-        if not parts:
+        if not data:
             raise ValueError("concat needs at least one DataProto")
-        meta = _joined_meta(parts)
-        full = [part for part in parts if len(part)] or [parts[0]]
+        meta = joined_meta([part.meta_info for part in data])
+        full = [part for part in data if len(part)] or [data[0]]
         if len(full) == 1:
             return replace(full[0], meta_info=meta)
         tensors = [part.tensors() for part in full]
         objects = [part.non_tensor_batch for part in full]
-        _require_same_columns(tensors)
-        _require_same_columns(objects)
+        require_same_columns(tensors)
+        require_same_columns(objects)
         for name in tensors[0]:
-            _require_same_rows(name, [part[name] for part in tensors])
+            require_same_rows(name, [part[name] for part in tensors])
         joined = {name: torch.cat([part[name] for part in tensors]) for name in tensors[0]}
         columns = {name: np.concatenate([part[name] for part in objects]) for name in objects[0]}
         return _build(joined, columns, meta, sum(len(part) for part in full))
@@ -193,6 +406,28 @@ class DataProto:
         )
         return popped, rest
 
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
+        """Return the batch with other names of tensor columns.
+
+        Raises:
+            KeyError: A column does not exist.
+            ValueError: The numbers of names differ, or a new name is a column already.
+        """
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise ValueError(f"{len(old)} old names and {len(new)} new ones")
+        _pick(self.tensors(), old, "batch")
+        names = dict(zip(old, new, strict=True))
+        tensors = {names.get(name, name): value for name, value in self.tensors().items()}
+        if len(tensors) < len(self.tensors()):
+            raise ValueError(f"{new} has a name that is a column already")
+        return _build(tensors, self.non_tensor_batch, self.meta_info, len(self))
+
+    def to(self, device: str | torch.device) -> "DataProto":
+        """Return the batch with its tensors on a device."""
+        return replace(self, batch=self.batch.to(device))
+
     def union(self, other: "DataProto") -> "DataProto":
         """Return the columns and entries of both.
 
@@ -203,9 +438,9 @@ class DataProto:
         if len(rows) > 1:
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
         return _build(
-            _merged("batch", self.tensors(), other.tensors()),
-            _merged("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch),
-            _merged("meta_info", self.meta_info, other.meta_info),
+            merged("batch", self.tensors(), other.tensors()),
+            merged("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch),
+            merged("meta_info", self.meta_info, other.meta_info),
             max(len(self), len(other)),
         )
 
@@ -339,47 +574,6 @@ def _row_numbers(rows: Rows, count: int) -> torch.Tensor:
     return torch.where(index < 0, index + count, index)
 
 
-def _joined_meta(parts: Sequence[DataProto]) -> dict[str, Any]:
-    meta = dict(parts[0].meta_info)
-    for part in parts[1:]:
-        for name, value in part.meta_info.items():
-            if name in meta and not _equal(meta[name], value):
-                raise ValueError(
-                    f"concat: meta_info[{name!r}] differs between parts: {meta[name]!r} and "
-                    f"{value!r}"
-                )
-            meta[name] = value
-    return meta
-
-
-def _require_same_columns(parts: Sequence[Mapping[str, Any]]) -> None:
-    for part in parts[1:]:
-        different = set(part) ^ set(parts[0])
-        if different:
-            raise ValueError(f"concat: columns {sorted(different)} are missing in some parts")
-
-
-def _require_same_rows(name: str, parts: Sequence[torch.Tensor]) -> None:
-    shapes = {tuple(part.shape[1:]) for part in parts}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"concat: column {name!r} has row shapes {sorted(shapes)} in different parts; pad them "
-            "to one shape"
-        )
-    dtypes = {str(part.dtype) for part in parts}
-    if len(dtypes) > 1:
-        raise ValueError(f"concat: column {name!r} has dtypes {sorted(dtypes)}")
-
-
-def _merged(kind: str, mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    for name in mine.keys() & other.keys():
-        if not _equal(mine[name], other[name]):
-            raise ValueError(
-                f"union: {kind}[{name!r}] differs between the two; rename or drop one of them"
-            )
-    return {**mine, **other}
-
-
 def _pick(columns: Mapping[str, Any], names: Sequence[str] | None, kind: str) -> dict[str, Any]:
     if names is None:
         return dict(columns)
@@ -387,34 +581,6 @@ def _pick(columns: Mapping[str, Any], names: Sequence[str] | None, kind: str) ->
     if missing:
         raise KeyError(f"{kind} has no {missing}; it has {sorted(columns)}")
     return {name: columns[name] for name in names}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Compare deeply; NaN equals NaN."""
-    if a is b:
-        return True
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        b = b.to(a.device)
-        return torch.equal(a, b) or (
-            a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
-        )
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a.shape == b.shape and all(
-            _equal(x, y) for x, y in zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)
-        )
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return (
-            type(a) is type(b)
-            and len(a) == len(b)
-            and all(_equal(x, y) for x, y in zip(a, b, strict=True))
-        )
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or (a != a and b != b)
-    return type(a) is type(b) and bool(a == b)
 
 
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verlite.trainer.tracking import read_lines
+from verlite.trainer.tracking import MetricsLines
 
 SCORE = "critic/score/mean"
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -23,6 +23,8 @@ class Curve:
     """Mean score of each step's samples."""
     validation: dict[str, Points]
     """Score on held-out prompts, by data source."""
+    unreadable: int = 0
+    """Lines of metrics.jsonl that cannot be read."""
 
 
 def read_curve(metrics_file: Path) -> Curve:
@@ -35,7 +37,8 @@ def read_curve(metrics_file: Path) -> Curve:
         raise ValueError(f"{metrics_file.parent} is a file. Give a run directory.")
     if not metrics_file.is_file():
         raise ValueError(f"{metrics_file} does not exist. Give a run directory.")
-    lines = read_lines(metrics_file)
+    found = MetricsLines.read(metrics_file)
+    lines = found.values()
     training = _points(lines, SCORE)
     keys = [key for line in lines for key in line]
     validation = {}
@@ -47,7 +50,7 @@ def read_curve(metrics_file: Path) -> Curve:
         raise ValueError(
             f"{metrics_file} has no scores: no step has {SCORE} or a val-core/.../mean@N"
         )
-    return Curve(training, validation)
+    return Curve(training, validation, len(found.unreadable))
 
 
 def _points(lines: list[dict[str, Any]], key: str) -> Points:

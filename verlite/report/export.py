@@ -3,6 +3,7 @@
 The number of ranks that wrote the checkpoint does not matter.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,47 +12,54 @@ import torch
 
 from verlite.config.schema import FSDPConfig, ModelConfig
 from verlite.engine.folder import load_tokenizer
-from verlite.engine.fsdp import TrainEngine
+from verlite.engine.fsdp import NonFiniteError, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import single_process_group
+from verlite.files import free_text
 from verlite.protocol.data import DataProto
-from verlite.trainer.checkpoints import Checkpoint, CheckpointError, defect, step_of
+from verlite.trainer.checkpoints import (
+    PREFIX,
+    Checkpoint,
+    CheckpointError,
+    complete,
+    defect,
+    step_of,
+)
 
 _PROBE_ROWS = 8
 _PROBE_LENGTH = 16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return the global_step_N folder that `path` names.
+def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Checkpoint:
+    """Return the checkpoint in the global_step_N folder that `path` names.
 
-    A run directory stands for its newest complete checkpoint.
+    A run directory stands for its newest complete checkpoint. Newer folders that are not complete
+    are warned about.
 
     Raises:
-        CheckpointError: `path` is neither a checkpoint nor a run directory, or the run directory
-            has no complete checkpoint.
+        CheckpointError: `path` is neither a complete checkpoint nor a run directory, or the run
+            directory has no complete checkpoint.
     """
     usage = "Give a run directory or a global_step_N folder."
     if path.is_file():
         raise CheckpointError(f"{path} is a file. {usage}")
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist. {usage}")
-    if path.resolve().name.startswith("global_step_"):
-        return path
-    steps = [
-        folder
-        for folder in path.glob("global_step_*")
-        if folder.name.removeprefix("global_step_").isdecimal()
-    ]
-    if not steps:
-        raise CheckpointError(f"{path} {_reason_without_checkpoints(path)} {usage}")
-    defects = []
-    for folder in sorted(steps, key=step_of, reverse=True):
+    folder = path.resolve()
+    if folder.name.startswith(PREFIX):
         problem = defect(folder)
-        if problem is None:
-            return folder
-        defects.append(f"{folder.name}: {problem}")
-    raise CheckpointError(f"{path} has no complete checkpoint: {'; '.join(defects)}.")
+        if problem:
+            raise CheckpointError(f"{path} cannot be exported: {problem}.")
+        return Checkpoint(path, step_of(folder))
+    newest, ignored = complete(path)
+    if newest is None and ignored:
+        raise CheckpointError(f"{path} has no complete checkpoint: {'; '.join(ignored)}.")
+    if newest is None:
+        raise CheckpointError(f"{path} {_reason_without_checkpoints(path)} {usage}")
+    for line in ignored:
+        warn(line)
+    return newest
 
 
 def _reason_without_checkpoints(path: Path) -> str:
@@ -65,11 +73,11 @@ def _reason_without_checkpoints(path: Path) -> str:
     return "contains no global_step_N folder."
 
 
-def export_checkpoint(folder: Path, target: Path, dtype: str = "float32") -> float:
+def export_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "float32") -> float:
     """Write the policy of a checkpoint and its tokenizer to `target`, reload it, and compare.
 
     Args:
-        folder: a global_step_N folder.
+        checkpoint: from `find_checkpoint`.
         target: the Hugging Face folder to write.
         dtype: float32, bfloat16 or float16.
 
@@ -78,23 +86,32 @@ def export_checkpoint(folder: Path, target: Path, dtype: str = "float32") -> flo
         It is 0 up to rounding in float32. In a 16-bit dtype it includes the rounding of weights.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, `target` is not empty, or `dtype`
-            is unknown.
+        CheckpointError: the checkpoint cannot be loaded, `target` is not empty or cannot be
+            written, or `dtype` is unknown.
     """
     if dtype not in _DTYPES:
         raise CheckpointError(f"--dtype={dtype} must be one of {', '.join(_DTYPES)}.")
-    problem = defect(folder)
-    if problem:
-        raise CheckpointError(f"{folder} cannot be exported: {problem}.")
     if target.is_file():
         raise CheckpointError(f"{target} is a file. Choose a new or empty folder.")
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty. Choose a new or empty folder.")
-    model = ModelConfig(**Checkpoint(folder, step_of(folder)).state()["model"])
+    folder = checkpoint.path
+    try:
+        model = ModelConfig(**checkpoint.state()["model"])
+    except TypeError as error:
+        raise CheckpointError(f"{folder}/state.json has an unknown model: {error}.") from error
     with single_process_group():
-        engine = TrainEngine(model, FSDPConfig(), device="cpu")
-        engine.load(folder / "actor")
-        engine.save_pretrained(target, load_tokenizer(model), _DTYPES[dtype])
+        try:
+            engine = TrainEngine(model, FSDPConfig(), device="cpu")
+            engine.load(folder / "actor", checkpoint.files("actor"))
+        except (ValueError, NonFiniteError) as error:
+            raise CheckpointError(f"{folder} cannot be exported: {error}.") from error
+        try:
+            engine.save_pretrained(target, load_tokenizer(model), _DTYPES[dtype])
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} cannot be written: {error} ({free_text(target.parent)} free)."
+            ) from error
         merged = replace(
             model, path=str(target), tokenizer_path=None, lora_rank=0, lora_adapter_path=None
         )

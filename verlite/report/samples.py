@@ -3,7 +3,6 @@
 The text's color tells what the model sampled, what was trained on, and what tools answered.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from verlite.files import LINES_MAX_BYTES, parse_json, read_bytes
 
 Sample = dict[str, Any]
 """A line of rollouts/step_N.jsonl."""
@@ -25,11 +26,12 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def read_samples(
     run_dir: Path, step: int | None, validation: bool = False
-) -> tuple[Path, list[Sample]]:
-    """Return the file and the samples of a step, in file order. None: the newest saved step.
+) -> tuple[Path, list[Sample], int]:
+    """Return the file, the samples of a step in file order, and the number of unreadable lines.
+    step=None: the newest saved step.
 
     Raises:
-        ValueError: there are no samples of this step, or the file cannot be parsed. The message
+        ValueError: there are no samples of this step, or the file cannot be read. The message
             lists the available steps.
     """
     if run_dir.is_file():
@@ -51,11 +53,23 @@ def read_samples(
         raise ValueError(f"{run_dir} has no samples of step {step}. Available steps: {available}")
     path = run_dir / "rollouts" / f"{prefix}{step}.jsonl"
     try:
-        # Not splitlines: a model may write other line separators, such as U+2028.
-        lines = path.read_text(encoding="utf-8").split("\n")
-        return path, [json.loads(line) for line in lines if line]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        lines = list(filter(bytes.strip, read_bytes(path, LINES_MAX_BYTES).split(b"\n")))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    samples = [sample for sample in map(_parse, lines) if sample is not None]
+    if lines and not samples:
+        raise ValueError(f"{path} is damaged: none of its {len(lines)} lines can be read")
+    return path, samples, len(lines) - len(samples)
+
+
+def _parse(line: bytes) -> Sample | None:
+    """Return the sample of a line, None if it is not a sample."""
+    try:
+        sample = parse_json(line)
+    except ValueError:
+        return None
+    is_sample = isinstance(sample, dict) and type(sample.get("score")) in (int, float, type(None))
+    return sample if is_sample else None
 
 
 def lowest_scores(samples: Sequence[Sample], count: int) -> list[Sample]:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verlite.breakpoints import REFUSE
 from verlite.rewards.process import Call, FunctionError
 from verlite.rewards.result import RewardResult
 
@@ -44,6 +45,7 @@ class Pool:
         call_limit_s: float,
         share: int = 1,
         folder: str | None = None,
+        processes: int | None = None,
     ) -> None:
         """Configure the pool; no process starts yet.
 
@@ -53,16 +55,18 @@ class Pool:
             call_limit_s: seconds that one call may take.
             share: number of pools on this machine that divide its cores.
             folder: working directory of the processes; None for the current one.
+            processes: how many; None for one per core of this pool's share.
         """
         self.target = target
         self.argument_names = list(argument_names)
         self.call_limit_s = call_limit_s
         self.folder = folder
-        self.size = min(max(1, _cores() // share), MAX_PROCESSES)
+        self.size = processes or min(max(1, _cores() // share), MAX_PROCESSES)
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
         self._has_loaded = False
         self._lock = threading.Lock()
+        self._job: _Job | None = None
         # The kernel ends a process together with the thread that started it. These threads live as
         # long as the pool.
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="reward-pool")
@@ -83,7 +87,7 @@ class Pool:
         Calls without a result after `limit_s` seconds get the error Timeout.
         """
         with self._lock:
-            job = _Job(calls, self.size, time.monotonic() + limit_s)
+            self._job = job = _Job(calls, self.size, time.monotonic() + limit_s)
             workers = min(self.size, max(1, len(calls)))
             futures = [self._threads.submit(self._work, job) for _ in range(workers)]
             try:
@@ -95,6 +99,12 @@ class Pool:
             for future in futures:
                 future.result()
         return job.in_order()
+
+    def stop(self) -> None:
+        """End the `run` in progress in another thread. Calls without a result get Timeout."""
+        job = self._job
+        if job is not None:
+            self._cancel(job)
 
     def close(self) -> None:
         """End all processes."""
@@ -202,7 +212,8 @@ class Pool:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},  # several processes share the cores
+                # Several processes share the cores. None has a terminal for pdb.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": REFUSE},
                 start_new_session=True,  # Ctrl-C is for the trainer; the group is killed as one
             )
         )

@@ -27,6 +27,10 @@ class RewardItem:
     """reward_model.ground_truth of the prompt's row."""
     extra_info: dict[str, Any] = field(default_factory=dict)
     """extra_info of the prompt's row."""
+    prompt: str = ""
+    """The prompt with special tokens. Only reward services get it."""
+    sequence: str = ""
+    """Prompt and response with special tokens. Only reward services get it."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of verl's compute_score."""
@@ -60,18 +64,39 @@ def result_of(value: Any) -> RewardResult:
     """Convert the return value of a reward function.
 
     The value is a finite number, or a dict with a finite number under "score". Other entries of a
-    dict become parts: numbers as float, anything else as text.
+    dict become parts: numbers as float, anything else as text. A dict of OpenRLHF's reward
+    functions has "rewards", and perhaps "scores" (the part `acc`) and "extra_logs", each with lists
+    or tensors of one entry.
 
     Raises:
         BadReturn: the value is neither.
     """
     if isinstance(value, Mapping):
+        if "score" not in value and "rewards" in value:
+            value = _of_lists(value)
         if "score" not in value:
             keys = ", ".join(map(str, value)) or "none"
             raise BadReturn(f'returned a dict without "score"; its keys are {keys}')
         parts = {str(key): _part(part) for key, part in value.items() if key != "score"}
         return RewardResult(_score(value["score"], 'under "score"'), parts)
     return RewardResult(_score(value, ""))
+
+
+def _of_lists(answer: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return OpenRLHF's dict about one response with `score` and parts."""
+    logs = answer.get("extra_logs")
+    parts = {str(name): _only(entry) for name, entry in (logs or {}).items()}
+    if "scores" in answer:
+        parts.setdefault("acc", _only(answer["scores"]))
+    return {**parts, "score": _only(answer["rewards"])}
+
+
+def _only(value: Any) -> Any:
+    """Return the only entry of a list or tensor; any other value unchanged."""
+    shape = getattr(value, "shape", None)
+    if (shape is None and isinstance(value, list | tuple)) or shape:
+        return value[0] if len(value) == 1 else value
+    return value
 
 
 def failure(error: BaseException) -> RewardResult:

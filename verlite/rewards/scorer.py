@@ -1,17 +1,22 @@
 """Score responses with the scorer of each row's data source, or with the user's own function."""
 
+import asyncio
+import inspect
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from verlite.config.names import names_a_file
+from verlite.config.plan import scores_remotely
 from verlite.config.schema import CustomRewardConfig, RewardConfig
+from verlite.http.client import Unavailable
 from verlite.rewards.pool import Pool
 from verlite.rewards.process import FunctionError, load
+from verlite.rewards.remote import RemoteScorer, RemoteStream
 from verlite.rewards.result import RewardItem, RewardResult, failure, result_of
 from verlite.rewards.routing import (
     IN_PROCESS,
@@ -62,9 +67,10 @@ class SelfCheck:
 class Scorer:
     """Score responses.
 
-    If custom_reward_function.path is set, that function scores every item. Otherwise the built-in
+    If reward.remote.url is set, that service scores every item. If custom_reward_function.path is
+    set, that function does. Otherwise the built-in
     scorer of the item's data source does, and `reward.score_scale` sets its range. reward_kwargs
-    are passed to either. User code and math-verify run in separate processes.
+    are passed to either. User code and math-verify run in separate processes, unless `debug` is on.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Scorer:
         reward: RewardConfig,
         share: int = 1,
         folder: str | None = None,
+        debug: bool = False,
     ) -> None:
         """Configure the scorer; nothing is loaded yet.
 
@@ -81,28 +88,49 @@ class Scorer:
             reward: time limits and scales.
             share: number of scorers on this machine that divide its cores.
             folder: working directory of the reward processes, if it exists.
+            debug: run all functions in this process, without time limits, so that its debugger can
+                stop in them.
 
         Raises:
             FunctionError: reward.score_scale has an unknown value.
+            TokenError: the variable of reward.remote.token_env is not set.
         """
+        self._remote = RemoteScorer(reward.remote) if scores_remotely(reward) else None
         self._custom = f"{_place(custom.path)}:{custom.name}" if custom.path else None
         self._kwargs = dict(custom.reward_kwargs)
         self._reward = reward
         self._scales = check_scales(reward.score_scale)
         self._share = share
         self._folder = folder if folder and Path(folder).is_dir() else None
+        self._debug = debug
+        self._runner = asyncio.Runner()
         self._argument_names = list({**RewardItem("", "", None).arguments(), **self._kwargs})
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pools: dict[str, Pool] = {}
 
+    def check_service(self) -> str | None:
+        """Check the reward service, if there is one. Return a warning about some of its servers.
+
+        Raises:
+            FunctionError: no server answers.
+        """
+        try:
+            return self._remote.check() if self._remote else None
+        except Unavailable as error:
+            raise FunctionError(str(error)) from error
+
     def check_signature(self, data_sources: Iterable[str] = ()) -> None:
         """Load the functions that will score these data sources.
+
+        Nothing is loaded if a service scores.
 
         Raises:
             FunctionError: the file or function is missing, cannot be loaded, or does not accept
                 the arguments.
             UnknownDataSource: a data source has no built-in scorer.
         """
+        if self._remote:
+            return
         if self._custom:
             place = self._custom.rpartition(":")[0]
             if names_a_file(place) and not (place.endswith(".py") and Path(place).is_file()):
@@ -111,7 +139,7 @@ class Scorer:
                 )
         for target in self._by_target(data_sources):
             try:
-                if target in IN_PROCESS:
+                if self._debug or target in IN_PROCESS:
                     self._function(target)
                 else:
                     self._pool(target).start(self._reward.timeout_s)
@@ -132,13 +160,19 @@ class Scorer:
         """
         if not items:
             return []
-        deadline = time.monotonic() + (self._reward.timeout_s if limit_s is None else limit_s)
+        limit_s = self._reward.timeout_s if limit_s is None else limit_s
+        if self._remote:
+            with self._remote.stream(limit_s) as stream:
+                for number, item in enumerate(items):
+                    stream.add(number, item)
+                return list(stream.results().values())
+        deadline = time.monotonic() + limit_s
         results: dict[int, RewardResult] = {}
         by_target = self._by_target(item.data_source for item in items)
         for target, numbers in by_target.items():
             calls = [{**items[number].arguments(), **self._kwargs} for number in numbers]
-            if target in IN_PROCESS:
-                scored = [_call(self._function(target), call) for call in calls]
+            if self._debug or target in IN_PROCESS:
+                scored = [self._call(self._function(target), call) for call in calls]
             else:
                 left_s = max(0.0, deadline - time.monotonic())
                 scored = self._pool(target).run(calls, left_s)
@@ -186,11 +220,20 @@ class Scorer:
         ]
         return SelfCheck(len(rows), rejected)
 
+    def stream(self) -> "Stream | RemoteStream":
+        """Return a stream that scores samples while others are still generated."""
+        if self._remote:
+            return self._remote.stream(self._reward.timeout_s)
+        return Stream(self, self._reward.timeout_s)
+
     def close(self) -> None:
-        """End all processes."""
+        """End all processes and connections."""
+        if self._remote:
+            self._remote.close()
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+        self._runner.close()
 
     def _named(self, data_source: str) -> str:
         """Describe what scores a data source, in terms of the configuration."""
@@ -216,6 +259,15 @@ class Scorer:
         if target not in self._functions:
             self._functions[target] = load(target, self._argument_names)
         return self._functions[target]
+
+    def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> RewardResult:
+        try:
+            value = function(**arguments)
+            if inspect.isawaitable(value):  # with `debug`: no built-in function is
+                value = self._runner.run(_wait_for(value))
+            return result_of(value)
+        except Exception as error:  # such as a ground truth that is not a number
+            return failure(error)
 
     def _pool(self, target: str) -> Pool:
         if target not in self._pools:
@@ -291,11 +343,8 @@ def _place(path: str) -> str:
     return str(Path(path).expanduser().absolute()) if names_a_file(path) else path
 
 
-def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> RewardResult:
-    try:
-        return result_of(function(**arguments))
-    except Exception as error:  # such as a ground truth that is not a number
-        return failure(error)
+async def _wait_for(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def _decides(result: RewardResult) -> bool:

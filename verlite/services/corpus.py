@@ -14,12 +14,10 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from verlite.http.address import ServiceError
+
 Track = Callable[..., Iterable[Any]]
 """track(items, description=..., total=...) -> the same items, with a progress bar."""
-
-
-class ServiceError(ValueError):
-    """A corpus, index, model or address cannot be used. The message has the remedy."""
 
 
 class Corpus:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from verlite.services.corpus import Corpus, ServiceError, Track
+from verlite.http.address import ServiceError
+from verlite.services.corpus import Corpus, Track
 from verlite.services.index import Hit
 
 BLOCK = 1024

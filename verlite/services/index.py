@@ -16,7 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verlite.services.corpus import Corpus, ServiceError, Track, fingerprint, read_corpus
+from verlite.files import replace_file
+from verlite.http.address import ServiceError
+from verlite.services.corpus import Corpus, Track, fingerprint, read_corpus
 
 FORMAT = 1
 """Version of index folders. Raise it if older folders would be misread, such as after a change of
@@ -241,7 +243,7 @@ def _build(path: Path, index: Index, folder: Path, wanted: dict[str, Any], track
         np.save(new / "starts.npy", corpus.starts)
         index.build(corpus, track)
         index.save(new)
-        (new / MANIFEST).write_text(json.dumps(wanted, indent=2) + "\n")
+        replace_file(new / MANIFEST, json.dumps(wanted, indent=2) + "\n")
         with suppress(FileNotFoundError):
             folder.rename(old)
         new.rename(folder)

@@ -1,31 +1,21 @@
 """The retriever as an HTTP service with Search-R1's wire format: POST /retrieve, GET /health."""
 
 import asyncio
-import errno
 import json
-import logging
-import signal
-import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
-from starlette.requests import ClientDisconnect
 
-from verlite.services.corpus import Corpus, ServiceError, Track
+from verlite.http.server import GONE, LOG, application, parse_object, read_body, wrong
+from verlite.services.corpus import Corpus, Track
 from verlite.services.index import Hit, Index
 
-STOP_S = 30
-"""Seconds for requests in progress after the server was asked to stop."""
 MAX_TOPK = 100
-LOG = logging.getLogger("uvicorn.error")
-# The client has disconnected, so this response is not read.
-GONE = HTTPException(499, "the client has gone")
 
 
 @dataclass(frozen=True)
@@ -40,11 +30,17 @@ class Limits:
 
 
 def make_app(
-    corpus: Corpus, index: Index, topk: int = 3, max_batch: int = 32, limits: Limits = Limits()
+    corpus: Corpus,
+    index: Index,
+    topk: int = 3,
+    max_batch: int = 32,
+    limits: Limits = Limits(),
+    token: str | None = None,
 ) -> FastAPI:
     """Create the service over a loaded index.
 
     `topk` is the default number of passages. At most `max_batch` queries are searched at once.
+    With a token, clients have to send it.
     """
     desk = Desk(corpus, index, max_batch)
 
@@ -55,7 +51,7 @@ def make_app(
         working.cancel()
         desk.thread.shutdown(cancel_futures=True)
 
-    app = FastAPI(title="verlite retriever", lifespan=lifespan, openapi_url=None)
+    app = application("verlite retriever", lifespan, token)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -63,7 +59,9 @@ def make_app(
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> Response:
-        asked = parse(await read_body(request, limits.body), topk, limits)
+        asked = parse(
+            await read_body(request, limits.body, "send fewer queries at a time"), topk, limits
+        )
         try:
             texts = await desk.answer(asked, request.is_disconnected)
         except HTTPException:
@@ -87,26 +85,6 @@ class Asked:
     scores: bool
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return the whole body. Raises HTTPException 413 if it has more than `limit` bytes."""
-    body, size = bytearray(), 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size <= limit:
-                body += chunk
-            elif size > 16 * limit:
-                break
-            # Up to that size the body is read and dropped, so that the client sees the answer.
-    except ClientDisconnect:
-        raise GONE from None
-    if size > limit:
-        raise HTTPException(
-            413, f"the body has more than {limit} bytes; send fewer queries at a time"
-        )
-    return bytes(body)
-
-
 def parse(body: bytes, topk: int, limits: Limits) -> Asked:
     """Parse {"queries", "topk", "return_scores"}, or {"query"} for a single one.
 
@@ -115,51 +93,39 @@ def parse(body: bytes, topk: int, limits: Limits) -> Asked:
     Raises:
         HTTPException: status 422, with a sentence that names the field.
     """
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(f"the body is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise _wrong(
-            f"the body is a {type(value).__name__}, expected an object "
-            'such as {"queries": ["..."], "topk": 3}'
-        )
+    value = parse_object(body, '{"queries": ["..."], "topk": 3}')
     given = [name for name in ("queries", "query") if value.get(name) is not None]
     if len(given) != 1:
-        raise _wrong(
+        raise wrong(
             "the body has both queries and query; keep one"
             if given
             else "the body has no queries; give a list of texts"
         )
     queries = value["queries"] if given == ["queries"] else [value["query"]]
     if not isinstance(queries, list):
-        raise _wrong(f"queries is a {type(queries).__name__}, expected a list of texts")
+        raise wrong(f"queries is a {type(queries).__name__}, expected a list of texts")
     if len(queries) > limits.queries:
-        raise _wrong(
+        raise wrong(
             f"queries has {len(queries)} entries, at most {limits.queries} may be asked at a time"
         )
     for place, query in enumerate(queries):
         name = f"queries[{place}]" if given == ["queries"] else "query"
         if not isinstance(query, str):
-            raise _wrong(f"{name} is a {type(query).__name__}, expected text")
+            raise wrong(f"{name} is a {type(query).__name__}, expected text")
         if len(query) > limits.query:
-            raise _wrong(f"{name} has {len(query)} characters, at most {limits.query} are allowed")
+            raise wrong(f"{name} has {len(query)} characters, at most {limits.query} are allowed")
         try:
             query.encode()
         except UnicodeEncodeError:
-            raise _wrong(f"{name} has an unpaired surrogate, which is not a character") from None
+            raise wrong(f"{name} has an unpaired surrogate, which is not a character") from None
     wanted, scores = value.get("topk"), value.get("return_scores")
     if wanted is not None and (type(wanted) is not int or not 1 <= wanted <= MAX_TOPK):
-        raise _wrong(
+        raise wrong(
             f"topk is {json.dumps(wanted)[:40]}, expected a whole number from 1 to {MAX_TOPK}"
         )
     if scores is not None and not isinstance(scores, bool):
-        raise _wrong(f"return_scores is {json.dumps(scores)[:40]}, expected true or false")
+        raise wrong(f"return_scores is {json.dumps(scores)[:40]}, expected true or false")
     return Asked(queries, topk if wanted is None else wanted, bool(scores))
-
-
-def _wrong(sentence: str) -> HTTPException:
-    return HTTPException(422, sentence)
 
 
 @dataclass
@@ -258,44 +224,6 @@ async def _dropped(share: Share) -> bool:
     return share.texts.done()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket, so that an address in use is found before a long build.
-
-    Port 0 is any free port.
-
-    Raises:
-        ServiceError: the address is invalid or in use.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (socket.gaierror, UnicodeError, OverflowError) as error:
-        raise ServiceError(
-            f"--host {host} --port {port}: is not a valid address: {error}"
-        ) from None
-    bound = socket.socket(family, kind, protocol)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ServiceError(
-                f"--port {port}: is in use on {host}; choose another, or 0 for any free one"
-            ) from None
-        raise ServiceError(
-            f"--host {host} --port {port}: cannot be listened on: {error.strerror}"
-        ) from None
-    return bound
-
-
-def url(bound: socket.socket) -> str:
-    """Return the URL of POST /retrieve."""
-    host, port = bound.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/retrieve"
-
-
 @contextmanager
 def progress() -> Iterator[Track]:
     """Show the progress of an index on standard error, if that is a terminal."""
@@ -315,28 +243,3 @@ def progress() -> Iterator[Track]:
             return bars.track(items, total=total, description=description)
 
         yield track
-
-
-class Server(uvicorn.Server):
-    """A uvicorn server that prints a line when it is ready."""
-
-    def __init__(self, app: FastAPI, line: str) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_S
-            )
-        )
-        self._line = line
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        print(self._line, flush=True)
-
-
-def run(app: FastAPI, bound: socket.socket, line: str) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish the requests in progress."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn has its own handlers while it serves, and raises the signal again afterwards.
-        signal.signal(number, lambda *_: None)
-    with suppress(KeyboardInterrupt):
-        Server(app, line).run(sockets=[bound])

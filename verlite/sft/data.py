@@ -15,31 +15,47 @@ Example = tuple[list[int], list[int]]
 """(prompt ids, response ids). The response ends with the end-of-sequence token."""
 
 
-def read_examples(files: str | Sequence[str], tokenizer: Any, data: SFTDataConfig) -> list[Example]:
-    """Return every row of the files as token ids.
+def read_examples(
+    files: str | Sequence[str], tokenizer: Any, data: SFTDataConfig, max_rows: int = -1
+) -> list[Example]:
+    """Return the rows of the files as token ids.
 
     The prompt is built as in RL training (data.prompts.build_prompt), with the tokenizer's chat
     template if it has one. The response is tokenized separately, as a model would generate it.
-    The end-of-sequence token is appended.
+    The end-of-sequence token is appended. max_rows: number of rows to read; -1: all.
 
     Raises:
         DataError: a file is missing, unreadable or empty; a column is missing; a row has the wrong
             form; or an example is too long.
     """
-    examples = []
+    examples: list[Example] = []
     for file in [files] if isinstance(files, str) else files:
         path = Path(file).expanduser()
         table = _read(path, [data.prompt_key, data.response_key])
+        if max_rows >= 0:
+            table = table.slice(0, max_rows - len(examples))
         prompts = table[data.prompt_key].to_pylist()
         responses = table[data.response_key].to_pylist()
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             try:
+                prompt = _entry(prompt, data.prompt_key, data.prompt_dict_keys)
+                response = _entry(response, data.response_key, data.response_dict_keys)
                 examples.append(_example(prompt, response, tokenizer, data))
             except ValueError as error:
                 raise DataError(f"{path} row {row}: {error}") from error
     if not examples:
         raise DataError("data.train_files is empty: name at least one parquet file")
     return examples
+
+
+def _entry(value: Any, column: str, names: Sequence[str] | None) -> Any:
+    """Return the entry of a row's mapping that the names lead to, outermost first."""
+    for name in names or ():
+        if not isinstance(value, dict) or name not in value:
+            found = f"it has {', '.join(value)}" if isinstance(value, dict) else "not a mapping"
+            raise ValueError(f"column {column!r} has no entry {name!r}: {found}")
+        value = value[name]
+    return value
 
 
 def _example(prompt: Any, response: Any, tokenizer: Any, data: SFTDataConfig) -> Example:

@@ -10,22 +10,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensordict import TensorDict
 from torch import Tensor
 
-from verlite.config.sft import LoadedSFT
+from verlite.config.load import dump
+from verlite.config.sft import SFT, LoadedSFT, SFTConfig
 from verlite.config.show import console
 from verlite.data.sampler import PromptSampler
 from verlite.engine.folder import load_tokenizer
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import process_group
+from verlite.files import RetryingWriter, replace_file
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import pad
 from verlite.sft.data import Example, read_examples
-from verlite.trainer.tracking import MetricsFile, replace_file
+from verlite.trainer.tracking import METRICS, Tracking
 
 Metrics = dict[str, float]
 
@@ -88,8 +91,10 @@ def train(loaded: LoadedSFT) -> Path:
         out = console()
         out.quiet = rank > 0
         tokenizer = load_tokenizer(config.model)
-        examples = read_examples(data.train_files, tokenizer, data)
-        held_out = read_examples(data.val_files, tokenizer, data) if data.val_files else []
+        examples = read_examples(data.train_files, tokenizer, data, data.train_max_samples)
+        held_out = []
+        if data.val_files:
+            held_out = read_examples(data.val_files, tokenizer, data, data.val_max_samples)
         sampler = PromptSampler(len(examples), data.train_batch_size, trainer.seed, data.shuffle)
         total = trainer.total_training_steps or trainer.total_epochs * sampler.steps_per_epoch
         tokens = sum(len(response) for _, response in examples)
@@ -103,14 +108,24 @@ def train(loaded: LoadedSFT) -> Path:
             grad_clip=config.grad_clip,
             device=device if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
             seed=trainer.seed,
+            sequence_parallel=config.ulysses_sequence_parallel_size,
         )
-        micro = MicroBatching(max_tokens=data.max_token_len_per_gpu)
+        micro = micro_batching(config)
         run_dir = Path(trainer.default_local_dir).expanduser()
         run_dir.mkdir(parents=True, exist_ok=True)
         log = None
+        writer = RetryingWriter(lambda text: out.print(text, markup=False, highlight=False))
         if rank == 0:
-            replace_file(run_dir / "config.yaml", loaded.dump())
-            log = MetricsFile(run_dir / "metrics.jsonl")
+            text = dump(loaded, SFT)
+            replace_file(run_dir / "config.yaml", text)
+            log = Tracking(
+                trainer.logger,
+                run_dir,
+                trainer.project_name,
+                trainer.experiment_name,
+                yaml.safe_load(text),
+                writer,
+            )
         with _progress(out, total) as show_step:
             for step in range(1, total + 1):
                 mine = [examples[i] for i in sampler.next_batch()[rank::ranks]]
@@ -123,19 +138,32 @@ def train(loaded: LoadedSFT) -> Path:
                     "train/tokens": result["train/tokens"],
                     "train/epoch": sampler.epoch,
                 }
-                is_due = trainer.test_freq > 0 and (step % trainer.test_freq == 0 or step == total)
-                if held_out and is_due:
+                is_due = trainer.test_freq > 0 and step % trainer.test_freq == 0
+                if held_out and (is_due or step == total):
                     metrics["val/loss"] = validation_loss(engine, held_out[rank::ranks], micro)
                 if log is not None:
-                    log.write(step, metrics)
+                    log.log(step, metrics)
                 show_step(step, metrics)
         if log is not None:
-            log.close()
+            log.finish()
+        writer.close()
         target = run_dir / "huggingface"
         engine.save_pretrained(target, tokenizer)
-        out.print(f"metrics       {run_dir / 'metrics.jsonl'}", highlight=False)
+        out.print(f"metrics       {run_dir / METRICS}", highlight=False)
         out.print(f"Hugging Face  {target}", highlight=False)
         return target
+
+
+def micro_batching(config: SFTConfig) -> MicroBatching:
+    """Return how a device's examples are split into passes.
+
+    Devices that share passes have the tokens of all of them in one.
+    """
+    data = config.data
+    if data.by_examples():
+        return MicroBatching(size=data.micro_batch_size_per_gpu)
+    tokens = data.max_token_len_per_gpu * config.ulysses_sequence_parallel_size
+    return MicroBatching(max_tokens=tokens)
 
 
 def validation_loss(engine: TrainEngine, examples: list[Example], micro: MicroBatching) -> float:

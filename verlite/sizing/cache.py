@@ -12,6 +12,7 @@ import transformers
 
 import verlite
 from verlite.engine.folder import load_config
+from verlite.files import replace_file
 from verlite.sizing.dry_engine import EngineSpec
 from verlite.sizing.measure import Passes, RoleMemory, measure
 
@@ -61,7 +62,7 @@ class Measurer:
             return f"{self.measured} engines measured; nothing read from or written to the cache"
         return (
             f"{self.measured} engines measured, {self.found} read from the cache, {folder()} "
-            "(--no-cache measures anew)"
+            "(--no-cache measures again)"
         )
 
 
@@ -101,8 +102,6 @@ def _write(key: str, memory: RoleMemory) -> None:
     """Keep a result. A folder that cannot be written only means that nothing is kept."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        temporary = folder() / f"{key}.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(asdict(memory)))
-        temporary.replace(folder() / f"{key}.json")
+        replace_file(folder() / f"{key}.json", json.dumps(asdict(memory)))
     except OSError:
         return

@@ -68,7 +68,7 @@ def parse_devices(text: str) -> tuple[int, str, int]:
     """Return count, name and bytes of "8xH100-80GB", or of "8x24GB" for any other device.
 
     Raises:
-        DevicesError: the text is no such list, or the device is unknown.
+        DevicesError: the text has another form, or the device is unknown.
     """
     match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S+)\s*", text)
     if not match or int(match[1]) < 1:

@@ -29,6 +29,7 @@ Measure = Callable[[EngineSpec, Passes], RoleMemory]
 
 _NAMES = {
     "actor": ("old log-probs", "actor update"),
+    "inference": ("old log-probs", ""),
     "ref": ("reference log-probs", ""),
     "critic": ("values", "critic update"),
 }
@@ -105,7 +106,7 @@ def run_memory(
     measured = {name: measured_role(role, measure) for name, role in roles.items()}
     by_roles: dict[tuple[str, ...], list[int]] = {}
     for device in range(plan.n_devices):
-        here = tuple(role for role in plan.roles if device in plan.placement[role])
+        here = tuple(role for role in plan.device_roles if device in plan.placement[role])
         if here:
             by_roles.setdefault(here, []).append(device)
     groups = [

@@ -26,7 +26,7 @@ def engines_table(plan: Plan, memory: Memory) -> "Table":
             str(len(plan.placement[name])),
             size(one.parameters),
             size(one.optimizer),
-            size(one.forward),
+            size(one.forward) if one.forward else "-",
             size(one.update) if one.update else "-",
         )
         for name, one in memory.roles.items()

@@ -21,7 +21,7 @@ class RunModels:
 
 
 def role_model(config: Config, plan: Plan, role: str) -> ModelConfig:
-    """Return the model of "actor", "ref" or "critic"."""
+    """Return the model of a role with a training engine."""
     if role != "critic":
         return config.actor_rollout_ref.model
     values = {field.name: getattr(config.critic.model, field.name) for field in fields(ModelConfig)}
@@ -77,7 +77,7 @@ def step_flops(config: Config, plan: Plan, models: RunModels) -> dict[str, int]:
     parts = {"generation": forward}
     if plan.needs_old_log_probs:
         parts["old log-probs"] = forward
-    if plan.needs_reference:
+    if plan.needs_reference and not plan.reference_urls:
         parts["reference"] = forward
     if plan.critic is not None and models.critic is not None:
         recomputes = config.critic.model.enable_gradient_checkpointing

@@ -32,7 +32,7 @@ def node_roles(plan: Plan) -> list[NodeRoles]:
     nodes = []
     for node in range(plan.nnodes):
         cells = {}
-        for role in plan.roles:
+        for role in plan.device_roles:
             rank_of = {device: rank for rank, device in enumerate(plan.placement[role])}
             ranks = [rank_of.get(node * width + device) for device in range(width)]
             if any(rank is not None for rank in ranks):

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verlite.config.plan import Micro, Plan, resolve_dtype
-from verlite.config.schema import Config, FSDPConfig
+from verlite.config.plan import Micro, Plan, engine_settings, resolve_dtype
+from verlite.config.schema import Config
 from verlite.sizing.dry_engine import EngineSpec
 from verlite.sizing.measure import Passes, Rows
 from verlite.sizing.model_table import role_model
 
-TRAINING_ROLES = ("actor", "ref", "critic")
+TRAINING_ROLES = ("actor", "inference", "ref", "critic")
 
 SECTIONS = {
     "actor": "actor_rollout_ref.actor",
@@ -22,7 +22,7 @@ SECTIONS = {
 class Role:
     """One training role.
 
-    name: "actor", "ref" or "critic".
+    name: one of TRAINING_ROLES.
     spec: its engine.
     passes: what it runs.
     """
@@ -43,13 +43,11 @@ def training_roles(config: Config, plan: Plan) -> list[Role]:
 
 def engine_spec(config: Config, plan: Plan, role: str) -> EngineSpec:
     """Return the engine of a role, as its worker builds it."""
-    policy = config.actor_rollout_ref
-    fsdp: FSDPConfig = {
-        "actor": policy.actor.fsdp_config,
-        "ref": policy.ref.fsdp_config,
-        "critic": config.critic.model.fsdp_config,
-    }[role]
-    optim = {"actor": policy.actor.optim, "ref": None, "critic": config.critic.optim}[role]
+    fsdp = engine_settings(config, role, plan.device)
+    optim = {
+        "actor": config.actor_rollout_ref.actor.optim,
+        "critic": config.critic.optim,
+    }.get(role)
     return EngineSpec(
         model=role_model(config, plan, role),
         fsdp=fsdp,
@@ -75,13 +73,18 @@ def role_passes(config: Config, plan: Plan, role: str) -> Passes:
             largest(plan, plan.value_micro, step_rows),
             largest(plan, plan.critic.micro, update_rows),
         )
+    log_probs = largest(plan, plan.log_prob_micro, step_rows)
+    if role == "inference":
+        return Passes(
+            log_probs, None, forward_entropy=True, sum_pi_squared=plan.needs_sum_pi_squared
+        )
     actor = config.actor_rollout_ref.actor
     entropy = "loss" if actor.entropy_coeff else ""
     if actor.calculate_entropy or not plan.needs_old_log_probs:
         entropy = entropy or "metric"
     return Passes(
         # The start-up check runs this pass in the first step even if no other step does.
-        largest(plan, plan.log_prob_micro, step_rows),
+        None if "inference" in plan.roles else log_probs,
         largest(plan, plan.actor.micro, -(-plan.actor.mini_rows // groups)),
         forward_entropy=True,
         sum_pi_squared=plan.needs_sum_pi_squared,

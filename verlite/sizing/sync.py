@@ -9,25 +9,27 @@ from verlite.sizing.words import amount, count, size
 
 @dataclass(frozen=True)
 class TransportUse:
-    """The engines that get their weights by one transport.
+    """The engines, or ranks of `inference`, that get their weights by one transport.
 
     transport: its name.
-    engines: their number.
+    readers: what they are, and their number in words.
     nodes: where their first devices are.
+    per_device: bytes that each of their devices loads.
     """
 
     transport: str
-    engines: int
+    readers: str
     nodes: list[int]
+    per_device: int
 
 
 @dataclass(frozen=True)
 class SyncBytes:
     """One weight sync.
 
-    parameters: exported parameters. dtype: that of the engines.
+    parameters: exported parameters. dtype: in which they are sent.
     whole: bytes of the exported weights.
-    per_device: bytes that each device of an engine loads.
+    per_device: bytes that each device of an engine holds.
     uses: the transports.
     adapters: parameters that later syncs export alone (rollout.lora_sync=adapter); None: all.
     """
@@ -44,8 +46,8 @@ class SyncBytes:
         parameters = amount(self.parameters)
         lines = [("weights", f"{parameters} parameters in {self.dtype} = {size(self.whole)}")]
         for use in self.uses:
-            where = f"{count(use.engines, 'engine')} on {count(len(use.nodes), 'node')}"
-            text = f"{where}; {self._way(use.transport)}; each device loads {size(self.per_device)}"
+            where = f"{use.readers} on {count(len(use.nodes), 'node')}"
+            text = f"{where}; {self._way(use.transport)}; each device loads {size(use.per_device)}"
             lines.append((use.transport, text))
         if self.adapters is not None:
             alone = size(self.adapters * DTYPE_BYTES[self.dtype])
@@ -69,12 +71,21 @@ class SyncBytes:
 
 def sync_bytes(plan: Plan, facts: ModelFacts) -> SyncBytes:
     """Return what one weight sync moves."""
-    whole = facts.exported * DTYPE_BYTES[plan.rollout_dtype]
+    whole = facts.exported * DTYPE_BYTES[plan.sync_dtype]
+    per_device = facts.exported * DTYPE_BYTES[plan.rollout_dtype] // plan.tensor_parallel
     routes = plan.weights
+    groups = [("engine", slice(routes.engines), per_device)]
+    if "inference" in plan.roles:
+        shard = facts.trained * DTYPE_BYTES[plan.sync_dtype] // len(plan.placement["inference"])
+        groups.append(("inference rank", slice(routes.engines, None), shard))
     uses = []
-    for transport in dict.fromkeys(routes.transport):
-        of_it = [n for n, t in zip(routes.nodes, routes.transport, strict=True) if t == transport]
-        uses.append(TransportUse(transport, len(of_it), sorted(set(of_it))))
-    per_device = whole // plan.tensor_parallel
+    for name, part, loaded in groups:
+        nodes, transports = routes.nodes[part], routes.transport[part]
+        for transport in dict.fromkeys(transports):
+            of_it = [n for n, t in zip(nodes, transports, strict=True) if t == transport]
+            readers = count(len(of_it), name)
+            if plan.servers and name == "engine":
+                readers = f"{count(len(plan.servers), 'server')} by one process"
+            uses.append(TransportUse(transport, readers, sorted(set(of_it)), loaded))
     adapters = facts.trained if plan.syncs_adapters else None
-    return SyncBytes(facts.exported, plan.rollout_dtype, whole, per_device, uses, adapters)
+    return SyncBytes(facts.exported, plan.sync_dtype, whole, per_device, uses, adapters)

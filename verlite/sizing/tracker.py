@@ -117,7 +117,7 @@ class Tracker(TorchDispatchMode):
 
 @contextmanager
 def resizes_noted(tracker: Tracker) -> Iterator[None]:
-    """Tell the tracker when FSDP frees and reallocates a storage, which is no operator."""
+    """Tell the tracker when FSDP frees or reallocates a storage. No operator runs then."""
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def noted(storage: torch.UntypedStorage, size: int) -> Any:

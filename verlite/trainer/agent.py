@@ -1,6 +1,5 @@
-"""Multi-turn samples: metrics under Search-R1's names, and retries after an outage of the tools."""
+"""Multi-turn samples: metrics under Search-R1's names."""
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,11 +9,6 @@ from verlite.envs.step import ToolError
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics, summarize
 from verlite.rollout.types import Status
-from verlite.trainer.run import Run
-
-_CHECK_EVERY_S = 2.0
-_MAX_RESAMPLES = 3
-"""Generations of the same samples after the first one, each after an outage."""
 
 
 def agent_metrics(batch: DataProto) -> Metrics:
@@ -27,7 +21,7 @@ def agent_metrics(batch: DataProto) -> Metrics:
         return {}
     status = batch.non_tensor_batch["status"]
     metrics = {f"env/status/{name}": (status == name).mean().item() for name in Status}
-    metrics["env/tool_error_rate"] = len(_tool_failures(batch)) / len(batch)
+    metrics["env/tool_error_rate"] = len(tool_failures(batch)) / len(batch)
     metrics |= _slowest_sample(batch)
     completed = batch.select_idxs(torch.from_numpy(status != Status.ERROR))
     if len(completed):
@@ -108,7 +102,7 @@ def _call_metrics(infos: Iterable[dict[str, Any]]) -> Metrics:
     }
 
 
-def _tool_failures(batch: DataProto) -> list[str]:
+def tool_failures(batch: DataProto) -> list[str]:
     """Return the first error of each sample whose tools failed.
 
     The failure may have ended the sample, or the model may have received it as an observation.
@@ -123,49 +117,3 @@ def _tool_failures(batch: DataProto) -> list[str]:
         elif observed:
             failures.append(observed[0])
     return failures
-
-
-def waits_for_tools(run: Run) -> bool:
-    """Return whether a generation is repeated after an outage of the tools."""
-    return run.env_factory is not None and run.config.retriever.outage_wait_s > 0
-
-
-def generate_with_retry(run: Run, requests: DataProto) -> DataProto:
-    """Generate; when tools failed too many samples and then recovered, generate again.
-
-    Retries are bounded: a passing health check does not guarantee success.
-    """
-    for _ in range(_MAX_RESAMPLES):
-        answers = run.rollout.generate(requests, sleep_after=False)
-        if not wait_for_tools(run, answers):
-            return answers
-    return run.rollout.generate(requests, sleep_after=False)
-
-
-def wait_for_tools(run: Run, batch: DataProto) -> bool:
-    """Return whether the samples should be drawn again after an outage of the tools.
-
-    True: tools failed more samples than `rollout.max_error_rate` allows, and recovered within
-    `retriever.outage_wait_s`. False: the tools worked, or they did not recover in time.
-    """
-    failures = _tool_failures(batch)
-    if len(failures) / len(batch) <= run.config.actor_rollout_ref.rollout.max_error_rate:
-        return False
-    limit_s = run.config.retriever.outage_wait_s
-    run.display.warn(
-        f"{len(failures)} of {len(batch)} samples lost their tools ({failures[0]}); "
-        f"waiting up to {limit_s:g} s for the tools"
-    )
-    began = time.monotonic()
-    while not run.stop.requested:
-        broken = any(run.rollout.tool_health())  # every worker checks from its own machine
-        waited = time.monotonic() - began
-        if not broken:
-            run.display.info(
-                f"the tools recovered after {waited:.0f} s; sampling the step's prompts again"
-            )
-            return True
-        if waited >= limit_s:
-            break
-        time.sleep(min(_CHECK_EVERY_S, limit_s - waited))
-    return False

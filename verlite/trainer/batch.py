@@ -128,6 +128,7 @@ def to_ranks(run: Run, batch: DataProto, role: str, *columns: str) -> DataProto:
         assignment=[rows[i::group_size] for rows in groups for i in range(group_size)],
         updates=int(mini_batch_index.max()) + 1,
         step=run.step,
+        version=run.version,
     )
 
 

@@ -17,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
-from verlite.config.plan import Plan
-from verlite.config.schema import AlgorithmConfig, Config, FSDPConfig, ModelConfig
+from verlite.config.debug import DEBUGGERS, LIFTED
+from verlite.config.plan import Plan, engine_settings
+from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
+from verlite.controller.breakpoints import show_stops
 from verlite.controller.placement import Placement
-from verlite.controller.stop import StopRequest
+from verlite.controller.stop import EXIT_STOPPED
 from verlite.controller.worker_group import ready, spawn
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.sampler import PromptSampler
@@ -28,21 +30,21 @@ from verlite.engine.folder import ModelError, load_config, load_tokenizer
 from verlite.envs.chat import TemplateError
 from verlite.envs.factory import EnvFactory, build_env_factory, encoder
 from verlite.envs.step import Step
-from verlite.trainer.checkpoints import Checkpoint, CheckpointError
+from verlite.files import RetryingWriter, free_text, read_text, replace_file
+from verlite.trainer.checkpoints import STATE, Checkpoint, CheckpointError, ResumeRefused
 from verlite.trainer.display import Display
 from verlite.trainer.errors import AlreadyComplete, RunRefused
 from verlite.trainer.finish import save
 from verlite.trainer.launch import Preflight, connect_ray, plan_on, reserve_devices
+from verlite.trainer.reference import check_shape, check_weights
 from verlite.trainer.run import Run, StepState
-from verlite.trainer.tracking import MetricsFile, Tracking, read_lines, replace_file
+from verlite.trainer.tracking import METRICS, MetricsFile, Tracking
 from verlite.workers.roles import ROLES
 
 STEP_FILE = "training_step.txt"
 """File in huggingface/ with the step of the exported policy."""
 
 EXIT_DONE = 0
-EXIT_RESUMABLE = 75
-"""Stopped by request; the same command resumes."""
 
 
 @contextmanager
@@ -65,6 +67,9 @@ def open_run(checks: Preflight) -> Iterator[Run]:
     with ExitStack() as stack:
         check_functions(config)
         tokenizer = load_policy_tokenizer(config.actor_rollout_ref.model)
+        if checks.service:
+            model = config.actor_rollout_ref.model
+            check_shape(checks.service, load_config(model), model.path)
         env_factory = load_environment(config, plan, tokenizer)
         train_data, val_data = load_datasets(checks, tokenizer, env_factory)
         sampler = PromptSampler(
@@ -75,42 +80,39 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             plan.gen_prompts_key,
         )
         if checks.checkpoint:
-            sampler.load_state_dict(state["sampler"])
+            try:
+                sampler.load_state_dict(state["sampler"])
+            except ValueError as error:
+                raise ResumeRefused(f"{checks.checkpoint.path / STATE}: {error}") from error
         _, total_steps = plan.steps(len(train_data))
         stop_if_complete(config, run_dir, state, total_steps)
 
         display = Display(total_steps, state["step"])
         stack.callback(display.close)
+        stop = checks.stop
+        stop.where = lambda: f"while {display.current_phase or 'starting'}"
         show_data(display, train_data, val_data)
         for text in checks.warnings:
             display.warn(text)
-        replace_file(run_dir / "config.yaml", checks.config_yaml)
+        writer = RetryingWriter(display.warn)
+        stack.callback(writer.close)
+        writer.replace(run_dir / "config.yaml", checks.config_yaml.encode())
 
         with display.phase("starting workers"):
             placement = checks.placement
             if placement is None:
                 address = config.ray_kwargs.ray_init.address
                 cluster = stack.enter_context(connect_ray(config, plan, address))
-            stop = stack.enter_context(
-                StopRequest(lambda signal: display.info(f"{signal}: stopping after this step"))
-            )
             if placement is None:
                 plan = plan_on(cluster, config, plan)
                 placement = reserve_devices(cluster, config, plan)
             display.show_plan(plan)
+            if config.trainer.debug:
+                display.info(debug_text(placement.cluster.debugger))
+                stack.enter_context(show_stops(placement.cluster, display.info))
             workers = start_workers(placement, config, plan, total_steps, checks.checkpoint)
 
-        if checks.checkpoint:
-            log_missing_step(run_dir, state)
-        tracking = Tracking(
-            config.trainer.logger,
-            run_dir,
-            config.trainer.project_name,
-            config.trainer.experiment_name,
-            yaml.safe_load(checks.config_yaml),
-            display.warn,
-            resumed_step=state["step"],
-        )
+        tracking = open_tracking(checks, state, writer)
         stack.callback(tracking.finish)
         run = Run(
             config=config,
@@ -123,14 +125,35 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             total_steps=total_steps,
             workers=workers,
             kl=kl_controller(config.algorithm),
+            writer=writer,
             tracking=tracking,
             display=display,
             stop=stop,
             env_factory=env_factory,
+            service=checks.service,
         )
+        if checks.service:
+            step = state["step"]
+            check_weights(config, checks.service, run_dir, step, run.actor.describe)
         if checks.checkpoint:
             restore(run, checks.checkpoint, state)
+        stop.where = lambda: run.where
+        stop.must_save = lambda: run.must_save
+        stop.on_defer = lambda name: display.info(
+            f"{name}: step {run.finished_step} is not saved yet; the run stops once it is"
+        )
+        placement.cluster.supervisor.before_poll = run.obey_stop
         yield run
+
+
+def debug_text(debugger: str) -> str:
+    """Say what a run with a debugger does differently."""
+    return (
+        f"debugging with {DEBUGGERS[debugger]}: breakpoint() in a worker, an environment or a "
+        "reward function waits for it. Reward functions run in the rollout workers, without the "
+        f"check on ground-truth answers. Time limits are lifted: {', '.join(LIFTED)}, and those of "
+        "collectives"
+    )
 
 
 def check_functions(config: Config) -> None:
@@ -225,10 +248,46 @@ def stop_if_complete(
         return
     if trainer.export_hf and exported_step(run_dir) != step:
         return
-    log_missing_step(run_dir, state)
-    raise AlreadyComplete(
-        f"already complete: {run_dir} has a checkpoint of step {step} of {total_steps}"
-    )
+    lines = [f"already complete: {run_dir} has a checkpoint of step {step} of {total_steps}"]
+    if step > total_steps:
+        lines = [
+            f"already complete: {run_dir} has a checkpoint of step {step}, and this "
+            f"configuration trains for {total_steps} steps"
+        ]
+    writer = RetryingWriter(lines.append)
+    MetricsFile(run_dir / METRICS, writer, step).write_missing(step, state["metrics"])
+    writer.close()
+    raise AlreadyComplete("\n".join(lines))
+
+
+def open_tracking(checks: Preflight, state: dict[str, Any], writer: RetryingWriter) -> Tracking:
+    """Open metrics.jsonl and the trackers.
+
+    A checkpoint is written before its step's line, so a kill may have come between the two. The
+    line is then written from the checkpoint.
+
+    Raises:
+        RunRefused: an earlier run's metrics.jsonl can be neither read nor renamed.
+    """
+    trainer = checks.config.trainer
+    try:
+        tracking = Tracking(
+            trainer.logger,
+            Path(trainer.default_local_dir),
+            trainer.project_name,
+            trainer.experiment_name,
+            yaml.safe_load(checks.config_yaml),
+            writer,
+            resumed_step=state["step"],
+        )
+    except OSError as error:
+        raise RunRefused(
+            f"trainer.default_local_dir={trainer.default_local_dir}: {METRICS} of an earlier run "
+            f"cannot be renamed: {error}. Choose another directory."
+        ) from error
+    if checks.checkpoint:
+        tracking.file.write_missing(state["step"], state["metrics"])
+    return tracking
 
 
 def start_workers(
@@ -257,7 +316,7 @@ def start_workers(
     if checkpoint:
         for role, workers in training.items():
             if ROLES[role].saves:
-                workers.load(str(checkpoint.path / role))
+                workers.load(str(checkpoint.path / role), checkpoint.files(role))
     # Rollout comes last: vLLM takes its share of the memory that is free when it starts, which is
     # most once the other roles have loaded and offloaded their models.
     rollout_class = ROLES["rollout"].worker_class()
@@ -268,12 +327,7 @@ def start_workers(
 
 def offloads(config: Config, role: str) -> bool:
     """Return True if a training role moves parameters or optimizer to host memory when idle."""
-    policy = config.actor_rollout_ref
-    fsdp: FSDPConfig = {
-        "actor": policy.actor.fsdp_config,
-        "critic": config.critic.model.fsdp_config,
-        "ref": policy.ref.fsdp_config,
-    }[role]
+    fsdp = engine_settings(config, role, "cuda")
     return fsdp.param_offload or fsdp.optimizer_offload
 
 
@@ -288,24 +342,9 @@ def kl_controller(algorithm: AlgorithmConfig) -> FixedKLController | AdaptiveKLC
 def exported_step(run_dir: Path) -> int | None:
     """Step of the policy in huggingface/. None if nothing was exported."""
     try:
-        return int((run_dir / "huggingface" / STEP_FILE).read_text(encoding="utf-8"))
+        return int(read_text(run_dir / "huggingface" / STEP_FILE))
     except (OSError, ValueError):
         return None
-
-
-def log_missing_step(run_dir: Path, state: dict[str, Any]) -> None:
-    """Add the checkpoint's step to metrics.jsonl if a kill came after the checkpoint was written.
-
-    A checkpoint is written before its step's line, so metrics.jsonl never has a later step than the
-    checkpoint.
-    """
-    path = run_dir / "metrics.jsonl"
-    logged = [line["step"] for line in read_lines(path)]
-    if state["step"] in logged:
-        return
-    file = MetricsFile(path, state["step"])
-    file.write(state["step"], state["metrics"])
-    file.close()
 
 
 def restore(run: Run, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
@@ -329,13 +368,13 @@ def finalize(run: Run) -> int:
     """End a run that did not fail: write the export, print where the results are.
 
     Returns:
-        Exit code: 0 if every step is done, 75 if a stop was requested and the run can be resumed.
+        Exit code: 0 if all is done, 75 if a stop was requested and the same command goes on.
 
     Raises:
         CheckpointError: the steps since the last checkpoint cannot be saved.
     """
     trainer = run.config.trainer
-    if run.step < run.total_steps and not trainer.val_only:
+    if run.stop.requested or (run.step < run.total_steps and not trainer.val_only):
         return finalize_stopped(run)
     if trainer.export_hf and run.step and not trainer.val_only:
         with run.display.phase("writing Hugging Face export"):
@@ -351,13 +390,14 @@ def finalize_stopped(run: Run) -> int:
         save(run)
     if run.step > run.saved_step:
         raise CheckpointError(
-            f"stopped by request after step {run.step}, whose checkpoint could not be written"
+            f"stopped by {run.stop.requested} after step {run.step}, whose checkpoint could not be "
+            "written"
         )
     run.display.info(
-        f"stopped by request after step {run.step} of {run.total_steps}; "
-        "the same command resumes it"
+        f"stopped by {run.stop.requested} after step {run.step} of {run.total_steps}. "
+        f"{run.stop.checkpoint()}"
     )
-    return EXIT_RESUMABLE
+    return EXIT_STOPPED
 
 
 def export(run: Run) -> None:
@@ -366,19 +406,26 @@ def export(run: Run) -> None:
     The folder is written atomically: it is the new export, the old one, or absent.
 
     Raises:
-        CheckpointError: the driver does not see the folder that the actor wrote.
+        CheckpointError: it cannot be written, or the driver does not see what the actor wrote.
     """
     final = run.run_dir / "huggingface"
     temporary = run.run_dir / ".tmp_huggingface"
     old = run.run_dir / ".old_huggingface"
     shutil.rmtree(temporary, ignore_errors=True)
-    run.actor.export_hf(str(temporary))
+    errors: Any = run.actor.export_hf(str(temporary))
+    error = next(filter(None, errors), None)
+    if error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        text = f"the export was not written: {error} ({free_text(run.run_dir)} free). "
+        if run.saved_step == run.step:
+            text += f"The checkpoint of step {run.step} is complete: the same command exports it."
+        raise CheckpointError(text)
     if not (temporary / "config.json").is_file():
         raise CheckpointError(
             f"the driver does not see the export that the actor wrote to {temporary}. "
             "trainer.default_local_dir must be a folder that all nodes share."
         )
-    (temporary / STEP_FILE).write_text(str(run.step), encoding="utf-8")
+    replace_file(temporary / STEP_FILE, str(run.step))
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         final.rename(old)
@@ -392,7 +439,7 @@ def print_results(run: Run, out: TextIO) -> None:
     saved = folder.glob("global_step_*")
     newest = max(saved, key=lambda path: path.stat().st_mtime, default=None)
     paths = [
-        ("metrics", folder / "metrics.jsonl"),
+        ("metrics", folder / METRICS),
         ("samples", folder / "rollouts"),
         ("config", folder / "config.yaml"),
         ("worker logs", folder / "logs"),

@@ -16,20 +16,32 @@ ignored with a warning.
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verlite.trainer.tracking import replace_file
+from verlite.files import free_text, one_line, read_json, read_text, replace_file, size_text
 
 PREFIX = "global_step_"
+STEP = re.compile(PREFIX + "([1-9][0-9]{0,14})")
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "state.json"
-GIB = 2**30
+STATE_TYPES = {
+    "step": int,
+    "version": int,
+    "sampler": dict,
+    "kl_controller": dict,
+    "metrics": dict,
+    "critical": dict,
+    "model": dict,
+}
+"""Entries of state.json."""
 
 
 class CheckpointError(Exception):
@@ -48,9 +60,28 @@ class Checkpoint:
     step: int
 
     def state(self) -> dict[str, Any]:
-        """Read the driver's state."""
-        state: dict[str, Any] = json.loads((self.path / STATE).read_text(encoding="utf-8"))
-        return state
+        """Read the driver's state.
+
+        Raises:
+            CheckpointError: it was damaged since the checkpoint was found.
+        """
+        try:
+            return read_state(self.path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path / STATE} cannot be read: {error}") from error
+
+    def files(self, role: str) -> list[str]:
+        """Names of a role's files in the manifest, relative to the role's folder. Only these are
+        read.
+
+        Raises:
+            CheckpointError: the manifest was damaged since the checkpoint was found.
+        """
+        try:
+            names = list(read_manifest(self.path))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path / MANIFEST} cannot be read: {error}") from error
+        return [name.removeprefix(f"{role}/") for name in names if name.startswith(f"{role}/")]
 
 
 def write(
@@ -68,51 +99,75 @@ def write(
     """
     final = run_dir / f"{PREFIX}{step}"
     temporary = run_dir / f".tmp_{PREFIX}{step}"
-    check_space(run_dir)
-    shutil.rmtree(temporary, ignore_errors=True)
+    needed = check_space(run_dir, step)
     try:
+        remove(temporary)
         temporary.mkdir(parents=True)
         save_parts(temporary)
-        write_json(temporary / STATE, state)
-        write_json(temporary / MANIFEST, make_manifest(temporary))
+        replace_file(temporary / STATE, json.dumps(state, indent=1))
+        replace_file(temporary / MANIFEST, json.dumps(make_manifest(temporary), indent=1))
         sync_tree(temporary)
-        if final.exists():  # an incomplete or older folder of the same step
-            shutil.rmtree(final)
+        remove(final)  # an incomplete or older folder of the same step
         os.rename(temporary, final)
         sync(run_dir)
-        replace_file(run_dir / POINTER, str(step))
     except OSError as error:
+        needs = f"more than {size_text(folder_bytes(temporary))}"
+        if needed:
+            needs = f"about {size_text(needed)}"
         shutil.rmtree(temporary, ignore_errors=True)
-        free = shutil.disk_usage(run_dir).free / GIB
-        message = f"checkpoint of step {step} was not written: {error} "
-        message += f"({free:.1f} GiB free in {run_dir})."
-        if steps_on_disk(run_dir):
-            message += " Older checkpoints are unchanged."
-        raise CheckpointError(message) from error
+        raise CheckpointError(failed_text(run_dir, step, needs, str(error))) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    # Resuming does not need the pointer, and repairs it with a warning.
+    with suppress(OSError):
+        replace_file(run_dir / POINTER, str(step))
     return Checkpoint(final, step)
 
 
-def check_space(run_dir: Path) -> None:
-    """Raise CheckpointError if 1.1 times the largest checkpoint so far does not fit on the disk."""
-    sizes = [folder_bytes(path) for path in run_dir.glob(f"{PREFIX}*")]
-    needed = int(1.1 * max(sizes, default=0))
-    free = shutil.disk_usage(run_dir).free
+def check_space(run_dir: Path, step: int) -> int:
+    """Return 1.1 times the size of the largest checkpoint so far, in bytes; 0 for the first.
+
+    Raises:
+        CheckpointError: it does not fit on the disk.
+    """
+    needed = int(1.1 * max(map(folder_bytes, run_dir.glob(f"{PREFIX}*")), default=0))
+    try:
+        free = shutil.disk_usage(run_dir).free
+    except OSError:
+        return needed  # writing reports what is wrong
     if needed > free:
-        raise CheckpointError(
-            f"checkpoint needs about {needed / GIB:.2f} GiB but {run_dir} has {free / GIB:.2f} GiB "
-            "free. Free some space, or set trainer.max_actor_ckpt_to_keep."
-        )
+        needs = f"about {size_text(needed)}"
+        raise CheckpointError(failed_text(run_dir, step, needs, "too little space is free"))
+    return needed
+
+
+def failed_text(run_dir: Path, step: int, needs: str, why: str) -> str:
+    """Return the message about a checkpoint that was not written."""
+    text = (
+        f"checkpoint of step {step} was not written: {one_line(why)}. It needs {needs}; "
+        f"{run_dir} has {free_text(run_dir)} free. Free some space, or set "
+        "trainer.max_actor_ckpt_to_keep."
+    )
+    return f"{text} Older checkpoints are unchanged." if steps_on_disk(run_dir) else text
 
 
 def folder_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    """Return the size of a folder's files, leaving out those that cannot be read."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(path, name)).st_size
+    return total
 
 
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+def remove(path: Path) -> None:
+    """Delete a file, link or folder, if it exists. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def make_manifest(folder: Path) -> dict[str, dict[str, Any]]:
@@ -146,71 +201,128 @@ def sync_tree(folder: Path) -> None:
 
 
 def defect(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder. None if all files have their size and hash."""
+    """What is wrong with a checkpoint folder, in one line. None if it is complete.
+
+    Complete: its manifest can be read, every file in it has its size and hash, and the state is
+    that of the step in the folder's name. Files that are not in the manifest do not count.
+    """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return "no manifest: writing it did not finish"
-    except (OSError, json.JSONDecodeError) as error:
-        return f"its manifest cannot be read: {error}"
-    for name, entry in manifest.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        size = file.stat().st_size
-        if size != entry["bytes"]:
-            return f"{name} has {size} bytes where the manifest says {entry['bytes']}"
-        if sha256(file) != entry["sha256"]:
-            return f"{name} does not have the hash in the manifest"
+        step = step_of(folder)
+        check_files(folder, read_manifest(folder))
+        saved_step = read_state(folder)["step"]
+    except (OSError, ValueError) as error:
+        return one_line(error)
+    if saved_step != step:
+        return f"{STATE} is of step {saved_step}"
     return None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return size and SHA-256 of every file of a checkpoint.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is not a manifest.
+    """
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except FileNotFoundError as error:
+        raise ValueError("no manifest: writing it did not finish") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"its manifest cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or STATE not in manifest:
+        raise ValueError(f"its manifest is damaged: it does not list {STATE}")
+    return manifest
+
+
+def check_files(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise ValueError or OSError unless every file of the manifest has its size and hash."""
+    # Only names that are found here are opened, whatever the manifest says.
+    present = {
+        str(Path(path, name).relative_to(folder)): Path(path, name)
+        for path, _, names in os.walk(folder)
+        for name in names
+    }
+    for name, entry in manifest.items():
+        file = present.get(name)
+        if file is None or not file.is_file():
+            raise ValueError(f"{name} is missing, or not a file")
+        size = file.stat().st_size
+        wanted = entry.get("bytes") if isinstance(entry, dict) else None
+        if size != wanted:
+            raise ValueError(f"{name} has {size} bytes where the manifest says {wanted!r:.40}")
+        if sha256(file) != entry.get("sha256"):
+            raise ValueError(f"{name} does not have the hash in the manifest")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return the driver's state in a checkpoint folder.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or has entries of another type.
+    """
+    state = read_json(folder / STATE)
+    if not isinstance(state, dict):
+        raise ValueError(f"{STATE} is not a JSON object")
+    wrong = [name for name, kind in STATE_TYPES.items() if type(state.get(name)) is not kind]
+    if wrong:
+        raise ValueError(f"{STATE} has no {wrong[0]}, or one of another type")
+    numbers = [state["kl_controller"].get("value"), *state["metrics"].values()]
+    if not all(type(number) in (int, float) for number in numbers):
+        raise ValueError(f"{STATE} has metrics or a kl_controller that are not numbers")
+    return state
 
 
 def step_of(folder: Path) -> int:
     """N of a folder named global_step_N.
 
     Raises:
-        ResumeRefused: the folder has another name.
+        ValueError: the folder has another name.
     """
-    _, _, number = folder.name.rpartition(PREFIX)
-    if not number.isdigit():
-        raise ResumeRefused(
-            f"trainer.resume_from_path={folder} is not a folder named {PREFIX}N. "
-            "Give the folder of one checkpoint."
-        )
-    return int(number)
+    match = STEP.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"its name is not {PREFIX}N")
+    return int(match[1])
 
 
 def steps_on_disk(run_dir: Path) -> list[int]:
     """Steps of all checkpoint folders, complete or not, in ascending order."""
-    names = [path.name.removeprefix(PREFIX) for path in run_dir.glob(f"{PREFIX}*")]
-    return sorted(int(name) for name in names if name.isdigit())
+    names = (STEP.fullmatch(path.name) for path in run_dir.glob(f"{PREFIX}*"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def last_saved(run_dir: Path) -> int | None:
+    """The newest step whose folder has a manifest, without looking at its files."""
+    steps = reversed(steps_on_disk(run_dir))
+    return next((n for n in steps if (run_dir / f"{PREFIX}{n}" / MANIFEST).is_file()), None)
+
+
+def complete(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest complete checkpoint, and a line about each folder that was passed over."""
+    ignored = [
+        f"ignored checkpoint {path}: its name is not {PREFIX}N"
+        for path in run_dir.glob(f"{PREFIX}*")
+        if not STEP.fullmatch(path.name)
+    ]
+    for step in reversed(steps_on_disk(run_dir)):
+        folder = run_dir / f"{PREFIX}{step}"
+        problem = defect(folder)
+        if problem is None:
+            return Checkpoint(folder, step), ignored
+        ignored.append(f"ignored incomplete checkpoint {folder}: {problem}")
+    return None, ignored
 
 
 def newest(run_dir: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """Find the newest complete checkpoint of a run directory.
 
-    Incomplete ones are skipped with a warning, unfinished temporary folders are deleted, and the
-    pointer file is repaired.
+    Others are skipped with a warning, unfinished temporary folders are deleted, and the pointer
+    file is repaired.
 
     Raises:
         ResumeRefused: there are checkpoints, but none is complete.
     """
-    steps = steps_on_disk(run_dir)
-    found = None
-    ignored: list[str] = []
-    for step in reversed(steps):
-        folder = run_dir / f"{PREFIX}{step}"
-        problem = defect(folder)
-        if problem is None:
-            found = Checkpoint(folder, step)
-            break
-        ignored.append(f"ignored incomplete checkpoint {folder}: {problem}")
-    for leftover in run_dir.glob(f".tmp_{PREFIX}*"):
-        warn(f"ignored and removed unfinished checkpoint {leftover.name}")
-        shutil.rmtree(leftover, ignore_errors=True)
-    if found is None and not steps:
-        return None
-    if found is None:
+    found, ignored = complete(run_dir)
+    if found is None and steps_on_disk(run_dir):
         lines = [f"no checkpoint in {run_dir} is complete:", *ignored]
         raise ResumeRefused(
             "\n  ".join(lines) + "\nRestore one of them, or start from the beginning with "
@@ -218,20 +330,30 @@ def newest(run_dir: Path, warn: Callable[[str], None]) -> Checkpoint | None:
         )
     for line in ignored:
         warn(line)
-    repair_pointer(run_dir / POINTER, found.step, warn)
+    for leftover in run_dir.glob(f".tmp_{PREFIX}*"):
+        warn(f"ignored and removed unfinished checkpoint {leftover.name}")
+        with suppress(OSError):
+            remove(leftover)
+    if found is not None:
+        repair_pointer(run_dir / POINTER, found.step, warn)
     return found
 
 
 def repair_pointer(pointer: Path, step: int, warn: Callable[[str], None]) -> None:
     """Make the pointer file name this step, with a warning if it did not."""
-    text = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else ""
+    try:
+        text = read_text(pointer).strip() if os.path.lexists(pointer) else ""
+    except (OSError, ValueError):
+        text = "something unreadable"
     if text == str(step):
         return
-    warn(
-        f"{POINTER} contained {text or 'nothing'!r}, but the newest complete checkpoint is "
-        f"step {step}: repaired"
-    )
-    replace_file(pointer, str(step))
+    found = f"{POINTER} contained {one_line(text, 40) or 'nothing'!r}"
+    try:
+        replace_file(pointer, str(step))
+    except OSError as error:
+        warn(f"{found} and cannot be repaired: {error}. Resuming does not need it")
+    else:
+        warn(f"{found}, but the newest complete checkpoint is step {step}: repaired")
 
 
 def find(
@@ -254,10 +376,9 @@ def find(
     if mode == "auto":
         return newest(run_dir, warn)
     folder = Path(path or "")
-    if not folder.is_dir():
-        problem = "is not a directory" if folder.exists() else "does not exist"
+    if not os.path.isdir(folder):
+        problem = "is not a directory" if os.path.exists(folder) else "does not exist"
         raise ResumeRefused(f"trainer.resume_from_path={path} {problem}")
-    step = step_of(folder)
     damage = defect(folder)
     if damage:
         raise ResumeRefused(
@@ -265,21 +386,23 @@ def find(
             f"Name an older {PREFIX}N folder, "
             "or let trainer.resume_mode=auto find the newest complete one."
         )
-    return Checkpoint(folder, step)
+    return Checkpoint(folder, step_of(folder))
 
 
-def prune(run_dir: Path, keep: int | None, warn: Callable[[str], None]) -> None:
-    """Delete all but the newest `keep` checkpoints, after a successful save.
+def prune(run_dir: Path, step: int, keep: int | None, warn: Callable[[str], None]) -> None:
+    """Delete all but the newest `keep` checkpoints up to `step`, after that step was saved.
 
-    At least one is kept. A failed delete is a warning.
+    At least one is kept. Folders of later steps were passed over when the run resumed. A failed
+    delete is a warning.
     """
     if keep is None:
         return
-    for step in steps_on_disk(run_dir)[: -max(keep, 1)]:
-        folder = run_dir / f"{PREFIX}{step}"
+    older = [saved for saved in steps_on_disk(run_dir) if saved <= step]
+    for saved in older[: -max(keep, 1)]:
+        folder = run_dir / f"{PREFIX}{saved}"
         try:
             # The manifest goes first, so that a half-deleted folder does not look complete.
             (folder / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(folder)
+            remove(folder)
         except OSError as error:
             warn(f"old checkpoint {folder} could not be deleted: {error}")

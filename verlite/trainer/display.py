@@ -31,10 +31,15 @@ _COLUMNS = [
 
 
 class Display:
-    """Progress of a run on a console: live on a terminal, one line per step elsewhere."""
+    """Progress of a run on a console: live on a terminal, one line per step elsewhere.
+
+    Attributes:
+        current_phase: what the run is doing, "" between two phases.
+    """
 
     def __init__(self, total_steps: int, done: int = 0, out: Console | None = None) -> None:
         self.console = out or console()
+        self.current_phase = ""
         self._total = total_steps
         self._progress = Progress(
             TextColumn("step"),
@@ -56,11 +61,16 @@ class Display:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show `name` as the current phase."""
-        self._progress.update(self._task, phase=name)
+        before = self.current_phase
+        self._show(name)
         try:
             yield
         finally:
-            self._progress.update(self._task, phase="")
+            self._show(before)
+
+    def _show(self, phase: str) -> None:
+        self.current_phase = phase
+        self._progress.update(self._task, phase=phase)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Print the line of a finished step."""

@@ -9,10 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from verlite.controller.cluster import NoCluster
-from verlite.controller.failures import StuckError, WorkerError
+from verlite.controller.failures import NodeLost, StuckError, WorkerError
+from verlite.controller.head import NoCluster
 from verlite.controller.placement import ResourcesMissing
 from verlite.data.dataset import DataError
+from verlite.files import FULL
 from verlite.rewards.process import FunctionError
 from verlite.rewards.routing import UnknownDataSource
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
@@ -27,7 +28,7 @@ class AlreadyComplete(Exception):
 
 
 class StepAborted(Exception):
-    """A stop was requested while a step could not continue, before any update."""
+    """A stop was requested, so the worker call in progress was given up. See `Run.obey_stop`."""
 
 
 class RewardFailures(Exception):
@@ -65,8 +66,19 @@ FAILED = (
     TooFewGroups,
     WorkerError,
     StuckError,
+    NodeLost,
 )
 """Failures during training whose message is complete without a traceback. The exit code is 1."""
+
+
+def failure_before(interrupt: BaseException) -> Exception | None:
+    """Return the failure that was ending the run when a signal interrupted its cleanup, or None."""
+    error = interrupt.__context__
+    while error is not None:
+        if isinstance(error, REFUSED + FAILED):
+            return error
+        error = error.__context__
+    return None
 
 
 def report_error(error: Exception, console: Console) -> int:
@@ -78,6 +90,9 @@ def report_error(error: Exception, console: Console) -> int:
         message = Text.assemble(("error: ", "bold red"), str(error))
         console.print(message, soft_wrap=True)
         return 2 if isinstance(error, REFUSED) else 1
+    if isinstance(error, OSError) and error.errno in FULL:
+        console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        return 1
     environment = Path(__file__).parents[2] / ".venv"
     console.print_exception(show_locals=False, suppress=[str(environment)])
     return 1

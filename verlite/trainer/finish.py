@@ -5,6 +5,7 @@ from pathlib import Path
 from verlite.protocol.data import DataProto
 from verlite.trainer import checkpoints
 from verlite.trainer.agent import agent_metrics
+from verlite.trainer.errors import StepAborted
 from verlite.trainer.metrics import batch_metrics, speed_metrics
 from verlite.trainer.run import Run
 from verlite.trainer.samples import keep_samples
@@ -28,10 +29,11 @@ def start_with_validation(run: Run) -> bool:
 
 def finish_step(run: Run, batch: DataProto) -> None:
     """Compute and log the step's metrics, keep samples, then validate and save if they are due."""
+    run.finished_step = run.step
     add_metrics(run, batch)
     keep_samples(run, batch)
     if run.val_data is not None and due(run, run.config.trainer.test_freq):
-        run.metrics.update(validate(run))
+        validate_unless_stopped(run)
     # A checkpoint keeps its step's metrics, so the timings so far are added before it is written.
     run.metrics.update(run.stopwatch.metrics())
     if run.stop.requested or due(run, run.config.trainer.save_freq):
@@ -39,6 +41,18 @@ def finish_step(run: Run, batch: DataProto) -> None:
     run.metrics.update(run.stopwatch.metrics())
     run.tracking.log(run.step, run.metrics)
     run.display.step(run.step, run.metrics)
+
+
+def validate_unless_stopped(run: Run) -> None:
+    """Validate after a step. If a stop is requested meanwhile, save the step without its result."""
+    run.can_abort = True
+    try:
+        run.obey_stop()
+        run.metrics.update(validate(run))
+    except StepAborted:
+        run.display.info(f"{run.stop.requested}: the validation of step {run.step} was given up")
+    finally:
+        run.can_abort = False
 
 
 def due(run: Run, frequency: int) -> bool:
@@ -80,11 +94,14 @@ def save(run: Run) -> None:
             run.failed_saves += 1
             if run.failed_saves >= trainer.max_failed_saves:
                 raise
-            run.display.warn(str(error))
+            run.display.warn(
+                f"{error} Failed saves in a row: {run.failed_saves}; the run stops at "
+                f"trainer.max_failed_saves={trainer.max_failed_saves}"
+            )
             return
     run.failed_saves = 0
     run.saved_step = run.step
-    checkpoints.prune(run.run_dir, trainer.max_actor_ckpt_to_keep, run.display.warn)
+    checkpoints.prune(run.run_dir, run.step, trainer.max_actor_ckpt_to_keep, run.display.warn)
 
 
 def save_workers(run: Run, folder: Path) -> None:

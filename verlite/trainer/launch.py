@@ -9,31 +9,42 @@ at the same time and a wrong path is reported at once. `build.py` has everything
 
 import copy
 import fcntl
+import functools
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from verlite.config import debug
 from verlite.config.catalog import ENGINES
 from verlite.config.critical import critical_settings
 from verlite.config.load import Loaded, dump
+from verlite.config.machine import visible_gpus
 from verlite.config.names import names_a_file
-from verlite.config.plan import Plan, make_plan
+from verlite.config.plan import Plan, make_plan, scores_remotely
 from verlite.config.rules import check
 from verlite.config.schema import Config
-from verlite.controller.cluster import Cluster, connect, find
+from verlite.controller.cluster import Cluster, connect
+from verlite.controller.head import find
 from verlite.controller.placement import Placement, device_kind, reserve
+from verlite.controller.stacks import answer_requests
+from verlite.controller.stop import Stop
 from verlite.controller.worker_actor import import_ahead
 from verlite.controller.worker_start import prestart
 from verlite.data.dataset import RowFiles
 from verlite.envs.factory import build_env_factory, check_env_factory
 from verlite.envs.step import ToolError
+from verlite.files import free_text
+from verlite.http.token import TokenError
 from verlite.rewards.scorer import Scorer
+from verlite.services.reference_wire import ModelInfo
 from verlite.trainer import checkpoints
 from verlite.trainer.errors import RunRefused
+from verlite.trainer.reference import find_service
 from verlite.workers.roles import ROLES
 
 DRIVER_PRELOAD = "verlite.trainer.build"
@@ -48,6 +59,8 @@ class Preflight:
 
     config: Config
     """The checked configuration, with absolute paths."""
+    stop: Stop
+    """Whether a signal has requested a stop."""
     config_yaml: str
     """The same as YAML text, with the origin of each value, for config.yaml and the trackers."""
     plan: Plan
@@ -58,6 +71,8 @@ class Preflight:
     checkpoint: checkpoints.Checkpoint | None
     """The checkpoint to resume from. None: start from the beginning."""
     warnings: list[str]
+    service: ModelInfo | None = None
+    """Model of the reference service. None: the run has none."""
     placement: Placement | None = None
     """Reserved devices, on which worker processes are starting.
 
@@ -66,7 +81,7 @@ class Preflight:
 
 
 @contextmanager
-def preflight(loaded: Loaded) -> Iterator[Preflight]:
+def preflight(loaded: Loaded, stop: Stop) -> Iterator[Preflight]:
     """Run every check that does not need torch, then start Ray and the worker processes.
 
     The run directory stays locked, and a local Ray cluster stays up, until the context ends.
@@ -81,14 +96,21 @@ def preflight(loaded: Loaded) -> Iterator[Preflight]:
         NoCluster, ResourcesMissing: see `connect` and `reserve`.
     """
     config = absolutize_paths(loaded.config)
+    if debug.debugger(config):
+        config = debug.without_limits(config)
     run_dir = Path(config.trainer.default_local_dir)
     with ExitStack() as stack:
+        stop.where = lambda: "while checking the configuration and the files"
         stack.enter_context(lock_run_dir(run_dir))
-        checks = check_all(config, dump(loaded), run_dir)
+        stack.enter_context(environment(config.ray_kwargs.ray_init.runtime_env.env_vars))
+        stack.enter_context(answer_requests(run_dir))
+        stop.checkpoint = functools.partial(checkpoint_text, config)
+        checks = check_all(config, stop, dump(loaded), run_dir)
         ray_address = find(config.ray_kwargs.ray_init.address)
         if ray_address is not None or nothing_left(checks):
             yield checks
             return
+        stop.where = lambda: "while starting Ray"
         # Ray must start in the main thread: its processes end with the thread that started them.
         importing = threading.Thread(target=import_ahead, args=(DRIVER_PRELOAD,), name="imports")
         importing.start()
@@ -99,7 +121,7 @@ def preflight(loaded: Loaded) -> Iterator[Preflight]:
         yield replace(checks, placement=placement)
 
 
-def check_all(config: Config, config_yaml: str, run_dir: Path) -> Preflight:
+def check_all(config: Config, stop: Stop, config_yaml: str, run_dir: Path) -> Preflight:
     """Check the checkpoint, the data files, the reward function and the tools, cheapest first."""
     data = config.data
     warnings: list[str] = []
@@ -116,7 +138,8 @@ def check_all(config: Config, config_yaml: str, run_dir: Path) -> Preflight:
     validate_reward_fn(config, train, val, warnings.append)
     plan = make_plan(config)
     check_tools(config, plan, warnings.append)
-    return Preflight(config, config_yaml, plan, train, val, checkpoint, warnings)
+    service = find_service(config, plan, warnings.append)
+    return Preflight(config, stop, config_yaml, plan, train, val, checkpoint, warnings, service)
 
 
 def nothing_left(checks: Preflight) -> bool:
@@ -130,11 +153,16 @@ def nothing_left(checks: Preflight) -> bool:
 def prestart_workers(placement: Placement, plan: Plan) -> None:
     """Start the processes of every role and let them import what they need. Returns at once."""
     for role in plan.roles:
-        modules = [ROLES[role].worker.partition(":")[0], *ROLES[role].preload]
+        modules = preloads(role)
         if role == "rollout":
             engine = ENGINES.get(plan.rollout_name, plan.rollout_name)
             modules.append(engine.partition(":")[0])
         prestart(placement, role, *modules)
+
+
+def preloads(role: str) -> list[str]:
+    """Return the modules that a role's processes import before they are built."""
+    return [ROLES[role].worker.partition(":")[0], *ROLES[role].preload]
 
 
 def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
@@ -164,20 +192,33 @@ def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
 def validate_reward_fn(
     config: Config, train: RowFiles, val: RowFiles | None, warn: Callable[[str], None]
 ) -> None:
-    """Load the reward function and try it on ground-truth answers.
+    """Load the reward function and try it on ground-truth answers, or check the reward service.
+
+    With trainer.debug it is only loaded: breakpoint() must not stop in it here.
 
     This scorer is only for the check; each rollout worker has its own.
 
     Raises:
         UnknownDataSource: a data source has no scorer.
-        FunctionError: the user's function cannot be loaded, or has the wrong parameters.
+        FunctionError: the user's function cannot be loaded, or has the wrong parameters; or the
+            reward service does not answer.
+        RunRefused: the variable with the service's token is not set.
     """
     sources = train.data_sources()
     if val:
         sources = sources + val.data_sources()
-    with closing(Scorer(config.custom_reward_function, config.reward)) as scorer:
+    try:
+        scorer = Scorer(config.custom_reward_function, config.reward)
+    except TokenError as error:
+        raise RunRefused(str(error)) from error
+    with closing(scorer):
+        if scores_remotely(config.reward):
+            warning = scorer.check_service()
+            if warning:
+                warn(warning)
+            return
         scorer.check_signature(sources)
-        if not config.reward.check_ground_truth:
+        if config.trainer.debug or not config.reward.check_ground_truth:
             return
         warning = scorer.self_check(train.answers(ANSWERS_TO_CHECK)).warning()
         if warning:
@@ -200,14 +241,44 @@ def check_tools(config: Config, plan: Plan, warn: Callable[[str], None]) -> None
         warn(warning)
 
 
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process until the context ends.
+
+    Folders of PYTHONPATH are also added to sys.path: this process has read the variable already.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    folders = [folder for folder in variables.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    os.environ.update(variables)
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        sys.path[:] = [folder for folder in sys.path if folder not in folders]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def connect_ray(config: Config, plan: Plan, address: str | None) -> Cluster:
     """Connect to Ray at `address`, or start a new cluster for "local". Raises NoCluster."""
+    ray_init = config.ray_kwargs.ray_init
+    wait_s = config.ray_kwargs.wait_s
+    forkable = not visible_gpus()  # imports may look at the GPUs, which no fork can use then
     return connect(
         config.trainer.default_local_dir,
         address=address,
-        num_cpus=config.ray_kwargs.ray_init.num_cpus,
+        num_cpus=ray_init.num_cpus,
         slots=plan.n_devices,
         call_timeout_s=config.trainer.phase_timeout_s,
+        environment=ray_init.runtime_env.env_vars,
+        py_executable=ray_init.runtime_env.py_executable,
+        debugger=debug.debugger(config),
+        stops_at_failures=debug.stops_at_failures(config),
+        wait_s=config.trainer.resource_wait_s if wait_s is None else wait_s,
+        preload=[name for role in plan.roles for name in preloads(role)] if forkable else [],
     )
 
 
@@ -247,6 +318,8 @@ def reserve_devices(cluster: Cluster, config: Config, plan: Plan) -> Placement:
         devices_per_node=plan.devices_per_node,
         kind=kind,
         wait_s=config.trainer.resource_wait_s,
+        env_vars=plan.env_vars,
+        python=plan.python,
     )
 
 
@@ -292,37 +365,43 @@ def lock_run_dir(run_dir: Path) -> TextIO:
         RunRefused: the directory is not writable, or another run has locked it.
     """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (run_dir / ".lock").open("a+", encoding="utf-8")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
-        raise RunRefused(
-            f"trainer.default_local_dir={run_dir} cannot be written: {error.strerror}. "
-            "Choose another directory."
-        ) from error
+        raise RunRefused(unwritable(run_dir, error)) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
     except BlockingIOError:
         lock.seek(0)
-        owner = lock.read().strip() or "unknown"
+        owner = lock.read(20).strip()
         raise RunRefused(
-            f"trainer.default_local_dir={run_dir} is in use by process {owner}. "
+            f"trainer.default_local_dir={run_dir} is in use by process "
+            f"{owner if owner.isdecimal() else 'unknown'}. "
             "End that run, or choose another trainer.default_local_dir or trainer.experiment_name."
         ) from None
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
+    except OSError as error:  # such as a full disk, or a file system without locks
+        raise RunRefused(unwritable(run_dir, error)) from error
     return lock
 
 
-def interrupted_text(config: Config) -> str:
-    """What to print after Ctrl-C: the last checkpoint and how to resume from it."""
+def unwritable(run_dir: Path, error: OSError) -> str:
+    """Return the message about a run directory that cannot be written or locked."""
+    return (
+        f"trainer.default_local_dir={run_dir} cannot be written or locked: {error.strerror} "
+        f"({free_text(run_dir)} free). Choose another directory."
+    )
+
+
+def checkpoint_text(config: Config) -> str:
+    """Return what to print about the last checkpoint after a signal: where it is, how to resume."""
     run_dir = Path(absolute(config.trainer.default_local_dir))
-    try:
-        step = (run_dir / checkpoints.POINTER).read_text(encoding="utf-8").strip()
-    except OSError:
-        return "interrupted. No checkpoint was saved (trainer.save_freq sets how often)."
-    mode = config.trainer.resume_mode
     command = "the same command"
-    if mode != "auto":
+    if config.trainer.resume_mode != "auto":
         command += " with trainer.resume_mode=auto"
-    return f"interrupted. Last checkpoint: {run_dir}/global_step_{step}. To resume, run {command}."
+    step = checkpoints.last_saved(run_dir)
+    if step is None:
+        return "No checkpoint was saved (trainer.save_freq sets how often)."
+    return f"Last checkpoint: {run_dir}/global_step_{step}. To resume, run {command}."

@@ -12,17 +12,23 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
-from verlite.controller.stop import StopRequest
+from verlite.controller.stop import Stop
+from verlite.controller.worker_group import group
 from verlite.data.dataset import PromptDataset
 from verlite.data.sampler import PromptSampler
 from verlite.envs.factory import EnvFactory
+from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto
 from verlite.protocol.fields import check_stage
+from verlite.services.reference_wire import ModelInfo
 from verlite.trainer.display import Display
+from verlite.trainer.errors import StepAborted
 from verlite.trainer.metrics import Metrics, Stopwatch
 from verlite.trainer.tracking import Tracking
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
+from verlite.workers.inference import InferenceWorker
+from verlite.workers.log_probs import LogProbWorker
 from verlite.workers.reference import ReferenceWorker
 from verlite.workers.roles import ROLES
 from verlite.workers.rollout import RolloutWorker
@@ -70,11 +76,15 @@ class Run:
     """Coefficient of the KL penalty in the reward."""
 
     # Outputs.
+    writer: RetryingWriter
+    """Writes metrics and samples, also while the disk is full."""
     tracking: Tracking
     display: Display
 
-    stop: StopRequest
-    """Whether SIGTERM or SIGUSR1 has requested a stop."""
+    stop: Stop
+    """Whether a signal has requested a stop."""
+    service: ModelInfo | None = None
+    """Model of the reference service. None: the run computes reference log-probs, or none."""
     env_factory: EnvFactory | None = None
     """Environment of multi-turn samples. None for single-turn runs."""
 
@@ -86,10 +96,15 @@ class Run:
     """Version of the policy weights: the number of weight syncs."""
     resumed_step: int = 0
     """Step of the checkpoint that this process resumed from. 0: started from the beginning."""
+    finished_step: int = 0
+    """The last step whose updates are done."""
     saved_step: int = 0
     """Step of the newest checkpoint in the run directory."""
     failed_saves: int = 0
     """Failed saves since the last one that succeeded."""
+    can_abort: bool = False
+    """Whether a worker call may be given up when a stop is requested: before a step's first update,
+    and in validation."""
 
     @property
     def actor(self) -> ActorWorker:
@@ -108,6 +123,19 @@ class Run:
     @property
     def reference(self) -> ReferenceWorker | None:
         return self.workers.get("ref")
+
+    @property
+    def inference(self) -> InferenceWorker | None:
+        return self.workers.get("inference")
+
+    @property
+    def log_prob_role(self) -> str:
+        """The role that computes log-probs under the policy."""
+        return "actor" if self.inference is None else "inference"
+
+    @property
+    def log_prob_worker(self) -> LogProbWorker:
+        return self.actor if self.inference is None else self.inference
 
     @property
     def saved_workers(self) -> dict[str, Any]:
@@ -134,7 +162,31 @@ class Run:
         while self.step < self.total_steps and not self.stop.requested:
             self.previous = self.current
             self.current = StepState(number=self.step + 1, sampler_state=self.sampler.state_dict())
+            self.can_abort = True
             yield self.step
+
+    def begin_update(self) -> None:
+        """From here on the step must be finished: its updates cannot be undone.
+
+        Raises:
+            StepAborted: a stop was requested before.
+        """
+        self.obey_stop()
+        self.can_abort = False
+
+    def obey_stop(self) -> None:
+        """Give up the worker call in progress if a stop was requested and nothing is lost by it.
+
+        The rollout workers end, which frees their device memory for the checkpoint.
+
+        Raises:
+            StepAborted: to be handled where the step or the validation began.
+        """
+        if self.stop.requested and self.can_abort:
+            self.can_abort = False
+            engines = group(self.workers["rollout"])
+            engines.supervisor.stop(engines.workers)
+            raise StepAborted
 
     def undo_step(self) -> None:
         """Return to the end of the last finished step.
@@ -145,6 +197,17 @@ class Run:
         self.current = self.previous
 
     @property
+    def must_save(self) -> bool:
+        """Whether a finished step has no checkpoint yet. A stop then waits for the next one."""
+        return self.finished_step > max(self.saved_step, self.resumed_step)
+
+    @property
+    def where(self) -> str:
+        """What the run is doing, for messages."""
+        phase = self.display.current_phase
+        return f"in step {self.step}" + (f" ({phase})" if phase else "")
+
+    @property
     def first_step(self) -> bool:
         """Whether this is the first step of this process, resumed or not."""
         return self.step == self.resumed_step + 1
@@ -152,7 +215,7 @@ class Run:
     @property
     def last_step(self) -> bool:
         """Whether no step follows the current one."""
-        return self.step >= self.total_steps or bool(self.stop.requested)
+        return self.step >= self.total_steps
 
     def state(self) -> dict[str, Any]:
         """Return the driver's part of a checkpoint, as JSON values."""

@@ -1,7 +1,6 @@
 """The sample log: some of each step's samples as JSON lines in rollouts/."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from verlite.controller.columns import fetch
@@ -15,7 +14,7 @@ _SAMPLE_FIELDS = ("prompt_ids", "text", "transcript")
 def keep_samples(run: Run, batch: DataProto) -> None:
     """Write the first `trainer.rollouts_per_step` samples of the step to rollouts/step_N.jsonl."""
     path = run.run_dir / "rollouts" / f"step_{run.step}.jsonl"
-    write_jsonl(path, sample_records(run, batch[: kept_per_step(run)]))
+    run.writer.replace(path, as_jsonl(sample_records(run, batch[: kept_per_step(run)])))
 
 
 def kept_per_step(run: Run) -> int | None:
@@ -62,12 +61,11 @@ def _record(run: Run, batch: DataProto, columns: dict[str, Any], row: int) -> di
     return record
 
 
-def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
-    """Write one JSON object per line.
+def as_jsonl(records: list[dict[str, Any]]) -> bytes:
+    """Return one JSON object per line, in UTF-8.
 
     A lone surrogate, which a model can produce as a JSON escape in a tool call, is written as that
     escape.
     """
-    path.parent.mkdir(exist_ok=True)
     lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
-    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    return "".join(lines).encode(errors="backslashreplace")

@@ -1,24 +1,29 @@
 """Where metrics go: always `metrics.jsonl`, and the trackers of `trainer.logger`.
 
-`metrics.jsonl` has one JSON object per step, flushed to disk before the next step begins. Every
-other tracker runs in its own thread behind a bounded queue. If one fails, hangs or cannot be
-imported, the run continues with a warning.
+`metrics.jsonl` has one JSON object per step, synced to disk before the next step begins, or as soon
+as the disk accepts it. Every other tracker runs in its own thread behind a bounded queue. If one
+fails, hangs or cannot be imported, the run continues with a warning.
 """
 
 import json
+import logging
 import math
 import os
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from verlite.config.catalog import TRACKERS, resolve
+from verlite.files import LINES_MAX_BYTES, RetryingWriter, parse_json, read_bytes
 
 Metrics = dict[str, float]
+METRICS = "metrics.jsonl"
 MAX_QUEUED_STEPS = 1000
 
 
@@ -26,50 +31,128 @@ class MetricsFile:
     """`metrics.jsonl`: one JSON object per step, append-only.
 
     A resumed run first drops the lines after the step that it resumes from, so that no step is
-    missing or repeated. A run that starts from the beginning renames the file of an earlier run.
+    missing or repeated, and moves lines that cannot be read to `metrics-unreadable.jsonl`. A run
+    that starts from the beginning renames the file of an earlier run.
+
+    Args:
+        path: the file.
+        writer: writes it, and prints what is wrong with the file of an earlier run.
+        resumed_step: step of the checkpoint, 0 for a run that starts from the beginning.
+
+    Raises:
+        OSError: the file of an earlier run can be neither read nor renamed.
     """
 
-    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+    def __init__(self, path: Path, writer: RetryingWriter, resumed_step: int = 0) -> None:
         self.path = path
-        if not resumed_step and path.exists() and path.stat().st_size:
-            now = time.strftime("%Y%m%d-%H%M%S")
-            path.rename(path.with_stem(f"{path.stem}-until-{now}"))
-        kept = [line for line in read_lines(path) if line["step"] <= resumed_step]
-        replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._writer = writer
+        self._steps: set[int] = set()
+        if not resumed_step:
+            set_aside(path)
+            return
+        try:
+            found = MetricsLines.read(path)
+        except (OSError, ValueError) as error:
+            writer.warn(f"{path} cannot be read: {error}. It is renamed, and metrics start anew")
+            set_aside(path)
+            return
+        if found.unreadable:
+            other = path.with_stem(f"{path.stem}-unreadable")
+            writer.append(other, b"\n".join([*found.unreadable, b""]))
+            writer.warn(
+                f"unreadable lines in {path}: {len(found.unreadable)}, moved to {other.name}. "
+                f"The other {len(found.steps)} are kept"
+            )
+        kept = found.text(resumed_step)
+        if kept != found.content:
+            writer.replace(path, kept)
+        self._steps = set(found.steps)
+
+    def write_missing(self, step: int, metrics: Metrics) -> None:
+        """Append a step unless the file of the earlier run has it."""
+        if step not in self._steps:
+            self.write(step, metrics)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Append one step. NaN and infinity become null, because JSON has neither."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = json.dumps({"step": step, **finite}) + "\n"
+        self._writer.append(self.path, line.encode())
 
-    def close(self) -> None:
-        self._file.close()
+
+@dataclass(frozen=True)
+class MetricsLines:
+    """The content of a metrics file, line by line."""
+
+    content: bytes
+    steps: dict[int, tuple[bytes, dict[str, Any]]]
+    """The last line of each step, and its values."""
+    unreadable: list[bytes]
+
+    @classmethod
+    def read(cls, path: Path) -> "MetricsLines":
+        """Read a metrics file. A file that does not exist has no lines.
+
+        Raises:
+            OSError, ValueError: it cannot be read, or has more than 1 GiB.
+        """
+        try:
+            content = read_bytes(path, LINES_MAX_BYTES)
+        except FileNotFoundError:
+            content = b""
+        steps = {}
+        unreadable = []
+        for line in filter(bytes.strip, content.split(b"\n")):
+            values = parse_metrics(line)
+            if values is None:
+                unreadable.append(line)
+            else:
+                steps[values["step"]] = (line, values)
+        return cls(content, steps, unreadable)
+
+    def values(self) -> list[dict[str, Any]]:
+        """Return the values of each step, in order."""
+        return [self.steps[step][1] for step in sorted(self.steps)]
+
+    def text(self, last_step: int) -> bytes:
+        """Return the lines up to `last_step`, each step once, in order."""
+        kept = [self.steps[step][0] for step in sorted(self.steps) if step <= last_step]
+        return b"".join(line + b"\n" for line in kept)
+
+
+def parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """Return the values of a line of metrics.jsonl: "step", and finite numbers or None. Return None
+    for any other line."""
+    try:
+        values = parse_json(line)
+        numbers = [value for value in values.values() if value is not None]
+        is_valid = type(values["step"]) is int and 0 <= values["step"] < 2**53
+        is_valid = is_valid and all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
+    except (ValueError, AttributeError, KeyError, OverflowError):
+        return None
+    return values if is_valid else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the complete objects of a metrics file. An incomplete last line is dropped."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+    """Return the values of each step in a metrics file, in order. Unreadable lines are left out.
+
+    Raises:
+        OSError, ValueError: the file cannot be read.
+    """
+    return MetricsLines.read(path).values()
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Replace a file's text atomically: after a crash it has either the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def set_aside(path: Path) -> None:
+    """Rename a file of an earlier run, unless it is empty. Raises OSError."""
+    if not os.path.lexists(path) or (path.is_file() and not path.stat().st_size):
+        return
+    name = f"{path.stem}-until-{time.strftime('%Y%m%d-%H%M%S')}"
+    other = path.with_stem(name)
+    number = 1
+    while other.exists():
+        number += 1
+        other = path.with_stem(f"{name}-{number}")
+    path.rename(other)
 
 
 class Tracker(Protocol):
@@ -169,6 +252,66 @@ class TensorBoardTracker:
         self._writer.close()
 
 
+class MLflowTracker:
+    """MLflow: the server at MLFLOW_TRACKING_URI, or the run directory's `mlflow.db`.
+
+    MLflow's names have no @: `mean@8` becomes `mean_at_8`, and other characters an underscore.
+    """
+
+    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # tells each table that it makes
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory}/mlflow.db"
+        self._client = MlflowClient(address)
+        experiment = self._client.get_experiment_by_name(project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        self._run = self._client.create_run(number, run_name=name).info.run_id
+        params = [Param(self._legal(key), str(value)[:500]) for key, value in _flat(config)]
+        for start in range(0, len(params), 100):  # the most that a request may have
+            self._client.log_batch(self._run, params=params[start : start + 100])
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        rows = [Metric(self._legal(key), value, now, step) for key, value in metrics.items()]
+        self._client.log_batch(self._run, metrics=rows)
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._run)
+
+    @staticmethod
+    def _legal(name: str) -> str:
+        return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+
+
+class SwanLabTracker:
+    """SwanLab: the account of `swanlab login`, or files in `swanlab` if SWANLAB_MODE=offline."""
+
+    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]) -> None:
+        import swanlab
+
+        folder = str(directory / "swanlab")
+        self._run = swanlab.init(project=project, name=name, log_dir=folder, config=config)
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._run.log(metrics, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every value below a mapping."""
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 class Tracking:
     """`metrics.jsonl` and the trackers of `trainer.logger`.
 
@@ -182,10 +325,10 @@ class Tracking:
         project: str,
         name: str,
         config: dict[str, Any],
-        warn: Callable[[str], None],
+        writer: RetryingWriter,
         resumed_step: int = 0,
     ) -> None:
-        self.file = MetricsFile(run_dir / "metrics.jsonl", resumed_step)
+        self.file = MetricsFile(run_dir / METRICS, writer, resumed_step)
 
         def open_tracker(logger: str) -> Tracker:
             tracker_class = resolve(logger, TRACKERS, "trainer.logger")
@@ -193,7 +336,7 @@ class Tracking:
             return tracker
 
         self._trackers = [
-            BackgroundTracker(logger, partial(open_tracker, logger), warn)
+            BackgroundTracker(logger, partial(open_tracker, logger), writer.warn)
             for logger in loggers
             if logger != "console"
         ]
@@ -205,7 +348,6 @@ class Tracking:
             tracker.log(step, metrics)
 
     def finish(self) -> None:
-        """Close the file and every tracker."""
+        """Close every tracker."""
         for tracker in self._trackers:
             tracker.finish()
-        self.file.close()

@@ -15,7 +15,7 @@ from verlite.trainer.batch import requests, seeds
 from verlite.trainer.errors import RewardFailures
 from verlite.trainer.evaluation import validation_metrics
 from verlite.trainer.run import Run, stage
-from verlite.trainer.samples import kept_per_step, sample_records, write_jsonl
+from verlite.trainer.samples import as_jsonl, kept_per_step, sample_records
 from verlite.trainer.stages.rollout import reward_failures, sample_responses
 
 
@@ -85,7 +85,8 @@ def validate(run: Run) -> Metrics:
         results.add(batch, multi_turn=run.env_factory is not None)
         left = None if wanted is None else max(0, wanted - len(records))
         records += sample_records(run, batch[:left])
-    write_jsonl(run.run_dir / "rollouts" / f"val_step_{run.step}.jsonl", records[:kept])
+    path = run.run_dir / "rollouts" / f"val_step_{run.step}.jsonl"
+    run.writer.replace(path, as_jsonl(records[:kept]))
     samples = len(results.rewards)
     failed = sum(reward is None for reward in results.rewards)
     if failed == samples:

@@ -31,6 +31,10 @@ DTYPE_NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
+TRAINED = "trained:"
+"""Begins the names of LoRA adapters as the trainer stores them. The role `inference` reads them and
+nothing else; rollout engines skip them."""
+
 
 def in_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
     """Group weights into buckets of at most `bucket_bytes`, in order.
@@ -94,16 +98,21 @@ def views(header: bytes, payload: Tensor) -> Bucket:
 
 @dataclass(frozen=True)
 class BucketFiles:
-    """Weights in bucket files. Each iteration maps the files anew and copies nothing.
+    """Weights in bucket files. Each iteration maps the files again and copies nothing.
 
     Any process of the machine can iterate over a pickled copy. The tensors stay readable after the
     files are removed.
+
+    trained: iterate over the weights whose names begin with TRAINED, which is removed. False: over
+        all others.
     """
 
     paths: tuple[str, ...]
+    trained: bool = False
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for path in self.paths:
             with safe_open(path, framework="pt") as file:
                 for name in file.offset_keys():
-                    yield name, file.get_tensor(name)
+                    if name.startswith(TRAINED) == self.trained:
+                        yield name.removeprefix(TRAINED), file.get_tensor(name)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verlite.weights.buckets import Bucket, fill, header_of, views
+from verlite.weights.buckets import TRAINED, Bucket, fill, header_of, views
 from verlite.weights.errors import GOODBYE_S, JOIN_S, TIMEOUT_S, TransportError
 
 _ACKNOWLEDGED = b"done"
@@ -97,7 +97,7 @@ class Publisher:
 
     def __init__(self, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
         self.device = device
-        # An abstract address: it is no file, and it ends with this process.
+        # An abstract address leaves no file behind; it ends with this process.
         self.address = f"\0verlite-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(JOIN_S)
@@ -230,7 +230,8 @@ class Stream:
                         raise _reason(peer) or error from error
                 payload = opened[slot][1][: message["size"]]
                 for name, tensor in views(_receive(peer), payload):
-                    yield name, tensor.clone()
+                    if not name.startswith(TRAINED):
+                        yield name, tensor.clone()
                 if payload.is_cuda:
                     torch.cuda.synchronize()
                 del payload, tensor

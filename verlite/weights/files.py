@@ -7,12 +7,12 @@ The manifest is replaced atomically, last. So a reader sees a complete version o
 """
 
 import json
-import os
 import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from verlite.files import replace_file
 from verlite.weights.buckets import Bucket, BucketFiles, flat_bytes, header_of
 from verlite.weights.errors import TransportError
 
@@ -67,9 +67,7 @@ class FolderWriter:
         """Make the version visible, and remove all but this one and the one before."""
         size = sum(self._files.values())
         manifest = Manifest(self.version, self._files, size, self.fingerprint)
-        temporary = self.folder / f".{MANIFEST}"
-        temporary.write_text(json.dumps(asdict(manifest)), encoding="utf-8")
-        os.replace(temporary, self.folder / MANIFEST)
+        replace_file(self.folder / MANIFEST, json.dumps(asdict(manifest)))
         kept = {f"version_{self.version - age}" for age in range(KEPT_VERSIONS)}
         for old in self.folder.glob("version_*"):
             if old.name not in kept:

@@ -1,16 +1,16 @@
 """Publish the trainer's weights through one or several transports in one pass.
 
-A transport has a side for the trainer, a `Sink` that takes buckets, and a side for engines, an
-iterable of (name, tensor):
+A transport has a side for the trainer, a `Sink` that takes buckets, and a side for readers, an
+iterable of (name, tensor). Readers are the rollout engines and the ranks of the role `inference`.
 
-| transport | trainer | engine |
+| transport | trainer | reader |
 |---|---|---|
 | shared_memory | `shared_memory.MemoryFiles` | `buckets.BucketFiles` |
 | cuda_ipc | `cuda_ipc.Publisher` | `cuda_ipc.Stream` |
 | collective | `collective.Sender` | `collective.Receiver`, whose files are `buckets.BucketFiles` |
 | files | `files.FolderWriter` | `files.read_folder` |
 
-`config.weight_routes` chooses the transport of each engine.
+`config.weight_routes` chooses the transport of each reader.
 """
 
 import logging
@@ -50,6 +50,8 @@ class Offer:
 
     Attributes:
         fingerprint: of all weights in the engines' dtype, equal on all ranks.
+        own_fingerprint: of all weights as the trainer computes with them, in its compute dtype,
+            with LoRA not merged; for the role `inference`. None without that role.
         rendezvous: of the transport `collective`, on rank 0.
         stream: address of the rank's cuda_ipc publisher, on ranks that share a device with an
             engine.
@@ -58,6 +60,7 @@ class Offer:
 
     version: int
     fingerprint: int
+    own_fingerprint: int | None = None
     rendezvous: Rendezvous | None = None
     stream: str | None = None
     probe: Probe | None = None

@@ -1,6 +1,7 @@
-"""The policy in training: log-probs, advantages, updates, and weights for the rollout engine."""
+"""The policy in training: log-probs, advantages, updates, and the weights that others read."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,20 +9,22 @@ import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.aggregation import token_weights
-from verlite.algorithms.gap import gap_metrics, gap_rows, gap_sums
+from verlite.algorithms.gap import gap_metrics, gap_sums
 from verlite.algorithms.kl import kl_loss
 from verlite.algorithms.losses import PolicyLossInputs, entropy_sum, policy_loss
 from verlite.config.catalog import BYPASS_LOSS
-from verlite.config.plan import Plan
+from verlite.config.plan import Plan, uses_lora
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.engine.folder import load_tokenizer
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
 from verlite.protocol.ragged import ragged
+from verlite.weights.buckets import TRAINED
 from verlite.weights.collective import Sender
 from verlite.weights.cuda_ipc import Publisher
 from verlite.weights.files import FolderWriter
+from verlite.weights.probe import Probe
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import Export, Offer, Sink, publish
 from verlite.workers.adapters import SyncedParts
@@ -30,14 +33,14 @@ from verlite.workers.advantage import (
     estimate_advantages,
     select_loss_tokens,
 )
+from verlite.workers.log_probs import LogProbWorker
 from verlite.workers.rows import StepRows
-from verlite.workers.training import TrainingWorker, micro_batching
 
 if TYPE_CHECKING:
     from verlite.engine.fsdp import Counts, LossFn
 
 
-class ActorWorker(TrainingWorker):
+class ActorWorker(LogProbWorker):
     """One rank of the policy.
 
     all_rows: all rows of the current training step, on the rank that estimates advantages.
@@ -71,46 +74,6 @@ class ActorWorker(TrainingWorker):
             receivers = len(plan.weights.receivers)
             self._sender = Sender(self._spec.address, receivers, self.device)
 
-    @register("split", keep_remote=("old_log_probs", "sum_pi_squared"), fetch=False)
-    def log_probs(self, batch: DataProto) -> DataProto:
-        """Compute log-probs of the responses under the current policy.
-
-        Returns:
-            Ragged old_log_probs and, if the plan needs it, sum_pi_squared; entropy_sums [b], and
-            gap_sums [b, G] between these log-probs and those of the rollout engine.
-        """
-        rows = self.rank_rows.padded(batch)
-        self.engine.onload()
-        out = self.engine.forward(
-            rows,
-            micro_batching(self.plan.log_prob_micro),
-            self.config.actor_rollout_ref.rollout.temperature,
-            with_entropy=True,
-            with_sum_pi_squared=self.plan.needs_sum_pi_squared,
-        )
-        self.engine.offload()
-        t = rows.batch
-        sums = {
-            "entropy_sums": out["entropy"].double().sum(1),
-            "gap_sums": gap_rows(out["log_probs"], t["rollout_log_probs"], t["response_mask"]),
-        }
-        columns = {"old_log_probs": ragged(out["log_probs"], t["response_length"])}
-        if self.plan.needs_sum_pi_squared:
-            columns["sum_pi_squared"] = ragged(out["sum_pi_squared"], t["response_length"])
-        return DataProto.from_dict(sums, columns)
-
-    @register("split", keep_remote=("ref_log_prob",), fetch=False)
-    def reference_log_probs(self, batch: DataProto) -> DataProto:
-        """Return ragged ref_log_prob of the responses under the policy without its adapters."""
-        rows = self.rank_rows.padded(batch)
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        self.engine.onload()
-        with self.engine.without_adapters():
-            out = self.engine.forward(rows, micro_batching(self.plan.ref_micro), temperature)
-        self.engine.offload()
-        log_probs = ragged(out["log_probs"], rows.batch["response_length"])
-        return DataProto.from_dict({}, {"ref_log_prob": log_probs})
-
     @register("split", keep_remote=("loss_mask", "rollout_is_weights"), fetch=False)
     def rollout_correction(self, batch: DataProto) -> DataProto:
         """Apply rollout correction to all rows of the step, on one rank."""
@@ -123,7 +86,8 @@ class ActorWorker(TrainingWorker):
         """Estimate advantages from all tokens of the step, on one rank.
 
         Returns:
-            rewards [B]; ragged advantages and returns, 0 outside loss_mask; meta_info["metrics"].
+            rewards [B]; ragged advantages and returns, 0 outside loss_mask;
+            meta_info["stage_metrics"].
         """
         if not len(batch):
             return DataProto()
@@ -135,7 +99,7 @@ class ActorWorker(TrainingWorker):
             for name in ("advantages", "returns")
         }
         rewards = {"rewards": result.batch["rewards"]}
-        return DataProto.from_dict(rewards, columns, {"metrics": metrics})
+        return DataProto.from_dict(rewards, columns, {"stage_metrics": metrics})
 
     @register("split", keep_remote=("selected_tokens",), fetch=False)
     def select_tokens(self, batch: DataProto, seed: int) -> DataProto:
@@ -167,6 +131,24 @@ class ActorWorker(TrainingWorker):
         return metrics
 
     @register("all")
+    def describe(self, dtypes: Sequence[str]) -> tuple[str, int, Probe]:
+        """Describe the present weights, to compare them with those of another process.
+
+        dtypes: names, finest first.
+
+        Returns:
+            (the first of them that is not finer than the weights are held, the fingerprint of the
+            weights in it, the log-prob probe). The name is "" if there is none.
+        """
+        held = self.config.actor_rollout_ref.actor.fsdp_config.model_dtype
+        name = next((one for one in dtypes if held in ("float32", one)), "")
+        self.engine.onload()
+        fingerprint = self.engine.fingerprint(getattr(torch, name)) if name else 0
+        probe = self.engine.probe(float("inf"), self.plan.max_model_len)
+        self.engine.offload()
+        return name, fingerprint, probe
+
+    @register("all")
     def offer_weights(self, version: int, probe_limit: float | None) -> Offer:
         """Prepare to publish `version`: bring the weights to the device and hash them. Adapters
         alone are hashed and gathered from where they are.
@@ -184,6 +166,7 @@ class ActorWorker(TrainingWorker):
         return Offer(
             version,
             fingerprint,
+            own_fingerprint=self._own_fingerprint(fingerprint),
             rendezvous=self._sender.offer() if self._sender else None,
             stream=self._publisher.address if self._publisher else None,
             probe=None
@@ -191,11 +174,23 @@ class ActorWorker(TrainingWorker):
             else self.engine.probe(probe_limit, self.plan.max_model_len),
         )
 
+    def _own_fingerprint(self, engines: int) -> int | None:
+        """Return the fingerprint that `inference` must have; None without that role.
+
+        engines: fingerprint of the weights for the rollout engines.
+        """
+        if "inference" not in self.plan.roles:
+            return None
+        if self.plan.train_dtype == self.plan.rollout_dtype and not self._has_adapters:
+            return engines
+        return self.engine.own_fingerprint(getattr(torch, self.plan.train_dtype))
+
     @register("all")
     def publish_weights(self, offer: Offer) -> Export:
-        """Publish the weights through the transports that the engines use, and free device memory.
+        """Publish the weights through the transports that readers use, and free device memory.
 
-        With rollout.lora_sync=adapter, the base model is published only until a sync succeeds.
+        With rollout.lora_sync=adapter, the base model is published only until a sync succeeds. With
+        LoRA and the role `inference` the adapters are published for it too.
 
         All ranks take part in gathering the weights.
 
@@ -206,10 +201,15 @@ class ActorWorker(TrainingWorker):
         target = None
         if sinks:
             target = torch.device("cpu") if self.device.type == "cpu" else self.device
-        weights = itertools.chain.from_iterable(
-            self.engine.export(self._rollout_dtype, snapshot=False, target=target, part=part)
+        dtype = getattr(torch, self.plan.sync_dtype)
+        parts = [
+            self.engine.export(dtype, snapshot=False, target=target, part=part)
             for part in self._sync.parts
-        )
+        ]
+        if "inference" in self.plan.roles and self._has_adapters:
+            trained = self.engine.export(dtype, snapshot=False, target=target, part="trained")
+            parts.append((TRAINED + name, tensor) for name, tensor in trained)
+        weights = itertools.chain.from_iterable(parts)
         # Gathering is collective, so ranks without a sink iterate too.
         bucket_bytes = self.config.actor_rollout_ref.rollout.sync_bucket_mb << 20
         size = publish(weights, sinks, bucket_bytes)
@@ -234,13 +234,17 @@ class ActorWorker(TrainingWorker):
         return sinks
 
     @property
+    def _has_adapters(self) -> bool:
+        return uses_lora(self.config.actor_rollout_ref.model)
+
+    @property
     def _rollout_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.plan.rollout_dtype)
         return dtype
 
     @register("all")
     def release_weights(self) -> None:
-        """Free what engines have read. Called after all of them have the version."""
+        """Free what readers have read. Called after all of them have the version."""
         self._sync.succeeded()
         if self._memory_files is not None:
             self._memory_files.close()
@@ -249,12 +253,25 @@ class ActorWorker(TrainingWorker):
             self._publisher.close()
             self._publisher = None
 
+    def save_parts(self, folder: str) -> None:
+        """Write the shards and, with hf_model in actor.checkpoint.save_contents, huggingface/."""
+        super().save_parts(folder)
+        if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
+            tokenizer = load_tokenizer(self.config.actor_rollout_ref.model)
+            self.engine.save_pretrained(Path(folder, "huggingface"), tokenizer)
+
     @register("all")
-    def export_hf(self, folder: str) -> None:
-        """Write the policy and its tokenizer as a Hugging Face folder."""
+    def export_hf(self, folder: str) -> str | None:
+        """Write the policy and its tokenizer as a Hugging Face folder. Return an I/O error, None if
+        it worked."""
         self.engine.onload()
-        self.engine.save_pretrained(folder, load_tokenizer(self.config.actor_rollout_ref.model))
-        self.engine.offload()
+        try:
+            self.engine.save_pretrained(folder, load_tokenizer(self.config.actor_rollout_ref.model))
+        except OSError as error:
+            return str(error)
+        finally:
+            self.engine.offload()
+        return None
 
 
 def policy_objective(config: Config, plan: Plan) -> "LossFn":

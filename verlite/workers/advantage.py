@@ -12,8 +12,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verlite.algorithms.advantages import AdvantageInputs, compute_advantages, place_scores
+from verlite.algorithms.advantages import (
+    AdvantageInputs,
+    compute_advantages,
+    place_scores,
+    to_go,
+)
 from verlite.algorithms.kl import apply_kl_penalty
+from verlite.algorithms.masked import masked_whiten
 from verlite.algorithms.rollout_correction import correct_rollout
 from verlite.config import catalog
 from verlite.config.correction import RolloutCorrection
@@ -29,7 +35,7 @@ def apply_rollout_correction(t: TensorDict, settings: RolloutCorrection) -> Data
     """Apply `algorithm.rollout_correction` to padded rows [B, R].
 
     Returns loss_mask, trained_tokens and, with importance sampling, rollout_is_weights;
-    meta_info["metrics"] has the `rollout_corr/` metrics.
+    meta_info["stage_metrics"] has the `rollout_corr/` metrics.
     """
     weights, mask, metrics = correct_rollout(
         t["old_log_probs"], t["rollout_log_probs"], t["response_mask"], settings
@@ -37,7 +43,7 @@ def apply_rollout_correction(t: TensorDict, settings: RolloutCorrection) -> Data
     columns = {"loss_mask": ragged(mask.to(torch.int8), t["response_length"])}
     if weights is not None:
         columns["rollout_is_weights"] = ragged(weights, t["response_length"])
-    return DataProto.from_dict({"trained_tokens": mask.sum(1)}, columns, {"metrics": metrics})
+    return DataProto.from_dict({"trained_tokens": mask.sum(1)}, columns, {"stage_metrics": metrics})
 
 
 def estimate_advantages(
@@ -69,9 +75,10 @@ def estimate_advantages(
             algorithm.kl_penalty,
         )
         metrics |= {REWARD_KL: kl, "actor/reward_kl_penalty_coeff": kl_coefficient}
+    token_kl = algorithm.kl_in_reward_mode == "token" and catalog.is_by_row(algorithm.adv_estimator)
     low, high = config.reward.clip_range or (-10.0, 10.0)
     inputs = AdvantageInputs(
-        token_level_rewards=rewards,
+        token_level_rewards=scores if token_kl else rewards,
         response_mask=t["response_mask"],
         uid=uid,
         valid=t["valid"],
@@ -88,6 +95,10 @@ def estimate_advantages(
         extra=algorithm.adv_kwargs,
     )
     advantages, returns = compute_advantages(algorithm.adv_estimator, inputs)
+    if token_kl:
+        advantages = returns = advantages + to_go(rewards - scores, inputs.mask)
+    if algorithm.whiten_advantages:
+        advantages = masked_whiten(advantages, inputs.mask)
     metrics |= token_metrics(advantages, returns, t["loss_mask"], t.get("values"))
     result = {"rewards": rewards.sum(1), "advantages": advantages, "returns": returns}
     return DataProto.from_dict(result), metrics
@@ -95,10 +106,9 @@ def estimate_advantages(
 
 def by_row(config: Config) -> bool:
     """Return whether advantages follow from one number per row, without the rows' tokens."""
-    estimator = catalog.ESTIMATORS.get(config.algorithm.adv_estimator)
-    if estimator is None:  # the user's own
-        return False
-    return estimator.by_row and not config.algorithm.use_kl_in_reward
+    algorithm = config.algorithm
+    needs_tokens = algorithm.use_kl_in_reward or algorithm.whiten_advantages
+    return catalog.is_by_row(algorithm.adv_estimator) and not needs_tokens
 
 
 def token_selector_path(loss_mode: str) -> str | None:

@@ -12,23 +12,8 @@ class ReferenceWorker(TrainingWorker):
     """One rank of the reference. It has no optimizer, so its weights cannot change."""
 
     def __init__(self, config: Config, plan: Plan, total_steps: int) -> None:
-        # Imported here: these libraries take seconds, and the driver only names this class.
-        from verlite.engine.fsdp import TrainEngine
-
         super().__init__(config, plan, total_steps)
-        policy = config.actor_rollout_ref
-        self.engine = TrainEngine(
-            policy.model,
-            policy.ref.fsdp_config,
-            None,
-            head="lm",
-            total_training_steps=total_steps,
-            grad_clip=0.0,
-            max_nonfinite_updates=0,
-            device=self.device,
-            seed=config.data.seed,
-            sequence_parallel=plan.sequence_parallel["ref"],
-        )
+        self.engine = self.frozen_engine("ref")
         self.engine.offload()
 
     @register("split", keep_remote=("ref_log_prob",), fetch=False)

@@ -35,6 +35,7 @@ _ENGINE = ("verlite.engine.fsdp",)
 ROLES = {
     "actor": Role("verlite.workers.actor:ActorWorker", _ENGINE, saves=True),
     "critic": Role("verlite.workers.critic:CriticWorker", _ENGINE, saves=True),
+    "inference": Role("verlite.workers.inference:InferenceWorker", _ENGINE),
     "ref": Role("verlite.workers.reference:ReferenceWorker", _ENGINE),
     "rollout": Role("verlite.workers.rollout:RolloutWorker"),
 }

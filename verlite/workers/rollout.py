@@ -4,14 +4,14 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from verlite.config.plan import Plan
+from verlite.config.plan import Plan, scores_remotely
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
@@ -20,17 +20,15 @@ from verlite.envs.factory import EnvFactory, build_env_factory, check_env_factor
 from verlite.envs.step import Env, ToolError
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
+from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult
-from verlite.rewards.scorer import Scorer, Stream
+from verlite.rewards.scorer import Scorer
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Status, Trajectory
-from verlite.weights.buckets import BucketFiles
-from verlite.weights.collective import Receiver
 from verlite.weights.cuda_ipc import Stream as WeightStream
-from verlite.weights.files import read_folder
-from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import Export, Offer
+from verlite.workers.weight_reader import WeightReader
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,18 @@ class RolloutWorker(Worker):
             # The driver checked its own access to the tools; this machine's may differ.
             check_env_factory(self.env_factory)
         engines_on_node = max(1, self._spec.devices_on_node // self._spec.devices)
+        engines_on_node = min(engines_on_node, plan.engines)
         self.scorer = Scorer(
-            config.custom_reward_function, config.reward, share=engines_on_node, folder=folder
+            config.custom_reward_function,
+            config.reward,
+            share=engines_on_node,
+            folder=folder,
+            debug=config.trainer.debug,
         )
-        self._receiver: Receiver | None = None
-        self._received: MemoryFiles | None = None
+        folder_of_weights = Path(config.trainer.default_local_dir, "weights")
+        self._reader = WeightReader(plan.weights, self.rank, folder_of_weights, self.device)
         self.scorer.check_signature()  # again: the file may differ on this machine
+        self.scorer.check_service()
         self.engine = build_engine(
             plan.rollout_name,
             policy.model,
@@ -106,7 +110,7 @@ class RolloutWorker(Worker):
             columns["prompt_ids"], columns["sampling"], columns["extra_info"], strict=True
         )
         decoded = [DecodedResponse()] * len(requests)
-        with Stream(self.scorer, self.config.reward.timeout_s) as rewards:
+        with self.scorer.stream() as rewards:
 
             def on_finished(row: int, trajectory: Trajectory) -> None:
                 decoded[row] = self._decode(trajectory)
@@ -155,9 +159,16 @@ class RolloutWorker(Worker):
                 "turns": trajectory.turns,
             }
             extra_info = {**extra_info, "trajectory": info}
-        return RewardItem(
+        item = RewardItem(
             columns["data_source"][row], decoded.text, columns["ground_truth"][row], extra_info
         )
+        if not scores_remotely(self.config.reward):
+            return item
+        prompt, sequence = (
+            str(self.engine.tokenizer.decode(ids, skip_special_tokens=False))
+            for ids in (trajectory.prompt_ids, trajectory.prompt_ids + trajectory.response_ids)
+        )
+        return replace(item, prompt=prompt, sequence=sequence)
 
     def _request(
         self, prompt_ids: list[int], sampling: Sampling, extra_info: dict[str, Any]
@@ -199,6 +210,15 @@ class RolloutWorker(Worker):
         return None
 
     @register("all")
+    def reward_health(self) -> str | None:
+        """Return why this worker's reward service cannot be used now, None if it can."""
+        try:
+            self.scorer.check_service()
+        except FunctionError as error:
+            return str(error)
+        return None
+
+    @register("all")
     def sleep(self) -> None:
         """Free device memory until `load_weights`."""
         self.engine.sleep()
@@ -207,7 +227,7 @@ class RolloutWorker(Worker):
     def fetch_weights(self, offers: list[Offer]) -> Export:
         """Take weights that have to be taken while the trainer publishes them.
 
-        A cuda_ipc engine loads them. With the transport collective, one engine of each node
+        A cuda_ipc engine loads them. With the transport collective, one reader of each node
         receives the node's copy.
 
         Args:
@@ -217,20 +237,11 @@ class RolloutWorker(Worker):
             The node's copy, if this engine received it.
         """
         routes = self.plan.weights
-        node = routes.nodes[self.rank]
-        if routes.transport[self.rank] == "cuda_ipc":
+        if self._reader.transport == "cuda_ipc":
             ranks = [routes.publishers[device] for device in routes.devices[self.rank]]
             addresses = tuple(offers[rank].stream or "" for rank in ranks)
             self._load(WeightStream(addresses), offers[0])
-        if self.rank not in routes.receivers:
-            return Export(node, (), 0)
-        rendezvous = offers[0].rendezvous
-        assert rendezvous is not None  # of actor rank 0, which sends
-        if self._receiver is None:
-            self._receiver = Receiver(self.device)
-        group_rank = 1 + routes.receivers.index(self.rank)
-        self._received = self._receiver.receive(rendezvous, group_rank)
-        return Export(node, tuple(self._received.paths), 0)
+        return self._reader.receive(offers)
 
     @register("all")
     def load_weights(self, offer: Offer, exports: list[Export]) -> Metrics:
@@ -247,14 +258,8 @@ class RolloutWorker(Worker):
         Returns:
             The probe's metrics; {} without a probe.
         """
-        transport = self.plan.weights.transport[self.rank]
-        if transport == "files":
-            folder = Path(self.config.trainer.default_local_dir, "weights")
-            self._load(read_folder(folder, offer.version, offer.fingerprint), offer)
-        elif transport != "cuda_ipc":  # fetch_weights has loaded those
-            node = self.plan.weights.nodes[self.rank]
-            (paths,) = (export.paths for export in exports if export.node == node and export.paths)
-            self._load(BucketFiles(paths), offer)
+        if self._reader.transport != "cuda_ipc":  # fetch_weights has loaded those
+            self._load(self._reader.published(offer, exports), offer)
         self.engine.wake("kv_cache")
         if offer.probe is None:
             return {}
@@ -269,10 +274,8 @@ class RolloutWorker(Worker):
 
     @register("all")
     def release_weights(self) -> None:
-        """Free this node's copy, after all its engines have loaded it."""
-        if self._received is not None:
-            self._received.close()
-            self._received = None
+        """Free this node's copy, after all its readers have loaded it."""
+        self._reader.release()
 
     def close(self) -> None:
         """Stop the engine and its processes, whose shared memory would otherwise remain."""

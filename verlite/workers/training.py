@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verlite.config.plan import Micro, Plan, Updates
+from verlite.config.plan import Micro, Plan, Updates, engine_settings
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
@@ -38,20 +38,40 @@ class TrainingWorker(Worker):
             torch.cuda.set_device(self.device)
         self.init_distributed()
 
+    def frozen_engine(self, role: str) -> "TrainEngine":
+        """Build the policy's model without an optimizer, with the settings of "ref" or
+        "inference"."""
+        # Imported here: these libraries take seconds, and the driver only names the classes.
+        from verlite.engine.fsdp import TrainEngine
+
+        return TrainEngine(
+            self.config.actor_rollout_ref.model,
+            engine_settings(self.config, role, self.plan.device),
+            head="lm",
+            device=self.device,
+            seed=self.config.data.seed,
+            sequence_parallel=self.plan.sequence_parallel[role],
+        )
+
     @register("all")
     def save(self, folder: str) -> str | None:
         """Write this role's shards, all ranks together. Return an I/O error, None if it worked."""
         try:
-            self.engine.save(folder)
+            self.save_parts(folder)
         except OSError as error:
             return str(error)
         return None
 
+    def save_parts(self, folder: str) -> None:
+        """Write what a checkpoint has of this role. All ranks must call it."""
+        self.engine.save(folder)
+
     @register("all")
-    def load(self, folder: str) -> None:
-        """Load the shards that `save` wrote, with any number of ranks."""
+    def load(self, folder: str, files: list[str]) -> None:
+        """Load what `save` wrote, with any number of ranks. Only `files`, relative to `folder`, are
+        read."""
         self.engine.onload(optimizer=True)
-        self.engine.load(folder)
+        self.engine.load(folder, files)
         self.engine.offload()
 
     def update_in_mini_batches(

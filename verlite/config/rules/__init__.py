@@ -41,6 +41,7 @@ RULES = (
     algorithm.training_scores,
     batch.dynamic_sampling,
     correction.rollout_correction,
+    devices.groups,
     devices.placement,
     devices.visible_devices,
     devices.engines,
@@ -48,12 +49,16 @@ RULES = (
     devices.lora_sync,
     devices.sharding,
     devices.sequence_parallel,
+    devices.idle_devices,
     batch.lengths,
+    devices.servers,
     devices.engine_kwargs,
     trainer.validation,
     trainer.resume,
     trainer.addresses,
+    trainer.environment,
     devices.engine_is_installed,
+    trainer.debugger_is_installed,
 )
 FILE_RULES = (
     data.data_files,
@@ -69,6 +74,7 @@ LOCAL_RULES = (
     *(rule for rule in FILE_RULES if rule is not models.model_fits),
     devices.visible_devices,
     devices.engine_is_installed,
+    trainer.debugger_is_installed,
 )
 """Rules about this machine's files, packages and devices."""
 

@@ -44,7 +44,7 @@ def micro_batches(context: Context) -> Iterator[Problem]:
     config = context.config
     yield from _passes(context, ACTOR, "", "ppo_", "actor")
     yield from _passes(context, ROLLOUT, "log_prob_", "log_prob_", "actor")
-    if plan.needs_reference(config):
+    if plan.computes_reference(config):
         yield from _passes(context, "actor_rollout_ref.ref.", "log_prob_", "log_prob_", "ref")
     if plan.needs_critic(config):
         yield from _passes(context, "critic.", "", "ppo_", "critic")
@@ -154,7 +154,8 @@ def dynamic_sampling(context: Context) -> Iterator[Problem]:
             "left out; or 0.",
         )
     builtin = (None, "score", "acc", "seq_reward", "seq_final_reward")
-    if groups.metric not in builtin and config.custom_reward_function.path is None:
+    own = config.custom_reward_function.path is not None or plan.scores_remotely(config.reward)
+    if groups.metric not in builtin and not own:
         yield Problem(
             metric,
             groups.metric,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verlite.config import keys, names
+from verlite.config.plan import scores_remotely
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
 from verlite.config.schema import Config
@@ -19,6 +20,13 @@ def reward_function(context: Context) -> Iterator[Problem]:
     name = context.config.custom_reward_function.name
     if path is None:
         return
+    if scores_remotely(context.config.reward):
+        yield Problem(
+            PATH,
+            path,
+            "is given, and so is reward.remote.url; only one of them can score the samples",
+            "Remove one of them.",
+        )
     file = Path(path) if names.names_a_file(path) else names.module_file(path)
     if file is None or not file.is_file():
         is_folder = Path(path).is_dir()

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from verlite.config import catalog
+from verlite.config import catalog, plan
 from verlite.config.correction import PRESETS, RolloutCorrection, settings
 from verlite.config.keys import get
 from verlite.config.problems import Problem
@@ -70,6 +70,13 @@ def _bypass(context: Context, correction: RolloutCorrection) -> Iterator[Problem
             loss,
             f"{SECTION}bypass_mode determines the loss ({correction.loss_type})",
             f"Leave one of the two out; {SECTION}loss_type selects ppo_clip or reinforce.",
+        )
+    if plan.places_inference(context.config):
+        yield Problem(
+            "cluster.component_placement",
+            context.config.cluster.component_placement,
+            f"inference computes old log-probs, and {SECTION}bypass_mode uses the engines' instead",
+            "Leave inference or the mode out.",
         )
     if "sum_pi_squared" in catalog.measured(estimator):
         yield Problem(

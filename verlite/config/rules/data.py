@@ -72,7 +72,8 @@ def _data_file(
     if not path.is_file():
         yield Problem(key, file, *_why_not_a_file(path))
         return None
-    builtin = config.custom_reward_function.path is None
+    remote = plan.scores_remotely(config.reward)
+    builtin = config.custom_reward_function.path is None and not remote
     try:
         footer = pyarrow.parquet.read_metadata(file)
         schema = footer.schema.to_arrow_schema()

@@ -1,12 +1,13 @@
 """Placement, devices, engines, sharding and sequence parallelism."""
 
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from verlite.config import catalog, machine, plan
+from verlite.config import catalog, machine, node_groups, plan
 from verlite.config.keys import get
-from verlite.config.placement import parse
+from verlite.config.placement import parse, ranges, role_names
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context, nearest_legal
 from verlite.config.weight_routes import why_impossible
@@ -15,31 +16,68 @@ ROLLOUT = "actor_rollout_ref.rollout."
 PLACEMENT = "cluster.component_placement"
 MOST_LORA_RANK = 512
 """Of vLLM 0.29 to 0.32."""
+FOR_SERVERS = ("auto", "files", "collective")
+"""Transports to servers."""
+GROUPS = "cluster.node_groups"
 COUNTS = ("trainer.nnodes", "trainer.n_gpus_per_node")
+PLACED_BY = (*COUNTS, GROUPS)
+"""Keys that the placement is parsed against."""
+
+
+def groups(context: Context) -> Iterator[Problem]:
+    """Node groups name nodes that exist."""
+    config = context.config
+    if not context.ok(*COUNTS):
+        return
+    try:
+        node_groups.read(config.cluster.node_groups, config.trainer.nnodes)
+    except ValueError as error:
+        remedy = f"trainer.nnodes={config.trainer.nnodes}. docs/cluster.md describes the keys."
+        for line in str(error).splitlines():
+            yield Problem(GROUPS, None, line, remedy)
 
 
 def placement(context: Context) -> Iterator[Problem]:
     """Every role runs on devices that exist."""
     trainer = context.config.trainer
     spec = context.config.cluster.component_placement
-    n_devices = trainer.nnodes * trainer.n_gpus_per_node
-    if not context.ok(*COUNTS):
+    if not context.ok(*PLACED_BY):
         return
     try:
-        parse(spec, plan.ROLES, n_devices)
+        parse(spec, plan.shape(context.config))
     except ValueError as error:
-        remedy = f"Devices are 0-{n_devices - 1}, {trainer.n_gpus_per_node} per machine."
+        last = trainer.nnodes * trainer.n_gpus_per_node - 1
+        remedy = f"Devices are 0-{last}, {trainer.n_gpus_per_node} per machine."
         for line in str(error).splitlines():
             yield Problem(PLACEMENT, spec, line, remedy)
 
 
+def idle_devices(context: Context) -> Iterator[Problem]:
+    """Every device has a role."""
+    everywhere = placed(context)
+    spec = context.config.cluster.component_placement
+    if everywhere is None or spec is None:
+        return
+    n_devices = plan.shape(context.config).devices
+    roles = {role: everywhere[role] for role in plan.roles(context.config)}
+    idle = set(range(n_devices)) - {device for where in roles.values() for device in where}
+    if not idle:
+        return
+    used = ", ".join(f"{role} on {ranges(where)}" for role, where in roles.items())
+    where = ranges(sorted(idle))
+    rule = f"no role runs on {len(idle)} of {n_devices} devices: {where} ({used}"
+    named = {role for names in spec for role in role_names(names)}
+    for role in sorted(named & everywhere.keys() - roles.keys()):
+        rule += f"; this run has no {role}"
+    remedy = "Place a role on every device, or lower trainer.nnodes or trainer.n_gpus_per_node."
+    yield Problem(PLACEMENT, spec, f"{rule})", remedy)
+
+
 def placed(context: Context) -> dict[str, list[int]] | None:
     """Return the devices of each role, or None if the placement is broken."""
-    trainer = context.config.trainer
-    if not context.ok(PLACEMENT, *COUNTS):
+    if not context.ok(PLACEMENT, *PLACED_BY):
         return None
-    n_devices = trainer.nnodes * trainer.n_gpus_per_node
-    return parse(context.config.cluster.component_placement, plan.ROLES, n_devices)
+    return plan.placed(context.config)
 
 
 def visible_devices(context: Context) -> Iterator[Problem]:
@@ -111,11 +149,11 @@ def _why_not_divisible(ranks: list[int], size: int, per_node: int) -> str:
     if len(ranks) % size:
         return f"must divide the {len(ranks)} rollout devices"
     for start in range(0, len(ranks), size):
-        first = ranks[start]
-        last = ranks[start + size - 1]
-        if first // per_node != last // per_node:
+        engine = ranks[start : start + size]
+        if engine[0] // per_node != engine[-1] // per_node:
             return (
-                f"an engine on devices {first}-{last} would span two machines of {per_node} devices"
+                f"an engine on devices {ranges(engine)} would span two machines of "
+                f"{per_node} devices"
             )
     return ""
 
@@ -129,17 +167,55 @@ def weight_transport(context: Context) -> Iterator[Problem]:
     if roles is None or not context.ok(key, size_key):
         return
     size = plan.tensor_parallel(context.config)
+    if plan.servers(context.config) and rollout.weight_transport not in FOR_SERVERS:
+        yield Problem(
+            key,
+            rollout.weight_transport,
+            "servers have devices of their own",
+            f"Legal: {', '.join(FOR_SERVERS)}.",
+        )
+        return
     why = why_impossible(
         roles["actor"],
         roles["rollout"],
         size,
         context.config.trainer.n_gpus_per_node,
         plan.resolve_device(context.config.trainer.device),
-        rollout.weight_transport,
+        plan.weight_transport(context.config),
+        roles.get("inference", ()),
     )
     if why:
         yield Problem(
             key, rollout.weight_transport, why, "auto chooses a transport for each engine."
+        )
+
+
+def servers(context: Context) -> Iterator[Problem]:
+    """With rollout.name=server there are servers, and they have devices of their own."""
+    config = context.config
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "server":
+        return
+    example = "Such as http://127.0.0.1:8000; `verlite serve generation` starts a server."
+    key = f"{ROLLOUT}servers"
+    addresses = plan.files_of(rollout.servers)
+    if not addresses:
+        yield Problem(key, rollout.servers, f"{ROLLOUT}name=server needs addresses", example)
+    for address in addresses:
+        if not re.fullmatch(r"https?://[^/\s?#]+/?", address):
+            yield Problem(key, address, "must be http(s)://host:port without a path", example)
+    twice = sorted({a for a in addresses if addresses.count(a) > 1})
+    if twice:
+        yield Problem(key, twice[0], "is there twice", "Name each server once.")
+    spec = config.cluster.component_placement or {}
+    named = [names for names in spec if "rollout" in role_names(names)]
+    if named:
+        yield Problem(
+            PLACEMENT,
+            spec,
+            f"{named[0]!r} places rollout, but with {ROLLOUT}name=server generation needs no "
+            "device of this run",
+            "Leave rollout out.",
         )
 
 
@@ -205,7 +281,8 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
             continue
         if devices % size:
             remedy = nearest_legal(devices, size)
-            problems[key] = Problem(key, size, f"must divide the {devices} devices", remedy)
+            whose = " of inference" if role == "inference" else ""
+            problems[key] = Problem(key, size, f"must divide the {devices} devices{whose}", remedy)
         elif not get(context.config, f"{model}.use_remove_padding"):
             problems[key] = Problem(
                 key,
@@ -224,10 +301,16 @@ def shared_sequences(context: Context) -> Iterator[tuple[str, str, int]]:
     config = context.config
     ref_inherits = config.actor_rollout_ref.ref.ulysses_sequence_parallel_size is None
     ref_section = "actor_rollout_ref.actor" if ref_inherits else "actor_rollout_ref.ref"
-    sections = {"actor": "actor_rollout_ref.actor", "ref": ref_section, "critic": "critic"}
+    sections = {
+        "actor": "actor_rollout_ref.actor",
+        "inference": "actor_rollout_ref.actor",
+        "ref": ref_section,
+        "critic": "critic",
+    }
     exists = {
         "actor": True,
-        "ref": plan.needs_reference(config),
+        "inference": plan.places_inference(config),
+        "ref": plan.computes_reference(config),
         "critic": plan.needs_critic(config),
     }
     for role, size in plan.sequence_parallel(config).items():
@@ -239,15 +322,14 @@ def shared_sequences(context: Context) -> Iterator[tuple[str, str, int]]:
 def engine_kwargs(context: Context) -> Iterator[Problem]:
     """Extra arguments are mappings under the name of an engine."""
     # A command line from elsewhere may name sglang. That is a note, not an error.
-    known = (*catalog.ENGINES, "sglang")
+    engines = [name for name in catalog.ENGINES if name != "server"]
+    known = (*engines, "sglang")
     for name, extra in context.config.actor_rollout_ref.rollout.engine_kwargs.items():
         key = f"{ROLLOUT}engine_kwargs.{name}"
         if name not in known:
-            close = difflib.get_close_matches(name, catalog.ENGINES, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(name, engines, n=1, cutoff=0.5)
             hint = f"Did you mean {close[0]}? " if close else ""
-            yield Problem(
-                key, extra, "is not an engine", f"{hint}Legal: {', '.join(catalog.ENGINES)}."
-            )
+            yield Problem(key, extra, "is not an engine", f"{hint}Legal: {', '.join(engines)}.")
         elif extra is not None and not isinstance(extra, dict):
             yield Problem(
                 key, extra, "must be a mapping of arguments", f"Such as {key}.max_num_seqs=64."

@@ -47,6 +47,13 @@ def model_settings(section: str, model: ModelConfig) -> Iterator[Problem]:
                 "must be a list of module names, or a regular expression",
                 "Such as [q_proj,v_proj].",
             )
+    if model.lora_rank > 0 and not model.lora_adapter_path and model.lora_alpha == 0:
+        yield Problem(
+            section + "lora_alpha",
+            0,
+            "multiplies the output of every adapter by 0",
+            "Usual: lora_rank, or twice that.",
+        )
     if plan.uses_lora(model) and not model.target_modules:
         yield Problem(
             section + "target_modules",

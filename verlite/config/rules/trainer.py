@@ -4,14 +4,26 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from verlite.config import plan
+from verlite.config import debug, plan
 from verlite.config.keys import get
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
 
 ADDRESS = "ray_kwargs.ray_init.address"
+ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 RESUME = "trainer.resume_from_path"
+JOB_COPY = "/runtime_resources/working_dir_files/"
+"""Where Ray puts the folder of `ray job submit --working-dir` on each node."""
+SET_BY_VERLITE = {
+    "RAY_ADDRESS": f"names the cluster, which is joined before; {ADDRESS} does it",
+    **dict.fromkeys(
+        ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        "is set in each worker to its own devices",
+    ),
+}
+"""Environment variables that a run cannot choose for its workers -> why."""
 
 
 def validation(context: Context) -> Iterator[Problem]:
@@ -51,21 +63,45 @@ def resume(context: Context) -> Iterator[Problem]:
 
 
 def addresses(context: Context) -> Iterator[Problem]:
-    """Addresses of cluster and retriever are well formed."""
+    """Addresses of cluster and services are well formed."""
     config = context.config
     address = config.ray_kwargs.ray_init.address
     if address and address not in ("auto", "local"):
         yield from _cluster_address(address)
-    for url in plan.files_of(config.retriever.url):
-        if re.match(r"https?://[^/\s]+", url):
-            yield from _port("retriever.url", url)
+    yield from _reference_address(config.actor_rollout_ref.ref.url)
+    for key, urls, example in (
+        ("retriever.url", config.retriever.url, "http://127.0.0.1:8000/retrieve"),
+        ("reward.remote.url", config.reward.remote.url, "http://127.0.0.1:5000/get_reward"),
+    ):
+        for url in plan.files_of(urls):
+            if re.match(r"https?://[^/\s]+", url):
+                yield from _port(key, url)
+            else:
+                yield Problem(key, url, "is not an http address", f"Such as {example}.")
+
+
+def _reference_address(value: Any) -> Iterator[Problem]:
+    key = "actor_rollout_ref.ref.url"
+    if value is not None and not plan.files_of(value):
+        yield Problem(key, value, "is empty", "Give an address; null: no service.")
+    for url in plan.files_of(value):
+        if re.fullmatch(r"https?://[^/\s]+/?", str(url)):
+            yield from _port(key, str(url))
         else:
-            yield Problem(
-                "retriever.url",
-                url,
-                "is not an http address",
-                "Such as http://127.0.0.1:8000/retrieve.",
-            )
+            rule = "is not the http address of a service"
+            yield Problem(key, url, rule, "Such as http://127.0.0.1:8001, without a path.")
+
+
+def environment(context: Context) -> Iterator[Problem]:
+    """Environment variables of the workers have legal names, and do not move the run."""
+    for name, value in context.config.ray_kwargs.ray_init.runtime_env.env_vars.items():
+        key = f"{ENV_VARS}.{name}"
+        if name in SET_BY_VERLITE:
+            remedy = "Leave it out; export it where Ray is started, if it is meant for the node."
+            yield Problem(key, value, SET_BY_VERLITE[name], remedy)
+        elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            rule = "is not the name of an environment variable"
+            yield Problem(key, value, rule, "Letters, digits and _ are legal.")
 
 
 def _cluster_address(address: str) -> Iterator[Problem]:
@@ -82,8 +118,10 @@ def _cluster_address(address: str) -> Iterator[Problem]:
 
 
 def _port(key: str, address: str) -> Iterator[Problem]:
-    host = address.rsplit("@", 1)[-1]
-    match = re.fullmatch(r"(?:\w+://)?(?:\[[^\]]*\]|[^:/\[\]]*):(\w*)(?:/.*)?", host)
+    host = address.rsplit("@", 1)[-1].partition("://")
+    match = re.fullmatch(
+        r"(?:\[[^\]]*\]|[^:/\[\]]*):(\w*)(?:/.*)?", host[2] if host[1] else host[0]
+    )
     if match and not (match[1].isdigit() and 1 <= int(match[1]) <= 65535):
         yield Problem(key, address, f"{match[1] or 'nothing'} is not a port", "Ports are 1-65535.")
 
@@ -92,6 +130,14 @@ def run_directory(context: Context) -> Iterator[Problem]:
     """The run directory can be written, and the checkpoint to resume from exists."""
     trainer = context.config.trainer
     yield from unwritable("trainer.default_local_dir", trainer.default_local_dir)
+    if JOB_COPY in os.path.abspath(trainer.default_local_dir):
+        yield Problem(
+            "trainer.default_local_dir",
+            trainer.default_local_dir,
+            "is in the job's copy of the folder of `ray job submit --working-dir`, which Ray "
+            "removes",
+            "Give an absolute path on a shared folder.",
+        )
     path = trainer.resume_from_path
     if trainer.resume_mode != "resume_path" or not path:
         return
@@ -127,4 +173,18 @@ def unwritable(key: str, value: str) -> Iterator[Problem]:
             value,
             f"{folder.resolve()} is not writable",
             "Choose another, or change its permissions.",
+        )
+
+
+def debugger_is_installed(context: Context) -> Iterator[Problem]:
+    """The debugger can be imported."""
+    if debug.debugger(context.config) == debug.DEBUGPY and not plan.installed("debugpy"):
+        by_variable = not context.config.trainer.debug
+        name = "RAY_DEBUG_POST_MORTEM" if debug.stops_at_failures(context.config) else "RAY_DEBUG"
+        yield Problem(
+            name if by_variable else "trainer.debug",
+            1 if by_variable else True,
+            "the package debugpy is not installed here",
+            "Install verlite[debug], or use Ray's legacy debugger: RAY_DEBUG=legacy in the "
+            "environment.",
         )

@@ -71,7 +71,7 @@ def _unknown_name(key: keys.Key, item: str) -> Problem:
     facts = key.facts
     remedy = f"Legal: {legal_names(key)}."
     close = difflib.get_close_matches(item, facts.choices, n=1, cutoff=0.5)
-    if close:
+    if close and item not in facts.hints:
         remedy = f"Did you mean {close[0]}? {remedy}"
     if item in facts.hints:
         remedy = f"{remedy} {facts.hints[item]}"

@@ -43,6 +43,7 @@ class WorkerExtension:
 
     model_runner: Any
     model_config: Any
+    vllm_config: Any
     reload_weights: Any
     add_lora: Any
     remove_lora: Any
@@ -91,13 +92,11 @@ class WorkerExtension:
 
     def _load_base(self, named: Iterable[tuple[str, Tensor]]) -> None:
         model = self.model_runner.get_model()
-        with _recording_packs(model, self.rank, self.model_config.dtype):
-            try:
-                self.reload_weights(weights_iterator=named)
-            except BaseException:
-                _abandon_reload(model, self.model_config)
-                raise
-            _repack_tied_heads(model)
+
+        def reload() -> None:
+            self.reload_weights(weights_iterator=named)
+
+        load_base(model, self.model_config, self.rank, reload)
 
     def verlite_unlink_shared_memory(self) -> None:
         """Remove the names of the segments that vLLM's processes on a CPU have mapped.
@@ -108,6 +107,19 @@ class WorkerExtension:
         for path in Path("/dev/shm").glob("*-cpushm_*") if name else ():
             if path.name.startswith(f"{name}-"):
                 path.unlink(missing_ok=True)
+
+    def verlite_settings(self) -> dict[str, Any]:
+        """Return what a trainer checks before it uses a server; see `servers.vllm_server`."""
+        config = self.vllm_config
+        transfer = config.weight_transfer_config
+        return {
+            "max_model_len": config.model_config.max_model_len,
+            "vocab_size": config.model_config.get_vocab_size(),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "logprobs_mode": config.model_config.logprobs_mode,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "weight_transfer": transfer.backend if transfer else None,
+        }
 
     def verlite_fingerprints(self) -> dict[str, int]:
         """Return the fingerprint of each weight on this worker, as input of `combine_shards`.
@@ -141,6 +153,24 @@ class WorkerExtension:
                     )
             found |= _adapter_parts(name, module, self.rank, dtype)
         return found
+
+
+def load_base(model: Any, model_config: Any, rank: int, reload: Callable[[], None]) -> None:
+    """Load full weights into a worker's model, so that its fingerprint can be taken afterwards.
+
+    Args:
+        model: of this worker.
+        model_config: of that model.
+        rank: of this worker.
+        reload: loads them by vLLM's layerwise reload.
+    """
+    with _recording_packs(model, rank, model_config.dtype):
+        try:
+            reload()
+        except BaseException:
+            _abandon_reload(model, model_config)
+            raise
+        _repack_tied_heads(model)
 
 
 def adapter_request(number: int) -> Any:

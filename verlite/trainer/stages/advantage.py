@@ -58,7 +58,8 @@ def old_log_probs(run: Run, batch: DataProto) -> DataProto:
         batch = batch.with_non_tensor(old_log_probs=batch.non_tensor_batch["rollout_log_probs"])
     if not run.plan.needs_old_log_probs and not run.first_step:
         return batch
-    answer = run.actor.log_probs(to_ranks(run, batch, "actor", "rollout_log_probs"))
+    rows = to_ranks(run, batch, run.log_prob_role, "rollout_log_probs")
+    answer = run.log_prob_worker.log_probs(rows)
     measured = batch.with_batch(**answer.batch).with_non_tensor(**answer.non_tensor_batch)
     gap = gap_metrics(gap_totals(answer.batch["gap_sums"]))
     tokens = batch.batch["sampled_tokens"].sum().item()
@@ -135,7 +136,7 @@ def loss_mask(run: Run, batch: DataProto) -> DataProto:
     if run.plan.correction.acts_on_batch:
         columns = ("response_mask", "old_log_probs", "rollout_log_probs")
         answer = run.actor.rollout_correction(to_one_rank(run, batch, *columns))
-        run.metrics.update(answer.meta_info["metrics"])
+        run.metrics.update(answer.meta_info["stage_metrics"])
         tokens = answer.batch["trained_tokens"]
         batch = batch.with_non_tensor(**answer.non_tensor_batch)
         mask = batch.non_tensor_batch["loss_mask"]
@@ -152,10 +153,16 @@ def loss_mask(run: Run, batch: DataProto) -> DataProto:
 def reference_log_probs(run: Run, batch: DataProto) -> DataProto:
     """Add log-probs under the reference policy, if a KL term uses them.
 
-    With LoRA the actor without its adapters is the reference.
+    With LoRA the policy without its adapters is the reference. With ref.url a service computes
+    them; the workers send it the tokens, which the driver does not have.
     """
     if run.plan.reference_is_actor:
-        return batch.union(run.actor.reference_log_probs(to_ranks(run, batch, "actor")))
+        rows = to_ranks(run, batch, run.log_prob_role)
+        return batch.union(run.log_prob_worker.reference_log_probs(rows))
+    if run.service is not None:
+        rows = to_ranks(run, batch, run.log_prob_role)
+        rows.meta_info["reference"] = run.service.model
+        return batch.union(run.log_prob_worker.remote_reference_log_probs(rows))
     if run.reference is None:
         return batch
     return batch.union(run.reference.log_probs(to_ranks(run, batch, "ref")))
@@ -181,7 +188,7 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
     else:
         rows = to_one_rank(run, batch, *_ESTIMATOR_FIELDS)
         answer = run.actor.advantages(rows, run.kl.value)
-        metrics = answer.meta_info["metrics"]
+        metrics = answer.meta_info["stage_metrics"]
         batch = batch.with_batch(**answer.batch).with_non_tensor(**answer.non_tensor_batch)
     run.metrics.update(metrics)
     if REWARD_KL in metrics:

@@ -8,8 +8,8 @@ from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.ragged import clear_rows
 from verlite.rollout.types import Sampling, Status
 from verlite.trainer import batch as batches
-from verlite.trainer.agent import generate_with_retry, waits_for_tools
-from verlite.trainer.errors import RewardFailures, RolloutFailures, StepAborted, TooFewGroups
+from verlite.trainer.errors import RewardFailures, RolloutFailures, TooFewGroups
+from verlite.trainer.outage import generate_with_retry, waits_for_services
 from verlite.trainer.run import Run, stage
 
 _REQUEST_FIELDS = ("prompt_ids", "sampling", "data_source", "ground_truth", "extra_info")
@@ -68,7 +68,6 @@ def generate(run: Run, requests: DataProto) -> DataProto:
 
     Raises:
         RolloutFailures: More than `rollout.max_error_rate` of the samples failed.
-        StepAborted: As above, and a stop was requested meanwhile.
     """
     # With filter_groups the engines stay awake: the step's next generation needs their weights.
     sleep_after = not run.plan.filters_groups
@@ -78,8 +77,6 @@ def generate(run: Run, requests: DataProto) -> DataProto:
     limit = run.config.actor_rollout_ref.rollout.max_error_rate
     if rate <= limit:
         return batch
-    if run.stop.requested:
-        raise StepAborted
     first_error = batch.non_tensor_batch["error"][failed.nonzero()[0, 0]]
     raise RolloutFailures(
         f"{rate:.1%} of this step's samples could not be generated, more than "
@@ -92,7 +89,7 @@ def sample_responses(run: Run, requests: DataProto, sleep_after: bool) -> DataPr
     """Send the requests to the rollout workers; return their rows with responses and rewards."""
     sent = requests.select([], _REQUEST_FIELDS)
     other_columns = requests.pop(non_tensor_batch_keys=["prompt_ids"])[1]
-    if not waits_for_tools(run):
+    if not waits_for_services(run):
         return other_columns.union(run.rollout.generate(sent, sleep_after=sleep_after))
     answers = generate_with_retry(run, sent)
     if sleep_after:

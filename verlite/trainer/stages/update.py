@@ -32,6 +32,7 @@ def assign_mini_batches(run: Run, batch: DataProto) -> DataProto:
 def update_critic(run: Run, batch: DataProto) -> None:
     """Fit the critic to the returns."""
     if run.critic is not None:
+        run.begin_update()
         rows = to_ranks(run, batch, "critic", "loss_mask", "values", "returns")
         run.metrics.update(run.critic.update(rows)[0])
 
@@ -39,6 +40,7 @@ def update_critic(run: Run, batch: DataProto) -> None:
 @stage("update_actor")
 def update_actor(run: Run, batch: DataProto) -> None:
     """Update the policy. During the critic's warm-up this does nothing."""
+    run.begin_update()
     if run.step >= run.plan.critic_warmup:
         rows = to_ranks(run, batch, "actor", *_LOSS_FIELDS)
         run.metrics.update(run.actor.update(rows)[0])

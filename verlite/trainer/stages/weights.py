@@ -1,9 +1,11 @@
-"""Weight sync from the trainer to the rollout engines."""
+"""Weight sync from the actor to the roles that read its weights."""
 
 from verlite.controller.worker_group import submit
 from verlite.trainer.run import Run, stage
 from verlite.trainer.stages.advantage import gap_limit
 from verlite.weights.probe import probe_limit
+from verlite.workers.inference import InferenceWorker
+from verlite.workers.rollout import RolloutWorker
 
 _PROBE_SHARE = 0.02
 """Share of a step's time that the log-prob probe may take with weight_probe=auto."""
@@ -11,26 +13,36 @@ _PROBE_SHARE = 0.02
 
 @stage("update_weights")
 def sync_weights(run: Run) -> None:
-    """Give every rollout engine the trainer's weights under the next version.
+    """Give every rollout engine, and the role `inference`, the actor's weights under the next
+    version.
 
-    Engines that take weights from the trainer's GPU or from another host do so while it
-    publishes. For the others, all ranks of the trainer write their weights and free their device
-    memory before any engine allocates its own. Each engine compares fingerprints, and with the
-    log-prob probe also log-probs, before it keeps the version. If any part fails, this raises and
-    `run.version` does not change; engines refuse to generate with weights that were loaded in
-    part. Copies in memory are then freed when their process exits.
+    Those that take weights from the actor's GPU or from another host do so while it publishes. For
+    the others, all ranks of the actor write their weights and free their device memory before any
+    engine allocates its own. Each reader compares fingerprints, and with the log-prob probe also
+    log-probs, before it keeps the version. If any part fails, this raises and `run.version` does
+    not change; engines refuse to generate, and `inference` to compute log-probs, with weights that
+    were loaded in part. Copies in memory are then freed when their process exits.
     """
+    readers: list[RolloutWorker | InferenceWorker] = [run.rollout]
+    if run.inference is not None:
+        readers.append(run.inference)
     offers = run.actor.offer_weights(run.version + 1, _probe_limit(run))
     if run.plan.weights.is_streaming:
-        publishing = submit(run.actor.publish_weights, offers[0])
-        fetched = run.rollout.fetch_weights(offers)
-        exports = publishing.result() + fetched
+        calls = [submit(run.actor.publish_weights, offers[0])]
+        calls += [submit(reader.fetch_weights, offers) for reader in readers]
+        exports = [export for call in calls for export in call.result()]
     else:
         exports = run.actor.publish_weights(offers[0])
+    loading = None
+    if run.inference is not None:
+        loading = submit(run.inference.load_weights, offers[0], exports)
     probes = run.rollout.load_weights(offers[0], exports)
+    if loading is not None:
+        loading.result()
     run.actor.release_weights()
     if run.plan.weights.receivers:
-        run.rollout.release_weights()
+        for reader in readers:
+            reader.release_weights()
     run.version += 1
     run.metrics["perf/weight_sync_bytes"] = float(max(export.bytes for export in exports))
     for name in probes[0]:

@@ -1,4 +1,15 @@
-python3 -m verlite.main_ppo \
+ray start --head --dashboard-host=0.0.0.0
+ray start --address=<address>
+ray status
+bash retrieval_launch.sh
+export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7
+export VLLM_ATTENTION_BACKEND=XFORMERS
+ulimit -n 65535
+ray job submit --address=$RAY_DASHBOARD_ADDRESS \
+    --runtime-env=verl/trainer/runtime_env.yaml \
+    --no-wait \
+    -- \
+    python3 -m verl.trainer.main_ppo \
     data.train_files=$DATA_DIR/train.parquet \
     data.val_files=$DATA_DIR/test.parquet \
     data.train_data_num=null \
@@ -47,7 +58,7 @@ python3 -m verlite.main_ppo \
     +trainer.val_only=false \
     +trainer.val_before_train=false \
     trainer.default_hdfs_dir=null \
-    trainer.n_gpus_per_node=$N_DEVICES \
+    trainer.n_gpus_per_node=8 \
     trainer.nnodes=$N_NODES \
     trainer.save_freq=100 \
     trainer.test_freq=100 \
@@ -56,7 +67,8 @@ python3 -m verlite.main_ppo \
     trainer.total_epochs=15 \
     trainer.total_training_steps=1005 \
     trainer.default_hdfs_dir=null \
-    trainer.default_local_dir=$RUN_DIR/$EXPERIMENT_NAME \
+    trainer.default_local_dir=verl_checkpoints/$EXPERIMENT_NAME \
     max_turns=4 \
     retriever.url="http://127.0.0.1:8000/retrieve" \
-    retriever.topk=3
+    retriever.topk=3 \
+    2>&1 | tee $EXPERIMENT_NAME.log

@@ -1,0 +1,143 @@
+"""Signals in the driver. Each case is a small program, because a signal may end the process."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from verlite.controller.stop import EXIT_INTERRUPTED, EXIT_STOPPED
+
+PROGRAM = """
+import ctypes, os, signal, sys, time
+from verlite.controller import stop as module
+module.END_S, module.SAVED_END_S, module.REPEAT_S = 1.0, 3.0, 0.3
+stop = module.Stop()
+unsaved = []
+stop.must_save = lambda: bool(unsaved)
+stop.on_defer = lambda name: print(name, "deferred", flush=True)
+stop.where = lambda: "in step 7"
+stop.checkpoint = lambda: "Last checkpoint: step 6."
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+def hang_in_c():
+    "Lock a mutex twice. The second call does not return, and signals do not interrupt it."
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    if os.fork() == 0:
+        time.sleep(0.5)
+        os.kill(os.getppid(), signal.SIGTERM)
+        os._exit(0)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+try:
+    with stop:
+        try:
+            {body}
+        finally:
+            {cleanup}
+except KeyboardInterrupt:
+    print(stop.message())
+    sys.exit(stop.exit_code)
+"""
+
+STOPPED = "stopped by SIGTERM in step 7. Last checkpoint: step 6."
+INTERRUPTED = "interrupted in step 7. Last checkpoint: step 6."
+SAVE = "unsaved.append(7); send(signal.SIGTERM); "
+
+CASES = {
+    "SIGTERM": ("send(signal.SIGTERM)", "pass", EXIT_STOPPED, f"{STOPPED}\n"),
+    "SIGUSR1": (
+        "send(signal.SIGUSR1)",
+        "pass",
+        EXIT_STOPPED,
+        "stopped by SIGUSR1 in step 7. Last checkpoint: step 6.\n",
+    ),
+    "Ctrl-C": ("send(signal.SIGINT)", "pass", EXIT_INTERRUPTED, f"{INTERRUPTED}\n"),
+    "SIGTERM with an unsaved step": (
+        SAVE + "time.sleep(2.5); unsaved.clear(); print('saved', stop.requested)",
+        "pass",
+        0,
+        "SIGTERM deferred\nsaved SIGTERM\n",
+    ),
+    "Ctrl-C with an unsaved step": (
+        "unsaved.append(7); send(signal.SIGINT)",
+        "pass",
+        EXIT_INTERRUPTED,
+        f"{INTERRUPTED}\n",
+    ),
+    "SIGTERM twice from one sender": (
+        SAVE + "time.sleep(0.1); send(signal.SIGTERM); time.sleep(0.5); print('saved')",
+        "pass",
+        0,
+        "SIGTERM deferred\nsaved\n",
+    ),
+    "a second signal": (
+        SAVE + "time.sleep(0.8); send(signal.SIGINT); time.sleep(30)",
+        "pass",
+        EXIT_STOPPED,
+        f"SIGTERM deferred\n\n{STOPPED}\n  (a second signal, SIGINT, ended the process at once)\n",
+    ),
+    "a slow cleanup": (
+        "send(signal.SIGTERM)",
+        "time.sleep(30)",
+        EXIT_STOPPED,
+        f"\n{STOPPED}\n  (it did not end within 1 s",
+    ),
+    "a slow end after the save": (
+        SAVE + "time.sleep(0.5); unsaved.clear(); time.sleep(30)",
+        "pass",
+        EXIT_STOPPED,
+        f"SIGTERM deferred\n\n{STOPPED}\n  (it did not end within 3 s",
+    ),
+    "trackers that take long after the save": (
+        SAVE + "time.sleep(0.5); unsaved.clear(); time.sleep(1.8); print('sent')",
+        "pass",
+        0,
+        "SIGTERM deferred\nsent\n",
+    ),
+    "C code that does not return": ("hang_in_c()", "pass", EXIT_STOPPED, f"\n{STOPPED}\n"),
+    "SIGTERM to a forked child": (
+        "reader, writer = os.pipe()\n"
+        "            child = os.fork()\n"
+        "            if not child: os.write(writer, b'1'); time.sleep(30)\n"
+        "            os.read(reader, 1); os.kill(child, signal.SIGTERM)\n"
+        "            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "            time.sleep(1.5); print(stop.requested)",
+        "pass",
+        0,
+        "-15\nNone\n",
+    ),
+    "no signal": ("pass", "pass", 0, ""),
+}
+"""{case: (code inside `with stop`, code of the cleanup, exit code, start of the output)}."""
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """All cases, running at the same time."""
+    started = {}
+    for case, (body, cleanup, _, _) in CASES.items():
+        code = PROGRAM.format(body=body, cleanup=cleanup)
+        started[case] = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_signal(case, programs):
+    _, _, code, output = CASES[case]
+    start = time.monotonic()
+    text = programs[case].communicate(timeout=60)[0]
+    assert programs[case].returncode == code, text
+    assert text.startswith(output), text
+    assert time.monotonic() - start < 25, "the program's own sleep ended it"

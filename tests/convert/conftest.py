@@ -1,0 +1,76 @@
+"""Fixtures for converters: files that a converted command may name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.config.conftest import no_gpu, write_prompts  # noqa: F401  (a fixture for all tests)
+from verlite.cli.check import check
+from verlite.convert.engine import Conversion
+
+SAMPLES = Path(__file__).parents[1] / "samples"
+
+
+class Files:
+    """A model and prompts on disk, in place of those of a conversion."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("train", "val"):
+            write_prompts(folder / f"{name}.parquet", 2048)
+        (folder / "model").mkdir()
+        for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            (folder / "model" / name).touch()
+        described = {
+            "model_type": "qwen2",
+            "num_attention_heads": 16,
+            "max_position_embeddings": 65536,
+        }
+        (folder / "model" / "config.json").write_text(json.dumps(described))
+        (folder / "reward.py").write_text(
+            "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+            "    return 0.0\n"
+        )
+
+    def arguments(self, conversion: Conversion) -> list[str]:
+        """Return the converted command with paths of this machine."""
+        assert conversion.problems == []
+        paths = {
+            "data.train_files": "train.parquet",
+            "data.val_files": "val.parquet",
+            "actor_rollout_ref.model.path": "model",
+            "actor_rollout_ref.model.tokenizer_path": "model",
+            "critic.model.path": "model",
+            "custom_reward_function.path": "reward.py",
+            "trainer.default_local_dir": "run",
+        }
+        changed = []
+        for text in conversion.overrides:
+            key = text.partition("=")[0]
+            changed.append(f"{key}={self.folder / paths[key]}" if key in paths else text)
+        return [*changed, f"trainer.default_local_dir={self.folder}/run"]
+
+    def paths(self, arguments: list[str]) -> list[str]:
+        """Return overrides that name files of this machine, for the end of a command line."""
+        found = [
+            f"data.train_files={self.folder}/train.parquet",
+            f"actor_rollout_ref.model.path={self.folder}/model",
+            f"trainer.default_local_dir={self.folder}/run",
+        ]
+        is_yaml = "--config-path" in arguments
+        text = Path("run.yaml").read_text() if is_yaml else " ".join(arguments)
+        if "val_files" in text:
+            found.append(f"data.val_files={self.folder}/val.parquet")
+        if "custom_reward_function" in text:
+            found.append(f"custom_reward_function.path={self.folder}/reward.py")
+        return found
+
+    def check(self, conversion: Conversion) -> None:
+        """Run `verlite check` on a converted command; it exits if something is wrong."""
+        check(self.arguments(conversion))
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory) -> Files:
+    return Files(tmp_path_factory.mktemp("files"))

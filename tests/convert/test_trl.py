@@ -1,0 +1,309 @@
+"""TRL's scripts and YAML files: every field, batches in prompts, losses, and scripts as text."""
+
+import dataclasses
+import warnings
+
+import pytest
+import yaml
+
+from tests.convert.conftest import SAMPLES
+from verlite.config import keys
+from verlite.config.problems import ConfigError
+from verlite.convert import trl
+from verlite.convert.trl_fields import TABLES
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+SCRIPT = (SAMPLES / "convert/trl_grpo.py").read_text()
+FIELDS = yaml.safe_load((SAMPLES / "convert/trl_fields.yaml").read_text())
+
+
+@pytest.fixture
+def script(tmp_path):
+    def converted(text: str, gpus: int = 8):
+        (tmp_path / "train.py").write_text(text)
+        return trl.convert(tmp_path / "train.py", gpus)
+
+    return converted
+
+
+@pytest.fixture
+def grpo(tmp_path):
+    """Convert GRPO settings on top of the smallest ones, for one process."""
+
+    def converted(trainer: str | None = None, **settings):
+        least = {"model_name_or_path": "m", "dataset_name": "d.json", "max_prompt_length": 256}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({**least, **settings}))
+        return trl.convert(tmp_path / "run.yaml", 1, trainer)
+
+    return converted
+
+
+def problems(convert, *arguments, **settings) -> str:
+    try:
+        return "\n".join(map(str, convert(*arguments, **settings).problems))
+    except ConfigError as error:
+        return "\n".join(map(str, error.problems))
+
+
+# The tables
+
+
+def training_arguments() -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import TrainingArguments
+    return [field.name for field in dataclasses.fields(TrainingArguments)]
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "ppo"])
+def test_every_field_is_known(trainer):
+    names = [*FIELDS[trainer], *training_arguments()]
+    assert [name for name in names if trl.find(TABLES[trainer], name) is None] == []
+
+
+def test_every_target_is_a_key():
+    for table in TABLES.values():
+        for row in table:
+            for key in row.to.split():
+                assert key in keys.keys(), (row.name, key)
+        named = [name for row in table for name in (row.name, *row.also)]
+        assert len(named) == len(set(named))
+
+
+# A script
+
+
+def test_the_script(script, files):
+    conversion = script(SCRIPT)
+    files.check(conversion)
+    expected = {
+        # 4 samples x 8 processes x 8 steps are 256 samples, 32 prompts of 8. An update has
+        # 4 x 8 x 4 = 128 samples, 16 prompts, so a training step has 2 updates.
+        "data.train_batch_size": 32,
+        f"{ACTOR}ppo_mini_batch_size": 16,
+        f"{ACTOR}ppo_micro_batch_size_per_gpu": 4,
+        f"{ROLLOUT}n": 8,
+        f"{ACTOR}optim.lr_warmup_steps": 10,
+        "trainer.save_freq": 50,
+        f"{ACTOR}optim.lr_scheduler_type": "linear",
+        f"{ACTOR}optim.weight_decay": 0,
+        f"{ACTOR}use_kl_loss": True,
+        f"{ACTOR}kl_loss_coef": 0.04,
+        f"{ACTOR}kl_loss_type": "low_var_kl",
+        f"{ACTOR}clip_ratio_c": 1e6,
+        f"{ACTOR}loss_agg_mode": "token-mean",
+        "algorithm.rollout_correction.rollout_is": "sequence",
+        "algorithm.rollout_correction.rollout_is_threshold": "0_3",
+        "algorithm.adv_estimator": "grpo",
+        "data.max_response_length": 1024,
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+        "actor_rollout_ref.model.lora_rank": 16,
+        "actor_rollout_ref.model.target_modules": ["q_proj", "v_proj"],
+        "custom_reward_function.path": "reward.py",
+        "trainer.default_local_dir": "runs/grpo",
+        "trainer.logger": ["console", "wandb"],
+        "trainer.n_gpus_per_node": 8,
+        "trainer.resume_mode": "disable",
+    }
+    assert {key: conversion.values.get(key) for key in expected} == expected
+    assert [warning.typed for warning in conversion.warnings] == ["seed=int('3')"]
+    comments = conversion.comments
+    assert "accuracy_reward, format_reward" in comments["custom_reward_function.path"]
+    assert "the script's dataset" in comments["data.train_files"]
+
+
+def test_nothing_of_a_script_is_executed(script, tmp_path):
+    bad = (
+        f"GRPOConfig(output_dir=open({str(tmp_path / 'x')!r}, 'w'), seed=__import__('os').getpid())"
+    )
+    conversion = script(f"{bad}\nGRPOTrainer('m', f)")
+    assert not (tmp_path / "x").exists()
+    assert len(conversion.warnings) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = 1", "calls none of GRPOConfig"),
+        ("x = '\0'", "cannot be read"),
+        ("x = " + "-" * 100_000 + "1", "cannot be read"),
+        ("def f(:", "line 1: invalid syntax"),
+        ("GRPOConfig()\nGRPOConfig()", "several configurations (lines 1, 2)"),
+        ("GRPOConfig()\nPPOTrainer()", "several configurations"),
+        ("GRPOTrainer('m', f)\nGRPOConfig(lerning_rate=1)", "Did you mean learning_rate?"),
+        ("GRPOTrainer('m', f, tools=[g])", "tools=[g]: has no counterpart in verlite"),
+        ("GRPOTrainer(reward_funcs=f)", "model_name_or_path: is missing"),
+    ],
+)
+def test_wrong_scripts(script, text, words):
+    assert words in problems(script, text)
+
+
+def test_variables_that_change_are_not_literals(script):
+    text = "n = 4\nn = 8\nGRPOConfig(num_generations=n)\nGRPOTrainer('m', f)"
+    assert [warning.typed for warning in script(text).warnings] == ["num_generations=n"]
+    once = script(text.replace("n = 8\n", ""))
+    assert (once.warnings, once.values[f"{ROLLOUT}n"]) == ([], 4)
+
+
+def test_unpacked_arguments_are_named(script):
+    conversion = script("GRPOConfig(**kwargs)\nGRPOTrainer(model=MODEL, reward_funcs=f)")
+    assert [warning.typed for warning in conversion.warnings] == ["**kwargs"]
+    assert conversion.comments["actor_rollout_ref.model.path"] == "the script's MODEL"
+
+
+# A YAML file
+
+
+def test_the_yaml_file(files):
+    conversion = trl.convert(SAMPLES / "convert/trl_grpo.yaml", 2)
+    files.check(conversion)
+    expected = {
+        "data.train_batch_size": 4,
+        f"{ACTOR}ppo_mini_batch_size": 4,
+        f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm",
+        "algorithm.norm_adv_by_std_in_grpo": False,
+        f"{ACTOR}optim.lr_scheduler_type": "cosine",
+        f"{ACTOR}optim.lr_warmup_steps_ratio": 0.1,
+        "data.max_prompt_length": 256,
+        "trainer.total_epochs": 1,
+        "trainer.save_freq": None,
+    }
+    assert {key: conversion.values.get(key) for key in expected} == expected
+    assert conversion.before == [
+        "hf download --repo-type dataset trl-lib/DeepMath-103K --include '*train*' "
+        "--local-dir data/DeepMath-103K-train",
+        "python data_preprocess/chat_json.py --dataset data/DeepMath-103K-train "
+        "--input_key prompt --output data/DeepMath-103K-train.parquet",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"loss_type": "grpo"}, {f"{ACTOR}loss_agg_mode": "seq-mean-token-mean"}),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+            {f"{ACTOR}policy_loss.loss_mode": "gspo", f"{ACTOR}clip_ratio_c": None},
+        ),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            {f"{ACTOR}policy_loss.loss_mode": "cispo", f"{ACTOR}clip_ratio_high": 4.0},
+        ),
+        (
+            {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
+            {f"{ACTOR}policy_loss.loss_mode": "sapo", f"{ACTOR}tau_neg": 1.2},
+        ),
+        ({"delta": 1.5}, {f"{ACTOR}clip_ratio_c": 1.5}),
+        ({"epsilon_high": 0.28}, {f"{ACTOR}clip_ratio_high": 0.28}),
+        ({"scale_rewards": False}, {"algorithm.norm_adv_by_std_in_grpo": False}),
+        (
+            {"num_iterations": 2, "save_steps": 10},
+            {f"{ACTOR}ppo_epochs": 2, "trainer.save_freq": 5},
+        ),
+        ({"max_steps": 30}, {"trainer.total_training_steps": 30, "trainer.total_epochs": None}),
+        ({"generation_batch_size": 32}, {"data.train_batch_size": 4}),
+        ({"top_k": 50}, {f"{ROLLOUT}top_k": 50}),
+        ({"mask_truncated_completions": True}, {"algorithm.mask_truncated": True}),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
+            {"algorithm.rollout_correction.rollout_is_threshold": 3.0},
+        ),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_correction": False},
+            {"algorithm.rollout_correction.rollout_is": None},
+        ),
+        ({"use_peft": True}, {"actor_rollout_ref.model.lora_alpha": 32}),
+        (
+            {
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            },
+            {f"{ACTOR}optim.min_lr_ratio": 0.1},
+        ),
+        (
+            {"eval_dataset": "v.json", "eval_strategy": "steps", "eval_steps": 7},
+            {"trainer.test_freq": 7, "trainer.val_before_train": False},
+        ),
+        ({"bf16": False}, {f"{ACTOR}fsdp_config.dtype": "float32"}),
+    ],
+)
+def test_settings(grpo, files, settings, expected):
+    conversion = grpo(**settings)
+    files.check(conversion)
+    assert {key: conversion.values.get(key) for key in expected} == expected
+
+
+def test_rloo(grpo, files):
+    conversion = grpo("rloo", reward_clip_range=[-1, 1])
+    files.check(conversion)
+    expected = {
+        "algorithm.adv_estimator": "rloo",
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": 0.05,
+        "reward.clip_range": [-1, 1],
+        f"{ROLLOUT}n": 2,
+        f"{ACTOR}loss_agg_mode": "seq-mean-token-sum",
+    }
+    assert {key: conversion.values.get(key) for key in expected} == expected
+
+
+def test_ppo(tmp_path, files):
+    settings = {
+        "sft_model_path": "m",
+        "reward_model_path": "r",
+        "dataset_name": "d.json",
+        "total_episodes": 1000,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_mini_batches": 2,
+        "num_ppo_epochs": 4,
+    }
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(settings))
+    conversion = trl.convert(tmp_path / "ppo.yaml", 2)
+    files.check(conversion)
+    expected = {
+        "algorithm.adv_estimator": "gae",
+        "data.train_batch_size": 16,
+        f"{ACTOR}ppo_mini_batch_size": 8,
+        f"{ACTOR}ppo_epochs": 4,
+        "trainer.total_training_steps": 63,
+        "algorithm.lam": 0.95,
+        "algorithm.kl_ctrl.kl_coef": 0.05,
+        "critic.cliprange_value": 0.2,
+        f"{ACTOR}optim.lr": 3e-6,
+        "data.max_response_length": 53,
+        f"{ROLLOUT}temperature": 0.7,
+    }
+    assert {key: conversion.values.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_generations": 3}, "no whole prompts of num_generations=3"),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "spans generations"),
+        ({"loss_type": "vespo"}, "loss_type=vespo: has no counterpart"),
+        ({"scale_rewards": "batch"}, "scale_rewards=batch"),
+        ({"loss_type": "cispo"}, "loss_type=cispo needs it"),
+        ({"importance_sampling_level": "sequence"}, "GSPO"),
+        ({"min_p": 0.1}, "min_p=0.1: has no counterpart"),
+        ({"repetition_penalty": 1.1}, "the policy's own distribution"),
+        ({"sync_ref_model": True}, "reference is the initial policy"),
+        ({"optim": "adafactor"}, "optimizer is AdamW"),
+        ({"fp16": True}, "Use bf16"),
+        ({"lr_scheduler_type": "polynomial"}, "has no counterpart"),
+        ({"num_train_epochs": 1.5}, "must be a whole number"),
+        ({"load_in_4bit": True}, "no quantized models"),
+        ({"lora_r": 8, "lora_dropout": 0.1}, "without dropout"),
+        ({"num_generation": 8}, "Did you mean num_generations?"),
+    ],
+)
+def test_what_would_change_training_is_refused(grpo, settings, words):
+    assert words in problems(grpo, **settings)
+
+
+def test_more_processes_than_a_node_has(script):
+    conversion = script("GRPOConfig()\nGRPOTrainer('m', f)", 16)
+    assert conversion.values["trainer.nnodes"] == 2
+    assert "--gpus=12" in problems(script, "GRPOConfig()\nGRPOTrainer('m', f)", 12)

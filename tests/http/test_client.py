@@ -1,0 +1,236 @@
+"""The client of services against real servers. tests/envs/test_retriever.py has its retries."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from verlite.http.client import Client, Down, Refused, Retry, Service, Unavailable
+from verlite.http.token import TokenError
+
+pytestmark = pytest.mark.process
+
+Answers = Callable[[str, dict[str, str], Any], tuple[int, Any]]
+"""(path, headers, body) -> status and answer, bytes or a JSON value."""
+
+
+@contextmanager
+def serving(answers: Answers) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, answer = answers(
+                self.path, dict(self.headers), json.loads(body) if body else None
+            )
+            content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            self.send_response(status)
+            if status == 302:
+                self.send_header("Location", "/elsewhere")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            try:
+                self.wfile.write(content)
+            except OSError:
+                pass  # the client has seen enough
+
+        do_GET = do_POST
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 256
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def service(*urls: str, **settings: Any) -> Service:
+    limits = {"timeout_s": 1.0, "deadline_s": 3.0, **settings}
+    return Service("echo service", "echo", urls, **limits)
+
+
+def run(client: Client, use: Callable[[Client], Any]) -> Any:
+    async def opened() -> Any:
+        async with client:
+            return await use(client)
+
+    return asyncio.run(opened())
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def test_post_returns_what_the_reader_makes_of_the_answer() -> None:
+    with serving(lambda path, headers, body: (200, {"path": path, "body": body})) as url:
+        answer = run(
+            Client(service(url)),
+            lambda client: client.post({"a": "é\ud800"}, lambda value: value, path="/v1/x"),
+        )
+    assert answer.value == {"path": "/v1/x", "body": {"a": "é\ud800"}}
+    assert (answer.server.url, answer.tries) == (url, 0)
+
+
+def test_answer_that_the_reader_rejects_is_tried_again() -> None:
+    numbers = iter(range(10))
+
+    def positive(value: int) -> int:
+        if value < 1:
+            raise ValueError("not positive")
+        return value
+
+    with serving(lambda *request: (200, next(numbers))) as url:
+        answer = run(Client(service(url)), lambda client: client.post({}, positive))
+    assert (answer.value, answer.tries) == (1, 1)
+
+
+def test_token_is_sent_and_must_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHO_TOKEN", "s3cret")
+    with serving(lambda path, headers, body: (200, headers.get("Authorization"))) as url:
+        client = Client(service(url, token_env="ECHO_TOKEN"))
+        assert run(client, lambda client: client.post({}, same)).value == "Bearer s3cret"
+    monkeypatch.delenv("ECHO_TOKEN")
+    with pytest.raises(TokenError, match=r"echo\.token_env=ECHO_TOKEN"):
+        Client(service("http://127.0.0.1:1", token_env="ECHO_TOKEN"))
+
+
+def test_caller_chooses_the_server() -> None:
+    with (
+        serving(lambda *request: (200, "first")) as first,
+        serving(lambda *request: (200, "second")) as second,
+    ):
+
+        async def ask(client: Client) -> list[str]:
+            sticky = client.servers[1]
+            return [(await client.post({}, same, server=sticky)).value for _ in range(3)]
+
+        assert run(Client(service(first, second)), ask) == ["second"] * 3
+
+
+def test_failure_of_the_chosen_server_does_not_move_the_request() -> None:
+    with (
+        serving(lambda *request: (200, "first")) as first,
+        serving(lambda *request: (500, "broken")) as second,
+    ):
+
+        async def ask(client: Client) -> None:
+            await client.post({}, same, server=client.servers[1])
+
+        with pytest.raises(Unavailable, match=r"echo\.deadline_s=0\.5.*HTTP 500"):
+            run(Client(service(first, second, deadline_s=0.5)), ask)
+
+
+def test_answer_size_is_bounded() -> None:
+    with serving(lambda *request: (200, b'"' + b"x" * 5_000_000 + b'"')) as url:
+        small = Client(service(url, max_answer=1000))
+
+        async def ask(client: Client) -> None:
+            await client.attempt(url, {}, same)
+
+        with pytest.raises(Retry, match="an answer of more than 1000 bytes"):
+            run(small, ask)
+
+
+@pytest.mark.parametrize("status", [302, 400, 401, 404, 422])
+def test_client_errors_and_redirects_are_not_tried_again(status: int) -> None:
+    asked = []
+
+    def answers(path: str, headers: dict[str, str], body: Any) -> tuple[int, Any]:
+        asked.append(path)
+        return status, {"detail": "no"}
+
+    with serving(answers) as url:
+        with pytest.raises(Refused, match=f"HTTP {status}: .*no"):
+            run(Client(service(url)), lambda client: client.post({}, same))
+    assert asked == ["/"]
+
+
+def test_proxy_settings_do_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with serving(lambda *request: (200, "direct")) as url:
+        assert run(Client(service(url)), lambda client: client.post({}, same)).value == "direct"
+
+
+def test_many_requests_run_at_once() -> None:
+    """More than httpx's usual 100 connections."""
+    together = threading.Barrier(120, timeout=20)
+
+    def answers(*request: Any) -> tuple[int, Any]:
+        together.wait()
+        return 200, "ok"
+
+    with serving(answers) as url:
+        client = Client(service(url, timeout_s=30, deadline_s=30, max_in_flight=120))
+
+        async def ask(client: Client) -> list[Any]:
+            return await asyncio.gather(*(client.post({}, same) for _ in range(120)))
+
+        assert [answer.value for answer in run(client, ask)] == ["ok"] * 120
+
+
+def test_slow_trickle_is_ended_by_the_time_limit() -> None:
+    """Each read of a trickle is fast; only their sum is too slow."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def trickle() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                try:
+                    for _ in range(50):
+                        connection.sendall(b" ")
+                        time.sleep(0.05)
+                except OSError:
+                    pass
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(Retry, match=r"no answer to the request within 0\.4 s"):
+            run(Client(service(url, timeout_s=0.4)), lambda client: client.attempt(url, {}, same))
+        assert time.monotonic() - began < 2
+        thread.join()
+
+
+def test_check_names_servers_that_fail() -> None:
+    with serving(lambda *request: (200, "ok")) as url:
+        gone = "http://me:secret@127.0.0.1:1"
+
+        async def check(client: Client) -> str | None:
+            return await client.check(
+                lambda server: client.attempt(server.url + "/health", None, same, method="GET"),
+                "Start it.",
+            )
+
+        assert asyncio.run(check(Client(service(url)))) is None
+        warning = asyncio.run(check(Client(service(url, gone))))
+        assert warning and "the echo service at http://me:***@127.0.0.1:1 does not" in warning
+        with pytest.raises(Unavailable, match=r"does not answer.*Start it\.") as caught:
+            asyncio.run(check(Client(service(gone))))
+        assert "secret" not in str(caught.value)
+
+
+def test_no_server_at_the_address_is_down() -> None:
+    url = "http://127.0.0.1:1"
+    with pytest.raises(Down):
+        run(Client(service(url)), lambda client: client.attempt(url, {}, same))

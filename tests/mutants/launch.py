@@ -1,0 +1,235 @@
+"""Mutants of verlite.launch: clusters that are joined, announced or ended by mistake, and jobs of
+Slurm that lose their checkpoint."""
+
+from tests.mutants import Mutant
+from tests.mutants.patches import (
+    argument,
+    attribute,
+    calls,
+    constant,
+    does_nothing,
+    result,
+    returns,
+)
+
+SHARED = "verlite.launch.shared:"
+HEAD = "verlite.launch.head:"
+START = "verlite.launch.start:"
+DAEMONS = "verlite.launch.ray_daemons:"
+DEVICES = "verlite.launch.devices:"
+ADDRESSES = "verlite.launch.addresses:"
+WATCH = "verlite.launch.watch:"
+SLURM = "verlite.launch.slurm:"
+OPTIONS = "verlite.launch.slurm_options:"
+CLUSTER = ("tests/launch/test_cluster.py",)
+PROCESSES = ("tests/launch/test_cluster_process.py",)
+JOBS = ("tests/launch/test_slurm.py",)
+# For changes of the script's text, which the test of the examples would notice, too.
+STOPS = (JOBS[0] + "::test_a_signal_reaches_the_driver_and_the_job_starts_again",)
+PRE_EMPTED = (JOBS[0] + "::test_pre_emption_that_only_steps_see_starts_the_job_again",)
+ENDS = (JOBS[0] + "::test_job_ends_with_the_exit_code_of_the_run_and_leaves_nothing",)
+REFUSES = (JOBS[0] + "::test_a_wrong_configuration_ends_the_job_before_ray_starts",)
+
+
+def _text(old, new):
+    """Patch a text of the script. The original must contain `old`."""
+
+    def change(text):
+        assert old in text
+        return text.replace(old, new)
+
+    return change
+
+
+MUTANTS = [
+    Mutant(
+        "others can read the token",
+        SHARED + "_replace",
+        argument("mode", lambda mode: 0o644),
+        CLUSTER,
+    ),
+    Mutant(
+        "a token that others can read is used",
+        SHARED + "stat.S_IMODE",
+        returns(0o600),
+        CLUSTER,
+    ),
+    Mutant(
+        "the head file of a newer cluster is removed",
+        SHARED + "remove_head",
+        argument("cluster_id", lambda cluster: None),
+        CLUSTER,
+    ),
+    Mutant(
+        "a head file of an earlier cluster is followed",
+        SHARED + "read_head",
+        result(lambda head: head and attribute("cluster_id", lambda cluster: "")(head)),
+        CLUSTER,
+    ),
+    Mutant(
+        "the head is awaited without end",
+        START + "_wait_for_head",
+        argument("source", attribute("wait_s", lambda wait: wait + 1e9)),
+        (CLUSTER[0] + "::test_wait_for_the_head_is_bounded_and_says_why",),
+    ),
+    Mutant(
+        "a token exported for an earlier cluster is used",
+        HEAD + "ray_node.token_path",
+        returns("nowhere"),
+        CLUSTER,
+    ),
+    Mutant(
+        "a second head replaces one that runs",
+        START + "_still_runs",
+        returns(False),
+        CLUSTER,
+    ),
+    Mutant(
+        "a second start on a machine is not refused",
+        START + "_end_remains",
+        does_nothing,
+        CLUSTER,
+    ),
+    Mutant(
+        "a failed `ray start` is not tried again",
+        DAEMONS + "TRIES",
+        constant(1),
+        CLUSTER,
+    ),
+    Mutant(
+        "a `ray start` that cannot succeed is tried again",
+        DAEMONS + "FINAL",
+        constant(()),
+        CLUSTER,
+    ),
+    Mutant(
+        "labels of the user are lost",
+        DAEMONS + "with_label",
+        calls(lambda original, options, label: [*options, "--labels", label]),
+        CLUSTER,
+    ),
+    Mutant(
+        "the raylet waits for the ports of its agents",
+        DAEMONS + "agent_ports",
+        returns([]),
+        CLUSTER,
+    ),
+    Mutant(
+        "agents get ports that are in use",
+        DAEMONS + "_is_free",
+        returns(True),
+        CLUSTER,
+    ),
+    Mutant(
+        "a rank that stops ends the workers of another rank on its machine",
+        DAEMONS + "_raylets_using",
+        returns([]),
+        PROCESSES,
+    ),
+    Mutant(
+        "the death of Ray is not noticed",
+        "verlite.controller.ray_node:RayNode.dead",
+        returns([]),
+        CLUSTER,
+    ),
+    Mutant(
+        "CPU slots are counted where other nodes have GPUs",
+        DEVICES + "count",
+        calls(
+            lambda original, nodes: original(
+                [node._replace(resources={"CPU": 8}) for node in nodes]
+            )
+        ),
+        CLUSTER,
+    ),
+    Mutant(
+        "check wants exactly as many devices",
+        DEVICES + "Devices.total",
+        result(lambda total: min(total, 16)),
+        CLUSTER,
+    ),
+    Mutant(
+        "check asks the cluster of this machine, whatever was named",
+        DEVICES + "_is_named",
+        returns(True),
+        CLUSTER,
+    ),
+    Mutant(
+        "Ray stays on a node that has lost the head",
+        WATCH + "HEAD_FAILURES",
+        constant(10**9),
+        CLUSTER,
+    ),
+    Mutant(
+        "nodes that leave are not reported",
+        WATCH + "_report_changes",
+        result(lambda now: {}),
+        CLUSTER,
+    ),
+    Mutant(
+        "a port in use is found by Ray only",
+        ADDRESSES + "check_port",
+        does_nothing,
+        CLUSTER,
+    ),
+    Mutant(
+        "minutes of a time limit are read as hours",
+        SLURM + "limit_seconds",
+        result(lambda seconds: seconds and seconds * 60),
+        JOBS,
+    ),
+    Mutant(
+        "a stop does not reach the driver",
+        SLURM + "STEPS",
+        _text('signal_step "$current" TERM', "true"),
+        STOPS,
+    ),
+    Mutant(
+        "Ray ends at the TERM of a pre-emption",
+        SLURM + "STEPS",
+        _text("trap : TERM", "trap - TERM"),
+        PRE_EMPTED,
+    ),
+    Mutant(
+        "a job whose script is stopped by USR1 starts again",
+        SLURM + "FINISH",
+        _text('[ "$stopped" = USR1 ] || again="stopped"', 'again="stopped"'),
+        STOPS,
+    ),
+    Mutant(
+        "a canceled job starts again",
+        SLURM + "FINISH",
+        _text("JobState=RUNNING", "JobState="),
+        STOPS,
+    ),
+    Mutant(
+        "Ray is left running at the end of a job",
+        SLURM + "FINISH",
+        _text("signal_step ray INT;", ""),
+        ENDS,
+    ),
+    Mutant(
+        "a wrong configuration is found after Ray has started",
+        SLURM + "START_RAY",
+        _text('check "${train[@]}" || finish $?', 'check "${train[@]}"'),
+        REFUSES,
+    ),
+    Mutant(
+        "secrets in commands are written into the script",
+        OPTIONS + "_typed_secret",
+        returns(None),
+        JOBS,
+    ),
+    Mutant(
+        "secrets in keys are written into the script",
+        OPTIONS + "_secrets",
+        returns([]),
+        JOBS,
+    ),
+    Mutant(
+        "two numbers of machines are accepted",
+        OPTIONS + "_option_problems",
+        returns([]),
+        JOBS,
+    ),
+]

@@ -1,0 +1,285 @@
+"""What the engine `server` does when servers die, hang, restart or answer wrongly."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.models import tiny_model
+from tests.rollout.fake_servers import FakeServer, expected_ids
+from verlite.config.schema import ModelConfig, RolloutConfig
+from verlite.rollout.build import build_engine
+from verlite.rollout.servers import pool
+from verlite.rollout.types import EngineError, Sampling, WeightSyncError
+from verlite.weights.files import FolderWriter, read_folder
+from verlite.weights.fingerprint import fingerprint
+
+PROMPT = [3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    monkeypatch.setattr(pool, "BEAT_S", 0.05)
+    servers = [FakeServer(), FakeServer()]
+    yield servers
+    for server in servers:
+        server.hangs = False
+        server.stop()
+
+
+@pytest.fixture
+def new(path, servers):
+    """Build engines, and close them after the test."""
+    engines = []
+
+    def build(*urls, wait_s=2.0, timeout_s=5.0, request_s=60.0):
+        rollout = RolloutConfig(
+            name="server",
+            servers=list(urls or [server.url for server in servers]),
+            server_wait_s=wait_s,
+            server_timeout_s=timeout_s,
+            request_timeout_s=request_s,
+        )
+        device = torch.device("cpu")
+        engines.append(build_engine("server", ModelConfig(path=path), rollout, 160, device, seed=1))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def synced(new, tmp_path):
+    engine = new()
+    load(engine, tmp_path)
+    return engine
+
+
+def load(engine, folder, version=1):
+    weights = [("w", torch.full((4, 4), float(version)))]
+    value = fingerprint(weights)
+    writer = FolderWriter(folder, version, value)
+    writer.add(weights)
+    writer.finish()
+    engine.load_weights(read_folder(folder, version, value), version, value)
+
+
+def sample(engine, count=40, tokens=4):
+    """Return the answers to requests whose tokens are known, checked."""
+
+    async def all_at_once():
+        samplings = [Sampling(max_tokens=tokens, seed=seed) for seed in range(count)]
+        return await asyncio.gather(*(engine.generate(PROMPT, s) for s in samplings))
+
+    answers = asyncio.run(all_at_once())
+    for seed, answer in enumerate(answers):
+        assert answer.ids == expected_ids(PROMPT, seed, tokens)
+        assert answer.weight_version == engine.version
+    return answers
+
+
+def while_sampling(engine, action, after_s=0.05, **options):
+    """Run `action` in the middle of `sample`."""
+    timer = threading.Timer(after_s, action)
+    timer.start()
+    try:
+        return sample(engine, **options)
+    finally:
+        timer.join()
+
+
+def test_servers_share_the_requests(synced, servers):
+    sample(synced)
+    assert sum(server.asked for server in servers) == 40
+    assert min(server.asked for server in servers) >= 10
+    for server in servers:
+        assert server.calls == [
+            "/pause",
+            "/start_weight_update",
+            "/update_weights",
+            "/reset_prefix_cache",
+            "/resume",
+        ]
+
+
+def test_a_faster_server_gets_more(synced, servers):
+    servers[0].delay_s = 0.2
+    sample(synced)
+    assert servers[1].asked > 2 * servers[0].asked
+
+
+def test_the_others_take_the_samples_of_a_server_that_dies(synced, servers, caplog):
+    servers[0].delay_s = 5.0
+    while_sampling(synced, servers[0].stop)
+    assert servers[1].asked >= 40
+    assert f"{servers[0].url} does not serve any more" in caplog.text
+
+
+def test_the_others_take_the_samples_of_a_server_that_hangs(new, servers, tmp_path, caplog):
+    engine = new(timeout_s=1.0)
+    load(engine, tmp_path)
+    while_sampling(engine, lambda: setattr(servers[0], "hangs", True))
+    assert "no answer to GET /weight_info within 1 s" in caplog.text
+
+
+def test_a_server_that_finishes_nothing_is_left(new, servers, tmp_path, caplog):
+    engine = new(request_s=1.0)
+    load(engine, tmp_path)
+    servers[0].paused = True  # by somebody else: it answers, but does not generate
+    sample(engine)
+    assert "no answer to POST /inference/v1/generate within 1 s" in caplog.text or (
+        "it finished none of" in caplog.text
+    )
+
+
+def test_a_restarted_server_gets_the_weights_before_it_serves(synced, servers, caplog):
+    old = servers[0].fingerprint
+
+    def restart():
+        servers[0].stop()
+        servers[0].asked = 0
+        servers[0].start()
+
+    servers[1].delay_s = 0.2
+    while_sampling(synced, restart)
+    assert servers[0].fingerprint == old != 0
+    assert servers[0].asked > 0, "it did not serve again"
+    assert "serves again" in caplog.text
+
+
+def test_answers_of_other_weights_are_discarded(synced, servers, caplog, monkeypatch):
+    """A server was restarted between two questions about its version."""
+    monkeypatch.setattr(pool, "BEAT_S", 600.0)
+    servers[0].delay_s = 0.5
+    while_sampling(synced, lambda: setattr(servers[0], "version", "default"), after_s=0.4)
+    assert "it has the weights 'default' and not 'verlite-" in caplog.text
+
+
+def test_another_trainer_that_updates_a_server_is_noticed(synced, new, servers, tmp_path, caplog):
+    """Each trainer takes the server back, so the samples of both are right; the log says why this
+    is slow."""
+    other = new(servers[0].url)
+    load(other, tmp_path / "other", version=9)
+    sample(synced)
+    assert "something else updates it" in caplog.text
+
+
+def test_a_restarted_server_that_loads_other_weights_stays_out(synced, servers, caplog):
+    servers[0].version, servers[0].wrong_weights = "default", 1
+    servers[1].delay_s = 0.1
+    sample(synced)
+    assert "after loading, and those of the other servers" in caplog.text
+
+
+def test_without_a_server_the_run_stops(synced, servers):
+    servers[0].stop()
+    began = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        while_sampling(synced, servers[1].stop, tokens=8)
+    assert 2 < time.monotonic() - began < 30
+    for server in servers:
+        assert server.url in str(caught.value)
+    assert "actor_rollout_ref.rollout.server_wait_s=2" in str(caught.value)
+
+
+def test_minus_one_waits_for_a_server(new, servers, tmp_path):
+    engine = new(wait_s=-1)
+    load(engine, tmp_path)
+    for server in servers:
+        server.stop()
+    while_sampling(engine, servers[1].start, after_s=3.0)
+    assert servers[1].version.startswith("verlite-")
+
+
+def test_a_dead_server_does_not_stop_a_sync(synced, servers, tmp_path):
+    servers[0].stop()
+    load(synced, tmp_path, version=2)
+    sample(synced)
+    servers[0].start()
+    servers[1].delay_s = 0.2
+    sample(synced)
+    assert servers[0].asked > 20
+
+
+def test_a_start_without_servers_names_them(new, servers):
+    for server in servers:
+        server.stop()
+    with pytest.raises(RuntimeError, match=f"{servers[0].url}: Connect.*{servers[1].url}"):
+        new(wait_s=0.5)
+
+
+def test_servers_with_different_weights_stop_the_sync(new, servers, tmp_path):
+    engine = new()
+    servers[1].wrong_weights = 1
+    with pytest.raises(WeightSyncError, match="the servers have different weights"):
+        load(engine, tmp_path)
+
+
+def test_a_request_that_always_fails_is_told(synced, servers):
+    for server in servers:
+        server.status = 500
+    with pytest.raises(EngineError, match="a request failed 4 times.*broken"):
+        sample(synced, count=1)
+
+
+def test_a_request_that_is_rejected_is_told(synced, servers):
+    for server in servers:
+        server.status = 400
+    with pytest.raises(EngineError, match="rejected a request: HTTP 400"):
+        sample(synced, count=1)
+
+
+def test_an_aborted_request_is_sent_again(synced, servers):
+    for server in servers:
+        server.finish_reason = "abort"
+    threading.Timer(0.1, lambda: [setattr(s, "finish_reason", "length") for s in servers]).start()
+    servers[0].delay_s = servers[1].delay_s = 0.06
+    sample(synced, count=1)
+
+
+def test_completions_serve_where_the_token_endpoint_is_missing(synced, servers):
+    for server in servers:
+        server.has_token_endpoint = False
+    sample(synced)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_model_len", 100, "--max-model-len is 100"),
+        ("vocab_size", 9, "its model has 9 tokens"),
+        ("dtype", "bfloat16", "--dtype is bfloat16"),
+        ("logprobs_mode", "raw_logprobs", "--logprobs-mode is raw_logprobs"),
+        ("weight_transfer", "nccl", "--weight-transfer-config is nccl"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused(new, servers, name, value, message):
+    servers[1].settings[name] = value
+    with pytest.raises(ValueError, match=f"{servers[1].url} cannot be used: .*{message}"):
+        new()
+
+
+def test_cancelled_requests_leave_the_servers(synced, servers):
+    servers[0].delay_s = servers[1].delay_s = 0.3
+
+    async def cancel():
+        tasks = [
+            asyncio.create_task(synced.generate(PROMPT, Sampling(max_tokens=4, seed=i)))
+            for i in range(20)
+        ]
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(cancel())
+    servers[0].delay_s = servers[1].delay_s = 0.0
+    sample(synced, count=4)

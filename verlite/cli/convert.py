@@ -1,0 +1,114 @@
+"""`verlite convert`: the training command of another framework as a verlite command."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from verlite.cli.common import fail
+
+if TYPE_CHECKING:
+    from verlite.convert.engine import Conversion
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Convert the training command of another framework. Prints a verlite command. "
+    "Exit code 2 if a setting has no counterpart and training would be another without it.",
+)
+
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Write a YAML file for --config-name instead."),
+]
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]},
+)
+def openrlhf(
+    flags: Annotated[
+        list[str], typer.Argument(metavar="-- FLAGS", help="train_ppo_ray's command line.")
+    ],
+    output: Output = None,
+) -> None:
+    """Convert a command line of OpenRLHF's train_ppo_ray, with dots, underscores or hyphens.
+
+    Write `--` before it. Everything up to train_ppo_ray is left out, so a whole
+    `ray job submit ...` command may follow.
+    """
+    from verlite.convert import openrlhf
+
+    show(lambda: openrlhf.convert(flags), output)
+
+
+@app.command()
+def rlinf(
+    file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="A YAML file of RLinf.")],
+    output: Output = None,
+) -> None:
+    """Convert a YAML file of RLinf's math and reasoning examples."""
+    from verlite.convert import rlinf as source
+
+    show(lambda: source.convert(file), output)
+
+
+@app.command()
+def trl(
+    file: Annotated[Path, typer.Argument(metavar="SCRIPT-OR-YAML", help="A .py or YAML file.")],
+    gpus: Annotated[
+        int, typer.Option(min=1, help="Processes of the training: TRL's batch sizes are for each.")
+    ] = 8,
+    trainer: Annotated[
+        str | None, typer.Option(help="grpo, rloo or ppo. Default: what the file says.")
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Convert a script or YAML file of TRL's GRPO, RLOO or PPO. Scripts are read, never executed.
+
+    The literal arguments of GRPOConfig(...), GRPOTrainer(...) and LoraConfig(...) count.
+    """
+    from verlite.convert import trl as source
+    from verlite.convert.trl_fields import TABLES
+
+    if trainer is not None and trainer not in TABLES:
+        fail(f"--trainer={trainer} is not one of {', '.join(TABLES)}.")
+    show(lambda: source.convert(file, gpus, trainer), output)
+
+
+def show(convert: "Callable[[], Conversion]", output: Path | None) -> None:
+    """Print a conversion, or write it to a YAML file. Exits with code 2 if it has problems."""
+    from verlite.config.problems import ConfigError
+    from verlite.convert import text
+
+    try:
+        conversion = convert()
+    except ConfigError as error:
+        refuse(error)
+    if conversion.problems:
+        refuse(ConfigError(conversion.problems))
+    if output is None:
+        typer.echo(text.command(conversion), nl=False)
+        return
+    path = output.with_suffix(".yaml")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text.yaml_text(conversion))
+    except FileExistsError:
+        fail(f"{path} exists. Remove it, or choose another name.")
+    except OSError as error:
+        fail(f"{path} cannot be written: {error.strerror}.")
+    folder, name = path.parent.resolve(), path.stem
+    typer.echo(f"{path} written. Check it, then train:")
+    for program in ("verlite check", "python -m verlite.main_ppo"):
+        typer.echo(f"  {program} --config-path {folder} --config-name {name}")
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Print all problems to stderr and exit with code 2."""
+    from verlite.config.show import console
+
+    console(stderr=True).print(error.text(), soft_wrap=True, end="")  # type: ignore[attr-defined]
+    raise typer.Exit(2)

@@ -1,0 +1,116 @@
+"""What the configuration of one command consists of: its schema, other names of its keys, rules."""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verlite.config import aliases, verl
+from verlite.config.keys import Key, find, table
+from verlite.config.problems import Problem
+from verlite.config.schema import Config
+from verlite.config.translation import Tables
+
+
+@dataclass(frozen=True, eq=False)
+class Command:
+    """A command that takes a configuration."""
+
+    schema: type
+    """Dataclass of the whole configuration."""
+    config_name: str
+    """YAML file that applies without --config-name."""
+    tables: Tables
+    """Names that other projects give to its keys."""
+    verl_defaults: Callable[[], Mapping[str, list[Any]]]
+    """verl's keys for the same purpose, with their defaults."""
+    verl_files: Mapping[str, str]
+    """verl's own YAML files for it; the values are those of `verl.TRAINERS`."""
+    rules: Callable[[Any, Collection[str]], Iterable[Problem]]
+    """The rules of a configuration, given the keys that the user set."""
+    effects: Callable[[Any, Collection[str], Mapping[str, str]], tuple[dict[str, str], list[str]]]
+    """Returns the user's keys without effect, with reasons, and remarks; the last argument is
+    {name that was typed: its current name}."""
+    paths: tuple[str, ...] = ()
+    """Keys whose leading ~ means the home folder. A shell does not expand it after an = sign."""
+    list_keys: str = "List keys: verlite explain."
+    """How to see all keys."""
+    explain: str = "verlite explain"
+    """The start of the command that explains a key."""
+
+    @functools.cached_property
+    def keys(self) -> dict[str, Key]:
+        """Every key, sections included."""
+        return table(self.schema())
+
+    @functools.cached_property
+    def leaves(self) -> list[str]:
+        """The names of all keys that have a value."""
+        return [name for name, key in self.keys.items() if not key.section]
+
+    @functools.cached_property
+    def sections(self) -> frozenset[str]:
+        """The top-level names."""
+        return frozenset(name for name in self.keys if "." not in name)
+
+    @functools.cached_property
+    def tree(self) -> DictConfig:
+        """The schema as a tree to copy. Copying takes a quarter of the time of building it."""
+        return OmegaConf.structured(self.schema)
+
+    def find(self, name: str) -> Key | None:
+        """Return the key, or the free mapping that `name` is an entry of, or None."""
+        return find(name, self.keys)
+
+    def owner(self, name: str) -> Key:
+        """Return the same as `find`. Raises KeyError if there is no such key."""
+        key = self.find(name)
+        if key is None:
+            raise KeyError(name)
+        return key
+
+    def meaning(self, name: str) -> str | None:
+        """Return "schema", the table of other names that contains a key, or None."""
+        known = self.find(name)
+        if known:
+            return None if known.section else "schema"
+        return self.tables.meaning(name)
+
+
+def _ppo_rules(config: Config, user_keys: Collection[str]) -> Iterable[Problem]:
+    from verlite.config import rules
+
+    return rules.check(config, user_keys)
+
+
+def _ppo_effects(
+    config: Config, user_keys: Collection[str], old_names: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    from verlite.config import ineffective
+
+    without_effect = ineffective.keys_without_effect(config, user_keys)
+    return without_effect, ineffective.remarks(config, old_names)
+
+
+PPO = Command(
+    schema=Config,
+    config_name="ppo_trainer",
+    tables=aliases.TABLES,
+    verl_defaults=verl.defaults,
+    verl_files=verl.TRAINERS,
+    rules=_ppo_rules,
+    effects=_ppo_effects,
+    paths=(
+        "data.train_files",
+        "data.val_files",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.model.tokenizer_path",
+        "critic.model.path",
+        "custom_reward_function.path",
+        "trainer.default_local_dir",
+        "trainer.resume_from_path",
+    ),
+)
+"""`verlite.main_ppo`."""

@@ -1,0 +1,148 @@
+"""Key names of verl's supervised fine-tuning, of both its generations, and what happens to them.
+
+`aliases` says what each table means. Names of the model, the engine and the optimizer are
+those of RL training in other sections, so their entries come from there.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from verlite.config import aliases
+from verlite.config.translation import Tables
+
+SECTIONS = {
+    "model": ("model",),
+    "fsdp_config": ("engine", "model.fsdp_config"),
+    "optim": ("optim",),
+    "checkpoint": (),
+}
+"""Section of a role in RL training -> its names in verl's supervised fine-tuning.
+
+Checkpoints differ.
+"""
+
+_AT_THE_END = "the trained model is written once, at the end of the run"
+_FROM_THE_START = "a run trains model.path from the start: set model.path to a trained model"
+_ONE_RESPONSE = (
+    "Each row is one prompt and one response (data.prompt_key, data.response_key). Write one row "
+    "per assistant turn, whose prompt is the list of messages before it."
+)
+_CONVERSATIONS = "it is read only with conversations of several turns"
+_PROCESSES = "torchrun starts the processes: --nnodes and --nproc_per_node"
+_ORDER = "batches are balanced by filling passes up to data.max_token_len_per_gpu"
+
+
+def _in_sections(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table's entries for any role, "*.section.key" and "*.key", under their names
+    here.
+    """
+    found: dict[str, Any] = {}
+    for pattern, entry in table.items():
+        if not pattern.startswith("*."):
+            continue
+        section, _, rest = pattern.removeprefix("*.").partition(".")
+        places = SECTIONS.get(section)
+        names = [pattern] if places is None else [f"{place}.{rest}" for place in places]
+        found |= dict.fromkeys(names, entry)
+    return found
+
+
+RENAMED = {
+    "model.partial_pretrain": "model.path",
+    "model.lora.rank": "model.lora_rank",
+    "model.lora.alpha": "model.lora_alpha",
+    "model.lora.adapter_path": "model.lora_adapter_path",
+    "data.chat_template": "model.custom_chat_template",
+    "use_remove_padding": "model.use_remove_padding",
+    "engine.use_remove_padding": "model.use_remove_padding",
+    "optim.clip_grad": "grad_clip",
+    "optim.lr_scheduler": "optim.lr_scheduler_type",
+    "optim.warmup_style": "optim.lr_scheduler_type",
+    "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
+    "engine.ulysses_sequence_parallel_size": "ulysses_sequence_parallel_size",
+    **{
+        f"{section}.{name}": f"fsdp_config.{name}"
+        for section in SECTIONS["fsdp_config"]
+        for name in (
+            "param_offload",
+            "optimizer_offload",
+            "reshard_after_forward",
+            "model_dtype",
+            "dtype",
+            "fsdp_size",
+            "use_torch_compile",
+        )
+    },
+}
+
+_OFFLOADED = (True, ("fsdp_config.param_offload", "fsdp_config.optimizer_offload"))
+
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    **_in_sections(aliases.FIXED),
+    "engine": (("fsdp",), "training engines always use FSDP2"),
+    "optim": (("fsdp",), "the optimizer is torch.optim.AdamW"),
+    "model": (("hf_model",), "models are those of transformers"),
+    "model.fsdp_config.cpu_offload": (
+        (False,),
+        "use fsdp_config.param_offload and optimizer_offload",
+    ),
+    "data.multiturn.enable": ((False,), "each row is one prompt and one response"),
+    "data.custom_cls.*": ((None,), "write a parquet file with a prompt and a response column"),
+    "trainer.save_freq": ((-1,), _AT_THE_END),
+    "trainer.resume_mode": (("disable", "auto"), _FROM_THE_START),
+    "trainer.resume_from_path": ((None,), _FROM_THE_START),
+    "trainer.resume_path": ((None,), _FROM_THE_START),
+    "trainer.default_hdfs_dir": ((None,), "the run directory is on a file system"),
+}
+
+REFUSED = {
+    **_in_sections(aliases.REFUSED),
+    "data.messages_key": _ONE_RESPONSE,
+    "data.tools_key": _ONE_RESPONSE,
+    "data.enable_thinking_key": "Use data.apply_chat_template_kwargs={enable_thinking:true}.",
+    "data.enable_thinking_default": "Use data.apply_chat_template_kwargs={enable_thinking:true}.",
+    "engine.*": "fsdp_config has the engine's settings.",
+}
+
+IGNORED = {
+    **_in_sections(aliases.IGNORED),
+    "checkpoint.*": _AT_THE_END,
+    "trainer.checkpoint.*": _AT_THE_END,
+    "engine.seed": "trainer.seed is the seed of the data order",
+    "data.micro_batch_size": "verl reads data.micro_batch_size_per_gpu instead",
+    "data.multiturn.*": _CONVERSATIONS,
+    "data.ignore_input_ids_mismatch": _CONVERSATIONS,
+    "data.pad_mode": "passes are packed without padding",
+    "data.balance_dp_token": _ORDER,
+    "trainer.balance_batch": _ORDER,
+    "data.num_workers": "examples are read in one process",
+    "data.use_shm": "files are read in place",
+    "model.fsdp_config.offload_params": "use fsdp_config.param_offload",
+    "trainer.max_ckpt_to_keep": _AT_THE_END,
+    "trainer.nnodes": _PROCESSES,
+    "trainer.n_gpus_per_node": _PROCESSES,
+    "trainer.profile_interval": "metrics.jsonl has the loss, the gradient norm and the tokens",
+    "global_profiler.*": "metrics.jsonl has the loss, the gradient norm and the tokens",
+    "profiler.*": "metrics.jsonl has the loss, the gradient norm and the tokens",
+    "hydra.*": "the run directory is trainer.default_local_dir",
+}
+
+TABLES = Tables(
+    renamed=RENAMED,
+    fixed=FIXED,
+    refused=REFUSED,
+    ignored=IGNORED,
+    refused_at_default=frozenset({"data.messages_key"}),
+    null_means={"optim.lr_scheduler_type": "constant"},
+    spellings=aliases.SPELLINGS
+    | {
+        f"fsdp_config.{name}": aliases.SPELLINGS["*.fsdp_config.model_dtype"]
+        for name in ("model_dtype", "dtype")
+    },
+    several={
+        "engine.offload_policy": _OFFLOADED,
+        "model.fsdp_config.cpu_offload": _OFFLOADED,
+    },
+    implied={"trainer.logger": aliases.IMPLIED["trainer.logger"]},
+)
+"""The tables of main_sft."""

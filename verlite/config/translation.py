@@ -1,0 +1,98 @@
+"""How the tables of other names are searched.
+
+A `*` in a name matches any text. A name in full goes before a pattern, and a long pattern before a
+short one.
+"""
+
+import functools
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Key names of other projects, and what happens to them. `aliases` describes each table."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    per_device: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    null_means: Mapping[str, Any] = field(default_factory=dict)
+    spellings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    several: Mapping[str, tuple[Any, tuple[str, ...]]] = field(default_factory=dict)
+    implied: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    refused_at_default: frozenset[str] = frozenset()
+    """Keys that are refused even at verl's default: to type them is to use what they stand for."""
+
+    def new_name(self, name: str) -> str | None:
+        """Return the new name of a renamed key, or None."""
+        old = matching(self.renamed, name)
+        if old is None:
+            return None
+        match = _regex(old).fullmatch(name)
+        same_text = match[1] if match and match.groups() else ""
+        return self.renamed[old].replace("*", same_text)
+
+    def targets(self, name: str, value: Any) -> list[str]:
+        """Return the keys that an old key with this value stands for, [] if it is not of that
+        kind.
+        """
+        for old, (wanted, names) in self.several.items():
+            match = _regex(old).fullmatch(name)
+            if match and value is wanted:
+                return [new.replace("*", match[1]) if match.groups() else new for new in names]
+        return []
+
+    def spelled(self, key: str, value: Any) -> Any:
+        """Return the value in verlite's spelling."""
+        spellings = lookup(self.spellings, key)
+        written = "null" if value is None else str(value).lower()
+        return spellings.get(written, value) if spellings else value
+
+    def meaning(self, name: str) -> str | None:
+        """Return the table that contains a key: "renamed", "per device", "fixed", "refused",
+        "ignored", or None.
+        """
+        if self.new_name(name):
+            return "renamed"
+        tables: dict[str, Mapping[str, Any]] = {
+            "per device": self.per_device,
+            "fixed": self.fixed,
+            "refused": self.refused,
+            "ignored": self.ignored,
+        }
+        found = {meaning: matching(table, name) for meaning, table in tables.items()}
+        best = _best(name, [pattern for pattern in found.values() if pattern is not None])
+        return next((meaning for meaning in found if best and found[meaning] == best), None)
+
+    def all_names(self) -> Iterator[str]:
+        """Yield every old name, for suggestions and `verlite explain`."""
+        for table in (self.renamed, self.several, self.per_device, self.fixed, self.refused):
+            yield from table
+        yield from self.ignored
+
+
+def lookup(table: Mapping[str, Any], name: str) -> Any:
+    """Return the table's entry for a key, or None."""
+    pattern = matching(table, name)
+    return None if pattern is None else table[pattern]
+
+
+def matching(table: Collection[str], name: str) -> str | None:
+    """Return the name or pattern of a table that matches a key best, or None."""
+    if name in table:
+        return name
+    return _best(name, [p for p in table if "*" in p and _regex(p).fullmatch(name)])
+
+
+def _best(name: str, patterns: Collection[str]) -> str | None:
+    """Return the one of these matching patterns that says most about a name."""
+    return max(patterns, key=lambda pattern: (pattern == name, len(pattern)), default=None)
+
+
+@functools.cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", "(.+)"))

@@ -1,0 +1,559 @@
+"""Convert the command line of OpenRLHF's `train_ppo_ray`, in all three spellings of its flags.
+
+The formulas follow openrlhf/trainer/ppo_utils/experience_maker.py and openrlhf/models/loss.py of
+version 0.11.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from verlite.config.problems import ConfigError, Problem, nearest
+from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
+from verlite.convert.engine import Conversion, Draft, apply
+from verlite.convert.openrlhf_flags import FLAGS
+from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row
+
+PROGRAM = "train_ppo_ray"
+CORRECTION = "algorithm.rollout_correction."
+
+KL_NAMES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+
+SCHEDULES = {
+    "cosine_with_min_lr": "cosine",
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+
+PAIRS = ("eps_clip_low_high", "reward_clip_range", "adam_betas", "critic_adam_betas")
+"""Flags with two numbers."""
+COUNTS = ("train_batch_size", "rollout_batch_size", "n_samples_per_prompt")
+"""Flags that other values are divided by."""
+MESSAGE_COLUMNS = ("message", "messages", "context_messages", "conversations", "prompt")
+
+
+def convert(arguments: Sequence[str]) -> Conversion:
+    """Convert a command line.
+
+    Args:
+        arguments: the flags. Everything up to train_ppo_ray is left out, so a whole
+            `ray job submit ... -- python3 -m openrlhf.cli.train_ppo_ray ...` may be given.
+
+    Raises:
+        ConfigError: a flag is unknown, abbreviated, or has a wrong number of values.
+    """
+    given, typed = parse(arguments)
+    return apply("OpenRLHF", FLAGS, given, FORMULAS, lambda name: typed.get(name, f"--{name}"))
+
+
+# The command line
+
+
+def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return {flag's name in the table: value} and {name: the flag as it was typed}.
+
+    Raises:
+        ConfigError: see `convert`.
+    """
+    words = [word for word in _after_program(arguments) if word.strip() not in ("", "\\")]
+    known = spellings()
+    given: dict[str, Any] = {}
+    typed: dict[str, str] = {}
+    problems: list[Problem] = []
+    while words:
+        word, equals, attached = words.pop(0).partition("=")
+        row = known.get(_plain(word)) if word.startswith("--") else None
+        if row is None:
+            problems.append(_unknown(word, known))
+            _take(words)
+            continue
+        values = [attached] if equals else _take(words)
+        value, rule = _value(row, values)
+        if rule:
+            problems.append(Problem(word, " ".join(values) or None, rule))
+        given[row.name], typed[row.name] = value, word
+    if problems:
+        raise ConfigError(problems)
+    return given, typed
+
+
+def spellings() -> dict[str, Row]:
+    """Return every spelling of every flag, with underscores for hyphens and dots."""
+    return {_plain(name): row for row in FLAGS for name in (row.name, *row.also)}
+
+
+def _after_program(arguments: Sequence[str]) -> list[str]:
+    places = [i for i, word in enumerate(arguments) if PROGRAM in word]
+    return list(arguments[places[-1] + 1 :] if places else arguments)
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[-.]", "_", word.lstrip("-"))
+
+
+def _take(words: list[str]) -> list[str]:
+    """Remove and return the words before the next flag."""
+    end = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    taken, words[:] = words[:end], words[end:]
+    return taken
+
+
+def _unknown(word: str, known: dict[str, Row]) -> Problem:
+    plain = _plain(word)
+    if not word.startswith("--"):
+        return Problem(word, None, "is not a flag", "Flags begin with --.")
+    longer = sorted({f"--{row.name}" for name, row in known.items() if name.startswith(plain)})
+    if longer:
+        remedy = f"Write it in full: {' or '.join(longer[:3])}."
+        return Problem(word, None, "is an abbreviation, or not a flag", remedy)
+    near = nearest(plain, known, 1)
+    remedy = f"Did you mean --{known[near[0]].name}?" if near else ""
+    return Problem(word, None, f"is not a flag of {PROGRAM}", remedy)
+
+
+def _value(row: Row, words: list[str]) -> tuple[Any, str]:
+    """Return the value of a flag, and the violated rule or ""."""
+    unset = [word for word in words if re.match(r"\$\w|\$\{", word)]
+    if unset:
+        return None, f"the shell has not replaced {unset[0]}: use double quotes, or write the value"
+    if row.kind == "switch":
+        return True, "takes no value" if words else ""
+    if row.kind == "words":
+        values = [_number(word, float) for word in words]
+        wrong = "needs values" if not words else ""
+        if row.name in PAIRS and (None in values or len(values) != 2):
+            wrong = "needs two numbers"
+        return (words if None in values else values), wrong
+    if len(words) != 1:
+        return None, "needs a value" if not words else "takes one value"
+    if row.kind == "text":
+        return words[0], ""
+    number = _number(words[0], int if row.kind == "int" else float)
+    if number is None:
+        return None, f"must be a number ({row.kind})"
+    return number, "must be at least 1" if row.name in COUNTS and number < 1 else ""
+
+
+def _number(word: str, kind: type[int] | type[float]) -> Any:
+    """Return the finite number, or None."""
+    try:
+        number = kind(word)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+# The formulas
+
+
+def devices(draft: Draft) -> None:
+    """All roles on the same devices, or each group of roles on devices of its own."""
+    nodes, gpus = draft["actor_num_nodes"], draft["actor_num_gpus_per_node"]
+    tensor_parallel = draft["vllm_tensor_parallel_size"]
+    reference = draft["ref_num_nodes"] * draft["ref_num_gpus_per_node"]
+    engines = draft["vllm_num_engines"]
+    if draft["colocate_all_models"]:
+        given = draft.has("ref_num_nodes") or draft.has("ref_num_gpus_per_node")
+        if given and _has_reference(draft) and reference != nodes * gpus:
+            rule = f"colocated models share devices: {reference} here, {nodes * gpus} for the actor"
+            draft.refuse("ref_num_nodes", rule)
+        if engines and engines * tensor_parallel != nodes * gpus:
+            rule = f"{engines} engines x {tensor_parallel} GPUs are not the {nodes * gpus} GPUs"
+            draft.refuse("vllm_num_engines", rule, "OpenRLHF refuses that, too.")
+        draft.set("trainer.nnodes", nodes)
+        draft.set("trainer.n_gpus_per_node", gpus)
+        return
+    if not engines:
+        draft.refuse(
+            "vllm_num_engines", "is missing", "Without --colocate_all_models it is needed."
+        )
+        return
+    groups = {"actor": nodes * gpus}
+    if _has_reference(draft) and draft["colocate_actor_ref"]:
+        groups = {"actor,ref": nodes * gpus}
+    elif _has_reference(draft):
+        groups["ref"] = reference
+    if _has_critic(draft):
+        groups["critic"] = draft["critic_num_nodes"] * draft["critic_num_gpus_per_node"]
+    groups["rollout"] = engines * tensor_parallel
+    placement, first = {}, 0
+    for roles, size in groups.items():
+        placement[roles] = f"{first}-{first + size - 1}" if size > 1 else str(first)
+        first += size
+    per_node = first if first <= 8 else next(n for n in range(8, 0, -1) if first % n == 0)
+    comment = f"{first} devices in all: the groups of OpenRLHF, each on its own. Set both numbers "
+    comment += "to your machines"
+    draft.set("trainer.nnodes trainer.n_gpus_per_node", None, comment)
+    draft.values |= {"trainer.nnodes": first // per_node, "trainer.n_gpus_per_node": per_node}
+    draft.set("cluster.component_placement", placement)
+
+
+def lengths(draft: Draft) -> None:
+    """Limits of prompt and response, from whichever of the flags are given."""
+    longest, prompt = draft["max_len"], draft["prompt_max_len"]
+    response = draft["max_new_tokens"] or draft["generate_max_len"]
+    side = "right" if prompt else "left"
+    if longest and response and not prompt:
+        prompt = longest - response
+    elif longest and prompt and not response:
+        response = longest - prompt
+    elif response and not longest and not prompt:
+        prompt, side = 1024, "right"
+    elif prompt and not response:
+        response = 1024
+    if not prompt or not response or prompt < 0 or response < 0:
+        rule = "gives prompt and response one limit; verlite has one for each"
+        remedy = "Add --prompt_max_len N: responses then have the rest. Take the longest prompt."
+        draft.refuse("max_len", rule, remedy)
+        return
+    if longest and prompt + response > longest:
+        total = prompt + response
+        draft.warn("max_len", f"verlite allows {total} tokens, the sum of the other two limits")
+    cut = {"right": "lose their end", "left": "lose their beginning"}[side]
+    draft.set("data.max_prompt_length", prompt)
+    draft.set("data.max_response_length", response)
+    draft.set("data.truncation", side, f"longer prompts {cut}, as in OpenRLHF")
+
+
+def batches(draft: Draft) -> None:
+    """Responses per optimizer step become prompts per optimizer step."""
+    n, responses = draft["n_samples_per_prompt"], draft["train_batch_size"]
+    if responses % n:
+        rule = f"must be divisible by n_samples_per_prompt={n}: verlite counts whole prompts"
+        draft.refuse("train_batch_size", rule)
+        return
+    unit = f"train_batch_size {responses} responses -> ppo_mini_batch_size {responses // n} prompts"
+    draft.set(ACTOR + "ppo_mini_batch_size", responses // n, f"{unit} of {n} responses")
+    passes = [ROLLOUT] + [REF] * _has_reference(draft)
+    dynamic = draft["use_dynamic_batch"]
+    if dynamic:
+        tokens = draft["train_max_tokens_per_gpu"]
+        draft.set(ACTOR + "ppo_max_token_len_per_gpu", tokens)
+        for section in passes:
+            rollout = draft["rollout_max_tokens_per_gpu"] or tokens
+            draft.set(section + "log_prob_max_token_len_per_gpu", rollout)
+    else:
+        draft.set(ACTOR + "ppo_micro_batch_size_per_gpu", draft["micro_train_batch_size"])
+        for section in passes:
+            size = draft["micro_rollout_batch_size"]
+            draft.set(section + "log_prob_micro_batch_size_per_gpu", size)
+    if not dynamic and draft["ring_attn_size"] == 1 and draft["ds_tensor_parallel_size"] == 1:
+        draft.set(ACTOR + "shuffle", True, explicit=False)
+    generated = draft["vllm_generate_batch_size"]
+    if generated and generated != draft["rollout_batch_size"]:
+        draft.refuse(
+            "vllm_generate_batch_size",
+            "verlite generates the prompts of one step at a time",
+            "Leave it out. With dynamic filtering use data.gen_batch_size.",
+        )
+
+
+def estimator(draft: Draft) -> None:
+    """OpenRLHF's estimator: baseline, then KL per token, then whitening."""
+    name = draft["advantage_estimator"]
+    in_reward = _has_reference(draft) and not draft["use_kl_loss"]
+    own = {
+        "gae": "gae",
+        "reinforce": "reinforce_plus_plus",
+        "rloo": "rloo_token_kl",
+        "reinforce_baseline": "grpo" if in_reward else "reinforce_plus_plus_baseline",
+        "group_norm": "grpo",
+        "dr_grpo": "grpo",
+    }
+    if name not in own:
+        remedy = f"verlite has those of {', '.join(own)}."
+        draft.refuse("advantage_estimator", "has no counterpart in verlite", remedy)
+        return
+    comment = f"OpenRLHF's {name}"
+    if own[name] == "grpo":
+        draft.set("algorithm.norm_adv_by_std_in_grpo", name == "group_norm", explicit=False)
+        if in_reward:
+            draft.set("algorithm.kl_in_reward_mode", "token")
+    if name == "reinforce_baseline" and in_reward:
+        draft.set("algorithm.whiten_advantages", True)
+    if name == "rloo":
+        comment = "OpenRLHF's rloo: each token pays for its own and later KL"
+        draft.set(
+            "algorithm.whiten_advantages",
+            False,
+            "OpenRLHF up to 0.8.0, and LMM-R1, whiten rloo's advantages: set true to follow them",
+        )
+    draft.set("algorithm.adv_estimator", own[name], comment)
+    if name in ("gae", "reinforce"):
+        draft.set("algorithm.gamma", draft["gamma"], explicit=False)
+    elif draft["gamma"] != 1:
+        draft.warn("gamma", f"OpenRLHF uses 1 with {name}, and so does verlite")
+    if name == "gae":
+        draft.set("algorithm.lam", draft["lambd"], explicit=False)
+    if draft["no_advantage_std_norm"] and name in ("gae", "reinforce", "reinforce_baseline"):
+        remedy = "Leave it out, or use dr_grpo, which subtracts the mean of each prompt only."
+        draft.refuse("no_advantage_std_norm", "verlite divides by the standard deviation", remedy)
+    _clip_of_rewards(draft, name)
+
+
+def _clip_of_rewards(draft: Draft, name: str) -> None:
+    """OpenRLHF clips after the baseline."""
+    if name in ("gae", "reinforce", "rloo"):  # no baseline, or an estimator that clips after it
+        draft.set("reward.clip_range", draft["reward_clip_range"])
+    elif draft["reward_clip_range"] != [-10.0, 10.0]:
+        rule = f"OpenRLHF clips after the baseline of {name}, verlite before it"
+        draft.refuse("reward_clip_range", rule, "Use rloo, which clips after it, or leave it out.")
+
+
+def kl(draft: Draft) -> None:
+    """The KL term, in the reward or in the loss."""
+    coefficient = draft["init_kl_coef"]
+    kind = "k3" if draft["use_kl_estimator_k3"] else draft["kl_estimator"]
+    if not _has_reference(draft):
+        return
+    if kind not in KL_NAMES:
+        draft.refuse("kl_estimator", "is not an estimator", f"Known: {', '.join(KL_NAMES)}.")
+        return
+    if draft["use_kl_loss"]:
+        draft.set(ACTOR + "use_kl_loss", True)
+        draft.set(ACTOR + "kl_loss_coef", coefficient)
+        draft.set(ACTOR + "kl_loss_type", KL_NAMES[kind])
+        return
+    draft.set("algorithm.use_kl_in_reward", True)
+    draft.set("algorithm.kl_penalty", KL_NAMES[kind])
+    draft.set("algorithm.kl_ctrl.kl_coef", coefficient)
+    if draft["kl_target"]:
+        draft.set("algorithm.kl_ctrl.type", "adaptive")
+        draft.set("algorithm.kl_ctrl.target_kl", draft["kl_target"])
+        draft.set("algorithm.kl_ctrl.horizon", draft["kl_horizon"])
+
+
+def loss(draft: Draft) -> None:
+    """The policy's and the critic's loss."""
+    low, high = draft["eps_clip_low_high"] or (None, None)
+    if low is None:
+        draft.set(ACTOR + "clip_ratio", draft["eps_clip"], explicit=draft.has("eps_clip"))
+    else:
+        draft.set(ACTOR + "clip_ratio_low", low)
+        draft.set(ACTOR + "clip_ratio_high", high)
+    if draft["policy_loss_type"] == "gspo":
+        draft.set(ACTOR + "policy_loss.loss_mode", "gspo")
+        draft.set(ACTOR + "loss_agg_mode", "seq-mean-token-mean")
+    else:
+        draft.set(ACTOR + "loss_agg_mode", draft["loss_agg_mode"], explicit=False)
+        bound = draft["dual_clip"]
+        draft.set(
+            ACTOR + "clip_ratio_c",
+            bound or NO_DUAL_CLIP,
+            "" if bound else "no dual clip, as in OpenRLHF: no ratio reaches this bound",
+        )
+    entropy = draft["entropy_loss_coef"]
+    if entropy is not None:
+        draft.set(ACTOR + "entropy_coeff", entropy, explicit=False)
+        draft.set(ACTOR + "calculate_entropy", entropy == 0, explicit=False)
+    if _has_critic(draft):
+        draft.set("critic.cliprange_value", draft["value_clip"])
+
+
+def optimizers(draft: Draft) -> None:
+    """Learning rates and schedules of both optimizers."""
+    _schedule(draft, ACTOR + "optim.", "")
+    updates = draft["rollout_batch_size"] * draft["n_samples_per_prompt"]
+    updates = updates // draft["train_batch_size"] * draft["max_epochs"]
+    if updates > 1 and draft.values.get(ACTOR + "optim.lr_scheduler_type") != "constant":
+        draft.comments[ACTOR + "optim.lr_scheduler_type"] = (
+            f"moves once per training step; OpenRLHF's moves with each of its {updates} updates"
+        )
+    if not _has_critic(draft):
+        return
+    draft.set("critic.optim.lr", draft["critic_learning_rate"])
+    _schedule(draft, "critic.optim.", "critic_")
+    draft.set("critic.optim.betas", draft["critic_adam_betas"] or draft["adam_betas"])
+    draft.set("critic.optim.eps", draft["critic_adam_eps"] or draft["adam_eps"], explicit=False)
+    draft.set("critic.grad_clip", draft["critic_max_norm"] or draft["max_norm"], explicit=False)
+    if draft["critic_pretrain"]:
+        draft.set("critic.model.path", draft["critic_pretrain"])
+    steps = draft["freezing_actor_steps"]
+    if steps >= 0:
+        comment = f"OpenRLHF's steps count from 0 and {steps} is the last one without updates"
+        draft.set("trainer.critic_warmup", steps + 2, comment)
+
+
+def _schedule(draft: Draft, section: str, prefix: str) -> None:
+    def own(name: str) -> Any:
+        value = draft[prefix + name] if prefix else None
+        return draft[name] if value is None else value
+
+    name = own("lr_scheduler")
+    if name not in SCHEDULES:
+        remedy = f"verlite has {', '.join(SCHEDULES)}."
+        draft.refuse(prefix + "lr_scheduler", "has no counterpart in verlite", remedy)
+        return
+    draft.set(section + "lr_scheduler_type", SCHEDULES[name])
+    if name != "constant":  # transformers' constant schedule has no warm-up
+        draft.set(section + "lr_warmup_steps_ratio", own("lr_warmup_ratio"))
+    if name == "cosine_with_min_lr":
+        draft.set(section + "min_lr_ratio", own("min_lr_ratio"))
+    decay = own("l2")
+    comment = "also of biases and norms, which OpenRLHF leaves out" if decay else ""
+    draft.set(section + "weight_decay", decay, comment)
+
+
+def correction(draft: Draft) -> None:
+    """Importance weights between vLLM and the trainer."""
+    low, high = ([0.0, *draft["vllm_is_truncated_threshold"]])[-2:]
+    kind = draft["vllm_is_correction_type"]
+    level, mode = draft["is_correction_level"], draft["is_correction_mode"]
+    if level != "off":  # 0.11.2
+        kind = "seq-mask-tis" if level == "seq" else {"mask": "icepop", "clip": "tis"}[mode]
+    elif not draft["enable_vllm_is_correction"]:
+        return
+    band = f"{low:g}_{high:g}"
+    draft.set(CORRECTION + "rollout_is", "token")
+    if kind == "tis":
+        comment = f"weights below {low:g} stay as they are; OpenRLHF raises them to {low:g}"
+        draft.set(CORRECTION + "rollout_is_threshold", high, comment if low > 0 else "")
+    elif kind == "icepop":
+        draft.set(CORRECTION + "rollout_is_threshold", band)
+    elif kind == "seq-mask-tis":
+        draft.set(CORRECTION + "rollout_is_threshold", NO_DUAL_CLIP, "weights are not truncated")
+        draft.set(CORRECTION + "rollout_rs", "seq_mean_k1")
+        comment = "rejected responses are not in the mean of the loss; in OpenRLHF they count as 0"
+        draft.set(CORRECTION + "rollout_rs_threshold", band, comment)
+    else:
+        draft.refuse(
+            "vllm_is_correction_type", "is not a type", "Known: tis, icepop, seq-mask-tis."
+        )
+
+
+def rewards(draft: Draft) -> None:
+    """Where rewards come from, dynamic filtering and the length penalty."""
+    urls = [url for url in (draft["remote_rm_url"] or "").split(",") if url]
+    if not urls and not draft.has("reward_pretrain", "agent_func_path"):
+        remedy = "Give --remote_rm_url: an address, several with commas, or a Python file."
+        draft.refuse("remote_rm_url", "no reward is given", remedy)
+    elif urls:
+        reward_source(draft, urls)
+    if draft["dynamic_filtering"]:
+        draft.set("algorithm.filter_groups.enable", True)
+        draft.set("algorithm.filter_groups.metric", "score", explicit=False)
+        if draft["dynamic_filtering_reward_range"] != [0.0, 1.0]:
+            rule = "verlite leaves out prompts whose samples have equal scores, whatever they are"
+            draft.refuse("dynamic_filtering_reward_range", rule, "Only 0 1 has a counterpart.")
+        comment = "leaves out prompts whose samples have equal scores; OpenRLHF those with a mean "
+        draft.comments["algorithm.filter_groups.enable"] = comment + "of 0 or 1"
+    if draft["overlong_buffer_len"]:
+        draft.set("reward.overlong_buffer.enable", True)
+        draft.set("reward.overlong_buffer.len", int(draft["overlong_buffer_len"]))
+        factor = draft["overlong_penalty_factor"]
+        draft.set("reward.overlong_buffer.penalty_factor", factor, explicit=False)
+
+
+def reward_source(draft: Draft, urls: list[str]) -> None:
+    """A reward service, or a Python file."""
+    if len(urls) > 1 and any(url.endswith(".py") for url in urls):
+        rule = "has a Python file beside other addresses; verlite has one source of rewards"
+        draft.refuse("remote_rm_url", rule, "Keep one of them.")
+        return
+    if not urls[0].endswith(".py"):
+        is_loopback = re.search(r"//(127\.|localhost|\[::1\])", draft["remote_rm_url"])
+        comment = "every node asks its own 127.0.0.1: give the name of the service's host"
+        several = is_loopback and draft["actor_num_nodes"] > 1
+        address = urls if len(urls) > 1 else urls[0]
+        draft.set("reward.remote.url", address, comment if several else "")
+        return
+    comment = (
+        "write compute_score(data_source, solution_str, ground_truth, extra_info) around its "
+        "reward_func(queries, prompts, labels): docs/migration/openrlhf.md"
+    )
+    draft.set("custom_reward_function.path", urls[0], comment)
+
+
+def data(draft: Draft) -> None:
+    """Prompts: data_preprocess/chat_json.py writes them in verlite's format."""
+    for name in ("pretrain", "prompt_data"):
+        if not draft[name]:
+            draft.refuse(name, "is missing")
+    if not draft["prompt_data"]:
+        return
+    options = ["--input_key", draft["input_key"]]
+    for name in ("label_key", "input_template"):
+        if draft[name]:
+            options += [f"--{name}", draft[name]]
+    draft.set("data.train_files", prepare_data(draft, draft["prompt_data"], options))
+    if not draft["apply_chat_template"] and draft["input_key"] not in MESSAGE_COLUMNS:
+        draft.set(MODEL + "custom_chat_template", VERBATIM, VERBATIM_NOTE)
+    samples = draft["max_samples"]
+    if samples is not None:
+        comment = "of more rows, a random choice; OpenRLHF takes the first ones of each file"
+        draft.set("data.train_max_samples", samples, comment)
+    if draft["eval_dataset"]:
+        draft.set("data.val_files", prepare_data(draft, draft["eval_dataset"], options))
+        draft.set("trainer.test_freq", draft["eval_steps"])
+        draft.set("trainer.val_before_train", False)
+        draft.set(ROLLOUT + "val_kwargs.do_sample", True)
+        draft.set(ROLLOUT + "val_kwargs.temperature", draft["eval_temperature"])
+        draft.set(ROLLOUT + "val_kwargs.n", draft["eval_n_samples_per_prompt"])
+
+
+def memory(draft: Draft) -> None:
+    """Sharding, offload, precision, adapters."""
+    stage = draft["zero_stage"]
+    draft.set(ACTOR + "fsdp_config.reshard_after_forward", stage == 3)
+    if stage < 2:
+        draft.warn("zero_stage", "FSDP2 always shards gradients and optimizer state, as in stage 2")
+    if draft["deepspeed_enable_sleep"]:
+        draft.set(f"{ACTOR}fsdp_config.param_offload {ACTOR}fsdp_config.optimizer_offload", True)
+    if draft["lora_rank"]:
+        draft.set(MODEL + "lora_alpha", draft["lora_alpha"])
+        modules = draft["target_modules"] or "all-linear"
+        draft.set(MODEL + "target_modules", modules, explicit=False)
+
+
+def outputs(draft: Draft) -> None:
+    """Checkpoints, the final weights and trackers."""
+    run_directory = draft["ckpt_path"].rstrip("/")
+    if draft["actor_num_nodes"] > 1 and not run_directory.startswith(("/", "~")):
+        note = "the run directory: make it absolute, on a folder that all nodes share"
+        draft.comments["trainer.default_local_dir"] = note
+    if draft.has("save_path"):
+        where = f"save_path {draft['save_path']} -> {run_directory}/huggingface"
+        draft.set("trainer.export_hf", True, where)
+    if draft["save_steps"] > 0:
+        draft.set("trainer.max_actor_ckpt_to_keep", draft["max_ckpt_num"])
+    if draft["save_hf_ckpt"] and draft["save_steps"] > 0:
+        contents = ["model", "optimizer", "extra", "hf_model"]
+        comment = "Hugging Face folders: global_step_N/actor/huggingface, deleted with their "
+        draft.set(ACTOR + "checkpoint.save_contents", contents, comment + "checkpoint")
+    if draft["disable_ds_ckpt"]:
+        draft.warn("disable_ds_ckpt", "a checkpoint always contains what a resume needs")
+    trackers = ["console"]
+    if draft["use_wandb"]:
+        trackers.append("wandb")
+        comment = "set WANDB_API_KEY in the environment, or run `wandb login`"
+        draft.comments["trainer.logger"] = comment
+    if draft["use_tensorboard"]:
+        trackers.append("tensorboard")
+    draft.set("trainer.logger", trackers, explicit=False)
+
+
+def _has_reference(draft: Draft) -> bool:
+    return bool(draft["init_kl_coef"] > 0)
+
+
+def _has_critic(draft: Draft) -> bool:
+    return bool(draft["advantage_estimator"] == "gae")
+
+
+FORMULAS = (
+    devices,
+    lengths,
+    batches,
+    estimator,
+    kl,
+    loss,
+    optimizers,
+    correction,
+    rewards,
+    data,
+    memory,
+    outputs,
+)

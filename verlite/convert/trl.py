@@ -1,0 +1,488 @@
+"""Convert a script or YAML file of TRL: GRPO, RLOO and PPO.
+
+The formulas follow trl/trainer/grpo_config.py, grpo_trainer.py, rloo_trainer.py and
+trl/experimental/ppo/ppo_trainer.py of version 1.10.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verlite.config.problems import ConfigError, Problem, nearest
+from verlite.convert.data import prepare_data
+from verlite.convert.engine import Conversion, Draft, apply, sentence
+from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, ROLLOUT, Row
+from verlite.convert.trl_fields import DEFAULTS, TABLES
+from verlite.convert.trl_read import Computed, Settings, read
+
+CORRECTION = "algorithm.rollout_correction."
+REWARD_FILE = "reward.py"
+"""The name in the command of the reward function that the user has to write."""
+PER_NODE = 8
+
+
+def convert(file: Path, gpus: int = PER_NODE, trainer: str | None = None) -> Conversion:
+    """Convert a script (.py) or a YAML file.
+
+    Args:
+        file: the file.
+        gpus: processes of the training. TRL's batch sizes are per process.
+        trainer: grpo, rloo or ppo. None: as the file says.
+
+    Raises:
+        ConfigError: the file cannot be read, or has an unknown field.
+    """
+    found, settings = read(file)
+    name = trainer or found
+    changed = DEFAULTS[name]
+    table = [replace(row, default=changed.get(row.name, row.default)) for row in TABLES[name]]
+    given, computed = _named(table, settings, name)
+    formulas = [partial(formula, gpus=gpus) for formula in FORMULAS[name]]
+    warn = partial(_warn_of_computed, computed=computed)
+    return apply(f"TRL's {name.upper()}Trainer", table, given, [*formulas, warn])
+
+
+def find(table: Sequence[Row], field: str) -> Row | None:
+    """Return the first row for a field."""
+    for row in table:
+        if field in (row.name, *row.also):
+            return row
+        if "*" in row.name and field.startswith(row.name.removesuffix("*")):
+            return row
+    return None
+
+
+OWN_TEXT = ("model_name_or_path", "dataset_name", "eval_dataset", "reward_funcs", "peft_config")
+"""Settings whose expression in a script says enough."""
+
+
+def _named(
+    table: Sequence[Row], settings: Settings, trainer: str
+) -> tuple[Settings, dict[str, Computed]]:
+    """Return the settings by their names in the table, and those that a script computes."""
+    given: Settings = {}
+    computed: dict[str, Computed] = {}
+    problems = []
+    for field, value in settings.items():
+        row = find(table, field)
+        if field == "**":
+            computed[f"**{value}"] = value
+        elif row is None:
+            near = nearest(field, [row.name for row in table if "*" not in row.name], 1)
+            remedy = f"Did you mean {near[0]}?" if near else ""
+            rule = f"is not a setting of {trainer.upper()}Config"
+            problems.append(Problem(field, value, rule, remedy))
+        elif isinstance(value, Computed) and row.act == "refused":
+            problems.append(
+                Problem(field, value, "has no counterpart in verlite", sentence(row.note))
+            )
+        elif isinstance(value, Computed) and row.name not in OWN_TEXT and row.act != "needless":
+            computed[field] = value
+        else:
+            given[row.name] = row.name if "*" in row.name else value
+    if problems:
+        raise ConfigError(problems)
+    return given, computed
+
+
+def _warn_of_computed(draft: Draft, computed: dict[str, Computed]) -> None:
+    for field, text in computed.items():
+        typed = field if field.startswith("**") else f"{field}={text}"
+        draft.warn_typed(typed, "the script computes it: set its counterpart yourself")
+
+
+# Batches
+
+
+def updates(draft: Draft, gpus: int) -> int:
+    """Return how many optimizer steps TRL does per generation."""
+    if not _is_online(draft):
+        return int(draft["num_mini_batches"] * draft["num_ppo_epochs"])
+    return max(1, _generated(draft, gpus) // _trained(draft, gpus)) * int(draft["num_iterations"])
+
+
+def _is_online(draft: Draft) -> bool:
+    return "num_generations" in draft.names
+
+
+def _trained(draft: Draft, gpus: int) -> int:
+    """Return the samples of one optimizer step."""
+    size: int = draft["per_device_train_batch_size"] * draft["gradient_accumulation_steps"] * gpus
+    return size
+
+
+def _generated(draft: Draft, gpus: int) -> int:
+    """Return the samples of one generation."""
+    steps = draft["steps_per_generation"] or draft["gradient_accumulation_steps"]
+    size: int = draft["per_device_train_batch_size"] * gpus * steps
+    return draft["generation_batch_size"] or size
+
+
+def devices(draft: Draft, gpus: int) -> None:
+    """As many devices as TRL has processes."""
+    per_node = min(gpus, PER_NODE)
+    if gpus % per_node:
+        rule = f"is not a number of whole nodes of {PER_NODE}"
+        draft.problems.append(Problem("--gpus", gpus, rule))
+    draft.set("trainer.nnodes", gpus // per_node, explicit=False)
+    note = f"TRL's batch sizes are converted for {gpus} processes (--gpus)"
+    draft.set("trainer.n_gpus_per_node", per_node, note)
+
+
+def batches(draft: Draft, gpus: int) -> None:
+    """Samples per process become prompts per step and per update."""
+    n = draft["num_generations"]
+    generated, trained = _generated(draft, gpus), _trained(draft, gpus)
+    for name, size in (
+        ("generation_batch_size", generated),
+        ("per_device_train_batch_size", trained),
+    ):
+        if size % n:
+            rule = f"{size} samples are no whole prompts of num_generations={n} samples"
+            draft.refuse(name, rule, f"They are those of {gpus} processes: --gpus.")
+            return
+    if generated % trained:
+        rule = f"an update of {trained} samples spans generations of {generated}"
+        draft.refuse("gradient_accumulation_steps", rule, "verlite trains on one generation.")
+        return
+    prompts, mini = generated // n, trained // n
+    draft.set(ROLLOUT + "n", n)
+    unit = f"{generated} samples per generation -> train_batch_size {prompts} prompts of {n}"
+    draft.set("data.train_batch_size", prompts, unit)
+    unit = f"{trained} samples per update -> ppo_mini_batch_size {mini} prompts of {n}"
+    draft.set(ACTOR + "ppo_mini_batch_size", mini, unit)
+    draft.set(ACTOR + "ppo_micro_batch_size_per_gpu", draft["per_device_train_batch_size"])
+    _prompt_length(draft)
+
+
+def ppo_batches(draft: Draft, gpus: int) -> None:
+    """PPO's batch: one response per prompt, num_mini_batches updates."""
+    size, parts = _trained(draft, gpus), draft["num_mini_batches"]
+    if size % parts:
+        draft.refuse("num_mini_batches", f"must divide the batch of {size} samples")
+        return
+    unit = f"batch of {size} samples on {gpus} processes, one per prompt"
+    draft.set("data.train_batch_size", size, unit)
+    draft.set(ACTOR + "ppo_mini_batch_size", size // parts)
+    draft.set(ACTOR + "ppo_micro_batch_size_per_gpu", draft["per_device_train_batch_size"])
+    if draft["total_episodes"]:
+        steps = -(-int(draft["total_episodes"]) // size)
+        note = f"total_episodes {draft['total_episodes']} / {size} samples per step"
+        draft.set("trainer.total_training_steps", steps, note)
+        draft.values.pop("trainer.total_epochs", None)
+    _prompt_length(draft)
+
+
+def _prompt_length(draft: Draft) -> None:
+    prompt = draft["max_prompt_length"]
+    if prompt:
+        draft.set("data.max_prompt_length", prompt)
+        draft.set("data.truncation", "left")
+    else:
+        draft.set("data.max_prompt_length", 512, "TRL has no limit: set that of your prompts")
+
+
+# Algorithm
+
+
+def grpo_loss(draft: Draft, gpus: int) -> None:
+    """GRPO: advantages, KL in the loss, aggregation, clip."""
+    scale = {True: "group", False: "none"}.get(draft["scale_rewards"], draft["scale_rewards"])
+    draft.set("algorithm.adv_estimator", "grpo")
+    if scale not in ("group", "none"):
+        rule = "verlite divides by the standard deviation of the prompt's samples, or not at all"
+        draft.refuse("scale_rewards", rule, "Use group or none.")
+    draft.set("algorithm.norm_adv_by_std_in_grpo", scale == "group", explicit=False)
+    if draft["beta"]:
+        draft.set(ACTOR + "use_kl_loss", True)
+        draft.set(ACTOR + "kl_loss_coef", draft["beta"])
+        draft.set(ACTOR + "kl_loss_type", "low_var_kl")
+    _aggregation(draft)
+    high = draft["epsilon_high"]
+    if draft["loss_type"] == "cispo":
+        if not high:
+            draft.refuse("epsilon_high", "loss_type=cispo needs it", "Usual: 5.")
+            return
+        draft.set(ACTOR + "clip_ratio_low", 1.0)
+        note = f"epsilon_high {high:g} is the bound of the ratio itself"
+        draft.set(ACTOR + "clip_ratio_high", high - 1, note)
+        return
+    draft.set(ACTOR + "clip_ratio", draft["epsilon"], explicit=False)
+    if high:
+        draft.set(ACTOR + "clip_ratio_high", high)
+    if draft.values.get(ACTOR + "policy_loss.loss_mode") is None:
+        bound = draft["delta"]
+        note = "" if bound else "no dual clip, as in TRL: no ratio reaches this bound"
+        draft.set(ACTOR + "clip_ratio_c", bound or NO_DUAL_CLIP, note)
+
+
+AGGREGATIONS = {
+    "dapo": "token-mean",
+    "bnpo": "token-mean",
+    "cispo": "token-mean",
+    "grpo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+
+
+def _aggregation(draft: Draft) -> None:
+    kind, level = draft["loss_type"], draft["importance_sampling_level"]
+    if kind not in AGGREGATIONS:
+        remedy = f"verlite has those of {', '.join(AGGREGATIONS)}."
+        draft.refuse("loss_type", "has no counterpart in verlite", remedy)
+        return
+    mode = {"cispo": "cispo", "sapo": "sapo"}.get(kind)
+    if level == "sequence" and kind == "grpo":
+        mode = "gspo"
+    elif level != "token":
+        remedy = "verlite has sequence with loss_type=grpo (GSPO), and token."
+        draft.refuse("importance_sampling_level", "has no counterpart in verlite", remedy)
+    if mode:
+        draft.set(ACTOR + "policy_loss.loss_mode", mode)
+    if mode == "sapo":
+        draft.set(ACTOR + "tau_pos", draft["sapo_temperature_pos"], explicit=False)
+        draft.set(ACTOR + "tau_neg", draft["sapo_temperature_neg"], explicit=False)
+    note = "over the whole update; TRL's bnpo takes it per micro-batch" if kind == "bnpo" else ""
+    draft.set(ACTOR + "loss_agg_mode", AGGREGATIONS[kind], note)
+
+
+def rloo_loss(draft: Draft, gpus: int) -> None:
+    """RLOO: KL in the reward, and a ratio per response in TRL."""
+    draft.set("algorithm.adv_estimator", "rloo")
+    if draft["beta"]:
+        draft.set("algorithm.use_kl_in_reward", True)
+        draft.set("algorithm.kl_ctrl.kl_coef", draft["beta"])
+        draft.set("algorithm.kl_penalty", "kl", explicit=False)
+    draft.set(ACTOR + "clip_ratio", draft["epsilon"], explicit=False)
+    if draft["epsilon_high"]:
+        draft.set(ACTOR + "clip_ratio_high", draft["epsilon_high"])
+    draft.set(ACTOR + "clip_ratio_c", NO_DUAL_CLIP, "no dual clip, as in TRL")
+    several = updates(draft, gpus) > 1
+    note = "TRL clips the ratio of a whole response, verlite that of each token" if several else ""
+    draft.set(ACTOR + "loss_agg_mode", "seq-mean-token-sum", note)
+
+
+def ppo_loss(draft: Draft, gpus: int) -> None:
+    """PPO: a critic, KL in the reward."""
+    draft.set("algorithm.adv_estimator", "gae")
+    draft.set("algorithm.use_kl_in_reward", draft["kl_coef"] > 0, explicit=False)
+    if draft["kl_coef"] > 0:
+        draft.set("algorithm.kl_ctrl.kl_coef", draft["kl_coef"])
+        kinds = {"k1": "kl", "k3": "low_var_kl"}
+        draft.set("algorithm.kl_penalty", kinds.get(draft["kl_estimator"], "kl"), explicit=False)
+    draft.set(ACTOR + "clip_ratio_c", NO_DUAL_CLIP, "no dual clip, as in TRL")
+    draft.set("critic.optim.lr", draft["learning_rate"], "TRL trains both with one optimizer")
+    if draft["missing_eos_penalty"]:
+        rule = "is subtracted in TRL from the scores of responses without end"
+        draft.refuse("missing_eos_penalty", rule, "Do so in your reward function.")
+
+
+def sampling(draft: Draft, gpus: int) -> None:
+    """Generation with vLLM, and the correction of its log-probs."""
+    draft.set(ROLLOUT + "top_k", draft["top_k"] or -1, explicit=False)
+    if not draft["use_vllm"]:
+        return
+    if draft["vllm_mode"] == "server":
+        _server(draft)
+    else:
+        draft.set(ROLLOUT + "name", "vllm")
+        tensor_parallel = draft["vllm_tensor_parallel_size"]
+        draft.set(ROLLOUT + "tensor_model_parallel_size", tensor_parallel, explicit=False)
+        draft.set(ROLLOUT + "gpu_memory_utilization", draft["vllm_gpu_memory_utilization"])
+        draft.set(ROLLOUT + "free_cache_engine", draft["vllm_enable_sleep_mode"])
+    if draft["vllm_max_model_length"]:
+        draft.set(ROLLOUT + "max_model_len", draft["vllm_max_model_length"])
+    if not draft.names & {"vllm_importance_sampling_mode"}:
+        return
+    if not draft["vllm_importance_sampling_correction"]:
+        return
+    mode = draft["vllm_importance_sampling_mode"]
+    level, _, kind = mode.partition("_")
+    low, high = (
+        draft["vllm_importance_sampling_clip_min"],
+        draft["vllm_importance_sampling_clip_max"],
+    )
+    if level not in ("token", "sequence") or kind not in ("mask", "truncate"):
+        draft.refuse("vllm_importance_sampling_mode", "is not a mode")
+        return
+    draft.set(CORRECTION + "rollout_is", level)
+    bound: Any = high or NO_DUAL_CLIP
+    if kind == "mask":
+        bound = f"{low or 0:g}_{bound:g}"
+    elif low:
+        rule = "verlite does not raise small weights"
+        draft.refuse("vllm_importance_sampling_clip_min", rule, "Leave it out.")
+    note = "TRL corrects vLLM's log-probs unless it is told not to"
+    draft.set(CORRECTION + "rollout_is_threshold", bound, note)
+
+
+def _server(draft: Draft) -> None:
+    """A running vLLM server."""
+    host, port = draft["vllm_server_host"], draft["vllm_server_port"]
+    host = "127.0.0.1" if host == "0.0.0.0" else host
+    address = draft["vllm_server_base_url"] or f"http://{host}:{port}"
+    draft.set(ROLLOUT + "name", "server")
+    note = "start it with `verlite serve generation` (docs/generation_service.md)"
+    draft.set(ROLLOUT + "servers", address, note)
+
+
+# The run
+
+
+def optimizer(draft: Draft, gpus: int) -> None:
+    """Learning rate and schedule. TRL counts updates, verlite training steps."""
+    section = ACTOR + "optim."
+    draft.set(section + "lr", draft["learning_rate"])
+    draft.set(section + "betas", [draft["adam_beta1"], draft["adam_beta2"]], explicit=False)
+    kinds = {
+        "linear": "linear",
+        "cosine": "cosine",
+        "cosine_with_min_lr": "cosine",
+        "constant": "constant",
+        "constant_with_warmup": "constant",
+    }
+    name = str(draft["lr_scheduler_type"])
+    if name not in kinds:
+        draft.refuse(
+            "lr_scheduler_type", "has no counterpart in verlite", f"It has {', '.join(kinds)}."
+        )
+        return
+    draft.set(section + "lr_scheduler_type", kinds[name])
+    options = draft["lr_scheduler_kwargs"] or {}
+    if name == "cosine_with_min_lr":
+        ratio = options.get("min_lr_rate")
+        if ratio is None:
+            ratio = options.get("min_lr", 0.0) / draft["learning_rate"]
+        draft.set(section + "min_lr_ratio", ratio)
+    elif options:
+        draft.refuse("lr_scheduler_kwargs", "only those of cosine_with_min_lr are converted")
+    count, warmup = updates(draft, gpus), draft["warmup_steps"]
+    if warmup and warmup < 1:  # transformers 5: a fraction of all steps
+        draft.set(section + "lr_warmup_steps_ratio", warmup)
+    elif warmup:
+        note = f"{warmup:g} updates, {count} per training step"
+        draft.set(section + "lr_warmup_steps", -(-int(warmup) // count), note)
+    elif draft["warmup_ratio"]:
+        draft.set(section + "lr_warmup_steps_ratio", draft["warmup_ratio"])
+    if not str(draft["optim"]).startswith("adamw"):
+        draft.refuse("optim", "the optimizer is AdamW")
+
+
+def memory(draft: Draft, gpus: int) -> None:
+    """Precision and adapters."""
+    dtype = "bfloat16" if draft["bf16"] else "float32"
+    if draft["fp16"]:
+        draft.refuse("fp16", "verlite trains in bfloat16 or float32", "Use bf16.")
+    draft.set(ACTOR + "fsdp_config.dtype", dtype)
+    if draft["model_init_kwargs"]:
+        note = "parameters that the optimizer updates are float32, as fsdp_config.model_dtype says"
+        draft.warn("model_init_kwargs", note)
+    has_lora = draft.has("lora_r", "lora_alpha", "lora_target_modules", "peft_config")
+    if not (draft["use_peft"] or has_lora):
+        return
+    if draft["lora_dropout"] and draft["lora_dropout"] > 0:
+        draft.refuse("lora_dropout", "verlite trains adapters without dropout", "Use 0.")
+    # Defaults: TRL's in a YAML file (16, 32), peft's in a script (8, 8).
+    rank, alpha = (16, 32) if draft["use_peft"] else (8, 8)
+    draft.set(MODEL + "lora_rank", draft["lora_r"] or rank)
+    draft.set(MODEL + "lora_alpha", draft["lora_alpha"] or alpha)
+    modules = draft["lora_target_modules"]
+    note = "" if modules else "peft chooses some layers by default, verlite all linear ones"
+    draft.set(MODEL + "target_modules", modules or "all-linear", note)
+
+
+def data(draft: Draft, gpus: int) -> None:
+    """Model, prompts and rewards."""
+    model = draft["model_name_or_path"] or (
+        "sft_model_path" in draft.names and draft["sft_model_path"]
+    )
+    if not model:
+        draft.refuse("model_name_or_path", "is missing")
+    elif isinstance(model, Computed):
+        draft.set(MODEL + "path", "MODEL", f"the script's {model}")
+    else:
+        draft.set(MODEL + "path", model)
+    note = "write prompts and answers of the script's {} into it: data_preprocess/chat_json.py"
+    for field, key, split in (
+        ("dataset_name", "data.train_files", "dataset_train_split"),
+        ("eval_dataset", "data.val_files", "dataset_test_split"),
+    ):
+        name = draft[field]
+        if isinstance(name, str) and not isinstance(name, Computed):
+            options = ["--input_key", "prompt"]
+            draft.set(key, prepare_data(draft, name, options, draft[split]))
+        elif name is not None or field == "dataset_name":
+            file = "train.parquet" if field == "dataset_name" else "val.parquet"
+            draft.set(key, file, note.format(name or "data set"))
+    _rewards(draft)
+
+
+def _rewards(draft: Draft) -> None:
+    names = ("reward_funcs", "reward_model", "reward_model_path")
+    given = [draft[name] for name in names if name in draft.names and draft[name] is not None]
+    shown = str(given[0]).strip("[]").replace("'", "") if given else "reward"
+    note = f"write compute_score(data_source, solution_str, ground_truth, extra_info) for {shown}: "
+    draft.set("custom_reward_function.path", REWARD_FILE, f"{note}docs/migration/trl.md")
+    if "reward_weights" in draft.names and draft["reward_weights"]:
+        draft.warn("reward_weights", "write the weights into your reward function")
+
+
+def run(draft: Draft, gpus: int) -> None:
+    """How long, where, and how often. TRL counts updates, verlite training steps."""
+    count = updates(draft, gpus)
+    epochs = draft["num_train_epochs"]
+    if draft["max_steps"] and draft["max_steps"] > 0:
+        steps = -(-int(draft["max_steps"]) // count)
+        note = f"{draft['max_steps']} updates, {count} per training step"
+        draft.set("trainer.total_training_steps", steps, note)
+    elif "trainer.total_training_steps" not in draft.values:
+        if epochs != int(epochs):
+            draft.refuse("num_train_epochs", "must be a whole number", "Or use max_steps.")
+        draft.set("trainer.total_epochs", int(epochs))
+    every = f"{{}} updates, {count} per training step"
+    if draft["save_strategy"] == "steps":
+        _every(draft, "trainer.save_freq", draft["save_steps"], count, every)
+        if draft["save_total_limit"]:
+            draft.set("trainer.max_actor_ckpt_to_keep", draft["save_total_limit"])
+    elif draft["save_strategy"] == "epoch":
+        draft.warn("save_strategy", "verlite counts steps: set trainer.save_freq")
+    if draft["eval_strategy"] != "no" and draft["eval_dataset"] is not None:
+        steps = draft["eval_steps"] or 500
+        _every(draft, "trainer.test_freq", steps, count, every)
+        draft.set("trainer.val_before_train", draft["eval_on_start"])
+    if draft["output_dir"]:
+        draft.set("trainer.default_local_dir", draft["output_dir"])
+    for field, key in (("run_name", "experiment_name"), ("project", "project_name")):
+        if draft[field]:
+            draft.set(f"trainer.{key}", draft[field])
+    resume = draft["resume_from_checkpoint"]
+    draft.set("trainer.resume_mode", "auto" if resume is True else "disable")
+    if resume not in (None, True, False):
+        draft.warn("resume_from_checkpoint", "verlite cannot load checkpoints of TRL")
+    report = draft["report_to"]
+    backends = [report] if isinstance(report, str) else list(report or [])
+    known = [name for name in backends if name in ("wandb", "tensorboard")]
+    draft.set("trainer.logger", ["console", *known], explicit=False)
+    for name in backends:
+        if name not in (*known, "none"):
+            draft.warn("report_to", f"{name} is not supported")
+    if draft["data_seed"] is not None:
+        draft.set("data.seed", draft["data_seed"])
+
+
+def _every(draft: Draft, key: str, value: Any, count: int, note: str) -> None:
+    if value and value < 1:
+        draft.warn(key, f"{value:g} is a share of the run in TRL: set a number of steps")
+        return
+    draft.set(key, -(-int(value) // count), note.format(value) if count > 1 else "")
+
+
+SHARED = (devices, optimizer, memory, data, run)
+FORMULAS = {
+    "grpo": (batches, grpo_loss, sampling, *SHARED),
+    "rloo": (batches, rloo_loss, sampling, *SHARED),
+    "ppo": (ppo_batches, ppo_loss, *SHARED),
+}

@@ -1,0 +1,88 @@
+"""Requests that several items share, for services that answer a list per request."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+from verlite.http.client import Client, Refused, Retry, Server, Slow
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Batches(Generic[Item, Result]):
+    """Ask a service about items, `size` of them per request.
+
+    A request that failed is repeated in two halves, so that an item that the service rejects,
+    crashes on or is slow with does not fail the others. `size` is halved after a timeout, and
+    raised by one after each success, up to `largest`.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        largest: int,
+        send: Callable[[Server, Sequence[Item], float], Awaitable[Sequence[Result]]],
+        deadline: Callable[[Item], float],
+        succeeded: Callable[[Item, Result, int], None],
+        failed: Callable[[Item, Exception], None],
+    ) -> None:
+        """Describe the requests.
+
+        Args:
+            client: of the service; it must be open when `answer` is called.
+            largest: items in one request.
+            send: (server, items, seconds left) -> one result per item, in order.
+            deadline: returns when an item must be answered, as a value of time.monotonic().
+            succeeded: gets each item, its result, and the number of attempts that failed before.
+            failed: gets each other item and the cause: Refused, Unavailable, or an error of
+                `send` or `succeeded`.
+        """
+        self.size = largest
+        self._client = client
+        self._largest = largest
+        self._send = send
+        self._deadline = deadline
+        self._succeeded = succeeded
+        self._failed = failed
+
+    async def answer(self, items: Sequence[Item], tries: int = 0) -> None:
+        """Answer the items of one request. `tries` attempts failed before. Never raises."""
+        try:
+            tries = await self._together(items, tries)
+            if tries:
+                half = len(items) // 2
+                await asyncio.gather(
+                    *(self.answer(part, tries) for part in (items[:half], items[half:]))
+                )
+        except Exception as error:  # any exception must reach those who wait for the items
+            for item in items:
+                self._failed(item, error)
+
+    async def _together(self, items: Sequence[Item], tries: int) -> int:
+        """Return 0 if all items are answered, else the failed attempts: the request is split."""
+
+        def send(server: Server, left_s: float) -> Awaitable[Sequence[Result]]:
+            return self._send(server, items, left_s)
+
+        several = len(items) > 1
+        try:
+            answer = await self._client.call(
+                send,
+                lambda: max(self._deadline(item) for item in items),
+                tries=tries,
+                raise_retry=several,
+            )
+        except Refused as error:
+            if several:
+                return error.tries
+            raise
+        except Retry as error:
+            # The parts of a split request do not count: one item may have made them slow.
+            if error.tries == 1 and isinstance(error, Slow):
+                self.size = max(1, len(items) // 2)
+            return error.tries
+        self.size = min(self._largest, self.size + (not answer.tries))
+        for item, result in zip(items, answer.value, strict=True):
+            self._succeeded(item, result, answer.tries)
+        return 0

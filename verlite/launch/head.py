@@ -1,0 +1,163 @@
+"""Find the head of a cluster: by the head file on a shared folder, or by its address."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from verlite.controller import ray_internals, ray_node
+from verlite.controller.head import answers
+from verlite.controller.ray_internals import ClusterView, environment
+from verlite.launch import shared
+from verlite.launch.errors import ClusterError
+
+REMINDER_S = 30.0
+"""While waiting, say so at least this often."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the head is, and how to be let in.
+
+    Attributes:
+        shared: folder of the head file and the token; None: `head` says where the head is.
+        head: ip:port of the head; None: from the head file.
+        port: the head's port, if neither of these has one.
+        authenticate: whether joining takes a token.
+        wait_s: how long to wait for the head, in seconds.
+        named: whether the user named the folder or the head. Else `shared` is the default folder.
+    """
+
+    shared: Path | None
+    head: str | None = None
+    port: int = 6379
+    authenticate: bool = True
+    wait_s: float = 600.0
+    named: bool = True
+
+
+def find_head(source: Source) -> tuple[str, str | None, ClusterView]:
+    """Return (ip:port, the token or None if it asks for none, the view) of the head.
+
+    Raises:
+        ConnectionError: the head is not there yet; the message says what is missing.
+        ClusterError: the head refuses the token, or there is none. Waiting does not help.
+    """
+    token = given_token(source)
+    authenticated = source.authenticate
+    cluster_id = ""
+    if source.head is not None:
+        address = source.head
+        where = f"--head {address}"
+    else:
+        assert source.shared is not None
+        path = source.shared / shared.HEAD_FILE
+        head = shared.read_head(source.shared, source.port)
+        if head is None:
+            raise ConnectionError(
+                f"{path} does not exist. Rank 0 writes it when its Ray runs; the folder must be "
+                "shared by all nodes (else use --head HOST and RAY_AUTH_TOKEN)"
+            )
+        address, cluster_id = head.address, head.cluster_id
+        authenticated = authenticated and head.authenticated
+        where = f"{path} names {address}, started {head.age()}"
+    if not answers(address):
+        raise ConnectionError(
+            f"{where}, where no Ray answers. Is rank 0 started? Does a firewall block the port?"
+        )
+    is_given = token is not None
+    if not authenticated:
+        token = None
+    elif token is None:
+        if source.shared is None:
+            raise ClusterError(no_token(where))
+        token = shared.read_token(source.shared)
+        if token is None:
+            path = source.shared / shared.TOKEN_FILE
+            raise ConnectionError(
+                f"{path} does not exist. If the head was given RAY_AUTH_TOKEN, export it here too"
+            )
+    try:
+        with credentials(token):
+            view = ray_internals.view(address)
+    except PermissionError:
+        if source.head is not None or is_given or not authenticated:
+            raise ClusterError(
+                f"{where}: the cluster there refuses "
+                + ("this token" if authenticated else "a process without a token")
+                + ". Give every node the same RAY_AUTH_TOKEN, or the shared folder of the head."
+            ) from None
+        raise ConnectionError(
+            f"{where}, but the cluster there refuses the token of that folder, so it is another "
+            "cluster. Rank 0 replaces the file when it starts"
+        ) from None
+    if cluster_id and cluster_id != view.cluster_id:
+        raise ConnectionError(
+            f"{where}, but another cluster answers there now. Rank 0 replaces the file when it "
+            "starts"
+        )
+    if not any(node.is_head for node in view.nodes):
+        raise ConnectionError(f"{where}, whose own node has not joined it yet")
+    return address, token, view
+
+
+@contextmanager
+def credentials(token: str | None) -> Iterator[None]:
+    """Let this process talk to a cluster meanwhile. None: the cluster asks for no token."""
+    mode = "disabled" if token is None else "token"
+    with environment({"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": token}):
+        yield
+
+
+def given_token(source: Source) -> str | None:
+    """Return the token of the environment, as Ray would read it; None if there is none.
+
+    Raises:
+        ClusterError: RAY_AUTH_TOKEN_PATH cannot be read.
+    """
+    if not source.authenticate:
+        return None
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    if token:
+        return token
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if path == str(ray_node.token_path()):
+        path = None  # exported for an earlier cluster on this machine
+    elif path is None and os.environ.get("RAY_AUTH_MODE") == "token":
+        default = Path.home() / ".ray" / "auth_token"
+        path = str(default) if default.is_file() else None
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() or None
+    except OSError as error:
+        raise ClusterError(f"RAY_AUTH_TOKEN_PATH={path} cannot be read: {error.strerror}") from None
+
+
+def no_token(why: str) -> str:
+    return (
+        f"{why} needs a token that all nodes know: export one secret as RAY_AUTH_TOKEN on every "
+        "node (for example of `openssl rand -hex 32`), use a shared folder (--shared), or "
+        "--no-auth in a network that nobody else can reach."
+    )
+
+
+class Progress:
+    """Says why a command waits: when the reason changes, and every REMINDER_S seconds."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._reason = ""
+        self._last = 0.0
+
+    def show(self, reason: str, remaining: float) -> None:
+        """Report the reason, with the seconds that remain."""
+        now = time.monotonic()
+        if reason != self._reason or now - self._last > REMINDER_S:
+            self._reason = reason
+            self._last = now
+            self._say(f"{reason} (giving up in {remaining:.0f} s)")

@@ -1,0 +1,262 @@
+"""Train on the hosts of a hostfile: check them, start Ray, train, stop what was started."""
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from verlite.launch.errors import ClusterError
+from verlite.launch.head import Say
+from verlite.launch.host_check import Expected, versions
+from verlite.launch.hosts_plan import HostsRun
+from verlite.launch.session import SSH_FAILED, Heart, Remote, Session, end_all
+
+RAY_STOP_S = 60.0
+"""How long a host's Ray gets to end."""
+CHECK_S = 120.0
+"""How long the check of a host may take, in addition to waiting for services."""
+DRIVER_NOTICES_S = 90.0
+"""After a host was lost: how long the driver gets to report it and to end by itself."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """A signal ended the launcher before the training began."""
+
+
+class Launcher:
+    """Runs one training. Use `run` once, in the main thread.
+
+    Args:
+        wait_s: how long Ray's start may take on all hosts together.
+        service_wait_s: how long to wait for a service to become healthy.
+    """
+
+    def __init__(
+        self, job: HostsRun, remote: Remote, say: Say, wait_s: float, service_wait_s: float
+    ) -> None:
+        self._job = job
+        self._remote = remote
+        self._say = say
+        self._wait_s = wait_s
+        self._service_wait_s = service_wait_s
+        self._signals: list[int] = []
+        self._heart = Heart()
+        # Hidden, and on the shared folder: the head's address and the cluster's token.
+        self._shared = job.run_dir.parent / f".launch-{secrets.token_hex(4)}"
+
+    def run(self) -> int:
+        """Return the exit code of the run.
+
+        Raises:
+            ClusterError: a host, a service or Ray is not ready; nothing was trained.
+        """
+        before = [(number, signal.signal(number, self._note)) for number in SIGNALS]
+        # A stopped process would not answer the hosts, which would end the run.
+        before.append((signal.SIGTSTP, signal.signal(signal.SIGTSTP, signal.SIG_IGN)))
+        nodes: list[Session] = []
+        try:
+            self._job.logs.mkdir(parents=True, exist_ok=True)
+            self._shared.mkdir(mode=0o700, parents=True)
+            self._check_hosts()
+            nodes = self._start_ray()
+            return self._train(nodes)
+        except Interrupted:
+            self._say(f"stopped by {signal.Signals(self._signals[0]).name} before the training")
+            return 128 + self._signals[0]
+        except OSError as error:
+            raise ClusterError(f"{error.filename} cannot be written: {error.strerror}") from None
+        finally:
+            if nodes:
+                self._say(f"stopping Ray on {len(nodes)} hosts")
+            end_all(nodes[::-1], RAY_STOP_S)
+            self._heart.stop()
+            for file in self._shared.glob("*"):
+                file.unlink(missing_ok=True)
+            if self._shared.is_dir():
+                self._shared.rmdir()
+            for number, handler in before:
+                signal.signal(number, handler)
+
+    def _check_hosts(self) -> None:
+        """Check all hosts at the same time.
+
+        Raises:
+            ClusterError: with every problem of every host.
+        """
+        job = self._job
+        nonce = self._shared / "check"
+        nonce.write_text(secrets.token_hex(8), encoding="utf-8")
+        for name, url, _ in job.services:
+            self._say(f"{name} service: {url}")
+        sessions = []
+        for host in job.hosts:
+            expected = Expected(
+                versions(),
+                (str(nonce), nonce.read_text(encoding="utf-8")),
+                host.slots if job.gpus else 0,
+                os.path.abspath(job.model) if job.model else "",
+                job.services,
+                self._service_wait_s,
+            )
+            command = ["-m", "verlite.launch.host_check", expected.text()]
+            sessions.append(self._session(host.target, command))
+        try:
+            self._wait(
+                lambda: all(session.code is not None for session in sessions),
+                CHECK_S + self._service_wait_s * max(1, len(job.services)),
+            )
+            problems = [text for session in sessions for text in _problems(session)]
+        finally:
+            for session in sessions:
+                session.close()
+        nonce.unlink(missing_ok=True)
+        if problems:
+            raise ClusterError("\n".join(dict.fromkeys(problems)))
+        names = ", ".join(host.name for host in job.hosts)
+        healthy = " and of the services" if job.services else ""
+        self._say(f"checked {len(job.hosts)} hosts ({names}){healthy}")
+
+    def _start_ray(self) -> list[Session]:
+        """Start Ray on all hosts; return its sessions, in the order of the ranks.
+
+        Raises:
+            ClusterError: a host's Ray did not start. Those of the others are ended.
+        """
+        job = self._job
+        started: set[int] = set()
+        sessions = []
+        for rank, host in enumerate(job.hosts):
+            devices = [f"--num-cpus={host.slots}", "--num-gpus=0"]
+            if job.gpus:
+                devices = [f"--num-gpus={host.slots}"]
+            command = ["-m", "verlite", "cluster", "start", "--block", f"--rank={rank}"]
+            command += [f"--shared={self._shared}", f"--port={job.nodes.master_port}"]
+            command += [f"--wait={self._wait_s}", *devices]
+
+            def heard(line: str, rank: int = rank) -> None:
+                if line == "Ray started":
+                    started.add(rank)
+
+            session = self._session(
+                host.target,
+                command,
+                log=job.logs / f"ray-{host.name}.log",
+                on_line=heard,
+                remove=str(self._shared) if rank == 0 else None,
+            )
+            sessions.append(session)
+        try:
+            self._wait(
+                lambda: (
+                    len(started) == len(sessions)
+                    or any(session.code is not None for session in sessions)
+                ),
+                self._wait_s + 60,
+            )
+            missing = [session for rank, session in enumerate(sessions) if rank not in started]
+            ended = [session for session in sessions if session.code is not None]
+            if ended:
+                raise ClusterError("\n".join(f"Ray on {one.name}: {one.why()}" for one in ended))
+            if missing:
+                last = [f"{one.name} ({one.last[-1] if one.last else '...'})" for one in missing]
+                raise ClusterError(
+                    f"Ray did not start within {self._wait_s:.0f} s (--wait) on {', '.join(last)}"
+                )
+        except BaseException:
+            end_all(sessions[::-1], RAY_STOP_S)
+            raise
+        self._say(
+            f"Ray runs on {len(sessions)} hosts, {job.hosts[0].slots} devices each; "
+            f"head: {job.hosts[0].name}"
+        )
+        return sessions
+
+    def _train(self, nodes: list[Session]) -> int:
+        """Run the driver on the head; return its exit code."""
+        log = self._job.logs / "train.log"
+        self._say(f"training; the output is in {log}, too")
+        driver = self._session(
+            self._job.hosts[0].target,
+            ["-m", "verlite.main_ppo", *self._job.arguments],
+            log=log,
+            on_line=lambda line: print(line, flush=True),
+        )
+        sent = 0
+        lost_at: float | None = None
+        try:
+            while driver.code is None:
+                time.sleep(0.2)
+                while sent < len(self._signals):
+                    number = self._signals[sent]
+                    driver.signal(signal.SIGTERM if number == signal.SIGHUP else number)
+                    self._say(f"{signal.Signals(number).name}: passed on to the training")
+                    sent += 1
+                ended = [node for node in nodes if node.code is not None]
+                if ended and lost_at is None:
+                    lost_at = time.monotonic()
+                    for node in ended:
+                        self._say(f"Ray has ended on {node.name}: {node.why()}")
+                if lost_at is not None and time.monotonic() - lost_at > DRIVER_NOTICES_S:
+                    self._say(
+                        f"the training has not ended {DRIVER_NOTICES_S:.0f} s later: ending it"
+                    )
+                    return 1
+        finally:
+            driver.close()
+        code = driver.code
+        assert code is not None
+        if code == SSH_FAILED:
+            raise ClusterError(f"the connection to {driver.name} was lost: {driver.why()}")
+        return code
+
+    def _session(self, target: str, arguments: list[str], **options: object) -> Session:
+        session = Session(self._remote, target, arguments, **options)  # type: ignore[arg-type]
+        return self._heart.add(session)
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until the condition holds or the time is over.
+
+        Raises:
+            Interrupted: a signal asks to stop.
+        """
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            if self._signals:
+                raise Interrupted
+            time.sleep(0.1)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+
+def launch(job: HostsRun, remote: Remote, say: Say, wait_s: float, service_wait_s: float) -> int:
+    """Run a training on its hosts; return its exit code. See `Launcher`."""
+    return Launcher(job, remote, say, wait_s, service_wait_s).run()
+
+
+def own_python() -> str:
+    """Return this interpreter's path, without resolving a virtual environment's link."""
+    return str(Path(sys.executable).absolute())
+
+
+def _problems(session: Session) -> list[str]:
+    """Return the problems that the check of a host has found, or why it did not run."""
+    name = session.name
+    if session.code is None:
+        return [f"{name} did not answer the check in time"]
+    if session.code == SSH_FAILED:
+        reason = session.last[-1] if session.last else "ssh says nothing"
+        return [f"{name} cannot be reached by ssh: {reason}. Try: ssh -o BatchMode=yes {name} true"]
+    for line in reversed(session.last):
+        try:
+            found = json.loads(line)["problems"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        return [f"{name} {text}" for text in found]
+    return [f"{name} cannot run verlite from this folder and Python: {session.why()}"]

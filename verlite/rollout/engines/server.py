@@ -1,0 +1,213 @@
+"""The engine `server`: generation by stock vLLM servers (`rollout.servers`), over HTTP.
+
+It has no model and needs no device. docs/generation_service.md describes the servers.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from verlite.config.plan import files_of
+from verlite.config.schema import ModelConfig
+from verlite.http.client import Client, Service
+from verlite.rollout.batched import FinishedRequest
+from verlite.rollout.engines.vllm_plugin import BACKEND
+from verlite.rollout.servers.pool import Ask, Pool
+from verlite.rollout.servers.sending import Delivery, Network, SharedFiles
+from verlite.rollout.servers.vllm_server import Reply, Settings, Unfit, VLLMServer
+from verlite.rollout.types import EngineOptions, Sampling
+from verlite.weights.buckets import BucketFiles
+from verlite.weights.probe import Probe, gap
+
+_SERVERS_AGREE = 0.1
+"""Largest `Gap.relative` between two servers: that of `probe_limit` in half precision."""
+_STEP_S = 0.01
+"""Longest time of a step. New requests wait for its end."""
+
+
+class ServerCore:
+    """Generation by one or several servers; see `batched.Core`."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        rollout, model = options.rollout, options.model
+        if options.pretrained:
+            raise ValueError("rollout.name=server: servers get their weights from the trainer")
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
+        )
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        self.max_model_len = options.max_model_len
+        self.vocab_size = config.get_text_config().vocab_size
+        self._dtype = str(options.dtype).removeprefix("torch.")
+        self._eos = eos_ids(model, config, self.tokenizer)
+        self._by_network = rollout.weight_transport == "collective"
+        self._bucket_bytes = rollout.sync_bucket_mb << 20
+        self._delivery: Delivery | None = None
+        self._loop = asyncio.new_event_loop()
+        self._client = Client(
+            Service(
+                "generation server",
+                "actor_rollout_ref.rollout",
+                files_of(rollout.servers),
+                timeout_s=rollout.request_timeout_s,
+                deadline_s=rollout.request_timeout_s,
+                token_env=rollout.server_token_env,
+            )
+        )
+        self._run(self._client.__aenter__())
+        servers = [
+            VLLMServer(self._client, server, rollout.server_timeout_s, rollout.request_timeout_s)
+            for server in self._client.servers
+        ]
+        self._pool = Pool(servers, self._check, rollout.server_wait_s, rollout.request_timeout_s)
+        try:
+            self._run(self._pool.connect())
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, request_id: int, prompt_ids: list[int], sampling: Sampling) -> None:
+        """Queue a request."""
+        params = self._params(sampling, self.max_model_len - len(prompt_ids))
+        self._pool.add(Ask(request_id, prompt_ids, params))
+
+    def _params(self, sampling: Sampling, room: int) -> dict[str, Any]:
+        """Return vLLM's SamplingParams. Each is given, so no default of the server applies.
+
+        room: tokens that fit after the prompt. The server may allow more.
+        """
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(sampling.top_k, 0),
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "min_tokens": 0,
+            "max_tokens": min(sampling.max_tokens, room),
+            "seed": sampling.seed,
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": True,
+            "stop_token_ids": [] if sampling.ignore_eos else self._eos,
+            "ignore_eos": sampling.ignore_eos,
+            "logprobs": 0,  # only those of the sampled tokens
+            "detokenize": bool(sampling.stop),
+        }
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request."""
+        self._pool.abort(request_id)
+
+    def pending(self) -> int:
+        """Return the number of requests without an answer."""
+        return self._pool.pending()
+
+    def step(self) -> list[FinishedRequest]:
+        """Send requests and return the answers that came."""
+        return [_finished(*answer) for answer in self._run(self._pool.turn(_STEP_S))]
+
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Let the servers load the weights and reset their caches."""
+        if not isinstance(named, BucketFiles):
+            raise TypeError(f"servers read weights from files, got {type(named).__name__}")
+        before = self._delivery
+        self._delivery = SharedFiles(named)
+        if self._by_network:
+            self._delivery = Network(named, self._bucket_bytes)
+        self._run(self._pool.load(self._delivery))
+        if before is not None:
+            before.close()
+
+    def reset_caches(self) -> None:
+        """Nothing: a server resets its caches with each load, before it serves again."""
+
+    def fingerprint(self) -> int:
+        """Return the fingerprint of the weights in the servers."""
+        return self._run(self._pool.fingerprint())
+
+    def log_probs(self, ids: list[int]) -> list[float]:
+        """Return the log-prob of each token but the first.
+
+        Raises:
+            RuntimeError: two servers compute different ones.
+        """
+        found = self._run(self._pool.log_probs(ids))
+        (first, one), *others = found.items()
+        for server, other in others:
+            apart = gap(Probe(tuple(ids), tuple(one), _SERVERS_AGREE), other)
+            if not apart.relative <= _SERVERS_AGREE:  # also for NaN
+                raise RuntimeError(
+                    f"the servers {first} and {server} have equal weights and compute different "
+                    f"log-probs with them: the median difference is {apart.nats:.2e}"
+                )
+        return one
+
+    def sleep(self) -> set[str]:
+        """Nothing: servers have devices of their own."""
+        return set()
+
+    def wake(self, tag: str) -> None:
+        """Nothing: see `sleep`."""
+
+    def close(self) -> None:
+        """Give requests up and close the connections. The servers go on."""
+        if hasattr(self, "_pool"):
+            self._run(self._pool.close())
+        if self._delivery is not None:
+            self._delivery.close()
+        self._run(self._client.__aexit__())
+        self._loop.close()
+
+    def _run(self, call: Any) -> Any:
+        return self._loop.run_until_complete(call)
+
+    def _check(self, found: Settings) -> None:
+        """Raise Unfit if a server's settings do not fit this run."""
+        wrong = []
+        if found.max_model_len < self.max_model_len:
+            wrong.append(
+                f"--max-model-len is {found.max_model_len}, and sequences have up to "
+                f"{self.max_model_len} tokens"
+            )
+        if found.vocab_size != self.vocab_size:
+            wrong.append(
+                f"its model has {found.vocab_size} tokens in its vocabulary, and "
+                f"actor_rollout_ref.model.path {self.vocab_size}"
+            )
+        if found.dtype != self._dtype:
+            wrong.append(
+                f"--dtype is {found.dtype}, and actor_rollout_ref.rollout.dtype {self._dtype}"
+            )
+        if found.logprobs_mode != "processed_logprobs":
+            wrong.append(f"--logprobs-mode is {found.logprobs_mode}, not processed_logprobs")
+        if found.weight_transfer != BACKEND:
+            wrong.append(
+                f"the backend of --weight-transfer-config is {found.weight_transfer}, not {BACKEND}"
+            )
+        if wrong:
+            raise Unfit("; ".join(wrong))
+
+
+def eos_ids(model: ModelConfig, config: Any, tokenizer: Any) -> list[int]:
+    """Return every id that ends a sequence, by generation_config.json, the model's config or the
+    tokenizer."""
+    try:
+        generation = GenerationConfig.from_pretrained(model.path)
+    except OSError:  # the folder has no such file
+        generation = GenerationConfig()
+    found: set[int] = set()
+    for ids in (
+        generation.eos_token_id,
+        getattr(config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return sorted(found)
+
+
+def _finished(number: int, reply: Reply) -> FinishedRequest:
+    return FinishedRequest(number, reply.ids, reply.log_probs, reply.finish_reason)

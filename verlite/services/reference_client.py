@@ -1,0 +1,147 @@
+"""Client of the reference service (verlite/services/reference.py) in a training run."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from verlite.config.plan import files_of
+from verlite.config.schema import RefConfig
+from verlite.http.client import Client, Refused, Retry, Server, Service, Unavailable
+from verlite.services.reference_wire import Job, ModelInfo, read_answer, read_info, request
+
+KEY = "actor_rollout_ref.ref"
+REQUEST_TOKENS = 1 << 16
+REQUEST_SEQUENCES = 512
+IN_FLIGHT = 2
+"""Requests of one worker to one server at the same time: one is computed while another travels."""
+START = "Start it (verlite serve reference --model_path PATH --port 8001), or correct " + KEY
+
+
+class ReferenceUnavailable(RuntimeError):
+    """The service does not answer, or rejects a request. The message has the remedy."""
+
+
+class WrongReference(RuntimeError):
+    """The service has another model than the run. The message has the remedy."""
+
+
+def service(config: RefConfig) -> Service:
+    """Return how the service is called."""
+    return Service(
+        "reference service",
+        KEY,
+        [str(url).rstrip("/") for url in files_of(config.url)],
+        timeout_s=config.timeout_s,
+        deadline_s=config.deadline_s,
+        max_in_flight=IN_FLIGHT,
+        token_env=config.token_env,
+    )
+
+
+def check(config: RefConfig) -> tuple[ModelInfo, str | None]:
+    """Ask every server for its model. Return the model, and a warning about silent servers.
+
+    Raises:
+        ReferenceUnavailable: no server answers.
+        WrongReference: servers have different models.
+    """
+    infos: dict[str, ModelInfo] = {}
+
+    async def ask() -> str | None:
+        client = Client(service(config))
+
+        async def probe(server: Server) -> None:
+            address = f"{server.url}/model"
+            infos[str(server)] = await client.attempt(address, None, read_info, method="GET")
+
+        return await client.check(probe, f"{START}.url")
+
+    try:
+        warning = asyncio.run(ask())
+    except (Unavailable, ValueError) as error:
+        raise ReferenceUnavailable(str(error)) from error
+    (first, info), *others = infos.items()
+    for address, other in others:
+        if other.model != info.model:
+            raise WrongReference(
+                f"{KEY}.url names services with different models: {first} has {info.name} "
+                f"({info.model}), {address} has {other.name} ({other.model}). Start all of them "
+                "with the same --model_path and --dtype"
+            )
+    return info, warning
+
+
+def log_probs(
+    config: RefConfig,
+    sequences: Sequence[np.ndarray],
+    scored: Sequence[int],
+    temperature: float,
+    model: str,
+) -> list[np.ndarray]:
+    """Return the log-probs of each sequence's last `scored` tokens, float32.
+
+    Args:
+        sequences: token ids, each [n].
+        scored: for each sequence, below n and at least 1.
+        temperature: divisor of the logits.
+        model: `ModelInfo.model` that the answers must have.
+
+    Raises:
+        ReferenceUnavailable: no answer within ref.deadline_s, or a server rejects a request.
+        WrongReference: an answer is from another model.
+    """
+    jobs = list(_jobs(sequences, scored, temperature))
+
+    async def ask() -> list[list[np.ndarray]]:
+        async with Client(service(config)) as client:
+            # A request's deadline begins when a server is free for it.
+            room = asyncio.Semaphore(IN_FLIGHT * len(client.servers))
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_one(client, job, model, room)) for job in jobs]
+            return [task.result() for task in tasks]
+
+    try:
+        return [row for rows in asyncio.run(ask()) for row in rows]
+    except BaseExceptionGroup as errors:
+        error = errors.exceptions[0]
+        if isinstance(error, WrongReference):
+            raise error from None
+        if isinstance(error, Unavailable | Refused | Retry):
+            raise ReferenceUnavailable(
+                f"the reference service computed no log-probs for a step: {error}. The run can be "
+                "resumed when it answers"
+            ) from error
+        raise
+    except ValueError as error:  # a token that cannot be read
+        raise ReferenceUnavailable(str(error)) from error
+
+
+async def _one(client: Client, job: Job, model: str, room: asyncio.Semaphore) -> list[np.ndarray]:
+    def read(value: object) -> list[np.ndarray]:
+        values, found = read_answer(value, job.scored)
+        if found != model:
+            raise WrongReference(
+                f"the reference service at {KEY}.url answers with another model than at the start "
+                f"of the run ({found}, not {model}). Restart it with the model of the run"
+            )
+        return values
+
+    what = f"{len(job.sequences)} sequences"
+    async with room:
+        return (await client.post(request(job), read, path="/log_probs", what=what)).value
+
+
+def _jobs(
+    sequences: Sequence[np.ndarray], scored: Sequence[int], temperature: float
+) -> Iterator[Job]:
+    """Split the sequences into requests of at most REQUEST_TOKENS tokens (or one sequence)."""
+    start, tokens = 0, 0
+    for end, sequence in enumerate(sequences):
+        full = tokens + len(sequence) > REQUEST_TOKENS or end - start == REQUEST_SEQUENCES
+        if end > start and full:
+            yield Job(list(sequences[start:end]), list(scored[start:end]), temperature)
+            start, tokens = end, 0
+        tokens += len(sequence)
+    if start < len(sequences):
+        yield Job(list(sequences[start:]), list(scored[start:]), temperature)

@@ -1,0 +1,143 @@
+"""The reference service at the start of a run: does it answer, and does it have the right model?
+
+torch is imported in functions: the first of them runs before torch is loaded.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verlite.config.plan import Plan
+from verlite.config.schema import Config
+from verlite.files import replace_file
+from verlite.services.reference_client import (
+    ReferenceUnavailable,
+    WrongReference,
+    check,
+    log_probs,
+)
+from verlite.services.reference_wire import ModelInfo
+from verlite.trainer.errors import RunRefused
+
+if TYPE_CHECKING:
+    from verlite.weights.probe import Probe
+
+URL = "actor_rollout_ref.ref.url"
+RECORD = "reference.json"
+"""File in the run directory: what the service has told of its model at the first start."""
+GAP_LIMIT = 0.05
+"""As rollout.log_prob_gap_limit, from which `probe_limit` derives the probe's."""
+
+
+def find_service(config: Config, plan: Plan, warn: Callable[[str], None]) -> ModelInfo | None:
+    """Ask the service for its model. None: the run has no service.
+
+    Raises:
+        RunRefused: it does not answer, or cannot take the run's longest sequence.
+    """
+    if not plan.reference_urls:
+        return None
+    try:
+        info, warning = check(config.actor_rollout_ref.ref)
+    except (ReferenceUnavailable, WrongReference) as error:
+        raise RunRefused(str(error)) from error
+    if warning:
+        warn(warning)
+    if info.max_length < plan.longest_sequence:
+        raise RunRefused(
+            f"{URL}: the service's model {info.name} takes sequences of up to {info.max_length} "
+            f"tokens; samples of this run may have {plan.longest_sequence}"
+        )
+    return info
+
+
+def check_shape(info: ModelInfo, model_config: Any, path: str) -> None:
+    """Compare the service's model with the run's config.json.
+
+    model_config: the run's, as transformers loads it. path: of the run's model.
+
+    Raises:
+        RunRefused: vocabulary, layers or another size differ.
+    """
+    text = model_config.get_text_config()
+    different = [
+        f"{name} {value} instead of {getattr(text, name)}"
+        for name, value in info.shape.items()
+        if hasattr(text, name) and getattr(text, name) != value
+    ]
+    if different:
+        raise RunRefused(
+            f"{URL}: the service has another model, {info.name}, than "
+            f"actor_rollout_ref.model.path={path}: {', '.join(different)}. Start it with "
+            f"--model_path {path}"
+        )
+
+
+def check_weights(
+    config: Config, info: ModelInfo, run_dir: Path, step: int, describe: Callable[..., Any]
+) -> None:
+    """Check that the service has the weights that the policy starts from, and record them.
+
+    At the start of a run the policy has these weights: fingerprints are compared, and log-probs of
+    fixed tokens. A resumed run compares with the record of its first start.
+
+    Args:
+        step: 0, or that of the checkpoint that the run resumes from.
+        describe: ActorWorker.describe of all ranks.
+
+    Raises:
+        RunRefused: the weights, or the numbers that the service computes with them, are others.
+    """
+    record = run_dir / RECORD
+    if step:
+        _compare_with_record(info, record, step)
+        return
+    name, fingerprint, probe = describe(list(info.fingerprints))[0]
+    path = config.actor_rollout_ref.model.path
+    if name and info.fingerprints[name] != fingerprint:
+        raise RunRefused(
+            f"{URL}: the service has other weights than actor_rollout_ref.model.path={path}: "
+            f"fingerprint {info.fingerprints[name]:08x} in {name}, the policy's is "
+            f"{fingerprint:08x}. Start it with --model_path {path}"
+        )
+    _compare_probe(config, info, probe)
+    replace_file(record, json.dumps({"model": info.model, "fingerprints": info.fingerprints}))
+
+
+def _compare_with_record(info: ModelInfo, record: Path, step: int) -> None:
+    try:
+        first = json.loads(record.read_text(encoding="utf-8"))["fingerprints"]
+    except (OSError, ValueError, KeyError):
+        raise RunRefused(
+            f"{URL}: {record} is missing, so it is not known which reference the {step} steps of "
+            "this run had. A run that began without the service continues without it"
+        ) from None
+    common = first.keys() & info.fingerprints.keys()
+    if not common or any(first[name] != info.fingerprints[name] for name in common):
+        raise RunRefused(
+            f"{URL}: the service's model {info.name} ({info.model}) is not the one that this run "
+            f"began with ({record}). Start it with the same --model_path and --model_dtype"
+        )
+
+
+def _compare_probe(config: Config, info: ModelInfo, probe: "Probe") -> None:
+    """Compare log-probs of fixed tokens: equal weights with other settings give others."""
+    from verlite.weights.probe import gap, probe_limit
+
+    ids = np.array(probe.ids, dtype=np.int32)
+    try:
+        ref = config.actor_rollout_ref.ref
+        found = log_probs(ref, [ids], [len(ids) - 1], 1.0, info.model)[0]
+    except (ReferenceUnavailable, WrongReference) as error:
+        raise RunRefused(str(error)) from error
+    limit = probe_limit(GAP_LIMIT, info.dtype)
+    difference = gap(probe, found.tolist())
+    if not difference.relative <= limit:  # also for NaN
+        raise RunRefused(
+            f"{URL}: the service computes other log-probs than the policy before its first update: "
+            f"the median difference over {len(found)} tokens is {difference.nats:.2e}. Are "
+            "actor_rollout_ref.model.override_config or the versions of transformers different?"
+        )

@@ -1,0 +1,88 @@
+"""The base of actor and inference workers, which both compute log-probs under the policy."""
+
+import torch
+
+from verlite.algorithms.gap import gap_rows
+from verlite.controller.dispatch import register
+from verlite.protocol.data import DataProto
+from verlite.protocol.ragged import ragged
+from verlite.services import reference_client
+from verlite.workers.training import TrainingWorker, micro_batching
+
+
+class LogProbWorker(TrainingWorker):
+    """One rank of the policy. Its engine has the weights that sampled the step's responses."""
+
+    def check_version(self, batch: DataProto) -> None:
+        """Raise an error if the engine has other weights than the batch needs. The actor's are
+        always the newest."""
+
+    @register("split", keep_remote=("old_log_probs", "sum_pi_squared"), fetch=False)
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """Compute log-probs of the responses under the current policy.
+
+        Returns:
+            Ragged old_log_probs and, if the plan needs it, sum_pi_squared; entropy_sums [b], and
+            gap_sums [b, G] between these log-probs and those of the rollout engine.
+        """
+        self.check_version(batch)
+        rows = self.rank_rows.padded(batch)
+        self.engine.onload()
+        out = self.engine.forward(
+            rows,
+            micro_batching(self.plan.log_prob_micro),
+            self.config.actor_rollout_ref.rollout.temperature,
+            with_entropy=True,
+            with_sum_pi_squared=self.plan.needs_sum_pi_squared,
+        )
+        self.engine.offload()
+        t = rows.batch
+        sums = {
+            "entropy_sums": out["entropy"].double().sum(1),
+            "gap_sums": gap_rows(out["log_probs"], t["rollout_log_probs"], t["response_mask"]),
+        }
+        columns = {"old_log_probs": ragged(out["log_probs"], t["response_length"])}
+        if self.plan.needs_sum_pi_squared:
+            columns["sum_pi_squared"] = ragged(out["sum_pi_squared"], t["response_length"])
+        return DataProto.from_dict(sums, columns)
+
+    @register("split", keep_remote=("ref_log_prob",), fetch=False)
+    def reference_log_probs(self, batch: DataProto) -> DataProto:
+        """Return ragged ref_log_prob of the responses under the policy without its adapters."""
+        rows = self.rank_rows.padded(batch)
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        self.engine.onload()
+        with self.engine.without_adapters():
+            out = self.engine.forward(rows, micro_batching(self.plan.ref_micro), temperature)
+        self.engine.offload()
+        log_probs = ragged(out["log_probs"], rows.batch["response_length"])
+        return DataProto.from_dict({}, {"ref_log_prob": log_probs})
+
+    @register("split", keep_remote=("ref_log_prob",), fetch=False)
+    def remote_reference_log_probs(self, batch: DataProto) -> DataProto:
+        """Return ragged ref_log_prob of the responses, computed by the reference service.
+
+        batch: meta_info has `reference`, the ModelInfo.model that the answers must have.
+
+        Raises:
+            ReferenceUnavailable, WrongReference: see services/reference_client.py.
+        """
+        rows = self.rank_rows.padded(batch)
+        t = rows.batch
+        # As in the engine, rows without a counted token are not computed.
+        counted = t["response_mask"].any(-1).nonzero().flatten().tolist()
+        attended = t["attention_mask"].bool()
+        sequences = [t["input_ids"][i][attended[i]].numpy() for i in counted]
+        lengths = t["response_length"].flatten().tolist()
+        found = reference_client.log_probs(
+            self.config.actor_rollout_ref.ref,
+            sequences,
+            [lengths[i] for i in counted],
+            self.config.actor_rollout_ref.rollout.temperature,
+            batch.meta_info["reference"],
+        )
+        log_probs = torch.zeros(t["response_mask"].shape)
+        for i, values in zip(counted, found, strict=True):
+            log_probs[i, : lengths[i]] = torch.from_numpy(values.copy())
+        log_probs *= t["response_mask"]
+        return DataProto.from_dict({}, {"ref_log_prob": ragged(log_probs, t["response_length"])})
