@@ -7,6 +7,7 @@ always one that was written. Other files cost only the lines that are damaged.
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from verlite.files import RetryingWriter
 from verlite.report.samples import read_samples
 from verlite.trainer import checkpoints
 from verlite.trainer.build import STEP_FILE, exported_step
+from verlite.trainer.errors import RunRefused
 from verlite.trainer.launch import checkpoint_text, lock_run_dir
 from verlite.trainer.samples import as_jsonl
 from verlite.trainer.tracking import METRICS, MetricsFile, read_lines
@@ -110,6 +112,9 @@ def cut(position: int) -> Damage:
     return lambda path: _replace(path, path.read_bytes()[:position])
 
 
+NOT_LOCKED = ("a folder", "a pipe", "a device", "a loop", "another file", "nothing behind a link")
+
+
 def damages(size: int) -> Iterator[tuple[str, Damage]]:
     """Yield every damage to a file of `size` bytes."""
     yield from ((name, write_content(content)) for name, content in CONTENTS.items())
@@ -122,8 +127,8 @@ def damages(size: int) -> Iterator[tuple[str, Damage]]:
     yield "a folder", to_folder
     yield "a pipe", to_pipe
     yield "a device", to_link("/dev/zero")
-    yield "another file", to_link("/etc/hostname")
-    yield "nothing behind a link", to_link("/nowhere")
+    yield "another file", to_link("/proc/version")
+    yield "nothing behind a link", to_link("missing")
     yield "a loop", to_link("NAME")
     yield "a huge file", too_large
 
@@ -403,6 +408,19 @@ def test_other_small_files(sound: Path, tmp_path: Path) -> None:
         damage(run_dir / "huggingface" / STEP_FILE)
         assert type(exported_step(run_dir)) in (int, type(None)), what
         (run_dir / ".lock").write_text("4711")
-        if what not in ("a folder", "a pipe", "a device", "a loop", "nothing behind a link"):
-            damage(run_dir / ".lock")
+        damage(run_dir / ".lock")
+        if what in NOT_LOCKED:
+            with pytest.raises(RunRefused, match=re.escape(str(run_dir))):
+                lock_run_dir(run_dir)
+        else:
             lock_run_dir(run_dir).close()
+            assert (run_dir / ".lock").read_text() == str(os.getpid()), what
+
+
+def test_locking_writes_nothing_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("keep this")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to("../other")
+    with pytest.raises(RunRefused):
+        lock_run_dir(tmp_path / "run")
+    assert (tmp_path / "other").read_text() == "keep this"

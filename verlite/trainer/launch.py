@@ -366,7 +366,9 @@ def lock_run_dir(run_dir: Path) -> TextIO:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / ".lock").open("a+", encoding="utf-8", errors="replace")
+        # Not through a link, because the next lines truncate the file.
+        descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        lock = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
     except OSError as error:
         raise RunRefused(unwritable(run_dir, error)) from error
     try:
