@@ -2,7 +2,7 @@
 1,000 ranks, and the bytes that pass through the driver per sample.
 
 python recipes/benchmark/controller.py [--workers 2 8 32 64] [--samples 1024] [--longest 8192]
-[--rounds 9] [--ranks 1000] [--new-processes]
+[--rounds 9] [--ranks 1000] [--new-processes 32]
 
 Workers are processes with a small share of a CPU that ignore their input. Plain Ray calls to the
 same actors, alternating with verlite's, measure the cost of Ray itself. Sample lengths are
@@ -13,7 +13,8 @@ process answers for many ranks. So the driver sends, receives and joins as much 
 processes, but the time of the call itself has no meaning.
 
 Workers import what an actor of a run imports. They are forks of one process, as in a run on a
-machine without GPUs; --new-processes starts each by itself.
+machine without GPUs. --new-processes starts that many once more as processes of their own, as on a
+cluster that the run has joined; the ratio of the two starts is of one run of this script.
 """
 
 import argparse
@@ -118,44 +119,56 @@ def carried(*values: object) -> int:
     return sum(len(ray.cloudpickle.dumps(value, protocol=5)) for value in values)
 
 
-def measure(
-    cluster: Cluster, workers: int, samples: int, longest: int, rounds: int
-) -> dict[str, float]:
-    """Measure seconds to start the workers and milliseconds per kind of call; medians over
-    alternating rounds."""
-    import ray
-
-    found: dict[str, float] = {}
+def start(cluster: Cluster, workers: int) -> tuple[Idle, dict[str, float]]:
+    """Start the workers, and measure what it takes: seconds, CPU seconds of the driver and of a
+    worker, and the bytes that a worker has for itself."""
+    cpu_before, began = time.process_time(), time.perf_counter()
     placement = reserve(
         cluster, {"idle": list(range(workers))}, devices_per_node=workers, kind="cpu"
     )
-    idle: list[Idle] = []
-
-    def start() -> None:
-        prestart(placement, "idle", *IMPORTED)
-        idle.append(spawn(Idle, placement, "idle"))
-        ready(idle[0])
-
-    cpu_before = time.process_time()
-    found["start_seconds"] = seconds(start)
-    found["start_driver_cpu"] = time.process_time() - cpu_before
+    prestart(placement, "idle", *IMPORTED)
+    idle = spawn(Idle, placement, "idle")
+    ready(idle)
+    found = {
+        "start_seconds": time.perf_counter() - began,
+        "start_driver_cpu": time.process_time() - cpu_before,
+    }
     processes = [
-        psutil.Process(info.process.pid) for info in process_infos(group(idle[0]).workers) if info
+        psutil.Process(info.process.pid) for info in process_infos(group(idle).workers) if info
     ]
     found["start_worker_cpu"] = statistics.median(sum(one.cpu_times()[:2]) for one in processes)
     found["worker_bytes"] = statistics.median(one.memory_full_info().uss for one in processes)
-    handles = [worker.actor for worker in group(idle[0]).workers]
+    return idle, found
+
+
+def stop(cluster: Cluster) -> None:
+    """End the workers and free their devices."""
+    import ray
+
+    cluster.supervisor.stop_all()
+    ray.util.remove_placement_group(cluster.reserved.pop())
+
+
+def measure(
+    cluster: Cluster, workers: int, samples: int, longest: int, rounds: int
+) -> dict[str, float]:
+    """Measure the start of the workers and milliseconds per kind of call; medians over alternating
+    rounds."""
+    import ray
+
+    idle, found = start(cluster, workers)
+    handles = [worker.actor for worker in group(idle).workers]
     # Two rows for each of 64 workers, as long as w25's; and the batch of a large step.
     small, large = asked(np.full(128, 128)), asked(lengths(samples, longest))
-    of_small, of_large = made(idle[0], small), made(idle[0], large)
-    found["driver_bytes"] = carried(large, idle[0].make(large), of_large)
+    of_small, of_large = made(idle, small), made(idle, large)
+    found["driver_bytes"] = carried(large, idle.make(large), of_large)
     calls: dict[str, Callable[[], object]] = {
         "ray": lambda: ray.get([handle.process_info.remote() for handle in handles]),
-        "nothing": idle[0].nothing,
-        "make": lambda: idle[0].make(small),
-        "take": lambda: idle[0].take(of_small),
-        "make_large": lambda: idle[0].make(large),
-        "take_large": lambda: idle[0].take(of_large),
+        "nothing": idle.nothing,
+        "make": lambda: idle.make(small),
+        "take": lambda: idle.take(of_small),
+        "make_large": lambda: idle.make(large),
+        "take_large": lambda: idle.take(of_large),
     }
     for call in calls.values():
         call()
@@ -164,8 +177,24 @@ def measure(
     for name, call in calls.items():
         found[f"{name}_driver_cpu_ms"] = 1e3 * min(driver_cpu(call) for _ in range(3))
     found["driver_bytes_now"] = psutil.Process().memory_info().rss
-    cluster.supervisor.stop_all()
-    ray.util.remove_placement_group(cluster.reserved.pop())
+    stop(cluster)
+    return found
+
+
+def compare_starts(workers: int) -> dict[str, Any]:
+    """Start the workers as forks of one process and as processes of their own, each on a new Ray.
+
+    The seconds contain the imports of the process that is forked.
+    """
+    found: dict[str, Any] = {"workers": workers}
+    for name, preload in (("forks", IMPORTED), ("new_processes", ())):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            connect(folder, address="local", num_cpus=workers, preload=preload) as cluster,
+        ):
+            _, found[name] = start(cluster, workers)
+            stop(cluster)
+        print(f"{workers} workers, {name}: {found[name]}", file=sys.stderr, flush=True)
     return found
 
 
@@ -186,13 +215,7 @@ def many_ranks(workers: WorkerGroup, ranks: int) -> WorkerGroup:
 
 def measure_ranks(cluster: Cluster, processes: int, ranks: int, longest: int) -> dict[str, Any]:
     """Measure the driver's CPU time of the calls to `ranks` ranks, one row of a batch for each."""
-    import ray
-
-    placement = reserve(
-        cluster, {"idle": list(range(processes))}, devices_per_node=processes, kind="cpu"
-    )
-    idle = spawn(Idle, placement, "idle")
-    ready(idle)
+    idle, _ = start(cluster, processes)
     many = many_ranks(group(idle), ranks)
     wanted = asked(lengths(ranks, longest))
     samples = wanted.union(many.submit("make", wanted).result())
@@ -209,8 +232,7 @@ def measure_ranks(cluster: Cluster, processes: int, ranks: int, longest: int) ->
         count * found[f"{name}_driver_cpu_ms"] for name, count in CALLS.items()
     )
     found["driver_bytes_now"] = psutil.Process().memory_info().rss
-    cluster.supervisor.stop_all()
-    ray.util.remove_placement_group(cluster.reserved.pop())
+    stop(cluster)
     return found
 
 
@@ -223,29 +245,29 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=1000, help="0: leave this part out")
-    parser.add_argument("--new-processes", action="store_true", help="not forks of one process")
+    parser.add_argument("--new-processes", type=int, default=32, help="0: leave this part out")
     args = parser.parse_args()
-    preload = () if args.new_processes else IMPORTED
+    found = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        connect(folder, address="local", num_cpus=max(args.workers), preload=preload) as cluster,
+        connect(folder, address="local", num_cpus=max(args.workers), preload=IMPORTED) as cluster,
     ):
-        found = {}
         for count in args.workers:
             found[str(count)] = measure(cluster, count, args.samples, args.longest, args.rounds)
             print(f"{count} workers: {found[str(count)]}", file=sys.stderr, flush=True)
         ranks = args.ranks and measure_ranks(
             cluster, min(4, max(args.workers)), args.ranks, args.longest
         )
+    starts = args.new_processes and compare_starts(args.new_processes)
     most = found[str(max(args.workers))]
     kept = {
         "rounds": args.rounds,
         "samples": args.samples,
         "longest": args.longest,
         "mean_tokens": float(lengths(args.samples, args.longest).mean()),
-        "forks": not args.new_processes,
         "workers": found,
         "ranks": ranks,
+        "starts": starts,
         "driver_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         "driver_bytes_per_sample": most["driver_bytes"] / args.samples,
         "calls_ms_per_step": sum(count * most[f"{name}_ms"] for name, count in CALLS.items()),

@@ -226,14 +226,36 @@ def _controller(found: dict[str, Any]) -> str:
     made = [table(head, rows), table(("the controller", ""), more)]
     if all("worker_bytes" in one for one in found["workers"].values()):
         made.insert(1, _workers(found))
+    if found.get("starts"):
+        made.append(_starts(found["starts"]))
     return "\n".join(made)
+
+
+def _starts(found: dict[str, Any]) -> str:
+    """Workers started in both ways, and the ratio."""
+    forks, new = found["forks"], found["new_processes"]
+    rows = [
+        (
+            name,
+            f"{new[key] / unit:.1f} {suffix}",
+            f"{forks[key] / unit:.1f} {suffix}",
+            f"{forks[key] / new[key]:.2f}",
+        )
+        for name, key, unit, suffix in (
+            ("until all are ready", "start_seconds", 1, "s"),
+            ("CPU time of one worker", "start_worker_cpu", 1, "s"),
+            ("memory of its own, one worker", "worker_bytes", 2**20, "MiB"),
+            ("CPU time of the driver", "start_driver_cpu", 1, "s"),
+        )
+    ]
+    head = (f"start of {found['workers']} workers", "new processes", "forks", "ratio")
+    return table(head, rows)
 
 
 def _workers(found: dict[str, Any]) -> str:
     """What workers and driver cost, by the number of workers."""
-    how = "forks of one process" if found["forks"] else "new processes"
     head = (
-        f"workers, {how}",
+        "workers, forks of one process",
         "start",
         "CPU time of a worker's start",
         "memory of its own",

@@ -286,7 +286,8 @@ def test_two_devices_give_the_same_numbers_as_one(tmp_path, base):
     """Data parallel: half of the rows per device. Sequence parallel: half of every sequence.
 
     The runs with two devices get their weights in other ways too: broadcast to two nodes, which are
-    both this machine, and by buckets of the rank on the same device.
+    both this machine, and by buckets of the rank on the same device. Without sequence parallelism
+    old and reference log-probs come from two ranks of `inference` on the second node.
     """
     options = [
         "algorithm.adv_estimator=gae",
@@ -310,7 +311,8 @@ def test_two_devices_give_the_same_numbers_as_one(tmp_path, base):
     ]
     nodes = [
         "trainer.nnodes=2",
-        "trainer.n_gpus_per_node=1",
+        "trainer.n_gpus_per_node=2",
+        "cluster.component_placement={actor: 0-1, rollout: 1-2, inference: 2-3}",
         "actor_rollout_ref.rollout.weight_transport=collective",
     ]
     ulysses = [
