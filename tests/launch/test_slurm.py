@@ -293,14 +293,17 @@ done
 echo "$name" >> steps
 ids=() id=0
 for node in $nodes; do
-    # bash starts background commands with INT ignored; Slurm does not
-    SLURM_NODEID=$id SLURMD_NODENAME=$node env --default-signal=INT "$@" &
+    SLURM_NODEID=$id SLURMD_NODENAME=$node "$@" &
     ids+=($!) id=$((id + 1))
 done
 echo "${ids[@]}" > "step.$name"
 trap 'kill "${ids[@]}"' TERM
+trap 'echo "USR2 to $name" >> signals; kill -USR2 "${ids[@]}"' USR2
 code=0
-for one in "${ids[@]}"; do wait "$one" || code=$?; done
+for one in "${ids[@]}"; do
+    wait "$one" || code=$?
+    while kill -0 "$one" 2> /dev/null; do wait "$one" || code=$?; done
+done
 exit $code
 """
 SQUEUE = 'for file in step.*; do echo "7.${file#step.} ${file#step.}"; done'
@@ -430,7 +433,7 @@ def test_job_ends_with_the_exit_code_of_the_run_and_leaves_nothing(slurm):
     assert "back into the queue" not in job.output()
     assert job.process.returncode == 3
     assert "probe" in job.read("steps")  # all nodes answer: a new start would fail again
-    assert "7.ray" in job.read("signals") and "requeued" not in job.read("signals")
+    assert "USR2 to ray" in job.read("signals") and "requeued" not in job.read("signals")
     assert not (job.folder / ".verlite-job-7").exists()
     for rank in (0, 1):
         for line in job.read(f"ray.{rank}").split():
@@ -455,7 +458,7 @@ def test_a_signal_reaches_the_driver_and_the_job_starts_again(slurm, number, sta
     assert f"{number.name}: stopping" in output
     assert job.process.returncode == 75
     signals = job.read("signals").splitlines()
-    assert signals[:2] == ["--signal=TERM 7.driver", "--signal=INT 7.ray"]
+    assert signals[:2] == ["--signal=TERM 7.driver", "USR2 to ray"]
     assert ("requeued" in signals) is requeued
 
 
@@ -486,7 +489,7 @@ def test_pre_emption_that_only_steps_see_starts_the_job_again(slurm):
             os.kill(int(process), signal.SIGTERM)
     assert "back into the queue" in job.output()
     assert job.process.returncode == 75
-    assert "7.ray" in job.read("signals")
+    assert "USR2 to ray" in job.read("signals")
 
 
 @pytest.mark.process

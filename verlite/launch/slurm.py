@@ -241,8 +241,8 @@ on_first=(--overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"
 on_all=(--overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
     --cpus-per-task="$SLURM_CPUS_PER_TASK" --label)
 
-# signal_step NAME SIGNAL. scancel reaches the program of a step; a signal to srun would kill the
-# step. Slurm 22.05 delivers the signal and then complains about the id.
+# signal_step NAME SIGNAL. scancel reaches the program of a step; TERM to srun would kill the step.
+# Slurm 22.05 delivers the signal and then complains about the id.
 signal_step() {
     local id
     id=$(squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format="%i %j" |
@@ -289,14 +289,14 @@ run() {
     wait "$step"
 }
 
-# stay NAME COMMAND...: run a command in a step on all nodes until the end of the job sends INT.
+# stay NAME COMMAND...: run a command in a step on all nodes until the end of the job sends USR2.
 # Pre-emption sends TERM to all steps. It is ignored here, because the driver needs Ray for its
 # checkpoint.
 stay() {
     local process code ending='' name=$1
     shift
     trap : TERM
-    trap 'ending=yes; kill -TERM "$process"' INT
+    trap 'ending=yes; kill -TERM "$process"' USR2
     "$@" &
     process=$!
     while kill -0 "$process" 2> /dev/null; do sleep 1; done
@@ -338,7 +338,8 @@ finish() {
     rm -rf "$job_dir"
     for ((i = 0; i < 20; i++)); do
         kill -0 "${background[@]}" 2> /dev/null || break
-        [ $((i % 10)) -gt 0 ] || { signal_step ray INT; signal_step container INT; }
+        # srun passes USR2 on to its step, also after scancel JOB
+        [ $((i % 10)) -gt 0 ] || kill -USR2 "${background[@]}" 2> /dev/null
         sleep 1
     done
     # A canceled job is no longer RUNNING, and must not come back.
