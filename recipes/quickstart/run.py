@@ -85,10 +85,12 @@ def show(run_dir: Path, out: Console) -> None:
 
 
 def samples(file: Path) -> list[str]:
-    """Return the first sample of up to five problems, marked right or wrong."""
+    """Return a random sample of up to five problems, marked right or wrong."""
     by_prompt: dict[str, str] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         sample = json.loads(line)
+        if sample["chosen"] not in ("random", "all"):
+            continue
         mark = "✓" if sample["score"] else "✗"
         text = f"{sample['prompt']}{sample['response']} {mark}"
         by_prompt.setdefault(sample["prompt"], text)

@@ -20,6 +20,7 @@ from verlite.cli import (
     export,
     launch,
     plan,
+    report,
     serve,
     show,
     stacks,
@@ -46,6 +47,7 @@ app.command()(explain.explain)
 app.command()(export.export)
 app.command()(curve.curve)
 app.command()(show.show)
+app.command()(report.report)
 app.command()(stacks.stacks)
 app.command()(contract.contract)
 app.add_typer(serve.app, name="serve")

@@ -1282,7 +1282,8 @@ class TrainerConfig:
     )
     rollouts_per_step: int = key(
         8,
-        "Samples per step that are written to rollouts/step_N.jsonl. -1: all.",
+        "Samples per step that are written to rollouts/step_N.jsonl, with their tokens: the worst, "
+        "the best and random ones of each data source. -1: all.",
         bound=">= 0 or -1",
     )
     log_val_generations: int = key(

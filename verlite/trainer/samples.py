@@ -1,7 +1,12 @@
 """The sample log: some of each step's samples as JSON lines in rollouts/."""
 
 import json
+import random
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from verlite.controller.columns import fetch
 from verlite.protocol.data import DataProto
@@ -9,12 +14,141 @@ from verlite.trainer.run import Run
 
 _SAMPLE_FIELDS = ("prompt_ids", "text", "transcript")
 """Columns of the sample log that are stored on the workers."""
+_TOKEN_FIELDS = {
+    "response_mask": "sampled",
+    "loss_mask": "trained",
+    "rollout_log_probs": "rollout_log_prob",
+    "old_log_probs": "log_prob",
+    "advantages": "advantage",
+}
+"""Columns with one number per response token, and their names in the sample log. Both names of a
+log-prob are verl's: the rollout engine's, and the trainer's before the step's updates."""
+TOKENS_PER_STEP = 16_384
+"""Response tokens of a step whose details are kept, about 40 bytes each. They are those of the
+first samples in the file."""
+_DECIMALS = 5
 
 
 def keep_samples(run: Run, batch: DataProto) -> None:
-    """Write the first `trainer.rollouts_per_step` samples of the step to rollouts/step_N.jsonl."""
+    """Write `trainer.rollouts_per_step` samples of the step to rollouts/step_N.jsonl."""
+    chosen = choose_rows(
+        [
+            score if ok else None
+            for score, ok in zip(
+                batch.batch["scores"].tolist(), batch.batch["valid"].tolist(), strict=True
+            )
+        ],
+        list(batch.non_tensor_batch["data_source"]),
+        list(batch.non_tensor_batch["uid"]),
+        kept_per_step(run),
+        seed=f"{run.config.data.seed}/{run.step}",
+    )
+    rows = batch[[row for row, _ in chosen]]
+    records = sample_records(run, rows)
+    for record, (_, reason) in zip(records, chosen, strict=True):
+        record["chosen"] = reason
+    add_tokens(records, rows, run.tokenizer)
     path = run.run_dir / "rollouts" / f"step_{run.step}.jsonl"
-    run.writer.replace(path, as_jsonl(sample_records(run, batch[: kept_per_step(run)])))
+    run.writer.replace(path, as_jsonl(records))
+
+
+def choose_rows(
+    scores: Sequence[float | None],
+    sources: Sequence[str],
+    uids: Sequence[str],
+    count: int | None,
+    seed: str,
+) -> list[tuple[int, str]]:
+    """Choose samples of a step that are worth reading.
+
+    Data sources take turns. Each contributes in turn its worst sample, its best one, and a random
+    one, of prompts that are not chosen yet as long as there are some. Failed samples are the worst.
+    Samples with equal scores are chosen at random.
+
+    Args:
+        scores: [B], None for failed samples.
+        sources: [B] data source of each.
+        uids: [B] prompt id of each.
+        count: how many, None for all in their order.
+        seed: of the random choices.
+
+    Returns:
+        (row, "worst", "best", "random" or "all") of each.
+    """
+    if count is None or count >= len(scores):
+        return [(row, "all") for row in range(len(scores))]
+    shuffled = list(range(len(scores)))
+    random.Random(seed).shuffle(shuffled)
+    by_source: dict[str, dict[str, list[int]]] = defaultdict(dict)
+    for source in sorted(set(sources)):
+        own = [row for row in shuffled if sources[row] == source]
+        ranked = sorted(own, key=lambda row: -np.inf if (s := scores[row]) is None else s)
+        by_source[source] = {"worst": ranked, "best": ranked[::-1], "random": own}
+    chosen: dict[int, str] = {}
+    shown: set[str] = set()
+    while len(chosen) < count:
+        for reason in ("worst", "best", "random"):
+            for rows in by_source.values():
+                left = [row for row in rows[reason] if row not in chosen]
+                row = next((row for row in left if uids[row] not in shown), next(iter(left), None))
+                if row is not None and len(chosen) < count:
+                    chosen[row] = reason
+                    shown.add(uids[row])
+    return list(chosen.items())
+
+
+def add_tokens(records: list[dict[str, Any]], rows: DataProto, tokenizer: Any) -> None:
+    """Add `tokens` to the records of these rows: id, text and numbers of each response token.
+
+    Masks are strings of 0 and 1. A row whose trained tokens all have the same advantage has one
+    number. Columns that the run does not have are left out.
+    """
+    stored = [name for name in _TOKEN_FIELDS if name in rows.non_tensor_batch]
+    columns = fetch(rows, ["response_ids", *stored]).non_tensor_batch
+    numbers = rows.tensors()
+    left = TOKENS_PER_STEP
+    for row, record in enumerate(records):
+        ids = [int(token) for token in columns["response_ids"][row]]
+        left -= len(ids)
+        if left < 0:
+            return
+        tokens: dict[str, Any] = {"id": ids, "text": token_texts(tokenizer, ids)}
+        for name, key in _TOKEN_FIELDS.items():
+            if name in stored:
+                values = np.asarray(columns[name][row])
+            elif name in numbers:
+                values = numbers[name][row].numpy()
+            else:
+                continue
+            tokens[key] = _compact(values, name)
+        record["tokens"] = tokens
+
+
+def _compact(values: np.ndarray, name: str) -> str | float | list[float]:
+    if name.endswith("mask"):
+        return "".join("1" if value else "0" for value in values)
+    rounded = [round(float(value), _DECIMALS) for value in values]
+    same = name == "advantages" and len(rounded) == 1
+    return rounded[0] if same else rounded
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds. Joined, they are the decoded ids.
+
+    A token that ends inside a character has "", and the text is with the token that completes it.
+    """
+    texts = []
+    context = done = 0  # Tokens before `context` do not change the text of those after `done`.
+    before = ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[context:end])
+        if text.endswith("\ufffd") and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        context, done = done, end
+        before = tokenizer.decode(ids[context:done])
+    return texts
 
 
 def kept_per_step(run: Run) -> int | None:

@@ -1,0 +1,206 @@
+"""The page of a run: what it contains, and what a browser shows of it."""
+
+import base64
+import gzip
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from verlite.cli import app
+from verlite.report.page.collect import collect, drop_tokens, thin
+from verlite.report.page.write import page, write_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
+
+
+def make_run(run_dir: Path, steps: int = 5, lr: float = 1e-3, **sample) -> Path:
+    (run_dir / "rollouts").mkdir(parents=True)
+    lines = [
+        {"step": step, "critic/score/mean": step / 10, "timing_s/gen": 2.0, "timing_s/step": 3.0}
+        for step in range(1, steps + 1)
+    ]
+    lines[2]["actor/kl_loss"] = None
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run_dir / "config.yaml").write_text(f"optim:\n  lr: {lr}\ntrainer:\n  logger: [console]\n")
+    record = {
+        "uid": "1-0",
+        "index": 3,
+        "data_source": "sums",
+        "prompt": "1+1=",
+        "response": "2!",
+        "ground_truth": {"target": ["2", "two"]},
+        "score": 0.5,
+        "reward_parts": {"acc": 1.0},
+        "status": "done",
+        "error": None,
+        "response_tokens": 2,
+        "trained_tokens": 2,
+        "weight_version": 1,
+        "chosen": "best",
+        "tokens": {
+            "id": [4, 5],
+            "text": ["2", "!"],
+            "sampled": "11",
+            "trained": "10",
+            "rollout_log_prob": [-0.25, -1.5],
+            "log_prob": [-0.5, -1.25],
+            "advantage": 0.75,
+        },
+    }
+    for step in range(1, steps + 1):
+        path = run_dir / "rollouts" / f"step_{step}.jsonl"
+        path.write_text(json.dumps(record | sample) + "\n")
+    (run_dir / "rollouts" / "val_step_2.jsonl").write_text(json.dumps(record | sample) + "\n")
+    return run_dir
+
+
+def unpacked(text: str, name: str):
+    found = re.search(f'<script id="{name}-data"[^>]*>([^<]*)</script>', text)
+    assert found is not None
+    return json.loads(gzip.decompress(base64.b64decode(found[1])))
+
+
+def test_every_number_and_setting_is_in_the_page(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    write_page([run_dir], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    (run,) = unpacked(text, "overview")["runs"]
+    assert run["steps"] == [1, 2, 3, 4, 5]
+    assert run["metrics"]["critic/score/mean"] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert run["metrics"]["actor/kl_loss"] == [None] * 5
+    assert run["config"] == {"optim.lr": 1e-3, "trainer.logger": ["console"]}
+    (samples,) = unpacked(text, "samples")
+    assert [(s["step"], "validation" in s) for s in samples] == [
+        (1, False),
+        (2, False),
+        (2, True),
+        (3, False),
+        (4, False),
+        (5, False),
+    ]
+    assert samples[0]["tokens"]["log_prob"] == [-0.5, -1.25]
+
+
+def test_the_page_loads_nothing_and_runs_no_text_of_a_model(tmp_path):
+    run_dir = make_run(tmp_path / "run", prompt=HOSTILE, response=HOSTILE)
+    text = page(collect([run_dir]))
+    assert "taken" not in text and "{{" not in text
+    assert "default-src 'none'" in text
+    assert not re.search(r"(src|href)=[\"']?(https?:|//)", text)
+    assert "innerHTML" not in text and "eval(" not in text
+
+
+def test_values_that_json_does_not_have(tmp_path):
+    run_dir = make_run(tmp_path / "run", reward_parts={"ratio": float("inf")}, response="\ud800")
+    (run_dir / "config.yaml").write_text("a: .nan\n")
+    text = page(collect([run_dir]))
+    assert unpacked(text, "overview")["runs"][0]["config"] == {"a": "nan"}
+    sample = unpacked(text, "samples")[0][0]
+    assert sample["reward_parts"] == {"ratio": "inf"} and sample["response"] == "\ud800"
+
+
+def test_damaged_and_missing_files_are_named(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("{broken\n")
+    (run_dir / "config.yaml").unlink()
+    (run_dir / "rollouts" / "step_1.jsonl").write_text("{broken\n")
+    with (run_dir / "rollouts" / "step_2.jsonl").open("a") as file:
+        file.write("{broken\n")
+    (run_dir / "error.json").write_text(json.dumps({"message": "out of memory"}))
+    (run,) = collect([run_dir])
+    notes = "\n".join(run.notes)
+    assert "lines of metrics.jsonl that cannot be read: 1" in notes
+    assert "config.yaml cannot be read" in notes
+    assert f"{run_dir}/rollouts/step_1.jsonl is damaged" in notes
+    assert "samples that cannot be read: 1" in notes
+    assert run.error == "out of memory" and len(run.samples) == 5
+
+
+def test_names_tell_runs_apart(tmp_path):
+    runs = [make_run(tmp_path / name) for name in ("a/run", "b/run", "c/other")]
+    assert [run.name for run in collect(runs)] == ["a/run", "b/run", "c/other"]
+    assert [run.name for run in collect(runs[1:])] == ["run", "other"]
+    assert [run.name for run in collect([runs[0], runs[0]])][1].endswith("a/run (2)")
+
+
+def test_thinning_keeps_every_step():
+    samples = [{"step": step, "number": n} for step in range(10) for n in range(step)]
+    assert thin(samples, 45) == samples
+    kept = thin(samples, 20)
+    assert len(kept) == 20 and {sample["step"] for sample in kept} == set(range(1, 10))
+    assert kept == sorted(kept, key=lambda sample: (sample["step"], sample["number"]))
+    few = thin(samples, 3)
+    assert [sample["step"] for sample in few] == [1, 4, 7]
+
+
+def test_tokens_are_dropped_beyond_the_limit():
+    samples = [{"tokens": {"id": [1] * 10}, "step": n} for n in range(20)] + [{"step": 1}]
+    assert drop_tokens(samples, 55) == 15
+    assert sum("tokens" in sample for sample in samples) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/none"], "does not exist. Give a run directory"),
+        (["{tmp}"], "has no metrics.jsonl"),
+        (["{tmp}/run/config.yaml"], "is a file. Give a run directory"),
+        (["{tmp}/run", "-o", "{tmp}"], "is a folder"),
+        (["{tmp}/run", "-o", "{tmp}/none/x.html"], "No such file or directory"),
+    ],
+)
+def test_wrong_arguments(tmp_path, arguments, message):
+    make_run(tmp_path / "run")
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    result = CliRunner().invoke(app, ["report", *arguments])
+    assert result.exit_code == 2 and message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_the_command_writes_into_the_run(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    result = CliRunner().invoke(app, ["report", str(run_dir)])
+    assert result.exit_code == 0
+    assert "run: step 5, 6 samples" in result.output
+    assert f"wrote {run_dir / 'report.html'}" in result.output
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
+def test_a_browser_shows_it(tmp_path):
+    first = make_run(tmp_path / "first", prompt=HOSTILE)
+    second = make_run(tmp_path / "second", lr=0.25)
+    write_page([first, second], tmp_path / "page.html")
+    assert CHROMIUM is not None
+    shown = subprocess.run(
+        [
+            CHROMIUM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=8000",
+            "--dump-dom",
+            f"file://{tmp_path}/page.html?coloring=gap",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    assert 'data-ready="yes"' in shown
+    shown = re.sub("<script.*?</script>", "", shown, flags=re.DOTALL)
+    assert "cannot be shown" not in shown
+    assert "<title>first and second - verlite report</title>" in shown
+    assert shown.count('data-metric="critic/score/mean"') == 1
+    # The settings that differ, and none that are equal.
+    assert "optim.lr" in shown and "trainer.logger" not in shown
+    # One training sample per run at the newest step: 0.25 of gap on each of the two tokens.
+    assert shown.count('class="card sample"') == 2
+    assert "&lt;/script&gt;" in shown and "+0.25" in shown
+    assert "2 of 12 samples" in shown

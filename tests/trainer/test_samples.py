@@ -1,0 +1,131 @@
+"""Which samples of a step are kept, and what is kept of their tokens."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from verlite.protocol.data import DataProto, object_array
+from verlite.trainer import samples
+from verlite.trainer.samples import add_tokens, choose_rows, token_texts
+
+
+def test_data_sources_and_choices_take_turns():
+    scores = [0.1, 0.5, 0.9, None, 0.3, 0.2]
+    sources = ["a", "a", "a", "a", "b", "b"]
+    uids = ["1", "2", "3", "4", "5", "6"]
+    chosen = choose_rows(scores, sources, uids, 4, seed="")
+    # The failed row is the worst of a, row 5 of b; row 2 is the best of a, row 4 of b.
+    assert chosen == [(3, "worst"), (5, "worst"), (2, "best"), (4, "best")]
+
+
+def test_each_prompt_is_chosen_once_before_any_twice():
+    """Four prompts of four samples each: the first prompt has both the best and the worst."""
+    scores = [-9.0, 9.0, 8.0, 8.0, *[float(n) for n in range(12)][:12]]
+    uids = [f"{row // 4}" for row in range(16)]
+    chosen = [row for row, _ in choose_rows(scores, ["a"] * 16, uids, 4, seed="")]
+    assert chosen[0] == 0 and {uids[row] for row in chosen} == {"0", "1", "2", "3"}
+    more = [row for row, _ in choose_rows(scores, ["a"] * 16, uids, 7, seed="")]
+    assert more[:4] == chosen and len(set(more)) == 7
+
+
+def test_equal_scores_are_chosen_at_random_and_the_seed_decides():
+    def first(seed: int) -> list[int]:
+        uids = [str(row) for row in range(40)]
+        return [row for row, _ in choose_rows([0.0] * 40, ["a"] * 40, uids, 3, seed=f"7/{seed}")]
+
+    assert first(1) == first(1)
+    assert len({tuple(first(seed)) for seed in range(20)}) > 15
+
+
+@pytest.mark.parametrize("count", [None, 3, 9])
+def test_all_rows_in_their_order(count):
+    scores = [1.0, None, 0.0]
+    assert choose_rows(scores, ["a", "b", "a"], ["1", "1", "1"], count, "") == [
+        (0, "all"),
+        (1, "all"),
+        (2, "all"),
+    ]
+
+
+def test_no_row_is_chosen_if_none_is_wanted():
+    assert choose_rows([1.0, 0.0], ["a", "a"], ["1", "2"], 0, "") == []
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, as byte-level BPE has it without merges."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("text", ["", "a", "plain words", "é\u20ac🙂x", "🙂🙂", " a  b\n"])
+def test_token_texts_join_to_the_decoded_text(byte_tokenizer, text):
+    ids = byte_tokenizer.encode(text, add_special_tokens=False)
+    texts = token_texts(byte_tokenizer, ids)
+    assert len(texts) == len(ids) == len(text.encode())
+    assert "".join(texts) == text == byte_tokenizer.decode(ids)
+    # Each character is with the token of its last byte.
+    ends = np.cumsum([len(c.encode()) for c in text]) - 1
+    assert [texts[end] for end in ends] == list(text)
+
+
+def test_a_response_that_ends_inside_a_character(byte_tokenizer):
+    ids = byte_tokenizer.encode("a🙂", add_special_tokens=False)[:-1]
+    assert "".join(token_texts(byte_tokenizer, ids)) == byte_tokenizer.decode(ids) == "a\ufffd"
+
+
+def token_batch() -> DataProto:
+    return DataProto.from_dict(
+        {"advantages": torch.tensor([[-0.5], [1.25]])},
+        {
+            "response_ids": object_array([np.array([5, 6, 7]), np.array([8])]),
+            "response_mask": object_array([np.array([1, 0, 1], np.int8), np.array([1], np.int8)]),
+            "loss_mask": object_array([np.array([1, 0, 0], np.int8), np.array([1], np.int8)]),
+            "rollout_log_probs": object_array(
+                [np.array([-0.1234567, 0, -2], np.float32), np.array([-1], np.float32)]
+            ),
+        },
+    )
+
+
+class OneLetter:
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(90 + i) for i in ids)
+
+
+def test_details_of_tokens():
+    records: list[dict] = [{}, {}]
+    add_tokens(records, token_batch(), OneLetter())
+    assert records[0]["tokens"] == {
+        "id": [5, 6, 7],
+        "text": ["_", "`", "a"],
+        "sampled": "101",
+        "trained": "100",
+        "rollout_log_prob": [-0.12346, 0.0, -2.0],
+        "advantage": -0.5,
+    }
+    assert records[1]["tokens"]["advantage"] == 1.25 and records[1]["tokens"]["text"] == ["b"]
+
+
+def test_details_are_kept_for_so_many_tokens_of_a_step(monkeypatch):
+    monkeypatch.setattr(samples, "TOKENS_PER_STEP", 3)
+    records: list[dict] = [{}, {}]
+    add_tokens(records, token_batch(), OneLetter())
+    assert ["tokens" in record for record in records] == [True, False]
+
+
+def test_choices_spread_over_the_scores():
+    """Of many rows, a third is from each end."""
+    scores = [float(row) for row in range(300)]
+    uids = [str(row) for row in range(300)]
+    chosen = choose_rows(scores, ["a"] * 300, uids, 30, seed="x")
+    assert Counter(reason for _, reason in chosen) == {"worst": 10, "best": 10, "random": 10}
+    assert {row for row, reason in chosen if reason == "worst"} <= set(range(12))
+    assert {row for row, reason in chosen if reason == "best"} <= set(range(288, 300))
