@@ -58,7 +58,7 @@ def collect(run_dirs: list[Path]) -> list[RunData]:
             )
         dropped = drop_tokens(run.samples, MAX_TOKENS // len(runs))
         if dropped:
-            run.notes.append(f"samples without details of their tokens, to limit the page: {dropped}")
+            run.notes.append(f"samples without token details, to limit the page: {dropped}")
     return runs
 
 
