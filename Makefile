@@ -43,9 +43,11 @@ check: lint
 test: lint
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
-# Run the whole-run tests three times in a row: for faults that depend on timing.
+# Disturb real runs with a random fault every 20 s, and compare their results with undisturbed runs.
+MINUTES ?= 10
+SEED ?= 0
 soak: setup-test
-	for round in 1 2 3; do $(BIN)/python -m pytest $(IN_PARALLEL) -m process || exit 1; done
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 # Plant every known bug, one at a time, and write docs/mutants.md. Takes less than an hour.
 mutants: setup-test

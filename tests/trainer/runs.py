@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -67,17 +68,25 @@ def write_reward(path: Path, body: str) -> str:
 class Launch:
     """A running `python -m verlite.main_ppo`."""
 
-    def __init__(self, run_dir: Path, overrides: list[str], log: Path, before: str = ""):
+    def __init__(
+        self,
+        run_dir: Path,
+        overrides: list[str],
+        log: Path,
+        before: str = "",
+        program: Sequence[str] = ("-m", "verlite.main_ppo"),
+    ):
         """Start the process.
 
         Args:
             overrides: the command line's key=value arguments.
             log: file for stdout and stderr.
             before: Python code that the driver runs first, to inject a fault.
+            program: what Python runs instead of verlite.main_ppo, without `before`.
         """
         self.run_dir, self.log = run_dir, log
         code = f"{before}\nimport sys\nfrom verlite.main_ppo import main\nsys.exit(main())"
-        program = ["-c", code] if before else ["-m", "verlite.main_ppo"]
+        program = ["-c", code] if before else program
         command = [sys.executable, *program, f"trainer.default_local_dir={run_dir}", *overrides]
         environment = {**os.environ, "VERLITE_TEST_RUN": str(run_dir), "PYTHONUNBUFFERED": "1"}
         with log.open("w") as out:

@@ -1,0 +1,253 @@
+"""One disturbed run: its attempts, its processes, and whether it ended like the undisturbed one."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.workloads import Workload
+from tests.trainer.runs import Launch, quiet
+
+PROGRAMS = {
+    "raylet": "/raylet/raylet",
+    "gcs": "/gcs/gcs_server",
+    "guardian": "controller/guardian.py",
+    "forks": "controller/worker_fork.py --serve",
+    "reward": "verlite.rewards.process",
+    "driver": "-m tests.chaos.driver",
+}
+"""A part of each process's command line."""
+SUPERVISED_END = re.compile(
+    r"supervise: the command (was ended by (?P<signal>SIG\w+)|ended with exit code (?P<code>\d+)).*"
+)
+"""What `verlite supervise` prints before it starts a command again."""
+LOG = re.compile(r"/logs/([a-z]+_[0-9]+)\.log$")
+
+
+class Run:
+    """A run that is started again until it is done.
+
+    Attributes:
+        workload: its command line.
+        folder: has the run directory "run", the attempts' output and the trace of phases.
+        has_disk: whether the run directory is a small disk of its own.
+        launches: the processes that were started here; the last one may be alive.
+        starts: how often the command was started, also by `verlite supervise`.
+    """
+
+    def __init__(self, workload: Workload, folder: Path, supervised: bool = False):
+        """Prepare a run.
+
+        Args:
+            supervised: leave starting again to `verlite supervise`, where it does that.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.workload, self.folder, self.supervised = workload, folder, supervised
+        self.trace = folder / "phases"
+        self.launches: list[Launch] = []
+        self.starts = 0
+        self.has_disk = False
+        self._output_before = 0
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def launch(self) -> Launch:
+        return self.launches[-1]
+
+    def start(self) -> None:
+        """Start the command, or start it again. A living supervisor does that by itself."""
+        self.starts += 1
+        if self.launches and self.launch.process.poll() is None:
+            match = SUPERVISED_END.search(self.launch.text(), self._output_before)
+            self._output_before = match.end() if match else self._output_before
+            return
+        log = self.folder / f"output_{len(self.launches) + 1}.log"
+        program = ["-m", "tests.chaos.driver", str(self.trace)]
+        if self.supervised:
+            program = ["-m", "verlite", "supervise", "--", sys.executable, *program]
+        self._output_before = 0
+        self.launches.append(Launch(self.run_dir, self.workload.options, log, program=program))
+
+    def code(self) -> int | None:
+        """Exit code of the latest attempt, -N if signal N ended it. None while it runs."""
+        code = self.launch.process.poll()
+        if code is not None or not self.supervised:
+            return code
+        match = SUPERVISED_END.search(self.launch.text(), self._output_before)
+        if match is None:
+            return None
+        return -signal.Signals[match["signal"]] if match["signal"] else int(match["code"])
+
+    def text(self) -> str:
+        """Output of the latest attempt."""
+        return self.launch.text()[self._output_before :]
+
+    def phases(self) -> list[tuple[int, int, str]]:
+        """Return (driver's process id, finished steps, phase) for each phase that was entered."""
+        if not self.trace.exists():
+            return []
+        lines = (line.split(" ", 3) for line in self.trace.read_text().splitlines())
+        return [(int(pid), int(finished), phase) for _, pid, finished, phase in lines]
+
+    def finished_steps(self) -> int:
+        """The last step in metrics.jsonl, 0 if there is none."""
+        steps = re.findall(rb'^{"step": (\d+)', metrics_bytes(self.run_dir), re.MULTILINE)
+        return max(map(int, steps), default=0)
+
+    def find(self, role: str) -> list[psutil.Process]:
+        """Return the live processes of a role: one of PROGRAMS, or a worker role."""
+        found = []
+        for process in self.launch.processes():
+            try:
+                is_role = role_of(process) == role
+            except (psutil.Error, OSError):
+                continue
+            if is_role:
+                found.append(process)
+        return found
+
+    def resumed_step(self) -> int | None:
+        """The step that the current attempt resumed from; 0: from the beginning; None: not yet."""
+        text = self.text()
+        match = re.search(r"resumed from \S+ \(step (\d+)", text)
+        if match:
+            return int(match[1])
+        return 0 if re.search(r"(?m)^step \d", text) else None
+
+    def temporary_folders(self) -> list[Path]:
+        """Return the folders of the run's Ray clusters, with their sockets."""
+        pids = {pid for pid, _, _ in self.phases()}
+        return [
+            session.parent
+            for session in Path("/tmp").glob("verlite-*/session_*_*")
+            if session.name.rpartition("_")[2].isdigit()
+            and int(session.name.rpartition("_")[2]) in pids
+        ]
+
+    def leftovers(self) -> list[str]:
+        """Return what the run left behind: processes, temporary folders with sockets, files."""
+        if self.launch.process.poll() is None:
+            return []  # its supervisor starts the next attempt at any time
+        left = [f"process {p.pid} {name(p)}" for p in self.launch.processes()]
+        left += map(str, self.temporary_folders())
+        return left
+
+    def wait_until_clean(self, seconds: float = 20) -> list[str]:
+        """Return what is still left after some seconds."""
+        deadline = time.monotonic() + seconds
+        while (left := self.leftovers()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
+
+    def finish(self, seconds: float = 900) -> int:
+        """Wait until the attempt ends and return its exit code. It is killed after some time."""
+        deadline = time.monotonic() + seconds
+        while (code := self.code()) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if code is None:
+            self.kill()
+        return self.launch.process.wait() if code is None else code
+
+    def kill(self) -> None:
+        """Kill the driver, and its supervisor if there is one."""
+        for process in self.find("driver"):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.launch.process.kill()
+        self.launch.process.wait()
+
+    def keep_small_files(self) -> None:
+        """Copy metrics and logs out of the run directory, which is about to disappear."""
+        target = self.folder / "kept"
+        for file in [*self.run_dir.glob("*.json*"), *self.run_dir.glob("logs/*")]:
+            if file.is_file() and file.stat().st_size < 1 << 20:
+                copy = target / file.relative_to(self.run_dir)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, copy)
+
+    def stop(self) -> None:
+        """End the attempt at once, for a driver that gives up."""
+        if self.launches:
+            for process in [self.launch.process, *self.launch.processes()]:
+                try:
+                    process.kill()
+                except (psutil.Error, OSError):
+                    continue
+            self.launch.process.wait()
+
+
+def role_of(process: psutil.Process) -> str | None:
+    """Return the role of a process of a run. None for one that no fault aims at."""
+    command = " ".join(process.cmdline())
+    if " supervise -- " in command:
+        return "supervisor"
+    for role, part in PROGRAMS.items():
+        if part in command:
+            return role
+    for number in os.listdir(f"/proc/{process.pid}/fd"):
+        match = LOG.search(os.readlink(f"/proc/{process.pid}/fd/{number}"))
+        if match:
+            return match[1].rpartition("_")[0]
+    return None
+
+
+def name(process: psutil.Process) -> str:
+    """Return the name of a process, "" if it has just ended."""
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
+def metrics_bytes(run_dir: Path) -> bytes:
+    """Return the content of metrics.jsonl, empty if it does not exist."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
+def differences(run: Run, undisturbed: Run, numbers: bool = True) -> list[str]:
+    """Return how the result of a run differs from that of the undisturbed one, in one line each.
+
+    Args:
+        numbers: whether metrics and weights must be equal. Otherwise only the sequence of steps is
+            compared.
+    """
+    workload = run.workload
+    lines, expected = run.launch.metrics(), undisturbed.launch.metrics()
+    found = []
+    steps = [line["step"] for line in lines]
+    if steps != list(range(workload.first_step, workload.steps + 1)):
+        found.append(f"metrics.jsonl has the steps {steps}")
+    if not numbers:
+        return found
+    for line, other in zip(lines, expected, strict=False):
+        a, b = (comparable(values, workload.ignored) for values in (line, other))
+        keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+        if keys:
+            found.append(
+                f"step {line['step']}: {len(keys)} metrics differ, the first is {keys[0]}: "
+                f"{a.get(keys[0])!r}, undisturbed {b.get(keys[0])!r}"
+            )
+    if weights(run) != weights(undisturbed):
+        found.append("the exported weights differ")
+    return found
+
+
+def comparable(line: dict, ignored: tuple[str, ...]) -> dict:
+    """Return the metrics of a step that are equal in equal runs."""
+    return {key: value for key, value in quiet(line).items() if not key.startswith(ignored)}
+
+
+def weights(run: Run) -> bytes:
+    """Return the exported weights, empty if there are none."""
+    path = run.run_dir / "huggingface" / "model.safetensors"
+    return path.read_bytes() if path.exists() else b""

@@ -1,0 +1,76 @@
+"""A few faults in real runs, which `python -m tests.chaos` injects at random and for longer."""
+
+import time
+from random import Random
+
+import pytest
+
+from tests.chaos.disturb import disturb, note_resumed, wait_for_phase
+from tests.chaos.faults import EXPORTING, STARTING, STEPPING, pause
+from tests.chaos.run import Run, differences
+from tests.chaos.workloads import sums
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+STEPS = 6
+PAUSES = {"actor": "update_actor", "gcs": "gen", "raylet": "update_critic", "driver": "testing"}
+"""Processes that stop for a moment, and the phase in which they do."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return a finished run without faults. Sums must not depend on the number of threads."""
+    folder = tmp_path_factory.mktemp("chaos")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        run = Run(sums(folder / "sums", STEPS), folder / "undisturbed")
+        run.start()
+        assert run.finish() == 0, run.text()
+        yield run
+
+
+@pytest.fixture
+def run(undisturbed, tmp_path):
+    """Return a run of the same command that has started."""
+    run = Run(undisturbed.workload, tmp_path)
+    run.start()
+    yield run
+    run.stop()
+
+
+def assert_equal_to(undisturbed, run):
+    assert run.finish() == 0, run.text()
+    assert differences(run, undisturbed) == []
+    assert run.wait_until_clean() == []
+
+
+def test_the_undisturbed_run_enters_every_phase_that_faults_aim_at(undisturbed):
+    entered = {phase for _, _, phase in undisturbed.phases()}
+    assert entered >= {*STARTING, *STEPPING, *EXPORTING}
+    assert undisturbed.wait_until_clean() == []
+
+
+def test_processes_that_stop_for_a_moment_change_no_number(undisturbed, run):
+    for role, phase in PAUSES.items():
+        assert wait_for_phase(run, phase, 240), run.text()
+        resume = pause(role)(run, Random(0))
+        time.sleep(1)
+        resume()
+    assert_equal_to(undisturbed, run)
+    assert run.starts == 1
+
+
+def test_a_lost_daemon_and_damaged_files_cost_no_finished_step(undisturbed, run):
+    """A Ray daemon is killed. The next attempt is killed, and its newest checkpoint and
+    metrics.jsonl are damaged before the third."""
+    random = Random(0)
+    assert wait_for_phase(run, "adv", 240), run.text()
+    for name, phase in (("raylet SIGKILL", "update_actor"), ("shard truncated", "update_critic")):
+        assert wait_for_phase(run, phase, 240), run.text()
+        outcome = disturb(run, name, phase, random)
+        assert outcome is not None and not outcome.problem, (outcome, run.text())
+        assert run.wait_until_clean() == []
+        run.start()
+        note_resumed(run, outcome)
+        assert not outcome.problem, run.text()
+    assert_equal_to(undisturbed, run)

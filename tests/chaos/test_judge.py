@@ -1,0 +1,130 @@
+"""What the fault driver calls wrong: planted differences, leftovers, and lost steps are found."""
+
+import json
+import os
+import subprocess
+import sys
+from random import Random
+
+import pytest
+
+from tests.chaos import faults
+from tests.chaos.disturb import Outcome, note_resumed
+from tests.chaos.faults import FAULTS, STARTING, STEPPING
+from tests.chaos.run import Run, differences
+from tests.chaos.workloads import WORKLOADS, Workload
+
+STEPS = 3
+
+
+class Ended:
+    """The process of a run that has ended."""
+
+    def __init__(self, run: Run, text: str):
+        self._run, self.text = run, lambda: text
+
+    def metrics(self):
+        return [json.loads(line) for line in metrics_file(self._run).read_text().splitlines()]
+
+
+def metrics_file(run):
+    return run.run_dir / "metrics.jsonl"
+
+
+def ended(folder, text="") -> Run:
+    """Return a run that has ended with three steps and weights."""
+    run = Run(Workload("sums", STEPS, 1, [], ("rollout/slowest",)), folder)
+    (run.run_dir / "huggingface").mkdir(parents=True)
+    lines = [
+        {
+            "step": step,
+            "loss": 0.1 * step,
+            "timing_s/gen": os.urandom(1)[0],
+            "rollout/slowest": id(run),
+        }
+        for step in range(1, STEPS + 1)
+    ]
+    metrics_file(run).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.run_dir / "huggingface" / "model.safetensors").write_bytes(bytes(100))
+    run.launches.append(Ended(run, text))
+    return run
+
+
+@pytest.fixture
+def two(tmp_path):
+    return ended(tmp_path / "disturbed"), ended(tmp_path / "undisturbed")
+
+
+def test_equal_runs_have_no_difference_whatever_their_times(two):
+    assert differences(*two) == []
+
+
+@pytest.mark.parametrize("change", ["gap", "twice", "number", "new metric", "weights", "no export"])
+def test_every_difference_is_found(two, change):
+    run, undisturbed = two
+    lines = metrics_file(run).read_text().splitlines()
+    model = run.run_dir / "huggingface" / "model.safetensors"
+    if change == "gap":
+        del lines[1]
+    elif change == "twice":
+        lines.insert(1, lines[1])
+    elif change == "number":
+        lines[2] = lines[2].replace("0.30000000000000004", "0.3")
+    elif change == "new metric":
+        lines[0] = lines[0].replace("{", '{"actor/new": 1, ')
+    elif change == "weights":
+        model.write_bytes(bytes(99) + b"\1")
+    else:
+        model.unlink()
+    metrics_file(run).write_text("\n".join(lines) + "\n")
+    assert differences(run, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "resumed_at, name, lost",
+    [(4, "actor SIGKILL", False), (3, "actor SIGKILL", True), (3, "shard flipped", False)],
+)
+def test_finished_steps_that_are_computed_again_are_a_problem(tmp_path, resumed_at, name, lost):
+    run = ended(tmp_path, f"resumed from /run/global_step_{resumed_at} (step {resumed_at} of 9)\n")
+    run.code = lambda: None
+    outcome = Outcome(name, "gen", step=4)
+    note_resumed(run, outcome)
+    assert outcome.resumed_at == resumed_at
+    assert bool(outcome.problem) == lost
+
+
+def test_the_table_names_phases_and_workloads_that_exist():
+    for name, fault in FAULTS.items():
+        assert {*fault.phases} & {*STARTING, *STEPPING}, name
+        assert fault.needs in ("", *WORKLOADS), name
+        assert fault.ends, name
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_spoiled_metrics_lose_no_step_but_the_last(two, seed):
+    """Other lines are not in any checkpoint, so a fault that removed them could not be survived."""
+    run, undisturbed = two
+    before = metrics_file(undisturbed).read_bytes()
+    metrics_file(run).write_bytes(before)
+    faults.spoil_metrics(run, Random(seed))
+    after = metrics_file(run).read_bytes()
+    assert after != before
+    assert {*before.splitlines()[:-1]} <= {*after.splitlines()}
+
+
+@pytest.mark.process
+def test_a_process_that_stays_is_found(tmp_path):
+    run = ended(tmp_path)
+    run.workload.options[:] = []
+    code = "import time; time.sleep(60)"
+    mark = {**os.environ, "VERLITE_TEST_RUN": str(run.run_dir)}
+    run.start()
+    stays = subprocess.Popen([sys.executable, "-c", code], env=mark)
+    try:
+        run.launch.process.kill()
+        run.launch.process.wait()
+        assert any(str(stays.pid) in left for left in run.leftovers())
+    finally:
+        stays.kill()
+        stays.wait()
+    assert run.wait_until_clean() == []
