@@ -132,6 +132,7 @@ def damage(change: Callable[[Run, Random], None]) -> Inject:
     """Kill the driver, and change files of the run before it starts again."""
 
     def inject(run: Run, random: Random) -> None:
+        newest_checkpoint(run)
         run.kill()
         run.wait_until_clean()
         change(run, random)

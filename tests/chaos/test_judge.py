@@ -114,8 +114,7 @@ def test_spoiled_metrics_lose_no_step_but_the_last(two, seed):
 
 @pytest.mark.process
 def test_a_process_that_stays_is_found(tmp_path):
-    run = ended(tmp_path)
-    run.workload.options[:] = []
+    run = Run(Workload("sums", STEPS, 1, []), tmp_path)
     code = "import time; time.sleep(60)"
     mark = {**os.environ, "VERLITE_TEST_RUN": str(run.run_dir)}
     run.start()
