@@ -11,20 +11,16 @@ first assistant message after the prompt.
 
 import argparse
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verlite.data.chat import Message, messages
 from verlite.data.dataset import DataError
 from verlite.data.preprocess import make_rows, print_written, read_file, write_parquet
 from verlite.rewards.math import last_boxed
 
 LABEL = "answer"
-ROLES = ("system", "user", "assistant", "tool", "developer")
-CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
-
-Message = dict[str, str]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -120,34 +116,6 @@ class Converter:
         text = str(label).strip()
         boxed = last_boxed(text)
         return boxed if boxed is not None and text == f"\\boxed{{{boxed}}}" else text
-
-
-def messages(value: Any, template: str | None) -> list[Message]:
-    """Return the messages in a column's value. Raises ValueError."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
-            pass  # text that begins with a bracket
-    if isinstance(value, str):
-        chatml = [{"role": role, "content": text} for role, text in CHATML.findall(value)]
-        if chatml:
-            return [message for message in chatml if message["content"]]
-        if not value.strip():
-            raise ValueError("the prompt is empty")
-        return [{"role": "user", "content": template.replace("{}", value) if template else value}]
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"the prompt must be messages or text, not {type(value).__name__}")
-    return list(_checked(value))
-
-
-def _checked(value: list[Any]) -> Iterator[Message]:
-    for number, message in enumerate(value):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"message {number} is not {{role, content}}: {str(message)[:80]}")
-        if message["role"] not in ROLES or not isinstance(message["content"], str):
-            raise ValueError(f"message {number} has role {message['role']!r}: {str(message)[:80]}")
-        yield {"role": message["role"], "content": message["content"]}
 
 
 def split_messages(conversation: list[Message]) -> tuple[list[Message], str | None]:

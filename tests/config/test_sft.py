@@ -12,8 +12,8 @@ from verlite.config.sft import SFT, compose
 from verlite.main_sft import main
 
 WRONG = [
-    ("data.train_files=null", "data.train_files", "must name at least one parquet file"),
-    ("data.train_files=[]", "data.train_files", "must name at least one parquet file"),
+    ("data.train_files=null", "data.train_files", "must name at least one file"),
+    ("data.train_files=[]", "data.train_files", "must name at least one file"),
     (
         "data.train_files={a:1}",
         "data.train_files",

@@ -201,9 +201,9 @@ def test_error_names_the_invalid_file(tmp_path: Path) -> None:
     assert message([good, missing]).startswith(
         f"{missing} does not exist: make it with data_preprocess/"
     )
-    (tmp_path / "a.jsonl").write_text("{}")
-    assert "a.jsonl cannot be read as parquet" in message(str(tmp_path / "a.jsonl"))
-    assert "is not a parquet file" in message(str(tmp_path))
+    (tmp_path / "a.jsonl").write_text('{"a": 1}')
+    assert "a.jsonl has no column" in message(str(tmp_path / "a.jsonl"))
+    assert "is not a file" in message(str(tmp_path))
     (tmp_path / "broken.parquet").write_bytes(Path(good).read_bytes()[:-20])
     assert "broken.parquet cannot be read as parquet" in message(str(tmp_path / "broken.parquet"))
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "empty.parquet")
@@ -219,7 +219,7 @@ def test_error_names_the_invalid_file(tmp_path: Path) -> None:
         message(bare)
         == f"{bare} has no column 'data_source', 'reward_model'; its columns are prompt, answer"
     )
-    assert message([]) == "data.train_files is empty: name at least one parquet file"
+    assert message([]) == "data.train_files is empty: name at least one file"
     assert (
         message(good, train_max_samples=0)
         == "data.train_max_samples=0 leaves no prompt; -1 takes all"

@@ -16,6 +16,7 @@ from verlite.cli import (
     contract,
     convert,
     curve,
+    data,
     explain,
     export,
     launch,
@@ -44,6 +45,7 @@ app = typer.Typer(
 app.command(context_settings=PASS_THROUGH)(check.check)
 app.command(context_settings=PASS_THROUGH)(plan.plan)
 app.command()(explain.explain)
+app.command()(data.data)
 app.command()(export.export)
 app.command()(curve.curve)
 app.command()(show.show)

@@ -9,8 +9,10 @@ import importlib.util
 import math
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from verlite import tables
 from verlite.config import catalog, correction, machine, node_groups
 from verlite.config.correction import RolloutCorrection
 from verlite.config.drawing import draw
@@ -855,13 +857,10 @@ def scores_remotely(reward: RewardConfig) -> bool:
 
 
 def count(files: list[str]) -> int | None:
-    """Return the rows of parquet files, from their footers; None if one cannot be read."""
-    import pyarrow
-    import pyarrow.parquet
-
+    """Return the number of rows of data files; None if one cannot be read."""
     try:
-        return sum(pyarrow.parquet.read_metadata(file).num_rows for file in files)
-    except (OSError, pyarrow.ArrowException):
+        return sum(tables.outline(Path(file))[1] for file in files)
+    except tables.TableError:
         return None
 
 

@@ -61,9 +61,12 @@ TRACKER_HINTS = dict.fromkeys(
 class DataConfig:
     """Where prompts come from and how long they may be."""
 
-    train_files: Files = key(MISSING, "Parquet file, or list of files, of training prompts.")
+    train_files: Files = key(
+        MISSING,
+        "File, or list of files, of training prompts: parquet, jsonl or json (docs/data.md).",
+    )
     val_files: Files = key(
-        None, "Parquet file, or list of files, of validation prompts. null: no validation."
+        None, "File, or list of files, of validation prompts. null: no validation."
     )
     prompt_key: str = key("prompt", "Column of the chat messages (a list of role and content).")
     reward_fn_key: str = key(

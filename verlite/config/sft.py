@@ -30,10 +30,11 @@ class SFTDataConfig:
     """Training examples: prompts and the responses to learn."""
 
     train_files: Files = key(
-        MISSING, "Parquet file, or list of files, with a prompt and a response column."
+        MISSING,
+        "File, or list of files, with a prompt and a response column: parquet, jsonl, json or csv.",
     )
     val_files: Files = key(
-        None, "Parquet file, or list of files, for the validation loss. null: no validation."
+        None, "File, or list of files, for the validation loss. null: no validation."
     )
     prompt_key: str = key(
         "prompt", "Column of the prompt: text, or chat messages (a list of role and content)."

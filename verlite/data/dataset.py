@@ -1,4 +1,4 @@
-"""Datasets of prompts from parquet files, read, checked and tokenized before training starts."""
+"""Datasets of prompts from files, read, checked and tokenized before training starts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from verlite import tables
 from verlite.config.schema import DataConfig
 from verlite.data.prompts import PromptTooLong, build_prompt, build_prompts, truncate
 
@@ -90,7 +90,7 @@ class RowFiles:
             Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)
         ]
         if not self.paths:
-            raise DataError(f"data.{split}_files is empty: name at least one parquet file")
+            raise DataError(f"data.{split}_files is empty: name at least one file")
         self.source_key = config.reward_fn_key
         self.tables = [
             _read(path, [config.prompt_key, self.source_key, "reward_model"]) for path in self.paths
@@ -169,7 +169,7 @@ class PromptDataset:
         """Read and tokenize the files.
 
         Args:
-            files: parquet files, or rows that were read before.
+            files: parquet, .jsonl or .json files, or rows that were read before.
             tokenizer: builds the prompts.
             config: the data section of the configuration.
             split: train or val.
@@ -319,23 +319,23 @@ def _read(path: Path, required: list[str]) -> pa.Table:
             "or correct data.train_files or data.val_files"
         )
     if not path.is_file():
-        raise DataError(f"{path} is not a parquet file: data_preprocess/ writes them")
+        raise DataError(f"{path} is not a file: name parquet, jsonl or json files")
     try:
-        metadata = pq.read_metadata(path)
-        if metadata.num_rows == 0:
+        schema, rows = tables.outline(path)
+        if rows == 0:
             raise DataError(f"{path} has no rows")
-        available = metadata.schema.to_arrow_schema().names
+        available = schema.names
         missing = [name for name in required if name not in available]
         if missing:
             raise DataError(
                 f"{path} has no column {', '.join(map(repr, missing))}; "
                 f"its columns are {', '.join(available) or 'none'}"
             )
-        return pq.read_table(
-            path, columns=required + [name for name in OPTIONAL_COLUMNS if name in available]
+        return tables.read(
+            path, required + [name for name in OPTIONAL_COLUMNS if name in available]
         )
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+    except tables.TableError as error:
+        raise DataError(f"{path} {error}") from error
 
 
 def _choose(rows: list[tuple[int, int]], config: DataConfig, split: str) -> list[tuple[int, int]]:

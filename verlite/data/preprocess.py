@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from verlite.data.dataset import DataError
 from verlite.files import replace_file, replacing
+from verlite.tables import TableError, rows_of_csv
 
 SPLITS = ("train", "test")
 EXAMPLES_SHOWN = 3
@@ -174,8 +175,19 @@ def nothing_found(folder: Path, splits: Sequence[str], patterns: Sequence[str] =
 
 
 def read_file(file: Path) -> Iterator[Example]:
-    """Yield a file's examples with their line (JSON) or row (parquet). Raises DataError."""
+    """Yield a file's examples with their line (JSON) or row (parquet, CSV). Raises DataError."""
+    if file.suffix == ".csv":
+        return _read_csv(file)
     return _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
+
+
+def _read_csv(file: Path) -> Iterator[Example]:
+    try:
+        rows = rows_of_csv(file.read_text(encoding="utf-8-sig"))
+    except (TableError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} {error}") from error
+    for number, row in enumerate(rows):
+        yield f"{file} row {number}", dict(row)
 
 
 def make_rows(

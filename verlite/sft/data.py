@@ -1,12 +1,12 @@
-"""Read parquet files of prompts and responses, check every row, and tokenize it once."""
+"""Read files of prompts and responses, check every row, and tokenize it once."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from verlite import tables
 from verlite.config.sft import SFTDataConfig
 from verlite.data.dataset import DataError
 from verlite.data.prompts import build_prompt
@@ -44,7 +44,7 @@ def read_examples(
             except ValueError as error:
                 raise DataError(f"{path} row {row}: {error}") from error
     if not examples:
-        raise DataError("data.train_files is empty: name at least one parquet file")
+        raise DataError("data.train_files is empty: name at least one file")
     return examples
 
 
@@ -101,13 +101,13 @@ def _messages(prompt: Any, key: str) -> list[dict[str, Any]]:
 
 def _read(path: Path, columns: list[str]) -> pa.Table:
     if path.is_dir():
-        raise DataError(f"{path} is a folder. Name parquet files in data.train_files or val_files.")
+        raise DataError(f"{path} is a folder. Name the files in data.train_files or val_files.")
     if not path.is_file():
         raise DataError(f"{path} does not exist. Correct data.train_files or data.val_files.")
     try:
-        table = pq.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+        table = tables.read(path)
+    except tables.TableError as error:
+        raise DataError(f"{path} {error}") from error
     for column in columns:
         if column not in table.column_names:
             present = ", ".join(table.column_names) or "none"

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verlite import tables
 from verlite.config import catalog, plan
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 TRAIN = "data.train_files"
 VAL = "data.val_files"
 WRITE_AGAIN = "Write the file again with data_preprocess/."
+WRITERS = "data_preprocess/ and `verlite data` write data files."
 
 
 def files_are_named(context: Context) -> Iterator[Problem]:
@@ -33,8 +35,8 @@ def named(train_files: Any, val_files: Any) -> Iterator[Problem]:
             yield Problem(
                 key,
                 value,
-                "must name at least one parquet file",
-                "data_preprocess/ writes such files.",
+                "must name at least one file",
+                WRITERS,
             )
         elif not all(files):
             yield Problem(key, value, "one of the names is empty", "Leave it out.")
@@ -65,9 +67,6 @@ def _data_file(
 
     Returns its number of rows, or None if it cannot be used.
     """
-    import pyarrow
-    import pyarrow.parquet
-
     path = Path(file)
     if not path.is_file():
         yield Problem(key, file, *_why_not_a_file(path))
@@ -75,18 +74,12 @@ def _data_file(
     remote = plan.scores_remotely(config.reward)
     builtin = config.custom_reward_function.path is None and not remote
     try:
-        footer = pyarrow.parquet.read_metadata(file)
-        schema = footer.schema.to_arrow_schema()
-        sources = _sources(file, schema, config.data.reward_fn_key) if builtin else []
-    except (pyarrow.ArrowException, OSError) as error:
-        yield Problem(
-            key,
-            file,
-            f"cannot be read as parquet ({type(error).__name__})",
-            "data_preprocess/ shows how to write a parquet file.",
-        )
+        schema, rows = tables.outline(path)
+        sources = _sources(path, schema, config.data.reward_fn_key) if builtin else []
+    except tables.TableError as error:
+        yield Problem(key, file, str(error), WRITERS)
         return None
-    if footer.num_rows == 0:
+    if rows == 0:
         yield Problem(key, file, "has no rows", WRITE_AGAIN)
         return None
     yield from _columns(config.data, key, file, schema)
@@ -102,7 +95,7 @@ def _data_file(
         )
     else:
         scorers.update(filter(None, map(catalog.scorer_for, sources)))
-    return footer.num_rows
+    return rows
 
 
 def _columns(data: DataConfig, key: str, file: str, schema: "pyarrow.Schema") -> Iterator[Problem]:
@@ -155,13 +148,12 @@ def _enough_rows(context: Context, found: int) -> Iterator[Problem]:
         )
 
 
-def _sources(file: str, schema: "pyarrow.Schema", column: str) -> list[str]:
+def _sources(path: Path, schema: "pyarrow.Schema", column: str) -> list[str]:
     """Return the distinct texts of a column; [] if it is missing or has no text.
 
-    Reads only its dictionary, which is fast.
+    Of a parquet file it reads only its dictionary, which is fast.
     """
     import pyarrow
-    import pyarrow.parquet
 
     if column not in schema.names:
         return []
@@ -169,7 +161,7 @@ def _sources(file: str, schema: "pyarrow.Schema", column: str) -> list[str]:
     is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
     if not is_text and not pyarrow.types.is_dictionary(kind):
         return []
-    table = pyarrow.parquet.read_table(file, columns=[column], read_dictionary=[column])
+    table = tables.read(path, [column], as_dictionary=True)
     values = table[column].unique().to_pylist()
     return sorted(value for value in values if value and isinstance(value, str))
 
@@ -190,7 +182,7 @@ def _unknown_settings(config: Config, scorer: str) -> Iterator[Problem]:
 def _why_not_a_file(path: Path) -> tuple[str, str]:
     """Return rule and remedy for a path that is not a file."""
     if path.is_dir():
-        return "is a folder, not a parquet file", _parquet_files_in(path, "Name its files")
+        return "is a folder, not a file", _files_in(path, "Name its files")
     matches = sorted(glob.glob(str(path))) if glob.has_magic(str(path)) else []
     if matches:
         return (
@@ -199,14 +191,15 @@ def _why_not_a_file(path: Path) -> tuple[str, str]:
         )
     folder = path.parent
     if folder.is_dir():
-        return "does not exist", _parquet_files_in(folder, f"Files in {folder.resolve()}")
+        return "does not exist", _files_in(folder, f"Files in {folder.resolve()}")
     while not folder.is_dir():
         folder = folder.parent
     return "does not exist", f"{folder.resolve()} exists, but not the folder below it."
 
 
-def _parquet_files_in(folder: Path, words: str) -> str:
-    names = sorted(entry.name for entry in folder.glob("*.parquet"))
+def _files_in(folder: Path, words: str) -> str:
+    kinds = (".parquet", *tables.TEXT_SUFFIXES)
+    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in kinds)
     if not names:
-        return f"{folder.resolve()} has no parquet files."
+        return f"{folder.resolve()} has no data files."
     return f"{words}: {', '.join(names[:5])}."

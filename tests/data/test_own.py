@@ -1,0 +1,119 @@
+"""`verlite data`: from a table of one's own to a file that training reads."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from tests.models import tiny_tokenizer
+from verlite.cli import app
+from verlite.config.schema import DataConfig
+from verlite.data.dataset import PromptDataset
+
+CSV = 'question,solution,level\n"1+1, or?",2,easy\n2+2?, 4 ,easy\n"3+3?",6,hard\n1+1?,2,hard\n'
+
+
+def run(tmp_path: Path, *arguments: str, content: str = CSV, name: str = "sums.csv"):
+    (tmp_path / name).write_text(content)
+    output = tmp_path / "out.parquet"
+    command = ["data", str(tmp_path / name), "-o", str(output), *arguments]
+    return CliRunner().invoke(app, command), output
+
+
+NAMES = ("--prompt", "question", "--answer", "solution")
+
+
+def test_a_csv_file_becomes_a_data_set(tmp_path):
+    result, output = run(tmp_path, *NAMES, "--system", "Be brief.", "--template", "Q: {} A:")
+    assert result.exit_code == 0, result.output
+    rows = pq.read_table(output).to_pylist()
+    assert rows[0] == {
+        "data_source": "sums",
+        "prompt": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Q: 1+1, or? A:"},
+        ],
+        "ability": "",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0, "level": "easy"},
+    }
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["2", "4", "6", "2"]
+    data = PromptDataset(str(output), tiny_tokenizer(), DataConfig(), "train")
+    assert len(data) == 4 and data.row(1).extra_info["level"] == "easy"
+    assert "out.parquet: 4 rows" in result.output
+    assert "answers: 3 different, the most common '2' in 2 rows" in result.output
+    assert "No built-in reward function is for data source 'sums'" in result.output
+
+
+def test_the_same_rows_train_from_jsonl_without_a_conversion(tmp_path):
+    _, output = run(tmp_path, *NAMES)
+    lines = [json.dumps(row) for row in pq.read_table(output).to_pylist()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    (tmp_path / "rows.json").write_text(f"[{','.join(lines)}]")
+    tokenizer = tiny_tokenizer()
+    first, *others = [
+        PromptDataset(str(tmp_path / name), tokenizer, DataConfig(), "train")
+        for name in ("out.parquet", "rows.jsonl", "rows.json")
+    ]
+    for other in others:
+        assert [other.row(i) for i in range(4)] == [first.row(i) for i in range(4)]
+
+
+def test_rows_are_held_out_and_equal_prompts_stay_together(tmp_path):
+    content = "question,solution\n" + "".join(f"{n // 2}+1?,{n // 2 + 1}\n" for n in range(40))
+    result, output = run(tmp_path, *NAMES, "--hold-out", "7", content=content)
+    assert result.exit_code == 0, result.output
+    train = pq.read_table(output).to_pylist()
+    test = pq.read_table(tmp_path / "out_test.parquet").to_pylist()
+    assert len(train) == 32 and len(test) == 8
+    assert not {str(row["prompt"]) for row in train} & {str(row["prompt"]) for row in test}
+    assert {row["extra_info"]["split"] for row in test} == {"test"}
+    assert "repeated prompts: 20" in result.output
+    assert f"data.val_files={tmp_path / 'out_test.parquet'}" in result.output
+
+
+def test_chat_messages_and_numbers(tmp_path):
+    rows = [
+        {"question": [{"role": "user", "content": "hi"}], "solution": 5, "more": {"a": 1}},
+        {"question": "plain", "solution": 2.5, "more": None},
+    ]
+    result, output = run(tmp_path, *NAMES, content=json.dumps(rows), name="chat.json")
+    assert result.exit_code == 0, result.output
+    read = pq.read_table(output).to_pylist()
+    assert read[0]["prompt"] == [{"role": "user", "content": "hi"}]
+    assert [row["reward_model"]["ground_truth"] for row in read] == ["5", "2.5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "message"),
+    [
+        (("--prompt", "text", "--answer", "solution"), CSV, "the example has no 'text'; it has qu"),
+        (NAMES, CSV + "5+5?,,easy\n", "sums.csv row 4: 'solution' is empty"),
+        (NAMES, CSV + ",5,easy\n", "sums.csv row 4: the prompt is empty"),
+        (NAMES, CSV + "5+5?,10\n", "line 6 has 2 fields, the header 3"),
+        (NAMES, "question,solution\n", "no examples"),
+        ((*NAMES, "--template", "Q:"), CSV, "must contain {}"),
+        ((*NAMES, "--hold-out", "9"), CSV, "--hold-out=9 leaves none of the 4 rows"),
+        ((*NAMES, "-o", "sums.csv"), CSV, "must end with .parquet"),
+    ],
+)
+def test_wrong_input_is_named_and_nothing_is_written(tmp_path, arguments, content, message):
+    result, output = run(tmp_path, *arguments, content=content)
+    assert result.exit_code == 2 and message in result.output, result.output
+    assert not output.exists()
+
+
+def test_a_prompt_that_ends_with_an_answer_is_refused(tmp_path):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    rows = [{"question": chat, "solution": "x"}]
+    result, _ = run(tmp_path, *NAMES, content=json.dumps(rows), name="chat.json")
+    assert "chat.json:1: 'question' ends with a message of the assistant" in result.output
+
+
+def test_the_source_file_is_not_overwritten(tmp_path):
+    _, output = run(tmp_path, *NAMES)
+    again = ["data", str(output), "--prompt", "prompt", "--answer", "ability", "-o", str(output)]
+    result = CliRunner().invoke(app, again)
+    assert result.exit_code == 2 and "is one of the files that are read" in result.output

@@ -1,0 +1,142 @@
+"""Tables of rows from files: parquet, .jsonl, .json (a list of objects) and .csv.
+
+Text stays text: a CSV column, or a date or a number in quotes, is not converted.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verlite.files import LINES_MAX_BYTES, one_line, parse_json, read_bytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+TEXT_SUFFIXES = (".jsonl", ".json", ".csv")
+"""Any other file is read as parquet."""
+
+
+class TableError(ValueError):
+    """A file cannot be read as a table. The message has no file name."""
+
+
+def outline(path: Path) -> tuple["pa.Schema", int]:
+    """Return columns and number of rows. Parquet files are not read beyond their footer.
+
+    Raises:
+        TableError: the file cannot be read.
+    """
+    if path.suffix in TEXT_SUFFIXES:
+        table = read(path)
+        return table.schema, table.num_rows
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_metadata(path)
+        return metadata.schema.to_arrow_schema(), metadata.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise TableError(_reason("parquet", error)) from error
+
+
+def read(path: Path, columns: list[str] | None = None, as_dictionary: bool = False) -> "pa.Table":
+    """Read the rows of a file.
+
+    Args:
+        path: the file.
+        columns: the columns to read; None: all.
+        as_dictionary: parquet only: read each distinct value of a column once.
+
+    Raises:
+        TableError: the file cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if path.suffix in TEXT_SUFFIXES:
+        table = _from_text(path)
+        return table if columns is None else table.select(columns)
+    try:
+        dictionary = columns if as_dictionary else None
+        return pq.read_table(path, columns=columns, read_dictionary=dictionary)
+    except (pa.ArrowException, OSError) as error:
+        raise TableError(_reason("parquet", error)) from error
+
+
+def _from_text(path: Path) -> "pa.Table":
+    kind = path.suffix.removeprefix(".")
+    try:
+        content = read_bytes(path, LINES_MAX_BYTES).removeprefix(b"\xef\xbb\xbf")
+        if kind == "csv":
+            return _table(rows_of_csv(content.decode()))
+        if kind == "json":
+            values = parse_json(content)
+            if not isinstance(values, list):
+                raise TableError(f"cannot be read as json: a {type(values).__name__}, not a list")
+        else:
+            values = list(_lines(content))
+    except TableError:
+        raise
+    except (OSError, ValueError, csv.Error) as error:
+        raise TableError(_reason(kind, error)) from error
+    for number, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            found = type(value).__name__
+            raise TableError(f"cannot be read as {kind}: row {number} is a {found}, not an object")
+    return _table(values)
+
+
+def _lines(content: bytes) -> Iterable[Any]:
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            try:
+                yield parse_json(line)
+            except ValueError as error:
+                raise TableError(f"cannot be read as jsonl: line {number}: {error}") from error
+
+
+def rows_of_csv(text: str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file with a header line, each as {column: text}.
+
+    Raises:
+        TableError: a header is missing, empty or there twice, or a row has another number of
+            fields.
+    """
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header = next(lines, [])
+    if not header or not all(header) or len(set(header)) < len(header):
+        raise TableError(
+            "cannot be read as csv: the first line must name each column, each once: "
+            f"{json.dumps(header, ensure_ascii=False)}"
+        )
+    rows = []
+    for fields in lines:
+        if not fields:
+            continue
+        if len(fields) != len(header):
+            raise TableError(
+                f"cannot be read as csv: line {lines.line_num} has {len(fields)} fields, "
+                f"the header {len(header)}"
+            )
+        rows.append(dict(zip(header, fields, strict=True)))
+    return rows
+
+
+def _table(rows: list[Any]) -> "pa.Table":
+    import pyarrow as pa
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {}
+    for name in names:
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows])
+        except (pa.ArrowException, OverflowError, ValueError, TypeError) as error:
+            raise TableError(f"column {name!r} has values of different types: {error}") from error
+    return pa.table(columns)
+
+
+def _reason(kind: str, error: Exception) -> str:
+    return f"cannot be read as {kind} ({type(error).__name__}: {one_line(error).rstrip('.')})"
