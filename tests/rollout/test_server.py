@@ -1,11 +1,13 @@
 """Generation by a stock vLLM server. The module shares one server, which takes a minute to start,
 and one engine, as a run has."""
 
+import asyncio
 import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -18,12 +20,14 @@ from tests.rollout.oracle import (
     naive_greedy,
     weights_of,
 )
+from tests.rollout.test_trajectory import Counter
 from tests.rollout.test_vllm import some_prompts
 from tests.rollout.vllm_servers import VLLMProcess
 from tests.trainer.runs import Launch, write_reward, write_sums
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.build import build_engine
-from verlite.rollout.types import EngineError, Sampling, WeightSyncError
+from verlite.rollout.trajectory import Request, run_all
+from verlite.rollout.types import EngineError, Sampling, Trajectory, WeightSyncError
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.files import FolderWriter, read_folder
 from verlite.weights.fingerprint import fingerprint
@@ -136,16 +140,19 @@ def test_log_probs_equal_naive(synced, model, sampling):
 
 
 def test_samples_equal_those_of_the_engine_in_this_process(synced, model, path):
-    """Equal seeds give equal tokens, and equal log-probs to the last bit."""
+    """Equal seeds give equal tokens, and equal log-probs up to the order of sums. So do turns with
+    an environment."""
     prompts = some_prompts(24, seed=2)
     samplings = [Sampling(0.9, 0.95, 50, 20, seed=i) for i in range(24)]
     answers = ask(synced, prompts, *samplings)
+    turns = agents(synced, prompts)
     local = build_engine(
         "vllm", ModelConfig(path=path), RolloutConfig(**SETTINGS), 160, torch.device("cpu"), seed=1
     )
     try:
         local.load_weights(iter(weights_of(model)), 1, fingerprint(weights_of(model)))
         expected = ask(local, prompts, *samplings)
+        expected_turns = agents(local, prompts)
     finally:
         local.close()
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
@@ -158,6 +165,31 @@ def test_samples_equal_those_of_the_engine_in_this_process(synced, model, path):
         < 1e-6
     )
     assert [one.finish_reason for one in answers] == [one.finish_reason for one in expected]
+    assert {one.turns for one in turns} == {1, 2, 3}
+    assert [outcome(one) for one in turns] == [outcome(one) for one in expected_turns]
+    assert largest_gap_of_turns(turns, expected_turns) < 1e-6
+
+
+def agents(engine, prompts) -> list[Trajectory]:
+    """Sample trajectories of up to three turns. A turn ends at a digit, or with an EOS id."""
+    stop = tuple("0123456789")
+    requests = [
+        Request(prompt, Sampling(seed=i, max_tokens=16), Counter(stop), 2, 60)
+        for i, prompt in enumerate(prompts)
+    ]
+    return asyncio.run(run_all(engine, requests))
+
+
+def outcome(one: Trajectory) -> tuple:
+    return one.response_ids, one.response_mask, one.status, one.error, one.infos
+
+
+def largest_gap_of_turns(some: list[Trajectory], others: list[Trajectory]) -> float:
+    return max(
+        abs(a - b)
+        for one, other in zip(some, others, strict=True)
+        for a, b in zip(one.log_probs, other.log_probs, strict=True)
+    )
 
 
 def test_finish_reasons(synced, model):
@@ -317,3 +349,12 @@ def test_a_run_trains_with_the_server(server, engine, path, tmp_path, monkeypatc
     assert "1 vLLM server with devices of their own" in run.text()
     assert "actor on 0" in run.text() and "actor, rollout" not in run.text()
     run.assert_nothing_left()
+
+
+def test_a_killed_server_leaves_no_process(server, engine):
+    """Last, because it ends the module's server. vLLM alone would leave its engine running."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert children
+    server.process.kill()
+    server.process.wait()
+    assert not psutil.wait_procs(children, timeout=60)[1]
