@@ -146,6 +146,25 @@ class Sender:
             self._rendezvous = Rendezvous(self._address, port, self._size, next(_generations))
         return self._rendezvous
 
+    def open(self) -> None:
+        """Wait until all receivers have connected, as the first bucket does otherwise. From then on
+        `abort` can tell them why no weights come.
+
+        Raises:
+            TransportError: they have not connected within JOIN_S.
+        """
+        if self._group is None:
+            self.offer()
+            assert self._store is not None
+            try:
+                self._group = Group(self._store, 0, self._size, self.device, self.timeout_s)
+            except RuntimeError as error:
+                raise TransportError(
+                    f"not all {self._size - 1} receiving hosts connected within {JOIN_S:g} s: "
+                    f"{error}. {_REMEDY}"
+                ) from error
+        self._is_open = True
+
     def add(self, bucket: Bucket) -> None:
         """Send a bucket. Returns while it travels."""
         header, size = header_of(bucket)
@@ -194,17 +213,8 @@ class Sender:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(2)]
 
     def _send(self, *tensors: Tensor) -> None:
-        if self._group is None:
-            self.offer()
-            assert self._store is not None
-            try:
-                self._group = Group(self._store, 0, self._size, self.device, self.timeout_s)
-            except RuntimeError as error:
-                raise TransportError(
-                    f"not all {self._size - 1} receiving hosts connected within {JOIN_S:g} s: "
-                    f"{error}. {_REMEDY}"
-                ) from error
-        self._is_open = True
+        self.open()
+        assert self._group is not None
         on_device = [tensor.to(self.device) for tensor in tensors]
         works = [(self._group.broadcast(tensor), tensor) for tensor in on_device]
         self._sending[self._slot] += works

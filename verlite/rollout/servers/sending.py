@@ -82,6 +82,7 @@ class Network:
         loop = sent.get_loop()
         error: BaseException | None = None
         try:
+            sender.open()  # now the server can be told if a file cannot be read
             publish(self._files, [sender], self._bucket_bytes)
         except Exception as problem:  # `publish` has logged it and told the server
             error = problem
