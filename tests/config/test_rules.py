@@ -464,7 +464,7 @@ WRONG = [
     ),
     ("max_turns=2 retriever.url=[]", "retriever.url", "is empty"),
     ("env.name=serach", "env.name", "Did you mean search?"),
-    ("max_turns=2 env.name=no.module:EnvFactory", "env.name", "there is no module"),
+    ("max_turns=2 env.name=no.module:EnvFactory", "env.name", "was not found on the Python path"),
     ("retriever.on_error=zero", "retriever.on_error", "Legal: mask, observe"),
     ("retriever.deadline_s=0", "retriever.deadline_s", "> 0"),
     ("retriever.url=127.0.0.1:8000", "retriever.url", "is not an http address"),

@@ -30,7 +30,9 @@ class Files:
         (folder / "model" / "config.json").write_text(json.dumps(described))
         (folder / "reward.py").write_text(
             "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-            "    return 0.0\n"
+            "    return 0.0\n\n\n"
+            "def reward_func(queries, prompts, labels):\n"
+            "    return {'rewards': [0.0]}\n"
         )
 
     def arguments(self, conversion: Conversion) -> list[str]:

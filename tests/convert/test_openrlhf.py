@@ -432,6 +432,31 @@ def test_lengths(flags, lengths):
     assert tuple(got[f"data.{name}"] for name in names) == lengths
 
 
+def test_a_folder_of_a_data_set():
+    """OpenRLHF's NAME@FOLDER. A local folder is not downloaded."""
+    conversion = convert(SMALLEST.replace("/d/x.jsonl", "o/prompts@a/b,/d/all@test,./own"))
+    written = ["data/prompts-a-b.parquet", "data/all-test.parquet", "data/own.parquet"]
+    assert conversion.values["data.train_files"] == written
+    assert conversion.before == [
+        "hf download --repo-type dataset o/prompts --include 'a/b/*' --local-dir data/prompts-a-b",
+        *(
+            f"python data_preprocess/chat_json.py --dataset {source} --input_key input "
+            f"--output {output}"
+            for source, output in zip(
+                ("data/prompts-a-b/a/b", "/d/all/test", "./own"), written, strict=True
+            )
+        ),
+    ]
+
+
+def test_probabilities_of_data_sets():
+    several = SMALLEST.replace("/d/x.jsonl", "/d/x.jsonl,/d/y.jsonl")
+    assert "verlite concatenates its files" in problems(f"{several} --prompt_data_probs 0.5,0.5")
+    (warning,) = convert(f"{SMALLEST} --prompt_data_probs 1.0").warnings
+    assert warning.typed.startswith("--prompt_data_probs")
+    assert warning.text == "it has no effect with a single data set"
+
+
 def test_a_data_set_of_the_hub_is_downloaded_first():
     conversion = convert(
         SMALLEST.replace("/d/x.jsonl", "OpenRLHF/prompts,/d/y.parquet") + " --label_key 'the label'"

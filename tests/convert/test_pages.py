@@ -92,20 +92,3 @@ def test_the_reward_function_of_the_page_of_trl(tmp_path, monkeypatch):
     exec(code, space)
     scores = [space["compute_score"]("math", text, "4") for text in ("4", "5")]
     assert scores == [1.0, 0.0]
-
-
-def test_the_reward_function_of_the_page_of_openrlhf(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "reward_func.py").write_text(
-        "def reward_func(queries, prompts, labels):\n"
-        "    right = [q == p + l for q, p, l in zip(queries, prompts, labels, strict=True)]\n"
-        "    return {'rewards': right} if labels[0] == '4' else right\n"
-    )
-    page = (pages.PAGES / "openrlhf.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    space: dict = {}
-    exec(code, space)
-    score, info = space["compute_score"], {"raw_prompt": "2+2="}
-    assert score("x", "4", "4", info) == 1.0  # a dict
-    assert score("x", "5", "4", info) == 0.0
-    assert score("x", "5", "5", info) == 1.0  # a list

@@ -56,6 +56,13 @@ def test_the_yaml_file_means_the_same_as_the_command(conversion, tmp_path):
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS, ids=lambda c: c.source)
+def test_comments_name_whole_keys(conversion):
+    """Two keys may have the same last part, such as path or lr."""
+    named = {line.removeprefix("# ").split()[0] for line in text.command(conversion).splitlines()}
+    assert set(conversion.comments) <= named
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS, ids=lambda c: c.source)
 def test_lines_are_short_and_comments_aligned(conversion):
     lines = text.command(conversion).splitlines()
     comments = [line for line in lines if line.startswith("#")]

@@ -281,7 +281,7 @@ def test_ppo(tmp_path, files):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_generations": 3}, "no whole prompts of num_generations=3"),
+        ({"num_generations": 3}, "not a multiple of num_generations=3"),
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "spans generations"),
         ({"loss_type": "vespo"}, "loss_type=vespo: has no counterpart"),
         ({"scale_rewards": "batch"}, "scale_rewards=batch"),
@@ -294,7 +294,7 @@ def test_ppo(tmp_path, files):
         ({"fp16": True}, "Use bf16"),
         ({"lr_scheduler_type": "polynomial"}, "has no counterpart"),
         ({"num_train_epochs": 1.5}, "must be a whole number"),
-        ({"load_in_4bit": True}, "no quantized models"),
+        ({"load_in_4bit": True}, "quantized models is not supported"),
         ({"lora_r": 8, "lora_dropout": 0.1}, "without dropout"),
         ({"num_generation": 8}, "Did you mean num_generations?"),
     ],

@@ -52,7 +52,7 @@ def rollout_worker(path: str, pretrained: bool = True) -> RolloutWorker:
     worker.engine = rollout_engine(path, pretrained)
     worker.config = SimpleNamespace(reward=Config().reward)
     zeros = SimpleNamespace(score=lambda items, limit_s: [RewardResult(0.0)] * len(items))
-    worker.scorer = SimpleNamespace(stream=lambda: Stream(zeros, timeout_s=60))
+    worker.scorer = SimpleNamespace(needs_prompts=False, stream=lambda: Stream(zeros, timeout_s=60))
     return worker
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from verlite.http.client import Client, Down, Refused, Retry, Service, Unavailable
+from verlite.http.client import Broken, Client, Down, Refused, Retry, Service, Unavailable
 from verlite.http.token import TokenError
 
 pytestmark = pytest.mark.process
@@ -228,6 +229,23 @@ def test_check_names_servers_that_fail() -> None:
         with pytest.raises(Unavailable, match=r"does not answer.*Start it\.") as caught:
             asyncio.run(check(Client(service(gone))))
         assert "secret" not in str(caught.value)
+
+
+def test_server_that_hangs_up_is_not_down() -> None:
+    """The request may be the cause, so it is repeated in halves, or not without end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            connection, _ = listener.accept()
+            connection.recv(1000)
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(Broken, match="RemoteProtocolError|ReadError"):
+            run(Client(service(url)), lambda client: client.attempt(url, {}, same))
+        thread.join()
 
 
 def test_no_server_at_the_address_is_down() -> None:

@@ -214,13 +214,24 @@ def test_pools_on_one_machine_divide_its_cores(
 ) -> None:
     path = tmp_path / "reward.py"
     path.write_text(
-        "import os, time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    time.sleep(0.01); return {'score': 1, 'pid': os.getpid()}"
+        "import os, time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    folder, expected = ground_truth\n"
+        "    open(f'{folder}/{os.getpid()}', 'w').close()\n"
+        "    end = time.monotonic() + 25\n"
+        "    while len(os.listdir(folder)) < expected and time.monotonic() < end:\n"
+        "        time.sleep(0.01)\n"
+        "    time.sleep(0.005)\n"
+        "    return {'score': 1, 'pid': os.getpid()}\n"
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
     for share, processes in ((1, 6), (2, 3), (9, 1)):
         scorer = Scorer(CustomRewardConfig(path=str(path)), RewardConfig(), share=share)
-        assert len({result.parts["pid"] for result in scorer.score(items(*"x" * 200))}) == processes
+        folder = tmp_path / str(share)
+        folder.mkdir()
+        truth = str(folder), processes  # each call waits until so many processes have begun one
+        results = scorer.score(items(*"x" * 200, truth=truth))
+        assert len({result.parts["pid"] for result in results}) == processes
         scorer.close()
 
 
@@ -234,6 +245,35 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     assert result.parts["seen"] == repr(
         ("src", "né \\ud800", {"target": ["a", "b"]}, {"index": 7}, {"scale": 2})
     )
+
+
+@pytest.mark.parametrize("asynchronous", ["", "async "])
+@pytest.mark.parametrize("debug", [False, True])
+def test_arguments_of_openrlhf(make: MakeScorer, asynchronous: str, debug: bool) -> None:
+    """A function that names `queries` gets lists of one entry, and its lists are read."""
+    source = f"""
+{asynchronous}def reward_func(queries, prompts, labels, scale):
+    if labels == ["raise"]: raise ValueError("bad")
+    seen = repr((queries, prompts, labels, scale))
+    return {{"rewards": [0.5], "scores": [1.0], "extra_logs": {{"seen": [seen]}}}}
+"""
+    scorer = make(source, name="reward_func", kwargs={"scale": 2}, debug=debug)
+    scorer.check_signature()
+    assert scorer.needs_prompts
+    whole = RewardItem("s", "r", "7", {"index": 1}, "<p>", "<p>r<e>")
+    bare = RewardItem("s", "r", {"target": ["7"]})
+    first, second, third = scorer.score([whole, bare, RewardItem("s", "", "raise")])
+    assert (first.score, first.parts["acc"]) == (0.5, 1.0)
+    assert first.parts["seen"] == repr((["<p>r<e>"], ["<p>"], ["7"], 2))
+    assert second.parts["seen"] == repr((["r"], [""], [{"target": ["7"]}], 2))
+    assert (third.score, third.error) == (None, "ValueError")
+
+
+def test_function_of_verl_with_queries_gets_the_arguments_of_verl(make: MakeScorer) -> None:
+    source = "def compute_score(solution_str, queries=None, **row): return len(solution_str)"
+    scorer = make(source)
+    assert [result.score for result in scorer.score(items("abc"))] == [3.0]
+    assert not scorer.needs_prompts and not make().needs_prompts
 
 
 def test_functions_may_run_an_event_loop_and_import_files_beside_them(
@@ -285,6 +325,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
             "import nowhere_to_be_found",
             "compute_score",
             "ModuleNotFoundError: No module named 'nowhere_to_be_found' (/",
+        ),
+        (
+            "def reward_func(queries, prompts): return 1",
+            "reward_func",
+            "reward_func(queries, prompts) cannot be called with queries, prompts, labels",
         ),
         ("def f(:", "compute_score", "SyntaxError"),
         (

@@ -54,10 +54,23 @@ def test_final_answer(response, answer):
         (r"So it is \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         ("40 + 2 = 42\n#### 42", "42"),
         ("$1$ and $2$", "$1$ and $2$"),
+        (7, "7"),
+        (-0.5, "-0.5"),
+        ("[1, 2]", "[1, 2]"),
+        ("[[1, 0], [0, 1]]", "[[1, 0], [0, 1]]"),
+        ('["a', '["a'),
     ],
 )
 def test_ground_truth(text, truth):
     assert plain_truth(text) == truth
+
+
+@pytest.mark.parametrize(
+    "truth", [["7"], {"target": ["7"]}, True, None, float("nan"), '["7"]', '{"target": ["7"]}']
+)
+def test_ground_truth_that_is_not_text_is_an_error(truth):
+    with pytest.raises(TypeError, match="expected text or a number"):
+        compute_score("", r"\boxed{7}", truth)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from tests.rollout.vllm_servers import free_port
 from verlite.weights.buckets import BucketFiles
@@ -21,12 +21,23 @@ def expected_ids(prompt: list[int], seed: int, count: int) -> list[int]:
     return [(sum(prompt) + 7 * seed + 3 * i) % VOCABULARY for i in range(count)]
 
 
+class HangUp(Response):
+    """Closes the connection before the answer is complete."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"100")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
 class FakeServer:
     """Answers like vLLM. Change the attributes to inject faults.
 
     Attributes:
         delay_s: of each generation.
         hangs: no request is answered.
+        hangs_up: generation closes its connection before the answer is complete.
+        settings_break: so does the question for its settings.
+        load_s: of a weight update.
         status: of the answers to generation, if not 200.
         finish_reason: of each generation.
         wrong_weights: added to the fingerprint.
@@ -39,7 +50,8 @@ class FakeServer:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.delay_s = 0.02
-        self.hangs = False
+        self.hangs = self.hangs_up = self.settings_break = False
+        self.load_s = 0.0
         self.status = 200
         self.finish_reason = "length"
         self.wrong_weights = 0
@@ -99,12 +111,15 @@ class FakeServer:
         @app.post("/collective_rpc")
         async def collective_rpc(body: dict):
             if body["method"] == "verlite_settings":
+                if self.settings_break:
+                    return HangUp()
                 return {"results": [self.settings]}
             return {"results": [{"all": self.fingerprint + self.wrong_weights}]}
 
         @app.post("/update_weights")
         async def update_weights(body: dict):
             self.calls.append("/update_weights")
+            await asyncio.sleep(self.load_s)
             paths = tuple(body["update_info"]["sizes"])
             self.fingerprint = fingerprint(BucketFiles(paths))
             return {}
@@ -129,6 +144,8 @@ class FakeServer:
         async def generate(body: dict):
             if not self.has_token_endpoint:
                 return JSONResponse({"error": "disabled"}, 403)
+            if self.hangs_up:
+                return HangUp()
             ids, reason = await self._generate(body["token_ids"], body["sampling_params"])
             if self.status != 200:
                 return JSONResponse({"error": {"message": "broken"}}, self.status)

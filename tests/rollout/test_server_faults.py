@@ -96,6 +96,24 @@ def while_sampling(engine, action, after_s=0.05, **options):
         timer.join()
 
 
+def cancel_all(engine, servers):
+    """Cancel requests that the servers have begun."""
+    for server in servers:
+        server.delay_s = 0.3
+
+    async def cancel():
+        tasks = [
+            asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=4, seed=i)))
+            for i in range(20)
+        ]
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(cancel())
+
+
 def test_servers_share_the_requests(synced, servers):
     sample(synced)
     assert sum(server.asked for server in servers) == 40
@@ -230,6 +248,14 @@ def test_a_request_that_always_fails_is_told(synced, servers):
         sample(synced, count=1)
 
 
+def test_a_request_that_always_breaks_the_connection_is_told(synced, servers, monkeypatch):
+    monkeypatch.setattr(pool, "MOST_BROKEN", 6)
+    for server in servers:
+        server.hangs_up = True
+    with pytest.raises(EngineError, match="a request failed 6 times.*Remote"):
+        sample(synced, count=1)
+
+
 def test_a_request_that_is_rejected_is_told(synced, servers):
     for server in servers:
         server.status = 400
@@ -267,19 +293,33 @@ def test_a_server_that_does_not_fit_is_refused(new, servers, name, value, messag
         new()
 
 
+def test_a_server_with_another_version_of_verlite_is_refused(new, servers):
+    servers[0].settings["new_in_another_version"] = 1
+    with pytest.raises(ValueError, match=f"{servers[0].url} cannot be used: .*verlite_settings"):
+        new()
+
+
+def test_a_server_that_dies_while_a_sync_asks_for_its_settings_is_left(synced, servers, tmp_path):
+    servers[0].settings_break = True
+    load(synced, tmp_path, version=2)
+    sample(synced, count=4)
+    assert servers[1].version.endswith("-2") and servers[0].version.endswith("-1")
+
+
+def test_a_sync_after_cancelled_requests_has_each_server_to_itself(
+    synced, servers, tmp_path, monkeypatch
+):
+    """The watchers still ran: they saw other weights, and loaded the new ones at the same time."""
+    monkeypatch.setattr(pool, "BEAT_S", 0.0)
+    cancel_all(synced, servers)
+    for server in servers:
+        server.calls.clear()
+        server.load_s = 0.3
+    load(synced, tmp_path, version=2)
+    assert [server.calls.count("/update_weights") for server in servers] == [1, 1]
+
+
 def test_cancelled_requests_leave_the_servers(synced, servers):
-    servers[0].delay_s = servers[1].delay_s = 0.3
-
-    async def cancel():
-        tasks = [
-            asyncio.create_task(synced.generate(PROMPT, Sampling(max_tokens=4, seed=i)))
-            for i in range(20)
-        ]
-        await asyncio.sleep(0.1)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(cancel())
+    cancel_all(synced, servers)
     servers[0].delay_s = servers[1].delay_s = 0.0
     sample(synced, count=4)

@@ -72,9 +72,7 @@ def test_error_names_the_bad_line(tmp_path: Path, line: str, message: str) -> No
 def test_empty_corpus_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(text)
-    with pytest.raises(
-        ServiceError, match=r"corpus\.jsonl: there are no passages; each line is one"
-    ):
+    with pytest.raises(ServiceError, match=r"corpus\.jsonl: has no passages; each line is one"):
         read(path)
 
 

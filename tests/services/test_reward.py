@@ -146,6 +146,19 @@ def test_answer_without_a_ground_truth_has_no_reward(base: str) -> None:
     assert answer["errors"][0].startswith("NoGroundTruth: no label, and no ground truth in")
 
 
+def test_label_that_is_not_text_has_no_reward(base: str) -> None:
+    """A client may send a structure as it is, or as JSON text. It is never graded as LaTeX."""
+    labels = ["7", 7, ["7"], {"target": ["7"]}, '{"target": ["7"]}']
+    answer = ask(base, {"query": ["\\boxed{7}"] * 5, "labels": labels})
+    assert answer["rewards"] == answer["scores"] == [1.0, 1.0, None, None, None]
+    assert answer["errors"][:2] == [None, None]
+    for reason in answer["errors"][2:]:
+        assert reason.startswith("TypeError: the ground truth is ")
+        assert reason.endswith(
+            ("(list), expected text or a number", "(dict), expected text or a number")
+        )
+
+
 def test_endless_comparison_has_no_reward_and_delays_no_other_request(base: str) -> None:
     with ThreadPoolExecutor(1) as clients:
         slow = clients.submit(ask, base, {"query": ["\\boxed{7}", NEVER], "labels": ["7", "5"]})
@@ -329,7 +342,8 @@ def test_data_sets_of_all_kinds(tmp_path: Path) -> None:
         ('[{"prompt": "q"}]', "row 1 has no ground truth in answer or reward_model.ground_truth"),
         ('[{"prompt": "q", "answer": " "}]', "row 1 has no ground truth"),
         ('[{"prompt": "q", "answer": 1}, {"prompt": "q ", "answer": 2}]', "occurs twice"),
-        ("[]", "there are no rows"),
+        ('[{"prompt": "q", "answer": ["1"]}]', "row 1: the ground truth is a list, expected text"),
+        ("[]", "has no rows"),
         ("{}", "is not a list of rows"),
         ("[3]", "row 1 is not an object"),
         ("[", "cannot be read"),

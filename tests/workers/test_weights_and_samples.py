@@ -385,6 +385,8 @@ FAILED = RewardResult(None, error="Timeout", traceback="it hung")
 class Scores:
     """A scorer that returns these results in order, and records its inputs."""
 
+    needs_prompts = False
+
     def __init__(self, *results):
         self.results = iter(results)
         self.scored = []

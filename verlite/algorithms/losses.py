@@ -156,9 +156,9 @@ def gspo(inputs: PolicyLossInputs) -> tuple[Tensor, Metrics]:
 
     The row's ratio is the geometric mean of its token ratios:
     ratio_t = exp(log_prob_t - sg[log_prob_t] + sg[mean over the row of log_prob - old_log_prob]),
-    with the exponent limited to 10. Each token receives its own gradient. There is no dual clip, so
-    pg_clipfrac_lower is 0. The paper aggregates with seq-mean-token-mean and sets clip_low = 3e-4
-    and clip_high = 4e-4.
+    with the exponent limited to 10. Each token receives its own gradient. Dual clip is not applied,
+    so pg_clipfrac_lower is 0. The paper aggregates with seq-mean-token-mean and sets
+    clip_low = 3e-4 and clip_high = 4e-4.
     """
     log_prob = inputs.log_prob
     row_mean = masked_mean(log_prob.detach() - inputs.old_log_prob, inputs.mask, -1).unsqueeze(-1)
@@ -266,7 +266,7 @@ def clip_cov(inputs: PolicyLossInputs) -> tuple[Tensor, Metrics]:
     """Clip-Cov: PPO's clip, and no loss for a few tokens of high covariance (arXiv:2505.22617).
 
     The tokens are extra["selected"] [b, R] bool, which training computes over the whole step. If it
-    is missing, select_clip_cov chooses within this micro-batch. There is no dual clip.
+    is missing, select_clip_cov chooses within this micro-batch. Dual clip is not applied.
 
     pg_clipfrac: fraction of tokens selected by covariance, as in verl.
     ratio_clipfrac: fraction of tokens whose ratio is clipped (verlite's own).

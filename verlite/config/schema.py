@@ -1057,7 +1057,8 @@ class CustomRewardConfig:
     name: str = key(
         "compute_score",
         "Name of the reward function: (data_source, solution_str, ground_truth, extra_info, "
-        '**reward_kwargs) -> float or dict with "score". It may be async.',
+        '**reward_kwargs) -> float or dict with "score". It may be async. A function that names '
+        "`queries` gets OpenRLHF's arguments: (queries, prompts, labels), lists of one entry.",
         used_when="custom_reward_function.path!=null",
     )
     reward_kwargs: dict[str, Any] = key(

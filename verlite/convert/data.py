@@ -22,24 +22,29 @@ def prepare_data(
     """Return the parquet file for each data set, and add the commands that write it.
 
     Args:
-        names: files or data sets of the hub, with commas between them.
+        names: files, folders or data sets of the hub, with commas between them. `NAME@FOLDER` is a
+            folder inside one of the last two, as in OpenRLHF.
         options: of data_preprocess/chat_json.py.
         split: of a data set of the hub. None: all its files.
     """
     written = []
-    for name in [name for name in names.split(",") if name]:
+    for entry in filter(None, map(str.strip, names.split(","))):
+        name, _, inside = entry.partition("@")
         source = name
-        if Path(name).suffix in SUFFIXES:
+        if Path(name).suffix in SUFFIXES and not inside:
             output = Path(name).with_suffix(".parquet")
             if output == Path(name):
                 output = output.with_suffix(".chat.parquet")
         else:
-            source = "data/" + "-".join(filter(None, (name.rsplit("/", 1)[-1], split)))
-            output = Path(source + ".parquet")
-            chosen = ["--include", f"*{split}*"] if split else []
-            hub = ["hf", "download", "--repo-type", "dataset", name, *chosen]
-            hub += ["--local-dir", source]
-            draft.before.append(shlex.join(hub))
+            title = "-".join(filter(None, (Path(name).name, inside.replace("/", "-"), split)))
+            output = Path(f"data/{title}.parquet")
+            if not name.startswith(("/", "./", "../", "~")):
+                source = f"data/{title}"
+                pattern = f"{inside}/*" if inside else f"*{split}*" if split else None
+                chosen = ["--include", pattern] if pattern else []
+                hub = ["hf", "download", "--repo-type", "dataset", name, *chosen]
+                draft.before.append(shlex.join([*hub, "--local-dir", source]))
+            source = f"{source}/{inside}" if inside else source
         script = ["python", "data_preprocess/chat_json.py", "--dataset", source, *options]
         draft.before.append(shlex.join([*script, "--output", str(output)]))
         written.append(str(output))

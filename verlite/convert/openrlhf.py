@@ -343,7 +343,7 @@ def loss(draft: Draft) -> None:
         draft.set(
             ACTOR + "clip_ratio_c",
             bound or NO_DUAL_CLIP,
-            "" if bound else "no dual clip, as in OpenRLHF: no ratio reaches this bound",
+            "" if bound else "turns dual clip off, as in OpenRLHF: no ratio reaches this bound",
         )
     entropy = draft["entropy_loss_coef"]
     if entropy is not None:
@@ -460,11 +460,9 @@ def reward_source(draft: Draft, urls: list[str]) -> None:
         address = urls if len(urls) > 1 else urls[0]
         draft.set("reward.remote.url", address, comment if several else "")
         return
-    comment = (
-        "write compute_score(data_source, solution_str, ground_truth, extra_info) around its "
-        "reward_func(queries, prompts, labels): docs/migration/openrlhf.md"
-    )
+    comment = "its reward_func is called with one response at a time, in lists of one entry"
     draft.set("custom_reward_function.path", urls[0], comment)
+    draft.set("custom_reward_function.name", "reward_func")
 
 
 def data(draft: Draft) -> None:
@@ -479,6 +477,13 @@ def data(draft: Draft) -> None:
         if draft[name]:
             options += [f"--{name}", draft[name]]
     draft.set("data.train_files", prepare_data(draft, draft["prompt_data"], options))
+    if draft.has("prompt_data_probs"):
+        if "," in draft["prompt_data"]:
+            rule = "mixes data sets with these probabilities; verlite concatenates its files"
+            remedy = "Leave it out, or write one file with the mixture."
+            draft.refuse("prompt_data_probs", rule, remedy)
+        else:
+            draft.warn("prompt_data_probs", "it has no effect with a single data set")
     if not draft["apply_chat_template"] and draft["input_key"] not in MESSAGE_COLUMNS:
         draft.set(MODEL + "custom_chat_template", VERBATIM, VERBATIM_NOTE)
     samples = draft["max_samples"]

@@ -12,6 +12,8 @@ _NO_REWARD_MODEL = (
     "verlite has no reward models: serve it (python -m openrlhf.cli.serve_rm) and give its "
     "address with --remote_rm_url"
 )
+_NO_REWARD_ROLE = "a reward model inside the run is not supported"
+_NO_PTX = "a pretraining loss is not supported"
 _ASYNC = "verlite generates and trains in turns; leave it out to train on fresh samples"
 _NO_MUON = "the optimizer is AdamW: use --actor.optim adam"
 _TEXT_ONLY = "verlite trains on text only"
@@ -22,8 +24,15 @@ FLAGS: tuple[Row, ...] = (
     same("pretrain actor.model_name_or_path", MODEL + "path", str),
     derived("critic_pretrain critic.model_name_or_path", "critic.model.path", str),
     refused("reward_pretrain reward.model_name_or_path", str, _NO_REWARD_MODEL),
-    dropped("value_head_prefix ds.value_head_prefix", str, "names nothing here"),
-    derived("remote_rm_url reward.remote_url", "reward.remote.url", str),
+    dropped(
+        "value_head_prefix ds.value_head_prefix", str, "the critic's value head has a fixed name"
+    ),
+    derived(
+        "remote_rm_url reward.remote_url",
+        "reward.remote.url custom_reward_function.path",
+        str,
+        "a Python file is called with one response at a time",
+    ),
     # Devices
     derived("actor_num_nodes actor.num_nodes", "trainer.nnodes", 1),
     derived("actor_num_gpus_per_node actor.num_gpus_per_node", "trainer.n_gpus_per_node", 8),
@@ -31,8 +40,8 @@ FLAGS: tuple[Row, ...] = (
     derived("ref_num_gpus_per_node ref.num_gpus_per_node", "", 8, _REF_POOL),
     derived("critic_num_nodes critic.num_nodes", "cluster.component_placement", 1),
     derived("critic_num_gpus_per_node critic.num_gpus_per_node", "cluster.component_placement", 8),
-    dropped("reward_num_nodes reward.num_nodes", int, "there is no reward model"),
-    dropped("reward_num_gpus_per_node reward.num_gpus_per_node", int, "there is no reward model"),
+    dropped("reward_num_nodes reward.num_nodes", int, _NO_REWARD_ROLE),
+    dropped("reward_num_gpus_per_node reward.num_gpus_per_node", int, _NO_REWARD_ROLE),
     derived("colocate_all_models train.colocate_all", "cluster.component_placement", False),
     derived(
         "colocate_actor_ref train.colocate_actor_ref",
@@ -40,9 +49,7 @@ FLAGS: tuple[Row, ...] = (
         False,
         _REF_POOL,
     ),
-    dropped(
-        "colocate_critic_reward train.colocate_critic_reward", False, "there is no reward model"
-    ),
+    dropped("colocate_critic_reward train.colocate_critic_reward", False, _NO_REWARD_ROLE),
     # vLLM
     derived(
         "vllm_num_engines vllm.num_engines",
@@ -203,14 +210,14 @@ FLAGS: tuple[Row, ...] = (
         float,
     ),
     refused(
-        "aux_loss_coef actor.aux_loss_coef", 0.0, "verlite has no load-balancing loss: leave it out"
+        "aux_loss_coef actor.aux_loss_coef",
+        0.0,
+        "a load-balancing loss is not supported: leave it out",
     ),
-    dropped("ptx_coef", 0.05, "verlite mixes no pretraining loss into the policy's"),
-    refused(
-        "pretrain_data", str, "verlite mixes no pretraining loss into the policy's: leave it out"
-    ),
-    dropped("pretrain_data_probs", str, "there is no pretraining loss"),
-    dropped("pretrain_split", str, "there is no pretraining loss"),
+    dropped("ptx_coef", 0.05, _NO_PTX),
+    refused("pretrain_data", str, f"{_NO_PTX}: leave it out"),
+    dropped("pretrain_data_probs", str, _NO_PTX),
+    dropped("pretrain_split", str, _NO_PTX),
     derived("freezing_actor_steps critic.freezing_steps", "trainer.critic_warmup", -1),
     derived(
         "enable_vllm_is_correction algo.advantage.is_correction_enable",
@@ -319,7 +326,7 @@ FLAGS: tuple[Row, ...] = (
         False,
     ),
     same("ref_reward_offload ref.offload", REF + "fsdp_config.param_offload", False),
-    dropped("reward_offload reward.offload", False, "there is no reward model"),
+    dropped("reward_offload reward.offload", False, _NO_REWARD_ROLE),
     same(
         "param_dtype ds.param_dtype",
         f"{ACTOR}fsdp_config.dtype {ROLLOUT}dtype",
@@ -386,7 +393,9 @@ FLAGS: tuple[Row, ...] = (
     derived("target_modules ds.lora.target_modules", MODEL + "target_modules", list),
     refused("lora_dropout ds.lora.dropout", 0.0, "verlite trains adapters without dropout: use 0"),
     refused(
-        "load_in_4bit ds.load_in_4bit", False, "verlite trains no quantized models: leave it out"
+        "load_in_4bit ds.load_in_4bit",
+        False,
+        "training of quantized models is not supported: leave it out",
     ),
     refused(
         "enable_ema train.enable_ema",
@@ -394,14 +403,17 @@ FLAGS: tuple[Row, ...] = (
         "OpenRLHF saves the moving average of the weights; verlite saves the "
         "last ones: leave it out",
     ),
-    dropped("ema_beta train.ema_beta", 0.992, "there is no EMA"),
+    dropped(
+        "ema_beta train.ema_beta", 0.992, "a moving average of the weights (EMA) is not supported"
+    ),
     dropped("freeze_visual_encoder actor.freeze_visual_encoder", False, _TEXT_ONLY),
     # Data
     derived("prompt_data data.prompt_dataset", "data.train_files", str),
-    refused(
+    derived(
         "prompt_data_probs data.prompt_probs",
+        "",
         str,
-        "verlite concatenates its files: leave it out, or write one file with the mixture",
+        "refused with several data sets: verlite concatenates its files",
     ),
     dropped("prompt_split data.prompt_split", str, "files name the split"),
     derived("input_key data.input_key", "data.prompt_key", "input"),

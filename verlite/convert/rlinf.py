@@ -239,7 +239,7 @@ def estimator(draft: Draft) -> None:
         draft.set(ACTOR + "kl_loss_coef", draft["algorithm.kl_beta"], explicit=True)
         draft.set(ACTOR + "kl_loss_type", kind)
     bound = draft["algorithm.clip_ratio_c"]
-    note = "" if bound else "no dual clip, as in RLinf: no ratio reaches this bound"
+    note = "" if bound else "turns dual clip off, as in RLinf: no ratio reaches this bound"
     draft.set(ACTOR + "clip_ratio_c", bound or NO_DUAL_CLIP, note)
 
 

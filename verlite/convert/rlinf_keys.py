@@ -160,7 +160,9 @@ KEYS: tuple[Row, ...] = (
     same("algorithm.ratio_clip_eps", ACTOR + "clip_ratio", 0.2),
     same("algorithm.clip_ratio_low", ACTOR + "clip_ratio_low", None),
     same("algorithm.clip_ratio_high", ACTOR + "clip_ratio_high", None),
-    derived("algorithm.clip_ratio_c", ACTOR + "clip_ratio_c", 3.0, "null is no dual clip in RLinf"),
+    derived(
+        "algorithm.clip_ratio_c", ACTOR + "clip_ratio_c", 3.0, "null turns dual clip off in RLinf"
+    ),
     same("algorithm.entropy_bonus", ACTOR + "entropy_coeff", 0.0),
     same("algorithm.calculate_entropy", ACTOR + "calculate_entropy", False),
     derived(

@@ -49,11 +49,11 @@ def table(rows: Iterable[tuple[str, str]], width: int = WIDTH, indent: str = "# 
     column = max(short, default=COLUMN)
     lines = []
     for name, text in rows:
-        wrapped = textwrap.wrap(text, max(30, width - len(indent) - column - 2))
+        wrapped = textwrap.wrap(text, max(30, width - len(indent) - column - 2)) or [""]
         if len(name) > column:
             lines.append(f"{indent}{name}")
             name = ""
-        for line in wrapped:
+        for line in wrapped if name or text else []:
             lines.append(f"{indent}{name:<{column}}  {line}".rstrip())
             name = ""
     return lines
@@ -66,20 +66,15 @@ def _header(conversion: Conversion) -> list[str]:
 def _changed(comments: Mapping[str, str]) -> list[str]:
     if not comments:
         return []
-    rows = dict.fromkeys((_short_names(comments, text), text) for text in comments.values())
+    keys: dict[str, list[str]] = {}
+    for key, text in comments.items():
+        keys.setdefault(text, []).append(key)
+    rows = [
+        row
+        for text, names in keys.items()
+        for row in [*((n, "") for n in names[:-1]), (names[-1], text)]
+    ]
     return ["# Changed its meaning or needs attention:", *table(rows)]
-
-
-def _short_names(comments: Mapping[str, str], text: str) -> str:
-    """Return the last parts of the keys with this comment, with their section if it is needed."""
-    names = [_short(key) for key, other in comments.items() if other == text]
-    return ", ".join(dict.fromkeys(names))
-
-
-def _short(key: str) -> str:
-    """Return train_batch_size for data.train_batch_size, and model.path for ...model.path."""
-    last = key.rsplit(".", 1)[-1]
-    return ".".join(key.split(".")[-2:]) if len(last) <= 6 else last
 
 
 def _warned(conversion: Conversion) -> list[str]:

@@ -140,7 +140,7 @@ def batches(draft: Draft, gpus: int) -> None:
         ("per_device_train_batch_size", trained),
     ):
         if size % n:
-            rule = f"{size} samples are no whole prompts of num_generations={n} samples"
+            rule = f"{size} samples are not a multiple of num_generations={n}"
             draft.refuse(name, rule, f"They are those of {gpus} processes: --gpus.")
             return
     if generated % trained:
@@ -214,7 +214,7 @@ def grpo_loss(draft: Draft, gpus: int) -> None:
         draft.set(ACTOR + "clip_ratio_high", high)
     if draft.values.get(ACTOR + "policy_loss.loss_mode") is None:
         bound = draft["delta"]
-        note = "" if bound else "no dual clip, as in TRL: no ratio reaches this bound"
+        note = "" if bound else "turns dual clip off, as in TRL: no ratio reaches this bound"
         draft.set(ACTOR + "clip_ratio_c", bound or NO_DUAL_CLIP, note)
 
 
@@ -259,7 +259,7 @@ def rloo_loss(draft: Draft, gpus: int) -> None:
     draft.set(ACTOR + "clip_ratio", draft["epsilon"], explicit=False)
     if draft["epsilon_high"]:
         draft.set(ACTOR + "clip_ratio_high", draft["epsilon_high"])
-    draft.set(ACTOR + "clip_ratio_c", NO_DUAL_CLIP, "no dual clip, as in TRL")
+    draft.set(ACTOR + "clip_ratio_c", NO_DUAL_CLIP, "turns dual clip off, as in TRL")
     several = updates(draft, gpus) > 1
     note = "TRL clips the ratio of a whole response, verlite that of each token" if several else ""
     draft.set(ACTOR + "loss_agg_mode", "seq-mean-token-sum", note)
@@ -273,7 +273,7 @@ def ppo_loss(draft: Draft, gpus: int) -> None:
         draft.set("algorithm.kl_ctrl.kl_coef", draft["kl_coef"])
         kinds = {"k1": "kl", "k3": "low_var_kl"}
         draft.set("algorithm.kl_penalty", kinds.get(draft["kl_estimator"], "kl"), explicit=False)
-    draft.set(ACTOR + "clip_ratio_c", NO_DUAL_CLIP, "no dual clip, as in TRL")
+    draft.set(ACTOR + "clip_ratio_c", NO_DUAL_CLIP, "turns dual clip off, as in TRL")
     draft.set("critic.optim.lr", draft["learning_rate"], "TRL trains both with one optimizer")
     if draft["missing_eos_penalty"]:
         rule = "is subtracted in TRL from the scores of responses without end"

@@ -24,7 +24,7 @@ _HUB = "upload huggingface/ of the run directory: hf upload"
 _REF_IS_FIXED = "the reference is the initial policy: leave it out"
 _DISTRIBUTION = "training needs the policy's own distribution: leave it out"
 _DATA = "data_preprocess/chat_json.py writes one file per split"
-_QUANTIZED = "verlite trains no quantized models: leave it out"
+_QUANTIZED = "training of quantized models is not supported: leave it out"
 _SCHEDULE = "verlite has constant, cosine and linear"
 _REWARD_MODEL = "verlite has no reward models: serve it, and set reward.remote.url"
 _REMOTE_CODE = (
@@ -129,8 +129,8 @@ COMMON: tuple[Row, ...] = (
     needless("greater_is_better", None, "the final policy is exported"),
     derived("resume_from_checkpoint", "trainer.resume_mode", None),
     needless("ignore_data_skip", False, "a resume continues with the next prompts"),
-    needless("restore_callback_states_from_checkpoint", False, "there are no callbacks"),
-    dropped("callbacks", None, "there are no callbacks: docs/extending.md"),
+    needless("restore_callback_states_from_checkpoint", False, "callbacks are not supported"),
+    dropped("callbacks", None, "callbacks are not supported: docs/extending.md"),
     refused("optimizers", None, "the optimizer is AdamW"),
     derived("eval_strategy", "trainer.test_freq", "no"),
     derived("eval_steps", "trainer.test_freq", None, "in training steps, not updates"),

@@ -38,6 +38,8 @@ PAUSE_S = 2.0
 KEEP_ALIVE_S = 3.0
 """Seconds for which an idle connection is kept: less than servers do (uvicorn: 5)."""
 
+_NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
 T = TypeVar("T")
 
 
@@ -50,6 +52,10 @@ class Retry(Exception):
 
 class Down(Retry):
     """Nothing answered at the address, so the content of the request is not the cause."""
+
+
+class Broken(Retry):
+    """The connection broke before the whole answer came."""
 
 
 class Slow(Retry):
@@ -285,7 +291,7 @@ class Client:
             what: names the request in error messages.
 
         Raises:
-            Down, Slow: no answer.
+            Down, Broken, Slow: no answer.
             Retry: status 408, 429 or 5xx, an answer that is too large, or that `read` rejects.
             Refused: any other status than 2xx.
         """
@@ -313,7 +319,8 @@ class Client:
         except TimeoutError as error:
             raise Slow(f"no answer to {what} within {limit_s:.3g} s") from error
         except httpx.HTTPError as error:
-            raise Down(
+            kind = Down if isinstance(error, _NOT_CONNECTED) else Broken
+            raise kind(
                 f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             ) from error
         if not 200 <= status < 300:

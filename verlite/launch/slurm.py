@@ -104,7 +104,7 @@ class Job:
 def limit_seconds(limit: str) -> int | None:
     """Return a time limit of Slurm in seconds, 0 for no limit, or None if it is not one.
 
-    Slurm's forms are M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, UNLIMITED and INFINITE. 0 is no limit.
+    Slurm's forms are M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, UNLIMITED and INFINITE. 0 means no limit.
     """
     if limit.upper() in ("UNLIMITED", "INFINITE"):
         return 0

@@ -51,7 +51,8 @@ class Pool:
 
         Args:
             target: the function, as `file.py:name` or `package.module:name`.
-            argument_names: the keyword arguments of every call.
+            argument_names: the keyword arguments of every call. A function that `takes_lists` gets
+                OpenRLHF's in place of verl's.
             call_limit_s: seconds that one call may take.
             share: number of pools on this machine that divide its cores.
             folder: working directory of the processes; None for the current one.
@@ -61,6 +62,8 @@ class Pool:
         self.argument_names = list(argument_names)
         self.call_limit_s = call_limit_s
         self.folder = folder
+        self.takes_lists: bool | None = None
+        """Whether the function is OpenRLHF's. None: not loaded yet."""
         self.size = processes or min(max(1, _cores() // share), MAX_PROCESSES)
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
@@ -151,6 +154,7 @@ class Pool:
                 self._busy.discard(process)
             if event is not None and "failed" not in event:
                 process.concurrent = event["concurrent"]
+                self.takes_lists = event["takes_lists"]
                 self._has_loaded = True
                 return process
             process.kill()

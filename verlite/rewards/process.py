@@ -25,10 +25,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from verlite.rewards.result import RewardResult, failure, result_of
+from verlite.rewards.result import RewardItem, RewardResult, failure, result_of
 
 Call = tuple[int, dict[str, Any]]
 """Number of a call and its keyword arguments."""
+_ITEM = RewardItem("", "", None)
 
 
 class FunctionError(ValueError):
@@ -37,6 +38,8 @@ class FunctionError(ValueError):
 
 def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
     """Import `file.py:name` or `package.module:name` and check that it accepts these arguments.
+
+    A function that `takes_lists` must accept OpenRLHF's arguments in place of verl's.
 
     Raises:
         FunctionError: the file or module cannot be imported, has no such function, or the function
@@ -65,6 +68,9 @@ def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
             f"{place} has no function {name!r}; its functions are {', '.join(functions) or 'none'}"
         )
     signature = inspect.signature(function)
+    if takes_lists(function):
+        extra = [key for key in argument_names if key not in _ITEM.arguments()]
+        argument_names = [*_ITEM.list_arguments(), *extra]
     try:
         signature.bind(**dict.fromkeys(argument_names))
     except TypeError as error:
@@ -74,6 +80,15 @@ def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
         ) from error
     checked: Callable[..., Any] = function
     return checked
+
+
+def takes_lists(function: Callable[..., Any]) -> bool:
+    """Return whether a function is OpenRLHF's reward_func(queries, prompts, labels).
+
+    It is if it names the parameter `queries` and not verl's `solution_str`.
+    """
+    names = inspect.signature(function).parameters
+    return "queries" in names and "solution_str" not in names
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -113,7 +128,7 @@ def main() -> None:
         report(failed=str(error))
         return
     concurrent = inspect.iscoroutinefunction(function)
-    report(ready=True, concurrent=concurrent)
+    report(ready=True, concurrent=concurrent, takes_lists=takes_lists(function))
 
     async def score_together(batch: list[Call]) -> None:
         await asyncio.gather(*(score_one(number, arguments) for number, arguments in batch))

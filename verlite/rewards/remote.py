@@ -220,7 +220,7 @@ def request_of(items: Sequence[RewardItem]) -> dict[str, list[str]]:
     JSON, and "" is none.
     """
     return {
-        "query": [item.sequence or item.prompt + item.solution_str for item in items],
+        "query": [item.query for item in items],
         "prompts": [item.prompt for item in items],
         "labels": [_label(item.ground_truth) for item in items],
     }

@@ -28,9 +28,14 @@ class RewardItem:
     extra_info: dict[str, Any] = field(default_factory=dict)
     """extra_info of the prompt's row."""
     prompt: str = ""
-    """The prompt with special tokens. Only reward services get it."""
+    """The prompt with special tokens. Set if `Scorer.needs_prompts`."""
     sequence: str = ""
-    """Prompt and response with special tokens. Only reward services get it."""
+    """Prompt and response with special tokens. Set if `Scorer.needs_prompts`."""
+
+    @property
+    def query(self) -> str:
+        """Prompt and response."""
+        return self.sequence or self.prompt + self.solution_str
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of verl's compute_score."""
@@ -40,6 +45,10 @@ class RewardItem:
             "ground_truth": self.ground_truth,
             "extra_info": self.extra_info,
         }
+
+    def list_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of OpenRLHF's reward_func: lists of one entry."""
+        return {"queries": [self.query], "prompts": [self.prompt], "labels": [self.ground_truth]}
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,9 @@ def result_of(value: Any) -> RewardResult:
     """Convert the return value of a reward function.
 
     The value is a finite number, or a dict with a finite number under "score". Other entries of a
-    dict become parts: numbers as float, anything else as text. A dict of OpenRLHF's reward
-    functions has "rewards", and perhaps "scores" (the part `acc`) and "extra_logs", each with lists
-    or tensors of one entry.
+    dict become parts: numbers as float, anything else as text. OpenRLHF's reward functions return
+    a tensor of one entry, or a dict with "rewards", and perhaps "scores" (the part `acc`) and
+    "extra_logs", each with lists or tensors of one entry.
 
     Raises:
         BadReturn: the value is neither.

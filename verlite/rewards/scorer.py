@@ -15,7 +15,7 @@ from verlite.config.plan import scores_remotely
 from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.http.client import Unavailable
 from verlite.rewards.pool import Pool
-from verlite.rewards.process import FunctionError, load
+from verlite.rewards.process import FunctionError, load, takes_lists
 from verlite.rewards.remote import RemoteScorer, RemoteStream
 from verlite.rewards.result import RewardItem, RewardResult, failure, result_of
 from verlite.rewards.routing import (
@@ -68,9 +68,10 @@ class Scorer:
     """Score responses.
 
     If reward.remote.url is set, that service scores every item. If custom_reward_function.path is
-    set, that function does. Otherwise the built-in
-    scorer of the item's data source does, and `reward.score_scale` sets its range. reward_kwargs
-    are passed to either. User code and math-verify run in separate processes, unless `debug` is on.
+    set, that function does: verl's compute_score, or OpenRLHF's reward_func with lists of one
+    entry. Otherwise the built-in scorer of the item's data source does, and `reward.score_scale`
+    sets its range. reward_kwargs are passed to either. User code and math-verify run in separate
+    processes, unless `debug` is on.
     """
 
     def __init__(
@@ -170,7 +171,11 @@ class Scorer:
         results: dict[int, RewardResult] = {}
         by_target = self._by_target(item.data_source for item in items)
         for target, numbers in by_target.items():
-            calls = [{**items[number].arguments(), **self._kwargs} for number in numbers]
+            lists = target == self._custom and self._takes_lists(target)
+            calls = [
+                {**(item.list_arguments() if lists else item.arguments()), **self._kwargs}
+                for item in (items[number] for number in numbers)
+            ]
             if self._debug or target in IN_PROCESS:
                 scored = [self._call(self._function(target), call) for call in calls]
             else:
@@ -178,6 +183,15 @@ class Scorer:
                 scored = self._pool(target).run(calls, left_s)
             results.update(zip(numbers, scored, strict=True))
         return [self._rescaled(item, results[number]) for number, item in enumerate(items)]
+
+    @property
+    def needs_prompts(self) -> bool:
+        """Whether items need `prompt` and `sequence`: for a service or OpenRLHF's function.
+
+        Raises:
+            FunctionError: the user's function cannot be loaded.
+        """
+        return bool(self._remote or (self._custom and self._takes_lists(self._custom)))
 
     def self_check(self, rows: Sequence[Row]) -> SelfCheck:
         """Score the rows' own ground truths, written in the usual ways. The best score counts.
@@ -259,6 +273,15 @@ class Scorer:
         if target not in self._functions:
             self._functions[target] = load(target, self._argument_names)
         return self._functions[target]
+
+    def _takes_lists(self, target: str) -> bool:
+        """Return whether the user's function is OpenRLHF's. Loads it if it is not loaded."""
+        if self._debug:
+            return takes_lists(self._function(target))
+        pool = self._pool(target)
+        if pool.takes_lists is None:
+            pool.start(self._reward.timeout_s)
+        return bool(pool.takes_lists)
 
     def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> RewardResult:
         try:

@@ -7,7 +7,10 @@ comparison fails. Here it scores 0 in the first case and has no score in the sec
 Like `verlite.rewards.math` it must run in a process that can be killed.
 """
 
+import json
+import math
 import re
+from contextlib import suppress
 from typing import Any
 
 from verlite.rewards.math import equivalent, last_boxed
@@ -43,16 +46,38 @@ def final_answer(response: str) -> str | None:
     return last_boxed(text) or _bare(text) or None
 
 
-def plain_truth(text: str) -> str:
+def plain_truth(truth: Any) -> str:
     r"""Return a ground truth as a bare expression.
 
-    Data sets write it as "7", "$7$", "\boxed{7}", or as a solution that ends in a box or in
+    Data sets write it as 7, "7", "$7$", "\boxed{7}", or as a solution that ends in a box or in
     "#### 7".
+
+    Raises:
+        TypeError: it is neither text nor a finite number, or it is a list or object with texts as
+            JSON text.
     """
+    value = _parsed(truth) if isinstance(truth, str) else truth
+    is_number = type(value) in (int, float) and math.isfinite(value)
+    if not is_number and not isinstance(value, str):
+        raise TypeError(
+            f"the ground truth is {truth!s:.60} ({type(value).__name__}), expected text or a number"
+        )
+    text = str(truth)
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
     return _bare(text.rpartition("####")[2])
+
+
+def _parsed(text: str) -> Any:
+    """Return the list or object that a text is in JSON; the text itself if it may be LaTeX.
+
+    LaTeX has no quotation marks, but lists of numbers: intervals, points and matrices.
+    """
+    with suppress(ValueError, RecursionError):
+        if text.lstrip()[:1] in ("[", "{") and '"' in text:
+            return json.loads(text)
+    return text
 
 
 def _bare(text: str) -> str:
@@ -69,9 +94,13 @@ def compute_score(
     *,
     format_weight: float = 0.5,
 ) -> dict[str, float]:
-    """Return {"score", "acc", "format"}: score = acc + format_weight * format; both are 0 or 1."""
+    """Return {"score", "acc", "format"}: score = acc + format_weight * format; both are 0 or 1.
+
+    Raises:
+        TypeError: the ground truth is neither text nor a finite number.
+    """
+    truth = plain_truth(ground_truth)
     answer = final_answer(solution_str)
-    truth = plain_truth(str(ground_truth))
     acc = float(answer is not None and equivalent(answer, truth))
     formatted = float(is_formatted(solution_str))
     return {"score": acc + format_weight * formatted, "acc": acc, "format": formatted}

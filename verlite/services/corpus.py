@@ -67,7 +67,7 @@ def read_corpus(path: Path, track: Track, unpacked: Path | None = None) -> Corpu
         place += len(line)
     if not starts:
         raise ServiceError(
-            f"{path}: there are no passages; each line is one, "
+            f"{path}: has no passages; each line is one, "
             'as {"id": "0", "contents": "\\"Title\\"\\ntext"}'
         )
     return Corpus(file, np.frombuffer(starts, dtype=np.int64))

@@ -105,7 +105,7 @@ def read_request(value: dict[str, Any], vocab_size: int, max_length: int, most: 
     if isinstance(temperature, bool) or not isinstance(temperature, int | float):
         raise ValueError("temperature is not a number")
     if not 1e-6 <= temperature <= 1e6:
-        raise ValueError(f"temperature is {temperature:g}, expected a number from 1e-6 to 1e6")
+        raise ValueError(f"temperature is {temperature!r:.20}, expected a number from 1e-6 to 1e6")
     ids = _array(value.get("ids"), IDS, "ids")
     if len(ids) != sum(lengths):
         raise ValueError(f"ids has {len(ids)} tokens, and lengths {sum(lengths)} in all")

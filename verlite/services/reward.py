@@ -1,7 +1,7 @@
 """Rewards as an HTTP service with OpenRLHF's wire format: POST /get_reward, GET /health."""
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,6 @@ from verlite.services.scoring import Busy, Scoring
 from verlite.services.truths import Template, Truths, first_question, question, response
 
 MATH = "verlite.rewards.tagged_math:compute_score"
-ITEM = tuple(RewardItem("", "", None).arguments())
-"""Arguments of verl's compute_score."""
-LISTS = ("queries", "prompts", "labels")
-"""Arguments of OpenRLHF's reward_func. It gets lists of one entry."""
 EXAMPLE = '{"query": ["..."], "prompts": ["..."], "labels": ["..."]}'
 MAX_ERROR = 200
 """Characters of an error message in an answer."""
@@ -58,28 +54,18 @@ def scoring(
     Raises:
         FunctionError: the function cannot be loaded.
     """
-    processes = processes or len(os.sched_getaffinity(0))
+    constants = None
     if function is None:
-        constants = {"format_weight": format_weight}
-        scorer = Scoring(MATH, ITEM, item_timeout_s, processes, max_waiting, constants)
-        scorer.start()
-        return scorer
+        function, constants = MATH, {"format_weight": format_weight}
     place, _, name = function.rpartition(":")
     if not place:
         place, name = name, "compute_score"
     target = f"{Path(place).expanduser().absolute() if place.endswith('.py') else place}:{name}"
-    scorer = Scoring(target, ITEM, item_timeout_s, processes, max_waiting)
+    processes = processes or len(os.sched_getaffinity(0))
+    scorer = Scoring(target, item_timeout_s, processes, max_waiting, constants)
     try:
         scorer.start()
     except FunctionError:
-        lists = Scoring(target, LISTS, item_timeout_s, processes, max_waiting)
-        try:
-            lists.start()
-        except FunctionError:
-            lists.close()
-        else:
-            scorer.close()
-            return lists
         scorer.close()
         raise
     return scorer
@@ -129,7 +115,7 @@ def make_app(
             if truth is None:
                 results[number] = _unknown(item, template)
             else:
-                calls.append((number, arguments(scorer.names, item, truth, template)))
+                calls.append((number, arguments(item, truth, template, scorer.takes_lists)))
         try:
             scored = await scorer.score([call for _, call in calls], request.is_disconnected)
         except Busy as error:
@@ -196,10 +182,10 @@ def ground_truth(item: Asked, truths: Truths | None, template: Template) -> Any:
     return truths.of(_question(item, template))
 
 
-def arguments(names: Sequence[str], item: Asked, truth: Any, template: Template) -> dict[str, Any]:
-    """Return the keyword arguments of the function that scores: those of ITEM or LISTS."""
-    if tuple(names) == LISTS:
-        return {"queries": [item.query], "prompts": [item.prompt or ""], "labels": [truth]}
+def arguments(item: Asked, truth: Any, template: Template, lists: bool) -> dict[str, Any]:
+    """Return the keyword arguments of verl's compute_score, or OpenRLHF's `lists` of one entry."""
+    if lists:
+        return RewardItem("", "", truth, {}, item.prompt or "", item.query).list_arguments()
     text = response(item.query, item.prompt, template)
     return RewardItem("", text, truth, {"prompt": item.prompt}).arguments()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from verlite.http.server import GONE
 from verlite.rewards.pool import Pool
-from verlite.rewards.result import RewardResult, failure
+from verlite.rewards.result import RewardItem, RewardResult, failure
 
 CHUNK = 8
 """Answers that a process scores before it looks for another request."""
@@ -46,7 +46,6 @@ class Scoring:
     def __init__(
         self,
         target: str,
-        argument_names: Sequence[str],
         limit_s: float,
         processes: int,
         most_waiting: int,
@@ -56,15 +55,13 @@ class Scoring:
 
         Args:
             target: the function, as `file.py:name` or `package.module:name`.
-            argument_names: its keyword arguments that differ between answers.
             limit_s: seconds of one answer.
             processes: how many.
             most_waiting: answers that may wait over all requests.
             constants: keyword arguments that every call gets too.
         """
-        self.names = argument_names
         self._constants = constants or {}
-        names = [*argument_names, *self._constants]
+        names = [*RewardItem("", "", None).arguments(), *self._constants]
         self.limit_s = limit_s
         self.most_waiting = most_waiting
         self.waiting = 0
@@ -82,6 +79,11 @@ class Scoring:
         self._pools[0].start(LOAD_S)
         for thread in self._threads:
             thread.start()
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether the function is OpenRLHF's reward_func(queries, prompts, labels)."""
+        return bool(self._pools[0].takes_lists)
 
     def close(self) -> None:
         """End all threads and processes."""

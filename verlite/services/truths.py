@@ -97,6 +97,11 @@ def read_truths(
                     f"{answer_key or 'answer or reward_model.ground_truth'}; "
                     "name its column with --answer_key"
                 )
+            if isinstance(truth, bool) or not isinstance(truth, str | int | float):
+                raise ServiceError(
+                    f"{where}: the ground truth is a {type(truth).__name__}, expected text or a "
+                    "number; name another column with --answer_key"
+                )
             key, text = _key(question(row[input_key], template)), str(truth).strip()
             if found.setdefault(key, text) != text:
                 raise ServiceError(
@@ -104,7 +109,7 @@ def read_truths(
                     f"{text!r:.60}; keep one"
                 )
     if not found:
-        raise ServiceError(f"{', '.join(files)}: there are no rows")
+        raise ServiceError(f"{', '.join(files)}: has no rows")
     return Truths(found)
 
 

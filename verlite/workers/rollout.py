@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verlite.config.plan import Plan, scores_remotely
+from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
@@ -162,7 +162,7 @@ class RolloutWorker(Worker):
         item = RewardItem(
             columns["data_source"][row], decoded.text, columns["ground_truth"][row], extra_info
         )
-        if not scores_remotely(self.config.reward):
+        if not self.scorer.needs_prompts:
             return item
         prompt, sequence = (
             str(self.engine.tokenizer.decode(ids, skip_special_tokens=False))

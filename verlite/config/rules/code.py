@@ -63,7 +63,7 @@ def _own_name(key: str, value: str) -> Iterator[Problem]:
         yield Problem(
             key,
             value,
-            f"there is no module {module} on the Python path",
+            f"module {module} was not found on the Python path",
             "Every worker must find it, too.",
         )
     elif file.suffix == ".py":

@@ -120,12 +120,12 @@ class _Replay:
 
 
 async def _body(receive: Any) -> bytes:
-    body = b""
+    body = bytearray()
     while True:
         message = await receive()
         body += message.get("body", b"")
         if not message.get("more_body"):
-            return body
+            return bytes(body)
 
 
 def _is_allowed_call(body: bytes) -> bool:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from verlite.http.client import Down, Refused, Retry, Slow
+from verlite.http.client import Broken, Down, Refused, Retry, Slow
 from verlite.rollout.servers.sending import Delivery
 from verlite.rollout.servers.vllm_server import Reply, Settings, Unfit, VLLMServer
 
@@ -25,6 +25,8 @@ BEAT_S = 2.0
 """Seconds between two questions whether a server is well."""
 MOST_TRIES = 4
 """Attempts of one request on servers that are otherwise well."""
+MOST_BROKEN = 40
+"""The same for connections that break, as they do when hundreds begin at the same time."""
 _AHEAD = 1.25
 """Requests sent to a server, as a share of those that it generates at the same time. The rest wait
 here, so that a faster server gets more of them."""
@@ -50,12 +52,14 @@ class Ask:
     prompt_ids: of its prompt.
     params: vLLM's SamplingParams.
     tries: attempts that failed on servers that are well.
+    broken: attempts whose connection broke.
     """
 
     number: int
     prompt_ids: list[int]
     params: dict[str, Any]
     tries: int = 0
+    broken: int = 0
 
 
 @dataclass(eq=False)
@@ -147,6 +151,7 @@ class Pool:
         Raises:
             NoServer: none could load them in time.
         """
+        await self._stop_watching()  # a watcher would load the weights into the same server
         self._loads += 1
         self._weights = Weights(delivery, f"{self._prefix}-{self._loads}")
         self._fingerprint = None
@@ -267,7 +272,8 @@ class Pool:
             self._leave(member, str(error))
         except Retry as error:
             member.running.pop(ask.number, None)
-            ask.tries += not isinstance(error, Down)  # nothing came of it, so it is not the cause
+            ask.broken += isinstance(error, Broken)
+            ask.tries += not isinstance(error, Down | Broken)
             self._waiting.appendleft(ask)
             await self._examine(member, ask, error)
         except (Refused, Exception) as error:
@@ -285,9 +291,10 @@ class Pool:
         except (Retry, Refused, Unfit, _Failed) as cause:
             self._leave(member, str(cause))
         else:
-            if ask.tries >= MOST_TRIES:
+            if ask.tries >= MOST_TRIES or ask.broken >= MOST_BROKEN:
                 self.fatal = RuntimeError(
-                    f"a request failed {ask.tries} times; the last time {member} failed: {error}"
+                    f"a request failed {ask.tries + ask.broken} times; the last time {member} "
+                    f"failed: {error}"
                 )
 
     async def _watch(self, member: Member) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from verlite.http.client import Client, Refused, Retry, Server
+from verlite.http.client import Broken, Client, Down, Refused, Retry, Server, Slow
 from verlite.rollout.engines.vllm_worker import combine_shards
 from verlite.rollout.servers.sending import Delivery
 from verlite.weights.errors import TransportError
@@ -92,10 +92,16 @@ class VLLMServer:
         """Return the server's settings.
 
         Raises:
-            Unfit: the server has no worker extension of verlite.
+            Unfit: the server has no worker extension of verlite, or that of another version.
         """
+
+        def read(answer: Any) -> Settings:
+            return Settings(**answer["results"][0])
+
         try:
-            return Settings(**(await self._workers("verlite_settings"))[0])
+            return await self._workers("verlite_settings", read=read)
+        except (Down, Broken, Slow):
+            raise
         except (Refused, Retry) as error:
             raise Unfit(
                 f"its workers do not answer verlite_settings ({error}). {_REMEDY}, or with "
@@ -207,11 +213,14 @@ class VLLMServer:
             await asyncio.sleep(_RESET_S)
         raise Retry("its prefix cache could not be reset")
 
-    async def _workers(self, method: str, limit_s: float | None = None) -> list[dict[str, Any]]:
+    async def _workers(
+        self,
+        method: str,
+        limit_s: float | None = None,
+        read: Any = lambda answer: list(answer["results"]),
+    ) -> Any:
         """Call a method of verlite's worker extension in every worker."""
-        return await self._call(
-            "POST", "/collective_rpc", {"method": method}, limit_s, lambda it: list(it["results"])
-        )
+        return await self._call("POST", "/collective_rpc", {"method": method}, limit_s, read)
 
     async def _call(
         self,
