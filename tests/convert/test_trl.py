@@ -281,6 +281,14 @@ def test_ppo(tmp_path, files):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"num_generations": "eight"}, "num_generations=eight: must be a number"),
+        ({"num_generations": None}, "num_generations: must be a number"),
+        ({"num_generations": 0}, "num_generations=0: must be at least 1"),
+        ({"max_steps": float("inf")}, "max_steps=inf: must be a finite number"),
+        ({"learning_rate": [1e-6]}, "learning_rate=1e-06: must be a number"),
+        ({"bf16": "yes"}, "bf16=yes: must be true or false"),
+        ({"loss_type": ["dapo"]}, "loss_type=dapo: must be one value"),
+        ({"report_to": 3}, "report_to=3: must be a list"),
         ({"num_generations": 3}, "not a multiple of num_generations=3"),
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "spans generations"),
         ({"loss_type": "vespo"}, "loss_type=vespo: has no counterpart"),

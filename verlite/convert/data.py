@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from verlite.config.problems import ConfigError, Problem
 from verlite.convert.engine import Draft
 
 VERBATIM = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -28,7 +29,7 @@ def prepare_data(
         split: of a data set of the hub. None: all its files.
     """
     written = []
-    for entry in filter(None, map(str.strip, names.split(","))):
+    for entry in filter(None, map(str.strip, str(names).split(","))):
         name, _, inside = entry.partition("@")
         source = name
         if Path(name).suffix in SUFFIXES and not inside:
@@ -36,7 +37,9 @@ def prepare_data(
             if output == Path(name):
                 output = output.with_suffix(".chat.parquet")
         else:
-            title = "-".join(filter(None, (Path(name).name, inside.replace("/", "-"), split)))
+            title = "-".join(
+                filter(None, (Path(name).name, inside.replace("/", "-"), split and str(split)))
+            )
             output = Path(f"data/{title}.parquet")
             if not name.startswith(("/", "./", "../", "~")):
                 source = f"data/{title}"
@@ -48,4 +51,6 @@ def prepare_data(
         script = ["python", "data_preprocess/chat_json.py", "--dataset", source, *options]
         draft.before.append(shlex.join([*script, "--output", str(output)]))
         written.append(str(output))
+    if not written:
+        raise ConfigError([Problem("data set", names, "names no file and no data set")])
     return written if len(written) > 1 else written[0]

@@ -147,7 +147,17 @@ def apply(
         formulas: functions for the "derived" rows.
         typed: how a setting is written in messages.
         keep_given: keep a given setting in the command if it has verlite's default, too.
+
+    Raises:
+        ConfigError: a value is of another kind than its setting.
     """
+    wrong = [
+        Problem(typed(row.name), _plain(given[row.name]), rule)
+        for row in table
+        if row.name in given and (rule := row.misfit(given[row.name]))
+    ]
+    if wrong:
+        raise ConfigError(wrong)
     draft = Draft(table, given, typed, keep_given)
     for row in table:
         value = draft.given.get(row.name, row.default)

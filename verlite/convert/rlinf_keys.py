@@ -219,7 +219,7 @@ KEYS: tuple[Row, ...] = (
     needless("rollout.group_name", str, _NAMES),
     same("rollout.gpu_memory_utilization", ROLLOUT + "gpu_memory_utilization", float),
     same("rollout.model.model_path rollout.model_dir", MODEL + "path", str),
-    needless("rollout.model.model_type", str, "config.json says it"),
+    needless("rollout.model.model_type", str, "it is in the model's config.json"),
     needless("rollout.model.precision", str, "the engine has the actor's precision"),
     same("rollout.enforce_eager", ROLLOUT + "enforce_eager", bool),
     same("rollout.tensor_parallel_size", ROLLOUT + "tensor_model_parallel_size", 1),

@@ -1,5 +1,6 @@
 """The rows of the tables: what becomes of a setting of another framework."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,7 +34,8 @@ class Row:
     default: the other framework's own value. It is converted too, where verlite's differs.
     values: another spelling of a value: the other framework's -> verlite's.
     also: other names of the setting.
-    kind: what follows it on a command line: switch (nothing), int, float, text or words (several).
+    kind: switch (on a command line: nothing follows), int, float, text, words (several) or any.
+    least: smallest number, if there is one.
     """
 
     name: str
@@ -44,19 +46,49 @@ class Row:
     values: Mapping[Any, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     kind: str = "text"
+    least: float | None = None
+
+    def misfit(self, value: Any) -> str:
+        """Return why a value cannot be one of this setting, or ""."""
+        if self.act not in ("same", "derived") or "*" in self.name:
+            return ""
+        if self.kind in ("int", "float"):
+            if value is None and not isinstance(self.default, int | float):
+                return ""
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                return "must be a number"
+            if not math.isfinite(value):
+                return "must be a finite number"
+            if self.least is not None and value < self.least:
+                return f"must be at least {self.least:g}"
+        if self.kind == "switch" and not isinstance(value, bool | None):
+            return "must be true or false"
+        if self.kind == "text" and isinstance(value, list | dict):
+            return "must be one value"
+        if self.kind == "words" and not isinstance(value, str | list | None):
+            return "must be a list"
+        return ""
 
 
 KINDS: Mapping[type, str] = {bool: "switch", int: "int", float: "float", str: "text", list: "words"}
+"""By the type of a default. Any other type, such as that of None: "any"."""
 
 
-def same(names: str, to: str, default: Any, note: str = "", values: Any = None) -> Row:
+def same(
+    names: str,
+    to: str,
+    default: Any,
+    note: str = "",
+    values: Any = None,
+    least: float | None = None,
+) -> Row:
     """Return a row for a setting whose value goes to the keys in `to`. See `_row`."""
-    return _row("same", names, to, default, note, values)
+    return _row("same", names, to, default, note, values, least)
 
 
-def derived(names: str, to: str, default: Any, note: str = "") -> Row:
+def derived(names: str, to: str, default: Any, note: str = "", least: float | None = None) -> Row:
     """Return a row for a setting that a formula of the converter reads. See `_row`."""
-    return _row("derived", names, to, default, note)
+    return _row("derived", names, to, default, note, least=least)
 
 
 def needless(names: str, default: Any, note: str) -> Row:
@@ -75,7 +107,13 @@ def refused(names: str, default: Any, note: str) -> Row:
 
 
 def _row(
-    act: Act, names: str, to: str, default: Any, note: str, values: dict[Any, Any] | None = None
+    act: Act,
+    names: str,
+    to: str,
+    default: Any,
+    note: str,
+    values: dict[Any, Any] | None = None,
+    least: float | None = None,
 ) -> Row:
     """Return a row.
 
@@ -86,4 +124,4 @@ def _row(
     name, *also = names.split()
     kind = default if isinstance(default, type) else type(default)
     value = NOT_SET if isinstance(default, type) else default
-    return Row(name, act, to, note, value, values or {}, tuple(also), KINDS.get(kind, "text"))
+    return Row(name, act, to, note, value, values or {}, tuple(also), KINDS.get(kind, "any"), least)

@@ -68,8 +68,8 @@ COMMON: tuple[Row, ...] = (
     needless("processing_class", str, "it is the model's tokenizer"),
     needless("remove_unused_columns", bool, _DATA),
     # Batches and length
-    derived("per_device_train_batch_size", ACTOR + "ppo_micro_batch_size_per_gpu", 8),
-    derived("gradient_accumulation_steps", ACTOR + "ppo_mini_batch_size", 1),
+    derived("per_device_train_batch_size", ACTOR + "ppo_micro_batch_size_per_gpu", 8, least=1),
+    derived("gradient_accumulation_steps", ACTOR + "ppo_mini_batch_size", 1, least=1),
     derived("num_train_epochs", "trainer.total_epochs", 3.0),
     derived("max_steps", "trainer.total_training_steps", -1, "in training steps, not updates"),
     needless("per_device_eval_batch_size", int, "rollout.max_num_seqs limits it"),
@@ -79,7 +79,7 @@ COMMON: tuple[Row, ...] = (
     derived("lr_scheduler_type", ACTOR + "optim.lr_scheduler_type", "linear", _SCHEDULE),
     derived("lr_scheduler_kwargs", ACTOR + "optim.min_lr_ratio", None),
     derived("warmup_steps", ACTOR + "optim.lr_warmup_steps", 0),
-    derived("warmup_ratio", ACTOR + "optim.lr_warmup_steps_ratio", None),
+    derived("warmup_ratio", ACTOR + "optim.lr_warmup_steps_ratio", float),
     same("weight_decay", ACTOR + "optim.weight_decay", 0.0),
     derived("adam_beta1", ACTOR + "optim.betas", 0.9),
     derived("adam_beta2", ACTOR + "optim.betas", 0.999),
@@ -114,13 +114,13 @@ COMMON: tuple[Row, ...] = (
     needless("average_tokens_across_devices", True, "means are over the whole update"),
     # Seeds
     same("seed", f"data.seed {ROLLOUT}seed", 42),
-    derived("data_seed", "data.seed", None),
+    derived("data_seed", "data.seed", int),
     needless("full_determinism", False, "equal seeds and placement give equal results"),
     # Checkpoints, validation, logs
     derived("output_dir", "trainer.default_local_dir", str),
     derived("save_strategy", "trainer.save_freq", "steps"),
     derived("save_steps", "trainer.save_freq", 500, "in training steps, not updates"),
-    derived("save_total_limit", "trainer.max_actor_ckpt_to_keep", None),
+    derived("save_total_limit", "trainer.max_actor_ckpt_to_keep", int),
     dropped("save_only_model", False, "checkpoints contain what a resume needs"),
     needless("save_on_each_node", False, "all ranks write into one folder"),
     needless("enable_jit_checkpoint", False, "a stopped run saves a checkpoint"),
@@ -133,7 +133,7 @@ COMMON: tuple[Row, ...] = (
     dropped("callbacks", None, "callbacks are not supported: docs/extending.md"),
     refused("optimizers", None, "the optimizer is AdamW"),
     derived("eval_strategy", "trainer.test_freq", "no"),
-    derived("eval_steps", "trainer.test_freq", None, "in training steps, not updates"),
+    derived("eval_steps", "trainer.test_freq", float, "in training steps, not updates"),
     derived("eval_on_start", "trainer.val_before_train", False),
     derived("do_eval", "trainer.test_freq", bool),
     needless("eval_*", object, "trainer.test_freq"),
@@ -143,7 +143,7 @@ COMMON: tuple[Row, ...] = (
     needless("include_for_metrics", None, _LOGS),
     needless("batch_eval_metrics", bool, _LOGS),
     needless("label_names", None, _LOGS),
-    derived("report_to", "trainer.logger", "none"),
+    derived("report_to", "trainer.logger", ["none"]),
     derived("run_name", "trainer.experiment_name", str),
     derived("project", "trainer.project_name", str),
     needless("trackio_*", object, "Trackio is not supported"),
@@ -163,11 +163,11 @@ COMMON: tuple[Row, ...] = (
 
 ONLINE: tuple[Row, ...] = (
     # GRPO and RLOO
-    derived("num_generations", ROLLOUT + "n", 8),
-    derived("num_generations_eval", ROLLOUT + "val_kwargs.n", None),
-    derived("generation_batch_size", "data.train_batch_size", None, "in prompts, not samples"),
-    derived("steps_per_generation", "data.train_batch_size", None),
-    same("num_iterations", ACTOR + "ppo_epochs", 1),
+    derived("num_generations", ROLLOUT + "n", 8, least=1),
+    derived("num_generations_eval", ROLLOUT + "val_kwargs.n", int),
+    derived("generation_batch_size", "data.train_batch_size", int, "in prompts, not samples"),
+    derived("steps_per_generation", "data.train_batch_size", int),
+    same("num_iterations", ACTOR + "ppo_epochs", 1, least=1),
     same("max_completion_length", "data.max_response_length", 512),
     derived("max_prompt_length", "data.max_prompt_length data.truncation", int),
     same("shuffle_dataset", "data.shuffle", True),
@@ -195,11 +195,11 @@ ONLINE: tuple[Row, ...] = (
     needless("vllm_server_timeout", float, "rollout.request_timeout_s"),
     needless("vllm_group_port", int, "rollout.weight_transport chooses how weights are sent"),
     derived("vllm_gpu_memory_utilization", ROLLOUT + "gpu_memory_utilization", 0.3),
-    derived("vllm_max_model_length vllm_max_model_len", ROLLOUT + "max_model_len", None),
+    derived("vllm_max_model_length vllm_max_model_len", ROLLOUT + "max_model_len", int),
     derived("vllm_tensor_parallel_size", ROLLOUT + "tensor_model_parallel_size", 1),
     derived("beta", f"{ACTOR}use_kl_loss {ACTOR}kl_loss_coef", 0.0),
     derived("epsilon", ACTOR + "clip_ratio", 0.2),
-    derived("epsilon_high", ACTOR + "clip_ratio_high", None),
+    derived("epsilon_high", ACTOR + "clip_ratio_high", float),
     derived("reward_funcs", "custom_reward_function.path", None),
     derived("reward_weights", "", None, "write the weights into your reward function"),
     refused("reward_model_name_or_path", None, _REWARD_MODEL),
@@ -215,7 +215,7 @@ ONLINE: tuple[Row, ...] = (
 )
 
 GRPO: tuple[Row, ...] = (
-    derived("delta", ACTOR + "clip_ratio_c", None, "no bound in TRL unless it is given, 3 here"),
+    derived("delta", ACTOR + "clip_ratio_c", float, "no bound in TRL unless it is given, 3 here"),
     derived("loss_type", f"{ACTOR}loss_agg_mode {ACTOR}policy_loss.loss_mode", "dapo"),
     derived(
         "importance_sampling_level", f"{ACTOR}policy_loss.loss_mode", "token", "sequence: GSPO"
@@ -250,7 +250,7 @@ GRPO: tuple[Row, ...] = (
     derived(
         "vllm_importance_sampling_clip_min",
         "algorithm.rollout_correction.rollout_is_threshold",
-        None,
+        float,
     ),
     needless("cast_lm_head_to_fp32", bool, "log-probs are computed in float32"),
     refused("off_policy_mask_threshold", None, "see algorithm.rollout_correction.rollout_rs"),
@@ -265,9 +265,9 @@ RLOO: tuple[Row, ...] = (
 )
 
 PPO: tuple[Row, ...] = (
-    same("num_ppo_epochs", ACTOR + "ppo_epochs", 4),
-    derived("num_mini_batches", ACTOR + "ppo_mini_batch_size", 1),
-    derived("total_episodes", "trainer.total_training_steps", None),
+    same("num_ppo_epochs", ACTOR + "ppo_epochs", 4, least=1),
+    derived("num_mini_batches", ACTOR + "ppo_mini_batch_size", 1, least=1),
+    derived("total_episodes", "trainer.total_training_steps", int),
     needless("local_rollout_forward_batch_size", int, "ppo_micro_batch_size_per_gpu"),
     needless("num_sample_generations", int, _LOGS),
     same("response_length", "data.max_response_length", 53),
