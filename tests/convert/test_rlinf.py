@@ -240,11 +240,21 @@ def test_files_of_the_defaults_list_are_read(convert, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a: [", "cannot be read"), ("- 1", "must contain keys and values"), (None, "No such file")],
+    [
+        ("a: [", "cannot be read"),
+        ("- 1", "must contain keys and values"),
+        (None, "No such file"),
+        (b"a: \xe9", "cannot be read: 'utf-8' codec"),
+        ("a: &a [*a]", "cannot be read: maximum recursion"),
+        ("defaults:\n  - model: qwen\n", "defaults=.*is not read: write the keys"),
+        ("cluster: {component_placement: [actor]}", "component_placement=actor: must be a mapping"),
+        ("data: {train_data_paths: [[a]]}", "train_data_paths=.*must be a list of texts"),
+        ("algorithm: {group_size: x}", "algorithm.group_size=x: must be a number"),
+    ],
 )
 def test_unreadable_files(tmp_path, text, words):
     path = Path(tmp_path / "x.yaml")
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=words):
         rlinf.convert(path)

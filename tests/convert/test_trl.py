@@ -146,10 +146,42 @@ def test_variables_that_change_are_not_literals(script):
     assert (once.warnings, once.values[f"{ROLLOUT}n"]) == ([], 4)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "n += 1",
+        "for n in (1, 2): pass",
+        "n: int = 4",
+        "def main(n): pass",
+        "with open('x') as n: pass",
+        "print(n := 4)",
+    ],
+)
+def test_variables_that_are_bound_twice_are_not_literals(script, change):
+    text = f"n = 8\n{change}\nGRPOConfig(num_generations=n)\nGRPOTrainer('m', f)"
+    assert [warning.typed for warning in script(text).warnings] == ["num_generations=n"]
+
+
+def test_a_configuration_that_is_changed_later(script):
+    text = "a = GRPOConfig(beta=0.1, num_generations=8)\na.beta = 0.5\nGRPOTrainer('m', f, args=a)"
+    conversion = script(text)
+    assert [warning.typed for warning in conversion.warnings] == ["beta=a.beta = ..."]
+    assert f"{ACTOR}kl_loss_coef" not in conversion.values
+
+
+def test_a_script_with_a_byte_order_mark(script):
+    assert script("\ufeff" + SCRIPT) == script(SCRIPT)
+
+
 def test_unpacked_arguments_are_named(script):
     conversion = script("GRPOConfig(**kwargs)\nGRPOTrainer(model=MODEL, reward_funcs=f)")
     assert [warning.typed for warning in conversion.warnings] == ["**kwargs"]
     assert conversion.comments["actor_rollout_ref.model.path"] == "the script's MODEL"
+
+
+def test_unpacked_positional_arguments_are_named(script):
+    conversion = script("GRPOConfig(*given)\nGRPOTrainer('m', f)")
+    assert "**given" in [warning.typed for warning in conversion.warnings]
 
 
 # A YAML file
@@ -288,7 +320,7 @@ def test_ppo(tmp_path, files):
         ({"learning_rate": [1e-6]}, "learning_rate=1e-06: must be a number"),
         ({"bf16": "yes"}, "bf16=yes: must be true or false"),
         ({"loss_type": ["dapo"]}, "loss_type=dapo: must be one value"),
-        ({"report_to": 3}, "report_to=3: must be a list"),
+        ({"report_to": {"a": "b"}}, "report_to={a:b}: must be a list of texts or numbers"),
         ({"num_generations": 3}, "not a multiple of num_generations=3"),
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "spans generations"),
         ({"loss_type": "vespo"}, "loss_type=vespo: has no counterpart"),

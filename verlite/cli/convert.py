@@ -86,6 +86,8 @@ def show(convert: "Callable[[], Conversion]", output: Path | None) -> None:
         conversion = convert()
     except ConfigError as error:
         refuse(error)
+    except RecursionError:
+        fail("the file cannot be converted: its values are nested too deeply, or without end.")
     if conversion.problems:
         refuse(ConfigError(conversion.problems))
     if output is None:

@@ -71,7 +71,12 @@ def load(file: Path) -> dict[str, Any]:
     try:
         tree = OmegaConf.create({})
         content = _read(file)
-        for entry in content.pop("defaults", None) or []:
+        entries = content.pop("defaults", None) or []
+        for entry in entries if isinstance(entries, list) else [entries]:
+            name = next(iter(entry), "") if isinstance(entry, dict) else entry
+            if not isinstance(entry, str) and not str(name).startswith("override"):
+                rule = "is not read: write the keys of this file into the YAML file"
+                raise ConfigError([Problem("defaults", entry, rule)])
             if isinstance(entry, str) and entry != "_self_":
                 name, _, package = entry.partition("@")
                 part = _read(file.parent / f"{name}.yaml")
@@ -87,8 +92,9 @@ def load(file: Path) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any]:
     try:
         loaded = OmegaConf.load(file)
-    except OSError as error:
-        rule = f"cannot be read: {error.strerror}"
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        text = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        rule = f"cannot be read: {text}"
         raise ConfigError([Problem(str(file), None, rule)]) from error
     content = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(content, dict):
@@ -334,7 +340,7 @@ def data(draft: Draft) -> None:
     for name, key in (("train", "data.train_files"), ("val", "data.val_files")):
         files = draft[f"data.{name}_data_paths"]
         if files:
-            names = ",".join([files] if isinstance(files, str) else files)
+            names = ",".join(map(str, files if isinstance(files, list) else [files]))
             draft.set(key, prepare_data(draft, names, options))
     if not draft["data.apply_chat_template"]:
         draft.set(MODEL + "custom_chat_template", VERBATIM, VERBATIM_NOTE)

@@ -4,6 +4,8 @@ Source: those files and rlinf/config.py, rlinf/algorithms, rlinf/workers/actor/f
 of August 2026. The first row that matches a key counts.
 """
 
+from dataclasses import replace
+
 from verlite.convert.rows import (
     ACTOR,
     MODEL,
@@ -160,8 +162,14 @@ KEYS: tuple[Row, ...] = (
     same("algorithm.ratio_clip_eps", ACTOR + "clip_ratio", 0.2),
     same("algorithm.clip_ratio_low", ACTOR + "clip_ratio_low", None),
     same("algorithm.clip_ratio_high", ACTOR + "clip_ratio_high", None),
-    derived(
-        "algorithm.clip_ratio_c", ACTOR + "clip_ratio_c", 3.0, "null turns dual clip off in RLinf"
+    replace(
+        derived(
+            "algorithm.clip_ratio_c",
+            ACTOR + "clip_ratio_c",
+            3.0,
+            "null turns dual clip off in RLinf",
+        ),
+        null=True,
     ),
     same("algorithm.entropy_bonus", ACTOR + "entropy_coeff", 0.0),
     same("algorithm.calculate_entropy", ACTOR + "calculate_entropy", False),

@@ -34,8 +34,10 @@ class Row:
     default: the other framework's own value. It is converted too, where verlite's differs.
     values: another spelling of a value: the other framework's -> verlite's.
     also: other names of the setting.
-    kind: switch (on a command line: nothing follows), int, float, text, words (several) or any.
+    kind: switch (on a command line: nothing follows), int, float, text, words (several),
+        mapping or any.
     least: smallest number, if there is one.
+    null: null is a value of this number.
     """
 
     name: str
@@ -47,13 +49,14 @@ class Row:
     also: tuple[str, ...] = ()
     kind: str = "text"
     least: float | None = None
+    null: bool = False
 
     def misfit(self, value: Any) -> str:
         """Return why a value cannot be one of this setting, or ""."""
         if self.act not in ("same", "derived") or "*" in self.name:
             return ""
         if self.kind in ("int", "float"):
-            if value is None and not isinstance(self.default, int | float):
+            if value is None and (self.null or not isinstance(self.default, int | float)):
                 return ""
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return "must be a number"
@@ -63,14 +66,25 @@ class Row:
                 return f"must be at least {self.least:g}"
         if self.kind == "switch" and not isinstance(value, bool | None):
             return "must be true or false"
-        if self.kind == "text" and isinstance(value, list | dict):
+        if self.kind == "text" and isinstance(value, list | tuple | dict):
             return "must be one value"
-        if self.kind == "words" and not isinstance(value, str | list | None):
-            return "must be a list"
+        if self.kind == "words" and not isinstance(value, str | None):
+            parts = value if isinstance(value, list | tuple) else [None]
+            if not all(isinstance(part, str | int | float) for part in parts):
+                return "must be a list of texts or numbers"
+        if self.kind == "mapping" and not isinstance(value, dict | None):
+            return "must be a mapping"
         return ""
 
 
-KINDS: Mapping[type, str] = {bool: "switch", int: "int", float: "float", str: "text", list: "words"}
+KINDS: Mapping[type, str] = {
+    bool: "switch",
+    int: "int",
+    float: "float",
+    str: "text",
+    list: "words",
+    dict: "mapping",
+}
 """By the type of a default. Any other type, such as that of None: "any"."""
 
 

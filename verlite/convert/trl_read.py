@@ -29,7 +29,7 @@ def read(file: Path) -> tuple[str, Settings]:
         ConfigError: the file cannot be read, or has no configuration, or several.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(file, str(error)) from error
     return _script(file, text) if file.suffix == ".py" else _yaml(file, text)
@@ -59,8 +59,10 @@ def _script(file: Path, text: str) -> tuple[str, Settings]:
     try:
         tree = ast.parse(text)
         calls, constants = list(_calls(tree)), _constants(tree)
+        changed = dict(_changed_later(tree))
     except SyntaxError as error:
-        raise _unreadable(file, f"line {error.lineno}: {error.msg}") from error
+        where = f"line {error.lineno}: " if error.lineno else ""
+        raise _unreadable(file, f"{where}{error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise _unreadable(file, f"it is not a script: {error}") from error
     names = {name for name, _ in calls} & set(CALLS)
@@ -78,7 +80,7 @@ def _script(file: Path, text: str) -> tuple[str, Settings]:
     for name, call in calls:
         prefix = "LoraConfig." if name == "LoraConfig" else ""
         settings |= {prefix + key: value for key, value in _arguments(name, call, constants)}
-    return trainers.pop(), settings
+    return trainers.pop(), settings | changed
 
 
 def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
@@ -94,18 +96,37 @@ def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _constants(tree: ast.AST) -> Settings:
-    """Return the literals of variables that are assigned exactly once."""
-    assigned: dict[str, list[ast.expr]] = {}
+    """Return the literals of variables that are bound once in the file, by an assignment."""
+    assigned: Settings = {}
+    bound: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                assigned.setdefault(ast.unparse(target), []).append(node.value)
-    found: Settings = {}
-    for name, values in assigned.items():
-        value = _value(values[0], {})
-        if len(values) == 1 and not isinstance(value, Computed):
-            found[name] = value
-    return found
+                assigned[ast.unparse(target)] = _value(node.value, {})
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            bound.append(ast.unparse(node))
+        elif isinstance(node, ast.arg):
+            bound.append(node.arg)
+    return {
+        name: value
+        for name, value in assigned.items()
+        if bound.count(name) == 1 and not isinstance(value, Computed)
+    }
+
+
+def _changed_later(tree: ast.AST) -> Iterator[tuple[str, Computed]]:
+    """Yield (field, text) of each `config.field = ...`, where `config` is a configuration."""
+    configs = {
+        ast.unparse(target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if ast.unparse(node.value.func).rsplit(".", 1)[-1] in CALLS
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) in configs:
+                yield node.attr, Computed(f"{ast.unparse(node)} = ...")
 
 
 def _arguments(name: str, call: ast.Call, constants: Settings) -> Iterator[tuple[str, Any]]:
@@ -113,8 +134,11 @@ def _arguments(name: str, call: ast.Call, constants: Settings) -> Iterator[tuple
     kinds = next((names for end, names in positional.items() if name.endswith(end)), ())
     for field, node in [
         *zip(kinds, call.args, strict=False),
+        *((None, arg.value) for arg in call.args if isinstance(arg, ast.Starred)),
         *((k.arg, k.value) for k in call.keywords),
     ]:
+        if isinstance(node, ast.Starred):
+            continue
         if field is None:
             yield "**", Computed(ast.unparse(node))
         elif field != "args":
