@@ -61,13 +61,16 @@ class Case:
     missing_package: str | None = None
     """A package to hide, as if it were not installed."""
     program: str = "python -m verlite.main_ppo"
-    """The command. `verlite check` is for notes that are not errors."""
+    """The command. `verlite check` is for notes that are not errors. `verlite convert ...` gets
+    nothing but `typed`."""
     config_name: str = "sums"
     whole_run: bool = False
     """True: the mistake is found after the workers start. The command runs in a new process."""
 
     @property
     def arguments(self) -> list[str]:
+        if self.program.startswith("verlite convert"):
+            return self.typed.split()
         return ["--config-path", ".", "--config-name", self.config_name, *self.typed.split()]
 
 
@@ -661,5 +664,19 @@ CASES = (
             "verlite serve reward",
             "reward.remote.url",
         ),
+    ),
+    Case(
+        "A command of OpenRLHF that cannot be converted",
+        "-- --pretrain model --prompt_data train.jsonl --prompt_max_len 8 --generate_max_len 8 "
+        "--remote_rm_url http://127.0.0.1:5001/get_reward --colocate_all_models "
+        "--n_samples_per_prompt 8 --train_batch_size 100 --enable_ema",
+        (
+            "--enable_ema",
+            "has no counterpart in verlite",
+            "leave it out",
+            "--train_batch_size=100",
+            "must be divisible by n_samples_per_prompt=8",
+        ),
+        program="verlite convert openrlhf",
     ),
 )

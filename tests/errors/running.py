@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 from tests.errors.cases import Case
 from verlite import main_ppo
-from verlite.cli import check
+from verlite.cli import app, check
 from verlite.config import plan
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,6 +45,9 @@ def run(case: Case, folder: Path) -> Outcome:
 
 
 def _run_here(case: Case) -> tuple[int, str]:
+    if case.program.startswith("verlite convert"):
+        done = CliRunner().invoke(app, [*case.program.split()[1:], *case.arguments])
+        return done.exit_code, done.output
     command = check.check if case.program == "verlite check" else main_ppo.main
     printed = StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
