@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +11,10 @@ import httpx
 import pytest
 from fastapi import Request
 
+from tests.http.running import running
 from verlite.http import server as module
 from verlite.http.address import bind, open_to_others, url
-from verlite.http.server import Server, application, parse_object, read_body
+from verlite.http.server import application, parse_object, read_body
 from verlite.http.token import TokenError, token_of_file, token_of_variable
 
 pytestmark = pytest.mark.process
@@ -36,18 +36,8 @@ def serving(token: str | None = None) -> Iterator[str]:
             raise KeyError("a secret of the service")
         return value
 
-    bound = bind("127.0.0.1", 0)
-    server = Server(app, "ready")
-    thread = threading.Thread(target=server.run, args=[[bound]])
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.005)
-        yield url(bound)
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+    with running(app) as address:
+        yield address
 
 
 def raw(address: str) -> socket.socket:

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.http.running import running
 from verlite.config.schema import RefConfig
 from verlite.http.address import bind, url
 from verlite.http.server import Server
@@ -46,18 +47,8 @@ def expected(ids, last, temperature=1.0):
 
 @contextmanager
 def serving(model: Any = None, port: int = 0, info: ModelInfo = INFO, **more: Any) -> Iterator[str]:
-    bound = bind("127.0.0.1", port)
-    server = Server(make_app(model or Toy(), info, 1000, **more), "ready")
-    thread = threading.Thread(target=server.run, args=[[bound]])
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        yield url(bound)
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+    with running(make_app(model or Toy(), info, 1000, **more), port) as address:
+        yield address
 
 
 def config(*urls: str, **more: Any) -> RefConfig:

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.http.running import running
 from verlite.cli import app as command
-from verlite.http.address import ServiceError, bind, url
-from verlite.http.server import Server
+from verlite.http.address import ServiceError
 from verlite.services.reward import Limits, make_app, scoring
 from verlite.services.truths import TEMPLATES, first_question, question, read_truths, response
 
@@ -75,18 +74,8 @@ def serving(
     options = {"item_timeout_s": 2.0, "processes": 2, "max_waiting": 10_000, **settings}
     scorer = scoring(function, 0.5, **options)
     truths = read_truths([str(path)], "message", None, CHATML) if path else None
-    bound = bind("127.0.0.1", 0)
-    server = Server(make_app(scorer, truths, CHATML, limits or Limits(), token), "ready")
-    thread = threading.Thread(target=server.run, args=[[bound]])
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.005)
-        yield url(bound)
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+    with running(make_app(scorer, truths, CHATML, limits or Limits(), token)) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
