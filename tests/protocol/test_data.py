@@ -104,6 +104,8 @@ def test_slice_split_and_chunk():
     assert rows_of(batch(5).slice(1, 4)) == [1, 2, 3]
     assert rows_of(batch(5).slice(end=-1, step=2)) == [0, 2]
     assert [rows_of(part) for part in batch(5).split(2)] == [[0, 1], [2, 3], [4]]
+    with pytest.raises(ValueError, match="split_size=-1"):
+        batch(5).split(-1)
     assert [rows_of(part) for part in batch(6).chunk(3)] == [[0, 1], [2, 3], [4, 5]]
     assert [len(part) for part in batch(0).chunk(2)] == [0, 0]
     for chunks in (0, 4):
@@ -159,6 +161,8 @@ def test_rename():
         batch(2).rename("missing", "x")
     with pytest.raises(ValueError, match="1 old names and 2 new ones"):
         batch(2).rename("ids", ["x", "y"])
+    with pytest.raises(ValueError, match="1 old names and 2 new ones"):
+        batch(2).rename(["ids", "ids"], ["x", "y"])
     with pytest.raises(ValueError, match="a column already"):
         batch(2).rename("ids", "score")
 

@@ -51,3 +51,17 @@ def test_fold_and_unfold():
         unfold_batch_dim(folded, 3)
     with pytest.raises(ValueError, match="0 rows cannot be folded into 2"):
         fold_batch_dim(batch(0), 2)
+
+
+def test_columns_that_are_not_folded_are_not_unfolded():
+    """Otherwise texts would become their characters."""
+    with pytest.raises(ValueError, match=r"columns \['uid'\] are not folded"):
+        unfold_batch_dim(batch(2).select([], ["uid"]))
+    with pytest.raises(ValueError, match=r"columns \['a', 'uid'\] are not folded"):
+        unfold_batch_dim(batch(2))
+
+
+@pytest.mark.parametrize("added", [-1, 4])
+def test_more_padding_than_rows(added):
+    with pytest.raises(ValueError, match=f"pad_size={added} for a batch with 3 rows"):
+        unpad_dataproto(batch(3), added)

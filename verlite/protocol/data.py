@@ -302,7 +302,13 @@ class DataProto:
         return self.split(len(self) // chunks) if len(self) else [self] * chunks
 
     def split(self, split_size: int) -> list["DataProto"]:
-        """Return parts of split_size rows, in order; the last one may have fewer."""
+        """Return parts of split_size rows, in order; the last one may have fewer.
+
+        Raises:
+            ValueError: split_size is below 1.
+        """
+        if split_size < 1:
+            raise ValueError(f"split_size={split_size}; parts have at least 1 row")
         starts = range(0, len(self), split_size)
         return [self[start : start + split_size] for start in starts]
 
@@ -411,12 +417,13 @@ class DataProto:
 
         Raises:
             KeyError: A column does not exist.
-            ValueError: The numbers of names differ, or a new name is a column already.
+            ValueError: The numbers of names differ, an old name occurs twice, or a new name is a
+                column already.
         """
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        if len(old) != len(new):
-            raise ValueError(f"{len(old)} old names and {len(new)} new ones")
+        if len(set(old)) != len(new):
+            raise ValueError(f"{len(set(old))} old names and {len(new)} new ones")
         _pick(self.tensors(), old, "batch")
         names = dict(zip(old, new, strict=True))
         tensors = {names.get(name, name): value for name, value in self.tensors().items()}

@@ -13,7 +13,13 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Return the batch without its last pad_size rows."""
+    """Return the batch without its last pad_size rows.
+
+    Raises:
+        ValueError: The batch has fewer rows.
+    """
+    if not 0 <= pad_size <= len(data):
+        raise ValueError(f"pad_size={pad_size} for a batch with {len(data)} rows")
     return data[: len(data) - pad_size]
 
 
@@ -46,10 +52,15 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     batch_dims: must be 2.
 
     Raises:
-        ValueError: another batch_dims, or columns with different k.
+        ValueError: another batch_dims, a column that is not folded, or columns with different k.
     """
     if batch_dims != 2:
         raise ValueError(f"batch_dims={batch_dims}: only 2 dimensions can be unfolded")
+    flat = [name for name, tensor in data.tensors().items() if tensor.ndim < 2]
+    for name, column in data.non_tensor_batch.items():
+        flat += [name] * (not all(isinstance(values, list) for values in column))
+    if flat:
+        raise ValueError(f"columns {flat} are not folded: they have one value per row")
     tensors = {name: tensor.flatten(0, 1) for name, tensor in data.tensors().items()}
     objects = {
         name: object_array([value for values in column for value in values])
