@@ -861,7 +861,7 @@ def test_own_function_must_exist(material, tmp_path, monkeypatch):
     )
     wrong = {
         "broken:f": "broken is not valid Python: invalid syntax",
-        "own.modul:estimator": "no module own.modul",
+        "own.modul:estimator": "module own.modul was not found",
         "own.module:f": "own.module does not define f. It defines estimator",
     }
     for name, message in wrong.items():
