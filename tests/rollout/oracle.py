@@ -1,11 +1,14 @@
 """Oracle for generation: whole sequences in float64, one at a time."""
 
 import asyncio
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.models import tiny_model
 from verlite.rollout.types import Completion, Engine, Sampling
 from verlite.weights.fingerprint import fingerprint
 
@@ -58,6 +61,23 @@ def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> l
         for _ in range(steps):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def model_with_two_ends(folder: Path, prompt: Sequence[int]) -> str:
+    """Write a model and return its path.
+
+    It has tied embeddings, shared KV heads, biases, a vocabulary larger than the tokenizer's that
+    vLLM pads (130 to 192), and in generation_config.json sampling parameters and a second
+    end-of-sequence id, which it samples greedily after `prompt`.
+    """
+    sizes = dict(hidden_size=128, vocab_size=130, initializer_range=0.05, tie_word_embeddings=True)
+    path = tiny_model(folder, "qwen2", **sizes)
+    greedy = naive_greedy(float64_model(path), prompt, 20)
+    extra = next(i for i in greedy[3:] if i not in greedy[:3])
+    (Path(path) / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, extra], "temperature": 0.3, "top_k": 2})
+    )
+    return path
 
 
 def largest_gap(

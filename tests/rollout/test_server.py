@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 
-from tests.models import tiny_model
 from tests.rollout.oracle import (
     ask,
     float64_model,
     largest_gap,
+    model_with_two_ends,
     moved,
     naive_greedy,
     weights_of,
@@ -45,16 +45,7 @@ SETTINGS = dict(enforce_eager=True, kv_cache_gb=0.25, max_num_seqs=32)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    """Tied embeddings, biases, several EOS ids, and a vocabulary that is larger than the
-    tokenizer's."""
-    sizes = dict(hidden_size=128, vocab_size=130, initializer_range=0.05, tie_word_embeddings=True)
-    path = tiny_model(tmp_path_factory.mktemp("server") / "qwen2", "qwen2", **sizes)
-    greedy = naive_greedy(float64_model(path), PROMPT, 20)
-    extra = next(i for i in greedy[3:] if i not in greedy[:3])
-    (Path(path) / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [1, extra], "temperature": 0.3, "top_k": 2})
-    )
-    return path
+    return model_with_two_ends(tmp_path_factory.mktemp("server") / "qwen2", PROMPT)
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,19 @@
 
 import asyncio
 import dataclasses
-import json
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.models import tiny_model
 from tests.rollout.oracle import (
     ask,
     float64_model,
     largest_gap,
     load,
+    model_with_two_ends,
     moved,
     naive_greedy,
     naive_log_probs,
@@ -45,15 +43,7 @@ PROMPT = [33, 44, 55]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    """Tied embeddings, shared KV heads, biases, and a vocabulary that vLLM pads (130 to 192)."""
-    sizes = dict(hidden_size=128, vocab_size=130, initializer_range=0.05, tie_word_embeddings=True)
-    path = tiny_model(tmp_path_factory.mktemp("vllm") / "qwen2", "qwen2", **sizes)
-    greedy = naive_greedy(float64_model(path), PROMPT, 20)
-    extra = next(i for i in greedy[3:] if i not in greedy[:3])
-    (Path(path) / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [1, extra], "temperature": 0.3, "top_k": 2})
-    )
-    return path
+    return model_with_two_ends(tmp_path_factory.mktemp("vllm") / "qwen2", PROMPT)
 
 
 @pytest.fixture(scope="module")
