@@ -120,6 +120,7 @@ RIGHT = {"ids": text([1, 2, 3]), "lengths": [3], "scored": [2], "temperature": 1
         ({"temperature": "hot"}, "temperature is not a number"),
         ({"temperature": 0}, "temperature is 0, expected a number from"),
         ({"temperature": True}, "temperature is not a number"),
+        ({"temperature": 10**400}, "temperature is 10000000000000000000, expected a number from"),
     ],
 )
 def test_wrong_request_is_refused_with_the_field(change, message):

@@ -80,6 +80,10 @@ def test_resumed_run_needs_the_reference_of_its_start(config, tmp_path):
     with pytest.raises(RunRefused, match="reference.json is missing"):
         reference.check_weights(config, INFO, tmp_path, 7, never)
     record = tmp_path / reference.RECORD
+    for damaged in ("{", "[]", '{"fingerprints": 3}'):
+        record.write_text(damaged)
+        with pytest.raises(RunRefused, match="reference.json is missing or damaged"):
+            reference.check_weights(config, INFO, tmp_path, 7, never)
     record.write_text(json.dumps({"fingerprints": {"bfloat16": 2}}))
     reference.check_weights(config, INFO, tmp_path, 7, never)
     record.write_text(json.dumps({"fingerprints": {"bfloat16": 3}}))

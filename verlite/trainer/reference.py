@@ -109,11 +109,12 @@ def check_weights(
 
 def _compare_with_record(info: ModelInfo, record: Path, step: int) -> None:
     try:
-        first = json.loads(record.read_text(encoding="utf-8"))["fingerprints"]
-    except (OSError, ValueError, KeyError):
+        first = dict(json.loads(record.read_text(encoding="utf-8"))["fingerprints"])
+    except (OSError, ValueError, KeyError, TypeError):
         raise RunRefused(
-            f"{URL}: {record} is missing, so it is not known which reference the {step} steps of "
-            "this run had. A run that began without the service continues without it"
+            f"{URL}: {record} is missing or damaged, so it is not known which reference "
+            f"the {step} steps of this run had. A run that began without the service continues "
+            "without it"
         ) from None
     common = first.keys() & info.fingerprints.keys()
     if not common or any(first[name] != info.fingerprints[name] for name in common):
