@@ -185,6 +185,31 @@ def test_many_requests_run_at_once() -> None:
         assert [answer.value for answer in run(client, ask)] == ["ok"] * 120
 
 
+def test_connections_are_used_again() -> None:
+    """By requests at the same time each has its own; the next requests open no more."""
+    opened = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opened
+        opened += 1
+        while await reader.readline():
+            await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.2)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def ask() -> None:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        url = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+        async with Client(service(url, timeout_s=30)) as client:
+            for _ in range(3):
+                await asyncio.gather(*(client.ping(url) for _ in range(20)))
+        server.close()
+
+    asyncio.run(ask())
+    assert opened == 20
+
+
 def test_slow_trickle_is_ended_by_the_time_limit() -> None:
     """Each read of a trickle is fast; only their sum is too slow."""
     import socket

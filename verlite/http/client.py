@@ -26,17 +26,15 @@ from typing import Any, Generic, Self, TypeVar
 import httpx
 
 from verlite.config.problems import display
+from verlite.http.connections import Connections
 from verlite.http.token import token_of_variable
 
-CONNECT_S = 2.0
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 8.0
 PAUSE_AFTER = 5
 """Failures in a row after which a server is paused."""
 PAUSE_S = 2.0
 """Seconds of that pause."""
-KEEP_ALIVE_S = 3.0
-"""Seconds for which an idle connection is kept: less than servers do (uvicorn: 5)."""
 
 _NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
@@ -152,34 +150,24 @@ class Client:
             token = token_of_variable(service.token_env, f"{service.key}.token_env")
             self._headers["Authorization"] = f"Bearer {token}"
         self._changed: asyncio.Condition | None = None
-        self._http: httpx.AsyncClient | None = None
+        self._connections: Connections | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether the client is inside `async with`."""
-        return self._http is not None
+        return self._connections is not None
 
     async def __aenter__(self) -> Self:
-        # These are internal services, so proxies and .netrc do not apply.
-        self._http = httpx.AsyncClient(
-            trust_env=False,
-            headers=self._headers,
-            timeout=httpx.Timeout(None, connect=CONNECT_S),  # `attempt` limits the rest
-            limits=httpx.Limits(
-                max_connections=None,
-                max_keepalive_connections=self.service.max_in_flight * len(self.servers),
-                keepalive_expiry=KEEP_ALIVE_S,
-            ),
-        )
+        self._connections = Connections(self._headers)
         self._changed = asyncio.Condition()
         for server in self.servers:
             server.in_flight = 0
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        assert self._http
-        await self._http.aclose()
-        self._http = None
+        assert self._connections
+        await self._connections.close()
+        self._connections = None
 
     async def post(
         self,
@@ -334,9 +322,9 @@ class Client:
         self, method: str, url: str, content: bytes | None
     ) -> tuple[int, bytearray]:
         """Return status and body."""
-        assert self._http, "use the client inside `async with`"
+        assert self._connections, "use the client inside `async with`"
         answer = bytearray()
-        async with self._http.stream(method, url, content=content) as response:
+        async with self._connections.stream(method, url, content) as response:
             async for chunk in response.aiter_bytes():
                 answer += chunk
                 if len(answer) > self.service.max_answer:
