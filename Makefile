@@ -69,6 +69,7 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/training.py
 	$(BIN)/python recipes/benchmark/library.py
 	$(BIN)/python recipes/benchmark/generation.py
+	$(BIN)/python recipes/benchmark/server.py
 	$(BIN)/python recipes/benchmark/sync.py
 	$(BIN)/python recipes/benchmark/memory.py
 	$(BIN)/python recipes/benchmark/controller.py
@@ -76,6 +77,7 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/data.py $(if $(GSM8K),--folder $(GSM8K))
 	$(BIN)/python recipes/benchmark/retriever.py speed --made 100000
 	$(BIN)/python recipes/benchmark/reward.py
+	$(BIN)/python recipes/benchmark/reference.py --sequences 64 --rounds 3
 	$(BIN)/python recipes/benchmark/report.py
 	$(BIN)/python recipes/benchmark/picture.py
 

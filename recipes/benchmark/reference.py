@@ -8,6 +8,7 @@ float32 on one CPU process with as many threads as this process.
 """
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from report import keep
 from workload import VOCABULARY, model_in
 
 from verlite.config.schema import ModelConfig, RefConfig, RefFSDPConfig
@@ -74,12 +76,18 @@ def main() -> None:
         largest = float(np.abs(np.stack(served) - local.numpy()).max())
         speed = {key: count / statistics.median(values[1:]) for key, values in seconds.items()}
         ratios = [a / b for a, b in zip(seconds["local"][1:], seconds["service"][1:], strict=True)]
-        print(f"{options.sequences} sequences of {options.tokens} tokens, float32")
-        print(f"local {speed['local']:,.0f} tokens/s, service {speed['service']:,.0f} tokens/s")
-        print(
-            f"service / local {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f} to {max(ratios):.2f}), largest difference {largest:.1e}"
-        )
+        found = {
+            "sequences": options.sequences,
+            "tokens": options.tokens,
+            "rounds": options.rounds,
+            "tokens_per_s": speed,
+            "service_vs_local": statistics.median(ratios),
+            "ratios": [min(ratios), max(ratios)],
+            "largest_difference": largest,
+        }
+        print(json.dumps(found, indent=1))
+        if options.model is None:
+            keep("reference", found)
 
 
 if __name__ == "__main__":

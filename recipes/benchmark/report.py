@@ -30,6 +30,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "tiny_step_vs_trl": ("step_wtiny", "vs_trl"),
     "training_vs_bare": ("training", "update_speed_vs_bare"),
     "generation_vs_vllm": ("generation_w25", "vs_vllm"),
+    "server_vs_engine": ("server_w25", "server_vs_engine"),
     "weight_sync_vs_memcpy": ("sync", "syncs", "w25, vllm", "vs_memcpy"),
     "weight_sync_vs_memcpy_hf": ("sync", "syncs", "w25, hf", "vs_memcpy"),
     "fingerprint_share": ("sync", "syncs", "w25, vllm", "fingerprint_share"),

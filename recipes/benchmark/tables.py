@@ -17,6 +17,9 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         for name in WORKLOADS
         if f"generation_{name}" in parts
     )
+    served = {name: parts[f"server_{name}"] for name in WORKLOADS if f"server_{name}" in parts}
+    if served:
+        found["server"] = "\n".join(_server(name, one) for name, one in served.items())
     on_gpus = {part: found for part, found in parts.items() if part.startswith("gpu_")}
     if on_gpus:
         found["gpu"] = _gpu(on_gpus)
@@ -123,6 +126,39 @@ def _generation(name: str, found: dict[str, Any]) -> str:
         "ratio",
     )
     return table(head, [(what, f"{speeds[side]:,.0f}", ratio) for what, side, ratio in rows])
+
+
+def _server(name: str, found: dict[str, Any]) -> str:
+    speeds, cpu = found["tokens_per_s"], found["cpu_seconds"]
+    rows = [
+        ("engine vllm, in the worker's process", f"{speeds['verlite_vllm']:,.0f}", ""),
+        (
+            "the same engine in a server",
+            f"{speeds['verlite_server']:,.0f}",
+            f"{found['server_vs_engine']:.2f}",
+        ),
+    ]
+    head = (f"generation, {name}, {found['tokens']:,} tokens, {found['rounds']} rounds",)
+    used = [(process, f"{seconds:.2f} s") for process, seconds in cpu.items()]
+    return "\n".join(
+        (
+            table((*head, "tokens/s", "of the engine in the process"), rows),
+            table(("processes of the server and its client", "CPU time of a round"), used),
+        )
+    )
+
+
+def _reference(found: dict[str, Any]) -> str:
+    rows = [
+        ("the engine in this process", f"{found['tokens_per_s']['local']:,.0f}", ""),
+        (
+            "the service",
+            f"{found['tokens_per_s']['service']:,.0f}",
+            f"{found['service_vs_local']:.2f}",
+        ),
+    ]
+    head = f"log-probs, {found['sequences']} sequences of {found['tokens']} tokens, float32"
+    return table((head, "tokens/s", "of local"), rows)
 
 
 def _sync(found: dict[str, Any]) -> str:
@@ -369,5 +405,6 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "data": _data,
     "retriever": _retriever,
     "reward": _reward,
+    "reference": _reference,
     "library": _library,
 }

@@ -200,7 +200,7 @@ def test_connections_are_used_again() -> None:
 
     async def ask() -> None:
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        url = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with Client(service(url, timeout_s=30)) as client:
             for _ in range(3):
                 await asyncio.gather(*(client.ping(url) for _ in range(20)))
