@@ -4,8 +4,9 @@
     python -m tests.chaos --fault "raylet SIGKILL" --phase update_actor
 
 The first form injects a random fault every 20 s, in a random phase, into one run after the other.
-The second form injects each named fault ("all": every one) into a run of its own. A run that ends
-early is started again until it is done. Prints a table, writes it as JSON, and exits with 1 if
+`verlite supervise` starts a run again; what it does not start again, such as a run after Ctrl-C, is
+started here. The second form injects each named fault ("all": every one) into a run of its own,
+which is started again here. Prints a table, writes it as JSON, and exits with 1 if
 anything was wrong.
 """
 
@@ -82,7 +83,7 @@ def soak(options: argparse.Namespace, folder: Path, report: Report) -> None:
     while time.monotonic() < until:
         reference = references[names[number % len(names)]]
         number += 1
-        with new_run(reference.workload, folder, number) as run:
+        with new_run(reference.workload, folder, number, supervised=True) as run:
             disturb_often(run, random, options.every, until, report)
             report.compare(run, differences(run, reference) + run.wait_until_clean())
 
@@ -194,9 +195,11 @@ def undisturbed(workload: Workload, folder: Path, report: Report) -> Run:
 
 
 @contextmanager
-def new_run(workload: Workload, folder: Path, number: int) -> Iterator[Run]:
+def new_run(
+    workload: Workload, folder: Path, number: int, supervised: bool = False
+) -> Iterator[Run]:
     """A run in a new folder, with a small disk of its own if this process may mount one."""
-    run = Run(workload, folder / f"{workload.name}-{number}")
+    run = Run(workload, folder / f"{workload.name}-{number}", supervised)
     run.run_dir.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", str(run.run_dir)]
     with suppress(OSError):

@@ -22,7 +22,6 @@ from tests.chaos.driver import CHECKING, STARTING_RAY
 from tests.chaos.run import Run
 from tests.chaos.workloads import Service
 from tests.trainer.runs import Launch
-from verlite.controller.stop import EXIT_INTERRUPTED, EXIT_STOPPED
 
 STARTING = (CHECKING, STARTING_RAY, "starting workers")
 STEPPING = (
@@ -39,6 +38,8 @@ STEPPING = (
 )
 EXPORTING = ("writing Hugging Face export",)
 LOST = (1, 76)
+STOPPED = 75
+INTERRUPTED = 130
 KILLED = -signal.SIGKILL
 GOES_ON = None
 """In `Fault.ends`: the attempt does not end."""
@@ -278,11 +279,11 @@ TRAINED = ("update_critic", "update_actor", "update_weights", "save_checkpoint")
 FAULTS: dict[str, Fault] = {
     # The driver and its signals.
     "driver SIGKILL": Fault(send("driver", KILL), (KILLED,), ANY),
-    "driver SIGTERM": Fault(send("driver", TERM), (EXIT_STOPPED,), ANY),
-    "driver SIGUSR1": Fault(send("driver", USR1), (EXIT_STOPPED,), ANY),
-    "driver SIGINT": Fault(send("driver", INT), (EXIT_INTERRUPTED,), ANY),
-    "driver SIGTERM twice": Fault(send("driver", TERM, TERM), (EXIT_STOPPED,), ANY),
-    "driver SIGTERM, SIGKILL": Fault(send("driver", TERM, KILL), (KILLED, EXIT_STOPPED), ANY),
+    "driver SIGTERM": Fault(send("driver", TERM), (STOPPED,), ANY),
+    "driver SIGUSR1": Fault(send("driver", USR1), (STOPPED,), ANY),
+    "driver SIGINT": Fault(send("driver", INT), (INTERRUPTED,), ANY),
+    "driver SIGTERM twice": Fault(send("driver", TERM, TERM), (STOPPED,), ANY),
+    "driver SIGTERM, SIGKILL": Fault(send("driver", TERM, KILL), (KILLED, STOPPED), ANY),
     "driver paused": Fault(pause("driver"), (GOES_ON,), lasts_s=5),
     "machine lost": Fault(lose_machine, (KILLED,), ANY),
     # Workers.

@@ -73,7 +73,9 @@ class Run:
         log = self.folder / f"output_{len(self.launches) + 1}.log"
         program = ["-m", "tests.chaos.driver", str(self.trace)]
         if self.supervised:
-            program = ["-m", "verlite", "supervise", "--", sys.executable, *program]
+            # Several faults may hit one step.
+            supervise = ["-m", "verlite", "supervise", "--max-restarts=50", "--same-step=10"]
+            program = [*supervise, "--", sys.executable, *program]
         self._output_before = 0
         self.launches.append(Launch(self.run_dir, self.workload.options, log, program=program))
 
@@ -125,13 +127,14 @@ class Run:
 
     def temporary_folders(self) -> list[Path]:
         """Return the folders of the run's Ray clusters, with their sockets."""
-        pids = {pid for pid, _, _ in self.phases()}
-        return [
-            session.parent
-            for session in Path("/tmp").glob("verlite-*/session_*_*")
-            if session.name.rpartition("_")[2].isdigit()
-            and int(session.name.rpartition("_")[2]) in pids
-        ]
+        pids = {str(pid) for pid, _, _ in self.phases()}
+        found = []
+        for folder in Path("/tmp").glob("verlite-*"):
+            with suppress(OSError):  # it may be removed meanwhile
+                sessions = [entry for entry in os.listdir(folder) if entry.startswith("session_")]
+                if pids & {entry.rpartition("_")[2] for entry in sessions}:
+                    found.append(folder)
+        return found
 
     def leftovers(self) -> list[str]:
         """Return what the run left behind: processes, temporary folders with sockets, files."""
@@ -188,7 +191,7 @@ class Run:
 def role_of(process: psutil.Process) -> str | None:
     """Return the role of a process of a run. None for one that no fault aims at."""
     command = " ".join(process.cmdline())
-    if " supervise -- " in command:
+    if " -m verlite supervise " in command:
         return "supervisor"
     for role, part in PROGRAMS.items():
         if part in command:
