@@ -153,6 +153,7 @@ def start_again(
     Returns the last fault whose end has no next attempt yet.
     """
     early = [name for name in names if set(FAULTS[name].phases) & set(STARTING)]
+    report.ended(run, last)
     report.left(last, run.wait_until_clean())
     run.start()
     if early and random.random() < EARLY_SHARE:
@@ -176,8 +177,7 @@ def run_to_the_end(run: Run, last: Outcome | None, report: Report) -> None:
         code = run.finish()
         if code == 0:
             return
-        if last is None:
-            report.problem(f"{run.folder}: attempt {run.starts} ended with code {code}")
+        report.ended(run, last)
         report.left(last, run.wait_until_clean())
         run.start()
         note_resumed(run, last)

@@ -20,7 +20,10 @@ class Report:
     """Collects outcomes. As a context manager it shows a live line, and at the end the table."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], console: Console | None = None):
-        self.path, self.console = path, console or Console()
+        self.path = path
+        self.console = console or Console()
+        if not self.console.is_terminal:
+            self.console.width = 200
         self.settings = {key: str(value) for key, value in settings.items()}
         self.outcomes: list[Outcome] = []
         self.runs: list[dict[str, Any]] = []
@@ -68,6 +71,12 @@ class Report:
         self.outcomes.append(outcome)
         self.console.print(line_of(outcome), soft_wrap=True, highlight=False, markup=False)
         self.write()
+
+    def ended(self, run: Run, outcome: Outcome | None) -> None:
+        """Add the end of an attempt. It is a problem if its last fault had not ended it."""
+        if outcome is None or outcome.code is None:
+            after = f", after {outcome.fault}" if outcome else ""
+            self.problem(f"{run.folder.name}: start {run.starts} ended with {run.code()}{after}")
 
     def left(self, outcome: Outcome | None, left: list[str]) -> None:
         """Add what an attempt left behind."""
