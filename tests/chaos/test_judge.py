@@ -11,6 +11,7 @@ import pytest
 from tests.chaos import faults
 from tests.chaos.disturb import Outcome, note_resumed
 from tests.chaos.faults import FAULTS, STARTING, STEPPING
+from tests.chaos.report import Report
 from tests.chaos.run import Run, differences
 from tests.chaos.workloads import WORKLOADS, Workload
 
@@ -91,6 +92,20 @@ def test_finished_steps_that_are_computed_again_are_a_problem(tmp_path, resumed_
     note_resumed(run, outcome)
     assert outcome.resumed_at == resumed_at
     assert bool(outcome.problem) == lost
+
+
+@pytest.mark.parametrize("code, is_problem", [(None, True), (1, False)])
+def test_an_attempt_that_ends_by_itself_is_a_problem(tmp_path, code, is_problem):
+    report = Report(tmp_path / "report.json", {})
+    run = ended(tmp_path / "run")
+    run.code = lambda: 1
+    outcome = Outcome("actor paused", "gen", step=4, code=code)
+    report.add(outcome)
+    report.ended(run, outcome)
+    report.compare(run, [])
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert bool(written["problems"]) == is_problem
+    assert written["faults"][0]["fault"] == "actor paused"
 
 
 def test_the_table_names_phases_and_workloads_that_exist():
