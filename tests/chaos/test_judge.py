@@ -60,13 +60,17 @@ def test_equal_runs_have_no_difference_whatever_their_times(two):
     assert differences(*two) == []
 
 
-@pytest.mark.parametrize("change", ["gap", "twice", "number", "new metric", "weights", "no export"])
+@pytest.mark.parametrize(
+    "change", ["gap", "no end", "twice", "number", "new metric", "weights", "no export"]
+)
 def test_every_difference_is_found(two, change):
     run, undisturbed = two
     lines = metrics_file(run).read_text().splitlines()
     model = run.run_dir / "huggingface" / "model.safetensors"
     if change == "gap":
         del lines[1]
+    elif change == "no end":
+        del lines[-1]
     elif change == "twice":
         lines.insert(1, lines[1])
     elif change == "number":
