@@ -2,7 +2,7 @@
 1,000 ranks, and the bytes that pass through the driver per sample.
 
 python recipes/benchmark/controller.py [--workers 2 8 32 64] [--samples 1024] [--longest 8192]
-[--rounds 9] [--ranks 1000] [--new-processes 32]
+[--rounds 9] [--ranks 1000] [--new-processes 16]
 
 Workers are processes with a small share of a CPU that ignore their input. Plain Ray calls to the
 same actors, alternating with verlite's, measure the cost of Ray itself. Sample lengths are
@@ -13,13 +13,14 @@ process answers for many ranks. So the driver sends, receives and joins as much 
 processes, but the time of the call itself has no meaning.
 
 Workers import what an actor of a run imports. They are forks of one process, as in a run on a
-machine without GPUs. --new-processes starts that many once more as processes of their own, as on a
-cluster that the run has joined; the ratio of the two starts is of one run of this script.
+machine without GPUs. --new-processes 16 starts 16 of them as forks, and then 16 as processes of
+their own, as on a cluster that the run has joined. --workers without values leaves the rest out.
 """
 
 import argparse
 import copy
 import json
+import os
 import resource
 import statistics
 import sys
@@ -120,8 +121,8 @@ def carried(*values: object) -> int:
 
 
 def start(cluster: Cluster, workers: int) -> tuple[Idle, dict[str, float]]:
-    """Start the workers, and measure what it takes: seconds, CPU seconds of the driver and of a
-    worker, and the bytes that a worker has for itself."""
+    """Start the workers, and measure seconds, CPU seconds of the driver, of a worker, and of all
+    workers with the process that they are forks of, and the bytes that a worker has for itself."""
     cpu_before, began = time.process_time(), time.perf_counter()
     placement = reserve(
         cluster, {"idle": list(range(workers))}, devices_per_node=workers, kind="cpu"
@@ -136,9 +137,18 @@ def start(cluster: Cluster, workers: int) -> tuple[Idle, dict[str, float]]:
     processes = [
         psutil.Process(info.process.pid) for info in process_infos(group(idle).workers) if info
     ]
-    found["start_worker_cpu"] = statistics.median(sum(one.cpu_times()[:2]) for one in processes)
+    found["start_worker_cpu"] = statistics.median(cpu_seconds(one) for one in processes)
+    parents = {one.ppid(): one.parent() for one in processes}.values()
+    servers = [one for one in parents if one and "worker_fork" in " ".join(one.cmdline())]
+    found["start_cpu"] = sum(map(cpu_seconds, [*processes, *servers]))
     found["worker_bytes"] = statistics.median(one.memory_full_info().uss for one in processes)
     return idle, found
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU time of a process so far, in all its threads."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def stop(cluster: Cluster) -> None:
@@ -186,7 +196,7 @@ def compare_starts(workers: int) -> dict[str, Any]:
 
     The seconds contain the imports of the process that is forked.
     """
-    found: dict[str, Any] = {"workers": workers}
+    found: dict[str, Any] = {"workers": workers, "load": os.getloadavg()[0]}
     for name, preload in (("forks", IMPORTED), ("new_processes", ())):
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -240,13 +250,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 8, 32, 64])
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 8, 32, 64])
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=1000, help="0: leave this part out")
-    parser.add_argument("--new-processes", type=int, default=32, help="0: leave this part out")
+    parser.add_argument("--new-processes", type=int, default=16, help="0: leave this part out")
     args = parser.parse_args()
+    if args.workers:
+        keep("controller", measure_calls(args))
+    if args.new_processes:
+        keep("controller_starts", compare_starts(args.new_processes))
+    print(json.dumps(read()["parts"], indent=1))
+
+
+def measure_calls(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure calls for each number of workers, and the driver's cost of many ranks."""
     found = {}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -258,7 +277,6 @@ def main() -> None:
         ranks = args.ranks and measure_ranks(
             cluster, min(4, max(args.workers)), args.ranks, args.longest
         )
-    starts = args.new_processes and compare_starts(args.new_processes)
     most = found[str(max(args.workers))]
     kept = {
         "rounds": args.rounds,
@@ -267,7 +285,6 @@ def main() -> None:
         "mean_tokens": float(lengths(args.samples, args.longest).mean()),
         "workers": found,
         "ranks": ranks,
-        "starts": starts,
         "driver_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         "driver_bytes_per_sample": most["driver_bytes"] / args.samples,
         "calls_ms_per_step": sum(count * most[f"{name}_ms"] for name, count in CALLS.items()),
@@ -275,8 +292,7 @@ def main() -> None:
     if "64" in found and (step := read().get("parts", {}).get("step_w25")):
         kept["step_seconds"] = step["seconds"]
         kept["dispatch_overhead_64"] = kept["calls_ms_per_step"] / 1e3 / step["seconds"]
-    keep("controller", kept)
-    print(json.dumps(kept, indent=1))
+    return kept
 
 
 if __name__ == "__main__":

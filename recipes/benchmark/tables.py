@@ -261,14 +261,32 @@ def _controller(found: dict[str, Any]) -> str:
         ]
     made = [table(head, rows), table(("the controller", ""), more)]
     if all("worker_bytes" in one for one in found["workers"].values()):
-        made.insert(1, _workers(found))
-    if found.get("starts"):
-        made.append(_starts(found["starts"]))
+        made[1:1] = [_workers(found), _projection(found["workers"])]
     return "\n".join(made)
 
 
+def _projection(workers: dict[str, dict[str, float]]) -> str:
+    """The driver's costs on the line through the fewest and the most workers."""
+    few, many = min(workers, key=int), max(workers, key=int)
+    names = {
+        "start_driver_cpu": ("CPU time for the start", 1, "s"),
+        "nothing_driver_cpu_ms": ("CPU time for a call without a batch", 1, "ms"),
+        "make_driver_cpu_ms": ("CPU time for a call that makes samples", 1, "ms"),
+        "take_driver_cpu_ms": ("CPU time for a call that takes samples", 1, "ms"),
+        "driver_bytes_now": ("memory", 2**20, "MiB"),
+    }
+    rows = []
+    for key, (name, unit, suffix) in names.items():
+        low, high = workers[few][key] / unit, workers[many][key] / unit
+        each = (high - low) / (int(many) - int(few))
+        projected = high + (1000 - int(many)) * each
+        rows.append((name, f"{each:.3g} {suffix}", f"{projected:,.0f} {suffix}"))
+    head = ("the driver's", f"for each worker, between {few} and {many}", "on that line, 1,000")
+    return table(head, rows)
+
+
 def _starts(found: dict[str, Any]) -> str:
-    """Workers started in both ways, and the ratio."""
+    """What workers cost that are started in both ways, and the ratio."""
     forks, new = found["forks"], found["new_processes"]
     rows = [
         (
@@ -279,6 +297,7 @@ def _starts(found: dict[str, Any]) -> str:
         )
         for name, key, unit, suffix in (
             ("until all are ready", "start_seconds", 1, "s"),
+            ("CPU time of all, and of the process that is forked", "start_cpu", 1, "s"),
             ("CPU time of one worker", "start_worker_cpu", 1, "s"),
             ("memory of its own, one worker", "worker_bytes", 2**20, "MiB"),
             ("CPU time of the driver", "start_driver_cpu", 1, "s"),
@@ -401,6 +420,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "sync": _sync,
     "memory": _memory,
     "controller": _controller,
+    "controller_starts": _starts,
     "startup": _startup,
     "data": _data,
     "retriever": _retriever,

@@ -100,6 +100,20 @@ def test_startup_phases_add_up(script):
         )
 
 
+def test_the_drivers_costs_are_projected_on_a_line(script):
+    names = ["start_driver_cpu", *(f"{call}_driver_cpu_ms" for call in ("nothing", "make", "take"))]
+    workers = {
+        number: dict.fromkeys(names, 1.0 + 2 * int(number))
+        | {"driver_bytes_now": (100 + int(number)) * 2**20}
+        for number in ("2", "32", "8")
+    }
+    lines = script("tables")._projection(workers).splitlines()
+    assert "between 2 and 32" in lines[0]
+    assert lines[2] == "| CPU time for the start | 2 s | 2,001 s |"
+    assert lines[5] == "| CPU time for a call that takes samples | 2 ms | 2,001 ms |"
+    assert lines[6] == "| memory | 1 MiB | 1,100 MiB |"
+
+
 def test_sample_lengths(script):
     lengths = script("controller").lengths(8192, 8192)
     assert lengths.min() >= 1 and lengths.max() == 8192
