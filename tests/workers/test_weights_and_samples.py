@@ -464,6 +464,22 @@ def test_a_failed_sample_or_reward_affects_its_row_only(sleep_after):
     assert "segments" not in columns and "gen_seconds" not in answers.batch.keys()
 
 
+@pytest.mark.parametrize("needed", [True, False])
+def test_prompt_and_sequence_with_special_tokens_if_they_are_needed(needed):
+    rollout = Rollout.__new__(Rollout)
+    rollout.engine, rollout.env_factory = Engine(), EnvFactory()
+    rollout.plan, rollout.config = SimpleNamespace(max_turns=0), Config(data=DataConfig("x"))
+    rollout.scorer = Scores()
+    rollout.scorer.needs_prompts = needed
+    end = rollout.engine.tokenizer.eos_token_id
+    rollout.generate(requests([[end, 7]]), False)
+    (item,) = rollout.scorer.scored
+    expected = [[end, 7], [end, 7, end, end]] if needed else [[], []]
+    decode = rollout.engine.tokenizer.decode
+    assert [item.prompt, item.sequence] == [decode(ids) for ids in expected]
+    assert decode([end]) and item.solution_str == ""
+
+
 class SlowScores(Scores):
     def score(self, items, limit_s=None):
         time.sleep(0.3)
