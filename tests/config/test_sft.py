@@ -192,6 +192,8 @@ def test_check_and_explain(material):
         "of this run",
         "The configuration is fine.",
     ]
+    result = CliRunner().invoke(app, ["check", "main_sft", *options, "data.val_files=gone.parquet"])
+    assert "as this command was started, data.val_files=gone.parquet: does not" in result.output
     result = CliRunner().invoke(app, ["check", "main_sft", *options, "data.messages_key=m"])
     assert result.exit_code == 2 and "1 problem in the configuration" in result.stderr
     result = CliRunner().invoke(app, ["check", "main_sft", "--help-me"])

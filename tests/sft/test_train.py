@@ -251,7 +251,8 @@ def test_all_invalid_keys_are_reported_together(capsys):
 
 def test_missing_file_exits_with_code_2(tiny_qwen2, tmp_path, capsys):
     assert main(run_options(tmp_path / "gone.parquet", tiny_qwen2, tmp_path / "run")) == 2
-    assert "gone.parquet does not exist" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"data.train_files={tmp_path}/gone.parquet" in printed and "does not exist" in printed
     assert not (tmp_path / "run").exists()
 
 

@@ -194,6 +194,8 @@ def _check(config: SFTConfig, user_keys: Collection[str]) -> Iterator[Problem]:
     yield from models.model_settings("model.", config.model)
     yield from models.adapter_files("model.", config.model)
     yield from data.named(config.data.train_files, config.data.val_files)
+    yield from data.missing("data.train_files", config.data.train_files)
+    yield from data.missing("data.val_files", config.data.val_files)
     yield from trainer.unwritable("trainer.default_local_dir", config.trainer.default_local_dir)
 
 

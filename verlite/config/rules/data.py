@@ -42,6 +42,13 @@ def named(train_files: Any, val_files: Any) -> Iterator[Problem]:
             yield Problem(key, value, "one of the names is empty", "Leave it out.")
 
 
+def missing(key: str, files: Any) -> Iterator[Problem]:
+    """Report files that do not exist on this machine."""
+    for file in plan.files_of(files):
+        if file and not Path(file).is_file():
+            yield Problem(key, file, *_why_not_a_file(Path(file)), is_local=True)
+
+
 def data_files(context: Context) -> Iterator[Problem]:
     """Files can be read, have the columns that training needs, rows, and reward functions."""
     data = context.config.data
