@@ -163,7 +163,8 @@ def test_variables_that_are_bound_twice_are_not_literals(script, change):
 
 
 def test_a_configuration_that_is_changed_later(script):
-    text = "a = GRPOConfig(beta=0.1, num_generations=8)\na.beta = 0.5\nGRPOTrainer('m', f, args=a)"
+    text = "a = GRPOConfig(beta=0.1, num_generations=8)\na.beta = 0.5\n"
+    text += "t = GRPOTrainer('m', f, args=a)\nt.state = 1"
     conversion = script(text)
     assert [warning.typed for warning in conversion.warnings] == ["beta=a.beta = ..."]
     assert f"{ACTOR}kl_loss_coef" not in conversion.values

@@ -13,6 +13,8 @@ TRAINERS = {"GRPO": "grpo", "RLOO": "rloo", "PPO": "ppo"}
 PPO_FIELDS = ("num_ppo_epochs", "kl_coef", "cliprange", "response_length", "total_episodes")
 CALLS = tuple(f"{name}{part}" for name in TRAINERS for part in ("Config", "Trainer"))
 
+CONFIGS = tuple(name for name in CALLS if name.endswith("Config"))
+
 Settings = dict[str, Any]
 
 
@@ -67,7 +69,7 @@ def _script(file: Path, text: str) -> tuple[str, Settings]:
         raise _unreadable(file, f"it is not a script: {error}") from error
     names = {name for name, _ in calls} & set(CALLS)
     trainers = {TRAINERS[name.removesuffix("Config").removesuffix("Trainer")] for name in names}
-    configs = [call.lineno for name, call in calls if name in CALLS and name.endswith("Config")]
+    configs = [call.lineno for name, call in calls if name in CONFIGS]
     if not trainers:
         remedy = "Scripts that take their settings from the command line: write these as YAML."
         rule = f"calls none of {', '.join(CALLS)}"
@@ -121,7 +123,7 @@ def _changed_later(tree: ast.AST) -> Iterator[tuple[str, Computed]]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
         for target in node.targets
-        if ast.unparse(node.value.func).rsplit(".", 1)[-1] in CALLS
+        if ast.unparse(node.value.func).rsplit(".", 1)[-1] in CONFIGS
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
