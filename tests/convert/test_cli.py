@@ -56,3 +56,9 @@ def test_a_wrong_flag_is_named():
     done = run("openrlhf", "--", "--zero_stge", "3")
     assert (done.exit_code, done.stdout) == (2, "")
     assert "Did you mean --zero_stage?" in done.stderr
+
+
+def test_a_file_without_end_is_one_message(tmp_path):
+    (tmp_path / "run.yaml").write_text("odd: &a [*a]\n")
+    done = run("trl", tmp_path / "run.yaml")
+    assert done.exit_code == 2 and "nested too deeply, or without end" in done.stderr
