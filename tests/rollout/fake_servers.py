@@ -162,6 +162,9 @@ class FakeServer:
 
         @app.post("/v1/completions")
         async def completions(body: dict):
+            if "prompt_logprobs" in body:
+                scored = [{str(token): {"logprob": -1.0}} for token in body["prompt"]]
+                return {"choices": [{"prompt_logprobs": [None, *scored[1:]]}]}
             ids, reason = await self._generate(body["prompt"], body)
             choice = {"finish_reason": reason, "token_ids": ids}
             return {"choices": [choice | {"logprobs": {"token_logprobs": [-1.0] * len(ids)}}]}

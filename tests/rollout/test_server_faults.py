@@ -11,8 +11,9 @@ from tests.models import tiny_model
 from tests.rollout.fake_servers import FakeServer, expected_ids
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.build import build_engine
+from verlite.rollout.engines.server import ServerCore
 from verlite.rollout.servers import pool
-from verlite.rollout.types import EngineError, Sampling, WeightSyncError
+from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
 from verlite.weights.files import FolderWriter, read_folder
 from verlite.weights.fingerprint import fingerprint
 
@@ -64,12 +65,18 @@ def synced(new, tmp_path):
 
 
 def load(engine, folder, version=1):
+    files, value = written(folder, version)
+    engine.load_weights(files, version, value)
+
+
+def written(folder, version=1):
+    """Return files of weights, and their fingerprint."""
     weights = [("w", torch.full((4, 4), float(version)))]
     value = fingerprint(weights)
     writer = FolderWriter(folder, version, value)
     writer.add(weights)
     writer.finish()
-    engine.load_weights(read_folder(folder, version, value), version, value)
+    return read_folder(folder, version, value), value
 
 
 def sample(engine, count=40, tokens=4):
@@ -275,6 +282,20 @@ def test_completions_serve_where_the_token_endpoint_is_missing(synced, servers):
     for server in servers:
         server.has_token_endpoint = False
     sample(synced)
+
+
+def test_completions_score_where_the_token_endpoint_is_missing(path, servers, tmp_path):
+    """The probe of the first weights comes before the first sample."""
+    for server in servers:
+        server.has_token_endpoint = False
+    rollout = RolloutConfig(name="server", servers=[server.url for server in servers])
+    model, device = ModelConfig(path=path), torch.device("cpu")
+    core = ServerCore(EngineOptions(model, rollout, torch.float32, device, 160, 1, False))
+    try:
+        core.load(written(tmp_path)[0])
+        assert core.log_probs([3, 4, 5]) == [-1.0, -1.0]
+    finally:
+        core.close()
 
 
 @pytest.mark.parametrize(

@@ -158,10 +158,14 @@ class VLLMServer:
                     "POST", "/inference/v1/generate", body, self._long_s, _token_reply
                 )
             except Refused as error:
-                if "HTTP 403" not in str(error) and "HTTP 404" not in str(error):
-                    raise
-            self._has_token_endpoint = False
+                self._use_completions(error)
         return await self._complete(prompt_ids, params)
+
+    def _use_completions(self, error: Refused) -> None:
+        """Ask /v1/completions from now on, if the other endpoint is missing; else raise."""
+        if error.status not in (403, 404):
+            raise error
+        self._has_token_endpoint = False
 
     async def log_probs(self, ids: Sequence[int]) -> list[float]:
         """Return the log-prob of each token but the first, at temperature 1."""
@@ -176,7 +180,10 @@ class VLLMServer:
 
         if self._has_token_endpoint:
             body = {"token_ids": list(ids), "sampling_params": params | {"detokenize": False}}
-            return await self._call("POST", "/inference/v1/generate", body, self._long_s, read)
+            try:
+                return await self._call("POST", "/inference/v1/generate", body, self._long_s, read)
+            except Refused as error:
+                self._use_completions(error)
         body = {"model": await self._model_name(), "prompt": list(ids), **params}
         return await self._call("POST", "/v1/completions", body, self._long_s, read)
 
