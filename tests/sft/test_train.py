@@ -241,6 +241,7 @@ def test_all_invalid_keys_are_reported_together(capsys):
             ]
         )
     assert {problem.key for problem in caught.value.problems} == {
+        "data.train_files",
         "trainer.device",
         "data.truncation",
         "trainer.test_freq",
