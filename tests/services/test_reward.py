@@ -148,6 +148,12 @@ def test_label_that_is_not_text_has_no_reward(base: str) -> None:
         )
 
 
+def test_half_of_a_surrogate_pair_fails_its_row_only(base: str) -> None:
+    labels = ['["\ud800"]', "7"]
+    answer = ask(base, {"query": ["\\boxed{7}"] * 2, "labels": labels})
+    assert answer["rewards"] == [None, 1.0] and '["\\ud800"]' in answer["errors"][0]
+
+
 def test_endless_comparison_has_no_reward_and_delays_no_other_request(base: str) -> None:
     with ThreadPoolExecutor(1) as clients:
         slow = clients.submit(ask, base, {"query": ["\\boxed{7}", NEVER], "labels": ["7", "5"]})

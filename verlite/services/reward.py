@@ -237,4 +237,5 @@ def _reason(result: RewardResult) -> str | None:
         return None
     lines = (result.traceback or "").strip().splitlines()
     last = lines[-1].removeprefix(f"{result.error}: ") if lines else ""
-    return f"{result.error}: {last}"[:MAX_ERROR]
+    text = f"{result.error}: {last}"[:MAX_ERROR]
+    return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is not JSON
