@@ -123,6 +123,20 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert run.error == "out of memory" and len(run.samples) == 5
 
 
+def test_warnings_are_shown_once(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    warnings = [
+        {"step": 4, "name": "kl", "text": "later"},
+        {"step": 2, "name": "gap", "text": "lost with the steps after a checkpoint"},
+        {"step": 2, "name": "gap", "text": "first"},
+    ]
+    lines = "".join(json.dumps(warning) + "\n" for warning in warnings)
+    (run_dir / "warnings.jsonl").write_text(lines + "{broken\n[1]\n")
+    (run,) = collect([run_dir])
+    assert run.warnings == [warnings[2], warnings[0]]
+    assert run.notes == ["a line of warnings.jsonl cannot be read"] * 2
+
+
 def test_names_tell_runs_apart(tmp_path):
     runs = [make_run(tmp_path / name) for name in ("a/run", "b/run", "c/other")]
     assert [run.name for run in collect(runs)] == ["a/run", "b/run", "c/other"]
@@ -176,6 +190,8 @@ def test_the_command_writes_into_the_run(tmp_path):
 def test_a_browser_shows_it(tmp_path):
     first = make_run(tmp_path / "first", prompt=HOSTILE)
     second = make_run(tmp_path / "second", lr=0.25)
+    warning = {"step": 3, "name": "kl", "text": "the policy moves away fast"}
+    (second / "warnings.jsonl").write_text(json.dumps(warning) + "\n")
     write_page([first, second], tmp_path / "page.html")
     assert CHROMIUM is not None
     shown = subprocess.run(
@@ -204,3 +220,4 @@ def test_a_browser_shows_it(tmp_path):
     assert shown.count('class="card sample"') == 2
     assert "&lt;/script&gt;" in shown and "+0.25" in shown
     assert "2 of 12 samples" in shown
+    assert "second, step 3: the policy moves away fast" in shown and 'class="mark"' in shown

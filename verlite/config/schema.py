@@ -1196,6 +1196,46 @@ class RewardConfig:
     )
 
 
+def limit_key(default: float, help: str) -> Any:
+    """Declare the threshold of a detector."""
+    return key(default, f"{help} null: not looked for.", bound=">= 0")
+
+
+@dataclass
+class DetectConfig:
+    """Warnings about a run that does not learn or drifts (docs/not_learning.md)."""
+
+    enable: bool = key(True, "Look for signs of trouble after each step.")
+    patience: int = key(5, "Steps in a row with a sign before the warning is given.", bound=">= 1")
+    no_signal: Optional[float] = limit_key(
+        0.95, "Share of prompts whose samples all have the same score."
+    )
+    cut_share: Optional[float] = limit_key(
+        0.5, "Share of responses that are cut at data.max_response_length."
+    )
+    entropy_low: Optional[float] = limit_key(0.1, "Entropy as a share of that of the first steps.")
+    entropy_high: Optional[float] = limit_key(
+        2.0, "Rise of the entropy over that of the first steps, in nats per token."
+    )
+    kl: Optional[float] = limit_key(
+        1.0, "KL divergence from the old or the reference policy, in nats per token."
+    )
+    gap: Optional[float] = limit_key(
+        5.0, "Log-prob gap of trainer and rollout engine, as a multiple of that of the first steps."
+    )
+    hacking: Optional[float] = limit_key(
+        0.1, "Rise of the training score while the held-out score falls by as much."
+    )
+    reward_errors: Optional[float] = limit_key(0.05, "Share of samples whose reward failed.")
+    nonfinite: Optional[float] = limit_key(0.0, "Share of updates skipped as not finite.")
+    waiting: Optional[float] = limit_key(
+        0.5, "Share of a step's time that is spent waiting for rewards, or for one sample's tools."
+    )
+    memory: Optional[float] = limit_key(
+        2.0, "Memory of a process, as a multiple of that of the eleventh step."
+    )
+
+
 @dataclass
 class TrainerConfig:
     """The training loop: how long it runs, how often it validates and saves, where it writes."""
@@ -1296,6 +1336,7 @@ class TrainerConfig:
         bound=">= 0",
         used_when=GIVEN_VALIDATION,
     )
+    detect: DetectConfig = section(DetectConfig, "Warnings about a run that does not learn.")
     resource_wait_s: float = key(
         300.0,
         "How long to wait for devices to join the cluster before the run fails with a table of "

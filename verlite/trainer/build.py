@@ -32,13 +32,14 @@ from verlite.envs.factory import EnvFactory, build_env_factory, encoder
 from verlite.envs.step import Step
 from verlite.files import RetryingWriter, free_text, read_text, replace_file
 from verlite.trainer.checkpoints import STATE, Checkpoint, CheckpointError, ResumeRefused
+from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
 from verlite.trainer.errors import AlreadyComplete, RunRefused
-from verlite.trainer.finish import save
+from verlite.trainer.finish import WARNINGS, save
 from verlite.trainer.launch import Preflight, connect_ray, plan_on, reserve_devices
 from verlite.trainer.reference import check_shape, check_weights
 from verlite.trainer.run import Run, StepState
-from verlite.trainer.tracking import METRICS, MetricsFile, Tracking
+from verlite.trainer.tracking import METRICS, MetricsFile, Tracking, read_lines
 from verlite.workers.roles import ROLES
 
 STEP_FILE = "training_step.txt"
@@ -130,6 +131,7 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             display=display,
             stop=stop,
             env_factory=env_factory,
+            detectors=Detectors(config.trainer.detect, earlier_metrics(run_dir, state["step"])),
             service=checks.service,
         )
         if checks.service:
@@ -290,6 +292,14 @@ def open_tracking(checks: Preflight, state: dict[str, Any], writer: RetryingWrit
     return tracking
 
 
+def earlier_metrics(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Return the metrics of the steps up to the one that the run resumes from."""
+    try:
+        return [line for line in read_lines(run_dir / METRICS) if line["step"] <= step]
+    except (OSError, ValueError):
+        return []
+
+
 def start_workers(
     placement: Placement,
     config: Config,
@@ -441,6 +451,7 @@ def print_results(run: Run, out: TextIO) -> None:
     paths = [
         ("metrics", folder / METRICS),
         ("samples", folder / "rollouts"),
+        ("warnings", folder / WARNINGS),
         ("config", folder / "config.yaml"),
         ("worker logs", folder / "logs"),
         ("checkpoint", newest),

@@ -1,7 +1,11 @@
 """The end of a step: metrics, samples, validation, checkpoint. Also validation before step 1."""
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
+from verlite.files import one_line
 from verlite.protocol.data import DataProto
 from verlite.trainer import checkpoints
 from verlite.trainer.agent import agent_metrics
@@ -10,6 +14,9 @@ from verlite.trainer.metrics import batch_metrics, speed_metrics
 from verlite.trainer.run import Run
 from verlite.trainer.samples import keep_samples
 from verlite.trainer.validate import validate
+
+WARNINGS = "warnings.jsonl"
+SAMPLES_SHOWN = 3
 
 
 def start_with_validation(run: Run) -> bool:
@@ -31,7 +38,7 @@ def finish_step(run: Run, batch: DataProto) -> None:
     """Compute and log the step's metrics, keep samples, then validate and save if they are due."""
     run.finished_step = run.step
     add_metrics(run, batch)
-    keep_samples(run, batch)
+    records = keep_samples(run, batch)
     if run.val_data is not None and due(run, run.config.trainer.test_freq):
         validate_unless_stopped(run)
     # A checkpoint keeps its step's metrics, so the timings so far are added before it is written.
@@ -41,6 +48,29 @@ def finish_step(run: Run, batch: DataProto) -> None:
     run.metrics.update(run.stopwatch.metrics())
     run.tracking.log(run.step, run.metrics)
     run.display.step(run.step, run.metrics)
+    warn_of_trouble(run, records)
+
+
+def warn_of_trouble(run: Run, records: list[dict[str, Any]]) -> None:
+    """Print what the detectors saw, with three samples, and add it to warnings.jsonl."""
+    findings = run.detectors.check(run.step, run.metrics) if run.detectors else []
+    for finding in findings:
+        run.display.warn(f"in the last {run.config.trainer.detect.patience} steps {finding.text}")
+        line = json.dumps(dataclasses.asdict(finding), ensure_ascii=False) + "\n"
+        run.writer.append(run.run_dir / WARNINGS, line.encode())
+    if findings:
+        for record in records[:SAMPLES_SHOWN]:
+            run.display.info(f"  {one_sample(record)}")
+        run.display.info(f"  more: verlite show {run.run_dir}, verlite report {run.run_dir}")
+
+
+def one_sample(record: dict[str, Any]) -> str:
+    """Return a sample in one line: score, end of the prompt, and both ends of the response."""
+    prompt, response = one_line(record["prompt"][-80:]), " ".join(record["response"].split())
+    if len(response) > 160:
+        response = f"{response[:80]} [...] {response[-80:]}"
+    score = "no score" if record["score"] is None else f"score {record['score']:g}"
+    return f"{score}: {prompt} -> {one_line(response)} (expected {record['ground_truth']!s:.60})"
 
 
 def validate_unless_stopped(run: Run) -> None:

@@ -21,6 +21,7 @@ from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto
 from verlite.protocol.fields import check_stage
 from verlite.services.reference_wire import ModelInfo
+from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.metrics import Metrics, Stopwatch
@@ -87,6 +88,8 @@ class Run:
     """Model of the reference service. None: the run computes reference log-probs, or none."""
     env_factory: EnvFactory | None = None
     """Environment of multi-turn samples. None for single-turn runs."""
+    detectors: Detectors | None = None
+    """Look for signs of trouble after each step."""
 
     # Progress.
     current: StepState = field(default_factory=StepState)

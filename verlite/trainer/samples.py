@@ -29,8 +29,12 @@ first samples in the file."""
 _DECIMALS = 5
 
 
-def keep_samples(run: Run, batch: DataProto) -> None:
-    """Write `trainer.rollouts_per_step` samples of the step to rollouts/step_N.jsonl."""
+def keep_samples(run: Run, batch: DataProto) -> list[dict[str, Any]]:
+    """Write `trainer.rollouts_per_step` samples of the step to rollouts/step_N.jsonl.
+
+    Returns:
+        What was written.
+    """
     chosen = choose_rows(
         [
             score if ok else None
@@ -50,6 +54,7 @@ def keep_samples(run: Run, batch: DataProto) -> None:
     add_tokens(records, rows, run.tokenizer)
     path = run.run_dir / "rollouts" / f"step_{run.step}.jsonl"
     run.writer.replace(path, as_jsonl(records))
+    return records
 
 
 def choose_rows(

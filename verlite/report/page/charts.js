@@ -125,6 +125,7 @@ function nearest(points, x) {
 }
 
 // One chart with a line per series. A series with `low` and `high` also has the area between them.
+// `marks` are warnings {step, name}, drawn as triangles on the axis of steps.
 function lineChart(title, series, { smoothing = 0, note = "" } = {}) {
   const card = element("div", { class: "card chart", "data-metric": title });
   card.append(element("h3", note ? { title: note } : {}, title));
@@ -144,12 +145,19 @@ function lineChart(title, series, { smoothing = 0, note = "" } = {}) {
       for (const [px, py] of shown) axes.svg.append(element("circle", { cx: axes.x(px), cy: axes.y(py), r: 1.8, fill: one.color }));
     }
   }
+  for (const one of lines) {
+    for (const { step } of one.marks ?? []) {
+      const left = axes.x(step), base = HEIGHT - BOTTOM;
+      axes.svg.append(element("path", { class: "mark", d: `M${left},${base - 8}L${left - 4},${base}L${left + 4},${base}Z` }));
+    }
+  }
   follow(axes, (x) => {
     const found = lines.map((one) => [one, nearest(one.points, x)]);
     const at = found.map(([, point]) => point[0]).sort((a, b) => Math.abs(a - x) - Math.abs(b - x))[0];
     const texts = found.filter(([, point]) => point[0] === at)
       .map(([one, point]) => `${lines.length > 1 ? one.name + "  " : ""}${format(point[1])}`);
-    return [at, texts];
+    const marks = lines.flatMap((one) => (one.marks ?? []).filter((mark) => mark.step === at));
+    return [at, [...texts, ...marks.map((mark) => `warning: ${mark.name}`)]];
   });
   card.append(axes.svg);
   return card;

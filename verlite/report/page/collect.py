@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
-from verlite.files import read_json, read_text
+from verlite.files import LINES_MAX_BYTES, parse_json, read_bytes, read_json, read_text
 from verlite.report.samples import Sample, read_samples
+from verlite.trainer.finish import WARNINGS
 from verlite.trainer.tracking import METRICS, MetricsLines
 
 MAX_SAMPLES = 10_000
@@ -37,6 +38,8 @@ class RunData:
     samples: list[Sample]
     n_samples: int
     """Samples in the run directory. `samples` may have fewer."""
+    warnings: list[dict[str, Any]]
+    """Warnings of the run: step, name and text of each."""
     error: str | None
     """Why the run ended early, if its directory says so."""
     notes: list[str]
@@ -95,6 +98,7 @@ def _read(path: Path, name: str) -> RunData:
         config=_config(path, notes),
         samples=[*_samples(path, notes)],
         n_samples=0,
+        warnings=_warnings(path, notes),
         error=_error(path),
         notes=notes,
     )
@@ -125,6 +129,27 @@ def _error(path: Path) -> str | None:
     if isinstance(error, dict):
         error = next((error[key] for key in ("message", "cause", "error") if key in error), error)
     return str(error)
+
+
+def _warnings(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the warnings of every step once. A resumed run repeats those of lost steps."""
+    try:
+        lines = read_bytes(path / WARNINGS, LINES_MAX_BYTES).split(b"\n")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        notes.append(f"{WARNINGS} cannot be read: {error}")
+        return []
+    found = {}
+    for line in filter(bytes.strip, lines):
+        try:
+            value = parse_json(line)
+            found[int(value["step"]), str(value["name"])] = str(value["text"])
+        except (ValueError, TypeError, KeyError):
+            notes.append(f"a line of {WARNINGS} cannot be read")
+    return [
+        {"step": step, "name": name, "text": text} for (step, name), text in sorted(found.items())
+    ]
 
 
 def _samples(path: Path, notes: list[str]) -> Iterator[Sample]:

@@ -39,7 +39,7 @@ function points(run, key) {
   return run.steps.map((step, i) => [step, values[i]]).filter(([, value]) => typeof value === "number");
 }
 function series(runs, key) {
-  return runs.map((run) => ({ name: run.name, color: run.color, points: points(run, key) }));
+  return runs.map((run) => ({ name: run.name, color: run.color, points: points(run, key), marks: run.warnings }));
 }
 function has(runs, key) { return runs.some((run) => points(run, key).length); }
 function last(list) { return list[list.length - 1]; }
@@ -73,6 +73,7 @@ function showOverview(section, runs) {
   section.append(element("div", { class: "card scroll" }, table));
   for (const run of runs) {
     if (run.error) section.append(element("p", { class: "text bad mono" }, `${run.name} ended with an error: ${run.error}`));
+    for (const warning of run.warnings) section.append(element("p", { class: "warn" }, `${runs.length > 1 ? `${run.name}, ` : ""}step ${warning.step}: ${warning.text}`));
     for (const note of run.notes) section.append(element("p", { class: "warn" }, `${run.name}: ${note}`));
   }
 }

@@ -1,0 +1,145 @@
+"""Warnings about runs that do not learn: planted trouble, when it is said, and healthy runs."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verlite.config.schema import DetectConfig
+from verlite.trainer.detectors import DETECTORS, Detectors
+
+SAMPLE = Path(__file__).parents[1] / "samples" / "metrics" / "quickstart.jsonl"
+VAL = "val-core/sums/reward/mean@1"
+HEALTHY = {
+    "critic/score/min": 0.0,
+    "critic/score/max": 1.0,
+    "critic/score/mean": 0.5,
+    "critic/advantages/min": -1.0,
+    "critic/advantages/max": 1.0,
+    "rollout/zero_variance_groups": 0.3,
+    "actor/grad_norm": 0.7,
+    "response_length/clip_ratio": 0.1,
+    "actor/entropy": 0.5,
+    "actor/ppo_kl": 0.001,
+    "actor/kl_loss": 0.05,
+    "training/log_prob_gap": 0.003,
+    "reward/error_rate": 0.0,
+    "actor/nonfinite": 0.0,
+    "timing_s/reward": 1.0,
+    "timing_s/step": 20.0,
+    "perf/driver_max_rss_gb": 1.0,
+    "actor/perf/cpu_memory_used_gb": 4.0,
+}
+
+
+def run(steps: list[dict[str, Any]], **limits: Any) -> list[tuple[int, str]]:
+    """Return (step, name) of the warnings of a run."""
+    detectors = Detectors(DetectConfig(**limits))
+    found = [detectors.check(number, step) for number, step in enumerate(steps, start=1)]
+    return [(one.step, one.name) for one in itertools.chain(*found)]
+
+
+def healthy(steps: int, **changes: Any) -> list[dict[str, Any]]:
+    return [{**HEALTHY, **changes} for _ in range(steps)]
+
+
+TROUBLE = {
+    "no_signal": [
+        {"critic/score/max": 0.0},
+        {"rollout/zero_variance_groups": 0.97},
+        {
+            "rollout/zero_variance_groups": 1.0,
+            "critic/advantages/min": 0,
+            "critic/advantages/max": 0,
+        },
+        {"actor/grad_norm": 0.0},
+    ],
+    "cut_share": [{"response_length/clip_ratio": 0.62}],
+    "entropy_low": [{"actor/entropy": 0.04}],
+    "entropy_high": [{"actor/entropy": 2.6}],
+    "kl": [{"actor/ppo_kl": -1.5}, {"actor/kl_loss": 30.0}, {"actor/reward_kl_penalty": 1.1}],
+    "gap": [{"training/log_prob_gap": 0.02}],
+    "hacking": [{"critic/score/mean": 0.65, VAL: 0.2}],
+    "reward_errors": [{"reward/error_rate": 0.06}],
+    "nonfinite": [{"actor/nonfinite": 0.25}],
+    "waiting": [{"timing_s/reward": 11.0}, {"rollout/slowest/tool_s": 15.0}],
+    "memory": [{"perf/driver_max_rss_gb": 2.5}, {"actor/perf/cpu_memory_used_gb": 9.0}],
+}
+
+
+def test_every_detector_has_a_threshold_and_a_planted_case():
+    settings = {field.name for field in dataclasses.fields(DetectConfig)}
+    assert settings - {"enable", "patience"} == set(DETECTORS) == set(TROUBLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [(name, change) for name, changes in TROUBLE.items() for change in changes]
+)
+def test_planted_trouble_is_said_once_after_patience(name, change):
+    before = [{**step, VAL: 0.4} for step in healthy(25)]
+    steps = before + healthy(30, **change)
+    assert run(steps) == [(30, name)]
+    assert run(steps, patience=2) == [(27, name)]
+    assert run(steps, enable=False) == [] and run(steps, **{name: None}) == []
+
+
+def test_a_warning_comes_again_after_the_trouble_was_gone():
+    bad = healthy(6, **{"response_length/clip_ratio": 0.9})
+    assert run(bad + healthy(5) + bad) == [(5, "cut_share"), (16, "cut_share")]
+    assert run(bad + healthy(4) + bad) == [(5, "cut_share")]
+
+
+def test_single_bad_steps_are_not_said():
+    bad = healthy(4, **{"response_length/clip_ratio": 0.9})
+    assert run((bad + healthy(1)) * 10) == []
+
+
+def test_values_at_a_threshold():
+    limits = {"cut_share": 0.5, "kl": 1.0, "reward_errors": 0.05, "nonfinite": 0.0}
+    below = {"response_length/clip_ratio": 0.4999, "actor/kl_loss": 1.0, "reward/error_rate": 0.05}
+    assert run(healthy(20, **below), **limits) == []
+    assert run(healthy(5, **{"response_length/clip_ratio": 0.5})) == [(5, "cut_share")]
+
+
+def test_a_resumed_run_does_not_repeat_warnings():
+    steps = healthy(12, **{"response_length/clip_ratio": 0.9})
+    history = [{"step": number, **step} for number, step in enumerate(steps[:8], start=1)]
+    resumed = Detectors(DetectConfig(), [{"step": 0, VAL: 0.1}, *history])
+    assert [resumed.check(9 + n, step) for n, step in enumerate(steps[8:])] == [[], [], [], []]
+    early = Detectors(DetectConfig(), history[:3])
+    said = [early.check(4 + n, step) for n, step in enumerate(steps[3:])]
+    assert [one.step for one in itertools.chain(*said)] == [5]
+
+
+def test_one_sample_per_prompt_is_no_missing_signal():
+    """Without groups (rollout.n=1, as with GAE) every group has equal scores."""
+    assert run(healthy(20, **{"rollout/zero_variance_groups": 1.0})) == []
+
+
+def test_missing_and_null_metrics_are_no_trouble():
+    assert run([{}] * 20) == []
+    assert run([dict.fromkeys(HEALTHY)] * 20) == []
+
+
+@pytest.mark.parametrize("patience", [1, 5])
+def test_a_real_run_that_learns_gets_no_warning(patience):
+    """The quickstart: score 0.4 to 0.94, entropy down to a third, four fifths of groups equal."""
+    steps = [json.loads(line) for line in SAMPLE.read_text().splitlines()][1:]
+    assert len(steps) == 24 and steps[-1]["critic/score/mean"] > 0.9
+    assert run(steps, patience=patience) == []
+
+
+def test_a_warning_says_what_was_seen_and_what_to_do():
+    (finding,) = [
+        found
+        for step in range(5)
+        for found in TEXTS.check(step + 1, {**HEALTHY, "response_length/clip_ratio": 0.62})
+    ]
+    assert finding.text.startswith("62% of the responses are cut at data.max_response_length")
+    assert "reward.overlong_buffer" in finding.text
+
+
+TEXTS = Detectors(DetectConfig())

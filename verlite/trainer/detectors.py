@@ -1,0 +1,292 @@
+"""Warnings about a run that does not learn or drifts.
+
+A detector looks at the metrics of a step and of earlier steps and returns what it saw and what
+people usually do about it. A warning is due once the detector has seen it in
+`trainer.detect.patience` steps in a row. It is due again only after as many steps without.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verlite.config.schema import DetectConfig
+
+Metrics = Mapping[str, float | None]
+Detector = Callable[[Metrics, Sequence[Metrics], DetectConfig], str | None]
+"""(metrics of the step, those of earlier steps in order, thresholds) -> text, None if all is well.
+A threshold of None turns a detector off."""
+
+START = 10
+"""Steps at the beginning of a run that later ones are compared with."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A warning of a step."""
+
+    step: int
+    name: str
+    """The detector, and the key below trainer.detect that sets its threshold."""
+    text: str
+
+
+class Detectors:
+    """All detectors of a run, with what they have seen so far.
+
+    Args:
+        limits: trainer.detect.
+        history: the metrics of earlier steps of a resumed run, each with "step". Their warnings
+            were given then.
+    """
+
+    def __init__(self, limits: DetectConfig, history: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._limits = limits
+        self._history: list[Metrics] = []
+        self._seen = dict.fromkeys(DETECTORS, 0)
+        self._unseen = dict.fromkeys(DETECTORS, limits.patience)
+        self._given = dict.fromkeys(DETECTORS, False)
+        for metrics in history:
+            if metrics["step"]:
+                self.check(metrics["step"], metrics)
+
+    def check(self, step: int, metrics: Metrics) -> list[Finding]:
+        """Add a step. Return the warnings that are due."""
+        due = []
+        if self._limits.enable:
+            for name, detector in DETECTORS.items():
+                text = detector(metrics, self._history, self._limits)
+                if self._is_due(name, text is not None) and text is not None:
+                    due.append(Finding(step, name, text))
+        self._history.append(
+            {key: value for key, value in metrics.items() if key in USED or _is_validation(key)}
+        )
+        return due
+
+    def _is_due(self, name: str, seen: bool) -> bool:
+        patience = self._limits.patience
+        self._seen[name] = self._seen[name] + 1 if seen else 0
+        self._unseen[name] = 0 if seen else self._unseen[name] + 1
+        if self._unseen[name] >= patience:
+            self._given[name] = False
+        if self._given[name] or self._seen[name] < patience:
+            return False
+        self._given[name] = True
+        return True
+
+
+SCORE = "critic/score"
+ADVANTAGE = "critic/advantages"
+GROUPS = "rollout/zero_variance_groups"
+GRAD = "actor/grad_norm"
+CUT = "response_length/clip_ratio"
+ENTROPY = "actor/entropy"
+KLS = ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")
+GAP = "training/log_prob_gap"
+ERRORS = "reward/error_rate"
+NONFINITE = "actor/nonfinite"
+REWARD_TIME = "timing_s/reward"
+TOOL_TIME = "rollout/slowest/tool_s"
+STEP_TIME = "timing_s/step"
+MEMORY = ("perf/driver_max_rss_gb", "actor/perf/cpu_memory_used_gb")
+VALIDATION = "val-core/"
+USED = {f"{SCORE}/mean", ENTROPY, GAP, *MEMORY}
+"""Metrics of earlier steps that a detector reads, besides those of validation."""
+
+
+def no_signal(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """No score differs from another, so that advantages are zero."""
+    limit = limits.no_signal
+    if limit is None:
+        return None
+    low, high = now.get(f"{SCORE}/min"), now.get(f"{SCORE}/max")
+    if low is not None and low == high:
+        return (
+            f"all samples of a step have the score {low:g}. Read some of them: is the answer in "
+            "the format that the reward function expects, and does the chat template fit the "
+            "model? If the task is too hard, start with easier prompts, supervised training, or a "
+            "reward with partial credit"
+        )
+    groups = now.get(GROUPS)
+    # With one sample per prompt every group is equal, and other prompts are the baseline.
+    alone = groups == 1 and now.get(f"{ADVANTAGE}/min") != now.get(f"{ADVANTAGE}/max")
+    if groups is not None and groups >= limit and not alone:
+        return (
+            f"the samples of {groups:.0%} of the prompts all have the same score, so only "
+            f"{1 - groups:.0%} of the prompts train the policy. Raise "
+            "actor_rollout_ref.rollout.n, set algorithm.filter_groups.enable=true, or choose "
+            "prompts of another difficulty"
+        )
+    if now.get(GRAD) == 0:
+        return (
+            "the gradient is zero although scores differ. Check the learning rate, "
+            "algorithm.mask_truncated and algorithm.rollout_correction: do they leave tokens to "
+            "train on?"
+        )
+    return None
+
+
+def cut_share(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """Many responses end at the length limit."""
+    share = now.get(CUT)
+    if limits.cut_share is None or share is None or share < limits.cut_share:
+        return None
+    return (
+        f"{share:.0%} of the responses are cut at data.max_response_length, mostly before their "
+        "answer. Raise it, penalize length with reward.overlong_buffer, or check that the model "
+        "ends its responses (tokenizer, chat template)"
+    )
+
+
+def entropy_low(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """The policy has nearly stopped exploring."""
+    entropy, start = now.get(ENTROPY), _start(before, ENTROPY)
+    if limits.entropy_low is None or entropy is None or start is None:
+        return None
+    if entropy >= limits.entropy_low * start:
+        return None
+    return (
+        f"the entropy is {entropy:.2g} nats per token, from {start:.2g} at the start: samples of a "
+        "prompt become equal. Lower the learning rate, raise clip_ratio_high, or add "
+        "actor_rollout_ref.actor.entropy_coeff"
+    )
+
+
+def entropy_high(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """The policy becomes random."""
+    entropy, start = now.get(ENTROPY), _start(before, ENTROPY)
+    if limits.entropy_high is None or entropy is None or start is None:
+        return None
+    if entropy <= start + limits.entropy_high:
+        return None
+    return (
+        f"the entropy is {entropy:.2g} nats per token, from {start:.2g} at the start: the policy "
+        "becomes random. Lower the learning rate or entropy_coeff, and compare the log-prob gap"
+    )
+
+
+def kl(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """The policy runs away from the old or the reference policy."""
+    if limits.kl is None:
+        return None
+    values = {key: value for key in KLS if (value := now.get(key)) is not None}
+    far = {key: value for key, value in values.items() if abs(value) > limits.kl}
+    if not far:
+        return None
+    key, value = max(far.items(), key=lambda item: abs(item[1]))
+    return (
+        f"{key} is {value:.3g} nats per token: the policy moves away fast. Lower the learning "
+        "rate, use fewer ppo_epochs, or raise the KL coefficient"
+    )
+
+
+def gap(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """Trainer and rollout engine compute more and more different log-probs."""
+    value, start = now.get(GAP), _start(before, GAP)
+    if limits.gap is None or value is None or start is None:
+        return None
+    if value < 0.01 or value < limits.gap * start:
+        return None
+    return (
+        f"the log-prob gap between trainer and rollout engine is {value:.2g}, from {start:.2g} at "
+        "the start. Use algorithm.rollout_correction, a higher precision in "
+        "actor_rollout_ref.rollout.dtype, or a lower learning rate"
+    )
+
+
+def hacking(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """The training score rises while the held-out score falls."""
+    if limits.hacking is None:
+        return None
+    steps = [*before, now]
+    for key in sorted({key for metrics in steps for key in metrics if _is_validation(key)}):
+        found = [(i, v) for i, metrics in enumerate(steps) if (v := metrics.get(key)) is not None]
+        best, held_out = max(found, key=lambda item: item[1])
+        last = found[-1][1]
+        then, score = steps[best].get(f"{SCORE}/mean"), now.get(f"{SCORE}/mean")
+        if then is None or score is None:
+            continue
+        if held_out - last >= limits.hacking and score - then >= limits.hacking:
+            return (
+                f"the score rose from {then:.3g} to {score:.3g} while {key} fell from "
+                f"{held_out:.3g} to {last:.3g}. Read the best samples: the policy may exploit the "
+                "reward function, or learn the training prompts by heart"
+            )
+    return None
+
+
+def reward_errors(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """The reward function fails on some samples."""
+    rate = now.get(ERRORS)
+    if limits.reward_errors is None or rate is None or rate <= limits.reward_errors:
+        return None
+    return (
+        f"the reward failed for {rate:.0%} of the samples, which are left out of training. Try "
+        "`verlite contract reward` with your function, and read the samples with status error"
+    )
+
+
+def nonfinite(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """Updates are skipped because a loss or gradient is not finite."""
+    share = now.get(NONFINITE)
+    if limits.nonfinite is None or share is None or share <= limits.nonfinite:
+        return None
+    return (
+        f"{share:.0%} of the updates are skipped because their gradient is not finite. Lower the "
+        "learning rate, or use bfloat16 or float32 in place of float16"
+    )
+
+
+def waiting(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """Most of a step is spent waiting for rewards or tools."""
+    step = now.get(STEP_TIME)
+    if limits.waiting is None or not step:
+        return None
+    for key, what, remedy in (
+        (REWARD_TIME, "rewards", "Make the reward function faster, or give it more processes"),
+        (TOOL_TIME, "the tools of one sample", "Add servers: retriever.url takes a list"),
+    ):
+        seconds = now.get(key)
+        if seconds is not None and seconds > limits.waiting * step:
+            return f"{seconds:.0f} of {step:.0f} s of a step are spent waiting for {what}. {remedy}"
+    return None
+
+
+def memory(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """The memory of a process grows and grows."""
+    if limits.memory is None or len(before) < 2 * START:
+        return None
+    for key in MEMORY:
+        value, start = now.get(key), before[START].get(key)
+        if value is not None and start and value > limits.memory * start and value > start + 1:
+            return (
+                f"{key} is {value:.1f} GB, from {start:.1f} GB at step {START + 1} of this run. "
+                "Look for lists that grow in your reward function or environment"
+            )
+    return None
+
+
+DETECTORS: dict[str, Detector] = {
+    "no_signal": no_signal,
+    "cut_share": cut_share,
+    "entropy_low": entropy_low,
+    "entropy_high": entropy_high,
+    "kl": kl,
+    "gap": gap,
+    "hacking": hacking,
+    "reward_errors": reward_errors,
+    "nonfinite": nonfinite,
+    "waiting": waiting,
+    "memory": memory,
+}
+"""By the key of the threshold."""
+
+
+def _start(before: Sequence[Metrics], key: str) -> float | None:
+    """Return the median of the first steps; None until there are enough."""
+    values = [value for metrics in before[:START] if (value := metrics.get(key)) is not None]
+    return statistics.median(values) if len(values) >= START // 2 else None
+
+
+def _is_validation(key: str) -> bool:
+    return key.startswith(VALIDATION) and "/mean@" in key
