@@ -148,6 +148,7 @@ function lineChart(title, series, { smoothing = 0, note = "" } = {}) {
   for (const one of lines) {
     for (const { step } of one.marks ?? []) {
       const left = axes.x(step), base = HEIGHT - BOTTOM;
+      if (left < LEFT || left > WIDTH - RIGHT + 1) continue;
       axes.svg.append(element("path", { class: "mark", d: `M${left},${base - 8}L${left - 4},${base}L${left + 4},${base}Z` }));
     }
   }
