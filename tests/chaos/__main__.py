@@ -13,6 +13,7 @@ anything was wrong.
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,12 +45,15 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=20.0, help="seconds between faults")
     parser.add_argument("--steps", type=int, default=60, help="training steps of a run")
     parser.add_argument("--workload", action="append", choices=[*WORKLOADS], help="default: all")
-    parser.add_argument("--fault", action="append", choices=[*FAULTS, "all"], help="only these")
+    parser.add_argument(
+        "--fault", action="append", choices=[*FAULTS, "all"], metavar="NAME", help="only these"
+    )
     parser.add_argument("--phase", help="inject them in this phase")
     parser.add_argument("--supervised", action="store_true", help="with verlite supervise")
     parser.add_argument("--folder", type=Path, help="keep all files there")
     parser.add_argument("--json", type=Path, default=Path("build/chaos.json"))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the runs, too
     os.environ["OMP_NUM_THREADS"] = "1"  # sums must not depend on the number of workers
     kept = options.folder is not None
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
