@@ -38,7 +38,7 @@ def outline(path: Path) -> tuple["pa.Schema", int]:
     try:
         metadata = pq.read_metadata(path)
         return metadata.schema.to_arrow_schema(), metadata.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: a name is not UTF-8
         raise TableError(_reason("parquet", error)) from error
 
 
@@ -61,8 +61,10 @@ def read(path: Path, columns: list[str] | None = None, as_dictionary: bool = Fal
         return table if columns is None else table.select(columns)
     try:
         dictionary = columns if as_dictionary else None
-        return pq.read_table(path, columns=columns, read_dictionary=dictionary)
-    except (pa.ArrowException, OSError) as error:
+        table = pq.read_table(path, columns=columns, read_dictionary=dictionary)
+        table.validate(full=True)  # finds text that is not UTF-8
+        return table
+    except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: a name is not UTF-8
         raise TableError(_reason("parquet", error)) from error
 
 

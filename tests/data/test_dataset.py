@@ -9,7 +9,7 @@ import pytest
 
 from tests.models import tiny_tokenizer
 from verlite.config.schema import DataConfig
-from verlite.data.dataset import DataError, PromptDataset, overlap_note
+from verlite.data.dataset import DataError, PromptDataset, RowFiles, overlap_note
 from verlite.data.prompts import build_prompt
 
 
@@ -238,6 +238,43 @@ def test_error_names_the_invalid_file(tmp_path: Path) -> None:
         "data.filter_overlong_prompts=True" in too_long
         and "data.truncation=left, right or middle" in too_long
     )
+
+
+def test_damaged_parquet_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """One byte is another one. Some damage, such as to an unused statistic, changes nothing."""
+    path = tmp_path / "damaged.parquet"
+    sound = Path(write(path, *[row(f"{n}+{n}=?", n) for n in range(8)])).read_bytes()
+    refusals = set()
+    for position in range(0, len(sound), 3):
+        path.write_bytes(sound[:position] + bytes([sound[position] ^ 0x80]) + sound[position + 1 :])
+        try:
+            RowFiles(str(path), DataConfig(), "train")
+        except DataError as error:
+            refusals.add(str(error))
+    assert len(refusals) > 20 and any("UTF8" in text for text in refusals)
+    assert all("damaged.parquet" in text and "\n" not in text for text in refusals)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
+        "{% include 'MARK' %}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{",
+    ],
+)
+def test_a_hostile_template_is_an_error_that_names_the_row(tmp_path: Path, template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    mark = tmp_path / "mark"
+    tokenizer.chat_template = template.replace("MARK", str(mark))
+    path = write(tmp_path / "a.parquet", row())
+    with pytest.raises(DataError, match="a.parquet row 0: the chat template failed: "):
+        PromptDataset(path, tokenizer, DataConfig(), "train")
+    assert not mark.exists()
 
 
 def test_template_error_names_the_row(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Loading of models: errors, supported architectures and the self-check."""
 
+import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from tests.engine.ranks import Ranks
 from tests.models import tiny_model
 from verlite.config.schema import ModelConfig
 from verlite.engine import model
-from verlite.engine.folder import load_config, load_tokenizer
+from verlite.engine.folder import ModelError, load_config, load_tokenizer
 from verlite.engine.fsdp import NonFiniteError
 
 
@@ -24,6 +27,67 @@ def test_path_without_a_model(tmp_path: Path) -> None:
             engine(str(path))
         with pytest.raises(ValueError, match="model.path=.*has no tokenizer"):
             load_tokenizer(ModelConfig(path=str(path)))
+
+
+class RunsCode:
+    """An object whose unpickling creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_hostile_model_folders_run_no_code_and_are_refused(tiny_qwen2: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    code = f"open({str(mark)!r}, 'w')\nclass X: pass\n"
+    config = json.loads(Path(tiny_qwen2, "config.json").read_text())
+    auto_map = {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.X", "AutoTokenizer": ["x.X", None]}
+    weights = Path(tiny_qwen2, "model.safetensors").read_bytes()
+    cases: dict[str, dict[str, bytes | None]] = {
+        "code": {
+            "x.py": code.encode(),
+            "config.json": json.dumps({**config, "auto_map": auto_map, "model_type": "x"}).encode(),
+        },
+        "pickle": {"model.safetensors": None, "pytorch_model.bin": b""},
+        "huge header": {"model.safetensors": (1 << 60).to_bytes(8, "little") + weights[8:]},
+        "cut": {"model.safetensors": weights[: len(weights) // 2]},
+        "an index that is a list": {
+            "model.safetensors": None,
+            "model.safetensors.index.json": b"[]",
+        },
+        "a config that is a number": {"config.json": b"12"},
+        "a nested config": {"config.json": b"[" * 100_000},
+        "an empty list of keys": {"config.json": b"{}"},
+        "a size that is text": {"config.json": json.dumps({**config, "hidden_size": "x"}).encode()},
+        "no heads": {"config.json": json.dumps({**config, "num_attention_heads": 0}).encode()},
+        "a huge vocabulary": {"config.json": json.dumps({**config, "vocab_size": 10**12}).encode()},
+        "a tokenizer that is a list": {"tokenizer.json": b"[]"},
+        "an empty tokenizer": {"tokenizer.json": b"{}"},
+        "a tokenizer's config that is a list": {"tokenizer_config.json": b"[]"},
+    }
+    for name, files in cases.items():
+        folder = Path(shutil.copytree(tiny_qwen2, tmp_path / name))
+        for file, content in files.items():
+            if content is None:
+                (folder / file).unlink()
+            else:
+                (folder / file).write_bytes(content)
+        if name == "pickle":
+            torch.save({"w": RunsCode(mark)}, folder / "pytorch_model.bin")
+        hostile = ModelConfig(path=str(folder))
+        with pytest.raises(ModelError, match=re.escape(f"model.path={folder}")) as caught:
+            load_tokenizer(hostile)
+            model.load_model(hostile, "lm", torch.float32)
+        assert not mark.exists(), name
+        if name == "pickle":
+            assert "Use a model in safetensors" in str(caught.value)
+    known = Path(shutil.copytree(tiny_qwen2, tmp_path / "known"))
+    (known / "x.py").write_text(code)
+    (known / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
+    model.load_model(ModelConfig(path=str(known)), "lm", torch.float32)
+    assert not mark.exists()
 
 
 def test_override_config(tiny_qwen2: str) -> None:

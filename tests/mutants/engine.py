@@ -162,6 +162,12 @@ def _unscaled(original, layer, dtype, device):
 MUTANTS = [
     # what a pass computes
     Mutant(
+        "a damaged model folder ends in a library's own error",
+        "verlite.engine.folder:reading",
+        calls(lambda original, what: __import__("contextlib").nullcontext()),
+        ("tests/engine/test_model.py",),
+    ),
+    Mutant(
         "packed sequences attend to each other",
         ATTENTION + "_per_sequence",
         argument("lengths", lambda lengths: (sum(lengths),)),

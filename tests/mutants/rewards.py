@@ -1,7 +1,7 @@
 """Mutants of verlite.rewards: scores that are wrong or silently 0."""
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, result
+from tests.mutants.patches import argument, calls, constant, result, returns
 
 GSM8K = "verlite.rewards.gsm8k:"
 MATH = "verlite.rewards.math:"
@@ -10,6 +10,7 @@ RESULT = "verlite.rewards.result:"
 ROUTING = "verlite.rewards.routing:"
 POOL = "verlite.rewards.pool:"
 REMOTE = "verlite.rewards.remote:"
+HOSTILE = "tests/rewards/test_hostile.py"
 TAGGED = "verlite.rewards.tagged_math:"
 
 
@@ -42,6 +43,13 @@ def _any_length(original, answer, count):
     return original({"rewards": (rewards + [0.0] * count)[:count]}, count)
 
 
+def _unchecked(original, event):
+    from verlite.rewards.result import RewardResult
+
+    number = event.pop("done")
+    return number, RewardResult(**event)
+
+
 MUTANTS = [
     Mutant(
         "a reward that the service could not give is 0",
@@ -54,6 +62,30 @@ MUTANTS = [
         REMOTE + "results_of",
         calls(_any_length),
         ("tests/rewards/test_remote.py",),
+    ),
+    Mutant(
+        "reward functions see all secrets of the environment",
+        POOL + "is_secret",
+        returns(False),
+        (HOSTILE,),
+    ),
+    Mutant(
+        "processes that reward functions left behind are never killed",
+        POOL + "descendants",
+        returns([]),
+        (HOSTILE,),
+    ),
+    Mutant(
+        "anything that a reward process writes is a result",
+        POOL + "_read_result",
+        calls(_unchecked),
+        (HOSTILE,),
+    ),
+    Mutant(
+        "all output of a reward function is passed on",
+        "verlite.rewards.keeper:OUTPUT_BYTES",
+        constant(1 << 40),
+        (HOSTILE,),
     ),
     Mutant(
         "the rewards of a request are mixed up",

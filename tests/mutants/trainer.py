@@ -16,9 +16,30 @@ CHECKPOINTS = "verlite.trainer.checkpoints:"
 TRACKING = "verlite.trainer.tracking:"
 FINISH = "verlite.trainer.finish:"
 RUN = "verlite.trainer.run:Run."
+FILES = "tests/test_files.py"
+LAUNCH = "tests/trainer/test_launch.py"
 STAGES = "tests/trainer/test_stages.py"
 AGENTS = "tests/trainer/test_agent.py"
 SAVED = "tests/trainer/test_checkpoints.py"
+
+
+def _forgets_what_waits(original, self):
+    original(self)
+    self._waiting.clear()
+
+
+def _leaves_half(original, path, content):
+    try:
+        original(path, content)
+    except OSError:
+        with open(path, "ab", buffering=0) as file:
+            file.write(content[:1])
+        raise
+
+
+def _forgets_shown_failures(original, run, batch):
+    run.shown_failures.clear()
+    return original(run, batch)
 
 
 def _valid_anyway(original, batch, greedy):
@@ -101,8 +122,14 @@ MUTANTS = [
     # rollout
     Mutant(
         "too many failed rewards do not stop the run",
-        ROLLOUT + "reward_failures",
-        result(lambda pair: (0.0, pair[1])),
+        ROLLOUT + "failed_rows",
+        result(lambda rows: rows[:1]),
+        (STAGES,),
+    ),
+    Mutant(
+        "a kind of failed reward is shown at each step",
+        "verlite.trainer.failed_rewards:warn_of_new_kinds",
+        calls(_forgets_shown_failures),
         (STAGES,),
     ),
     Mutant(
@@ -240,6 +267,42 @@ MUTANTS = [
         CHECKPOINTS + "prune",
         argument("keep", lambda keep: keep + 1 if keep else keep),
         (SAVED,),
+    ),
+    Mutant(
+        "pruning counts folders of later steps, which the run passed over",
+        CHECKPOINTS + "prune",
+        argument("step", lambda step: 10**9),
+        (SAVED,),
+    ),
+    Mutant(
+        "files of a checkpoint are not compared with the manifest",
+        CHECKPOINTS + "check_files",
+        does_nothing,
+        (SAVED,),
+    ),
+    Mutant(
+        "the export of another run is deleted",
+        TRACKING + "set_aside",
+        does_nothing,
+        (LAUNCH,),
+    ),
+    Mutant(
+        "what a full disk refuses is lost",
+        "verlite.files:RetryingWriter.flush",
+        calls(_forgets_what_waits),
+        (FILES,),
+    ),
+    Mutant(
+        "an append that fails leaves half a line",
+        "verlite.files:append",
+        calls(_leaves_half),
+        (FILES,),
+    ),
+    Mutant(
+        "a file of any size is read",
+        "verlite.files:read_bytes",
+        argument("limit", lambda limit: 1 << 60),
+        (FILES,),
     ),
     Mutant(
         "a checkpoint is written although the disk is full",

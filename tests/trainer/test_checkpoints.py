@@ -124,6 +124,16 @@ def test_pruning_keeps_at_least_the_newest(tmp_path):
     assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_11"]
 
 
+def test_pruning_leaves_later_folders_and_counts_only_older_ones(tmp_path):
+    """A run that resumed from step 3 passed over damaged folders of later steps."""
+    for step in (1, 2, 3, 8, 9):
+        save(tmp_path, step)
+    save(tmp_path, 4)
+    prune(tmp_path, 4, 2, pytest.fail)
+    left = [checkpoints.step_of(path) for path in tmp_path.glob("global_step_*")]
+    assert sorted(left) == [3, 4, 8, 9]
+
+
 def test_a_half_deleted_checkpoint_is_incomplete(tmp_path, monkeypatch):
     for step in (3, 6):
         save(tmp_path, step)

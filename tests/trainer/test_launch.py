@@ -1,6 +1,7 @@
 """Restore a run from a checkpoint, lock its directory, stop it. Whole runs: test_runs.py."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,32 @@ def test_a_run_is_complete_once_its_last_step_is_exported(
     with pytest.raises(AlreadyComplete, match="step 5 of 5"):
         stop_if_complete(config, tmp_path, state, total_steps=5)
     assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 5, "loss": 1.0}]
+
+
+@pytest.mark.parametrize("resumed_step", [0, 2])
+def test_the_export_of_another_run_is_renamed(tmp_path, resumed_step):
+    """A run that resumed replaces its own export."""
+
+    def export_hf(folder):
+        Path(folder).mkdir()
+        (Path(folder) / "config.json").write_text("new")
+        return [None]
+
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "huggingface" / "config.json").write_text("old")
+    shown = []
+    run = SimpleNamespace(
+        run_dir=tmp_path,
+        actor=SimpleNamespace(export_hf=export_hf),
+        resumed_step=resumed_step,
+        step=3,
+        display=SimpleNamespace(info=shown.append),
+    )
+    build.export(run)
+    found = {path.parent: path.read_text() for path in tmp_path.glob("*/config.json")}
+    assert found.pop(tmp_path / "huggingface") == "new"
+    assert list(found.values()) == ([] if resumed_step else ["old"])
+    assert all(str(path) in shown[0] for path in found) and len(shown) == len(found)
 
 
 @pytest.mark.parametrize(("saved", "saves"), [(2, 0), (0, 1)])

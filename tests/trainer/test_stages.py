@@ -80,6 +80,8 @@ def fake_run(**fields) -> FakeRun:
         "inference": None,
         "env_factory": None,
         "service": None,
+        "shown_failures": set(),
+        "tokenizer": SimpleNamespace(decode=lambda ids: f"prompt {list(map(int, ids))}"),
         "begin_update": lambda: None,
         "kl": FixedKLController(0.0),
         "plan": SimpleNamespace(
@@ -190,9 +192,35 @@ def test_failed_rewards_exclude_their_rows_and_too_many_stop_the_run():
     )
     run.config.reward.max_error_rate = 0.3
     with pytest.raises(
-        RewardFailures, match=r"33.3% of this step's rewards failed(.|\n)*it took too long"
+        RewardFailures,
+        match=r"33.3% of this step's rewards failed(.|\n)*prompt \[5, 6\](.|\n)*it took too long",
     ):
         score(run, batch)
+
+
+def test_each_kind_of_failed_reward_is_shown_once_with_its_sample():
+    run = fake_run()
+    run.config.reward.max_error_rate = 1.0
+    raised = RewardResult(
+        None,
+        error="KeyError",
+        traceback='Traceback:\n  File "reward.py", line 7, in compute_score\nKeyError: "\x1b[2Jx"',
+    )
+    batch = rewarded_batch(["done"] * 5, [GOOD, BAD, raised, raised, GOOD]).with_non_tensor(
+        ground_truth=object_array(["41", "42", "43\n", "44", "45"]),
+        text=object_array(["a", "b", "c\nd", "e", "x" * 10_000]),
+    )
+    score(run, batch)
+    score(run, batch)
+    timeout, key_error = run.display
+    assert "1 of 5 samples have no reward" in timeout and "it took too long" in timeout
+    assert "2 of 5 samples have no reward" in key_error
+    for text in ("prompt: prompt [5, 6]", "response: c d", "ground truth: 43", "line 7, in"):
+        assert text in key_error
+    assert "44" not in key_error and "\x1b" not in key_error and len(key_error) < 1000
+    changed = rewarded_batch(["done", "error"], [RewardResult(None, error="Died", traceback="x")])
+    score(run, changed)
+    assert "1 of 2 samples have no reward" in run.display[2] and len(run.display) == 3
 
 
 @pytest.mark.parametrize(("limit", "stops"), [(0.5, False), (0.3, True)])

@@ -197,6 +197,14 @@ def reward(
             "or OpenRLHF's reward_func(queries, prompts, labels).",
         ),
     ] = None,
+    secret_env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Environment variable that the function needs although its name looks like that "
+            "of a secret (repeat for several).",
+        ),
+    ] = None,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 5000,
     processes: Annotated[
@@ -228,7 +236,8 @@ def reward(
     try:
         files = [file for file in (dataset or "").split(",") if file]
         truths = read_truths(files, input_key, answer_key, template) if files else None
-        scorer = scoring(function, format_weight, item_timeout, processes, max_waiting)
+        limits = (item_timeout, processes, max_waiting)
+        scorer = scoring(function, format_weight, *limits, secret_env or [])
     except (ServiceError, FunctionError) as error:
         fail(error)
     service = make_app(scorer, truths, template, Limits(max_body, max_answers), token)

@@ -544,6 +544,8 @@ def _words(config: Config) -> list[tuple[str, str]]:
         run.append(f"validate every {trainer.test_freq} steps")
     if trainer.save_freq > 0:
         run.append(f"save every {trainer.save_freq} steps")
+    else:
+        run.append("no checkpoints to resume from (trainer.save_freq=-1)")
     return [
         ("model", _model(config.actor_rollout_ref.model)),
         ("algorithm", ", ".join(_algorithm_words(config))),

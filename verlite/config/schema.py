@@ -1066,6 +1066,13 @@ class CustomRewardConfig:
         "Extra keyword arguments of the reward function. Without path they go to the built-in "
         "function, such as method=flexible for GSM8K.",
     )
+    secret_env_vars: list[str] = key(
+        [],
+        "Environment variables that the reward function needs although their names look like those "
+        "of secrets: [OPENAI_API_KEY]. Its processes get no other variable whose name ends in "
+        "key, token, secret, password or credentials.",
+        used_when="custom_reward_function.path!=null",
+    )
 
 
 @dataclass
@@ -1189,6 +1196,14 @@ class RewardConfig:
         bound="> 0",
         used_when="reward.remote.url=null",
     )
+    process_memory_gb: Optional[float] = key(
+        None,
+        "Memory in GiB that one process of a reward function may allocate for itself; more is a "
+        "MemoryError of that sample. null: half of the machine's memory divided by the number of "
+        "these processes, at least 4.",
+        bound="> 0",
+        used_when="reward.remote.url=null",
+    )
     check_ground_truth: bool = key(
         True,
         "Before step 1, score some ground-truth answers and warn if they do not score above 0.",
@@ -1285,7 +1300,8 @@ class TrainerConfig:
     )
     save_freq: int = key(
         -1,
-        "Save a checkpoint every this many steps and at the end. -1: never.",
+        "Save a checkpoint every this many steps and at the end. -1: never, so a run that is "
+        "stopped cannot be resumed.",
         bound=">= 1 or -1",
         remedy="Use -1 for never.",
     )
@@ -1297,7 +1313,9 @@ class TrainerConfig:
         used_when="the run has a critic, or trainer.critic_warmup is 0",
     )
     default_local_dir: str = key(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "The run directory."
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "The run directory. Give each run its own project_name and experiment_name: a run that "
+        "starts from the beginning renames the metrics.jsonl and huggingface/ of an earlier one.",
     )
     default_hdfs_dir: Optional[str] = key(None, "Not supported: must be null.")
     resume_mode: str = key(

@@ -1,6 +1,11 @@
 """Tokenizer and configuration of a model, read from its folder or from the hub before the model is
 built."""
 
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from verlite.config.schema import ModelConfig
@@ -9,6 +14,28 @@ from verlite.config.schema import ModelConfig
 class ModelError(ValueError):
     """A model cannot be loaded or is not supported. The message names the key, its value and the
     remedy."""
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Convert what libraries raise about a model's files, which may be anything, to ModelError.
+
+    Args:
+        what: key, value and what is wrong with it, for the message.
+    """
+    try:
+        yield
+    except (ModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{what}: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"{what}: a *.bin file has other pickled objects than tensors. They could run code, so "
+            "they are not read. Use a model in safetensors"
+        ) from error
+    except Exception as error:
+        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -22,10 +49,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """
     key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
     path = model.tokenizer_path or model.path
-    try:
+    with reading(f"{key}={path} has no tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{key}={path} has no tokenizer: {error}") from error
     # transformers returns an empty tokenizer for a folder without tokenizer files.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise ModelError(
@@ -45,12 +70,8 @@ def load_config(model: ModelConfig) -> PretrainedConfig:
     Raises:
         ModelError: the path is not a model, or override_config has an unknown key.
     """
-    try:
+    with reading(f"model.path={model.path} is not a model that transformers can load"):
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.path={model.path} is not a model that transformers can load: {error}"
-        ) from error
     for key, value in model.override_config.items():
         if not hasattr(config, key):
             raise ModelError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import (
@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from verlite.algorithms.logprobs import sum_pi_squared, token_log_probs
 from verlite.config.schema import ModelConfig
 from verlite.engine.attention import PACKED_ATTENTION
-from verlite.engine.folder import ModelError, load_config
+from verlite.engine.folder import ModelError, load_config, reading
 from verlite.engine.micro import ModelInputs, model_inputs
 
 # Layers whose output for a token depends only on tokens visible to attention. Other layers (linear
@@ -68,8 +68,8 @@ def load_model(
             checkpoint lacks weights, which transformers would fill with random numbers.
     """
     loader, config = _architecture(model, kind)
-    try:
-        with _quiet():
+    with _quiet(), reading(f"model.path={model.path} cannot be loaded"):
+        try:
             loaded, report = loader.from_pretrained(
                 model.path,
                 config=config,
@@ -77,12 +77,10 @@ def load_model(
                 trust_remote_code=model.trust_remote_code,
                 output_loading_info=True,
             )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path={model.path} cannot be loaded: {error}") from error
-    except KeyError as error:
-        if error.args != (PACKED_ATTENTION,):
-            raise
-        raise _own_attention_error(config.model_type) from error
+        except KeyError as error:
+            if error.args != (PACKED_ATTENTION,):
+                raise
+            raise _own_attention_error(config.model_type) from error
     _check_supported(loaded)
     missing = set(report["missing_keys"])
     if kind == "value":
@@ -170,7 +168,7 @@ def checkpoint_dtype(path: str) -> torch.dtype | None:
         for file in _safetensors_files(path):
             with safe_open(file, "pt") as tensors:
                 found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError):  # from_pretrained says what is wrong
+    except Exception:  # from_pretrained says what is wrong
         return None
     floats = {name for name in found if name.startswith(("F", "BF"))}
     if not floats or not floats <= _FILE_DTYPES.keys():

@@ -1,6 +1,7 @@
 """A contract test for reward functions: call one as training does, on usual and unusual answers."""
 
 import copy
+import os
 from typing import Any
 
 from verlite.config.names import module_file
@@ -57,7 +58,7 @@ def check_reward(function: str, kwargs: dict[str, Any] | None = None) -> list[st
     if not place.endswith(".py") and module_file(place) is None:
         raise ValueError(f"module {place} was not found on the Python path")
     scorer = Scorer(
-        CustomRewardConfig(path=place, name=name, reward_kwargs=kwargs or {}),
+        CustomRewardConfig(place, name, kwargs or {}, secret_env_vars=list(os.environ)),
         RewardConfig(item_timeout_s=TIME_LIMIT_S),
     )
     try:

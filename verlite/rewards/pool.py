@@ -1,6 +1,7 @@
 """A pool of reward processes. A process that hangs or dies is killed and replaced."""
 
 import json
+import math
 import os
 import pickle
 import select
@@ -14,10 +15,13 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from verlite.breakpoints import REFUSE
+from verlite.config.problems import is_secret
+from verlite.rewards.keeper import descendants
 from verlite.rewards.process import Call, FunctionError
 from verlite.rewards.result import RewardResult
 
@@ -28,6 +32,13 @@ LOAD_RETRIES = 3
 """Processes in a row that may die while they load a function that has loaded before."""
 ASYNC_GRACE_S = 2.0
 """Asynchronous calls enforce their own limit. One that blocks the event loop is killed later."""
+MAX_EVENT_BYTES = 2 << 20
+"""Longest line in the pipe of the results. `result.MAX_CHARACTERS` keeps results shorter."""
+MIN_MEMORY_GB = 4.0
+MAX_CHILDREN = 32
+"""A process that has started more processes and left them behind is replaced after a step."""
+END_S = 1.0
+"""How long to wait for the end of a process that has closed its pipe."""
 
 
 class Pool:
@@ -46,6 +57,8 @@ class Pool:
         share: int = 1,
         folder: str | None = None,
         processes: int | None = None,
+        memory_gb: float | None = None,
+        secret_env_vars: Sequence[str] = (),
     ) -> None:
         """Configure the pool; no process starts yet.
 
@@ -57,6 +70,10 @@ class Pool:
             share: number of pools on this machine that divide its cores.
             folder: working directory of the processes; None for the current one.
             processes: how many; None for one per core of this pool's share.
+            memory_gb: limit of each process, in GiB; None for its share of half of the machine's
+                memory, at least MIN_MEMORY_GB.
+            secret_env_vars: variables that the processes get although their names look like those
+                of secrets.
         """
         self.target = target
         self.argument_names = list(argument_names)
@@ -65,6 +82,10 @@ class Pool:
         self.takes_lists: bool | None = None
         """Whether the function is OpenRLHF's. None: not loaded yet."""
         self.size = processes or min(max(1, _cores() // share), MAX_PROCESSES)
+        if memory_gb is None:
+            memory_gb = max(MIN_MEMORY_GB, _memory_gb() / 2 / share / self.size)
+        self._memory_bytes = int(memory_gb * (1 << 30))
+        self._secret_env_vars = frozenset(secret_env_vars)
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
         self._has_loaded = False
@@ -101,7 +122,20 @@ class Pool:
                     wait(futures)
             for future in futures:
                 future.result()
+            self._replace_parents()
         return job.in_order()
+
+    def _replace_parents(self) -> None:
+        """Kill idle processes with too many processes that calls left behind."""
+        for process in list(self._idle):
+            left = len(process.descendants()) - 1
+            if left > MAX_CHILDREN:
+                print(
+                    f"{self.target} left {left} processes running; they are killed",
+                    file=sys.stderr,
+                )
+                self._idle.remove(process)
+                process.kill()
 
     def stop(self) -> None:
         """End the `run` in progress in another thread. Calls without a result get Timeout."""
@@ -150,6 +184,8 @@ class Pool:
             except TimeoutError:
                 process.kill()
                 return None
+            except ValueError as error:
+                event = {"failed": f"{self.target}: while loading it, {error}"}
             finally:
                 self._busy.discard(process)
             if event is not None and "failed" not in event:
@@ -157,11 +193,12 @@ class Pool:
                 self.takes_lists = event["takes_lists"]
                 self._has_loaded = True
                 return process
+            process.wait_end()
             process.kill()
             if job.is_over():
                 return None
             if event is not None:
-                raise FunctionError(event["failed"])
+                raise FunctionError(self._with_hint(event["failed"]))
         cause = process.cause_of_death()
         raise FunctionError(f"{self.target}: the reward process {cause} while loading it")
 
@@ -173,10 +210,11 @@ class Pool:
         call_deadline = time.monotonic() + self.call_limit_s + grace_s
         self._busy.add(process)
         try:
-            process.send(batch)
+            process.send(batch, min(call_deadline, job.deadline))
             while unfinished:
                 event = process.next_event(min(call_deadline, job.deadline))
                 if event is None:
+                    process.wait_end()
                     process.kill()
                     reason = f"the reward process {process.cause_of_death()}"
                     job.fail(unfinished, has_started, "Died", reason)
@@ -184,9 +222,16 @@ class Pool:
                 if "start" in event:
                     has_started = True
                     continue
-                number = event.pop("done")
-                job.results[number] = RewardResult(**event)
+                number, result = _read_result(event)
+                if number not in unfinished:
+                    raise ValueError(f"it answered call {number!r:.40}, which it was not given")
+                if result.traceback:
+                    result = replace(result, traceback=self._with_hint(result.traceback))
+                job.results[number] = result
                 del unfinished[number]
+        except ValueError as error:
+            job.fail(unfinished, has_started, "Died", f"the reward process was killed: {error}")
+            return False
         except TimeoutError:
             if not job.is_over():
                 reason = f"no score within {self.call_limit_s:g} s; its process was killed"
@@ -208,6 +253,7 @@ class Pool:
             json.dumps(self.argument_names),
             str(self.call_limit_s),
             str(os.getpid()),
+            str(self._memory_bytes),
             json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]),
         ]
         return _Process(
@@ -217,10 +263,25 @@ class Pool:
                 stdout=subprocess.PIPE,
                 cwd=self.folder,
                 # Several processes share the cores. None has a terminal for pdb.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": REFUSE},
+                env=self._environment() | {"OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": REFUSE},
                 start_new_session=True,  # Ctrl-C is for the trainer; the group is killed as one
             )
         )
+
+    def _with_hint(self, text: str) -> str:
+        """Add the remedy to a message that names a hidden variable."""
+        for name in os.environ.keys() - self._environment().keys():
+            if name in text:
+                return (
+                    f"{text.rstrip()}\n{name} is hidden from reward functions, because its name "
+                    "looks like that of a secret: add it to custom_reward_function.secret_env_vars"
+                )
+        return text
+
+    def _environment(self) -> dict[str, str]:
+        """Return this process's environment without secrets."""
+        allowed = self._secret_env_vars
+        return {k: v for k, v in os.environ.items() if k in allowed or not is_secret(k, v)}
 
 
 class _Job:
@@ -289,33 +350,70 @@ class _Process:
         self._input = process.stdin
         self._output = process.stdout
         self._received = b""
+        os.set_blocking(self._input.fileno(), False)
         self._poll = select.poll()
         self._poll.register(self._output, select.POLLIN)
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def send(self, batch: list[Call]) -> None:
+    def send(self, batch: list[Call], deadline: float) -> None:
+        """Send calls. Raises TimeoutError if the process does not read them."""
         data = pickle.dumps(batch)
+        left = memoryview(struct.pack("<Q", len(data)) + data)
+        poll = select.poll()
+        poll.register(self._input, select.POLLOUT)
         with suppress(BrokenPipeError):  # it has died; `next_event` reports that
-            self._input.write(struct.pack("<Q", len(data)) + data)
-            self._input.flush()
+            while left:
+                _wait(poll, deadline)
+                left = left[os.write(self._input.fileno(), left) :]
 
     def next_event(self, deadline: float) -> dict[str, Any] | None:
-        """Wait for the next event; None if the process ended. Raises TimeoutError."""
+        """Wait for the next event; None if the process ended.
+
+        Raises:
+            TimeoutError: none came in time.
+            ValueError: something else is in the pipe.
+        """
         while b"\n" not in self._received:
-            left_s = max(0.0, deadline - time.monotonic())
-            if not self._poll.poll(left_s * 1000):
-                raise TimeoutError
-            data = os.read(self._output.fileno(), 1 << 16)
+            _wait(self._poll, deadline)
+            data = os.read(self._output.fileno(), 1 << 20)
             if not data:
                 return None
             self._received += data
+            if len(self._received) > MAX_EVENT_BYTES and b"\n" not in self._received:
+                raise ValueError("it wrote a line without end to the pipe of its results")
         line, _, self._received = self._received.partition(b"\n")
-        event: dict[str, Any] = json.loads(line)
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise ValueError(f"it wrote {line!r:.80} to the pipe of its results")
         return event
 
+    def descendants(self) -> list[int]:
+        """Return the ids of the processes that this one and its children started."""
+        return descendants(self._process.pid)
+
+    def wait_end(self) -> None:
+        """Give a process that has closed its pipe the time to end."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+
     def signal_kill(self) -> None:
+        """Kill the process and all that it started, in other groups too.
+
+        The keeper is spared while it has children: it collects them, and then ends itself.
+        """
+        children = self.descendants()
+        for child in children:
+            with suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        if not children:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -324,6 +422,8 @@ class _Process:
         if self._output.closed:
             return
         self.signal_kill()
+        self.wait_end()
+        self._kill_group()
         self._process.wait()
         with suppress(BrokenPipeError):  # what `send` could not deliver
             self._input.close()
@@ -337,6 +437,40 @@ class _Process:
         if -code == signal.SIGKILL:
             cause += ", perhaps for lack of memory"
         return cause
+
+
+def _wait(poll: "select.poll", deadline: float) -> None:
+    """Wait until the pipe is ready. Raises TimeoutError."""
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError
+
+
+def _read_result(event: dict[str, Any]) -> tuple[Any, RewardResult]:
+    """Return the number and the result of a finished call.
+
+    Raises:
+        ValueError: the event is not a result. User code can write to the pipe, too.
+    """
+    try:
+        result = RewardResult(event["score"], event["parts"], event["error"], event["traceback"])
+        scored = isinstance(result.score, float | int) and math.isfinite(result.score)
+        if scored != (result.error is None) or (not scored and result.score is not None):
+            raise ValueError
+        if not all(isinstance(part, float | str) for part in result.parts.values()):
+            raise ValueError
+        if not all(isinstance(text, str | None) for text in (result.error, result.traceback)):
+            raise ValueError
+        return event["done"], result
+    except (KeyError, AttributeError, ValueError) as error:
+        raise ValueError(f"it wrote {event!r:.80} to the pipe of its results") from error
+
+
+def _memory_gb() -> float:
+    """Return the memory of this machine in GiB, or of this process's group if that is less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no limit is the word max
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory / (1 << 30)
 
 
 def _cores() -> int:

@@ -1,30 +1,30 @@
 """The program of a reward process: load one function and call it in isolation.
 
 A reward function may hang, leak memory or crash, so it never runs in the trainer's process.
-`verlite.rewards.pool` starts this program. Calls arrive on stdin as length-prefixed pickles, which
+`verlite.rewards.pool` starts this program, and `verlite.rewards.keeper` divides it into two
+processes. Calls arrive on stdin as length-prefixed pickles, which
 only the parent writes. Results leave on stdout as one JSON object per line, because the trainer
 must not unpickle what user code returns. Output of the user's file goes to stderr. Only the
 standard library is imported, so a process starts in tens of milliseconds.
 """
 
 import asyncio
-import ctypes
 import importlib
 import importlib.util
 import inspect
 import json
 import os
 import pickle
-import signal
 import struct
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
+from verlite.rewards import keeper
 from verlite.rewards.result import RewardItem, RewardResult, failure, result_of
 
 Call = tuple[int, dict[str, Any]]
@@ -107,20 +107,32 @@ def _load_file(path: Path) -> ModuleType:
 def main() -> None:
     """Serve calls until stdin ends.
 
-    Command line: the function, the names of its arguments as JSON, seconds per call, and the
-    process id of the parent.
+    Command line: the function, the names of its arguments as JSON, seconds per call, the process
+    id of the parent, and the limit of memory in bytes.
     """
     target = sys.argv[1]
     argument_names = json.loads(sys.argv[2])
     limit_s = float(sys.argv[3])
-    _die_with(parent=int(sys.argv[4]))
+    memory_bytes = int(sys.argv[5])
+    keeper.split(int(sys.argv[4]), memory_bytes)
+    own_id = os.getpid()
     calls = os.fdopen(os.dup(0), "rb")
-    events = os.fdopen(os.dup(1), "w", buffering=1)
+    events = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
     def report(**event: Any) -> None:
-        events.write(json.dumps(event) + "\n")
+        if os.getpid() != own_id:  # user code called fork, and its child came back here
+            os._exit(1)
+        line = json.dumps(event).encode() + b"\n"
+        while line:
+            line = line[os.write(events, line) :]
+
+    def report_result(number: int, result: RewardResult) -> None:
+        if result.error == "MemoryError":
+            size = f"{memory_bytes / (1 << 30):.1f} GiB (reward.process_memory_gb)"
+            result = replace(result, traceback=f"{result.traceback}The limit was {size}")
+        report(done=number, **asdict(result))
 
     try:
         function = load(target, argument_names)
@@ -135,7 +147,7 @@ def main() -> None:
 
     async def score_one(number: int, arguments: dict[str, Any]) -> None:
         report(start=number)
-        report(done=number, **asdict(await _await(function(**arguments), limit_s)))
+        report_result(number, await _await(function(**arguments), limit_s))
 
     # One event loop serves all calls, so clients that the user's file keeps stay usable.
     with asyncio.Runner() as runner:
@@ -154,7 +166,7 @@ def main() -> None:
                         result = result_of(value)
                 except BaseException as error:  # SystemExit too fails this call only
                     result = failure(error)
-                report(done=number, **asdict(result))
+                report_result(number, result)
 
 
 async def _await(value: Awaitable[Any], limit_s: float) -> RewardResult:
@@ -177,16 +189,3 @@ def _read(calls: BinaryIO) -> list[Call] | None:
     (length,) = struct.unpack("<Q", header)
     batch: list[Call] = pickle.loads(calls.read(length))
     return batch
-
-
-def _die_with(parent: int) -> None:
-    """Make the kernel end this process with its parent, and first when memory runs out (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        sys.exit("the parent process has ended")
-    try:
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:
-        pass  # some containers forbid it, and rewards work without it

@@ -13,6 +13,8 @@ CALLER = "verlite.rewards.process"
 """The module that calls reward functions. Its frames are left out of tracebacks."""
 TRACEBACK_LIMIT = 4000
 """Characters kept of a traceback, from its end."""
+MAX_CHARACTERS = 100_000
+"""Longest names and texts of a result's parts, together."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,23 @@ def result_of(value: Any) -> RewardResult:
     "extra_logs", each with lists or tensors of one entry.
 
     Raises:
-        BadReturn: the value is neither.
+        BadReturn: the value is neither, or its parts are longer than MAX_CHARACTERS.
     """
     if isinstance(value, Mapping):
         if "score" not in value and "rewards" in value:
             value = _of_lists(value)
         if "score" not in value:
-            keys = ", ".join(map(str, value)) or "none"
+            keys = ", ".join(map(str, value))[:1000] or "none"
             raise BadReturn(f'returned a dict without "score"; its keys are {keys}')
         parts = {str(key): _part(part) for key, part in value.items() if key != "score"}
+        length = sum(
+            len(key) + (len(part) if isinstance(part, str) else 0) for key, part in parts.items()
+        )
+        if length > MAX_CHARACTERS:
+            raise BadReturn(
+                f"returned a dict with {length:,} characters beside its score; "
+                f"expected at most {MAX_CHARACTERS:,}"
+            )
         return RewardResult(_score(value["score"], 'under "score"'), parts)
     return RewardResult(_score(value, ""))
 
@@ -120,7 +130,7 @@ def failure(error: BaseException) -> RewardResult:
     ):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return RewardResult(None, error=type(error).__name__, traceback=text[-TRACEBACK_LIMIT:])
+    return RewardResult(None, error=type(error).__name__[:100], traceback=text[-TRACEBACK_LIMIT:])
 
 
 def _score(value: Any, where: str) -> float:

@@ -99,6 +99,7 @@ class Scorer:
         self._remote = RemoteScorer(reward.remote) if scores_remotely(reward) else None
         self._custom = f"{_place(custom.path)}:{custom.name}" if custom.path else None
         self._kwargs = dict(custom.reward_kwargs)
+        self._secret_env_vars = custom.secret_env_vars
         self._reward = reward
         self._scales = check_scales(reward.score_scale)
         self._share = share
@@ -298,7 +299,13 @@ class Scorer:
             if target != self._custom:
                 limit_s = min(limit_s, BUILT_IN_LIMIT_S)
             self._pools[target] = Pool(
-                target, self._argument_names, limit_s, share=self._share, folder=self._folder
+                target,
+                self._argument_names,
+                limit_s,
+                share=self._share,
+                folder=self._folder,
+                memory_gb=self._reward.process_memory_gb,
+                secret_env_vars=self._secret_env_vars,
             )
         return self._pools[target]
 

@@ -1,7 +1,7 @@
 """Rewards as an HTTP service with OpenRLHF's wire format: POST /get_reward, GET /health."""
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ def scoring(
     item_timeout_s: float,
     processes: int | None,
     max_waiting: int,
+    secret_env_vars: Sequence[str] = (),
 ) -> Scoring:
     """Return started processes that score mathematics, or with the user's FILE:NAME.
 
@@ -62,7 +63,7 @@ def scoring(
         place, name = name, "compute_score"
     target = f"{Path(place).expanduser().absolute() if place.endswith('.py') else place}:{name}"
     processes = processes or len(os.sched_getaffinity(0))
-    scorer = Scoring(target, item_timeout_s, processes, max_waiting, constants)
+    scorer = Scoring(target, item_timeout_s, processes, max_waiting, constants, secret_env_vars)
     try:
         scorer.start()
     except FunctionError:

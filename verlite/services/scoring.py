@@ -50,6 +50,7 @@ class Scoring:
         processes: int,
         most_waiting: int,
         constants: dict[str, Any] | None = None,
+        secret_env_vars: Sequence[str] = (),
     ) -> None:
         """Describe the processes. `start` starts them.
 
@@ -59,13 +60,25 @@ class Scoring:
             processes: how many.
             most_waiting: answers that may wait over all requests.
             constants: keyword arguments that every call gets too.
+            secret_env_vars: variables that the processes get although their names look like those
+                of secrets.
         """
         self._constants = constants or {}
         names = [*RewardItem("", "", None).arguments(), *self._constants]
         self.limit_s = limit_s
         self.most_waiting = most_waiting
         self.waiting = 0
-        self._pools = [Pool(target, names, limit_s, processes=1) for _ in range(processes)]
+        self._pools = [
+            Pool(
+                target,
+                names,
+                limit_s,
+                share=processes,
+                processes=1,
+                secret_env_vars=secret_env_vars,
+            )
+            for _ in range(processes)
+        ]
         self._jobs: deque[_Job] = deque()
         self._condition = threading.Condition()
         self._stopped = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verlite.files import one_line
 from verlite.http.address import ServiceError
 
 
@@ -209,5 +210,5 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
                 yield row
     except ServiceError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise ServiceError(f"{path}: cannot be read: {error}") from None
+    except (OSError, ValueError, NotImplementedError, MemoryError, RecursionError) as error:
+        raise ServiceError(f"{path}: cannot be read: {one_line(error)}") from None

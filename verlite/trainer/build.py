@@ -39,7 +39,7 @@ from verlite.trainer.finish import WARNINGS, save
 from verlite.trainer.launch import Preflight, connect_ray, plan_on, reserve_devices
 from verlite.trainer.reference import check_shape, check_weights
 from verlite.trainer.run import Run, StepState
-from verlite.trainer.tracking import METRICS, MetricsFile, Tracking, read_lines
+from verlite.trainer.tracking import METRICS, MetricsFile, Tracking, read_lines, set_aside
 from verlite.workers.roles import ROLES
 
 STEP_FILE = "training_step.txt"
@@ -413,7 +413,8 @@ def finalize_stopped(run: Run) -> int:
 def export(run: Run) -> None:
     """Write the policy to huggingface/ in Hugging Face format.
 
-    The folder is written atomically: it is the new export, the old one, or absent.
+    The folder is written atomically: it is the new export, the old one, or absent. The export of
+    another run, which had the same directory before, is renamed.
 
     Raises:
         CheckpointError: it cannot be written, or the driver does not see what the actor wrote.
@@ -437,6 +438,10 @@ def export(run: Run) -> None:
         )
     replace_file(temporary / STEP_FILE, str(run.step))
     shutil.rmtree(old, ignore_errors=True)
+    if not run.resumed_step:
+        renamed = set_aside(final)
+        if renamed:
+            run.display.info(f"the export of an earlier run is now {renamed}")
     if final.exists():
         final.rename(old)
     temporary.rename(final)

@@ -105,6 +105,8 @@ class Run:
     """Step of the newest checkpoint in the run directory."""
     failed_saves: int = 0
     """Failed saves since the last one that succeeded."""
+    shown_failures: set[str] = field(default_factory=set)
+    """Kinds of failed rewards that the console has shown."""
     can_abort: bool = False
     """Whether a worker call may be given up when a stop is requested: before a step's first update,
     and in validation."""

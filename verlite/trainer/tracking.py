@@ -142,10 +142,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return MetricsLines.read(path).values()
 
 
-def set_aside(path: Path) -> None:
-    """Rename a file of an earlier run, unless it is empty. Raises OSError."""
+def set_aside(path: Path) -> Path | None:
+    """Rename a file or folder of an earlier run, unless it is an empty file, and return its new
+    path. Raises OSError."""
     if not os.path.lexists(path) or (path.is_file() and not path.stat().st_size):
-        return
+        return None
     name = f"{path.stem}-until-{time.strftime('%Y%m%d-%H%M%S')}"
     other = path.with_stem(name)
     number = 1
@@ -153,6 +154,7 @@ def set_aside(path: Path) -> None:
         number += 1
         other = path.with_stem(f"{name}-{number}")
     path.rename(other)
+    return other
 
 
 class Tracker(Protocol):

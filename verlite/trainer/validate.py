@@ -14,9 +14,10 @@ from verlite.trainer.agent import trajectory_numbers
 from verlite.trainer.batch import requests, seeds
 from verlite.trainer.errors import RewardFailures
 from verlite.trainer.evaluation import validation_metrics
+from verlite.trainer.failed_rewards import failed_rows
 from verlite.trainer.run import Run, stage
 from verlite.trainer.samples import as_jsonl, kept_per_step, sample_records
-from verlite.trainer.stages.rollout import reward_failures, sample_responses
+from verlite.trainer.stages.rollout import sample_responses
 
 
 @dataclass
@@ -46,7 +47,8 @@ class _Results:
                 self.trajectory_info[name] += _of_valid(values, valid)
         if not self.first_error:
             generation_errors = (error for error in columns["error"] if error)
-            self.first_error = reward_failures(batch)[1] or next(generation_errors, "")
+            tracebacks = (columns["reward_traceback"][row] for row in failed_rows(batch))
+            self.first_error = next(tracebacks, "") or next(generation_errors, "")
 
     def variables(self) -> dict[str, list[float | None]]:
         """Return the reward, the trajectories' numbers, and the numeric parts of the reward."""

@@ -9,6 +9,7 @@ from verlite.protocol.ragged import clear_rows
 from verlite.rollout.types import Sampling, Status
 from verlite.trainer import batch as batches
 from verlite.trainer.errors import RewardFailures, RolloutFailures, TooFewGroups
+from verlite.trainer.failed_rewards import describe, failed_rows, warn_of_new_kinds
 from verlite.trainer.outage import generate_with_retry, waits_for_services
 from verlite.trainer.run import Run, stage
 
@@ -108,27 +109,21 @@ def score(run: Run, batch: DataProto) -> DataProto:
     """
     run.stopwatch.seconds["reward"] += batch.batch["reward_seconds"].max().item()
     limit = run.config.reward.max_error_rate
-    rate, first_error = reward_failures(batch)
+    failed = failed_rows(batch)
+    rate = len(failed) / max(1, int((batch.non_tensor_batch["status"] != Status.ERROR).sum()))
     if rate > limit:
         raise RewardFailures(
             f"{rate:.1%} of this step's rewards failed, more than reward.max_error_rate={limit:g} "
-            f"allows. The first failure:\n{first_error.rstrip()}\n"
+            f"allows. The first failure:\n{describe(run, batch, failed[0])}\n"
             "Correct the reward function, or raise reward.max_error_rate: samples without a "
             "reward are then left out of the update."
         )
+    warn_of_new_kinds(run, batch)
     batch = shape_rewards(run, batch).with_meta(reward_error_rate=rate)
     greedy = torch.tensor([s.temperature == 0 for s in batch.non_tensor_batch["sampling"]])
     if not greedy.any():
         return batch
     return with_baselines(batch.select_idxs(~greedy), batch.select_idxs(greedy))
-
-
-def reward_failures(batch: DataProto) -> tuple[float, str]:
-    """Return the share of completed samples without a reward, and the first one's traceback."""
-    completed = torch.from_numpy(batch.non_tensor_batch["status"] != Status.ERROR)
-    failed = (completed & ~batch.batch["valid"]).nonzero().flatten().tolist()
-    first = batch.non_tensor_batch["reward_traceback"][failed[0]] if failed else ""
-    return len(failed) / max(1, int(completed.sum())), first
 
 
 def shape_rewards(run: Run, batch: DataProto) -> DataProto:
