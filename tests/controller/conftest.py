@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from verlite.controller.cluster import RUN_MARK, Cluster, connect
+from verlite.controller.rank_watch import RankWatch
 from verlite.controller.supervise import Supervisor
 from verlite.controller.worker_group import group
 from verlite.controller.worker_handle import process_infos
@@ -47,7 +48,8 @@ def fresh(cluster: Cluster) -> Iterator[Cluster]:
     import ray
 
     supervisor_before = cluster.supervisor
-    cluster.supervisor = Supervisor(supervisor_before.call_timeout_s)
+    ranks = RankWatch(supervisor_before.ranks.heartbeats)
+    cluster.supervisor = Supervisor(supervisor_before.call_timeout_s, ranks)
     reserved_before = list(cluster.reserved)
     cluster.reserved.clear()
     yield cluster

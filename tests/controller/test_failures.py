@@ -148,7 +148,7 @@ def test_stuck_error_names_finished_and_unfinished_ranks():
     unfinished = [(handle(1), Diagnosis(DUMP, "sleeping", 0)), (handle(2), None)]
     error = stuck_error("actor", "update", 60, [0], unfinished)
     assert (error.finished, error.unfinished) == ([0], [1, 2])
-    assert "actor.update did not finish within 60 s" in str(error)
+    assert "actor.update made no progress for 60 s" in str(error)
     assert "finished: 0; not finished: 1, 2" in str(error)
     assert "rank 1: process 4711 is sleeping; stacks in /logs/actor_1.log" in str(error)
     assert 'File "model.py", line 5 in forward' in str(error)

@@ -12,9 +12,10 @@ from tests.controller.conftest import pids, within
 from tests.controller.workers import Echo, Light
 from verlite.cli import app
 from verlite.controller.placement import reserve
+from verlite.controller.stack_text import ranks_text, render, threads
 from verlite.controller.stacks import REQUESTS, answer_requests
 from verlite.controller.worker_group import ready, spawn, submit
-from verlite.report.stacks import StacksError, ask, ranks_text, render, threads
+from verlite.report.stacks import StacksError, ask
 from verlite.trainer.launch import lock_run_dir
 
 DUMP = """Thread 0x00007f01 (most recent call first):

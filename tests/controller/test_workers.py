@@ -326,7 +326,7 @@ def test_failure_in_another_call_is_noticed(fresh):
 def test_stopped_rank_is_named_and_killed(light):
     processes = pids(light)
     os.kill(processes[1], signal.SIGSTOP)
-    message = r"(?s)light.sleep did not finish within 2 s.*rank 1: process \d+ is stopped"
+    message = r"(?s)light.sleep made no progress for 2 s.*rank 1: process \d+ is stopped"
     with pytest.raises(StuckError, match=message) as caught:
         group(light).submit("sleep", 0.0).result(timeout_s=2)
     assert (caught.value.finished, caught.value.unfinished) == ([0], [1])
@@ -340,7 +340,7 @@ def test_ctrl_c_interrupts_a_wait_and_a_stuck_rank_shows_its_stack(light, fresh)
         light.sleep(1000)
     assert time.monotonic() - start < 4
     message = (
-        "(?s)light.spec did not finish.*not finished: 0, 1.*rank 0: process [0-9]+ is sleeping"
+        "(?s)light.spec made no progress.*not finished: 0, 1.*rank 0: process [0-9]+ is sleeping"
         '.*workers.py", line [0-9]+ in sleep'
     )
     with pytest.raises(StuckError, match=message):

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from verlite import progress
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
 
@@ -88,6 +89,18 @@ class Light(Worker):
             raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2345")
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    @register("all")
+    def turns(self, count: int, seconds: float) -> None:
+        """Make progress `count` times, with pauses of `seconds`."""
+        for i in range(count):
+            progress.tick(f"turn {i + 1} of {count}")
+            time.sleep(seconds)
+
+    @register("all")
+    def hold_lock(self, seconds: int) -> None:
+        """Run native code that does not release Python's lock, so that no thread can run."""
+        ctypes.PyDLL(None).sleep(seconds)
 
     def not_registered(self) -> None: ...
 
@@ -191,3 +204,14 @@ class Echo(Worker):
         self.init_distributed()
         if self.rank != rank:
             dist.all_reduce(torch.zeros(1))
+
+    @register("all")
+    def all_reduce_late(self, rank: int, seconds: float) -> None:
+        """All ranks meet in a collective. One of them does something else for `seconds` first."""
+        import torch
+        import torch.distributed as dist
+
+        self.init_distributed()
+        if self.rank == rank:
+            time.sleep(seconds)
+        dist.all_reduce(torch.zeros(1))

@@ -19,6 +19,7 @@ NOISY = (
     "perf/throughput",
     "perf/driver",
     "perf/weight_probe",
+    "perf/straggler",
     "actor/perf",
     "critic/perf",
 )

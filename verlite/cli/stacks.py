@@ -21,7 +21,8 @@ def stacks(
     Works on any machine that sees the run directory, and while workers hang in native code. Exit
     code 1: a worker did not answer.
     """
-    from verlite.report.stacks import StacksError, ask, render
+    from verlite.controller.stack_text import render
+    from verlite.report.stacks import StacksError, ask
 
     try:
         answer = ask(Path(run_dir), wait)

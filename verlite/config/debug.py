@@ -15,6 +15,7 @@ DEBUGGERS = {
 }
 LIFTED = (
     "trainer.phase_timeout_s",
+    "trainer.heartbeat_timeout_s",
     "reward.timeout_s",
     "reward.item_timeout_s",
     "actor_rollout_ref.rollout.request_timeout_s",

@@ -1363,7 +1363,16 @@ class TrainerConfig:
     )
     phase_timeout_s: float = key(
         3600.0,
-        "A worker call that takes longer is reported as stuck, and the run stops.",
+        "A worker call that makes no progress for so long is reported as stuck, and the run stops. "
+        "A call that has been made before is ended earlier: after 4 x heartbeat_timeout_s or 10 "
+        "times its longest earlier pause, whichever is more.",
+        bound="> 0",
+    )
+    heartbeat_timeout_s: float = key(
+        45.0,
+        "A worker that sends no heartbeat for so long and does not answer a signal is frozen: it "
+        "is named with the stacks of the others, and the run stops. A call that makes no progress "
+        "for so long is named in a warning.",
         bound="> 0",
     )
     debug: bool = key(

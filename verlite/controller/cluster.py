@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from verlite.controller import guardian, head, node, ray_internals
+from verlite.controller.heartbeat import Receiver
+from verlite.controller.rank_watch import HEARTBEAT_TIMEOUT_S, RankWatch
 from verlite.controller.ray_internals import set_environment
 from verlite.controller.supervise import Supervisor
 
@@ -85,6 +87,8 @@ class Cluster:
             if ray.is_initialized():
                 self.supervisor.stop_all()
                 self.supervisor.node_watch.stop()
+                if self.supervisor.ranks.heartbeats is not None:
+                    self.supervisor.ranks.heartbeats.stop()
                 for group in self.reserved:
                     ray.util.remove_placement_group(group)
             ray.shutdown()
@@ -114,6 +118,7 @@ def connect(
     num_cpus: int | None = None,
     slots: int = 1,
     call_timeout_s: float = 3600.0,
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     debugger: str = "",
     stops_at_failures: bool = False,
     temp_dir: str | None = None,
@@ -135,7 +140,8 @@ def connect(
             started on this machine, else starts one.
         num_cpus: CPU slots of a local cluster. None uses the number of cores, but at least `slots`,
             so that any placement can be tried on a laptop.
-        call_timeout_s: default time limit of one call to workers, in seconds.
+        call_timeout_s: default limit of one call to workers without progress, in seconds.
+        heartbeat_timeout_s: see `RankWatch`.
         debugger: what breakpoint() in a worker stops in: "debugpy", "legacy" (`ray debug`), or ""
             to refuse it. With "legacy" the token of a local cluster is written to TOKEN_FILE.
         stops_at_failures: whether workers wait for the debugger before they report a failure.
@@ -201,12 +207,13 @@ def connect(
     _redirect_ray_messages(run_path / "logs" / "ray.log")
     if local and debugger == "legacy":
         _write_token(run_path / "logs" / TOKEN_FILE)
+    host = "127.0.0.1" if local else ray_internals.own_address()
     cluster = Cluster(
         local,
         ray.get_runtime_context().gcs_address,
         run_id,
         run_path,
-        Supervisor(call_timeout_s),
+        Supervisor(call_timeout_s, RankWatch(Receiver(host), heartbeat_timeout_s)),
         debugger,
         stops_at_failures,
         environment=dict(environment or {}),

@@ -17,6 +17,8 @@ KINDS = {
     "Sigterm": "killed by SIGTERM",
 }
 """Kinds of failure by exception class; every other exception is of the kind "exception"."""
+FROZEN = "frozen"
+STUCK = "no progress"
 DIED = "died"
 """Kind of a worker that died, until its node has been asked for the reason."""
 FATAL_SIGNALS = {
@@ -250,17 +252,28 @@ def node_lost(name: str, reason: str, workers: list[WorkerHandle]) -> NodeLost:
     return NodeLost("\n".join(lines))
 
 
+def unresponsive(worker: WorkerHandle, method: str, kind: str, why: str) -> Cause:
+    """Return the cause for a worker whose process exists but does nothing, FROZEN or STUCK. As
+    after a death, its process cannot be used any more."""
+    return Cause(worker, method, kind, None, why, "", time.time())
+
+
 def stuck_error(
     role: str,
     method: str,
     timeout_s: float,
     finished: list[int],
     unfinished: list[tuple[WorkerHandle, Diagnosis | None]],
+    why: str = "",
 ) -> StuckError:
-    """Return the error for a call that exceeded its limit, with the stacks of unfinished ranks."""
+    """Return the error for a call that exceeded its limit, with the stacks of unfinished ranks.
+
+    why: which ranks the others wait for, if that is known.
+    """
     ranks = [worker.rank for worker, _ in unfinished]
     lines = [
-        f"{role}.{method} did not finish within {timeout_s:g} s",
+        f"{role}.{method} made no progress for {timeout_s:g} s",
+        *([f"  {why}"] if why else []),
         f"  finished: {format_ranks(finished)}; not finished: {format_ranks(ranks)}",
     ]
     for worker, diagnosis in unfinished:

@@ -421,3 +421,11 @@ def _visible_before() -> list[str] | None:
 
     ids: Mapping[str, list[str] | None] = global_worker.original_visible_accelerator_ids
     return ids.get("GPU")
+
+
+def own_address() -> str:
+    """Return the IP address by which the other nodes of the cluster reach this one."""
+    import ray
+
+    untyped_ray: Any = ray
+    return str(untyped_ray.util.get_node_ip_address())

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from verlite.controller.heartbeat import Target
 from verlite.controller.node import Process
 
 
@@ -22,6 +23,7 @@ class WorkerSpec:
         threads: threads for torch and OpenMP. 0 means its devices' share of the node's cores.
         gpu_ids: GPUs of a worker with several; None: the one that Ray assigns to its actor.
         debugger: what breakpoint() stops in: "debugpy", "legacy" (`ray debug`), or "" to refuse it.
+        heartbeat: where to send heartbeats; None: nowhere.
         stops_at_failures: whether the worker waits for the debugger before it reports a failure.
         mark: NAME=VALUE in the environment of this worker and its children, if the worker needs its
             own guardian because the driver's guardian runs on another machine; else None.
@@ -46,6 +48,7 @@ class WorkerSpec:
     secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     debugger: str = ""
     stops_at_failures: bool = False
+    heartbeat: Target | None = None
 
 
 @dataclass(frozen=True)

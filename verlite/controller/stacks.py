@@ -8,30 +8,22 @@ collective. The file of requests exists all the time: a file system like NFS sho
 at once, but a new file late.
 """
 
-import faulthandler
 import json
-import os
 import re
-import socket
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verlite.controller import node
+from verlite.controller import stack_dump
 from verlite.controller.cluster import current
-from verlite.controller.worker_handle import WorkerHandle, on_nodes, process_infos
 
 REQUESTS = "logs/stacks.request"
 """File in the run directory with the id of the last request."""
 REQUEST_ID = re.compile(r"[0-9a-f]{16}")
 POLL_S = 1.0
 """How often the driver reads the file."""
-NODE_ANSWER_S = 30.0
-"""Longest wait for another node. Ray may have to start a process there first."""
 
 
 def answer_file(run_dir: Path, request_id: str) -> Path:
@@ -70,57 +62,8 @@ def _serve(run_dir: Path, ended: threading.Event) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Return the stacks of this process and of all workers of its run, as JSON values.
-
-    driver: host, pid and stacks of this process.
-    calls: role, method, seconds and unfinished ranks of each outstanding call.
-    workers: role, rank, host, pid, state (see `node.process_state`) and stacks of each worker. host
-    and pid are None, if unknown, and stacks are "" for a worker that did not answer.
-    """
-    driver = {"host": socket.gethostname(), "pid": os.getpid(), "stacks": own_stacks()}
+    """Return the stacks of this process and of its run's workers; see `stack_dump.collect`."""
     cluster = current()
     if cluster is None:
-        return {"driver": driver, "calls": [], "workers": []}
-    calls = [
-        {
-            "role": future.role,
-            "method": future.method,
-            "seconds": time.monotonic() - future.started,
-            "unfinished": sorted(worker.rank for worker in list(future.pending.values())),
-        }
-        for future in list(cluster.supervisor.outstanding)
-    ]
-    workers = stacks_of(list(cluster.supervisor.workers))
-    return {"driver": driver, "calls": calls, "workers": workers}
-
-
-def own_stacks() -> str:
-    """Return the stacks of the other threads of this process, as faulthandler writes them."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    threads = text.split("\n\n")
-    return "\n\n".join(thread for thread in threads if not thread.startswith("Current thread"))
-
-
-def stacks_of(workers: list[WorkerHandle]) -> list[dict[str, Any]]:
-    """Have workers on any node write their stacks; return them as `collect` describes."""
-    by_node: dict[str, list[tuple[str, node.Process]]] = {}
-    found: list[dict[str, Any]] = []
-    places: list[tuple[dict[str, Any], str, int]] = []
-    for worker, info in zip(workers, process_infos(workers), strict=True):
-        facts = {"role": worker.role, "rank": worker.rank, "host": None, "pid": None, "stacks": ""}
-        found.append(facts | {"state": "not started"})
-        if info is not None:
-            found[-1] |= {"pid": info.process.pid, "state": "on a node that does not answer"}
-            on_same_node = by_node.setdefault(worker.node_id, [])
-            places.append((found[-1], worker.node_id, len(on_same_node)))
-            on_same_node.append((worker.log, info.process))
-    arguments = {node_id: (processes,) for node_id, processes in by_node.items()}
-    answers = on_nodes(node.dump_stacks, arguments, NODE_ANSWER_S)
-    for facts, node_id, number in places:
-        if node_id in answers:
-            dump = answers[node_id][number]
-            facts |= {"host": dump.host, "state": dump.state, "stacks": dump.stacks}
-    return found
+        return stack_dump.collect([], [])
+    return stack_dump.collect(cluster.supervisor.workers, cluster.supervisor.outstanding)

@@ -14,15 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
 from verlite.controller.failures import (
+    FROZEN,
+    STUCK,
     Cause,
     cause_of_exception,
     cause_of_ray_error,
     node_lost,
     stuck_error,
+    unresponsive,
     worker_error,
 )
 from verlite.controller.node_watch import NodeWatch
+from verlite.controller.rank_watch import RankWatch
 from verlite.controller.records import Failed
+from verlite.controller.stack_dump import collect
 from verlite.controller.worker_handle import WorkerHandle, diagnose, process_infos, send_signal
 
 T = TypeVar("T")
@@ -42,6 +47,9 @@ class Future(Generic[T]):
         assemble: builds the result from the values of all ranks, in rank order.
         values: {rank: value} for the ranks that have answered.
         started: time of the call, from time.monotonic().
+        answered: {rank: (its worker, seconds until its answer)}.
+        pause_s: longest time without progress that has been seen so far.
+        is_named: whether the user has been told that it makes no progress.
     """
 
     supervisor: "Supervisor"
@@ -51,12 +59,16 @@ class Future(Generic[T]):
     assemble: Callable[[list[Any]], T]
     values: dict[int, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
+    answered: dict[int, tuple[WorkerHandle, float]] = field(default_factory=dict)
+    pause_s: float = 0.0
+    is_named: bool = False
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for all ranks and return the assembled result.
 
         Args:
-            timeout_s: time limit in seconds, counted from the call; None uses the run's limit.
+            timeout_s: longest time without progress, in seconds, counted from the call or from the
+                last heartbeat that showed progress; None uses the run's limit.
 
         Raises:
             WorkerError: a worker of any role failed.
@@ -71,7 +83,8 @@ class Supervisor:
     """Watches the calls and processes of one run.
 
     Attributes:
-        call_timeout_s: default time limit of one call, in seconds.
+        call_timeout_s: default limit of one call without progress, in seconds.
+        ranks: notices frozen, stuck and slow ranks.
         workers: all workers of the run.
         outstanding: calls that have not finished.
         failure: the first failure, after which no call can succeed.
@@ -81,8 +94,9 @@ class Supervisor:
             the wait.
     """
 
-    def __init__(self, call_timeout_s: float) -> None:
+    def __init__(self, call_timeout_s: float, ranks: RankWatch | None = None) -> None:
         self.call_timeout_s = call_timeout_s
+        self.ranks = ranks or RankWatch()
         self.workers: list[WorkerHandle] = []
         self.outstanding: list[Future[Any]] = []
         self.failure: Exception | None = None
@@ -112,8 +126,7 @@ class Supervisor:
                 if self.stopped_by is None:
                     raise
                 self._raise_first([self.stopped_by])
-            elapsed_s = time.monotonic() - future.started
-            if future.pending and self.failure is None and elapsed_s > timeout_s:
+            if self.failure is None and self.ranks.exceeds(future, timeout_s):
                 self._raise_stuck(future, timeout_s)
         if self.failure is not None and future.pending:
             raise RuntimeError(
@@ -194,8 +207,45 @@ class Supervisor:
                 causes.append(cause_of_exception(worker, future.method, value))
             else:
                 future.values[worker.rank] = value
+                future.answered[worker.rank] = worker, time.monotonic() - future.started
+                if not future.pending:
+                    self.ranks.finished(future)
+        causes += self._unresponsive()
         self.outstanding = [future for future in self.outstanding if future.pending]
         return causes
+
+    def _unresponsive(self) -> list[Cause]:
+        """Return a cause for each worker that is frozen, or that makes no progress on its own.
+
+        Calls no longer wait for these workers.
+
+        Raises:
+            StuckError: ranks that meet in collectives make no progress.
+        """
+        if not self.ranks.is_due():
+            return []
+        found = {one.worker: one.why for one in self.ranks.frozen(self.workers, self.outstanding)}
+        causes = [
+            unresponsive(worker, self._drop(worker), FROZEN, why) for worker, why in found.items()
+        ]
+        for future in self.outstanding:
+            still = self.ranks.still(future, self.workers, self.outstanding, self.call_timeout_s)
+            if still is None:
+                continue
+            if still.in_group:
+                self._raise_stuck(future, still.limit_s, still.why)
+            for worker in still.workers:
+                causes.append(unresponsive(worker, self._drop(worker), STUCK, still.why))
+        return causes
+
+    def _drop(self, worker: WorkerHandle) -> str:
+        """Stop waiting for a worker; return the method that it was running."""
+        methods = []
+        for future in self.outstanding:
+            for ref in [ref for ref, pending in future.pending.items() if pending is worker]:
+                del future.pending[ref]
+                methods.append(future.method)
+        return methods[0] if methods else "no call"
 
     def _dead_workers(self) -> list[Cause]:
         """Return a cause for each worker that has died between two calls."""
@@ -236,14 +286,14 @@ class Supervisor:
         self.stop_all()
         raise self.failure
 
-    def _raise_stuck(self, future: Future[Any], timeout_s: float) -> NoReturn:
+    def _raise_stuck(self, future: Future[Any], timeout_s: float, why: str = "") -> NoReturn:
         """Have all workers write their stacks into their logs, stop them and raise StuckError."""
-        send_signal(self.workers, signal.SIGUSR1)
-        time.sleep(1.0)  # faulthandler writes the stacks in the signal handler
+        if not why:
+            collect(self.workers, self.outstanding)  # faulthandler writes the stacks
         unfinished = sorted(future.pending.values(), key=lambda worker: worker.rank)
         diagnoses = zip(unfinished, diagnose(unfinished), strict=True)
         error = stuck_error(
-            future.role, future.method, timeout_s, sorted(future.values), list(diagnoses)
+            future.role, future.method, timeout_s, sorted(future.values), list(diagnoses), why
         )
         self.failure = error
         self.stop_all()

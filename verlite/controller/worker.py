@@ -4,6 +4,7 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from verlite import progress
 from verlite.breakpoints import NO_LIMIT_S
 from verlite.controller.records import WorkerSpec
 
@@ -92,6 +93,7 @@ class Worker:
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
+        progress.here.in_group = self.world_size > 1
 
     def close(self) -> None:
         """Release what must not wait for the end of the process. Subclasses may extend it."""

@@ -16,7 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from verlite import progress
 from verlite.controller import debugger, guardian, node, ray_internals
+from verlite.controller.heartbeat import Sender
 from verlite.controller.records import Failed, ProcessInfo, WorkerSpec
 from verlite.files import tolerate_full_disk
 
@@ -47,6 +49,7 @@ class WorkerActor:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         ray_internals.set_visible_gpus(_gpus(spec))
+        self.heartbeat = None if spec.heartbeat is None else Sender(spec.heartbeat)
 
     def process_info(self) -> ProcessInfo:
         """Return the process of this worker."""
@@ -71,6 +74,7 @@ class WorkerActor:
             worker_class: the pickled class.
             names: names of the keyword arguments, which are the last len(names) of `values`.
         """
+        progress.begin("construction")
         try:
             cls = pickle.loads(worker_class)
             if "torch" in sys.modules:  # OpenMP may have been loaded before the variable was set
@@ -83,11 +87,14 @@ class WorkerActor:
             return None
         except BaseException as error:  # an uncaught SystemExit would look like a crash
             return self._report("construction", error)
+        finally:
+            progress.end()
 
     def call(self, method: str, names: list[str], *values: Any) -> Any:
         """Run a method of the worker. The last len(names) values are its keyword arguments."""
         if self.worker is None:
             return Failed("WorkerNotBuilt", "its construction failed", "", time.time())
+        progress.begin(method)
         try:
             arguments, keywords = _split_arguments(names, values)
             function = getattr(self.worker, method)
@@ -105,6 +112,10 @@ class WorkerActor:
             return result
         except BaseException as error:
             return self._report(method, error)
+        finally:
+            if self.heartbeat is not None:
+                self.heartbeat.send()  # how long this call waited for other ranks
+            progress.end()
 
     def _report(self, method: str, error: BaseException) -> Failed:
         """Return the exception as a value. In a post-mortem run, wait for the debugger first."""

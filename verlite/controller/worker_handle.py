@@ -21,6 +21,7 @@ class WorkerHandle:
         actor: Ray's handle of the WorkerActor.
         node: the node's name in messages.
         info_ref: Ray reference to the worker's ProcessInfo.
+        heartbeat: name of the process in heartbeats; "" without them.
     """
 
     actor: Any
@@ -30,6 +31,7 @@ class WorkerHandle:
     node: str
     log: str
     info_ref: Any
+    heartbeat: str = ""
 
     @property
     def name(self) -> str:

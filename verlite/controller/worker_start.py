@@ -69,6 +69,7 @@ def _start_process(placement: Placement, spec: WorkerSpec, device: int) -> Worke
         node=placement.devices[device].node,
         log=spec.log,
         info_ref=actor.process_info.remote(),
+        heartbeat=spec.heartbeat.name if spec.heartbeat else "",
     )
 
 
@@ -99,6 +100,7 @@ def _specs(placement: Placement, role: str, driver_node: str) -> list[WorkerSpec
     one_node = len({device.node_id for device in placement.devices}) == 1
     logs = placement.cluster.run_dir / "logs"
     environment = {} if placement.cluster.local else placement.cluster.environment
+    heartbeats = placement.cluster.supervisor.ranks.heartbeats
     secrets = tuple(pair for pair in environment.items() if is_secret(*pair))
     specs = []
     for rank, (device, devices) in enumerate(zip(first_devices, ranks, strict=True)):
@@ -127,6 +129,7 @@ def _specs(placement: Placement, role: str, driver_node: str) -> list[WorkerSpec
                 secrets=secrets,
                 debugger=placement.cluster.debugger,
                 stops_at_failures=placement.cluster.stops_at_failures,
+                heartbeat=heartbeats.target(role, rank) if heartbeats else None,
             )
         )
     return specs

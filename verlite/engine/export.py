@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from verlite import progress
 from verlite.engine import lora
 from verlite.engine.checkpoint import local_part, persistent_buffers
 from verlite.engine.tensor_file import TensorFile
@@ -89,6 +90,7 @@ def full_weights(
     """
     named = named_weights(model, dtype, device, part)
     for _, layer in groupby(named, key=lambda item: layer_prefix(item[0])):
+        progress.tick("gathering weights")
         whole: dict[str, Tensor] = {}
         for name, tensor in layer:
             gathered = _gather(tensor, dtype, device)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from verlite import progress
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine import checkpoint, export, loading, lora, sharding, ulysses
 from verlite.engine.export import Part
@@ -184,6 +185,7 @@ class TrainEngine:
         out: dict[str, Tensor] = {}
         _, passes = self._sum_and_max([], len(parts))
         for i in range(passes):
+            progress.tick(f"micro-batch {i + 1} of {passes}")
             part = parts[i] if i < len(parts) else None
             inputs, _ = self._inputs(rows, part)
             outputs = self.model(inputs, temperature, with_entropy, with_sum_pi_squared)
@@ -266,6 +268,7 @@ class TrainEngine:
         counts = Counts(tokens, sequences)
         sums: dict[str, Tensor] = {}
         for i in range(passes):
+            progress.tick(f"micro-batch {i + 1} of {passes}")
             # Unsharded gradients until the last pass save communication and cost memory, like
             # unsharded parameters.
             needs_sync = self.fsdp_config.reshard_after_forward or i == passes - 1

@@ -34,6 +34,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from verlite import progress
 from verlite.config.schema import ModelConfig
 from verlite.engine import lora
 from verlite.engine.checkpoint import local_part, persistent_buffers
@@ -152,7 +153,7 @@ def refill(model: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> None:
     targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     frozen = {name for name, tensor in targets.items() if id(tensor) not in trained}
     frozen |= {name for name, _ in persistent_buffers(model)}
-    for name, whole in _model_names(model, named):
+    for name, whole in _model_names(model, progress.ticking(named)):
         if name in frozen:
             continue
         if name not in targets:

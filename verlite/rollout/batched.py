@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verlite import progress
 from verlite.rollout.types import Completion, EngineError, Sampling, WeightSyncError
 from verlite.weights.probe import Gap, Probe, gap
 
@@ -379,9 +380,11 @@ class BatchedEngine:
         try:
             while not self._closing:
                 self._run_jobs(core)
+                progress.here.requests = core.pending()
                 if core.pending():
                     self._resolve(core.step())
                     self._last_step = time.monotonic()
+                    progress.tick()
             self._fatal_error = EngineError("the engine was closed")
         except BaseException as error:  # requests that wait must always receive an answer
             self._fatal_error = EngineError(

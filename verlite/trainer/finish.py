@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from verlite.controller.worker_group import group
 from verlite.files import one_line
 from verlite.protocol.data import DataProto
+from verlite.protocol.metrics import Metrics
 from verlite.trainer import checkpoints
 from verlite.trainer.agent import agent_metrics
 from verlite.trainer.errors import StepAborted
@@ -101,9 +103,17 @@ def add_metrics(run: Run, batch: DataProto) -> None:
     run.metrics["training/epoch"] = run.sampler.epoch
     run.metrics["training/weight_version"] = run.version
     run.stopwatch.end_step()
+    run.metrics.update(straggler_metrics(run))
     tokens = run.metrics["perf/total_num_tokens"]
     response_tokens = float(batch.batch["trained_tokens"].sum())
     run.metrics.update(speed_metrics(run.stopwatch, tokens, response_tokens, run.plan.n_devices))
+
+
+def straggler_metrics(run: Run) -> Metrics:
+    """Return how many seconds the slowest rank of each role worked longer than the median of the
+    others in its slowest call of the step; 0 if no rank was slow (`controller.liveness`)."""
+    found = group(run.actor).supervisor.ranks.stragglers.take(run.workers)
+    return {f"perf/straggler/{role}": seconds for role, seconds in found.items()}
 
 
 def save(run: Run) -> None:

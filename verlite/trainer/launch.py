@@ -273,6 +273,7 @@ def connect_ray(config: Config, plan: Plan, address: str | None) -> Cluster:
         num_cpus=ray_init.num_cpus,
         slots=plan.n_devices,
         call_timeout_s=config.trainer.phase_timeout_s,
+        heartbeat_timeout_s=config.trainer.heartbeat_timeout_s,
         environment=ray_init.runtime_env.env_vars,
         py_executable=ray_init.runtime_env.py_executable,
         debugger=debug.debugger(config),

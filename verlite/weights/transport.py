@@ -21,6 +21,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from verlite import progress
 from verlite.weights.buckets import Bucket, in_buckets
 from verlite.weights.collective import Rendezvous
 from verlite.weights.probe import Probe
@@ -92,6 +93,7 @@ def publish(named: Iterable[tuple[str, Tensor]], sinks: Sequence[Sink], bucket_b
     try:
         for bucket in in_buckets(weights, bucket_bytes):
             total += sum(tensor.nbytes for _, tensor in bucket)
+            progress.tick("publishing weights")
             for sink in sinks:
                 sink.add(bucket)
         for sink in sinks:

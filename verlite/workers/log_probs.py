@@ -2,6 +2,7 @@
 
 import torch
 
+from verlite import progress
 from verlite.algorithms.gap import gap_rows
 from verlite.controller.dispatch import register
 from verlite.protocol.data import DataProto
@@ -74,13 +75,14 @@ class LogProbWorker(TrainingWorker):
         attended = t["attention_mask"].bool()
         sequences = [t["input_ids"][i][attended[i]].numpy() for i in counted]
         lengths = t["response_length"].flatten().tolist()
-        found = reference_client.log_probs(
-            self.config.actor_rollout_ref.ref,
-            sequences,
-            [lengths[i] for i in counted],
-            self.config.actor_rollout_ref.rollout.temperature,
-            batch.meta_info["reference"],
-        )
+        with progress.waiting_for("the reference service"):
+            found = reference_client.log_probs(
+                self.config.actor_rollout_ref.ref,
+                sequences,
+                [lengths[i] for i in counted],
+                self.config.actor_rollout_ref.rollout.temperature,
+                batch.meta_info["reference"],
+            )
         log_probs = torch.zeros(t["response_mask"].shape)
         for i, values in zip(counted, found, strict=True):
             log_probs[i, : lengths[i]] = torch.from_numpy(values.copy())

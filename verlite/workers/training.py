@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verlite import progress
 from verlite.config.plan import Micro, Plan, Updates, engine_settings
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
@@ -96,6 +97,9 @@ class TrainingWorker(Worker):
         self.engine.onload(optimizer=True)
         for epoch in range(updates.epochs):
             for update in range(rows.meta_info["updates"]):
+                number = epoch * rows.meta_info["updates"] + update + 1
+                total = updates.epochs * rows.meta_info["updates"]
+                progress.here.part = f"mini-batch {number} of {total}"
                 step = self.engine.update(
                     rows.select_idxs(mini_batch_index[:, epoch] == update),
                     micro_batching(updates.micro),

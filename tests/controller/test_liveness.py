@@ -1,0 +1,154 @@
+"""What heartbeats mean, decided without any process."""
+
+import pytest
+
+from verlite.controller.heartbeat import Beat, Heard
+from verlite.controller.liveness import (
+    Rank,
+    Stragglers,
+    end_limit,
+    is_judged,
+    is_silent,
+    not_entered,
+    own_work,
+    position,
+    rank_facts,
+    slow_rank,
+    still_ranks,
+)
+from verlite.progress import Progress
+
+
+def at(call="update", ticks=0, in_group=False, **others) -> Progress:
+    return Progress(call, 1, ticks, in_group=in_group, **others)
+
+
+def rank(number: int, still_s: float, in_collective=False, silent_s=1.0, **others) -> Rank:
+    return Rank(number, silent_s, still_s, at(**others), in_collective)
+
+
+def test_facts_are_counted_from_the_call_or_from_what_came_later():
+    heard = Heard(Beat(9, at(), in_collective=True), heard=98.0, moved=70.0)
+    assert rank_facts(3, heard, 100.0, 50.0) == Rank(3, 2.0, 30.0, at(), True)
+    assert rank_facts(3, heard, 100.0, 5.0).still_s == 5.0
+    assert rank_facts(3, None, 100.0, 50.0) == Rank(3, None, 50.0, None, False)
+
+
+def test_silence_is_that_of_a_process_that_was_heard_before():
+    assert is_silent(rank(0, 0, silent_s=46.0), 45.0)
+    assert not is_silent(rank(0, 0, silent_s=44.0), 45.0)
+    assert not is_silent(Rank(0, None, 1e6, None), 45.0)
+
+
+@pytest.mark.parametrize(
+    "judged, found, method",
+    [
+        (True, at(), "update"),
+        (True, at("generate", requests=3), "generate"),
+        (False, at("generate", requests=0), "generate"),  # tools and rewards have their own limits
+        (False, at(waits_for="the reference service"), "update"),
+        (False, at("save"), "save"),
+        (False, at("construction"), "construction"),
+        (False, None, "update"),
+    ],
+)
+def test_only_ranks_that_should_make_progress_are_judged(judged, found, method):
+    assert is_judged(Rank(0, 1.0, 1e6, found), method) == judged
+
+
+def test_a_rank_that_waits_for_a_working_peer_is_not_still():
+    waiting, working = rank(0, 600.0, True, in_group=True), rank(1, 3.0, in_group=True)
+    assert still_ranks([waiting, working], 60.0) == []
+    stopped = rank(1, 61.0, in_group=True)
+    assert still_ranks([waiting, stopped], 60.0) == [waiting, stopped]
+
+
+def test_ranks_without_collectives_are_still_on_their_own():
+    hung, working = rank(0, 600.0, call="generate"), rank(1, 3.0, call="generate")
+    assert still_ranks([hung, working], 60.0) == [hung]
+
+
+@pytest.mark.parametrize(
+    "longest_pause_s, limit_s",
+    [(None, 3600.0), (0.5, 180.0), (18.0, 180.0), (30.0, 300.0), (1000.0, 3600.0)],
+)
+def test_limits_follow_earlier_calls(longest_pause_s, limit_s):
+    assert end_limit(3600.0, 45.0, longest_pause_s) == limit_s
+
+
+def test_a_limit_of_the_run_below_all_others_holds():
+    assert end_limit(30.0, 45.0, 0.5) == 30.0
+
+
+def test_a_phase_twenty_times_longer_than_before_that_makes_progress_is_never_still():
+    limit_s = end_limit(3600.0, 45.0, 6.0)  # micro-batches took 6 s, the whole call 60 s
+    moved = 0.0
+    for now in range(20 * 60):
+        if now % 120 == 0:  # each turn takes twenty times as long, too
+            moved = float(now)
+        facts = rank_facts(0, Heard(Beat(now, at(in_group=True)), now, moved), now, now)
+        assert not still_ranks([facts], limit_s)
+
+
+def test_the_rank_that_did_not_begin_the_call_is_named():
+    ranks = [rank(0, 60, True, in_group=True), rank(1, 60, in_group=True, call="")]
+    assert not_entered(ranks, "update") == [1]
+
+
+def test_the_rank_outside_the_collective_is_named():
+    ranks = [rank(i, 60, i != 2, in_group=True, ticks=3) for i in range(4)]
+    assert not_entered(ranks, "update") == [2]
+
+
+def test_the_rank_with_the_fewest_turns_is_named():
+    ranks = [rank(i, 60, in_group=True, ticks=7 - (i == 1)) for i in range(3)]
+    assert not_entered(ranks, "update") == [1]
+
+
+def test_nobody_is_named_without_a_difference():
+    assert not_entered([rank(i, 60, True, in_group=True) for i in range(3)], "update") == []
+    assert not_entered([rank(0, 60), Rank(1, None, 60, None)], "update") == []
+
+
+def test_positions_as_text():
+    text = "update, mini-batch 1 of 4, micro-batch 2 of 8"
+    assert position(at(part="mini-batch 1 of 4", turn="micro-batch 2 of 8")) == text
+    assert position(at("generate", requests=3)) == "generate, 3 unfinished requests"
+    assert position(at(waits_for="the disk")) == "update, waits for the disk"
+    assert position(at("")) == "between two calls"
+    assert position(None) == "no heartbeat has arrived from it"
+
+
+@pytest.mark.parametrize(
+    "work, found",
+    [
+        ({0: 4.0, 1: 1.0, 2: 2.0}, (0, 2.5)),
+        ({0: 1.5, 1: 1.0}, None),  # half a second is noise
+        ({0: 100.0, 1: 90.0, 2: 80.0}, None),  # and so is a sixth
+        ({0: 9.0}, None),
+    ],
+)
+def test_slow_rank(work, found):
+    assert slow_rank(work) == found
+
+
+def test_own_work_is_without_the_waits_for_others():
+    heard = Heard(Beat(1, at(), samples=8, waits=6), 0.0, 0.0)
+    assert own_work(10.0, heard) == 2.5
+    assert own_work(10.0, None) == own_work(10.0, Heard(Beat(1, at()), 0.0, 0.0)) == 10.0
+
+
+def test_a_straggler_is_named_once_per_onset():
+    stragglers = Stragglers()
+    slow, even = {0: 1.0, 1: 5.0}, {0: 1.0, 1: 1.0}
+    calls = [slow, slow, slow, slow, even, slow, slow, slow]
+    named = [stragglers.add("actor", "update", work) for work in calls]
+    assert named == [None, None, 1, None, None, None, None, 1]
+    assert stragglers.take(["actor", "critic"]) == {"actor": 4.0, "critic": 0.0}
+    assert stragglers.take(["actor"]) == {"actor": 0.0}
+
+
+def test_ranks_that_are_slow_in_turn_are_not_stragglers():
+    stragglers = Stragglers()
+    for i in range(8):
+        assert stragglers.add("rollout", "generate", {i % 2: 5.0, 1 - i % 2: 1.0}) is None
