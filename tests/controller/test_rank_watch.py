@@ -44,7 +44,14 @@ def stacks_in(text: str) -> str:
 def test_a_stopped_rank_is_frozen(watched):
     light = workers(watched, Light)
     processes = pids(light)
-    threading.Timer(1.0, os.kill, (processes[1], signal.SIGSTOP)).start()
+    beats = watched.supervisor.ranks.heartbeats.heard
+    name = group(light).workers[1].heartbeat
+
+    def stop() -> None:
+        if within(60, lambda: beats[name].beat.at.call == "turns"):
+            os.kill(processes[1], signal.SIGSTOP)
+
+    threading.Thread(target=stop).start()
     with pytest.raises(WorkerError, match="w rank 1 failed in turns .frozen.") as caught:
         light.turns(1000, 0.5)
     text = str(caught.value)

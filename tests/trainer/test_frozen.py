@@ -4,6 +4,7 @@ import re
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.trainer.runs import Launch, write_sums
@@ -13,6 +14,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 FREEZING = """
 import os
 import signal
+import time
 from verlite import progress
 from verlite.algorithms.losses import gpg
 from verlite.envs.factory import EnvFactory
@@ -20,6 +22,7 @@ from verlite.envs.step import Step
 
 def freeze(place):
     if os.environ["FREEZE"] == place:
+        time.sleep(5)  # for heartbeats from here
         os.kill(os.getpid(), signal.SIGSTOP)
 
 class Env:
@@ -70,7 +73,7 @@ def test_a_frozen_worker_is_named_and_ends_the_run(tmp_path, tiny_qwen2, monkeyp
     log = run.run_dir / "logs" / f"{role}_0.log"
     frozen_at = None
     while run.process.poll() is None:
-        if frozen_at is None and any(p.status() == "stopped" for p in run.processes()):
+        if frozen_at is None and any(is_stopped(process) for process in run.processes()):
             frozen_at = time.monotonic()
         time.sleep(0.5)
     assert frozen_at is not None, run.text()
@@ -85,3 +88,10 @@ def test_a_frozen_worker_is_named_and_ends_the_run(tmp_path, tiny_qwen2, monkeyp
     other = "rollout" if role == "actor" else "actor"
     assert f"{other} rank 0: process " in stacks and "main thread" in stacks
     run.assert_nothing_left()
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
