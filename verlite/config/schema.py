@@ -1373,7 +1373,7 @@ class TrainerConfig:
         "A worker that sends no heartbeat for so long and does not answer a signal is frozen: it "
         "is named with the stacks of the others, and the run stops. A call that makes no progress "
         "for so long is named in a warning.",
-        bound="> 0",
+        bound=">= 5",
     )
     debug: bool = key(
         False,
