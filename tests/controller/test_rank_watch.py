@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -94,9 +93,10 @@ def test_no_false_alarm(watched):
     light.turns(2, 0.5)
     light.turns(40, 0.5)
     assert watched.said == []
-    start = time.monotonic()
-    light.hold_lock(8)  # heartbeats stop for two time-outs
-    assert time.monotonic() - start > 8
+    logs = watched.run_dir / "logs"
+    before = set(logs.glob("stacks_*"))
+    light.hold_lock(60)  # until a signal comes
+    assert set(logs.glob("stacks_*")) > before, "heartbeats did not stop, so nobody looked"
     assert light.add(2, b=3) == 5
 
 
@@ -107,4 +107,4 @@ def test_a_slow_rank_is_named_once_and_goes_on(watched):
         echo.all_reduce_late(1, 2.5)
     (said,) = watched.said
     assert said.startswith("w rank 1 is a straggler: in the last 3 calls of all_reduce_late")
-    assert 1.0 < watched.supervisor.ranks.stragglers.take(["w"])["w"] < 20.0
+    assert 1.0 < watched.supervisor.ranks.stragglers.take("w") < 20.0

@@ -5,7 +5,7 @@ Plain functions of facts. `supervise` gathers the facts and acts.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from verlite.controller.heartbeat import Heard
@@ -194,8 +194,6 @@ class Stragglers:
         self._named[key] = rank
         return rank
 
-    def take(self, roles: Collection[str]) -> dict[str, float]:
-        """Return {role: seconds} for these roles, 0 where no rank was slow, and start anew."""
-        found = {role: self.seconds.get(role, 0.0) for role in roles}
-        self.seconds.clear()
-        return found
+    def take(self, role: str) -> float:
+        """Return the seconds of a role, 0 if no rank was slow, and start anew."""
+        return self.seconds.pop(role, 0.0)

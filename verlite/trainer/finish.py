@@ -112,8 +112,10 @@ def add_metrics(run: Run, batch: DataProto) -> None:
 def straggler_metrics(run: Run) -> Metrics:
     """Return how many seconds the slowest rank of each role worked longer than the median of the
     others in its slowest call of the step; 0 if no rank was slow (`controller.liveness`)."""
-    found = group(run.actor).supervisor.ranks.stragglers.take(run.workers)
-    return {f"perf/straggler/{role}": seconds for role, seconds in found.items()}
+    return {
+        f"perf/straggler/{role}": group(workers).supervisor.ranks.stragglers.take(role)
+        for role, workers in run.workers.items()
+    }
 
 
 def save(run: Run) -> None:
