@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class WorkerActor:
     """Run one worker in its process. Return failures as `Failed` values instead of raising."""
 
+    heartbeat: Sender | None = None
+
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         os.environ.update(spec.secrets)
@@ -49,7 +51,8 @@ class WorkerActor:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         ray_internals.set_visible_gpus(_gpus(spec))
-        self.heartbeat = None if spec.heartbeat is None else Sender(spec.heartbeat)
+        if spec.heartbeat is not None:
+            self.heartbeat = Sender(spec.heartbeat)
 
     def process_info(self) -> ProcessInfo:
         """Return the process of this worker."""
