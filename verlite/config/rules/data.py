@@ -43,7 +43,7 @@ def named(train_files: Any, val_files: Any) -> Iterator[Problem]:
 
 
 def missing(key: str, files: Any) -> Iterator[Problem]:
-    """Report files that do not exist on this machine."""
+    """Report names that are not files on this machine."""
     for file in plan.files_of(files):
         if file and not Path(file).is_file():
             yield Problem(key, file, *_why_not_a_file(Path(file)), is_local=True)
@@ -76,7 +76,7 @@ def _data_file(
     """
     path = Path(file)
     if not path.is_file():
-        yield Problem(key, file, *_why_not_a_file(path))
+        yield from missing(key, file)
         return None
     remote = plan.scores_remotely(config.reward)
     builtin = config.custom_reward_function.path is None and not remote
