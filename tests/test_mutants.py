@@ -7,10 +7,23 @@ import pytest
 
 from tests.mutants import PACKAGES, mutants, owner_and_name
 from tests.mutants.page import CAUGHT, PAGE, page_text, read_page
+from tests.mutants.patches import calls
 
 pytestmark = pytest.mark.process  # imports every package, vLLM too
 
 TOP = Path(__file__).parents[1]
+
+
+def test_a_broken_method_gets_its_object():
+    """Otherwise every call would raise TypeError, which any test notices."""
+
+    class Counter:
+        def add(self, number):
+            return number
+
+    Counter.add = calls(lambda original, self, number: (self, original(self, number)))(Counter.add)
+    counter = Counter()
+    assert counter.add(2) == (counter, 2)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

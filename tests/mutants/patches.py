@@ -52,7 +52,15 @@ def does_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def calls(broken: Callable[..., Any]) -> Patch:
     """Call `broken(original, *args, **kwargs)` in place of the original."""
-    return lambda original: functools.wraps(original)(functools.partial(broken, original))
+
+    def patch(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:  # a partial would not get a method's self
+            return broken(original, *args, **kwargs)
+
+        return replaced
+
+    return patch
 
 
 def constant(value: Any) -> Patch:
