@@ -1,14 +1,18 @@
 """How failures are classified and reported, without any worker process."""
 
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from tests.controller.workers import Light
+from verlite.controller import supervise
 from verlite.controller.failures import (
     DIED,
     Cause,
+    RankDied,
+    WorkerError,
     cause_of_exception,
     main_thread_frames,
     reason_for_death,
@@ -125,6 +129,42 @@ def test_causes_come_before_consequences_and_deaths_before_exceptions():
     ).is_consequence
     text = str(worker_error(found, Diagnosis("", "gone", 0), 0))
     assert "then actor rank 0 in update: RuntimeError: Connection closed by peer" in text
+
+
+@pytest.mark.parametrize(
+    "failures, node_answers, restarts",
+    [
+        ([("rollout", None)], True, True),
+        ([("rollout", None), ("rollout", "EngineDied"), ("actor", "TransportError")], True, True),
+        ([("rollout", "Sigterm")], True, True),
+        ([("rollout", "OutOfMemoryError")], True, True),
+        ([("rollout", "ValueError")], True, False),
+        ([("rollout", "WeightSyncError")], True, False),
+        ([("actor", None)], True, False),
+        ([("rollout", None), ("actor", None)], True, False),
+        ([("rollout", None), ("actor", "ValueError")], True, False),
+        ([("rollout", None)], False, False),
+    ],
+)
+def test_only_deaths_of_a_restartable_role_spare_the_other_workers(
+    failures, node_answers, restarts, monkeypatch
+):
+    diagnosis = Diagnosis("", "gone", 0) if node_answers else None
+    monkeypatch.setattr(supervise, "process_infos", lambda workers: [None])
+    monkeypatch.setattr(supervise, "diagnose", lambda workers: [diagnosis])
+    supervisor, stopped = supervise.Supervisor(1), []
+    supervisor.stop_all = lambda: stopped.append(True)
+    supervisor.restartable = {"rollout"}
+    causes = []
+    for when, (role, type_name) in enumerate(failures):
+        found = cause(when, type_name, when=when)
+        causes.append(replace(found, worker=replace(found.worker, role=role)))
+    with pytest.raises(WorkerError) as caught:
+        supervisor._raise_first(causes)
+    assert isinstance(caught.value, RankDied) == restarts == (not stopped)
+    if restarts:
+        dead = [one.worker for one in causes if one.worker.role == "rollout"]
+        assert caught.value.workers == dead and supervisor.failure is None
 
 
 DUMP = """loss 0.5

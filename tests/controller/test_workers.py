@@ -16,7 +16,7 @@ from tests.controller.conftest import alive, pids, processes_of, within
 from tests.controller.workers import Echo, Light
 from verlite.controller import node
 from verlite.controller.columns import Ref, fetch
-from verlite.controller.failures import StuckError, WorkerError
+from verlite.controller.failures import RankDied, StuckError, WorkerError
 from verlite.controller.placement import ResourcesMissing, reserve
 from verlite.controller.supervise import Supervisor
 from verlite.controller.worker_group import group, ready, spawn
@@ -269,6 +269,35 @@ def test_failed_rank_is_reported_and_all_ranks_are_stopped(light, how, kind, exc
     with pytest.raises(RuntimeError, match="stopped after an earlier failure") as later:
         light.add(1)
     assert later.value.__cause__ is error
+
+
+def test_a_dead_rank_of_a_restartable_role_is_replaced_and_repeats_its_part(light, tmp_path):
+    """Then both ranks are replaced: one is only stuck, and one has answered already."""
+    workers, supervisor, before = group(light), group(light).supervisor, pids(light)
+    supervisor.restartable = {"light"}
+    (tmp_path / "die").touch()
+    with pytest.raises(
+        RankDied, match="light rank 1 failed in die_once .killed by SIGKILL"
+    ) as died:
+        light.die_once(str(tmp_path / "die"))
+    assert alive(before[0])
+    dead = supervisor.settle(died.value.workers)
+    assert [worker.rank for worker in dead] == [1]
+    workers.restart(dead)
+    died.value.call.send_missing()
+    after = pids(light)
+    assert died.value.call.result() == [(before[0], 1), (after[1], 1)] and after[1] != before[1]
+    assert supervisor.workers == workers.workers and light.spec()[1][:2] == (1, 2)
+
+    os.kill(before[0], signal.SIGSTOP)
+    call = workers.submit("die_once", "")
+    assert within(20, lambda: supervisor.poll(0.1) or 1 in call.values)
+    both = list(workers.workers)
+    assert supervisor.settle(both) == both
+    assert within(10, lambda: not alive(before[0]))
+    workers.restart(both)
+    call.send_missing()
+    assert call.result() == [(pid, 1) for pid in pids(light)], "also what had been answered"
 
 
 def test_consequence_waits_for_its_cause(light):

@@ -59,6 +59,18 @@ class Light(Worker):
         return self.rank
 
     @register("all")
+    def die_once(self, path: str) -> tuple[int, int]:
+        """Rank 1 kills itself if the file exists, which it removes. Rank 0 answers later. Returns
+        (process id, calls of this method in this process)."""
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.rank == 0:
+            time.sleep(2)
+        elif os.path.exists(path):
+            os.unlink(path)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid(), self.calls
+
+    @register("all")
     def child(self) -> int:
         """Start a process outside the worker's process group, as servers do; return its id."""
         return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid

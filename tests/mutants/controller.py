@@ -116,6 +116,12 @@ MUTANTS = [
         (WORKERS,),
     ),
     Mutant(
+        "the death of any worker is taken for that of an engine",
+        SUPERVISE + "_can_restart",
+        calls(lambda original, self, cause: cause.ended),
+        ("tests/controller/test_failures.py",),
+    ),
+    Mutant(
         "workers of a stuck run are left running",
         SUPERVISE + "stop_all",
         calls(lambda original, self: self.outstanding.clear()),

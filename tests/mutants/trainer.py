@@ -52,6 +52,11 @@ def _groups_always_differ(original, run, batch, samples):
     return original(run, batch, samples)
 
 
+def _restarts_forgotten(original, run, died):
+    run.current.engine_restarts = 0
+    original(run, died)
+
+
 def _keeps_truncated(original, run, batch):
     enabled = run.config.algorithm.mask_truncated
     run.config.algorithm.mask_truncated = False
@@ -315,6 +320,12 @@ MUTANTS = [
         TRACKING + "MetricsFile.__init__",
         calls(_truncated_lines_kept),
         ("tests/trainer/test_tracking.py",),
+    ),
+    Mutant(
+        "every restart of an engine renews the limit of restarts",
+        "verlite.trainer.recovery:restart_engines",
+        calls(_restarts_forgotten),
+        ("tests/trainer/test_sync.py",),
     ),
     Mutant(
         "an undone step has consumed its prompts",

@@ -86,6 +86,12 @@ MUTANTS = [
         (SAMPLES,),
     ),
     Mutant(
+        "a new engine gets the adapters alone",
+        "verlite.workers.adapters:SyncedParts.forget",
+        does_nothing,
+        (SAMPLES,),
+    ),
+    Mutant(
         "inference computes with stale weights",
         "verlite.workers.inference:InferenceWorker.check_version",
         does_nothing,

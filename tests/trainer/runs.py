@@ -18,6 +18,7 @@ NOISY = (
     "perf/time",
     "perf/throughput",
     "perf/driver",
+    "perf/engine_restarts",
     "perf/weight_probe",
     "perf/straggler",
     "actor/perf",

@@ -6,9 +6,11 @@ import pytest
 
 from tests.trainer.test_stages import fake_run
 from verlite.config.weight_routes import weight_routes
+from verlite.controller.failures import RankDied, StuckError, WorkerError
+from verlite.trainer import recovery
 from verlite.trainer.run import StepState
 from verlite.trainer.stages import weights
-from verlite.trainer.stages.weights import sync_weights
+from verlite.trainer.stages.weights import call_engines, sync_weights
 
 
 class Calls(list):
@@ -106,6 +108,107 @@ def test_a_failed_weight_sync_does_not_change_the_version():
     with pytest.raises(RuntimeError, match="load_weights"):
         sync_weights(run)
     assert run.version == 3 and book == IN_ORDER[:3]
+
+
+def died(rank=0):
+    """Return the error of a call that an engine did not answer."""
+    text = f"rollout rank {rank} failed in generate (killed by SIGKILL): gone\n  its log"
+    cause = WorkerError(text, "rollout", rank, "generate", "killed by SIGKILL")
+    return RankDied(cause, [SimpleNamespace(rank=rank, name=f"rollout rank {rank}")])
+
+
+class Once(Calls):
+    """A role whose call named by `fails` raises the first time, because an engine died."""
+
+    def __getattr__(self, method):
+        call = super().__getattr__(method)
+        if method != self.fails:
+            return call
+
+        def first(*arguments):
+            self.fails = None
+            self.book.append((self.name, method, *arguments))
+            raise died()
+
+        return first
+
+
+def restarts_into(book, monkeypatch):
+    monkeypatch.setattr(weights, "restart_engines", lambda run, error: book.append("restarted"))
+
+
+def test_a_sync_that_an_engine_dies_in_is_repeated_under_the_same_version(monkeypatch):
+    book, run = synced()
+    restarts_into(book, monkeypatch)
+    run.rollout = Once(book, "rollout", "load_weights")
+    sync_weights(run)
+    assert book == [*IN_ORDER[:3], "restarted", *IN_ORDER] and run.version == 4
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_new_engine_gets_the_weights_before_it_repeats_its_part(asleep, monkeypatch):
+    book, run = synced()
+    restarts_into(book, monkeypatch)
+    run.version = 4  # the sync of this version is the one that is repeated
+
+    def generate(rows):
+        error = died()
+        error.call = Calls(book, "call")
+        raise error
+
+    call_engines(run, generate, asleep, "rows")
+    repeated = ["restarted", *IN_ORDER, ("call", "send_missing"), ("call", "result")]
+    assert book == repeated + [("rollout", "sleep")] * asleep and run.version == 4
+
+
+class Engines:
+    """A worker group whose restarts fail with these errors, one after the other, then succeed."""
+
+    role = "rollout"
+
+    def __init__(self, *errors):
+        self.errors, self.restarted, self.supervisor = list(errors), [], self
+
+    def settle(self, workers):
+        return list(workers)
+
+    def restart(self, workers):
+        self.restarted.append([worker.rank for worker in workers])
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+def restart(run, engines, monkeypatch):
+    monkeypatch.setattr(recovery, "group", lambda workers: engines)
+    recovery.restart_engines(run, died())
+
+
+def test_restarts_are_counted_per_step_and_limited(monkeypatch):
+    book, run = synced()
+    run.current = StepState(number=1)
+    engines = Engines(died(1))  # the new engine of rank 0 stays; rank 1 dies while it starts
+    restart(run, engines, monkeypatch)
+    assert engines.restarted == [[0], [1]] and book == [("actor", "engine_restarted")]
+    assert run.metrics["perf/engine_restarts"] == 2
+    (line,) = run.display
+    assert line.startswith("rollout rank 1 failed in generate (killed by SIGKILL): gone. Started ")
+    restart(run, engines, monkeypatch)
+    with pytest.raises(WorkerError, match="(?s)^rollout rank 0.*at most 3 are started again"):
+        restart(run, engines, monkeypatch)
+    assert len(engines.restarted) == 3
+    run.current = StepState(number=2)
+    restart(run, engines, monkeypatch)
+
+
+def test_an_engine_that_cannot_be_started_again_ends_the_run_with_its_first_death(monkeypatch):
+    _, run = synced()
+    run.current = StepState(number=1)
+    stuck = StuckError("rollout.start did not finish within 120 s", "rollout", "start", [], [0])
+    with pytest.raises(WorkerError, match="(?s)^rollout rank 0 failed in generate.*did not finish"):
+        restart(run, Engines(stuck), monkeypatch)
+    actor = WorkerError("actor rank 0 failed", "actor", 0, "no call", "killed by SIGKILL")
+    with pytest.raises(WorkerError, match="^actor rank 0 failed"):
+        restart(run, Engines(actor), monkeypatch)
 
 
 @pytest.mark.parametrize(

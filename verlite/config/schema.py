@@ -776,6 +776,15 @@ class RolloutConfig:
         choices=("merged", "adapter"),
     )
     sync_bucket_mb: int = key(512, "Weight sync: size of one bucket in MiB.", bound=">= 1")
+    max_restarts: int = key(
+        3,
+        "Times per training step that an engine whose process died (killed, crashed, out of "
+        "memory) is started again within the run. It gets the current weights, and its samples are "
+        "drawn again with the same seeds, so the numbers are those of an undisturbed run. 0: the "
+        "run ends.",
+        bound=">= 0",
+        used_when=OWN_ENGINES,
+    )
     request_timeout_s: float = key(
         1800.0,
         "The run stops with a report if an engine with waiting requests finishes no generation "

@@ -6,6 +6,7 @@ They go directly to a node that fetches them, once for all ranks there.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,9 @@ def keep(batch: DataProto, names: Iterable[str]) -> DataProto:
     return batch.with_non_tensor(**{name: object_array(column) for name, column in refs.items()})
 
 
-def fetch(batch: DataProto, names: Iterable[str] | None = None) -> DataProto:
+def fetch(
+    batch: DataProto, names: Iterable[str] | None = None, lost_as_none: bool = False
+) -> DataProto:
     """Return the batch with values in place of references.
 
     A column may mix references and values; values pass through. Columns without references are not
@@ -60,6 +63,7 @@ def fetch(batch: DataProto, names: Iterable[str] | None = None) -> DataProto:
 
     Args:
         names: the object columns to fetch; None fetches all.
+        lost_as_none: return None for each value whose worker has died.
 
     Raises:
         WorkerError: in the driver, if the worker that stored the values has died.
@@ -69,10 +73,13 @@ def fetch(batch: DataProto, names: Iterable[str] | None = None) -> DataProto:
     refs = [value for column in columns.values() for value in column if isinstance(value, Ref)]
     if not refs:
         return batch
-    stored = _load(list(dict.fromkeys(ref.chunk for ref in refs)))
+    chunks = list(dict.fromkeys(ref.chunk for ref in refs))
+    stored = _load_available(chunks) if lost_as_none else _load(chunks)
 
     def value_of(entry: Any) -> Any:
         if isinstance(entry, Ref):
+            if entry.chunk not in stored:
+                return None
             return stored[entry.chunk][entry.name][entry.row]
         return entry
 
@@ -95,6 +102,17 @@ def _load(chunks: list[Any]) -> dict[Any, dict[str, list[Any]]]:
         if cluster is not None:  # in a worker, the driver's supervisor makes the diagnosis
             cluster.supervisor.raise_if_worker_died()
         raise
+
+
+def _load_available(chunks: list[Any]) -> dict[Any, dict[str, list[Any]]]:
+    """Return {chunk: {column name: values}} without the chunks whose worker has died."""
+    import ray
+
+    found = {}
+    for chunk in chunks:
+        with suppress(ray.exceptions.ObjectLostError):
+            found[chunk] = ray.get(chunk)
+    return found
 
 
 def _size(value: Any) -> int:

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from verlite.controller.node import Diagnosis
 from verlite.controller.records import Failed
@@ -15,12 +16,15 @@ KINDS = {
     "OutOfMemoryError": "out of device memory",
     "MemoryError": "out of host memory",
     "Sigterm": "killed by SIGTERM",
+    "EngineDied": "the engine died",
 }
-"""Kinds of failure by exception class; every other exception is of the kind "exception"."""
+"""Kinds of failure by exception class; every other exception is of the kind "exception". After one
+of these the process cannot be used any more."""
 FROZEN = "frozen"
 STUCK = "no progress"
 DIED = "died"
 """Kind of a worker that died, until its node has been asked for the reason."""
+NODE_LOST = "node lost"
 FATAL_SIGNALS = {
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
@@ -65,6 +69,22 @@ class WorkerError(RuntimeError):
         self.method = method
         self.kind = kind
         self.exception_type = exception_type
+
+
+class RankDied(WorkerError):
+    """Workers of a role that can be restarted died. The other workers go on.
+
+    Attributes:
+        workers: the dead ones.
+        call: the call that was waited for, a `supervise.Future`.
+    """
+
+    call: Any
+
+    def __init__(self, error: WorkerError, workers: list[WorkerHandle]) -> None:
+        RuntimeError.__init__(self, str(error))
+        vars(self).update(vars(error))
+        self.workers = workers
 
 
 class NodeLost(RuntimeError):
@@ -128,6 +148,11 @@ class Cause:
         return self.type_name == "RuntimeError" and LOST_PEER.search(self.message) is not None
 
     @property
+    def ended(self) -> bool:
+        """Whether the worker's process has ended or cannot be used any more."""
+        return self.type_name is None or self.type_name in KINDS
+
+    @property
     def order(self) -> tuple[bool, bool, float]:
         """Sort key: causes before consequences, deaths before exceptions, early before late."""
         return self.is_consequence, self.type_name is not None, self.when
@@ -163,7 +188,7 @@ def cause_of_ray_error(worker: WorkerHandle, method: str, error: Exception) -> C
         kind = KINDS["MemoryError"]
         message = "Ray's memory monitor killed it: " + str(error).splitlines()[0]
     elif "because its node has died" in str(error):
-        kind = "node lost"
+        kind = NODE_LOST
         message = "its node left the cluster"
     else:
         kind = DIED
@@ -212,7 +237,7 @@ def worker_error(
     what = f"{first.type_name}: {first.message}" if first.type_name else first.message
     log = diagnosis.log if diagnosis else ""
     if kind == DIED and diagnosis is None:
-        kind = "node lost"
+        kind = NODE_LOST
         what = "its node does not answer"
     elif kind == DIED and diagnosis and oom_kills_at_start is not None:
         kind, what = reason_for_death(log, diagnosis.oom_kills > oom_kills_at_start)

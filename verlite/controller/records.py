@@ -25,6 +25,7 @@ class WorkerSpec:
         debugger: what breakpoint() stops in: "debugpy", "legacy" (`ray debug`), or "" to refuse it.
         heartbeat: where to send heartbeats; None: nowhere.
         stops_at_failures: whether the worker waits for the debugger before it reports a failure.
+        restarts: number of earlier processes of this rank.
         mark: NAME=VALUE in the environment of this worker and its children, if the worker needs its
             own guardian because the driver's guardian runs on another machine; else None.
         head: host:port of Ray's head. The guardian ends a worker that loses it.
@@ -49,6 +50,7 @@ class WorkerSpec:
     debugger: str = ""
     stops_at_failures: bool = False
     heartbeat: Target | None = None
+    restarts: int = 0
 
 
 @dataclass(frozen=True)

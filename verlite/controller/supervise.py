@@ -16,7 +16,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 from verlite.controller.failures import (
     FROZEN,
     STUCK,
+    NODE_LOST,
     Cause,
+    RankDied,
     cause_of_exception,
     cause_of_ray_error,
     node_lost,
@@ -45,6 +47,9 @@ class Future(Generic[T]):
     Attributes:
         pending: {Ray reference: worker} for the ranks that have not answered.
         assemble: builds the result from the values of all ranks, in rank order.
+        send: sends the call to one rank; returns (Ray reference, worker). None: it cannot be sent
+            again.
+        sent: {rank: worker} to which the call was sent.
         values: {rank: value} for the ranks that have answered.
         started: time of the call, from time.monotonic().
         answered: {rank: (its worker, seconds until its answer)}.
@@ -57,6 +62,8 @@ class Future(Generic[T]):
     method: str
     pending: dict[Any, WorkerHandle]
     assemble: Callable[[list[Any]], T]
+    send: Callable[[int], tuple[Any, WorkerHandle]] | None = None
+    sent: dict[int, WorkerHandle] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     answered: dict[int, tuple[WorkerHandle, float]] = field(default_factory=dict)
@@ -72,11 +79,29 @@ class Future(Generic[T]):
 
         Raises:
             WorkerError: a worker of any role failed.
+            RankDied: see `Supervisor.restartable`. `send_missing` then repeats what is missing.
             StuckError: the time limit was exceeded.
         """
         limit_s = self.supervisor.call_timeout_s if timeout_s is None else timeout_s
-        self.supervisor.wait(self, limit_s)
+        try:
+            self.supervisor.wait(self, limit_s)
+        except RankDied as died:
+            died.call = self
+            raise
         return self.assemble([self.values[rank] for rank in sorted(self.values)])
+
+    def send_missing(self) -> None:
+        """Send the call again to the ranks that have died, also to those that had answered: what
+        they keep for others is lost with them. The other ranks' answers are kept."""
+        assert self.send is not None
+        for rank, worker in self.sent.items():
+            if worker not in self.supervisor.workers:
+                self.values.pop(rank, None)
+                ref, self.sent[rank] = self.send(rank)
+                self.pending[ref] = self.sent[rank]
+        self.started = time.monotonic()
+        if self not in self.supervisor.outstanding:
+            self.supervisor.watch(self)
 
 
 class Supervisor:
@@ -86,6 +111,8 @@ class Supervisor:
         call_timeout_s: default limit of one call without progress, in seconds.
         ranks: notices frozen, stuck and slow ranks.
         workers: all workers of the run.
+        restartable: roles of which a dead worker does not end the run: calls raise RankDied. Then
+            use `settle` and `WorkerGroup.restart`.
         outstanding: calls that have not finished.
         failure: the first failure, after which no call can succeed.
         stopped_by: failure of a worker that waits for a debugger before it reports it.
@@ -98,6 +125,7 @@ class Supervisor:
         self.call_timeout_s = call_timeout_s
         self.ranks = ranks or RankWatch()
         self.workers: list[WorkerHandle] = []
+        self.restartable: set[str] = set()
         self.outstanding: list[Future[Any]] = []
         self.failure: Exception | None = None
         self.node_watch = NodeWatch([])
@@ -160,6 +188,31 @@ class Supervisor:
         if causes:
             self._raise_first(causes)
 
+    def settle(self, dead: Sequence[WorkerHandle]) -> list[WorkerHandle]:
+        """After RankDied: kill the dead workers, should they only be stuck, and wait for all other
+        workers to answer their calls. Failures that the deaths explain are ignored.
+
+        Returns:
+            The dead workers, with those of restartable roles that have died meanwhile.
+
+        Raises:
+            WorkerError, StuckError: another worker failed, or a call exceeded the run's limit.
+        """
+        found = list(dict.fromkeys(dead))
+        self._kill(found)
+        while self.outstanding:
+            self.before_poll()
+            self._raise_if_node_lost()
+            causes = self._collect(POLL_S)
+            found += [c.worker for c in causes if self._can_restart(c) and c.worker not in found]
+            if not all(self._can_restart(c) or c.is_consequence for c in causes):
+                self._raise_first(causes)
+            for future in self.outstanding:
+                if time.monotonic() - future.started > self.call_timeout_s:
+                    self._raise_stuck(future, self.call_timeout_s)
+        self.workers = [worker for worker in self.workers if worker not in found]
+        return found
+
     def stop_all(self) -> None:
         """Kill every worker; see `stop`."""
         self.stop(list(self.workers))
@@ -169,14 +222,17 @@ class Supervisor:
 
         Calls that any of them was running are dropped.
         """
-        import ray
-
         self.outstanding = [
             future
             for future in self.outstanding
             if not any(worker in workers for worker in future.pending.values())
         ]
         self.workers = [worker for worker in self.workers if worker not in workers]
+        self._kill(workers)
+
+    def _kill(self, workers: Sequence[WorkerHandle]) -> None:
+        import ray
+
         for worker in workers:
             ray.kill(worker.actor, no_restart=True)
         # ray.kill only asks the process to exit; a SIGSTOPped process does not respond.
@@ -262,13 +318,20 @@ class Supervisor:
                 causes.append(cause_of_ray_error(asked[ref], "no call", error))
         return causes
 
+    def _can_restart(self, cause: Cause) -> bool:
+        return cause.ended and cause.worker.role in self.restartable
+
     def _raise_first(self, causes: list[Cause]) -> NoReturn:
-        """Stop all workers and raise the root cause."""
+        """Raise the root cause. Stop all workers, unless it is a death of a restartable role's."""
         causes.sort(key=lambda cause: cause.order)
         first = causes[0]
         info = process_infos([first.worker])[0]
         diagnosis = diagnose([first.worker])[0]
         error = worker_error(causes, diagnosis, info.oom_kills if info else None)
+        if error.kind != NODE_LOST and self._can_restart(first):
+            others = [one for one in causes if not self._can_restart(one)]
+            if all(one.is_consequence for one in others):
+                raise RankDied(error, [one.worker for one in causes if one not in others])
         self.failure = error
         try:
             exception = pickle.loads(first.pickled) if first.pickled is not None else None

@@ -8,7 +8,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 from verlite.controller.dispatch import dispatch_of, join_rows, split_rows
 from verlite.controller.placement import Placement
 from verlite.controller.supervise import Future
-from verlite.controller.worker_start import start_processes
+from verlite.controller.worker_handle import WorkerHandle
+from verlite.controller.worker_start import restart_process, start_processes
 from verlite.protocol.data import DataProto
 
 P = ParamSpec("P")
@@ -16,6 +17,8 @@ W = TypeVar("W")
 
 INLINE_BYTES = 64 << 10
 """Smaller batches are sent with the call. Larger ones are put into the object store first."""
+PLACE_S = 120.0
+"""How long Ray may take to start a process on the devices of one that died."""
 
 
 def spawn(
@@ -77,21 +80,46 @@ class WorkerGroup:
 
         self.worker_class = worker_class
         self.role = role
+        self.placement = placement
         self.cluster = placement.cluster
         self.supervisor = self.cluster.supervisor
         self.workers = placement.prestarted.pop(role, []) or start_processes(placement, role)
-        rendezvous = self.workers[0].actor.listen.remote()
         untyped_ray: Any = ray
-        code = ray.put(untyped_ray.cloudpickle.dumps(worker_class))
-        names = list(kwargs)
-        values = [ray.put(value) for value in (*args, *kwargs.values())]
+        self._code = ray.put(untyped_ray.cloudpickle.dumps(worker_class))
+        self._names = list(kwargs)
+        self._values = [ray.put(value) for value in (*args, *kwargs.values())]
+        self._restarts = 0
+        self.construction = self._construct(self.workers)
+
+    def _construct(self, workers: list[WorkerHandle]) -> Future[None]:
+        rendezvous = workers[0].actor.listen.remote()
         pending = {
-            worker.actor.build.remote(code, names, rendezvous, *values): worker
-            for worker in self.workers
+            worker.actor.build.remote(self._code, self._names, rendezvous, *self._values): worker
+            for worker in workers
         }
-        self.construction: Future[None] = self.supervisor.watch(
-            Future(self.supervisor, role, "construction", pending, lambda values: None)
+        return self._watch("construction", pending)
+
+    def _watch(self, method: str, pending: dict[Any, WorkerHandle]) -> Future[None]:
+        return self.supervisor.watch(
+            Future(self.supervisor, self.role, method, pending, lambda values: None)
         )
+
+    def restart(self, dead: list[WorkerHandle]) -> None:
+        """Start new processes in place of dead ones, and construct their workers as the first time.
+
+        Only for roles whose ranks have no process group of their own.
+
+        Raises:
+            WorkerError, RankDied: a new process failed.
+            StuckError: one of them was not placed within PLACE_S, or not constructed in time.
+        """
+        self._restarts += 1
+        new = [restart_process(self.placement, self.role, w.rank, self._restarts) for w in dead]
+        for worker in new:
+            self.workers[worker.rank] = worker
+        self._watch("start", {worker.info_ref: worker for worker in new}).result(PLACE_S)
+        self.construction = self._construct(new)
+        self.construction.result()
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -102,11 +130,11 @@ class WorkerGroup:
         Calls of one role run in the order of submission.
         """
         dispatch = dispatch_of(self.worker_class, method)
-        workers = self.workers
+        ranks = len(self.workers)
         assemble: Callable[[list[Any]], Any] = self._count_received
-        pieces: list[list[Any]] = [[] for _ in workers]
+        pieces: list[list[Any]] = [[] for _ in range(ranks)]
         if dispatch == "rank_zero":
-            workers = workers[:1]
+            ranks = 1
 
             def assemble(values: list[Any]) -> Any:
                 return self._count_received(values)[0]
@@ -119,17 +147,22 @@ class WorkerGroup:
                 )
             data = args[0]
             args = args[1:]
-            pieces = [[piece] for piece in self._store(split_rows(data, len(workers)))]
+            pieces = [[piece] for piece in self._store(split_rows(data, ranks))]
 
             def assemble(values: list[Any]) -> Any:
                 return join_rows(self._count_received(values), data)
 
-        common = self._store([*args, *kwargs.values()], copies=len(workers))
-        pending = {}
-        for worker, piece in zip(workers, pieces, strict=False):
-            ref = worker.actor.call.remote(method, list(kwargs), *piece, *common)
-            pending[ref] = worker
-        return self.supervisor.watch(Future(self.supervisor, self.role, method, pending, assemble))
+        common = self._store([*args, *kwargs.values()], copies=ranks)
+
+        def send(rank: int) -> tuple[Any, WorkerHandle]:
+            worker = self.workers[rank]
+            return worker.actor.call.remote(method, list(kwargs), *pieces[rank], *common), worker
+
+        pending = dict(send(rank) for rank in range(ranks))
+        sent = {worker.rank: worker for worker in pending.values()}
+        return self.supervisor.watch(
+            Future(self.supervisor, self.role, method, pending, assemble, send, sent)
+        )
 
     def _store(self, values: list[Any], copies: int = 1) -> list[Any]:
         """Put large batches into the object store, in parallel; return other values unchanged."""

@@ -35,20 +35,31 @@ def start_processes(placement: Placement, role: str) -> list[WorkerHandle]:
 
     driver_node = ray.get_runtime_context().get_node_id()
     specs = _specs(placement, role, driver_node)
-    ranks = placement.roles[role]
-    workers = [
-        _start_process(placement, spec, devices[0])
-        for spec, devices in zip(specs, ranks, strict=True)
-    ]
+    workers = [_start_process(placement, spec) for spec in specs]
     placement.cluster.supervisor.workers += workers
     return workers
 
 
-def _start_process(placement: Placement, spec: WorkerSpec, device: int) -> WorkerHandle:
+def restart_process(placement: Placement, role: str, rank: int, restarts: int) -> WorkerHandle:
+    """Start a new process for a rank whose process is dead, in the same bundle.
+
+    Args:
+        restarts: number of this restart of the rank, from 1.
+    """
+    import ray
+
+    driver_node = ray.get_runtime_context().get_node_id()
+    worker = _start_process(placement, _specs(placement, role, driver_node, restarts)[rank])
+    placement.cluster.supervisor.workers.append(worker)
+    return worker
+
+
+def _start_process(placement: Placement, spec: WorkerSpec) -> WorkerHandle:
     """Start the process of one rank in the bundle of its first device."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    device = placement.roles[spec.role][spec.rank][0]
     share = placement.share(device)
     options: dict[str, Any] = {"num_cpus": share}
     if placement.kind == "cuda":
@@ -83,7 +94,7 @@ def _runtime_env(placement: Placement, spec: WorkerSpec, device: Device) -> dict
     if not cluster.local:
         hidden = {name for name, _ in spec.secrets}
         variables = {name: text for name, text in cluster.environment.items() if name not in hidden}
-        mark = _mark(placement, spec.role, spec.rank)
+        mark = _mark(placement, spec.role, spec.rank, spec.restarts)
         runtime_env["env_vars"] = {**variables, **device.env_vars, RUN_MARK: mark}
     elif device.env_vars:
         runtime_env["env_vars"] = dict(device.env_vars)
@@ -93,7 +104,9 @@ def _runtime_env(placement: Placement, spec: WorkerSpec, device: Device) -> dict
     return runtime_env
 
 
-def _specs(placement: Placement, role: str, driver_node: str) -> list[WorkerSpec]:
+def _specs(
+    placement: Placement, role: str, driver_node: str, restarts: int = 0
+) -> list[WorkerSpec]:
     """Return the specs of the role's ranks, in rank order."""
     ranks = placement.roles[role]
     first_devices = [placement.devices[devices[0]] for devices in ranks]
@@ -109,7 +122,7 @@ def _specs(placement: Placement, role: str, driver_node: str) -> list[WorkerSpec
             gpu_ids = tuple(str(placement.devices[index].gpu_id) for index in devices)
         mark = None
         if device.node_id != driver_node:  # the driver's guardian does not see that machine
-            mark = f"{RUN_MARK}={_mark(placement, role, rank)}"
+            mark = f"{RUN_MARK}={_mark(placement, role, rank, restarts)}"
         earlier = first_devices[:rank]
         specs.append(
             WorkerSpec(
@@ -130,10 +143,13 @@ def _specs(placement: Placement, role: str, driver_node: str) -> list[WorkerSpec
                 debugger=placement.cluster.debugger,
                 stops_at_failures=placement.cluster.stops_at_failures,
                 heartbeat=heartbeats.target(role, rank) if heartbeats else None,
+                restarts=restarts,
             )
         )
     return specs
 
 
-def _mark(placement: Placement, role: str, rank: int) -> str:
-    return f"{placement.cluster.run_id}/{role}/{rank}"
+def _mark(placement: Placement, role: str, rank: int, restarts: int) -> str:
+    """Return the mark of one process: a dead one's guardian kills whatever has its mark."""
+    again = f".{restarts}" if restarts else ""
+    return f"{placement.cluster.run_id}/{role}/{rank}{again}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verlite import progress
-from verlite.rollout.types import Completion, EngineError, Sampling, WeightSyncError
+from verlite.rollout.types import Completion, EngineDied, EngineError, Sampling, WeightSyncError
 from verlite.weights.probe import Gap, Probe, gap
 
 Waiter = asyncio.Future[Completion]
@@ -309,7 +309,8 @@ class BatchedEngine:
                 raise RuntimeError(
                     f"the engine cannot sleep: {core.pending()} requests are running"
                 )
-            self._asleep |= core.sleep()
+            if "weights" not in self._asleep:
+                self._asleep |= core.sleep()
             if "weights" in self._asleep:
                 self._not_ready_reason = "sleep() freed its weights; wake it and sync again"
 
@@ -387,7 +388,7 @@ class BatchedEngine:
                     progress.tick()
             self._fatal_error = EngineError("the engine was closed")
         except BaseException as error:  # requests that wait must always receive an answer
-            self._fatal_error = EngineError(
+            self._fatal_error = EngineDied(
                 f"the engine died in a generation step: {type(error).__name__}: {error}"
             )
             self._fatal_error.__cause__ = error

@@ -26,6 +26,11 @@ class EngineError(RuntimeError):
     request is affected."""
 
 
+class EngineDied(EngineError):
+    """A generation step failed, and the engine ended. It can be replaced by a new engine in a new
+    process."""
+
+
 class WeightSyncError(EngineError):
     """A weight sync failed. The engine keeps its version and refuses to generate until a sync
     succeeds."""

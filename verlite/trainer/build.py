@@ -145,7 +145,10 @@ def open_run(checks: Preflight) -> Iterator[Run]:
         stop.on_defer = lambda name: display.info(
             f"{name}: step {run.finished_step} is not saved yet; the run stops once it is"
         )
-        placement.cluster.supervisor.before_poll = run.obey_stop
+        supervisor = placement.cluster.supervisor
+        supervisor.before_poll = run.obey_stop
+        if config.actor_rollout_ref.rollout.max_restarts and plan.rollout_name != "server":
+            supervisor.restartable = {"rollout"}
         yield run
 
 

@@ -102,6 +102,7 @@ def add_metrics(run: Run, batch: DataProto) -> None:
     run.metrics["training/global_step"] = run.step
     run.metrics["training/epoch"] = run.sampler.epoch
     run.metrics["training/weight_version"] = run.version
+    run.metrics.setdefault("perf/engine_restarts", 0.0)
     run.stopwatch.end_step()
     run.metrics.update(straggler_metrics(run))
     tokens = run.metrics["perf/total_num_tokens"]

@@ -10,6 +10,7 @@ from verlite.rewards.remote import UNAVAILABLE
 from verlite.rollout.types import Status
 from verlite.trainer.agent import tool_failures
 from verlite.trainer.run import Run
+from verlite.trainer.stages.weights import call_engines
 
 _CHECK_EVERY_S = 2.0
 _MAX_RESAMPLES = 3
@@ -42,10 +43,10 @@ def generate_with_retry(run: Run, requests: DataProto) -> DataProto:
     Retries are bounded: a passing health check does not guarantee success.
     """
     for _ in range(_MAX_RESAMPLES):
-        answers = run.rollout.generate(requests, sleep_after=False)
+        answers = call_engines(run, run.rollout.generate, False, requests, sleep_after=False)
         if not wait_for_services(run, answers):
             return answers
-    return run.rollout.generate(requests, sleep_after=False)
+    return call_engines(run, run.rollout.generate, False, requests, sleep_after=False)
 
 
 def wait_for_services(run: Run, batch: DataProto) -> bool:
@@ -114,7 +115,7 @@ def _recovers(run: Run, outage: _Outage) -> bool:
     began = time.monotonic()
     while True:
         # Every worker checks from its own machine. A stop request ends the step here.
-        broken = any(outage.health())
+        broken = any(call_engines(run, outage.health, False))
         waited = time.monotonic() - began
         if not broken:
             run.display.info(

@@ -12,6 +12,7 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
+from verlite.controller.failures import WorkerError
 from verlite.controller.stop import Stop
 from verlite.controller.worker_group import group
 from verlite.data.dataset import PromptDataset
@@ -49,6 +50,10 @@ class StepState:
     """Prompts sampled so far in this step. More than a batch if dynamic sampling drops groups."""
     sampler_state: dict[str, int] = field(default_factory=dict)
     """The sampler's position when the step started."""
+    engine_restarts: int = 0
+    """Rollout engines that were started again in this step."""
+    first_death: WorkerError | None = None
+    """Why the first of them died."""
 
 
 @dataclass

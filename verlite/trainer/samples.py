@@ -27,6 +27,7 @@ TOKENS_PER_STEP = 16_384
 """Response tokens of a step whose details are kept, about 40 bytes each. They are those of the
 first samples in the file."""
 _DECIMALS = 5
+TEXT_LOST = "the text is lost with a rollout engine that died after it drew the sample"
 
 
 def keep_samples(run: Run, batch: DataProto) -> list[dict[str, Any]]:
@@ -106,13 +107,15 @@ def add_tokens(records: list[dict[str, Any]], rows: DataProto, tokenizer: Any) -
     """Add `tokens` to the records of these rows: id, text and numbers of each response token.
 
     Masks are strings of 0 and 1. A row whose trained tokens all have the same advantage has one
-    number. Columns that the run does not have are left out.
+    number. Columns that the run does not have are left out, and so are rows whose tokens are lost.
     """
     stored = [name for name in _TOKEN_FIELDS if name in rows.non_tensor_batch]
-    columns = fetch(rows, ["response_ids", *stored]).non_tensor_batch
+    columns = fetch(rows, ["response_ids", *stored], lost_as_none=True).non_tensor_batch
     numbers = rows.tensors()
     left = TOKENS_PER_STEP
     for row, record in enumerate(records):
+        if columns["response_ids"][row] is None:
+            continue
         ids = [int(token) for token in columns["response_ids"][row]]
         left -= len(ids)
         if left < 0:
@@ -165,12 +168,13 @@ def kept_per_step(run: Run) -> int | None:
 def sample_records(run: Run, batch: DataProto) -> list[dict[str, Any]]:
     """Return one JSON object per sample: prompt, response, score and its parts, status, version."""
     names = [name for name in _SAMPLE_FIELDS if name in batch.non_tensor_batch]
-    columns = fetch(batch, names).non_tensor_batch
+    columns = fetch(batch, names, lost_as_none=True).non_tensor_batch
     return [_record(run, batch, columns, row) for row in range(len(batch))]
 
 
 def _record(run: Run, batch: DataProto, columns: dict[str, Any], row: int) -> dict[str, Any]:
     t = batch.batch
+    lost = columns["text"][row] is None
     valid = bool(t["valid"][row])
     raw_score = t["raw_scores"][row].item()
     score = t.get("scores", t["raw_scores"])[row].item()  # validation has raw scores only
@@ -179,8 +183,8 @@ def _record(run: Run, batch: DataProto, columns: dict[str, Any], row: int) -> di
         "uid": columns["uid"][row],
         "index": columns["index"][row],
         "data_source": columns["data_source"][row],
-        "prompt": run.tokenizer.decode(columns["prompt_ids"][row]),
-        "response": columns["text"][row],
+        "prompt": "" if lost else run.tokenizer.decode(columns["prompt_ids"][row]),
+        "response": "" if lost else columns["text"][row],
         "ground_truth": columns["ground_truth"][row],
         "score": score if valid else None,
     }
@@ -189,13 +193,13 @@ def _record(run: Run, batch: DataProto, columns: dict[str, Any], row: int) -> di
     record |= {
         "reward_parts": columns["reward_parts"][row],
         "status": columns["status"][row],
-        "error": columns["error"][row],
+        "error": TEXT_LOST if lost else columns["error"][row],
         "response_tokens": t["response_length"][row].item(),
         "trained_tokens": trained_tokens,
         "weight_version": t["weight_version"][row].item(),
     }
     for name in ("transcript", "turn_infos"):
-        if name in columns:
+        if name in columns and columns[name][row] is not None:
             record[name] = columns[name][row]
     return record
 

@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from verlite.weights.errors import TransportError
+
 Bucket = list[tuple[str, Tensor]]
 """(Hugging Face name, whole tensor) of a few weights."""
 
@@ -112,7 +114,11 @@ class BucketFiles:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for path in self.paths:
-            with safe_open(path, framework="pt") as file:
+            try:
+                opened = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise TransportError(f"the process that wrote {path} is gone") from error
+            with opened as file:
                 for name in file.offset_keys():
                     if name.startswith(TRAINED) == self.trained:
                         yield name.removeprefix(TRAINED), file.get_tensor(name)

@@ -149,6 +149,14 @@ class ActorWorker(LogProbWorker):
         return name, fingerprint, probe
 
     @register("all")
+    def engine_restarted(self) -> None:
+        """Before the next sync: a new engine needs the base model too, and the process group of the
+        transport `collective` has lost a member."""
+        self._sync.forget()
+        if self._sender is not None:
+            self._sender.abort("a rollout engine was started again")
+
+    @register("all")
     def offer_weights(self, version: int, probe_limit: float | None) -> Offer:
         """Prepare to publish `version`: bring the weights to the device and hash them. Adapters
         alone are hashed and gathered from where they are.

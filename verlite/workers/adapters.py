@@ -36,6 +36,10 @@ class SyncedParts:
             self.parts = ("adapters",) if self._engines_have_base else ("adapters", "base")
         self._engines_have_base = False
 
+    def forget(self) -> None:
+        """Take note that an engine was started anew, without the base model."""
+        self._engines_have_base = False
+
     def succeeded(self) -> None:
         """Take note that all engines have the version."""
         self._engines_have_base = True

@@ -12,6 +12,7 @@ from verlite.trainer.errors import RewardFailures, RolloutFailures, TooFewGroups
 from verlite.trainer.failed_rewards import describe, failed_rows, warn_of_new_kinds
 from verlite.trainer.outage import generate_with_retry, waits_for_services
 from verlite.trainer.run import Run, stage
+from verlite.trainer.stages.weights import call_engines
 
 _REQUEST_FIELDS = ("prompt_ids", "sampling", "data_source", "ground_truth", "extra_info")
 """What a rollout worker needs to generate and score a response."""
@@ -91,7 +92,10 @@ def sample_responses(run: Run, requests: DataProto, sleep_after: bool) -> DataPr
     sent = requests.select([], _REQUEST_FIELDS)
     other_columns = requests.pop(non_tensor_batch_keys=["prompt_ids"])[1]
     if not waits_for_services(run):
-        return other_columns.union(run.rollout.generate(sent, sleep_after=sleep_after))
+        generate = run.rollout.generate
+        return other_columns.union(
+            call_engines(run, generate, sleep_after, sent, sleep_after=sleep_after)
+        )
     answers = generate_with_retry(run, sent)
     if sleep_after:
         run.rollout.sleep()

@@ -1,12 +1,21 @@
 """Weight sync from the actor to the roles that read its weights."""
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from verlite.controller.failures import RankDied
 from verlite.controller.worker_group import submit
+from verlite.protocol.metrics import Metrics
+from verlite.trainer.recovery import restart_engines
 from verlite.trainer.run import Run, stage
 from verlite.trainer.stages.advantage import gap_limit
 from verlite.weights.probe import probe_limit
 from verlite.workers.inference import InferenceWorker
 from verlite.workers.rollout import RolloutWorker
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _PROBE_SHARE = 0.02
 """Share of a step's time that the log-prob probe may take with weight_probe=auto."""
 
@@ -14,19 +23,37 @@ _PROBE_SHARE = 0.02
 @stage("update_weights")
 def sync_weights(run: Run) -> None:
     """Give every rollout engine, and the role `inference`, the actor's weights under the next
-    version.
+    version. See `give_weights`."""
+    run.metrics.update(give_weights(run, run.version + 1))
+    run.version += 1
 
-    Those that take weights from the actor's GPU or from another host do so while it publishes. For
-    the others, all ranks of the actor write their weights and free their device memory before any
-    engine allocates its own. Each reader compares fingerprints, and with the log-prob probe also
-    log-probs, before it keeps the version. If any part fails, this raises and `run.version` does
-    not change; engines refuse to generate, and `inference` to compute log-probs, with weights that
-    were loaded in part. Copies in memory are then freed when their process exits.
+
+def give_weights(run: Run, version: int) -> Metrics:
+    """Give every rollout engine, and the role `inference`, the actor's weights under a version.
+
+    If an engine dies meanwhile, it is started again and the sync is repeated.
+
+    Returns:
+        The metrics of the sync.
     """
+    while True:
+        try:
+            return _give_weights(run, version)
+        except RankDied as died:
+            restart_engines(run, died)
+
+
+def _give_weights(run: Run, version: int) -> Metrics:
+    """Those that take weights from the actor's GPU or from another host do so while it publishes.
+    For the others, all ranks of the actor write their weights and free their device memory before
+    any engine allocates its own. Each reader compares fingerprints, and with the log-prob probe
+    also log-probs, before it keeps the version. If any part fails, this raises; engines refuse to
+    generate, and `inference` to compute log-probs, with weights that were loaded in part. Copies in
+    memory are then freed when their process exits."""
     readers: list[RolloutWorker | InferenceWorker] = [run.rollout]
     if run.inference is not None:
         readers.append(run.inference)
-    offers = run.actor.offer_weights(run.version + 1, _probe_limit(run))
+    offers = run.actor.offer_weights(version, _probe_limit(run))
     if run.plan.weights.is_streaming:
         calls = [submit(run.actor.publish_weights, offers[0])]
         calls += [submit(reader.fetch_weights, offers) for reader in readers]
@@ -43,10 +70,33 @@ def sync_weights(run: Run) -> None:
     if run.plan.weights.receivers:
         for reader in readers:
             reader.release_weights()
-    run.version += 1
-    run.metrics["perf/weight_sync_bytes"] = float(max(export.bytes for export in exports))
-    for name in probes[0]:
-        run.metrics[name] = max(probe[name] for probe in probes)
+    metrics = {name: max(probe[name] for probe in probes) for name in probes[0]}
+    return metrics | {"perf/weight_sync_bytes": float(max(export.bytes for export in exports))}
+
+
+def call_engines(
+    run: Run, method: Callable[P, T], asleep: bool, *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Call a method of the rollout engines. An engine that dies is started again, gets the weights,
+    and repeats its part of the call.
+
+    Args:
+        asleep: whether the engines sleep after the call.
+    """
+    answer = functools.partial(method, *args, **kwargs)
+    call = None
+    while True:
+        try:
+            result = answer()
+            if call is not None and asleep:  # the sync has woken the other engines
+                run.rollout.sleep()
+            return result
+        except RankDied as died:
+            restart_engines(run, died)
+            give_weights(run, run.version)
+            call = call or died.call
+            call.send_missing()
+            answer = functools.partial(call.result)
 
 
 def _probe_limit(run: Run) -> float | None:

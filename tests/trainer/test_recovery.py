@@ -1,0 +1,118 @@
+"""Rollout engines that die are started again within the run, and change no number."""
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.trainer.runs import Launch, quiet, write_reward, write_sums
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+
+KILLED_IN_UPDATE = """
+import os, signal
+from verlite.controller.worker_group import group
+from verlite.trainer import ppo
+inner = ppo.update_actor
+def faulty(run, batch):
+    inner(run, batch)
+    if run.step == 3:
+        os.kill(int(group(run.rollout).workers[0].pid), signal.SIGKILL)
+ppo.update_actor = faulty
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tiny_qwen2):
+    """Two engines and the actor on devices of their own. One thread per worker: see test_runs."""
+    folder = tmp_path_factory.mktemp("sums")
+    reward = write_reward(folder / "reward.py", "return sum(c.isdigit() for c in solution_str) / 4")
+    return [
+        f"data.train_files={write_sums(folder / 'train.parquet', 64)}",
+        f"data.val_files={write_sums(folder / 'val.parquet', 8, 64)}",
+        f"custom_reward_function.path={reward}",
+        f"actor_rollout_ref.model.path={tiny_qwen2}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=8",
+        "data.max_response_length=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=3",
+        "cluster.component_placement={rollout: 0-1, actor: 2}",
+        "trainer.rollouts_per_step=-1",
+        "trainer.save_freq=-1",
+    ]
+
+
+def launch(tmp_path, name, options, before=""):
+    return Launch(tmp_path / name, options, tmp_path / f"{name}.log", before)
+
+
+def numbers(run):
+    return [
+        {key: value for key, value in quiet(line).items() if key != "perf/engine_restarts"}
+        for line in run.metrics()
+    ]
+
+
+def samples(run):
+    return {path.name: path.read_text() for path in sorted(run.run_dir.glob("rollouts/*"))}
+
+
+def test_engines_that_die_change_no_number(tmp_path, base, monkeypatch):
+    """Deaths in validation, in the sync that follows it, in generation, when going to sleep, and in
+    the update. The weights travel by a broadcast, whose group is formed again, to one engine, and
+    by its files to the other.
+    """
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MORTAL", str(tmp_path / "deaths"))
+    (tmp_path / "deaths").mkdir()
+    base = [*base, "trainer.total_training_steps=4", "trainer.test_freq=2"]
+    whole = launch(tmp_path, "whole", [*base, "actor_rollout_ref.rollout.name=hf"])
+    assert whole.wait() == 0, whole.text()
+    assert all(line.get("perf/engine_restarts", 0) == 0 for line in whole.metrics())
+
+    for death in ("step-4", "load-2", "sleep-3", "step-30"):
+        (tmp_path / "deaths" / death).touch()
+    options = [
+        "actor_rollout_ref.rollout.name=tests.trainer.mortal:Mortal",
+        "actor_rollout_ref.rollout.weight_transport=collective",
+    ]
+    run = launch(tmp_path, "disturbed", [*base, *options], KILLED_IN_UPDATE)
+    assert run.wait(400) == 0, run.text()
+    assert not list((tmp_path / "deaths").iterdir()), run.text()
+    text = " ".join(run.text().split())
+    assert text.count("killed by SIGKILL") == text.count("Started again in") == 5, run.text()
+    assert sum(line["perf/engine_restarts"] for line in run.metrics()) == 5
+    assert numbers(run) == numbers(whole)
+    expected, found = (samples(one) for one in (whole, run))
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name]] == ["step_3.jsonl"]
+    assert found["step_3.jsonl"].count("the text is lost") == 16
+    before, after = (
+        load_file(one.run_dir / "huggingface" / "model.safetensors") for one in (whole, run)
+    )
+    assert all(before[name].equal(after[name]) for name in before)
+    run.assert_nothing_left()
+
+
+def test_an_engine_that_always_dies_ends_the_run_with_the_first_cause(tmp_path, base, monkeypatch):
+    monkeypatch.setenv("MORTAL", str(tmp_path))
+    (tmp_path / "step-3-always").touch()
+    options = [
+        "actor_rollout_ref.rollout.name=tests.trainer.mortal:Mortal",
+        "actor_rollout_ref.rollout.max_restarts=3",
+        "trainer.total_training_steps=4",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.export_hf=false",
+    ]
+    run = launch(tmp_path, "doomed", [*base, *options])
+    assert run.wait() == 1, run.text()
+    error = " ".join(run.text().partition("error: ")[2].split())
+    assert error.startswith("rollout rank "), run.text()
+    assert "failed in generate (killed by SIGKILL" in error
+    assert "were started again in step 1, and at most 3 are started again" in error
+    assert "actor_rollout_ref.rollout.max_restarts" in error
+    run.assert_nothing_left()
