@@ -15,8 +15,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from verlite.controller.failures import (
     FROZEN,
-    STUCK,
     NODE_LOST,
+    STUCK,
     Cause,
     RankDied,
     cause_of_exception,
@@ -208,7 +208,7 @@ class Supervisor:
             if not all(self._can_restart(c) or c.is_consequence for c in causes):
                 self._raise_first(causes)
             for future in self.outstanding:
-                if time.monotonic() - future.started > self.call_timeout_s:
+                if self.ranks.exceeds(future, self.call_timeout_s):
                     self._raise_stuck(future, self.call_timeout_s)
         self.workers = [worker for worker in self.workers if worker not in found]
         return found
