@@ -1,10 +1,11 @@
 """`python -m verlite.main_ppo key=value ...`: train a policy with PPO, GRPO or a related method.
 
-Exit codes:
+Exit codes (docs/failures.md):
     0: done.
-    1: failed; the first cause is printed last.
+    1: failed, and the same command would fail again; the first cause is printed.
     2: the configuration or a file is wrong; nothing was trained.
-    75: stopped by SIGTERM or SIGUSR1. No finished step is lost; the same command resumes.
+    75: stopped by SIGTERM, SIGUSR1 or trainer.max_runtime; the same command resumes.
+    76: a process, a node or Ray was lost; the same command resumes and is likely to succeed.
     130: interrupted (Ctrl-C). Steps since the last checkpoint are lost.
 """
 
@@ -25,19 +26,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with stop:  # before the other imports, which take longer than all that comes before them
             return train_command(sys.argv[1:] if argv is None else argv, stop)
-    except KeyboardInterrupt as interrupt:
-        from verlite.config.show import console
-        from verlite.trainer.errors import failure_before, report_error
+    except KeyboardInterrupt:
+        if stop.code is None:
+            from verlite.config.show import console
 
-        code = stop.exit_code
-        failure = failure_before(interrupt)
-        if failure is not None:
-            code = report_error(failure, console(stderr=True))
-        else:
             console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
         sys.stdout.flush()
         # sys.exit would wait for the thread that imports torch.
-        os._exit(code)
+        os._exit(stop.exit_code)
 
 
 def train_command(argv: list[str], stop: Stop) -> int:
@@ -51,7 +47,9 @@ def train_command(argv: list[str], stop: Stop) -> int:
     loaded = main_argv(argv)
     if loaded.notes:
         console().print(notes_text(loaded.notes), soft_wrap=True)
-    from verlite.trainer.errors import AlreadyComplete, report_error
+    from verlite.controller.exit_codes import DONE
+    from verlite.trainer.ending import report
+    from verlite.trainer.errors import AlreadyComplete
     from verlite.trainer.launch import preflight
 
     try:
@@ -59,9 +57,9 @@ def train_command(argv: list[str], stop: Stop) -> int:
             return run(checks)
     except AlreadyComplete as done:
         console().print(str(done))
-        return 0
+        return stop.decide(DONE)
     except Exception as error:
-        return report_error(error, console(stderr=True))
+        return report(stop, None, error)
 
 
 def run(checks: "Preflight") -> int:
@@ -75,9 +73,12 @@ def run(checks: "Preflight") -> int:
             train(opened)
         except StepAborted:
             opened.undo_step()
-        return finalize(opened)
+        return opened.stop.decide(finalize(opened))
 
 
 if __name__ == "__main__":
     tolerate_full_disk()
-    sys.exit(main())
+    code = main()
+    from verlite.trainer.ending import leave
+
+    leave(code)

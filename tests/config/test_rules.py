@@ -85,6 +85,11 @@ WRONG = [
     (f"{ACTOR}entropy_coeff=-inf", f"{ACTOR}entropy_coeff", "must be finite"),
     ("reward.item_timeout_s=0", "reward.item_timeout_s", "must be > 0"),
     ("reward.timeout_s=-1", "reward.timeout_s", "must be > 0"),
+    (
+        "trainer.max_runtime=tomorrow",
+        "trainer.max_runtime",
+        "is not a duration such as 14400, 90m; Use null for no limit",
+    ),
     ("trainer.save_freq=-2", "trainer.save_freq", "must be >= 1 or -1"),
     (
         f"{ROLLOUT}engine_kwargs.vlm.foo=1",

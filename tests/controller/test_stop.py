@@ -6,13 +6,14 @@ import time
 
 import pytest
 
-from verlite.controller.stop import EXIT_INTERRUPTED, EXIT_STOPPED
+from verlite.controller.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 
 PROGRAM = """
 import ctypes, os, signal, sys, time
 from verlite.controller import stop as module
-module.END_S, module.SAVED_END_S, module.REPEAT_S = 1.0, 3.0, 0.3
+module.END_S, module.LEAVE_S, module.REPEAT_S = 1.0, 3.0, 0.3
 stop = module.Stop()
+stop.grace_s = 1.0
 unsaved = []
 stop.must_save = lambda: bool(unsaved)
 stop.on_defer = lambda name: print(name, "deferred", flush=True)
@@ -43,30 +44,35 @@ except KeyboardInterrupt:
     sys.exit(stop.exit_code)
 """
 
-STOPPED = "stopped by SIGTERM in step 7. Last checkpoint: step 6."
-INTERRUPTED = "interrupted in step 7. Last checkpoint: step 6."
+STOP_LINE = "stopped by SIGTERM in step 7. Last checkpoint: step 6."
+INTERRUPT_LINE = "interrupted in step 7. Last checkpoint: step 6."
 SAVE = "unsaved.append(7); send(signal.SIGTERM); "
 
+NOT_SAVED = (
+    "\nSIGTERM: not saved within trainer.stop_grace_s=1, in step 7. The run still saves and then "
+    "ends; another signal gives it 1 s more. Last checkpoint: step 6.\n"
+)
+
 CASES = {
-    "SIGTERM": ("send(signal.SIGTERM)", "pass", EXIT_STOPPED, f"{STOPPED}\n"),
+    "SIGTERM": ("send(signal.SIGTERM)", "pass", STOPPED, f"{STOP_LINE}\n"),
     "SIGUSR1": (
         "send(signal.SIGUSR1)",
         "pass",
-        EXIT_STOPPED,
+        STOPPED,
         "stopped by SIGUSR1 in step 7. Last checkpoint: step 6.\n",
     ),
-    "Ctrl-C": ("send(signal.SIGINT)", "pass", EXIT_INTERRUPTED, f"{INTERRUPTED}\n"),
+    "Ctrl-C": ("send(signal.SIGINT)", "pass", INTERRUPTED, f"{INTERRUPT_LINE}\n"),
     "SIGTERM with an unsaved step": (
         SAVE + "time.sleep(2.5); unsaved.clear(); print('saved', stop.requested)",
         "pass",
         0,
-        "SIGTERM deferred\nsaved SIGTERM\n",
+        f"SIGTERM deferred\n{NOT_SAVED}saved SIGTERM\n",
     ),
     "Ctrl-C with an unsaved step": (
         "unsaved.append(7); send(signal.SIGINT)",
         "pass",
-        EXIT_INTERRUPTED,
-        f"{INTERRUPTED}\n",
+        INTERRUPTED,
+        f"{INTERRUPT_LINE}\n",
     ),
     "SIGTERM twice from one sender": (
         SAVE + "time.sleep(0.1); send(signal.SIGTERM); time.sleep(0.5); print('saved')",
@@ -74,23 +80,56 @@ CASES = {
         0,
         "SIGTERM deferred\nsaved\n",
     ),
-    "a second signal": (
+    "a second signal while saving": (
         SAVE + "time.sleep(0.8); send(signal.SIGINT); time.sleep(30)",
         "pass",
-        EXIT_STOPPED,
-        f"SIGTERM deferred\n\n{STOPPED}\n  (a second signal, SIGINT, ended the process at once)\n",
+        STOPPED,
+        "SIGTERM deferred\n\na second signal: the save has 1 s\n"
+        f"\n{STOP_LINE}\n  (not saved within 1 s of the second signal)\n",
+    ),
+    "a third signal": (
+        SAVE + "time.sleep(0.4); send(signal.SIGINT); time.sleep(0.5); send(signal.SIGTERM); "
+        "time.sleep(30)",
+        "pass",
+        STOPPED,
+        "SIGTERM deferred\n\na second signal: the save has 1 s\n"
+        f"\n{STOP_LINE}\n  (a third signal, SIGTERM, ended the process at once)\n",
+    ),
+    "a second signal with nothing to save": (
+        "send(signal.SIGTERM)",
+        "time.sleep(0.5); send(signal.SIGTERM); time.sleep(30)",
+        STOPPED,
+        f"\n{STOP_LINE}\n  (a second signal, SIGTERM, ended the process at once)\n",
+    ),
+    "a request": (
+        "stop.request('trainer.max_runtime')",
+        "time.sleep(30)",
+        STOPPED,
+        f"\n{STOP_LINE.replace('SIGTERM', 'trainer.max_runtime')}\n  (it did not end within 1 s",
+    ),
+    "a slow end after the decision": (
+        "stop.decide(0); time.sleep(30)",
+        "pass",
+        DONE,
+        "\n(cleaning up took longer than 3 s, so the process was ended)\n",
+    ),
+    "a signal after the decision": (
+        "stop.decide(1); send(signal.SIGTERM); time.sleep(0.2); sys.exit(stop.decide(75))",
+        "pass",
+        FAILED,
+        "",
     ),
     "a slow cleanup": (
         "send(signal.SIGTERM)",
         "time.sleep(30)",
-        EXIT_STOPPED,
-        f"\n{STOPPED}\n  (it did not end within 1 s",
+        STOPPED,
+        f"\n{STOP_LINE}\n  (it did not end within 1 s",
     ),
     "a slow end after the save": (
         SAVE + "time.sleep(0.5); unsaved.clear(); time.sleep(30)",
         "pass",
-        EXIT_STOPPED,
-        f"SIGTERM deferred\n\n{STOPPED}\n  (it did not end within 3 s",
+        STOPPED,
+        f"SIGTERM deferred\n\n{STOP_LINE}\n  (it did not end within 3 s",
     ),
     "trackers that take long after the save": (
         SAVE + "time.sleep(0.5); unsaved.clear(); time.sleep(1.8); print('sent')",
@@ -98,7 +137,7 @@ CASES = {
         0,
         "SIGTERM deferred\nsent\n",
     ),
-    "C code that does not return": ("hang_in_c()", "pass", EXIT_STOPPED, f"\n{STOPPED}\n"),
+    "C code that does not return": ("hang_in_c()", "pass", STOPPED, f"\n{STOP_LINE}\n"),
     "SIGTERM to a forked child": (
         "reader, writer = os.pipe()\n"
         "            child = os.fork()\n"

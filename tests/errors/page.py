@@ -22,14 +22,7 @@ Each section shows one mistake, the command, and its complete output. Tests run 
 compare the output and exit code with this page. `python -m tests.errors.page` generates it from
 [`tests/errors/cases.py`](../tests/errors/cases.py).
 
-Exit codes:
-
-| code | meaning |
-|---|---|
-| 2 | the command line or a file is wrong; nothing was trained |
-| 1 | the run failed; the last thing printed is the root cause |
-| 75 | SIGTERM or SIGUSR1 stopped the run; every finished step is saved |
-| 130 | Ctrl-C interrupted the run |
+[failures.md](failures.md) explains the exit codes.
 
 `verlite check` finds all problems that can be found without reading all data.
 [rules.md](rules.md) lists its rules.

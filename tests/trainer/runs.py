@@ -87,7 +87,8 @@ class Launch:
             program: what Python runs instead of verlite.main_ppo, without `before`.
         """
         self.run_dir, self.log = run_dir, log
-        code = f"{before}\nimport sys\nfrom verlite.main_ppo import main\nsys.exit(main())"
+        code = f"{before}\nfrom verlite.main_ppo import main\ncode = main()"
+        code += "\nfrom verlite.trainer.ending import leave\nleave(code)"
         program = ["-c", code] if before else program
         command = [sys.executable, *program, f"trainer.default_local_dir={run_dir}", *overrides]
         environment = {**os.environ, "VERLITE_TEST_RUN": str(run_dir), "PYTHONUNBUFFERED": "1"}

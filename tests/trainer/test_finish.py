@@ -1,5 +1,6 @@
 """Validation, saves and the sequence of steps. The stages are stubs."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,10 +8,12 @@ import pytest
 
 from tests.trainer.test_stages import Screen, rewarded_batch
 from verlite.config.schema import Config, DataConfig
+from verlite.controller.stop import Stop
 from verlite.files import RetryingWriter
 from verlite.trainer import checkpoints, finish
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.run import Run, StepState
+from verlite.trainer.time_limit import TimeLimit
 
 
 def fake_run(tmp_path, resumed_step=0, **fields) -> Run:
@@ -29,6 +32,7 @@ def fake_run(tmp_path, resumed_step=0, **fields) -> Run:
             longest_response=9,
         ),
         "stop": SimpleNamespace(requested=None, checkpoint=lambda: "Last checkpoint: step 2."),
+        "limit": TimeLimit(None),
         "sampler": SimpleNamespace(epoch=0, state_dict=dict),
         "tracking": SimpleNamespace(log=lambda step, metrics: None),
         "writer": RetryingWriter(pytest.fail),
@@ -192,6 +196,22 @@ def test_first_step_is_the_first_of_the_process(tmp_path):
     run = fake_run(tmp_path, resumed_step=3)
     steps = [(step, run.first_step, run.last_step) for step in run.steps()]
     assert steps == [(4, True, False), (5, False, True)]
+
+
+def test_a_run_ends_before_a_step_that_does_not_fit_into_its_wall_time(tmp_path):
+    asked = []
+    run = fake_run(tmp_path, stop=Stop())
+    run.stop.must_save = lambda: True
+    run.stop.on_defer = asked.append
+    run.config.trainer.max_runtime = "1h"
+    done = []
+    for step in run.steps():
+        done.append(step)
+        run.limit.observe({"timing_s/step": 100.0, "timing_s/save_checkpoint": 1.0})
+        run.limit.deadline = time.time() + (1000.0 if step < 2 else 150.0)
+    assert done == [1, 2]
+    assert asked == ["trainer.max_runtime=1h"]
+    assert run.stop.exit_code == 75
 
 
 def test_undo_step_restores_number_metrics_and_sampler(tmp_path):

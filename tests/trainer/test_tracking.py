@@ -54,6 +54,7 @@ def test_a_tracker_that_raises_warns_once(tmp_path):
         tracker.log(step, {})
         time.sleep(0.01)
     tracker.finish()
+    tracker.join()
     assert len(warnings) == 1
     assert "no network" in warnings[0]
 
@@ -64,7 +65,8 @@ def test_a_tracker_that_hangs_is_abandoned(tmp_path):
     tracker = BackgroundTracker("wandb", lambda: StubTracker(release.wait), warnings.append)
     tracker.log(1, {})
     start = time.perf_counter()
-    tracker.finish(seconds=0.2)
+    tracker.finish()
+    tracker.join(seconds=0.2)
     assert time.perf_counter() - start < 5
     assert "did not finish" in warnings[0]
     release.set()

@@ -25,6 +25,7 @@ from verlite.cli import (
     serve,
     show,
     stacks,
+    supervise,
 )
 
 PASS_THROUGH = {
@@ -51,6 +52,7 @@ app.command()(curve.curve)
 app.command()(show.show)
 app.command()(report.report)
 app.command()(stacks.stacks)
+app.command()(supervise.supervise)
 app.command()(contract.contract)
 app.add_typer(serve.app, name="serve")
 app.add_typer(cluster.app, name="cluster")

@@ -1390,6 +1390,18 @@ class TrainerConfig:
         "debugger: debugpy (VS Code), or `ray debug` with RAY_DEBUG=legacy in the environment. "
         "Time limits are lifted.",
     )
+    max_runtime: Optional[str] = key(
+        None,
+        "Stop by itself, with a checkpoint and exit code 75, before this wall time is over: 14400 "
+        "(seconds), 90m, 4h, 2d or Slurm's 2-12:00:00. It counts from the start of the Slurm "
+        "allocation, else of the process. The run leaves as much time as its longest save took.",
+    )
+    stop_grace_s: float = key(
+        30.0,
+        "After a stop signal, this many seconds until a message says that a finished step is not "
+        "saved yet. The run goes on to save it; a second signal gives it this long once more.",
+        bound="> 0",
+    )
     max_failed_saves: int = key(
         3,
         "Stop the run after this many consecutive failed saves.",

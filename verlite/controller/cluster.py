@@ -7,13 +7,16 @@ import secrets
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verlite.controller import guardian, head, node, ray_internals
+from verlite.controller import guardian, head, leftovers, node, ray_internals, ray_node
+from verlite.controller.daemon_watch import FROZEN_POLLS, Daemon, DaemonWatch
+from verlite.controller.failures import RayLost
 from verlite.controller.heartbeat import Receiver
 from verlite.controller.rank_watch import HEARTBEAT_TIMEOUT_S, RankWatch
 from verlite.controller.ray_internals import set_environment
@@ -28,6 +31,12 @@ The driver and its children have the run's id. Ray, the workers and their childr
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's name for: 0 is a cluster of one node that uses loopback only."""
 UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+CLOSE_S = 6.0
+"""How long workers may take to close."""
+FREE_S = 4.0
+"""How long freeing the devices may take."""
+RAY_END_S = 10.0
+"""How long leaving or stopping Ray may take."""
 TOKEN_FILE = "ray_token"
 """File in run_dir/logs with the token of a local cluster while it runs, for `ray debug`."""
 
@@ -60,6 +69,8 @@ class Cluster:
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     py_executable: str | None = None
     _guardian: "subprocess.Popen[bytes] | None" = None
+    _guardian_stopped: int = 0
+    _watch: DaemonWatch | None = None
     _environment_before: dict[str, str | None] = field(default_factory=dict)
 
     def __enter__(self) -> "Cluster":
@@ -80,23 +91,58 @@ class Cluster:
         _current = None
         import ray
 
+        self.supervisor.node_watch.stop()
+        if self.supervisor.ranks.heartbeats is not None:
+            self.supervisor.ranks.heartbeats.stop()
+        if self._watch is not None:
+            self._watch.stop()
         try:
-            if graceful and ray.is_initialized():
-                _close_workers(self.supervisor)
+            # Calls into Ray may hang when one of its processes is lost.
+            if self.supervisor.ray_is_lost() or not ray.is_initialized():
+                return
+            if graceful:
+                bounded(lambda: _close_workers(self.supervisor), CLOSE_S)
+            if bounded(self._free_devices, FREE_S):
+                bounded(ray.shutdown, RAY_END_S)
         finally:
-            if ray.is_initialized():
-                self.supervisor.stop_all()
-                self.supervisor.node_watch.stop()
-                if self.supervisor.ranks.heartbeats is not None:
-                    self.supervisor.ranks.heartbeats.stop()
-                for group in self.reserved:
-                    ray.util.remove_placement_group(group)
-            ray.shutdown()
             set_environment(self._environment_before)
-            if self._guardian is not None:
-                guardian.dismiss(self._guardian)
+            watch, self._guardian = self._guardian, None
+            if watch is not None:
+                guardian.dismiss(watch)
+                leftovers.forget(self.run_dir)
             if self.local:
                 (self.run_dir / "logs" / TOKEN_FILE).unlink(missing_ok=True)
+
+    def _free_devices(self) -> None:
+        import ray
+
+        self.supervisor.stop_all()
+        for group in self.reserved:
+            ray.util.remove_placement_group(group)
+
+    def _check_guardian(self, mark: str, folder: str | None, warn: Callable[[str], None]) -> None:
+        """Start a new guardian if something has killed or stopped it."""
+        if self._guardian is None:
+            return
+        state = node.process_state(node.process(self._guardian.pid))
+        if state in ("gone", "dead"):
+            what = "has ended"
+        elif state == "stopped by a signal":
+            self._guardian_stopped += 1
+            if self._guardian_stopped < FROZEN_POLLS:
+                return
+            what = "was stopped by a signal (SIGSTOP)"
+        else:
+            self._guardian_stopped = 0
+            return
+        warn(
+            f"the process that cleans up after this run (guardian, process {self._guardian.pid}) "
+            f"{what}: a new one was started"
+        )
+        self._guardian.kill()
+        self._guardian.wait()
+        self._guardian = guardian.start(mark, folder)
+        self._guardian_stopped = 0
 
     @property
     def ray_debug_command(self) -> str:
@@ -126,6 +172,8 @@ def connect(
     py_executable: str | None = None,
     wait_s: float = 0.0,
     preload: Sequence[str] = (),
+    on_lost: Callable[[RayLost], None] = lambda error: None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Cluster:
     """Join a Ray cluster, or start one on this machine.
 
@@ -152,6 +200,9 @@ def connect(
         preload: modules that one process of a local cluster imports. The workers are forks of it;
             see `worker_fork`. Not on machines with GPUs, which a fork may not be able to use. With
             () every worker starts as a new process.
+        on_lost: called in another thread if a process of Ray here is lost while the main thread
+            does not wait for a call, or hangs in Ray.
+        warn: prints a warning, from any thread.
 
     Raises:
         NoCluster: no cluster answers at the address, or this process cannot join it.
@@ -165,6 +216,8 @@ def connect(
     local = target is None
     run_path = Path(run_dir).resolve()
     (run_path / "logs").mkdir(parents=True, exist_ok=True)
+    if leftovers.clean(run_path):
+        warn("processes that an earlier run in this directory had left were ended")
     run_id = f"{os.getpid()}-{secrets.token_hex(8)}"
     private_dir = None
     if local and temp_dir is None:
@@ -184,6 +237,7 @@ def connect(
     set_environment(for_ray)
     mark = f"{RUN_MARK}={run_id}"
     watch = guardian.start(mark, private_dir)
+    leftovers.note(run_path, mark, private_dir)
     os.environ[RUN_MARK] = f"{run_id}/ray"  # for the processes that Ray starts
     try:
         import ray
@@ -222,8 +276,64 @@ def connect(
         _environment_before=environment_before,
     )
     _current = cluster
+    cluster._watch = DaemonWatch(
+        _local_daemons if local else lambda: _joined_daemons(cluster.address),
+        on_lost,
+        lambda: cluster._check_guardian(mark, private_dir, warn),
+    )
+    cluster.supervisor.daemon_watch = cluster._watch
     atexit.register(cluster.shutdown, graceful=False)
     return cluster
+
+
+def _local_daemons() -> list[Daemon]:
+    """Return Ray's processes of the local cluster."""
+    return [
+        Daemon(name, node.process(pid), tuple(logs))
+        for name, pid, logs in ray_internals.local_daemons()
+    ]
+
+
+def _joined_daemons(address: str) -> list[Daemon]:
+    """Return the processes of the cluster at this address that `verlite cluster start` has started
+    on this machine."""
+    record = ray_node.load()
+    if record is None or record.stopping or record.address != address:
+        return []
+    logs = f"{record.session_dir}/logs"
+    return [
+        Daemon(name, node.Process(pid, started), (f"{logs}/{name}.err", f"{logs}/{name}.out"))
+        for name, pid, started in record.daemons
+        if name in ray_node.DAEMONS
+    ]
+
+
+def bounded(function: Callable[[], object], seconds: float) -> bool:
+    """Run a function in a thread for at most `seconds`. Its exceptions are dropped.
+
+    Returns whether it has ended. A thread that has not is abandoned: it may hang in Ray.
+    """
+
+    def run() -> None:
+        with suppress(Exception):
+            function()
+
+    thread = threading.Thread(target=run, name="ending", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def lost_ray() -> RayLost | None:
+    """Return the error about a lost process of Ray here, which explains other errors. Else None."""
+    watch = None if _current is None else _current.supervisor.daemon_watch
+    if watch is None:
+        return None
+    try:
+        watch.check()
+    except RayLost as error:
+        return error
+    return None
 
 
 def current() -> Cluster | None:
@@ -284,7 +394,12 @@ def _start_local(
             ray.shutdown()
             clean()
             if is_last_try or "timed out" not in str(error):
-                raise
+                if not isinstance(error, (RuntimeError, OSError)):
+                    raise
+                raise RayLost(
+                    f"Ray did not start on this machine: {str(error).strip()}\n"
+                    "  The same command tries it again."
+                ) from error
 
 
 def _write_token(path: Path) -> None:
@@ -345,4 +460,4 @@ def _close_workers(supervisor: Supervisor) -> None:
 
     refs = [worker.actor.close.remote() for worker in supervisor.workers]
     if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=10)
+        ray.wait(refs, num_returns=len(refs), timeout=CLOSE_S)

@@ -22,6 +22,8 @@ KINDS = {
 of these the process cannot be used any more."""
 FROZEN = "frozen"
 STUCK = "no progress"
+PASSING = (KINDS["MemoryError"], KINDS["Sigterm"], FROZEN, STUCK)
+"""Kinds after which the same command may succeed: others may have used the memory."""
 DIED = "died"
 """Kind of a worker that died, until its node has been asked for the reason."""
 NODE_LOST = "node lost"
@@ -52,6 +54,9 @@ class WorkerError(RuntimeError):
         role, rank, method: the worker and the call that failed.
         kind: "exception", "out of device memory", "killed by SIGKILL ...", "node lost" and so on.
         exception_type: class name of the worker's exception, None if the process died.
+        may_pass: whether the same command may succeed: the process or its node died, or a
+            connection broke, or the host's memory was full. False for other exceptions, also for
+            full device memory: the step would be repeated with the same samples.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class WorkerError(RuntimeError):
         method: str,
         kind: str,
         exception_type: str | None = None,
+        may_pass: bool = False,
     ) -> None:
         super().__init__(text)
         self.role = role
@@ -69,6 +75,11 @@ class WorkerError(RuntimeError):
         self.method = method
         self.kind = kind
         self.exception_type = exception_type
+        self.may_pass = may_pass
+
+
+class RayLost(RuntimeError):
+    """A process of Ray on this machine has ended or does not run, so no worker can be reached."""
 
 
 class RankDied(WorkerError):
@@ -255,7 +266,10 @@ def worker_error(
             what = cause.type_name or cause.kind
             lines.append(f"  then {cause.worker.name} in {cause.method}: {what}: {message}")
     text = "\n".join(lines)
-    return WorkerError(text, worker.role, worker.rank, first.method, kind, first.type_name)
+    may_pass = first.type_name is None or first.is_consequence or kind in PASSING
+    return WorkerError(
+        text, worker.role, worker.rank, first.method, kind, first.type_name, may_pass
+    )
 
 
 def node_lost(name: str, reason: str, workers: list[WorkerHandle]) -> NodeLost:

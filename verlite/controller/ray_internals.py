@@ -429,3 +429,51 @@ def own_address() -> str:
 
     untyped_ray: Any = ray
     return str(untyped_ray.util.get_node_ip_address())
+
+
+def local_daemons() -> list[tuple[str, int, list[str]]]:
+    """Return (name, process id, log files) of the processes of Ray that this process has started,
+    and of the agents that the raylet has started. [] before `ray.init` has started any."""
+    import psutil
+    from ray._private import worker
+
+    untyped_worker: Any = worker
+    ray_node = untyped_worker._global_node
+    if ray_node is None:
+        return []
+    logs = os.path.join(ray_node.get_session_dir_path(), "logs")
+    found = []
+    for name, infos in list(ray_node.all_processes.items()):
+        for info in infos:
+            files = [os.path.join(logs, f"{name}.{end}") for end in ("err", "out")]
+            found.append((name, info.process.pid, files))
+    for name, pid, _ in list(found):
+        if name != "raylet":
+            continue
+        try:
+            children = psutil.Process(pid).children()
+        except psutil.Error:
+            continue
+        for child in children:
+            title = agent_name(child)
+            if title:
+                found.append((title, child.pid, [os.path.join(logs, f"{title}.log")]))
+    return found
+
+
+AGENTS = {
+    "dashboard_agent": ("ray::DashboardAgent", "dashboard/agent.py"),
+    "runtime_env_agent": ("ray::RuntimeEnv", "runtime_env/agent/main.py"),
+}
+"""Names of the raylet's agents, as of their logs, and texts in their command lines."""
+
+
+def agent_name(process: Any) -> str | None:
+    """Return the name of one of the raylet's agents, None for another process."""
+    import psutil
+
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return None
+    return next((name for name, texts in AGENTS.items() if any(t in command for t in texts)), None)

@@ -1,15 +1,17 @@
-"""Signals in the driver. SIGTERM and SIGUSR1 request a stop, and Ctrl-C interrupts.
+"""How the driver ends: by signals, and within a bounded time.
 
 | signal | when | what happens |
 |---|---|---|
 | SIGTERM, SIGUSR1 | no finished step has to be saved | KeyboardInterrupt in the main thread |
 | SIGTERM, SIGUSR1 | a finished step is not saved yet | only noted; the run saves, then ends |
 | Ctrl-C | always | KeyboardInterrupt in the main thread |
-| a second signal | always | the process ends at once |
+| a second signal | a finished step is not saved yet | the save has another `grace_s` seconds |
+| a second signal | otherwise | the process ends at once |
+| a third signal | always | the process ends at once |
 
-If nothing has to be saved, the process ends within END_S seconds, else within SAVED_END_S after it
-has saved: a thread ends it if the main thread does not. The guardian (controller/guardian.py) then
-cleans up.
+If nothing has to be saved, the process ends within END_S seconds: a thread ends it if the main
+thread does not. `Stop.decide` fixes the exit code, and the process then ends within LEAVE_S. The
+guardian (controller/guardian.py) cleans up after a process that was ended in this way.
 """
 
 import os
@@ -22,15 +24,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
+from verlite.controller.exit_codes import INTERRUPTED, STOPPED
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-EXIT_STOPPED = 75
-"""Stopped by SIGTERM or SIGUSR1; the same command resumes."""
-EXIT_INTERRUPTED = 130
 END_S = 8.0
 """How long cleaning up may take after a stop when nothing has to be saved."""
-SAVED_END_S = 60.0
-"""The same after a stop that had to save. Such a run ends as after its last step: workers have 10 s
-to close, and each tracker 20 s to send its last metrics."""
+LEAVE_S = 20.0
+"""How long the process may live after its exit code is decided: trackers send their last metrics,
+workers close, Ray ends."""
 REPEAT_S = 1.0
 """A second signal within this time is the first one again: `timeout`, for example, sends it to the
 process and then to its group."""
@@ -42,41 +43,93 @@ def apply_default_action(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-class Stop:
-    """The driver's answer to signals, as a context manager around the whole program.
+def write_error(text: str) -> None:
+    """Write to standard error. sys.stderr may be locked by another thread."""
+    try:
+        os.write(2, text.encode(errors="replace"))
+    except OSError:
+        pass
 
-    Python allows signal handlers only in the main thread; in other threads this class does nothing.
+
+class Stop:
+    """How the driver ends, as a context manager around the whole program.
+
+    Python allows signal handlers only in the main thread; in other threads this class handles none.
 
     Attributes:
-        requested: name of the first signal, or None.
+        requested: name of the first signal, or what else asked for the stop, or None.
+        code: the exit code once it is decided, else None.
+        grace_s: how long the first signal waits for a save before a message says that it waits, and
+            how long a second signal waits.
         must_save: returns whether a finished step has no checkpoint yet.
         on_defer: called with the signal's name when the run has to save before it ends.
         where: returns what the process is doing, for messages, such as "while starting Ray".
         checkpoint: returns what a message says about the last checkpoint.
+        log: writes a line into the run's log.
         interrupted_at: `where()` at the time of the first signal.
     """
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self.code: int | None = None
+        self.grace_s = 30.0
         self.must_save: Callable[[], bool] = lambda: False
         self.on_defer: Callable[[str], None] = lambda name: None
         self.where: Callable[[], str] = lambda: "while starting"
         self.checkpoint: Callable[[], str] = lambda: "Nothing was started."
+        self.log: Callable[[str], None] = lambda text: None
         self.interrupted_at = ""
         self._pid = os.getpid()
         self._handlers_before: dict[int, Any] = {}
+        self._timer: threading.Timer | None = None
+        self._deciding = threading.Lock()
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a process that a signal ended."""
-        return EXIT_STOPPED if self.requested in ("SIGTERM", "SIGUSR1") else EXIT_INTERRUPTED
+        """The decided exit code, or that of a process that was asked to stop."""
+        if self.code is not None:
+            return self.code
+        return INTERRUPTED if self.requested in ("SIGINT", None) else STOPPED
 
     def message(self) -> str:
-        """Return the line that says which signal ended the run, where, and the last checkpoint."""
-        what = f"stopped by {self.requested}"
-        if self.exit_code == EXIT_INTERRUPTED:
-            what = "interrupted"
+        """Return the line that says what ended the run, where, and the last checkpoint."""
+        interrupted = self.requested in ("SIGINT", None)
+        what = "interrupted" if interrupted else f"stopped by {self.requested}"
         return f"{what} {self.interrupted_at}".rstrip() + f". {self.checkpoint()}"
+
+    def decide(self, code: int, limit_s: float | None = None) -> int:
+        """Decide the exit code. The process then ends with it within limit_s (default LEAVE_S).
+
+        Returns:
+            The code that was decided first. Later ones are ignored.
+        """
+        limit_s = LEAVE_S if limit_s is None else limit_s
+        with self._deciding:
+            if self.code is None:
+                self.code = code
+                self._timer = threading.Timer(limit_s, self._leave, [limit_s])
+                self._timer.daemon = True
+                self._timer.start()
+            return self.code
+
+    def request(self, name: str) -> None:
+        """Stop as at SIGUSR1, for another reason. Call it in the main thread.
+
+        Raises:
+            KeyboardInterrupt: no finished step has to be saved.
+        """
+        if self._handlers_before:
+            self._wakeup.send(bytes([signal.SIGUSR1]))
+        self._obey(name)
+
+    def _obey(self, name: str) -> None:
+        if self.requested is not None or self.code is not None:
+            return
+        self.requested = name
+        self.interrupted_at = self.where()
+        if name == "SIGINT" or not self.must_save():
+            raise KeyboardInterrupt
+        self.on_defer(name)
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
@@ -97,22 +150,22 @@ class Stop:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(-1)
             self._wakeup.close()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             apply_default_action(number)
-        elif self.requested is None:
-            self.requested = signal.Signals(number).name
-            self.interrupted_at = self.where()
-            if number == signal.SIGINT or not self.must_save():
-                raise KeyboardInterrupt
-            self.on_defer(self.requested)
+        else:
+            self._obey(signal.Signals(number).name)
 
     def _watch(self) -> None:
-        """End the process at a second signal, or when ending takes too long."""
+        """End the process at further signals, or when ending takes too long."""
         first = None
-        began = idle_since = 0.0
+        signals = 0
+        last = idle_since = give_up_at = 0.0
         limit = END_S
+        waits_since: float | None = None
         while True:
             readable, _, _ = select.select([self._received], [], [], None if first is None else 0.2)
             now = time.monotonic()
@@ -120,25 +173,61 @@ class Stop:
             if readable and not data:  # `__exit__` has closed the other end
                 return
             number = next((number for number in data if number in SIGNALS), None)
-            if number is not None and first is None:
-                first, began, idle_since = number, now, now
-            elif number is not None and now - began > REPEAT_S:
+            if number is not None and (first is None or now - last > REPEAT_S):
+                signals += 1
+                last = now
+                if first is None:
+                    first, idle_since = number, now
+            if first is None:
+                continue
+            saves = self.code is None and first != signal.SIGINT and self.must_save()
+            if number is not None and (signals > 2 or (signals == 2 and not saves)):
+                count = "a second" if signals == 2 else "a third"
                 name = signal.Signals(number).name
-                self._end(first, f"a second signal, {name}, ended the process at once")
-            if first not in (None, signal.SIGINT) and self.must_save():
+                self._end(first, f"{count} signal, {name}, ended the process at once")
+            if saves:
                 idle_since = now
-                limit = SAVED_END_S
-            elif first is not None and now - idle_since > limit:
+                limit = LEAVE_S
+                if waits_since is None:
+                    waits_since = now
+                    give_up_at = now + self.grace_s
+                if signals == 2 and last == now:
+                    give_up_at = now + self.grace_s
+                    self._say(f"a second signal: the save has {self.grace_s:g} s")
+                elif now > give_up_at and signals > 1:
+                    self._end(first, f"not saved within {self.grace_s:g} s of the second signal")
+                elif now > give_up_at:
+                    give_up_at = float("inf")
+                    self._say(
+                        f"{self.requested}: not saved within trainer.stop_grace_s={self.grace_s:g}"
+                        f", {self.where()}. The run still saves and then ends; another signal "
+                        f"gives it {self.grace_s:g} s more. {self.checkpoint()}"
+                    )
+            elif self.code is None and now - idle_since > limit:
                 self._end(
                     first, f"it did not end within {limit:g} s, so it was ended without cleaning up"
                 )
+
+    def warn(self, text: str) -> None:
+        """Print and log a warning, from any thread."""
+        self._say(f"warning: {text}")
+
+    def _say(self, text: str) -> None:
+        write_error(f"\n{text}\n")
+        self.log(text)
 
     def _end(self, first: int | None, why: str) -> NoReturn:
         if self.requested is None and first is not None:  # the main thread ran no handler
             self.requested = signal.Signals(first).name
             self.interrupted_at = self.where()
-        # sys.stderr may be locked by the main thread.
-        os.write(2, f"\n{self.message()}\n  ({why})\n".encode())
+        if self.code is None:
+            self._say(f"{self.message()}\n  ({why})")
+        else:
+            self._say(f"({why})")
+        os._exit(self.exit_code)
+
+    def _leave(self, limit_s: float) -> None:
+        self._say(f"(cleaning up took longer than {limit_s:g} s, so the process was ended)")
         os._exit(self.exit_code)
 
     def _forget_in_child(self) -> None:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
+from verlite.controller.daemon_watch import DaemonWatch
 from verlite.controller.failures import (
     FROZEN,
     NODE_LOST,
     STUCK,
     Cause,
     RankDied,
+    RayLost,
     cause_of_exception,
     cause_of_ray_error,
     node_lost,
@@ -81,6 +83,7 @@ class Future(Generic[T]):
             WorkerError: a worker of any role failed.
             RankDied: see `Supervisor.restartable`. `send_missing` then repeats what is missing.
             StuckError: the time limit was exceeded.
+            RayLost, NodeLost: a process of Ray here, or a node, is lost.
         """
         limit_s = self.supervisor.call_timeout_s if timeout_s is None else timeout_s
         try:
@@ -117,6 +120,7 @@ class Supervisor:
         failure: the first failure, after which no call can succeed.
         stopped_by: failure of a worker that waits for a debugger before it reports it.
         node_watch: notices lost nodes of a joined cluster.
+        daemon_watch: notices lost processes of Ray on this machine.
         before_poll: called repeatedly while the driver waits for a call. It may raise, which ends
             the wait.
     """
@@ -129,6 +133,7 @@ class Supervisor:
         self.outstanding: list[Future[Any]] = []
         self.failure: Exception | None = None
         self.node_watch = NodeWatch([])
+        self.daemon_watch: DaemonWatch | None = None
         self.stopped_by: Cause | None = None
         self.before_poll: Callable[[], None] = lambda: None
 
@@ -147,6 +152,7 @@ class Supervisor:
         """
         while future.pending and self.failure is None:
             self.before_poll()
+            self._raise_if_ray_lost()
             self._raise_if_node_lost()
             try:
                 self.poll(POLL_S)
@@ -323,6 +329,7 @@ class Supervisor:
 
     def _raise_first(self, causes: list[Cause]) -> NoReturn:
         """Raise the root cause. Stop all workers, unless it is a death of a restartable role's."""
+        self._raise_if_ray_lost()  # workers end with their raylet
         causes.sort(key=lambda cause: cause.order)
         first = causes[0]
         info = process_infos([first.worker])[0]
@@ -338,6 +345,21 @@ class Supervisor:
         finally:
             self.stop_all()
         raise error from exception
+
+    def ray_is_lost(self) -> bool:
+        """Whether a process of Ray on this machine is lost, so that calls into Ray may hang."""
+        return self.daemon_watch is not None and self.daemon_watch.lost is not None
+
+    def _raise_if_ray_lost(self) -> None:
+        """Raise RayLost if a process of Ray on this machine is lost. The guardian ends the workers,
+        because Ray may not."""
+        if self.daemon_watch is None:
+            return
+        try:
+            self.daemon_watch.check()
+        except RayLost as error:
+            self.failure = error
+            raise
 
     def _raise_if_node_lost(self) -> None:
         """Stop all workers and raise NodeLost if a node or the head cannot be reached any more."""

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 import yaml
 from transformers import PreTrainedTokenizerBase
 
@@ -21,8 +22,8 @@ from verlite.config.debug import DEBUGGERS, LIFTED
 from verlite.config.plan import Plan, engine_settings
 from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
 from verlite.controller.breakpoints import show_stops
+from verlite.controller.exit_codes import DONE, STOPPED
 from verlite.controller.placement import Placement
-from verlite.controller.stop import EXIT_STOPPED
 from verlite.controller.worker_group import ready, spawn
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.data.sampler import PromptSampler
@@ -34,18 +35,20 @@ from verlite.files import RetryingWriter, free_text, read_text, replace_file
 from verlite.trainer.checkpoints import STATE, Checkpoint, CheckpointError, ResumeRefused
 from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
+from verlite.trainer.ending import reported_first
 from verlite.trainer.errors import AlreadyComplete, RunRefused
 from verlite.trainer.finish import WARNINGS, save
 from verlite.trainer.launch import Preflight, connect_ray, plan_on, reserve_devices
 from verlite.trainer.reference import check_shape, check_weights
 from verlite.trainer.run import Run, StepState
+from verlite.trainer.time_limit import TimeLimit, deadline
 from verlite.trainer.tracking import METRICS, MetricsFile, Tracking, read_lines, set_aside
 from verlite.workers.roles import ROLES
 
+EARLIER_STEPS = 20
+"""Steps of an earlier run in this directory that show how long steps and saves take."""
 STEP_FILE = "training_step.txt"
 """File in huggingface/ with the step of the exported policy."""
-
-EXIT_DONE = 0
 
 
 @contextmanager
@@ -65,7 +68,7 @@ def open_run(checks: Preflight) -> Iterator[Run]:
     state: dict[str, Any] = {"step": 0}
     if checks.checkpoint:
         state = checks.checkpoint.state()
-    with ExitStack() as stack:
+    with ExitStack() as stack, reported_first(checks.stop, run_dir):
         check_functions(config)
         tokenizer = load_policy_tokenizer(config.actor_rollout_ref.model)
         if checks.service:
@@ -88,7 +91,7 @@ def open_run(checks: Preflight) -> Iterator[Run]:
         _, total_steps = plan.steps(len(train_data))
         stop_if_complete(config, run_dir, state, total_steps)
 
-        display = Display(total_steps, state["step"])
+        display = Display(total_steps, state["step"], log=checks.stop.log)
         stack.callback(display.close)
         stop = checks.stop
         stop.where = lambda: f"while {display.current_phase or 'starting'}"
@@ -103,7 +106,7 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             placement = checks.placement
             if placement is None:
                 address = config.ray_kwargs.ray_init.address
-                cluster = stack.enter_context(connect_ray(config, plan, address))
+                cluster = stack.enter_context(connect_ray(config, plan, address, checks.stop))
             if placement is None:
                 plan = plan_on(cluster, config, plan)
                 placement = reserve_devices(cluster, config, plan)
@@ -131,6 +134,7 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             tracking=tracking,
             display=display,
             stop=stop,
+            limit=time_limit(config, run_dir),
             env_factory=env_factory,
             detectors=Detectors(config.trainer.detect, earlier_metrics(run_dir, state["step"])),
             service=checks.service,
@@ -304,6 +308,16 @@ def earlier_metrics(run_dir: Path, step: int) -> list[dict[str, Any]]:
         return []
 
 
+def time_limit(config: Config, run_dir: Path) -> TimeLimit:
+    """Return the run's wall time, with the durations of earlier steps of the same run directory."""
+    started = psutil.Process().create_time()
+    limit = TimeLimit(deadline(config.trainer.max_runtime, started))
+    if limit.deadline is not None:
+        for line in read_lines(run_dir / METRICS)[-EARLIER_STEPS:]:
+            limit.observe(line)
+    return limit
+
+
 def start_workers(
     placement: Placement,
     config: Config,
@@ -395,7 +409,7 @@ def finalize(run: Run) -> int:
             export(run)
     run.display.close()
     print_results(run, sys.stdout)
-    return EXIT_DONE
+    return DONE
 
 
 def finalize_stopped(run: Run) -> int:
@@ -411,7 +425,7 @@ def finalize_stopped(run: Run) -> int:
         f"stopped by {run.stop.requested} after step {run.step} of {run.total_steps}. "
         f"{run.stop.checkpoint()}"
     )
-    return EXIT_STOPPED
+    return STOPPED
 
 
 def export(run: Run) -> None:

@@ -1,6 +1,6 @@
 """What the terminal shows: a live line with the current phase, and one line per finished step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -33,12 +33,22 @@ _COLUMNS = [
 class Display:
     """Progress of a run on a console: live on a terminal, one line per step elsewhere.
 
+    Args:
+        log: also gets the lines of `info` and `warn`.
+
     Attributes:
         current_phase: what the run is doing, "" between two phases.
     """
 
-    def __init__(self, total_steps: int, done: int = 0, out: Console | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        done: int = 0,
+        out: Console | None = None,
+        log: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.console = out or console()
+        self._log = log
         self.current_phase = ""
         self._total = total_steps
         self._progress = Progress(
@@ -92,9 +102,11 @@ class Display:
         self.console.print(plan.table())
 
     def info(self, text: str) -> None:
+        self._log(text)
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def warn(self, text: str) -> None:
+        self._log(f"warning: {text}")
         self.console.print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
 
     def close(self) -> None:

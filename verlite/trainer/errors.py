@@ -1,15 +1,16 @@
 """Exceptions of the trainer, and the report of a failed run.
 
-A failed run ends with one message, the first cause, and an exit code. torch is not imported here,
-so that a refused run ends without waiting for it.
+torch is not imported here, so that a refused run ends without waiting for it.
 """
 
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
+from rich.traceback import Traceback
 
-from verlite.controller.failures import NodeLost, StuckError, WorkerError
+from verlite.controller import exit_codes
+from verlite.controller.failures import NodeLost, RayLost, StuckError, WorkerError
 from verlite.controller.head import NoCluster
 from verlite.controller.placement import ResourcesMissing
 from verlite.data.dataset import DataError
@@ -67,32 +68,37 @@ FAILED = (
     WorkerError,
     StuckError,
     NodeLost,
+    RayLost,
 )
-"""Failures during training whose message is complete without a traceback. The exit code is 1."""
+"""Failures during training whose message is complete without a traceback."""
 
 
-def failure_before(interrupt: BaseException) -> Exception | None:
-    """Return the failure that was ending the run when a signal interrupted its cleanup, or None."""
-    error = interrupt.__context__
-    while error is not None:
-        if isinstance(error, REFUSED + FAILED):
-            return error
-        error = error.__context__
-    return None
+def is_explained(error: BaseException) -> bool:
+    """Whether the error's message is complete without a traceback. Any other is a bug."""
+    return isinstance(error, REFUSED + FAILED) or (
+        isinstance(error, OSError) and error.errno in FULL
+    )
 
 
-def report_error(error: Exception, console: Console) -> int:
-    """Print the error that ended the run and return the exit code.
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a run that this error ends."""
+    if isinstance(error, REFUSED):
+        return exit_codes.REFUSED
+    if isinstance(error, (NodeLost, RayLost, StuckError)):
+        return exit_codes.LOST
+    if isinstance(error, WorkerError) and error.may_pass:
+        return exit_codes.LOST
+    return exit_codes.FAILED
 
-    Any type not in REFUSED or FAILED is a bug in verlite; its traceback is printed.
-    """
-    if isinstance(error, REFUSED + FAILED):
+
+def print_error(error: BaseException, console: Console) -> None:
+    """Print the error that ended the run, with its traceback unless the message is complete."""
+    if is_explained(error):
         message = Text.assemble(("error: ", "bold red"), str(error))
         console.print(message, soft_wrap=True)
-        return 2 if isinstance(error, REFUSED) else 1
-    if isinstance(error, OSError) and error.errno in FULL:
-        console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-        return 1
+        return
     environment = Path(__file__).parents[2] / ".venv"
-    console.print_exception(show_locals=False, suppress=[str(environment)])
-    return 1
+    trace = Traceback.from_exception(
+        type(error), error, error.__traceback__, show_locals=False, suppress=[str(environment)]
+    )
+    console.print(trace)

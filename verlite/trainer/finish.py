@@ -48,6 +48,7 @@ def finish_step(run: Run, batch: DataProto) -> None:
     if run.stop.requested or due(run, run.config.trainer.save_freq):
         save(run)
     run.metrics.update(run.stopwatch.metrics())
+    run.limit.observe(run.metrics)
     run.tracking.log(run.step, run.metrics)
     run.display.step(run.step, run.metrics)
     warn_of_trouble(run, records)

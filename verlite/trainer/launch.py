@@ -43,6 +43,7 @@ from verlite.http.token import TokenError
 from verlite.rewards.scorer import Scorer
 from verlite.services.reference_wire import ModelInfo
 from verlite.trainer import checkpoints
+from verlite.trainer.ending import begin, end_at_once, reported_first
 from verlite.trainer.errors import RunRefused
 from verlite.trainer.reference import find_service
 from verlite.workers.roles import ROLES
@@ -102,23 +103,29 @@ def preflight(loaded: Loaded, stop: Stop) -> Iterator[Preflight]:
     with ExitStack() as stack:
         stop.where = lambda: "while checking the configuration and the files"
         stack.enter_context(lock_run_dir(run_dir))
-        stack.enter_context(environment(config.ray_kwargs.ray_init.runtime_env.env_vars))
-        stack.enter_context(answer_requests(run_dir))
+        begin(stop, run_dir)
         stop.checkpoint = functools.partial(checkpoint_text, config)
-        checks = check_all(config, stop, dump(loaded), run_dir)
-        ray_address = find(config.ray_kwargs.ray_init.address)
-        if ray_address is not None or nothing_left(checks):
-            yield checks
-            return
-        stop.where = lambda: "while starting Ray"
-        # Ray must start in the main thread: its processes end with the thread that started them.
-        importing = threading.Thread(target=import_ahead, args=(DRIVER_PRELOAD,), name="imports")
-        importing.start()
-        cluster = stack.enter_context(connect_ray(config, checks.plan, "local"))
-        placement = reserve_devices(cluster, config, checks.plan)
-        prestart_workers(placement, checks.plan)
-        importing.join()
-        yield replace(checks, placement=placement)
+        stop.grace_s = config.trainer.stop_grace_s
+        with reported_first(stop, run_dir):
+            stack.enter_context(environment(config.ray_kwargs.ray_init.runtime_env.env_vars))
+            stack.enter_context(answer_requests(run_dir))
+            checks = check_all(config, stop, dump(loaded), run_dir)
+            ray_address = find(config.ray_kwargs.ray_init.address)
+            if ray_address is not None or nothing_left(checks):
+                yield checks
+                return
+            stop.where = lambda: "while starting Ray"
+            # Ray must start in the main thread: its processes end with the thread that started
+            # them.
+            importing = threading.Thread(
+                target=import_ahead, args=(DRIVER_PRELOAD,), name="imports"
+            )
+            importing.start()
+            cluster = stack.enter_context(connect_ray(config, checks.plan, "local", stop))
+            placement = reserve_devices(cluster, config, checks.plan)
+            prestart_workers(placement, checks.plan)
+            importing.join()
+            yield replace(checks, placement=placement)
 
 
 def check_all(config: Config, stop: Stop, config_yaml: str, run_dir: Path) -> Preflight:
@@ -262,7 +269,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def connect_ray(config: Config, plan: Plan, address: str | None) -> Cluster:
+def connect_ray(config: Config, plan: Plan, address: str | None, stop: Stop) -> Cluster:
     """Connect to Ray at `address`, or start a new cluster for "local". Raises NoCluster."""
     ray_init = config.ray_kwargs.ray_init
     wait_s = config.ray_kwargs.wait_s
@@ -280,6 +287,8 @@ def connect_ray(config: Config, plan: Plan, address: str | None) -> Cluster:
         stops_at_failures=debug.stops_at_failures(config),
         wait_s=config.trainer.resource_wait_s if wait_s is None else wait_s,
         preload=[name for role in plan.roles for name in preloads(role)] if forkable else [],
+        on_lost=functools.partial(end_at_once, stop, Path(config.trainer.default_local_dir)),
+        warn=stop.warn,
     )
 
 

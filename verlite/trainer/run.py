@@ -12,6 +12,7 @@ from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
+from verlite.controller import supervisor_file
 from verlite.controller.failures import WorkerError
 from verlite.controller.stop import Stop
 from verlite.controller.worker_group import group
@@ -26,6 +27,7 @@ from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.metrics import Metrics, Stopwatch
+from verlite.trainer.time_limit import TimeLimit
 from verlite.trainer.tracking import Tracking
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
@@ -89,6 +91,8 @@ class Run:
 
     stop: Stop
     """Whether a signal has requested a stop."""
+    limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
+    """The wall time that is left."""
     service: ModelInfo | None = None
     """Model of the reference service. None: the run computes reference log-probs, or none."""
     env_factory: EnvFactory | None = None
@@ -170,6 +174,9 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yield the number of each step that is left. End early if a stop is requested."""
         while self.step < self.total_steps and not self.stop.requested:
+            if not self.limit.fits_step():
+                self.stop_for_time()
+                return
             self.previous = self.current
             self.current = StepState(number=self.step + 1, sampler_state=self.sampler.state_dict())
             self.can_abort = True
@@ -192,11 +199,19 @@ class Run:
         Raises:
             StepAborted: to be handled where the step or the validation began.
         """
+        if not self.stop.requested and self.limit.is_over():
+            self.stop_for_time()
         if self.stop.requested and self.can_abort:
             self.can_abort = False
             engines = group(self.workers["rollout"])
             engines.supervisor.stop(engines.workers)
             raise StepAborted
+
+    def stop_for_time(self) -> None:
+        """Ask the run to stop, because trainer.max_runtime is nearly over."""
+        name = f"trainer.max_runtime={self.config.trainer.max_runtime}"
+        supervisor_file.tell(supervisor_file.Told(str(self.run_dir), f"{name} is over"))
+        self.stop.request(name)
 
     def undo_step(self) -> None:
         """Return to the end of the last finished step.

@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,9 @@ from verlite.files import LINES_MAX_BYTES, RetryingWriter, parse_json, read_byte
 Metrics = dict[str, float]
 METRICS = "metrics.jsonl"
 MAX_QUEUED_STEPS = 1000
+FINISH_S = 10.0
+"""How long the trackers may take to send their last metrics, all at the same time. The process ends
+20 s after the last step (`controller.stop.LEAVE_S`)."""
 
 
 class MetricsFile:
@@ -204,16 +208,17 @@ class BackgroundTracker:
         except queue.Full:
             self._warn(f"tracker {self.name} is too slow: step {step} was not sent to it")
 
-    def finish(self, seconds: float = 20.0) -> None:
-        """Send what is queued and close the tracker. Gives up with a warning after `seconds`."""
+    def finish(self) -> None:
+        """Ask the thread to send what is queued and to close the tracker."""
         if self._thread.is_alive():
-            try:
-                self._queue.put(None, timeout=seconds)
-            except queue.Full:
-                pass
-            self._thread.join(seconds)
+            with suppress(queue.Full):
+                self._queue.put_nowait(None)
+
+    def join(self, seconds: float = FINISH_S) -> None:
+        """Wait for the thread's end. Gives up with a warning after `seconds`."""
+        self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
-            self._warn(f"tracker {self.name} did not finish within {seconds:.0f} s; gave up on it")
+            self._warn(f"tracker {self.name} did not finish in time; gave up on it")
 
 
 class WandbTracker:
@@ -350,6 +355,9 @@ class Tracking:
             tracker.log(step, metrics)
 
     def finish(self) -> None:
-        """Close every tracker."""
+        """Close all trackers within FINISH_S."""
+        deadline = time.monotonic() + FINISH_S
         for tracker in self._trackers:
             tracker.finish()
+        for tracker in self._trackers:
+            tracker.join(deadline - time.monotonic())

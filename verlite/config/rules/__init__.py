@@ -55,6 +55,7 @@ RULES = (
     devices.engine_kwargs,
     trainer.validation,
     trainer.resume,
+    trainer.max_runtime,
     trainer.addresses,
     trainer.environment,
     devices.engine_is_installed,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config import debug, plan
+from verlite.config.durations import duration_s
 from verlite.config.keys import get
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
@@ -60,6 +61,17 @@ def resume(context: Context) -> Iterator[Problem]:
             "must be given with trainer.resume_mode=resume_path",
             "Give the global_step_N folder of a checkpoint.",
         )
+
+
+def max_runtime(context: Context) -> Iterator[Problem]:
+    """The wall time is a duration."""
+    text = context.config.trainer.max_runtime
+    if text is None:
+        return
+    try:
+        duration_s(text)
+    except ValueError as error:
+        yield Problem("trainer.max_runtime", text, str(error), "Use null for no limit.")
 
 
 def addresses(context: Context) -> Iterator[Problem]:

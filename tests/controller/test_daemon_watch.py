@@ -1,0 +1,114 @@
+"""Processes of Ray, and the guardian, that end or are stopped. `sleep` stands in for Ray's."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.controller.conftest import within
+from verlite.controller import daemon_watch, guardian, node
+from verlite.controller.cluster import Cluster, bounded
+from verlite.controller.daemon_watch import Daemon, DaemonWatch
+from verlite.controller.failures import RayLost
+from verlite.controller.supervise import Supervisor
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen(["sleep", "300"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def watch(sleeper, tmp_path, monkeypatch):
+    """Return (watch of the sleeper, errors that the main thread did not raise in time)."""
+    monkeypatch.setattr(daemon_watch, "POLL_S", 0.05)
+    monkeypatch.setattr(daemon_watch, "REACT_S", 0.3)
+    log = tmp_path / "raylet.out"
+    log.write_text("first\nthe disk is on fire\n")
+    daemon = Daemon("raylet", node.process(sleeper.pid), (str(tmp_path / "none"), str(log)))
+    ignored = []
+    watch = DaemonWatch(lambda: [daemon], ignored.append)
+    yield watch, ignored
+    watch.stop()
+
+
+def test_the_end_of_a_daemon_is_named_with_the_end_of_its_log(watch, sleeper):
+    watched, ignored = watch
+    watched.check()
+    sleeper.kill()
+    with pytest.raises(RayLost) as caught:
+        while True:
+            watched.check()
+            time.sleep(0.01)
+    text = str(caught.value)
+    assert f"Ray's process raylet (process {sleeper.pid}) has ended." in text
+    assert "the disk is on fire" in text
+    time.sleep(0.6)
+    assert not ignored, "the main thread has raised it"
+
+
+def test_a_stopped_daemon_is_lost_and_one_that_goes_on_is_not(watch, sleeper):
+    watched, _ = watch
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    time.sleep(0.1)
+    os.kill(sleeper.pid, signal.SIGCONT)
+    time.sleep(1.0)
+    assert watched.lost is None
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    assert within(30, lambda: watched.lost is not None)
+    assert "is stopped by a signal (SIGSTOP)" in str(watched.lost)
+
+
+def test_a_main_thread_that_hangs_is_reported_by_the_watch(watch, sleeper):
+    watched, ignored = watch
+    sleeper.kill()
+    assert within(30, lambda: ignored)
+    assert ignored == [watched.lost]
+
+
+def test_calls_end_when_ray_is_lost(watch, sleeper):
+    supervisor = Supervisor(60.0)
+    supervisor.daemon_watch, _ = watch
+    assert not supervisor.ray_is_lost()
+    sleeper.kill()
+    assert within(30, supervisor.ray_is_lost)
+    with pytest.raises(RayLost):
+        supervisor._raise_first([])
+    assert isinstance(supervisor.failure, RayLost)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_guardian_is_replaced(number):
+    cluster = Cluster(True, "", "id", Path("unused"), Supervisor(1.0))
+    mark = f"VERLITE_TEST_GUARDIAN={os.getpid()}"
+    warnings = []
+    first = cluster._guardian = guardian.start(mark)
+    try:
+        cluster._check_guardian(mark, None, warnings.append)
+        assert cluster._guardian is first and not warnings
+        os.kill(first.pid, number)
+        watched = node.process(first.pid)
+        ends = ("dead", "gone", "stopped by a signal")
+        assert within(30, lambda: node.process_state(watched) in ends)
+        for _ in range(daemon_watch.FROZEN_POLLS):
+            cluster._check_guardian(mark, None, warnings.append)
+        assert cluster._guardian is not first and cluster._guardian.poll() is None
+        assert len(warnings) == 1 and f"(guardian, process {first.pid})" in warnings[0]
+        assert first.returncode == -signal.SIGKILL
+    finally:
+        cluster._guardian.kill()
+        cluster._guardian.wait()
+
+
+def test_a_step_of_the_shutdown_cannot_take_longer_than_its_limit():
+    release = threading.Event()
+    assert not bounded(lambda: release.wait(60), 0.1)
+    release.set()
+    assert bounded(lambda: 1 / 0, 30), "an exception ends the step"

@@ -1,0 +1,210 @@
+"""`verlite supervise`: what is started again, how often, and the exit code in the end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.controller.conftest import within
+from verlite.controller import exit_codes, supervisor_file
+from verlite.launch import supervise
+from verlite.launch.supervise import Attempt, Budget, read_attempt, shell_code
+
+LOST = exit_codes.LOST
+
+
+@pytest.mark.parametrize(
+    "attempt, expected",
+    [
+        (Attempt(0), False),
+        (Attempt(2), False),
+        (Attempt(130), False),
+        (Attempt(1, "run", "a bug"), False),
+        (Attempt(1, "run"), True),  # native code ended the process
+        (Attempt(1), False),
+        (Attempt(75), True),
+        (Attempt(76, "run", "lost"), True),
+        (Attempt(-signal.SIGKILL), True),
+        (Attempt(-signal.SIGTERM), True),
+        (Attempt(-signal.SIGPIPE), False),
+        (Attempt(75, no_restart="trainer.max_runtime=1h is over"), False),
+    ],
+)
+def test_which_endings_lead_to_a_restart(attempt, expected):
+    assert attempt.may_succeed is expected
+
+
+def refusals(budget, *attempts):
+    return [budget.refusal(attempt) for attempt in attempts]
+
+
+def test_failures_at_one_step_are_a_crash_loop():
+    budget = Budget(max_restarts=10, same_step=3)
+    lost = Attempt(LOST, "run", "lost", step=5, saved=4)
+    first = refusals(budget, lost, lost, lost)
+    assert first == [None, None, "3 attempts in a row failed after step 5"]
+
+
+def test_a_new_checkpoint_renews_the_budget_and_another_step_alone_does_not():
+    budget = Budget(max_restarts=3, same_step=3)
+    steps = [(5, 4), (7, 4), (5, 4), (8, 8), (9, 8), (10, 8), (9, 8)]
+    found = refusals(budget, *(Attempt(LOST, "run", "", step, saved) for step, saved in steps))
+    assert found[:-1] == [None] * 6
+    assert found[-1] == "3 restarts brought no new checkpoint; the last ended after step 9"
+
+
+def test_without_checkpoints_a_later_step_renews_the_budget():
+    budget = Budget(max_restarts=1, same_step=3)
+    found = refusals(budget, *(Attempt(LOST, "run", "", step) for step in (1, 2, 3, 2)))
+    assert found[:3] == [None] * 3 and found[3]
+
+
+def test_pauses_grow_with_failures_and_stops_cost_none():
+    budget = Budget(max_restarts=99, same_step=0)
+    assert budget.refusal(Attempt(75)) is None
+    assert budget.pause_s == supervise.AFTER_STOP_S
+    pauses = []
+    for _ in range(8):
+        budget.refusal(Attempt(LOST))
+        pauses.append(budget.pause_s)
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300]
+
+
+def test_an_attempt_is_read_from_the_run_directory(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (tmp_path / "global_step_2").mkdir()
+    (tmp_path / "global_step_2" / "manifest.json").write_text("{}")
+    error = {"time": 100.0, "message": "the raylet has ended\nand more"}
+    (tmp_path / supervisor_file.ERROR_FILE).write_text(json.dumps(error))
+    told = supervisor_file.Told(str(tmp_path))
+    now = read_attempt(LOST, told, started=99.0)
+    assert (now.step, now.saved, now.error) == (2, 2, "the raylet has ended")
+    assert now.ending == "ended with exit code 76 (the raylet has ended)"
+    assert read_attempt(LOST, told, started=101.0).error == "", "an older run's error"
+    (tmp_path / supervisor_file.ERROR_FILE).write_text("[1")
+    assert read_attempt(-9, told, started=99.0).ending == "was ended by SIGKILL"
+    assert shell_code(-9) == 137
+
+
+RUN = """
+import json, os, signal, sys, time
+folder, plan = sys.argv[1], sys.argv[2].split(",")
+count = len(os.listdir(folder))
+open(f"{folder}/{count}", "w").write(str(os.getpid()))
+def stop(number, frame):
+    print("child got", signal.Signals(number).name, flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+step = plan[min(count, len(plan) - 1)]
+print("attempt", count, flush=True)
+if step == "wait":
+    time.sleep(60)
+elif step == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif step == "final":
+    from verlite.controller.supervisor_file import Told, tell
+    tell(Told(no_restart="trainer.max_runtime=1h is over"))
+    sys.exit(75)
+else:
+    sys.exit(int(step))
+"""
+"""A command whose n-th start does the n-th entry of its plan, and notes its process id."""
+
+SUPERVISE = """
+import sys
+from verlite.launch import supervise
+supervise.FIRST_PAUSE_S = supervise.AFTER_STOP_S = 0.1
+supervise.FROZEN_S, supervise.FROZEN_END_S = 0.4, 1.0
+code = supervise.supervise(sys.argv[2:], 5, int(sys.argv[1]), lambda text: print("say", text))
+sys.exit(code)
+"""
+
+
+class Supervised:
+    def __init__(self, folder, plan, same_step=3):
+        self.folder = folder
+        command = [sys.executable, "-c", SUPERVISE, str(same_step)]
+        command += [sys.executable, "-c", RUN, str(folder), plan]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+
+    def end(self):
+        text = self.process.communicate(timeout=120)[0]
+        return self.process.returncode, text
+
+    def child(self, number):
+        path = self.folder / str(number)
+        assert within(60, lambda: path.exists() and path.read_text())
+        return int(path.read_text())
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def run(plan, **options):
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        started.append(Supervised(folder, plan, **options))
+        return started[-1]
+
+    yield run
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+@pytest.mark.process
+def test_restarts_of_real_commands(start):
+    cases = {
+        "76,kill,75,0": (0, 4, "restart 3 of 5"),
+        "76,2": (2, 2, "restart 1 of 5"),
+        "1": (1, 1, ""),
+        "final": (75, 1, "no restart: trainer.max_runtime=1h is over"),
+        "76": (1, 3, "No restart: 3 attempts in a row failed before the first step"),
+    }
+    running = {plan: start(plan) for plan in cases}
+    for plan, (code, attempts, text) in cases.items():
+        got, output = running[plan].end()
+        assert got == code, f"{plan}: {output}"
+        assert len(re.findall(r"^attempt \d$", output, re.MULTILINE)) == attempts, output
+        assert text in output
+
+
+@pytest.mark.process
+def test_signals_reach_the_command_and_end_the_restarts(start):
+    run = start("wait")
+    run.child(0)
+    time.sleep(0.5)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.end()
+    assert code == 75
+    assert output.count("child got SIGTERM") == 1
+    assert "restart" not in output
+
+
+@pytest.mark.process
+def test_a_frozen_command_is_killed_and_one_without_supervisor_stops(start):
+    frozen = start("wait,0")
+    os.kill(frozen.child(0), signal.SIGSTOP)
+    code, output = frozen.end()
+    assert code == 0
+    assert "has been stopped by SIGSTOP for 0.4 s" in output
+    assert "was ended by SIGKILL" in output
+
+    orphaned = start("wait")
+    orphaned.child(0)
+    time.sleep(0.5)
+    orphaned.process.kill()
+    assert orphaned.process.wait() == -signal.SIGKILL
+    assert "child got SIGTERM" in orphaned.process.stdout.read()

@@ -1,0 +1,104 @@
+"""The first cause is reported before anything is shut down, and decides the exit code."""
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from verlite.controller.failures import NodeLost, RayLost, StuckError, WorkerError
+from verlite.controller.stop import Stop
+from verlite.trainer.ending import begin, report, reported_first
+from verlite.trainer.errors import RunRefused, exit_code
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (RunRefused("no"), 2),
+        (ValueError("a bug"), 1),
+        (WorkerError("text", "actor", 0, "update", "exception", "ValueError"), 1),
+        (WorkerError("text", "actor", 0, "update", "killed", may_pass=True), 76),
+        (StuckError("text", "actor", "update", [], [0]), 76),
+        (NodeLost("text"), 76),
+        (RayLost("text"), 76),
+    ],
+)
+def test_exit_codes(error, code):
+    assert exit_code(error) == code
+
+
+@pytest.fixture
+def stop(tmp_path):
+    stop = Stop()
+    begin(stop, tmp_path)
+    stop.where = lambda: "in step 7"
+    stop.checkpoint = lambda: "Last checkpoint: step 6."
+    yield stop
+    if stop._timer is not None:
+        stop._timer.cancel()
+
+
+def read(run_dir):
+    return json.loads((run_dir / "error.json").read_text())
+
+
+def test_the_cause_is_written_before_the_cleanup_which_changes_nothing(stop, tmp_path, capsys):
+    at_cleanup = []
+
+    def fail():
+        at_cleanup.append((read(tmp_path)["message"], capsys.readouterr().err, stop.code))
+        raise ValueError("the cleanup fails, too")
+
+    with pytest.raises(ValueError) as caught, ExitStack() as stack:
+        stack.callback(fail)
+        with reported_first(stop, tmp_path):
+            raise RayLost("the raylet has ended")
+    assert at_cleanup == [("the raylet has ended", "error: the raylet has ended\n", 76)]
+    assert report(stop, None, caught.value) == 76
+    error = read(tmp_path)
+    assert error["message"] == "the raylet has ended"
+    assert (error["exit_code"], error["type"], error["where"]) == (76, "RayLost", "in step 7")
+    log = (tmp_path / "logs" / "driver.log").read_text()
+    assert log.index("error: the raylet has ended") < log.index("while ending: ValueError: the cle")
+    assert "the cleanup" not in capsys.readouterr().err
+
+
+def test_a_finished_run_stays_finished(stop, tmp_path):
+    assert stop.decide(0) == 0
+    assert report(stop, tmp_path, RayLost("the GCS has ended")) == 0
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_a_new_run_removes_the_error_of_the_last(stop, tmp_path):
+    report(stop, tmp_path, ValueError("a bug"))
+    assert "ValueError: a bug" in read(tmp_path)["traceback"]
+    begin(Stop(), tmp_path)
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_a_stop_is_said_before_the_cleanup(stop, tmp_path, capsys):
+    stop.requested, stop.interrupted_at = "SIGTERM", "in step 7"
+    with pytest.raises(KeyboardInterrupt), reported_first(stop, tmp_path):
+        raise KeyboardInterrupt
+    line = "stopped by SIGTERM in step 7. Last checkpoint: step 6."
+    assert capsys.readouterr().err == f"{line}\n"
+    assert line in (tmp_path / "logs" / "driver.log").read_text()
+    assert stop.code == 75
+
+
+HANGS = """
+import atexit, sys, threading, time
+from verlite.trainer import ending
+ending.ATEXIT_S = 0.3
+atexit.register(lambda: time.sleep(60))
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("last line")
+ending.leave(7)
+"""
+
+
+def test_leaving_waits_neither_for_threads_nor_for_atexit():
+    done = subprocess.run([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, timeout=50)
+    assert (done.returncode, done.stdout) == (7, b"last line\n")

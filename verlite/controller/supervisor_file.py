@@ -1,0 +1,43 @@
+"""What a run tells the `verlite supervise` that has started it, through a small file."""
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from verlite.files import read_json, replace_file
+
+VARIABLE = "VERLITE_SUPERVISOR"
+"""Environment variable with the path of the file."""
+ERROR_FILE = "error.json"
+"""File in the run directory with the error that ended the last run there."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the file contains.
+
+    Attributes:
+        run_dir: the run directory; "" until the run has locked it.
+        no_restart: why the command must not be started again although it could resume; "": it may.
+    """
+
+    run_dir: str = ""
+    no_restart: str = ""
+
+
+def tell(told: Told) -> None:
+    """Write the file, if this process has a supervisor."""
+    path = os.environ.get(VARIABLE)
+    if path:
+        with suppress(OSError):  # the supervisor has ended, or runs outside this container
+            replace_file(Path(path), json.dumps(asdict(told)))
+
+
+def read(path: Path) -> Told:
+    """Return what the run has told so far."""
+    try:
+        return Told(**read_json(path))
+    except (OSError, ValueError, TypeError):
+        return Told()

@@ -1,0 +1,298 @@
+"""`verlite supervise`: run a command, and start it again while that is likely to help."""
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from verlite.controller import exit_codes, supervisor_file
+from verlite.controller.node import process, process_state
+from verlite.files import one_line, read_json
+from verlite.trainer import checkpoints
+from verlite.trainer.tracking import METRICS, read_lines
+
+SIGNALS = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGHUP: signal.SIGTERM,
+}
+"""Signals that are passed on to the command, and as which."""
+CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+"""Signals that end a command which may succeed when it is started again."""
+POLL_S = 0.2
+AFTER_STOP_S = 1.0
+"""Pause before a restart after a stop with a checkpoint."""
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
+"""Pause before a restart after a failure: the first, and the limit of its doubling."""
+FROZEN_S = 15.0
+"""A command that SIGSTOP has stopped for so long is reported."""
+FROZEN_END_S = 60.0
+"""A command that SIGSTOP has stopped for so long is killed."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How one run of the command ended.
+
+    Attributes:
+        code: exit code; -N if signal N ended it.
+        run_dir: whether its run directory is known.
+        error: first line of its error.json; "" if it has written none.
+        step: last step in metrics.jsonl; None without one.
+        saved: step of the newest checkpoint; None without one.
+        no_restart: see `supervisor_file.Told`.
+    """
+
+    code: int
+    run_dir: str = ""
+    error: str = ""
+    step: int | None = None
+    saved: int | None = None
+    no_restart: str = ""
+
+    @property
+    def ending(self) -> str:
+        """How it ended, for messages."""
+        if self.code < 0:
+            text = f"was ended by {signal.Signals(-self.code).name}"
+        else:
+            text = f"ended with exit code {self.code}"
+        return f"{text} ({self.error})" if self.error else text
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether it was stopped on request."""
+        return self.code in (exit_codes.STOPPED, -signal.SIGTERM, -signal.SIGUSR1)
+
+    @property
+    def may_succeed(self) -> bool:
+        """Whether the same command may succeed now."""
+        if self.no_restart:
+            return False
+        if self.is_stop or self.code == exit_codes.LOST or -self.code in CRASHES:
+            return True
+        # A failure of the run's own has a report. Without one, native code has ended the process.
+        vanished = bool(self.run_dir) and not self.error
+        return self.code == exit_codes.FAILED and vanished
+
+
+@dataclass
+class Budget:
+    """Counts restarts without progress. Progress is a checkpoint of a later step.
+
+    In a run that has no checkpoint yet, a later step in metrics.jsonl is progress, too.
+
+    Attributes:
+        max_restarts: restarts in a row without progress.
+        same_step: failed attempts in a row that end at the same step without progress.
+    """
+
+    max_restarts: int
+    same_step: int
+    restarts: int = 0
+    failures: int = 0
+    at_step: int = 0
+    best: tuple[int, int] = (-1, -1)
+    last_step: int | None = field(default=None)
+
+    def refusal(self, attempt: Attempt) -> str | None:
+        """Count an attempt that may succeed. Return why there is no restart; None: restart."""
+        saved = -1 if attempt.saved is None else attempt.saved
+        step = -1 if attempt.step is None else attempt.step
+        if saved > self.best[0] or (saved < 0 and step > self.best[1]):
+            self.restarts = self.failures = self.at_step = 0
+        self.best = (max(saved, self.best[0]), max(step, self.best[1]))
+        self.restarts += 1
+        if not attempt.is_stop:
+            self.failures += 1
+            self.at_step = self.at_step + 1 if attempt.step == self.last_step else 1
+            self.last_step = attempt.step
+        where = "before the first step" if step < 1 else f"after step {step}"
+        if self.same_step and self.at_step >= self.same_step:
+            return f"{self.at_step} attempts in a row failed {where}"
+        if self.restarts > self.max_restarts:
+            return f"{self.max_restarts} restarts brought no new checkpoint; the last ended {where}"
+        return None
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next restart."""
+        if not self.failures:
+            return AFTER_STOP_S
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self.failures - 1))
+
+
+class Supervisor:
+    """Runs a command again and again, and passes signals on to it.
+
+    Args:
+        say: prints a line.
+    """
+
+    def __init__(self, command: Sequence[str], budget: Budget, say: Callable[[str], None]) -> None:
+        self._command = command
+        self._budget = budget
+        self._say = say
+        self._signal: signal.Signals | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Run the command until it needs no restart. Returns the exit code to end with.
+
+        Raises:
+            OSError: the command cannot be started.
+        """
+        before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+        try:
+            with tempfile.TemporaryDirectory(prefix="verlite-supervise-") as folder:
+                return self._run(Path(folder) / "told.json")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run(self, told: Path) -> int:
+        while True:
+            told.unlink(missing_ok=True)
+            attempt = self._attempt(told)
+            if self._signal is not None:
+                return self._code_after_signal(attempt)
+            if not attempt.may_succeed:
+                if attempt.no_restart:
+                    self._say(f"no restart: {attempt.no_restart}")
+                return shell_code(attempt.code)
+            refusal = self._budget.refusal(attempt)
+            if refusal:
+                self._say(f"the command {attempt.ending}. No restart: {refusal}")
+                return exit_codes.FAILED
+            count = f"restart {self._budget.restarts} of {self._budget.max_restarts}"
+            pause_s = self._budget.pause_s
+            self._say(
+                f"the command {attempt.ending}; {count} without a new checkpoint, in {pause_s:g} s"
+            )
+            resume_at = time.monotonic() + pause_s
+            while self._signal is None and time.monotonic() < resume_at:
+                time.sleep(POLL_S)
+            if self._signal is not None:
+                return self._code_after_signal(attempt)
+
+    def _attempt(self, told: Path) -> Attempt:
+        """Run the command once."""
+        started = time.time()
+        environment = {**os.environ, supervisor_file.VARIABLE: str(told)}
+        self._process = subprocess.Popen(
+            self._command, env=environment, preexec_fn=_end_with_parent(os.getpid())
+        )
+        if self._signal is not None:  # it came while the process started
+            self._process.send_signal(SIGNALS[self._signal])
+        self._wait(self._process)
+        return read_attempt(self._process.returncode, supervisor_file.read(told), started)
+
+    def _wait(self, child: "subprocess.Popen[bytes]") -> None:
+        """Wait for the end of the command. Kill it if it stays stopped by SIGSTOP."""
+        watched = process(child.pid)
+        frozen_s = 0.0
+        while child.poll() is None:
+            # Counted in polls: a supervisor that is itself stopped, as by Ctrl-Z, counts nothing.
+            is_frozen = process_state(watched) == "stopped by a signal"
+            was_frozen_s, frozen_s = frozen_s, frozen_s + POLL_S if is_frozen else 0.0
+            if was_frozen_s < FROZEN_S <= frozen_s:
+                self._say(
+                    f"process {child.pid} of the command has been stopped by SIGSTOP for "
+                    f"{FROZEN_S:g} s. It is killed after {FROZEN_END_S:g} s unless SIGCONT comes"
+                )
+            if frozen_s >= FROZEN_END_S:
+                child.kill()
+            time.sleep(POLL_S)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number)
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(SIGNALS[self._signal])
+
+    def _code_after_signal(self, attempt: Attempt) -> int:
+        """Return the exit code after a signal to this process: there is no restart."""
+        if self._signal == signal.SIGINT:
+            is_end = attempt.code in (exit_codes.DONE, exit_codes.FAILED, exit_codes.REFUSED)
+            return attempt.code if is_end else exit_codes.INTERRUPTED
+        return exit_codes.STOPPED if attempt.may_succeed else shell_code(attempt.code)
+
+
+def read_attempt(code: int, told: supervisor_file.Told, started: float) -> Attempt:
+    """Return how a run of the command ended, from its exit code and its run directory.
+
+    Args:
+        started: when it started, in seconds since the epoch.
+    """
+    if not told.run_dir:
+        return Attempt(code, no_restart=told.no_restart)
+    run_dir = Path(told.run_dir)
+    try:
+        steps = [line["step"] for line in read_lines(run_dir / METRICS)]
+    except (OSError, ValueError):
+        steps = []
+    return Attempt(
+        code,
+        told.run_dir,
+        read_error(run_dir / supervisor_file.ERROR_FILE, started),
+        max(steps, default=None),
+        checkpoints.last_saved(run_dir),
+        told.no_restart,
+    )
+
+
+def read_error(path: Path, started: float) -> str:
+    """Return the first line of the message in error.json, "" if it is older than `started`."""
+    try:
+        error = read_json(path)
+        if not isinstance(error, Mapping) or float(error["time"]) < started:
+            return ""
+        return one_line(str(error["message"]).partition("\n")[0]) or "no message"
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+
+
+def shell_code(code: int) -> int:
+    """Return an exit code as a shell reports it: 128 + N for signal N."""
+    return code if code >= 0 else 128 - code
+
+
+def _end_with_parent(parent: int) -> Callable[[], None]:
+    """Return a function for the child before exec: it gets SIGTERM when this process ends."""
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        if hasattr(libc, "prctl"):
+            libc.prctl(set_parent_death_signal, signal.SIGTERM)
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return prepare
+
+
+def supervise(
+    command: Sequence[str], max_restarts: int, same_step: int, say: Callable[[str], None]
+) -> int:
+    """Run a command, restart it while that is likely to help, and return the exit code.
+
+    Args:
+        max_restarts: restarts in a row without a new checkpoint.
+        same_step: failed attempts in a row at the same step after which it gives up. 0: no limit.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+    try:
+        return Supervisor(command, Budget(max_restarts, same_step), say).run()
+    except OSError as error:
+        error.add_note(f"command: {shlex.join(command)}")
+        raise

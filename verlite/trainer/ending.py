@@ -1,0 +1,136 @@
+"""The end of a run: its first cause is reported, and its exit code decided, before anything is shut
+down. Nothing that happens afterwards changes them.
+
+The cause goes to the terminal, to `logs/driver.log` and to `error.json` in the run directory.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from verlite.config.show import console
+from verlite.controller import exit_codes, supervisor_file
+from verlite.controller.cluster import lost_ray
+from verlite.controller.stop import END_S, SIGNALS, Stop, write_error
+from verlite.files import append, replace_file
+from verlite.trainer.errors import (
+    REFUSED,
+    AlreadyComplete,
+    StepAborted,
+    exit_code,
+    is_explained,
+    print_error,
+)
+
+DRIVER_LOG = "driver.log"
+ATEXIT_S = 3.0
+"""How long functions of `atexit` may run."""
+
+
+def begin(stop: Stop, run_dir: Path) -> None:
+    """Start the driver's log in a locked run directory and remove the error of an earlier run."""
+
+    def log(text: str) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with contextlib.suppress(OSError):
+            append(run_dir / "logs" / DRIVER_LOG, f"{stamp} {text.strip()}\n".encode())
+
+    with contextlib.suppress(OSError):
+        (run_dir / "logs").mkdir(exist_ok=True)
+        (run_dir / supervisor_file.ERROR_FILE).unlink(missing_ok=True)
+    stop.log = log
+    log(f"started: process {os.getpid()} on {socket.gethostname()}")
+    supervisor_file.tell(supervisor_file.Told(str(run_dir)))
+
+
+@contextlib.contextmanager
+def reported_first(stop: Stop, run_dir: Path) -> Iterator[None]:
+    """Report what ends the block before the contexts around it are closed."""
+    try:
+        yield
+    except AlreadyComplete:
+        stop.decide(exit_codes.DONE)
+        raise
+    except StepAborted:
+        raise
+    except KeyboardInterrupt:
+        if stop.code is None:
+            stop.decide(stop.exit_code, END_S)
+            console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
+            stop.log(stop.message())
+        raise
+    except Exception as error:
+        report(stop, run_dir, error if isinstance(error, REFUSED) else lost_ray() or error)
+        raise
+
+
+def report(stop: Stop, run_dir: Path | None, error: BaseException) -> int:
+    """Report an error, unless the run's end is decided already. Returns the exit code."""
+    code = exit_code(error)
+    if stop.code is not None:
+        stop.log(f"while ending: {type(error).__name__}: {error}")
+        return stop.code
+    stop.decide(code)
+    if run_dir is not None:
+        write_report(stop, run_dir, error, code)
+    print_error(error, console(stderr=True))
+    return code
+
+
+def write_report(stop: Stop, run_dir: Path, error: BaseException, code: int) -> None:
+    """Write the error to logs/driver.log and error.json."""
+    trace = "" if is_explained(error) else "".join(traceback.format_exception(error))
+    content = {
+        "time": time.time(),
+        "exit_code": code,
+        "type": type(error).__name__,
+        "message": str(error),
+        "where": stop.where(),
+        "checkpoint": stop.checkpoint(),
+        "traceback": trace,
+    }
+    stop.log(f"error: {error}\n{trace}".rstrip() + f"\n  {stop.where()}; exit code {code}")
+    with contextlib.suppress(OSError):
+        replace_file(run_dir / supervisor_file.ERROR_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def end_at_once(stop: Stop, run_dir: Path, error: Exception) -> None:
+    """Report an error and end the process, from another thread than the main one.
+
+    For a main thread that may hang. The guardian cleans up. Does nothing if the end is decided.
+    """
+    if stop.code is not None:
+        return
+    code = stop.decide(exit_code(error))
+    write_report(stop, run_dir, error, code)
+    write_error(f"\nerror: {error}\n")
+    os._exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this exit code, whatever `atexit` functions and libraries do."""
+
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def run_atexit() -> None:
+        atexit._run_exitfuncs()
+
+    thread = threading.Thread(target=run_atexit, daemon=True)
+    thread.start()
+    thread.join(ATEXIT_S)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
