@@ -4,9 +4,9 @@
     python -m tests.chaos --fault "raylet SIGKILL" --phase update_actor
 
 The first form injects a random fault every 20 s, in a random phase, into one run after the other.
-The second form injects each named fault ("all": every one) into a run of its own. A run that ends
-early is started again until it is done. With --supervised `verlite supervise` does that, except
-after Ctrl-C and where it ends itself. Prints a table, writes it as JSON, and exits with 1 if
+`verlite supervise` starts a run again; what it does not start again, such as a run after Ctrl-C, is
+started here. The second form injects each named fault ("all": every one) into a run of its own,
+which is started again here. Prints a table, writes it as JSON, and exits with 1 if
 anything was wrong.
 """
 
@@ -49,7 +49,6 @@ def main() -> int:
         "--fault", action="append", choices=[*FAULTS, "all"], metavar="NAME", help="only these"
     )
     parser.add_argument("--phase", help="inject them in this phase")
-    parser.add_argument("--supervised", action="store_true", help="with verlite supervise")
     parser.add_argument("--folder", type=Path, help="keep all files there")
     parser.add_argument("--json", type=Path, default=Path("build/chaos.json"))
     options = parser.parse_args()
@@ -88,7 +87,7 @@ def soak(options: argparse.Namespace, folder: Path, report: Report) -> None:
     while time.monotonic() < until:
         reference = references[names[number % len(names)]]
         number += 1
-        with new_run(reference.workload, folder, number, options.supervised) as run:
+        with new_run(reference.workload, folder, number, supervised=True) as run:
             disturb_often(run, random, options.every, until, report)
             report.compare(run, differences(run, reference) + run.wait_until_clean())
 

@@ -37,7 +37,7 @@ STEPPING = (
     "testing",
 )
 EXPORTING = ("writing Hugging Face export",)
-LOST = (1, 76)
+LOST = (76,)
 STOPPED = 75
 INTERRUPTED = 130
 KILLED = -signal.SIGKILL
@@ -310,8 +310,8 @@ FAULTS: dict[str, Fault] = {
     "gcs SIGTERM": Fault(send("gcs", TERM), LOST, DAEMON),
     "gcs frozen": Fault(send("gcs", STOP), LOST),
     "gcs paused": Fault(pause("gcs"), (GOES_ON,), lasts_s=3),
-    "guardian SIGKILL": Fault(send("guardian", KILL), (*LOST, GOES_ON)),
-    "guardian frozen": Fault(send("guardian", STOP), (*LOST, GOES_ON)),
+    "guardian SIGKILL": Fault(send("guardian", KILL), (GOES_ON,)),
+    "guardian frozen": Fault(send("guardian", STOP), (GOES_ON,)),
     "guardian paused": Fault(pause("guardian"), (GOES_ON,), lasts_s=3),
     "forks SIGKILL": Fault(send("forks", KILL), (GOES_ON,), ("starting workers", *STEPPING)),
     "reward SIGKILL": Fault(send("reward", KILL), (GOES_ON,), TRAINED, needs="sums"),
