@@ -76,7 +76,7 @@ def test_results_with_the_wrong_number_of_rows_are_refused():
 
 def test_only_registered_methods_can_be_called():
     assert [dispatch_of(Light, name) for name in ("spec", "add")] == ["all", "rank_zero"]
-    registered = "add, child, environment, fail, imported, lose, runtime_env, sleep, spec"
+    registered = "add, child, die_once, environment, fail, hold_lock, imported, lose, runtime_env"
     for name in ("not_registered", "rank", "nope"):
         with pytest.raises(AttributeError, match=f"Light.{name} cannot be called.*{registered}"):
             dispatch_of(Light, name)

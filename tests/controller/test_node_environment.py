@@ -19,10 +19,11 @@ def test_environment_of_a_node_reaches_its_workers_only(local):
     )
     devices = _devices(NODES, 2, None, {1: {"A": "node"}}, {1: "/opt/python"})
     placement = Placement(cluster, "cpu", devices, {"actor": ((0,), (1,), (2,), (3,))}, None)
-    found = [
-        _runtime_env(placement, SimpleNamespace(role="actor", rank=rank, secrets=()), device)
-        for rank, device in enumerate(devices)
-    ]
+
+    def spec(rank):
+        return SimpleNamespace(role="actor", rank=rank, secrets=(), restarts=0)
+
+    found = [_runtime_env(placement, spec(rank), device) for rank, device in enumerate(devices)]
     pythons = [env["py_executable"] for env in found]
     assert pythons == ["python3", "python3", "/opt/python", "/opt/python"]
     variables = [env.get("env_vars", {}) for env in found]

@@ -96,4 +96,5 @@ def normalize(text: str) -> str:
     text = re.sub(r"in use by process \d+", "in use by process 4711", text)
     text = re.sub(r"\d+\.\d+% of this step's", "100.0% of this step's", text)
     text = re.sub(r"(ValueError: no number in ).*", r"\1'Sp;{yzh4'", text)
+    text = re.sub(r"(?m)^(  response: ).*", r"\1Sp;{yzh4", text)
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")

@@ -100,6 +100,7 @@ def test_model_has_vllms_head_size_and_depends_only_on_the_seed(built, tmp_path)
 
 def test_commands_use_each_others_files(tmp_path, monkeypatch):
     (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # built by the first command
+    (tmp_path / make.FOLDER / "warm_up.parquet").touch()
     monkeypatch.chdir(tmp_path)
     warm_up = sft.compose(overrides=run.WARM_UP[2:]).config
     config = compose("quickstart", check=False).config
@@ -111,11 +112,14 @@ def test_commands_use_each_others_files(tmp_path, monkeypatch):
     )
 
 
-def test_one_sample_per_problem_is_shown(tmp_path):
+def test_one_random_sample_per_problem_is_shown(tmp_path):
+    """Neither the best nor the worst, which would show too much or too little."""
     lines = [
-        '{"prompt": "1+1=", "response": "2", "score": 1.0}',
-        '{"prompt": "1+1=", "response": "3", "score": 0.0}',
-        '{"prompt": "2+2=", "response": "5", "score": 0.0}',
+        '{"prompt": "0+1=", "response": "1", "score": 1.0, "chosen": "best"}',
+        '{"prompt": "1+1=", "response": "4", "score": 0.0, "chosen": "worst"}',
+        '{"prompt": "1+1=", "response": "2", "score": 1.0, "chosen": "random"}',
+        '{"prompt": "1+1=", "response": "3", "score": 0.0, "chosen": "random"}',
+        '{"prompt": "2+2=", "response": "5", "score": 0.0, "chosen": "all"}',
     ]
     (tmp_path / "step_1.jsonl").write_text("\n".join(lines) + "\n")
     assert run.samples(tmp_path / "step_1.jsonl") == ["1+1=2 ✓", "2+2=5 ✗"]

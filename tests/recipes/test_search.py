@@ -106,6 +106,7 @@ def test_search_engine_finds_facts_and_empty_corpus_finds_nothing(built, monkeyp
 
 def test_commands_use_each_others_files(built, tmp_path, monkeypatch):
     (tmp_path / make.FOLDER / "model").mkdir(parents=True)  # built by the first command
+    (tmp_path / make.FOLDER / "warm_up.parquet").touch()
     monkeypatch.chdir(tmp_path)
     assert sft.compose(overrides=run.WARM_UP[2:]).config.model.path == f"{make.FOLDER}/model"
     config = compose("search_demo", check=False).config

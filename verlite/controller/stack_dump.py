@@ -52,6 +52,8 @@ def own_stacks() -> str:
 
 def stacks_of(workers: list[WorkerHandle]) -> list[dict[str, Any]]:
     """Have workers on any node write their stacks; return them as `collect` describes."""
+    if not workers:  # Ray may not have started, and asking it would start another one
+        return []
     by_node: dict[str, list[tuple[str, node.Process]]] = {}
     found: list[dict[str, Any]] = []
     places: list[tuple[dict[str, Any], str, int]] = []

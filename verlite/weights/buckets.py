@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from verlite import progress
 from verlite.weights.errors import TransportError
 
 Bucket = list[tuple[str, Tensor]]
@@ -121,4 +122,5 @@ class BucketFiles:
             with opened as file:
                 for name in file.offset_keys():
                     if name.startswith(TRAINED) == self.trained:
+                        progress.tick()
                         yield name.removeprefix(TRAINED), file.get_tensor(name)

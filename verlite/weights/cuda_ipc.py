@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verlite import progress
 from verlite.weights.buckets import TRAINED, Bucket, fill, header_of, views
 from verlite.weights.errors import GOODBYE_S, JOIN_S, TIMEOUT_S, TransportError
 
@@ -230,6 +231,7 @@ class Stream:
                         raise _reason(peer) or error from error
                 payload = opened[slot][1][: message["size"]]
                 for name, tensor in views(_receive(peer), payload):
+                    progress.tick()
                     if not name.startswith(TRAINED):
                         yield name, tensor.clone()
                 if payload.is_cuda:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from verlite import progress
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
@@ -271,8 +270,7 @@ class RolloutWorker(Worker):
 
     def _load(self, named: Iterable[tuple[str, torch.Tensor]], offer: Offer) -> None:
         self.engine.wake("weights")
-        ticking = progress.ticking(named)
-        self.engine.load_weights(ticking, offer.version, offer.fingerprint)
+        self.engine.load_weights(named, offer.version, offer.fingerprint)
 
     @register("all")
     def release_weights(self) -> None:
