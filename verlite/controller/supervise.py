@@ -198,21 +198,30 @@ class Supervisor:
         """After RankDied: kill the dead workers, should they only be stuck, and wait for all other
         workers to answer their calls. Failures that the deaths explain are ignored.
 
+        Workers of restartable roles that die meanwhile are killed, too: a process that is only
+        stuck, or out of memory, would keep the devices of its successor.
+
         Returns:
             The dead workers, with those of restartable roles that have died meanwhile.
 
         Raises:
             WorkerError, StuckError: another worker failed, or a call exceeded the run's limit.
+            RayLost, NodeLost: a process of Ray here, or a node, is lost.
         """
         found = list(dict.fromkeys(dead))
         self._kill(found)
         while self.outstanding:
             self.before_poll()
+            self._raise_if_ray_lost()
             self._raise_if_node_lost()
             causes = self._collect(POLL_S)
-            found += [c.worker for c in causes if self._can_restart(c) and c.worker not in found]
             if not all(self._can_restart(c) or c.is_consequence for c in causes):
                 self._raise_first(causes)
+            dead = list(dict.fromkeys(c.worker for c in causes if self._can_restart(c)))
+            more = [worker for worker in dead if worker not in found]
+            if more:
+                self._kill(more)
+                found += more
             for future in self.outstanding:
                 if self.ranks.exceeds(future, self.call_timeout_s):
                     self._raise_stuck(future, self.call_timeout_s)
