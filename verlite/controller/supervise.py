@@ -95,10 +95,11 @@ class Future(Generic[T]):
 
     def send_missing(self) -> None:
         """Send the call again to the ranks that have died, also to those that had answered: what
-        they keep for others is lost with them. The other ranks' answers are kept."""
+        they keep for others is lost with them. Also to ranks that failed because of the deaths. The
+        other ranks' answers are kept."""
         assert self.send is not None
         for rank, worker in self.sent.items():
-            if worker not in self.supervisor.workers:
+            if rank not in self.values or worker not in self.supervisor.workers:
                 self.values.pop(rank, None)
                 ref, self.sent[rank] = self.send(rank)
                 self.pending[ref] = self.sent[rank]
