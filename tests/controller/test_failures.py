@@ -167,6 +167,74 @@ def test_only_deaths_of_a_restartable_role_spare_the_other_workers(
         assert caught.value.workers == dead and supervisor.failure is None
 
 
+def restarting(monkeypatch, *found):
+    """A supervisor of the restartable role "rollout" whose next polls find these causes."""
+    supervisor, polls = supervise.Supervisor(60), list(found)
+    supervisor.restartable = {"rollout"}
+    killed = []
+    monkeypatch.setattr(supervisor, "_kill", killed.extend)
+
+    def collect(timeout_s):
+        causes = polls.pop(0)
+        for one in causes:
+            for future in supervisor.outstanding:
+                future.pending.pop(one.worker, None)
+        supervisor.outstanding = [future for future in supervisor.outstanding if polls]
+        return causes
+
+    monkeypatch.setattr(supervisor, "_collect", collect)
+    return supervisor, killed
+
+
+def engine(rank):
+    return replace(handle(rank), role="rollout")
+
+
+def test_engines_that_fail_while_a_call_settles_are_killed_too(monkeypatch):
+    engines = [engine(rank) for rank in range(3)]
+    full = replace(cause(1, "OutOfMemoryError"), worker=engines[1])
+    supervisor, killed = restarting(monkeypatch, [], [full])
+    supervisor.workers = engines
+    pending = {worker: worker for worker in engines[1:]}
+    supervisor.watch(supervise.Future(supervisor, "rollout", "generate", pending, list))
+    assert supervisor.settle(engines[:1]) == engines[:2] == killed
+    assert supervisor.workers == engines[2:]
+
+
+def test_a_rank_that_failed_because_of_a_death_repeats_its_part(monkeypatch):
+    engines = [engine(rank) for rank in range(3)]
+    supervisor = supervise.Supervisor(60)
+    supervisor.workers = engines[1:]
+    sent = []
+
+    def send(rank):
+        sent.append(rank)
+        return f"call of {rank}", engines[rank]
+
+    future = supervise.Future(supervisor, "rollout", "generate", {}, list, send)
+    future.sent = dict(enumerate(engines))
+    future.values = {2: "its samples"}  # 0 is dead; 1 has lost a connection
+    future.send_missing()
+    assert sent == [0, 1] and future.values == {2: "its samples"}
+
+
+def test_an_idle_engine_that_is_frozen_does_not_disturb_another_call(monkeypatch):
+    idle, busy, actor = engine(0), engine(1), handle(0)
+    supervisor, looked = supervise.Supervisor(60), []
+    supervisor.restartable = {"rollout"}
+    supervisor.workers = [idle, busy, actor]
+    supervisor.watch(supervise.Future(supervisor, "rollout", "sleep", {"call": busy}, list))
+    monkeypatch.setattr(supervisor.ranks, "is_due", lambda: True)
+    monkeypatch.setattr(supervisor.ranks, "still", lambda *arguments: None)
+
+    def frozen(needed, workers, outstanding):
+        looked.extend(needed)
+        return []
+
+    monkeypatch.setattr(supervisor.ranks, "frozen", frozen)
+    assert supervisor._unresponsive() == [] and looked == [busy, actor]
+
+
 DUMP = """loss 0.5
 Thread 0x1 (most recent call first):
   File "queue.py", line 1 in get

@@ -96,15 +96,24 @@ class RankWatch:
         """Return whether ranks of a call have made no progress for longer than the limit."""
         return bool(liveness.still_ranks([rank for _, rank in self.facts(future)], limit_s))
 
-    def frozen(self, workers: Sequence[WorkerHandle], outstanding: Sequence[Any]) -> list[Frozen]:
+    def frozen(
+        self,
+        needed: Sequence[WorkerHandle],
+        workers: Sequence[WorkerHandle],
+        outstanding: Sequence[Any],
+    ) -> list[Frozen]:
         """Return the workers whose heartbeats have stopped and that do not answer a signal either.
 
         A worker in native code that holds Python's lock sends no heartbeats, but it answers.
+
+        Args:
+            needed: the workers to look at.
+            workers, outstanding: of the run, for the stacks.
         """
         assert self.heartbeats is not None
         clock = self.heartbeats.clock
         silent = {}
-        for worker in workers:
+        for worker in needed:
             heard = self._heard(worker)
             if heard is not None:
                 since = max(heard.heard, self._answered.get(worker.heartbeat, 0.0))

@@ -289,14 +289,18 @@ class Supervisor:
     def _unresponsive(self) -> list[Cause]:
         """Return a cause for each worker that is frozen, or that makes no progress on its own.
 
-        Calls no longer wait for these workers.
+        Calls no longer wait for these workers. Idle workers of restartable roles are left out: the
+        call in progress does not need them, and their next call notices them.
 
         Raises:
             StuckError: ranks that meet in collectives make no progress.
         """
         if not self.ranks.is_due():
             return []
-        found = {one.worker: one.why for one in self.ranks.frozen(self.workers, self.outstanding)}
+        busy = {worker for future in self.outstanding for worker in future.pending.values()}
+        needed = [one for one in self.workers if one in busy or one.role not in self.restartable]
+        frozen = self.ranks.frozen(needed, self.workers, self.outstanding)
+        found = {one.worker: one.why for one in frozen}
         causes = [
             unresponsive(worker, self._drop(worker), FROZEN, why) for worker, why in found.items()
         ]
