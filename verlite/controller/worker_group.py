@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar, cast
 
 from verlite.controller.dispatch import dispatch_of, join_rows, split_rows
+from verlite.controller.failures import RankDied
 from verlite.controller.placement import Placement
 from verlite.controller.supervise import Future
 from verlite.controller.worker_handle import WorkerHandle
@@ -117,7 +118,11 @@ class WorkerGroup:
         new = [restart_process(self.placement, self.role, w.rank, self._restarts) for w in dead]
         for worker in new:
             self.workers[worker.rank] = worker
-        self._watch("start", {worker.info_ref: worker for worker in new}).result(PLACE_S)
+        try:
+            self._watch("start", {worker.info_ref: worker for worker in new}).result(PLACE_S)
+        except RankDied as died:  # none of the new ones is constructed, so all are replaced again
+            died.workers = list(dict.fromkeys([*died.workers, *new]))
+            raise
         self.construction = self._construct(new)
         self.construction.result()
 
