@@ -150,6 +150,14 @@ def test_a_new_engine_gets_the_weights_before_it_repeats_its_part(asleep, monkey
     book, run = synced()
     restarts_into(book, monkeypatch)
     run.version = 4  # the sync of this version is the one that is repeated
+    run.can_abort, could_abort = True, []
+    give = weights.give_weights
+
+    def give_weights(run, version):
+        could_abort.append(run.can_abort)
+        return give(run, version)
+
+    monkeypatch.setattr(weights, "give_weights", give_weights)
 
     def generate(rows):
         error = died()
@@ -158,6 +166,7 @@ def test_a_new_engine_gets_the_weights_before_it_repeats_its_part(asleep, monkey
 
     call_engines(run, generate, asleep, "rows")
     repeated = ["restarted", *IN_ORDER, ("call", "send_missing"), ("call", "result")]
+    assert run.can_abort and could_abort == [False]
     assert book == repeated + [("rollout", "sleep")] * asleep and run.version == 4
 
 

@@ -93,7 +93,10 @@ def call_engines(
             return result
         except RankDied as died:
             restart_engines(run, died)
+            # A stop waits for this sync: giving it up would fail the actor, which has to save.
+            can_abort, run.can_abort = run.can_abort, False
             give_weights(run, run.version)
+            run.can_abort = can_abort
             call = call or died.call
             call.send_missing()
             answer = functools.partial(call.result)
