@@ -107,6 +107,15 @@ CASES = {
         STOPPED,
         f"\n{STOP_LINE.replace('SIGTERM', 'trainer.max_runtime')}\n  (it did not end within 1 s",
     ),
+    "a signal after a request does not limit the save": (
+        "unsaved.append(7); stop.request('trainer.max_runtime'); time.sleep(0.5); "
+        "send(signal.SIGTERM); time.sleep(2.0); print('saved')",
+        "pass",
+        0,
+        "trainer.max_runtime deferred\n"
+        "\ntrainer.max_runtime: not saved within trainer.stop_grace_s=1, in step 7. The run still "
+        "saves and then ends; another signal gives it 1 s more. Last checkpoint: step 6.\nsaved\n",
+    ),
     "a slow end after the decision": (
         "stop.decide(0); time.sleep(30)",
         "pass",

@@ -32,6 +32,8 @@ END_S = 8.0
 LEAVE_S = 20.0
 """How long the process may live after its exit code is decided: trackers send their last metrics,
 workers close, Ray ends."""
+REQUEST = b"\0"
+"""What `Stop.request` sends to the thread that receives the numbers of signals."""
 REPEAT_S = 1.0
 """A second signal within this time is the first one again: `timeout`, for example, sends it to the
 process and then to its group."""
@@ -115,11 +117,14 @@ class Stop:
     def request(self, name: str) -> None:
         """Stop as at SIGUSR1, for another reason. Call it in the main thread.
 
+        It is not counted as a signal: one that follows, such as Slurm's at the end of an
+        allocation, does not limit the time of the save.
+
         Raises:
             KeyboardInterrupt: no finished step has to be saved.
         """
         if self._handlers_before:
-            self._wakeup.send(bytes([signal.SIGUSR1]))
+            self._wakeup.send(REQUEST)
         self._obey(name)
 
     def _obey(self, name: str) -> None:
@@ -161,7 +166,7 @@ class Stop:
 
     def _watch(self) -> None:
         """End the process at further signals, or when ending takes too long."""
-        first = None
+        first: int | None = None
         signals = 0
         last = idle_since = give_up_at = 0.0
         limit = END_S
@@ -173,6 +178,8 @@ class Stop:
             if readable and not data:  # `__exit__` has closed the other end
                 return
             number = next((number for number in data if number in SIGNALS), None)
+            if first is None and REQUEST in data:
+                first, idle_since = signal.SIGUSR1, now
             if number is not None and (first is None or now - last > REPEAT_S):
                 signals += 1
                 last = now
@@ -198,10 +205,11 @@ class Stop:
                     self._end(first, f"not saved within {self.grace_s:g} s of the second signal")
                 elif now > give_up_at:
                     give_up_at = float("inf")
+                    more = f"; another signal gives it {self.grace_s:g} s more" if signals else ""
                     self._say(
                         f"{self.requested}: not saved within trainer.stop_grace_s={self.grace_s:g}"
-                        f", {self.where()}. The run still saves and then ends; another signal "
-                        f"gives it {self.grace_s:g} s more. {self.checkpoint()}"
+                        f", {self.where()}. The run still saves and then ends{more}. "
+                        f"{self.checkpoint()}"
                     )
             elif self.code is None and now - idle_since > limit:
                 self._end(
