@@ -53,7 +53,7 @@ def test_the_cause_is_written_before_the_cleanup_which_changes_nothing(stop, tmp
 
     with pytest.raises(ValueError) as caught, ExitStack() as stack:
         stack.callback(fail)
-        with reported_first(stop, tmp_path):
+        with reported_first(stop, tmp_path), reported_first(stop, tmp_path):
             raise RayLost("the raylet has ended")
     assert at_cleanup == [("the raylet has ended", "error: the raylet has ended\n", 76)]
     assert report(stop, None, caught.value) == 76
@@ -62,6 +62,7 @@ def test_the_cause_is_written_before_the_cleanup_which_changes_nothing(stop, tmp
     assert (error["exit_code"], error["type"], error["where"]) == (76, "RayLost", "in step 7")
     log = (tmp_path / "logs" / "driver.log").read_text()
     assert log.index("error: the raylet has ended") < log.index("while ending: ValueError: the cle")
+    assert log.count("the raylet has ended") == 1
     assert "the cleanup" not in capsys.readouterr().err
 
 

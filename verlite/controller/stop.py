@@ -61,6 +61,7 @@ class Stop:
     Attributes:
         requested: name of the first signal, or what else asked for the stop, or None.
         code: the exit code once it is decided, else None.
+        reported: the error that decided it, if one did.
         grace_s: how long the first signal waits for a save before a message says that it waits, and
             how long a second signal waits.
         must_save: returns whether a finished step has no checkpoint yet.
@@ -74,6 +75,7 @@ class Stop:
     def __init__(self) -> None:
         self.requested: str | None = None
         self.code: int | None = None
+        self.reported: BaseException | None = None
         self.grace_s = 30.0
         self.must_save: Callable[[], bool] = lambda: False
         self.on_defer: Callable[[str], None] = lambda name: None

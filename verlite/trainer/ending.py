@@ -78,9 +78,11 @@ def report(stop: Stop, run_dir: Path | None, error: BaseException) -> int:
     """Report an error, unless the run's end is decided already. Returns the exit code."""
     code = exit_code(error)
     if stop.code is not None:
-        stop.log(f"while ending: {type(error).__name__}: {error}")
+        if error is not stop.reported:  # several contexts see the same error
+            stop.log(f"while ending: {type(error).__name__}: {error}")
         return stop.code
     stop.decide(code)
+    stop.reported = error
     if run_dir is not None:
         write_report(stop, run_dir, error, code)
     print_error(error, console(stderr=True))
