@@ -68,6 +68,7 @@ def test_a_frozen_worker_is_named_and_ends_the_run(tmp_path, tiny_qwen2, monkeyp
         "trainer.export_hf=false",
         "trainer.val_before_train=false",
         "trainer.heartbeat_timeout_s=5",
+        "actor_rollout_ref.rollout.max_restarts=0",
     ]
     run = Launch(tmp_path / "run", command, tmp_path / "run.log")
     log = run.run_dir / "logs" / f"{role}_0.log"

@@ -109,7 +109,7 @@ def test_an_engine_that_always_dies_ends_the_run_with_the_first_cause(tmp_path, 
         "trainer.export_hf=false",
     ]
     run = launch(tmp_path, "doomed", [*base, *options])
-    assert run.wait() == 1, run.text()
+    assert run.wait() == 76, run.text()
     error = " ".join(run.text().partition("error: ")[2].split())
     assert error.startswith("rollout rank "), run.text()
     assert "failed in generate (killed by SIGKILL" in error
