@@ -88,8 +88,10 @@ def test_engines_that_die_change_no_number(tmp_path, base, monkeypatch):
     assert numbers(run) == numbers(whole)
     expected, found = (samples(one) for one in (whole, run))
     assert found.keys() == expected.keys()
-    assert [name for name in found if found[name] != expected[name]] == ["step_3.jsonl"]
-    assert found["step_3.jsonl"].count("the text is lost") == 16
+    # The object store may or may not have freed the dead engine's texts when they are written.
+    lost = found["step_3.jsonl"].count("the text is lost")
+    changed = [name for name in found if found[name] != expected[name]]
+    assert (changed, lost) in (([], 0), (["step_3.jsonl"], 16))
     before, after = (
         load_file(one.run_dir / "huggingface" / "model.safetensors") for one in (whole, run)
     )

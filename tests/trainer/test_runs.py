@@ -326,7 +326,8 @@ def test_two_devices_give_the_same_numbers_as_one(tmp_path, base):
         assert two.wait(400) == 0, two.text()
         assert ("1 group of 2 devices" in two.text()) == (parallel is ulysses)
         for a, b in zip(one.metrics()[1:], two.metrics()[1:], strict=True):
-            assert a.keys() == b.keys()
+            # With `inference` on devices of its own there is one more role with a straggler.
+            assert a.keys() ^ b.keys() <= {"perf/straggler/inference"}
             # float32 sums have another order, and three steps of Adam amplify the difference.
             expected = {key: b[key] for key in keys}
             assert {key: a[key] for key in keys} == pytest.approx(expected, rel=2e-3, abs=1e-5)
