@@ -82,7 +82,7 @@ def _from_text(path: Path) -> "pa.Table":
             values = list(_lines(content))
     except TableError:
         raise
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError) as error:
         raise TableError(_reason(kind, error)) from error
     for number, value in enumerate(values):
         if not isinstance(value, Mapping):
@@ -103,28 +103,39 @@ def _lines(content: bytes) -> Iterable[Any]:
 def rows_of_csv(text: str) -> list[dict[str, str]]:
     """Return the rows of a CSV file with a header line, each as {column: text}.
 
+    Spaces around the names of columns do not count.
+
     Raises:
-        TableError: a header is missing, empty or there twice, or a row has another number of
-            fields.
+        TableError: a header is missing, empty or there twice, a row has another number of fields,
+            fields are not separated with commas, or a quote does not end.
     """
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # 131,072 characters by default
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
-    header = next(lines, [])
-    if not header or not all(header) or len(set(header)) < len(header):
-        raise TableError(
-            "cannot be read as csv: the first line must name each column, each once: "
-            f"{json.dumps(header, ensure_ascii=False)}"
-        )
-    rows = []
-    for fields in lines:
-        if not fields:
-            continue
-        if len(fields) != len(header):
+    try:
+        header = [name.strip() for name in next(lines, [])]
+        if len(header) == 1 and any(separator in header[0] for separator in ";\t|"):
             raise TableError(
-                f"cannot be read as csv: line {lines.line_num} has {len(fields)} fields, "
-                f"the header {len(header)}"
+                "cannot be read as csv: fields must be separated with commas; the first line is "
+                f"{header[0]!r:.200}"
             )
-        rows.append(dict(zip(header, fields, strict=True)))
-    return rows
+        if not header or not all(header) or len(set(header)) < len(header):
+            raise TableError(
+                "cannot be read as csv: the first line must name each column, each once: "
+                f"{json.dumps(header, ensure_ascii=False)}"
+            )
+        rows = []
+        for fields in lines:
+            if not fields:
+                continue
+            if len(fields) != len(header):
+                raise TableError(
+                    f"cannot be read as csv: line {lines.line_num} has {len(fields)} fields, "
+                    f"the header {len(header)}"
+                )
+            rows.append(dict(zip(header, fields, strict=True)))
+        return rows
+    except csv.Error as error:
+        raise TableError(f"cannot be read as csv: line {lines.line_num}: {error}") from error
 
 
 def _table(rows: list[Any]) -> "pa.Table":

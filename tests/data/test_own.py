@@ -105,6 +105,45 @@ def test_wrong_input_is_named_and_nothing_is_written(tmp_path, arguments, conten
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", 'question,solution\n"1+1,2\n', "cannot be read as csv: line 2"),
+        ("a.csv", "question;solution\n1+1;2\n", "must be separated with commas"),
+        ("a.tsv", "question\tsolution\n1+1\t2\n", "has the suffix '.tsv'"),
+        ("a.xlsx", "PK", "save a spreadsheet as CSV UTF-8"),
+        ("a.jsonl", "[" * 100_000, "a.jsonl:1: not JSON"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
+        ("a.jsonl", '{"question": "1", "solution": NaN}', "'solution' is nan"),
+        ("a.jsonl", '{"question": "\\ud800", "solution": 1}', "out.parquet cannot be written"),
+        (
+            "a.jsonl",
+            '{"question": "1", "solution": 1, "x": 1}\n{"question": "1", "solution": 1, "x": "a"}',
+            "must all be text or all numbers",
+        ),
+        ("a.jsonl", f'{{"question": "1", "solution": 1, "x": {10**30}}}', "at most 64 bits"),
+    ],
+)
+def test_files_that_cannot_be_read_end_in_one_line(tmp_path, name, content, message):
+    result, output = run(tmp_path, *NAMES, content=content, name=name)
+    assert result.exit_code == 2 and message in result.output, result.output
+    assert not output.exists()
+
+
+def test_what_spreadsheets_and_pandas_write(tmp_path):
+    """A byte-order mark, spaces in the header, a long field, and integers that became floats."""
+    long = "x" * 200_000
+    result, output = run(tmp_path, *NAMES, content=f'\ufeffquestion, solution\r\n"{long}",2\r\n')
+    assert result.exit_code == 0, result.output
+    assert pq.read_table(output).to_pylist()[0]["prompt"][0]["content"] == long
+    content = '\ufeff{"question": "[1, 2]", "solution": 5.0}\n'
+    result, output = run(tmp_path, *NAMES, content=content, name="a.jsonl")
+    assert result.exit_code == 0, result.output
+    (row,) = pq.read_table(output).to_pylist()
+    assert row["prompt"][0]["content"] == "[1, 2]"
+    assert row["reward_model"]["ground_truth"] == "5"
+
+
 def test_a_prompt_that_ends_with_an_answer_is_refused(tmp_path):
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     rows = [{"question": chat, "solution": "x"}]

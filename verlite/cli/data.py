@@ -78,4 +78,6 @@ def data(
             "custom_reward_function.path=FILE.py, or choose one with --source."
         )
         command += " custom_reward_function.path=FILE.py"
+    else:
+        print(f"Rewards come from the built-in function of data source {name!r} (--source).")
     print(f"next: verlite check {command} actor_rollout_ref.model.path=MODEL ...")

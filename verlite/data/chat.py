@@ -24,9 +24,12 @@ def messages(value: Any, template: str | None = None) -> list[Message]:
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
-            pass  # text that begins with a bracket
+            decoded = json.loads(value)
+        except (json.JSONDecodeError, RecursionError):
+            decoded = None  # text that begins with a bracket
+        # A list of something else is text, such as [1, 2].
+        if isinstance(decoded, list) and any(isinstance(entry, dict) for entry in decoded):
+            value = decoded
     if isinstance(value, str):
         chatml = [{"role": role, "content": text} for role, text in CHATML.findall(value)]
         if chatml:

@@ -1,5 +1,6 @@
 """Rows in verl's format from a table of prompts and answers."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from verlite.data.chat import messages
 from verlite.data.dataset import DataError
 from verlite.data.preprocess import make_rows, read_file
+from verlite.tables import TEXT_SUFFIXES
 
 Row = dict[str, Any]
 
@@ -63,7 +65,11 @@ class Columns:
     def _truth(self, value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError(f"{self.answer!r} must be text or a number, not {value!r:.60}")
-        text = str(value).strip()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{self.answer!r} is {value}, not a number to compare with")
+        # A column of integers with gaps has floats in tables of pandas: 5.0 is the answer 5.
+        whole = isinstance(value, float) and value.is_integer()
+        text = str(int(value) if whole else value).strip()
         if not text:
             raise ValueError(f"{self.answer!r} is empty, so the reward has nothing to compare with")
         return text
@@ -79,6 +85,11 @@ def read_rows(files: Sequence[Path], columns: Columns) -> list[Row]:
         if not file.is_file():
             what = "is a folder" if file.is_dir() else "does not exist"
             raise DataError(f"{file} {what}. Name .csv, .jsonl, .json or .parquet files.")
+        if file.suffix not in (*TEXT_SUFFIXES, ".parquet"):
+            raise DataError(
+                f"{file} has the suffix {file.suffix!r}. Name .csv, .jsonl, .json or .parquet "
+                "files; save a spreadsheet as CSV UTF-8 with commas between fields."
+            )
     examples = (example for file in files for example in read_file(file))
     return make_rows(examples, "train", columns.row, files[0])
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verlite.data.dataset import DataError
-from verlite.files import replace_file, replacing
+from verlite.files import one_line, replace_file, replacing
 from verlite.tables import TableError, rows_of_csv
 
 SPLITS = ("train", "test")
@@ -184,8 +184,10 @@ def read_file(file: Path) -> Iterator[Example]:
 def _read_csv(file: Path) -> Iterator[Example]:
     try:
         rows = rows_of_csv(file.read_text(encoding="utf-8-sig"))
-    except (TableError, UnicodeDecodeError) as error:
+    except TableError as error:
         raise DataError(f"{file} {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 text: {error}. Save it as CSV UTF-8") from error
     for number, row in enumerate(rows):
         yield f"{file} row {number}", dict(row)
 
@@ -214,10 +216,22 @@ def make_rows(
 
 
 def write_parquet(rows: list[dict[str, Any]], path: Path) -> int:
-    """Write rows to `path` atomically. Return the size in bytes."""
+    """Write rows to `path` atomically. Return the size in bytes.
+
+    Raises:
+        DataError: a column cannot be stored, such as one with text in some rows and numbers in
+            others.
+    """
+    try:
+        table = pa.Table.from_pylist(rows)
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        raise DataError(
+            f"{path} cannot be written: {one_line(error)}. The values of a column must all be text "
+            "or all numbers of at most 64 bits, and text must be valid Unicode"
+        ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        pq.write_table(pa.Table.from_pylist(rows), file)
+        pq.write_table(table, file)
     return path.stat().st_size
 
 
@@ -250,7 +264,7 @@ def _read_json(file: Path) -> Iterator[Example]:
     any number of lines.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 text: {error}") from error
     for number, example in _list(file, text) if file.suffix == ".json" else _lines(file, text):
@@ -268,7 +282,7 @@ def _lines(file: Path, text: str) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 value = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise DataError(f"{file}:{number}: not JSON: {error}") from error
             yield number, value
 
@@ -298,6 +312,8 @@ def _list(file: Path, text: str) -> Iterator[tuple[int, Any]]:
             raise json.JSONDecodeError("Expecting ',' or the list's end", text, at)
     except json.JSONDecodeError as error:
         raise DataError(f"{file}:{error.lineno}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{file}:{number}: the JSON is nested too deeply") from error
 
 
 def _skip(text: str, at: int) -> int:
