@@ -121,6 +121,29 @@ def test_details_are_kept_for_so_many_tokens_of_a_step(monkeypatch):
     assert ["tokens" in record for record in records] == [True, False]
 
 
+def test_a_long_response_does_not_take_the_details_of_the_others(monkeypatch):
+    monkeypatch.setattr(samples, "TOKENS_PER_STEP", 2)
+    records: list[dict] = [{}, {}]
+    add_tokens(records, token_batch(), OneLetter())
+    assert ["tokens" in record for record in records] == [False, True]
+
+
+def test_tokens_that_are_no_text_cost_no_more_than_others(byte_tokenizer):
+    """A broken model repeats the first byte of a character."""
+
+    class Counting:
+        decoded = 0
+
+        def decode(self, ids: list[int]) -> str:
+            self.decoded += len(ids)
+            return byte_tokenizer.decode(ids)
+
+    tokenizer = Counting()
+    ids = byte_tokenizer.encode("é", add_special_tokens=False)[:1] * 1000
+    assert len(token_texts(tokenizer, ids)) == 1000
+    assert tokenizer.decoded < 50 * 1000
+
+
 def test_choices_spread_over_the_scores():
     """Of many rows, a third is from each end."""
     scores = [float(row) for row in range(300)]

@@ -73,7 +73,8 @@ def one_sample(record: dict[str, Any]) -> str:
     if len(response) > 160:
         response = f"{response[:80]} [...] {response[-80:]}"
     score = "no score" if record["score"] is None else f"score {record['score']:g}"
-    return f"{score}: {prompt} -> {one_line(response)} (expected {record['ground_truth']!s:.60})"
+    expected = one_line(record["ground_truth"], 60)
+    return f"{score}: {prompt} -> {one_line(response)} (expected {expected})"
 
 
 def validate_unless_stopped(run: Run) -> None:

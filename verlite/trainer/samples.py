@@ -25,7 +25,10 @@ _TOKEN_FIELDS = {
 log-prob are verl's: the rollout engine's, and the trainer's before the step's updates."""
 TOKENS_PER_STEP = 16_384
 """Response tokens of a step whose details are kept, about 40 bytes each. They are those of the
-first samples in the file."""
+first samples in the file that fit."""
+_INCOMPLETE = 16
+"""Tokens that may wait for the end of a character. Without a limit, a model that writes nothing but
+bytes that are no text costs the square of the length."""
 _DECIMALS = 5
 TEXT_LOST = "the text is lost with a rollout engine that died after it drew the sample"
 
@@ -92,12 +95,17 @@ def choose_rows(
         by_source[source] = {"worst": ranked, "best": ranked[::-1], "random": own}
     chosen: dict[int, str] = {}
     shown: set[str] = set()
+    prompts = len(set(uids))
     while len(chosen) < count:
         for reason in ("worst", "best", "random"):
             for rows in by_source.values():
-                left = [row for row in rows[reason] if row not in chosen]
-                row = next((row for row in left if uids[row] not in shown), next(iter(left), None))
-                if row is not None and len(chosen) < count:
+                if len(chosen) == count:
+                    break
+                new = (row for row in rows[reason] if uids[row] not in shown)
+                left = (row for row in rows[reason] if row not in chosen)
+                row = next(new, None) if len(shown) < prompts else None
+                row = next(left, None) if row is None else row
+                if row is not None:
                     chosen[row] = reason
                     shown.add(uids[row])
     return list(chosen.items())
@@ -117,9 +125,9 @@ def add_tokens(records: list[dict[str, Any]], rows: DataProto, tokenizer: Any) -
         if columns["response_ids"][row] is None:
             continue
         ids = [int(token) for token in columns["response_ids"][row]]
+        if len(ids) > left:
+            continue
         left -= len(ids)
-        if left < 0:
-            return
         tokens: dict[str, Any] = {"id": ids, "text": token_texts(tokenizer, ids)}
         for name, key in _TOKEN_FIELDS.items():
             if name in stored:
@@ -144,13 +152,14 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds. Joined, they are the decoded ids.
 
     A token that ends inside a character has "", and the text is with the token that completes it.
+    A character that begins after many tokens that are not text may be replaced.
     """
     texts = []
     context = done = 0  # Tokens before `context` do not change the text of those after `done`.
     before = ""
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[context:end])
-        if text.endswith("\ufffd") and end < len(ids):
+        if text.endswith("\ufffd") and end < len(ids) and end - done < _INCOMPLETE:
             texts.append("")
             continue
         texts.append(text[len(before) :])
