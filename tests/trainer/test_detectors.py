@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ TROUBLE = {
     "entropy_high": [{"actor/entropy": 2.6}],
     "kl": [{"actor/ppo_kl": -1.5}, {"actor/kl_loss": 30.0}, {"actor/reward_kl_penalty": 1.1}],
     "gap": [{"training/log_prob_gap": 0.02}],
-    "hacking": [{"critic/score/mean": 0.65, VAL: 0.2}],
+    "hacking": [{"critic/score/mean": 0.64, VAL: 0.2}],
     "reward_errors": [{"reward/error_rate": 0.06}],
     "nonfinite": [{"actor/nonfinite": 0.25}],
     "waiting": [{"timing_s/reward": 11.0}, {"rollout/slowest/tool_s": 15.0}],
@@ -81,8 +82,9 @@ def test_every_detector_has_a_threshold_and_a_planted_case():
 def test_planted_trouble_is_said_once_after_patience(name, change):
     before = [{**step, VAL: 0.4} for step in healthy(25)]
     steps = before + healthy(30, **change)
-    assert run(steps) == [(30, name)]
-    assert run(steps, patience=2) == [(27, name)]
+    late = 2 * (name == "hacking")  # means of three validations
+    assert run(steps) == [(30 + late, name)]
+    assert run(steps, patience=2) == [(27 + late, name)]
     assert run(steps, enable=False) == [] and run(steps, **{name: None}) == []
 
 
@@ -117,6 +119,58 @@ def test_a_resumed_run_does_not_repeat_warnings():
 def test_one_sample_per_prompt_is_no_missing_signal():
     """Without groups (rollout.n=1, as with GAE) every group has equal scores."""
     assert run(healthy(20, **{"rollout/zero_variance_groups": 1.0})) == []
+
+
+def test_groups_with_equal_scores_train_if_the_estimator_does_not_compare_them():
+    """PPO with several samples per prompt: the critic is the baseline."""
+    steps = healthy(20, **{"rollout/zero_variance_groups": 0.97})
+    detectors = Detectors(DetectConfig(), compares=False)
+    assert [detectors.check(number, step) for number, step in enumerate(steps, 1)] == [[]] * 20
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("prompts", [64, 1000])
+def test_noise_of_validation_is_no_hacking(scale, prompts):
+    """The training score rises, and the held-out one stays the same but for its noise."""
+    alarms = []
+    for seed in range(8):
+        noise = random.Random(seed)
+        steps = []
+        for step in range(300):
+            score = 0.4 + 0.2 * step / 300 + noise.gauss(0, 0.05)
+            held_out = {VAL: scale * noise.gauss(0.45, 0.5 / prompts**0.5)} if step % 5 == 0 else {}
+            scores = {"critic/score/mean": scale * score, "critic/score/max": scale}
+            steps.append({**HEALTHY, **scores, **held_out})
+        alarms += run(steps)
+    assert len(alarms) <= 1  # of 8 runs
+
+
+def test_hacking_with_large_scores_and_rare_validations():
+    steps = [
+        {
+            **HEALTHY,
+            "critic/score/min": -100.0,
+            "critic/score/max": 100.0,
+            "critic/score/mean": step,
+            **({VAL: 50.0 - abs(step - 40)} if step % 5 == 0 else {}),
+        }
+        for step in range(1, 100)
+    ]
+    ((step, name),) = run(steps)
+    assert name == "hacking" and 60 <= step <= 80
+
+
+def test_values_that_are_not_finite_are_as_missing_as_in_metrics_jsonl():
+    """A resumed run reads null in their place."""
+    nan = {key: float("nan") for key in HEALTHY}
+    assert run(healthy(20) + [nan] * 20) == []
+
+
+def test_a_step_costs_the_same_late_in_a_run():
+    detectors = Detectors(DetectConfig())
+    for step in range(1, 2001):
+        detectors.check(step, {**HEALTHY, VAL: 0.4})
+    assert len(detectors._history) <= 70
 
 
 def test_missing_and_null_metrics_are_no_trouble():

@@ -264,6 +264,11 @@ def is_by_row(estimator: str) -> bool:
     return estimator in ESTIMATORS and ESTIMATORS[estimator].by_row
 
 
+def compares(estimator: str) -> bool:
+    """Return whether a built-in estimator compares a prompt's samples; False for a user's own."""
+    return estimator in ESTIMATORS and ESTIMATORS[estimator].compares
+
+
 def whitens(estimator: str) -> bool:
     """Return whether a built-in estimator whitens its advantages; False for a user's own."""
     return estimator in ESTIMATORS and ESTIMATORS[estimator].whitens

@@ -1248,9 +1248,11 @@ class DetectConfig:
         5.0, "Log-prob gap of trainer and rollout engine, as a multiple of that of the first steps."
     )
     hacking: Optional[float] = limit_key(
-        0.1, "Rise of the training score while the held-out score falls by as much."
+        0.1,
+        "Rise of the training score while the held-out score falls by as much, as a share of the "
+        "range of scores.",
     )
-    reward_errors: Optional[float] = limit_key(0.05, "Share of samples whose reward failed.")
+    reward_errors: Optional[float] = limit_key(0.01, "Share of samples whose reward failed.")
     nonfinite: Optional[float] = limit_key(0.0, "Share of updates skipped as not finite.")
     waiting: Optional[float] = limit_key(
         0.5, "Share of a step's time that is spent waiting for rewards, or for one sample's tools."

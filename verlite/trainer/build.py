@@ -17,6 +17,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
+from verlite.config import catalog
 from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.config.debug import DEBUGGERS, LIFTED
 from verlite.config.plan import Plan, engine_settings
@@ -136,7 +137,11 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             stop=stop,
             limit=time_limit(config, run_dir),
             env_factory=env_factory,
-            detectors=Detectors(config.trainer.detect, earlier_metrics(run_dir, state["step"])),
+            detectors=Detectors(
+                config.trainer.detect,
+                earlier_metrics(run_dir, state["step"]),
+                compares=catalog.compares(config.algorithm.adv_estimator),
+            ),
             service=checks.service,
         )
         if checks.service:

@@ -5,6 +5,8 @@ people usually do about it. A warning is due once the detector has seen it in
 `trainer.detect.patience` steps in a row. It is due again only after as many steps without.
 """
 
+import itertools
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,12 @@ A threshold of None turns a detector off."""
 
 START = 10
 """Steps at the beginning of a run that later ones are compared with."""
+VALIDATIONS = 50
+"""Validations that the newest is compared with."""
+SMOOTHED = 3
+"""Validations in a row whose mean is compared."""
+NOISE = 6
+"""A fall of the held-out score is at least as many standard deviations of such a mean."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +46,18 @@ class Detectors:
         limits: trainer.detect.
         history: the metrics of earlier steps of a resumed run, each with "step". Their warnings
             were given then.
+        compares: whether the advantage estimator compares the samples of a prompt. If it does not,
+            groups with equal scores train, too.
     """
 
-    def __init__(self, limits: DetectConfig, history: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        limits: DetectConfig,
+        history: Sequence[Mapping[str, Any]] = (),
+        compares: bool = True,
+    ) -> None:
         self._limits = limits
+        self._compares = compares
         self._history: list[Metrics] = []
         self._seen = dict.fromkeys(DETECTORS, 0)
         self._unseen = dict.fromkeys(DETECTORS, limits.patience)
@@ -53,6 +69,12 @@ class Detectors:
     def check(self, step: int, metrics: Metrics) -> list[Finding]:
         """Add a step. Return the warnings that are due."""
         due = []
+        # metrics.jsonl has null for NaN, and a resumed run must decide as the run before did.
+        metrics = {
+            name: value
+            for name, value in metrics.items()
+            if value is not None and math.isfinite(value) and (name != GROUPS or self._compares)
+        }
         if self._limits.enable:
             for name, detector in DETECTORS.items():
                 text = detector(metrics, self._history, self._limits)
@@ -61,6 +83,7 @@ class Detectors:
         self._history.append(
             {key: value for key, value in metrics.items() if key in USED or _is_validation(key)}
         )
+        self._history = needed(self._history)
         return due
 
     def _is_due(self, name: str, seen: bool) -> bool:
@@ -73,6 +96,14 @@ class Detectors:
             return False
         self._given[name] = True
         return True
+
+
+def needed(history: list[Metrics]) -> list[Metrics]:
+    """Return the steps that detectors read: the first ones and the newest validations. So a step
+    costs the same however long the run is."""
+    validated = [n for n, metrics in enumerate(history) if any(map(_is_validation, metrics))]
+    kept = {*range(2 * START), *validated[-VALIDATIONS:]}
+    return [metrics for number, metrics in enumerate(history) if number in kept]
 
 
 SCORE = "critic/score"
@@ -90,7 +121,8 @@ TOOL_TIME = "rollout/slowest/tool_s"
 STEP_TIME = "timing_s/step"
 MEMORY = ("perf/driver_max_rss_gb", "actor/perf/cpu_memory_used_gb")
 VALIDATION = "val-core/"
-USED = {f"{SCORE}/mean", ENTROPY, GAP, *MEMORY}
+RANGE = (f"{SCORE}/min", f"{SCORE}/max")
+USED = {f"{SCORE}/mean", *RANGE, ENTROPY, GAP, *MEMORY}
 """Metrics of earlier steps that a detector reads, besides those of validation."""
 
 
@@ -104,8 +136,8 @@ def no_signal(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> 
         return (
             f"all samples of a step have the score {low:g}. Read some of them: is the answer in "
             "the format that the reward function expects, and does the chat template fit the "
-            "model? If the task is too hard, start with easier prompts, supervised training, or a "
-            "reward with partial credit"
+            "model? If the task is too hard or too easy, choose other prompts; if too hard, start with "
+            "supervised training or a reward with partial credit"
         )
     groups = now.get(GROUPS)
     # With one sample per prompt every group is equal, and other prompts are the baseline.
@@ -195,24 +227,47 @@ def gap(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | 
 
 
 def hacking(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
-    """The training score rises while the held-out score falls."""
+    """The training score rises while the held-out score falls.
+
+    Both are means over SMOOTHED validations, and a fall must exceed the held-out score's noise:
+    the best of many validations of few prompts is far above their mean.
+    """
     if limits.hacking is None:
         return None
     steps = [*before, now]
+    scores = [v for metrics in steps for key in RANGE if (v := metrics.get(key)) is not None]
+    spread = max(scores, default=0.0) - min(scores, default=0.0)
     for key in sorted({key for metrics in steps for key in metrics if _is_validation(key)}):
-        found = [(i, v) for i, metrics in enumerate(steps) if (v := metrics.get(key)) is not None]
-        best, held_out = max(found, key=lambda item: item[1])
-        last = found[-1][1]
-        then, score = steps[best].get(f"{SCORE}/mean"), now.get(f"{SCORE}/mean")
-        if then is None or score is None:
+        found = [
+            (held, score)
+            for metrics in steps
+            if (held := metrics.get(key)) is not None
+            and (score := metrics.get(f"{SCORE}/mean")) is not None
+        ]
+        if len(found) < 2 * SMOOTHED or not spread:
             continue
-        if held_out - last >= limits.hacking and score - then >= limits.hacking:
+        held_out = _means([held for held, _ in found])
+        score_then = _means([score for _, score in found])
+        best = max(range(len(held_out)), key=lambda number: held_out[number])
+        jumps = [abs(b[0] - a[0]) for a, b in itertools.pairwise(found)]
+        noise = statistics.fmean(jumps) / math.sqrt(SMOOTHED)
+        least = limits.hacking * (spread if "/reward/" in key else 1.0)
+        fall, rise = held_out[best] - held_out[-1], score_then[-1] - score_then[best]
+        if fall >= max(least, NOISE * noise) and rise >= limits.hacking * spread:
             return (
-                f"the score rose from {then:.3g} to {score:.3g} while {key} fell from "
-                f"{held_out:.3g} to {last:.3g}. Read the best samples: the policy may exploit the "
-                "reward function, or learn the training prompts by heart"
+                f"the score rose from {score_then[best]:.3g} to {score_then[-1]:.3g} while {key} "
+                f"fell from {held_out[best]:.3g} to {held_out[-1]:.3g} (means of {SMOOTHED} "
+                "validations). Read the best samples: the policy may exploit the reward function, "
+                "or learn the training prompts by heart"
             )
     return None
+
+
+def _means(values: list[float]) -> list[float]:
+    """Return the mean of each SMOOTHED values in a row."""
+    return [
+        sum(values[end - SMOOTHED : end]) / SMOOTHED for end in range(SMOOTHED, len(values) + 1)
+    ]
 
 
 def reward_errors(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
@@ -247,7 +302,7 @@ def waiting(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> st
         (TOOL_TIME, "the tools of one sample", "Add servers: retriever.url takes a list"),
     ):
         seconds = now.get(key)
-        if seconds is not None and seconds > limits.waiting * step:
+        if seconds is not None and seconds > max(1.0, limits.waiting * step):
             return f"{seconds:.0f} of {step:.0f} s of a step are spent waiting for {what}. {remedy}"
     return None
 
