@@ -137,6 +137,27 @@ def test_warnings_are_shown_once(tmp_path):
     assert run.notes == ["a line of warnings.jsonl cannot be read"] * 2
 
 
+def test_malformed_token_details_are_left_out(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    path = run_dir / "rollouts" / "step_5.jsonl"
+    sample = json.loads(path.read_text())
+    wrong = [None, [1], {}, {"id": None, "text": []}, {**sample["tokens"], "sampled": "1"}]
+    lines = [{**sample, "tokens": tokens} for tokens in wrong]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, sample]))
+    (run,) = collect([run_dir])
+    assert ["tokens" in sample for sample in run.samples[-6:]] == [False] * 5 + [True]
+    assert run.notes == ["samples whose token details are malformed: 5"]
+
+
+def test_samples_of_an_earlier_run_are_left_out(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    (run,) = collect([run_dir])
+    assert {sample["step"] for sample in run.samples} == {1, 2, 3}
+    assert run.notes == ["samples of steps after 3 are left out: 2 files"]
+
+
 def test_names_tell_runs_apart(tmp_path):
     runs = [make_run(tmp_path / name) for name in ("a/run", "b/run", "c/other")]
     assert [run.name for run in collect(runs)] == ["a/run", "b/run", "c/other"]

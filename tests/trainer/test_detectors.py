@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from verlite.config.schema import DetectConfig
+from verlite.files import RetryingWriter
 from verlite.trainer.detectors import DETECTORS, Detectors
+from verlite.trainer.finish import forget_warnings
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "metrics" / "quickstart.jsonl"
 VAL = "val-core/sums/reward/mean@1"
@@ -114,6 +116,20 @@ def test_a_resumed_run_does_not_repeat_warnings():
     early = Detectors(DetectConfig(), history[:3])
     said = [early.check(4 + n, step) for n, step in enumerate(steps[3:])]
     assert [one.step for one in itertools.chain(*said)] == [5]
+
+
+def test_a_resumed_run_forgets_the_warnings_of_steps_that_it_makes_again(tmp_path):
+    path = tmp_path / "warnings.jsonl"
+    lines = [json.dumps({"step": step, "name": "kl", "text": "x"}) + "\n" for step in (3, 9, 4)]
+    path.write_text("".join(lines) + "{broken")
+    writer = RetryingWriter(print)
+    forget_warnings(path, 4, writer)
+    assert path.read_text() == lines[0] + lines[2]
+    forget_warnings(path, 0, writer)
+    (renamed,) = tmp_path.iterdir()
+    assert renamed.name.startswith("warnings-until-")
+    forget_warnings(path, 4, writer)
+    assert not path.exists()
 
 
 def test_one_sample_per_prompt_is_no_missing_signal():

@@ -38,7 +38,7 @@ from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
 from verlite.trainer.ending import reported_first
 from verlite.trainer.errors import AlreadyComplete, RunRefused
-from verlite.trainer.finish import WARNINGS, save
+from verlite.trainer.finish import WARNINGS, forget_warnings, save
 from verlite.trainer.launch import Preflight, connect_ray, plan_on, reserve_devices
 from verlite.trainer.reference import check_shape, check_weights
 from verlite.trainer.run import Run, StepState
@@ -282,7 +282,8 @@ def open_tracking(checks: Preflight, state: dict[str, Any], writer: RetryingWrit
     line is then written from the checkpoint.
 
     Raises:
-        RunRefused: an earlier run's metrics.jsonl can be neither read nor renamed.
+        RunRefused: an earlier run's metrics.jsonl or warnings.jsonl can be neither read nor
+            renamed.
     """
     trainer = checks.config.trainer
     try:
@@ -295,9 +296,10 @@ def open_tracking(checks: Preflight, state: dict[str, Any], writer: RetryingWrit
             writer,
             resumed_step=state["step"],
         )
+        forget_warnings(Path(trainer.default_local_dir) / WARNINGS, state["step"], writer)
     except OSError as error:
         raise RunRefused(
-            f"trainer.default_local_dir={trainer.default_local_dir}: {METRICS} of an earlier run "
+            f"trainer.default_local_dir={trainer.default_local_dir}: a file of an earlier run "
             f"cannot be renamed: {error}. Choose another directory."
         ) from error
     if checks.checkpoint:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.controller.worker_group import group
-from verlite.files import one_line
+from verlite.files import LINES_MAX_BYTES, RetryingWriter, one_line, parse_json, read_bytes
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
 from verlite.trainer import checkpoints
@@ -15,6 +15,7 @@ from verlite.trainer.errors import StepAborted
 from verlite.trainer.metrics import batch_metrics, speed_metrics
 from verlite.trainer.run import Run
 from verlite.trainer.samples import keep_samples
+from verlite.trainer.tracking import set_aside
 from verlite.trainer.validate import validate
 
 WARNINGS = "warnings.jsonl"
@@ -65,6 +66,35 @@ def warn_of_trouble(run: Run, records: list[dict[str, Any]]) -> None:
         for record in records[:SAMPLES_SHOWN]:
             run.display.info(f"  {one_sample(record)}")
         run.display.info(f"  more: verlite show {run.run_dir}, verlite report {run.run_dir}")
+
+
+def forget_warnings(path: Path, step: int, writer: RetryingWriter) -> None:
+    """Remove the warnings of steps after `step`, which a resumed run makes again, and lines that
+    cannot be read. A run that starts from the beginning renames the file, like metrics.jsonl.
+
+    Raises:
+        OSError: the file can be neither read nor renamed.
+    """
+    if not step:
+        set_aside(path)
+        return
+    try:
+        content = read_bytes(path, LINES_MAX_BYTES)
+    except FileNotFoundError:
+        return
+    except ValueError:
+        set_aside(path)
+        return
+    kept = b"".join(line + b"\n" for line in content.split(b"\n") if _is_until(line, step))
+    if kept != content:
+        writer.replace(path, kept)
+
+
+def _is_until(line: bytes, step: int) -> bool:
+    try:
+        return bool(int(parse_json(line)["step"]) <= step)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return False
 
 
 def one_sample(record: dict[str, Any]) -> str:

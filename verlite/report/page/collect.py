@@ -96,7 +96,7 @@ def _read(path: Path, name: str) -> RunData:
         steps=[line["step"] for line in lines],
         metrics={key: [line.get(key) for line in lines] for key in keys},
         config=_config(path, notes),
-        samples=[*_samples(path, notes)],
+        samples=[*_samples(path, lines[-1]["step"] if lines else 0, notes)],
         n_samples=0,
         warnings=_warnings(path, notes),
         error=_error(path),
@@ -152,10 +152,17 @@ def _warnings(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _samples(path: Path, notes: list[str]) -> Iterator[Sample]:
-    """Yield the samples of training and of validation, in the order of steps."""
-    unreadable = 0
-    for step, validation in _sample_files(path):
+def _samples(path: Path, last: int, notes: list[str]) -> Iterator[Sample]:
+    """Yield the samples of training and of validation, in the order of steps.
+
+    Steps after `last` are of an earlier run in the same directory.
+    """
+    unreadable = malformed = 0
+    files = _sample_files(path)
+    later = [number for number, _ in files if number > last]
+    if later:
+        notes.append(f"samples of steps after {last} are left out: {len(later)} files")
+    for step, validation in files[: len(files) - len(later)]:
         try:
             _, samples, bad = read_samples(path, step, validation)
         except ValueError as error:
@@ -164,11 +171,28 @@ def _samples(path: Path, notes: list[str]) -> Iterator[Sample]:
         unreadable += bad
         for sample in samples:
             sample["step"] = step
+            sample.pop("validation", None)
             if validation:
                 sample["validation"] = True
+            if "tokens" in sample and not _has_tokens(sample["tokens"]):
+                del sample["tokens"]
+                malformed += 1
             yield sample
     if unreadable:
         notes.append(f"samples that cannot be read: {unreadable}")
+    if malformed:
+        notes.append(f"samples whose token details are malformed: {malformed}")
+
+
+def _has_tokens(tokens: Any) -> bool:
+    """Whether every token has an id and a text, and every other entry a value for each token."""
+    if not isinstance(tokens, dict):
+        return False
+    ids = tokens.get("id")
+    if not isinstance(ids, list) or not isinstance(tokens.get("text"), list):
+        return False
+    values = [value for value in tokens.values() if not isinstance(value, int | float)]
+    return all(isinstance(value, str | list) and len(value) == len(ids) for value in values)
 
 
 def _sample_files(path: Path) -> list[tuple[int, bool]]:
@@ -213,7 +237,7 @@ def drop_tokens(samples: list[Sample], limit: int) -> int:
     random.Random(0).shuffle(detailed)
     total = dropped = 0
     for sample in detailed:
-        size = len(sample["tokens"]["id"]) if isinstance(sample["tokens"], dict) else limit
+        size = len(sample["tokens"]["id"])
         if total + size > limit:
             del sample["tokens"]
             dropped += 1

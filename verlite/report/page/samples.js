@@ -55,7 +55,7 @@ function maskColor(tokens, i) {
 function tokenText(sample, coloring) {
   const tokens = sample.tokens;
   const values = tokenValues(tokens, coloring);
-  const largest = values ? Math.max(...values.map((value) => Math.abs(value ?? 0)), 1e-12) : 0;
+  const largest = values ? values.reduce((most, value) => Math.max(most, Math.abs(value ?? 0) || 0), 1e-12) : 0;
   const text = element("p", { class: "text response mono" });
   tokens.text.forEach((piece, i) => {
     let color = null;
@@ -207,7 +207,10 @@ function showSamples(section, runs, samplesOfRuns, state) {
 
   function next() {
     for (const { sample, run } of found.slice(shown, shown + BATCH)) {
-      list.append(sampleCard(sample, run, runs.length > 1, state.coloring ?? "mask"));
+      let card;
+      try { card = sampleCard(sample, run, runs.length > 1, state.coloring ?? "mask"); }
+      catch (error) { card = element("article", { class: "card sample warn" }, `step ${sample.step}: this sample is malformed: ${error.message}`); }
+      list.append(card);
     }
     shown = Math.min(found.length, shown + BATCH);
   }
