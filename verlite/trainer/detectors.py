@@ -136,8 +136,8 @@ def no_signal(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> 
         return (
             f"all samples of a step have the score {low:g}. Read some of them: is the answer in "
             "the format that the reward function expects, and does the chat template fit the "
-            "model? If the task is too hard or too easy, choose other prompts; if too hard, start with "
-            "supervised training or a reward with partial credit"
+            "model? If the task is too easy, choose other prompts. If it is too hard, start with "
+            "easier prompts, supervised training, or a reward with partial credit"
         )
     groups = now.get(GROUPS)
     # With one sample per prompt every group is equal, and other prompts are the baseline.

@@ -61,6 +61,7 @@ function showOverview(section, runs) {
     ["log-prob gap, largest", (run) => largest(points(run, "training/log_prob_gap"))],
     ["seconds per step, median", (run) => median(points(run, "perf/time_per_step"))],
     ["training loss, first to last 10%", (run) => change(points(run, "train/loss"))],
+    ["held-out loss, first to last", (run) => change(points(run, "val/loss"), true)],
     ["samples saved", (run) => run.n_samples],
   ];
   const table = element("table", {}, element("tr", {}, element("th", {}, ""), ...runs.map((run) =>

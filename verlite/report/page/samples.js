@@ -142,7 +142,7 @@ function options(select, values, chosen) {
 function showSamples(section, runs, samplesOfRuns, state) {
   const all = samplesOfRuns.flatMap((samples, number) => samples.map((sample) => ({ sample, run: runs[number] })));
   if (!all.length) {
-    section.append(element("p", { class: "dim" }, "No samples were saved (trainer.rollouts_per_step)."));
+    section.append(element("p", { class: "dim" }, "No samples were saved. Training with rewards saves trainer.rollouts_per_step of each step."));
     return;
   }
   const distinct = (value) => [...new Set(all.map(value))].filter((one) => one !== "").sort((a, b) => (a > b ? 1 : -1));
