@@ -161,19 +161,19 @@ def test_noise_of_validation_is_no_hacking(scale, prompts):
     assert len(alarms) <= 1  # of 8 runs
 
 
-def test_hacking_with_large_scores_and_rare_validations():
+def test_hacking_is_measured_by_the_range_of_scores():
     steps = [
         {
             **HEALTHY,
             "critic/score/min": -100.0,
             "critic/score/max": 100.0,
             "critic/score/mean": step,
-            **({VAL: 50.0 - abs(step - 40)} if step % 5 == 0 else {}),
+            VAL: 50.0 - abs(step - 40) if step < 56 else 34.0,  # less than a tenth of 200
         }
         for step in range(1, 100)
     ]
-    ((step, name),) = run(steps)
-    assert name == "hacking" and 60 <= step <= 80
+    assert run(steps) == []
+    assert run(steps, hacking=0.05) == [(56, "hacking")]
 
 
 def test_values_that_are_not_finite_are_as_missing_as_in_metrics_jsonl():
