@@ -48,4 +48,10 @@ MUTANTS = [
         constant(10**9),
         ("tests/envs/test_retriever.py::test_failing_server_is_paused_and_probed_by_one_request",),
     ),
+    Mutant(
+        "a connection that breaks counts as a server that is not there",
+        CLIENT + "_NOT_CONNECTED",
+        constant((Exception,)),
+        ("tests/http/test_client.py::test_server_that_hangs_up_is_not_down",),
+    ),
 ]

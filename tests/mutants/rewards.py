@@ -183,4 +183,16 @@ MUTANTS = [
         result(lambda results: list(reversed(results))),
         ("tests/rewards/test_scorer.py",),
     ),
+    Mutant(
+        "a ground truth that is a list is compared as text",
+        TAGGED + "plain_truth",
+        argument("truth", str),
+        ("tests/rewards/test_tagged_math.py::test_ground_truth_that_is_not_text_is_an_error",),
+    ),
+    Mutant(
+        "OpenRLHF's reward functions get verl's arguments",
+        "verlite.rewards.process:takes_lists",
+        returns(False),
+        ("tests/rewards/test_scorer.py::test_arguments_of_openrlhf",),
+    ),
 ]

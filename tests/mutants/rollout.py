@@ -26,6 +26,13 @@ FAULTS = "tests/rollout/test_server_faults.py"
 _seen = {}
 
 
+def _awaits_nothing(original):
+    async def broken(self):
+        pass
+
+    return broken
+
+
 async def _installs_nothing(original, self, delivery, version):
     """Only the first time for a server."""
     if self not in _seen:
@@ -311,5 +318,11 @@ MUTANTS = [
         SERVER + "VLLMServer._reset_prefix_cache",
         calls(_always_well),
         (FAULTS + "::test_servers_share_the_requests",),
+    ),
+    Mutant(
+        "servers are watched and repaired while a sync loads weights into them",
+        POOL + "Pool._stop_watching",
+        _awaits_nothing,
+        (FAULTS + "::test_a_sync_after_cancelled_requests_has_each_server_to_itself",),
     ),
 ]

@@ -11,6 +11,29 @@ SERVER = "verlite.services.retriever:"
 REWARD = "verlite.services.reward:"
 TRUTHS = "verlite.services.truths:"
 REWARD_TESTS = ("tests/services/test_reward.py",)
+CLIENT = "verlite.services.reference_client:"
+REFERENCE_TESTS = "tests/services/test_reference.py"
+
+
+class _Same(str):
+    """A name that equals all others."""
+
+    def __ne__(self, other):
+        return False
+
+
+def _scored(result):
+    return dataclasses.replace(result, score=result.score or 0.0, error=None)
+
+
+def _take_all(original):
+    def broken(self):
+        taken = list(self._waiting)
+        self._waiting.clear()
+        self._arrival.clear()
+        return taken
+
+    return broken
 
 
 MUTANTS = [
@@ -78,5 +101,35 @@ MUTANTS = [
         TRUTHS + "response",
         calls(lambda original, query, prompt, template: query),
         REWARD_TESTS,
+    ),
+    Mutant(
+        "an answer that could not be scored has the reward 0",
+        REWARD + "answer_of",
+        argument("results", lambda results: [_scored(result) for result in results]),
+        ("tests/services/test_reward.py::test_answer_without_a_ground_truth_has_no_reward",),
+    ),
+    Mutant(
+        "numbers of another reference model are used",
+        CLIENT + "read_answer",
+        result(lambda answer: (answer[0], _Same(answer[1]))),
+        (REFERENCE_TESTS + "::test_other_weights_in_mid_run_end_it_at_once",),
+    ),
+    Mutant(
+        "reference services with different models are accepted",
+        CLIENT + "read_info",
+        result(lambda info: dataclasses.replace(info, model=_Same(info.model))),
+        (REFERENCE_TESTS + "::test_servers_with_different_models_are_refused",),
+    ),
+    Mutant(
+        "values above 0 are taken for log-probs",
+        "verlite.services.reference_wire:MOST_ABOVE_ZERO",
+        constant(1e9),
+        (REFERENCE_TESTS + "::test_wrong_answer_is_not_used",),
+    ),
+    Mutant(
+        "requests of different temperatures are computed together",
+        "verlite.services.reference:Desk._take",
+        _take_all,
+        (REFERENCE_TESTS + "::test_waiting_requests_of_one_temperature_are_computed_together",),
     ),
 ]

@@ -12,6 +12,8 @@ AGENT = "verlite.trainer.agent:"
 OUTAGE = "verlite.trainer.outage:"
 METRICS = "verlite.trainer.metrics:"
 EVALUATION = "verlite.trainer.evaluation:"
+REFERENCE = "verlite.trainer.reference:"
+SERVICE = "tests/trainer/test_reference_service.py"
 CHECKPOINTS = "verlite.trainer.checkpoints:"
 TRACKING = "verlite.trainer.tracking:"
 FINISH = "verlite.trainer.finish:"
@@ -338,5 +340,17 @@ MUTANTS = [
         FINISH + "due",
         calls(_never_saves),
         ("tests/trainer/test_finish.py",),
+    ),
+    Mutant(
+        "a resumed run goes on with another reference service",
+        REFERENCE + "_compare_with_record",
+        does_nothing,
+        (SERVICE + "::test_resumed_run_needs_the_reference_of_its_start",),
+    ),
+    Mutant(
+        "a reference service that computes other log-probs is accepted",
+        REFERENCE + "_compare_probe",
+        does_nothing,
+        (SERVICE + "::test_equal_weights_that_compute_other_numbers_are_refused",),
     ),
 ]
