@@ -103,3 +103,13 @@ ending.leave(7)
 def test_leaving_waits_neither_for_threads_nor_for_atexit():
     done = subprocess.run([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, timeout=50)
     assert (done.returncode, done.stdout) == (7, b"last line\n")
+
+
+def test_secrets_in_addresses_are_masked_in_both_files(stop, tmp_path):
+    error = OSError("no answer from https://me:hunter2@host/score?api_key=s3cret&x=1")
+    with pytest.raises(OSError, match="no answer"), reported_first(stop, tmp_path):
+        raise error
+    for name in ("error.json", "logs/driver.log"):
+        text = (tmp_path / name).read_text()
+        assert "https://me:***@host/score?api_key=***&x=1" in text
+        assert "hunter2" not in text and "s3cret" not in text

@@ -22,7 +22,7 @@ def report(
         bool, typer.Option("--watch", help="Write the page again while the run goes on.")
     ] = False,
     interval: Annotated[
-        float, typer.Option(min=1, help="Seconds between two writes with --watch.")
+        int, typer.Option(min=1, help="Seconds between two writes with --watch.")
     ] = 20,
 ) -> None:
     """Write a page with curves, step times, samples and settings of one or several runs.

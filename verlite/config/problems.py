@@ -124,7 +124,12 @@ def display(key: str, value: Any, known: bool = False) -> str:
         return "***"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return URL_SECRET.sub(lambda found: f"{found[1] or found[2]}***", str(value))
+    return mask_urls(str(value))
+
+
+def mask_urls(text: str) -> str:
+    """Return the text with *** in place of the passwords and tokens in its URLs."""
+    return URL_SECRET.sub(lambda found: f"{found[1] or found[2]}***", text)
 
 
 GENERIC = frozenset(

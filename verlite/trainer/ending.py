@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from verlite.config.problems import mask_urls
 from verlite.config.show import console
 from verlite.controller import exit_codes, supervisor_file
 from verlite.controller.cluster import lost_ray
@@ -91,17 +92,19 @@ def report(stop: Stop, run_dir: Path | None, error: BaseException) -> int:
 
 def write_report(stop: Stop, run_dir: Path, error: BaseException, code: int) -> None:
     """Write the error to logs/driver.log and error.json."""
+    message = mask_urls(str(error))
     trace = "" if is_explained(error) else "".join(traceback.format_exception(error))
+    trace = mask_urls(trace)
     content = {
         "time": time.time(),
         "exit_code": code,
         "type": type(error).__name__,
-        "message": str(error),
+        "message": message,
         "where": stop.where(),
         "checkpoint": stop.checkpoint(),
         "traceback": trace,
     }
-    stop.log(f"error: {error}\n{trace}".rstrip() + f"\n  {stop.where()}; exit code {code}")
+    stop.log(f"error: {message}\n{trace}".rstrip() + f"\n  {stop.where()}; exit code {code}")
     with contextlib.suppress(OSError):
         replace_file(run_dir / supervisor_file.ERROR_FILE, json.dumps(content, indent=1) + "\n")
 
