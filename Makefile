@@ -1,5 +1,6 @@
 # make quickstart   install the core, then train a tiny model on arithmetic and plot its reward curve
 # make check        linters, import directions, types, and the tests that start no process: the inner loop
+# make site         the documentation as web pages, in build/site
 # make test         make check, then all other tests, with real Ray and real vLLM for CPUs: what CI runs
 # Each installs what it needs into .venv; `make setup` installs the core alone, `make setup-test` all of it.
 
@@ -8,10 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 IN_PARALLEL := -n 2 --dist loadgroup
 
-.PHONY: help setup setup-test quickstart check test lint soak mutants evidence benchmark core-test lock clean
+.PHONY: help setup setup-test quickstart check test lint site soak mutants evidence benchmark core-test lock clean
 
 help:
-	@sed -n '1,4p' Makefile | sed 's/^# //'
+	@sed -n '1,5p' Makefile | sed 's/^# //'
 
 setup: $(VENV)/.core
 setup-test: $(VENV)/.test
@@ -37,17 +38,23 @@ lint: setup-test
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
-check: lint
+# A broken link, or a page that no menu names, is an error.
+site: setup-test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check: lint site
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not process"
 
-test: lint
+test: lint site
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 # Disturb real runs with a random fault every 20 s, and compare their results with undisturbed runs.
+# WORKLOADS: such as "hosts" or "sums vllm"; empty: the two usual ones.
 MINUTES ?= 10
 SEED ?= 0
+WORKLOADS ?=
 soak: setup-test
-	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(addprefix --workload=,$(WORKLOADS))
 
 # Plant every known bug, one at a time, and write docs/mutants.md. Takes less than an hour.
 mutants: setup-test
@@ -66,6 +73,7 @@ benchmark: setup-test
 	$(TRL)/bin/python -m pip install -q torch==2.13.0
 	$(BIN)/uv pip install -q --python $(TRL)/bin/python -c requirements/core.txt trl==1.16.0
 	$(BIN)/python recipes/benchmark/step.py
+	$(BIN)/python recipes/benchmark/watchers.py
 	$(BIN)/python recipes/benchmark/training.py
 	$(BIN)/python recipes/benchmark/library.py
 	$(BIN)/python recipes/benchmark/generation.py

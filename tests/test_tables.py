@@ -56,6 +56,8 @@ def test_csv_is_text(tmp_path: Path) -> None:
         ("a.json", b"[" * 100_000, "nested too deeply"),
         ("a.json", b'[{"q": 99999999999999999999999999}]', "column 'q'"),
         ("a.parquet", b"PAR1 not", "cannot be read as parquet"),
+        ("a.parquet", b'{"q": 1}\n', "does not begin as such a file does"),
+        ("a.jsonl", b"PAR1 \xff", "is a parquet file: name it a.parquet"),
     ],
 )
 def test_wrong_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -11,13 +11,10 @@ Exit codes (docs/failures.md):
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from verlite.controller.stop import Stop
 from verlite.files import tolerate_full_disk
-
-if TYPE_CHECKING:
-    from verlite.trainer.launch import Preflight
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,55 +22,37 @@ def main(argv: list[str] | None = None) -> int:
     stop = Stop()
     try:
         with stop:  # before the other imports, which take longer than all that comes before them
-            return train_command(sys.argv[1:] if argv is None else argv, stop)
-    except KeyboardInterrupt:
-        if stop.code is None:
-            from verlite.config.show import console
+            try:
+                return train_command(sys.argv[1:] if argv is None else argv, stop)
+            except KeyboardInterrupt:  # here, so that another signal changes no exit code
+                leave_interrupted(stop)
+    except KeyboardInterrupt:  # while `stop` was entered
+        leave_interrupted(stop)
 
-            console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
-        sys.stdout.flush()
-        # sys.exit would wait for the thread that imports torch.
-        os._exit(stop.exit_code)
+
+def leave_interrupted(stop: Stop) -> NoReturn:
+    """Say that a signal has ended the command, unless that was said, and end the process."""
+    if stop.code is None:
+        from verlite.config.show import console
+
+        console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
+    sys.stdout.flush()
+    # sys.exit would wait for the thread that imports torch.
+    os._exit(stop.exit_code)
 
 
 def train_command(argv: list[str], stop: Stop) -> int:
-    """Run the whole command. Signals raise KeyboardInterrupt.
-
-    torch, Ray and transformers are imported only after the configuration has passed every check.
-    """
+    """Run the whole command. Signals raise KeyboardInterrupt."""
     from verlite.config.load import main_argv
-    from verlite.config.show import console, notes_text
 
     loaded = main_argv(argv)
-    if loaded.notes:
-        console().print(notes_text(loaded.notes), soft_wrap=True)
-    from verlite.controller.exit_codes import DONE
+    from verlite.api.run import run_to_end
     from verlite.trainer.ending import report
-    from verlite.trainer.errors import AlreadyComplete
-    from verlite.trainer.launch import preflight
 
     try:
-        with preflight(loaded, stop) as checks:
-            return run(checks)
-    except AlreadyComplete as done:
-        console().print(str(done))
-        return stop.decide(DONE)
+        return run_to_end(loaded, stop)
     except Exception as error:
         return report(stop, None, error)
-
-
-def run(checks: "Preflight") -> int:
-    """Build the run, train, and return the exit code."""
-    from verlite.trainer.build import finalize, open_run
-    from verlite.trainer.errors import StepAborted
-    from verlite.trainer.ppo import train
-
-    with open_run(checks) as opened:
-        try:
-            train(opened)
-        except StepAborted:
-            opened.undo_step()
-        return opened.stop.decide(finalize(opened))
 
 
 if __name__ == "__main__":

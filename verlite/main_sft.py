@@ -1,59 +1,117 @@
-"""`python -m verlite.main_sft data.train_files=FILE.parquet model.path=MODEL key=value ...`
+"""`python -m verlite.main_sft data.train_files=FILE model.path=MODEL key=value ...`
 
 Supervised fine-tuning, in one process or in several:
 `torchrun --nproc_per_node 4 -m verlite.main_sft ...`.
 
-The run directory gets config.yaml, metrics.jsonl, and the trained model in huggingface/.
+The run directory gets config.yaml, metrics.jsonl, checkpoints, and the trained model in
+huggingface/.
 
 Exit codes:
-  0  finished
-  2  the configuration or a file is wrong; nothing was trained
-  any other code: failed
+  0    finished
+  1    failed, and the same command would fail again; the first cause is printed
+  2    the configuration or a file is wrong; nothing was trained
+  75   stopped by SIGTERM, SIGUSR1 or trainer.max_runtime, after a checkpoint; the same command
+       resumes
+  130  interrupted (Ctrl-C); steps since the last checkpoint are lost
+torchrun has exit codes of its own: 1 for all but 0.
 """
 
 import os
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from verlite.config.load import parse_argv
+from verlite.config import load
+from verlite.config.command import Command
 from verlite.config.problems import ConfigError
-from verlite.config.sft import SFT, compose
+from verlite.config.sft import SFT
 from verlite.config.show import console, notes_text
+from verlite.controller.stop import Stop
+from verlite.files import tolerate_full_disk
+
+if TYPE_CHECKING:
+    from verlite.sft.run import Task
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Validate the configuration, train, and return the exit code."""
+def sft_task() -> "Task":
+    """Return what main_sft trains for. It imports torch."""
+    from verlite.sft.train import TASK
+
+    return TASK
+
+
+def main(
+    argv: list[str] | None = None,
+    command: Command = SFT,
+    task: Callable[[], "Task"] = sft_task,
+    usage: str = str(__doc__),
+) -> int:
+    """Validate the configuration, train, and return the exit code.
+
+    command, task, usage: those of another command that trains on given texts.
+    """
+    stop = Stop()
     try:
-        arguments = sys.argv[1:] if argv is None else argv
-        config_name, config_dir, overrides, help_wanted = parse_argv(arguments)
-        if help_wanted:
-            print(help_text())
-            return 0
-        loaded = compose(config_name, overrides, config_dir)
-        if loaded.notes and os.environ.get("RANK", "0") == "0":
-            console().print(notes_text(loaded.notes, SFT), soft_wrap=True)
-    except ConfigError as error:
-        console(stderr=True).print(error.text(), soft_wrap=True, end="")
-        return 2
-    # Import torch and transformers only for a valid configuration.
-    from verlite.data.dataset import DataError
-    from verlite.engine.folder import ModelError
+        with stop:
+            try:
+                arguments = sys.argv[1:] if argv is None else argv
+                config_name, config_dir, overrides, help_wanted = load.parse_argv(arguments)
+                if help_wanted:
+                    print(help_text(usage, command))
+                    return 0
+                loaded = load.compose(config_name, overrides, config_dir, command=command)
+                if loaded.notes and is_first_rank():
+                    console().print(notes_text(loaded.notes, command), soft_wrap=True)
+                return run(loaded, task, stop)
+            except ConfigError as error:
+                console(stderr=True).print(error.text(), soft_wrap=True, end="")
+                return 2
+            except KeyboardInterrupt:  # here, so that another signal changes no exit code
+                leave_interrupted(stop)
+    except KeyboardInterrupt:  # while `stop` was entered
+        leave_interrupted(stop)
+
+
+def leave_interrupted(stop: Stop) -> NoReturn:
+    """Say that a signal has ended the command, unless that was said, and end the process."""
+    if stop.code is None and is_first_rank():
+        console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
+    sys.stdout.flush()
+    # sys.exit would wait for threads, such as one in a collective.
+    os._exit(stop.exit_code)
+
+
+def run(loaded: Any, task: Callable[[], "Task"], stop: Stop) -> int:
+    """Train, and return the exit code. torch is imported only for a valid configuration."""
+    from verlite.controller.exit_codes import DONE
+    from verlite.sft.run import finalize, open_run
     from verlite.sft.train import train
+    from verlite.trainer.ending import report
+    from verlite.trainer.errors import REFUSED, AlreadyComplete, exit_code
 
     try:
-        train(loaded)
-    except (DataError, ModelError) as error:
-        console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
-        console(stderr=True).print("interrupted")
-        return 130
-    return 0
+        with open_run(loaded, task(), stop) as opened:
+            train(opened)
+            return stop.decide(finalize(opened))
+    except AlreadyComplete as done:
+        if is_first_rank():
+            console().print(str(done))
+        return stop.decide(DONE)
+    except Exception as error:
+        if isinstance(error, REFUSED) and not is_first_rank():
+            return stop.decide(exit_code(error))  # rank 0 says it
+        return report(stop, None, error)
 
 
-def help_text() -> str:
+def is_first_rank() -> bool:
+    """Whether this process is the only one, or torchrun's first."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def help_text(usage: str, command: Command) -> str:
     """Return the usage and a description of every key."""
-    lines = [str(__doc__).strip(), ""]
-    for key in SFT.keys.values():
+    lines = [usage.strip(), ""]
+    for key in command.keys.values():
         if not key.section:
             default = "" if key.default == "???" else f" (default {key.default})"
             lines.append(f"{key.name}: {key.type}{default}")
@@ -62,4 +120,8 @@ def help_text() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    tolerate_full_disk()
+    code = main()
+    from verlite.trainer.ending import leave
+
+    leave(code)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv")
 """Any other file is read as parquet."""
 
+PARQUET = b"PAR1"
+"""First bytes of a parquet file."""
+
 
 class TableError(ValueError):
     """A file cannot be read as a table. The message has no file name."""
@@ -35,6 +38,7 @@ def outline(path: Path) -> tuple["pa.Schema", int]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    _must_be_parquet(path)
     try:
         metadata = pq.read_metadata(path)
         return metadata.schema.to_arrow_schema(), metadata.num_rows
@@ -42,13 +46,19 @@ def outline(path: Path) -> tuple["pa.Schema", int]:
         raise TableError(_reason("parquet", error)) from error
 
 
-def read(path: Path, columns: list[str] | None = None, as_dictionary: bool = False) -> "pa.Table":
+def read(
+    path: Path,
+    columns: list[str] | None = None,
+    as_dictionary: bool = False,
+    rows: int | None = None,
+) -> "pa.Table":
     """Read the rows of a file.
 
     Args:
         path: the file.
         columns: the columns to read; None: all.
         as_dictionary: parquet only: read each distinct value of a column once.
+        rows: read only so many, the first ones; None: all.
 
     Raises:
         TableError: the file cannot be read.
@@ -57,23 +67,69 @@ def read(path: Path, columns: list[str] | None = None, as_dictionary: bool = Fal
     import pyarrow.parquet as pq
 
     if path.suffix in TEXT_SUFFIXES:
-        table = _from_text(path)
+        table = _from_text(path).slice(0, rows)
         return table if columns is None else table.select(columns)
+    _must_be_parquet(path)
     try:
-        dictionary = columns if as_dictionary else None
-        table = pq.read_table(path, columns=columns, read_dictionary=dictionary)
+        if rows is None:
+            dictionary = columns if as_dictionary else None
+            table = pq.read_table(path, columns=columns, read_dictionary=dictionary)
+        else:
+            table = _first_of_parquet(path, columns, rows)
         table.validate(full=True)  # finds text that is not UTF-8
         return table
     except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: a name is not UTF-8
         raise TableError(_reason("parquet", error)) from error
 
 
+def _first_of_parquet(path: Path, columns: list[str] | None, rows: int) -> "pa.Table":
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        batches = []
+        for batch in file.iter_batches(batch_size=min(rows, 4096), columns=columns):
+            batches.append(batch)
+            if sum(map(len, batches)) >= rows:
+                break
+        schema = batches[0].schema if batches else file.schema_arrow
+    return pa.Table.from_batches(batches, schema).slice(0, rows)
+
+
+def head(path: Path, column: str, count: int) -> list[Any]:
+    """Return the first `count` values of a column.
+
+    Raises:
+        TableError: the file cannot be read.
+        KeyError: it does not have the column.
+    """
+    if column not in outline(path)[0].names:
+        raise KeyError(column)
+    return list(read(path, [column], rows=count)[column].to_pylist())
+
+
+def _must_be_parquet(path: Path) -> None:
+    """Raise TableError if a file does not begin like a parquet file."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(PARQUET))
+    except OSError:
+        return  # reading says why
+    if start != PARQUET:
+        raise TableError(
+            "cannot be read as parquet: it does not begin as such a file does, and its suffix is "
+            f"none of {', '.join(TEXT_SUFFIXES)}"
+        )
+
+
 def _from_text(path: Path) -> "pa.Table":
     kind = path.suffix.removeprefix(".")
     try:
         content = read_bytes(path, LINES_MAX_BYTES).removeprefix(b"\xef\xbb\xbf")
+        if content.startswith(PARQUET):
+            raise TableError(f"is a parquet file: name it {path.stem}.parquet")
         if kind == "csv":
-            return _table(rows_of_csv(content.decode()))
+            return from_rows(rows_of_csv(content.decode()))
         if kind == "json":
             values = parse_json(content)
             if not isinstance(values, list):
@@ -88,7 +144,7 @@ def _from_text(path: Path) -> "pa.Table":
         if not isinstance(value, Mapping):
             found = type(value).__name__
             raise TableError(f"cannot be read as {kind}: row {number} is a {found}, not an object")
-    return _table(values)
+    return from_rows(values)
 
 
 def _lines(content: bytes) -> Iterable[Any]:
@@ -138,7 +194,8 @@ def rows_of_csv(text: str) -> list[dict[str, str]]:
         raise TableError(f"cannot be read as csv: line {lines.line_num}: {error}") from error
 
 
-def _table(rows: list[Any]) -> "pa.Table":
+def from_rows(rows: list[Any]) -> "pa.Table":
+    """Return a table of mappings. Raises TableError: a column has values of different types."""
     import pyarrow as pa
 
     names = dict.fromkeys(name for row in rows for name in row)

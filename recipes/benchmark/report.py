@@ -39,6 +39,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "driver_bytes_per_sample": ("controller", "driver_bytes_per_sample"),
     "seconds_to_first_step_hf": ("startup", "hf", "seconds"),
     "seconds_to_first_step_vllm": ("startup", "vllm", "seconds"),
+    "watchers_of_step": ("watchers", "of_seconds"),
+    "watchers_of_cpu": ("watchers", "of_cpu"),
     "preprocess_rows_per_s": ("data", "preprocess_rows_per_s"),
     "load_rows_per_s": ("data", "load_rows_per_s"),
     "retriever_queries_per_s": ("retriever", "queries_per_s"),

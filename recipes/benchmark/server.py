@@ -97,7 +97,9 @@ def cpu_seconds(pid: int) -> dict[str, float]:
     server = psutil.Process(pid)
     for process in (server, *server.children(recursive=True)):
         times = process.cpu_times()
-        name = process.cmdline()[0].split("::")[-1] if process != server else "API server"
+        title = process.cmdline()[0].rpartition("::")
+        name = title[2] if title[1] else "resource tracker"
+        name = "API server" if process == server else name
         found[name] = found.get(name, 0.0) + times.user + times.system
     return found
 

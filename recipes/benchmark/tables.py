@@ -354,6 +354,26 @@ def _startup(found: dict[str, Any]) -> str:
     return table(("starting, wtiny", *(f"engine {engine}" for engine in engines)), rows)
 
 
+def _watchers(found: dict[str, Any]) -> str:
+    own = f"{1000 * found['watchers_seconds']:.1f} ms"
+    rows = [
+        ("seconds", f"{found['seconds']:.2f} s", own, f"{found['of_seconds']:.2%}"),
+        (
+            "CPU time of all processes",
+            f"{found['cpu_seconds']:.2f} s",
+            own,
+            f"{found['of_cpu']:.2%}",
+        ),
+    ]
+    head = (
+        f"a step of wtiny, mean of {found['steps']}",
+        "all",
+        "CPU time of heartbeats and watchers",
+        "share",
+    )
+    return table(head, rows)
+
+
 def _data(found: dict[str, Any]) -> str:
     rows = [
         (
@@ -422,6 +442,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "controller": _controller,
     "controller_starts": _starts,
     "startup": _startup,
+    "watchers": _watchers,
     "data": _data,
     "retriever": _retriever,
     "reward": _reward,

@@ -42,7 +42,7 @@ def trace_phases(path: str) -> None:
         def show_phase(display: Display, phase: str) -> None:
             show(display, phase)
             if phase:
-                write(phase, int(display._progress.tasks[0].completed))
+                write(phase, display.done)
 
         setattr(cluster, "_start_local", start_local)  # noqa: B010
         setattr(Display, "_show", show_phase)  # noqa: B010

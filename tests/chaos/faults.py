@@ -38,6 +38,9 @@ STEPPING = (
 )
 EXPORTING = ("writing Hugging Face export",)
 LOST = (76,)
+NATIVE = (76, 1)
+"""A raylet ends itself when one of its agents has ended. Ray's native client may then end the
+driver with 1, after its report: docs/failures.md."""
 STOPPED = 75
 INTERRUPTED = 130
 KILLED = -signal.SIGKILL
@@ -64,7 +67,7 @@ class Fault:
             the fault may come when nothing uses its target any more.
         phases: in which of the run's phases.
         lasts_s: how long until it is undone.
-        needs: name of the only workload that it fits.
+        needs: names of the workloads that it fits. (): all.
         needs_disk: whether the run needs a disk of its own.
         lost_steps: most finished steps that are computed again.
     """
@@ -73,7 +76,7 @@ class Fault:
     ends: tuple[int | None, ...]
     phases: tuple[str, ...] = STEPPING
     lasts_s: float = 0.0
-    needs: str = ""
+    needs: tuple[str, ...] = ()
     needs_disk: bool = False
     lost_steps: int = 0
 
@@ -270,11 +273,19 @@ def service_of(run: Run) -> Service:
     return run.workload.retriever
 
 
+def lose_second_node(run: Run, random: Random) -> None:
+    """Kill the raylet of the second node. The node joins again up to a minute after its end."""
+    assert run.workload.hosts is not None
+    run.workload.hosts.lose_second(random.uniform(0, 60))
+
+
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 STOP, USR1 = signal.SIGSTOP, signal.SIGUSR1
 ANY = (*STARTING, *STEPPING, *EXPORTING)
 DAEMON = (STARTING_RAY, "starting workers", *STEPPING)
 TRAINED = ("update_critic", "update_actor", "update_weights", "save_checkpoint")
+
+PPO = ("sums", "vllm")
 
 FAULTS: dict[str, Fault] = {
     # The driver and its signals.
@@ -293,10 +304,10 @@ FAULTS: dict[str, Fault] = {
     "actor SIGUSR1": Fault(send("actor", USR1), (GOES_ON,)),
     "actor frozen": Fault(send("actor", STOP), LOST),
     "actor paused": Fault(pause("actor"), (GOES_ON,), lasts_s=5),
-    "critic SIGKILL": Fault(send("critic", KILL), LOST, needs="sums"),
-    "critic frozen": Fault(send("critic", STOP), LOST, needs="sums"),
-    "ref SIGKILL": Fault(send("ref", KILL), LOST, needs="sums"),
-    "ref paused": Fault(pause("ref"), (GOES_ON,), lasts_s=5, needs="sums"),
+    "critic SIGKILL": Fault(send("critic", KILL), LOST, needs=PPO),
+    "critic frozen": Fault(send("critic", STOP), LOST, needs=PPO),
+    "ref SIGKILL": Fault(send("ref", KILL), LOST, needs=PPO),
+    "ref paused": Fault(pause("ref"), (GOES_ON,), lasts_s=5, needs=PPO),
     "rollout SIGKILL": Fault(send("rollout", KILL), (*LOST, GOES_ON)),
     "rollout SIGTERM": Fault(send("rollout", TERM), (*LOST, GOES_ON)),
     "rollout frozen": Fault(send("rollout", STOP), (*LOST, GOES_ON)),
@@ -310,12 +321,14 @@ FAULTS: dict[str, Fault] = {
     "gcs SIGTERM": Fault(send("gcs", TERM), LOST, DAEMON),
     "gcs frozen": Fault(send("gcs", STOP), LOST),
     "gcs paused": Fault(pause("gcs"), (GOES_ON,), lasts_s=3),
-    "guardian SIGKILL": Fault(send("guardian", KILL), (GOES_ON,)),
-    "guardian frozen": Fault(send("guardian", STOP), (GOES_ON,)),
+    "dashboard agent SIGKILL": Fault(send("dashboard agent", KILL), NATIVE, DAEMON),
+    "environment agent SIGKILL": Fault(send("environment agent", KILL), NATIVE, DAEMON),
+    "guardian SIGKILL": Fault(send("guardian", KILL), (GOES_ON,), lasts_s=4),
+    "guardian frozen": Fault(send("guardian", STOP), (GOES_ON,), lasts_s=12),
     "guardian paused": Fault(pause("guardian"), (GOES_ON,), lasts_s=3),
     "forks SIGKILL": Fault(send("forks", KILL), (GOES_ON,), ("starting workers", *STEPPING)),
-    "reward SIGKILL": Fault(send("reward", KILL), (GOES_ON,), TRAINED, needs="sums"),
-    "reward frozen": Fault(pause("reward"), (GOES_ON,), lasts_s=5, needs="sums"),
+    "reward SIGKILL": Fault(send("reward", KILL), (GOES_ON,), TRAINED, needs=PPO),
+    "reward frozen": Fault(pause("reward"), (GOES_ON,), lasts_s=5, needs=PPO),
     # Files and the disk.
     "shard truncated": Fault(damage(truncate_shard), (KILLED,), TRAINED, lost_steps=1),
     "shard flipped": Fault(damage(flip_shard), (KILLED,), TRAINED, lost_steps=1),
@@ -327,11 +340,17 @@ FAULTS: dict[str, Fault] = {
     "disk full": Fault(full_disk, (GOES_ON,), lasts_s=10, needs_disk=True),
     "disk read-only": Fault(read_only, (GOES_ON,), lasts_s=10, needs_disk=True),
     "second start": Fault(second_start, (GOES_ON,)),
-    # The retriever.
-    "retriever down": Fault(retriever_down, (GOES_ON,), lasts_s=8, needs="search"),
-    "retriever 500": Fault(retriever_answers(500, b"no"), (GOES_ON,), lasts_s=8, needs="search"),
-    "retriever garbage": Fault(
-        retriever_answers(200, b'{"result": 7'), (GOES_ON,), lasts_s=8, needs="search"
+    # The second node of two.
+    "second node: actor SIGKILL": Fault(send("actor_1", KILL), LOST, needs=("hosts",)),
+    "second node: rollout SIGKILL": Fault(
+        send("rollout_1", KILL), (*LOST, GOES_ON), needs=("hosts",)
     ),
-    "retriever slow": Fault(retriever_slow, (GOES_ON,), lasts_s=8, needs="search"),
+    "second node lost": Fault(lose_second_node, LOST, needs=("hosts",)),
+    # The retriever.
+    "retriever down": Fault(retriever_down, (GOES_ON,), lasts_s=8, needs=("search",)),
+    "retriever 500": Fault(retriever_answers(500, b"no"), (GOES_ON,), lasts_s=8, needs=("search",)),
+    "retriever garbage": Fault(
+        retriever_answers(200, b'{"result": 7'), (GOES_ON,), lasts_s=8, needs=("search",)
+    ),
+    "retriever slow": Fault(retriever_slow, (GOES_ON,), lasts_s=8, needs=("search",)),
 }

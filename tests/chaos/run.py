@@ -12,21 +12,26 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.workloads import Workload
-from tests.trainer.runs import Launch, quiet
+from tests.trainer.runs import MARK, Launch, quiet
+from verlite.controller.ray_internals import AGENTS
 
 PROGRAMS = {
-    "raylet": "/raylet/raylet",
-    "gcs": "/gcs/gcs_server",
-    "guardian": "controller/guardian.py",
-    "forks": "controller/worker_fork.py --serve",
-    "reward": "verlite.rewards.process",
-    "driver": "-m tests.chaos.driver",
+    "raylet": ("/raylet/raylet",),
+    "gcs": ("/gcs/gcs_server",),
+    "dashboard agent": AGENTS["dashboard_agent"],
+    "environment agent": AGENTS["runtime_env_agent"],
+    "guardian": ("controller/guardian.py",),
+    "forks": ("controller/worker_fork.py --serve",),
+    "reward": ("verlite.rewards.process",),
+    "driver": ("-m tests.chaos.driver",),
 }
-"""A part of each process's command line."""
+"""Parts of each process's command line."""
 SUPERVISED_END = re.compile(
-    r"supervise: the command (was ended by (?P<signal>SIG\w+)|ended with exit code (?P<code>\d+)).*"
+    r"supervise: the command (was ended by (?P<signal>SIG\w+)|"
+    r"ended with exit code (?P<code>\d+)(?! \(the run needs)).*"
 )
-"""What `verlite supervise` prints before it starts a command again."""
+"""What `verlite supervise` prints before it starts a command again. An attempt that has not found a
+lost node is no end: the supervisor waits for the node."""
 LOG = re.compile(r"/logs/([a-z]+_[0-9]+)\.log$")
 
 
@@ -77,7 +82,14 @@ class Run:
             supervise = ["-m", "verlite", "supervise", "--max-restarts=50", "--same-step=10"]
             program = [*supervise, "--", sys.executable, *program]
         self._output_before = 0
-        self.launches.append(Launch(self.run_dir, self.workload.options, log, program=program))
+        options, hosts = self.workload.options, self.workload.hosts
+        if hosts is not None:  # workers there do not inherit the driver's variables
+            mark = f"ray_kwargs.ray_init.runtime_env.env_vars.{MARK}={self.run_dir}"
+            options = [*options, mark]
+        environment = hosts.environment if hosts is not None else {}
+        self.launches.append(
+            Launch(self.run_dir, options, log, program=program, environment=environment)
+        )
 
     def code(self) -> int | None:
         """Exit code of the latest attempt, -N if signal N ended it. None while it runs."""
@@ -106,11 +118,14 @@ class Run:
         return max(map(int, steps), default=0)
 
     def find(self, role: str) -> list[psutil.Process]:
-        """Return the live processes of a role: one of PROGRAMS, or a worker role."""
+        """Return the live processes of a role: one of PROGRAMS, or a worker role; or a worker of
+        one rank, such as "actor_1"."""
         found = []
-        for process in self.launch.processes():
+        candidates = {*self.launch.processes(), *self.agents()}
+        for process in candidates:
             try:
-                is_role = role_of(process) == role
+                name = role_of(process) or ""
+                is_role = role in (name, name.rpartition("_")[0])
             except (psutil.Error, OSError):
                 continue
             if is_role:
@@ -123,7 +138,7 @@ class Run:
         match = re.search(r"resumed from \S+ \(step (\d+)", text)
         if match:
             return int(match[1])
-        return 0 if re.search(r"(?m)^step \d", text) else None
+        return 0 if re.search(r"(?m)^(?:[-\d]+ [:\d]+ )?step \d", text) else None
 
     def temporary_folders(self) -> list[Path]:
         """Return the folders of the run's Ray clusters, with their sockets."""
@@ -136,11 +151,27 @@ class Run:
                     found.append(folder)
         return found
 
+    def agents(self) -> list[psutil.Process]:
+        """Return living agents of the run's Ray clusters, which have no mark, by their files."""
+        sessions = tuple({f"_{pid}/logs/" for pid, _, _ in self.phases()})
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                files = f"/proc/{process.pid}/fd"
+                if " ".join(process.cmdline()).startswith("ray::") and any(
+                    session in os.readlink(f"{files}/{number}")
+                    for number in os.listdir(files)
+                    for session in sessions
+                ):
+                    found.append(process)
+        return found
+
     def leftovers(self) -> list[str]:
         """Return what the run left behind: processes, temporary folders with sockets, files."""
         if self.launch.process.poll() is None:
             return []  # its supervisor starts the next attempt at any time
-        left = [f"process {p.pid} {name(p)}" for p in self.launch.processes()]
+        living = {*self.launch.processes(), *self.agents()}
+        left = [f"process {p.pid} {name(p)}" for p in living]
         left += map(str, self.temporary_folders())
         return left
 
@@ -178,28 +209,44 @@ class Run:
                 shutil.copy(file, copy)
 
     def stop(self) -> None:
-        """End the attempt at once, for a driver that gives up."""
-        if self.launches:
-            for process in [self.launch.process, *self.launch.processes()]:
-                try:
-                    process.kill()
-                except (psutil.Error, OSError):
-                    continue
-            self.launch.process.wait()
+        """End the attempt at once, with all that it has started."""
+        if not self.launches:
+            return
+        self.kill()
+        self.wait_until_clean()  # by its guardian, unless a fault has stopped that one
+        for process in {*self.launch.processes(), *self.agents()}:
+            with suppress(psutil.Error):
+                process.kill()
+        for folder in self.temporary_folders():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_at_sigterm() -> None:
+    """Let SIGTERM end this process as an exception, so that it ends the runs that it has started.
+
+    Further signals are ignored.
+    """
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def role_of(process: psutil.Process) -> str | None:
-    """Return the role of a process of a run. None for one that no fault aims at."""
+    """Return the role of a process of a run, of a worker with its rank. None for one that no fault
+    aims at."""
     command = " ".join(process.cmdline())
     if " -m verlite supervise " in command:
         return "supervisor"
-    for role, part in PROGRAMS.items():
-        if part in command:
+    for role, parts in PROGRAMS.items():
+        if any(part in command for part in parts):
             return role
     for number in os.listdir(f"/proc/{process.pid}/fd"):
         match = LOG.search(os.readlink(f"/proc/{process.pid}/fd/{number}"))
         if match:
-            return match[1].rpartition("_")[0]
+            return match[1]
     return None
 
 
@@ -232,8 +279,10 @@ def differences(run: Run, undisturbed: Run, numbers: bool = True) -> list[str]:
         found.append(f"metrics.jsonl has the steps {steps}")
     if not numbers:
         return found
+    given_up = validations_given_up(run)
     for line, other in zip(lines, expected, strict=False):
-        a, b = (comparable(values, workload.ignored) for values in (line, other))
+        ignored = workload.ignored + ("val-",) * (line["step"] in given_up)
+        a, b = (comparable(values, ignored) for values in (line, other))
         keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
         if keys:
             found.append(
@@ -243,6 +292,13 @@ def differences(run: Run, undisturbed: Run, numbers: bool = True) -> list[str]:
     if weights(run) != weights(undisturbed):
         found.append("the exported weights differ")
     return found
+
+
+def validations_given_up(run: Run) -> set[int]:
+    """Return the steps that were saved without their validation, because of a stop."""
+    log = run.run_dir / "logs" / "driver.log"
+    text = log.read_text() if log.exists() else ""
+    return {int(step) for step in re.findall(r": the validation of step (\d+) was given up", text)}
 
 
 def comparable(line: dict, ignored: tuple[str, ...]) -> dict:

@@ -1,5 +1,8 @@
 """A few faults in real runs, which `python -m tests.chaos` injects at random and for longer."""
 
+import signal
+import subprocess
+import sys
 import time
 from random import Random
 
@@ -8,7 +11,9 @@ import pytest
 from tests.chaos.disturb import disturb, note_resumed, wait_for_phase
 from tests.chaos.faults import EXPORTING, STARTING, STEPPING, pause
 from tests.chaos.run import Run, differences
-from tests.chaos.workloads import sums
+from tests.chaos.workloads import Workload, sums
+from tests.controller.conftest import within
+from tests.trainer.runs import processes_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -74,3 +79,22 @@ def test_a_lost_daemon_and_damaged_files_cost_no_finished_step(undisturbed, run)
         note_resumed(run, outcome)
         assert not outcome.problem, run.text()
     assert_equal_to(undisturbed, run)
+
+
+@pytest.mark.parametrize("module", ["tests.chaos", "tests.chaos.stops"])
+def test_sigterm_ends_a_soak_and_its_runs(tmp_path, module):
+    name = {"tests.chaos": "sums-undisturbed", "tests.chaos.stops": "undisturbed"}[module]
+    run = Run(Workload("sums", STEPS, 0, []), tmp_path / name)
+    options = [f"--folder={tmp_path}", f"--json={tmp_path}/soak.json", "--steps=500"]
+    soak = subprocess.Popen([sys.executable, "-m", module, *options])
+    try:
+        assert within(400, lambda: "starting workers" in {phase for _, _, phase in run.phases()})
+        assert run.temporary_folders() and processes_of(run.run_dir)
+        soak.send_signal(signal.SIGTERM)
+        assert soak.wait(120) == 128 + signal.SIGTERM
+        assert not processes_of(run.run_dir)
+        assert not run.temporary_folders() and not run.agents()
+    finally:
+        for process in [soak, *processes_of(run.run_dir)]:
+            process.kill()
+        soak.wait()

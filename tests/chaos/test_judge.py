@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.chaos.disturb import Outcome, note_resumed
 from tests.chaos.faults import FAULTS, STARTING, STEPPING
 from tests.chaos.report import Report
 from tests.chaos.run import Run, differences
-from tests.chaos.workloads import WORKLOADS, Workload
+from tests.chaos.workloads import SECOND_NODE, WORKLOADS, Workload
 
 STEPS = 3
 
@@ -58,6 +59,18 @@ def two(tmp_path):
 
 def test_equal_runs_have_no_difference_whatever_their_times(two):
     assert differences(*two) == []
+
+
+@pytest.mark.parametrize("key", ["val-core/x/mean@1", "actor/new"])
+def test_a_validation_that_a_stop_gave_up_may_be_missing(two, key):
+    run, undisturbed = two
+    file = metrics_file(undisturbed)
+    file.write_text(file.read_text().replace('{"step": 2, ', f'{{"step": 2, "{key}": 1, '))
+    assert differences(run, undisturbed)
+    (run.run_dir / "logs").mkdir()
+    log = "2026-11-23 SIGTERM: the validation of step 2 was given up\n"
+    (run.run_dir / "logs" / "driver.log").write_text(log)
+    assert bool(differences(run, undisturbed)) == (key == "actor/new")
 
 
 @pytest.mark.parametrize(
@@ -112,11 +125,30 @@ def test_an_attempt_that_ends_by_itself_is_a_problem(tmp_path, code, is_problem)
     assert written["faults"][0]["fault"] == "actor paused"
 
 
+def test_an_attempt_that_did_not_find_a_lost_node_is_no_end(tmp_path):
+    run = Run(Workload("hosts", STEPS, 1, []), tmp_path, supervised=True)
+    lines = [
+        "supervise: the command ended with exit code 2 (the run needs 2 node(s)); restart 2 of 50",
+        "supervise: the command ended with exit code 76 (a node is lost); restart 1 of 50",
+        "supervise: the command was ended by SIGKILL; restart 1 of 50",
+    ]
+    run.launches.append(Ended(run, ""))
+    run.launch.process = SimpleNamespace(poll=lambda: None)
+    codes = []
+    for count in range(len(lines) + 1):
+        run.launch.text = lambda count=count: "\n".join(lines[:count])
+        codes.append(run.code())
+        if count == 2:
+            run.start()
+    assert codes == [None, None, 76, -9]
+
+
 def test_the_table_names_phases_and_workloads_that_exist():
     for name, fault in FAULTS.items():
         assert {*fault.phases} & {*STARTING, *STEPPING}, name
-        assert fault.needs in ("", *WORKLOADS), name
+        assert {*fault.needs} <= {*WORKLOADS}, name
         assert fault.ends, name
+    assert {*SECOND_NODE} == {name for name in FAULTS if FAULTS[name].needs == ("hosts",)}
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,9 +1,10 @@
-"""The runs that the faults disturb: two tiny ones, whose numbers are equal in equal runs."""
+"""The runs that the faults disturb: tiny ones, whose numbers are equal in equal runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.search import make
+from tests.chaos.hosts import Hosts
 from tests.models import tiny_model
 from tests.trainer.runs import write_reward, write_sums
 from tests.trainer.test_agent_runs import TIME_DEPENDENT, Facts, teach
@@ -15,6 +16,8 @@ SAVE_EVERY_STEP = [
     "trainer.rollouts_per_step=-1",
     "trainer.n_gpus_per_node=1",
 ]
+
+LONG_VALIDATION_ROWS = 2048
 
 
 class Service:
@@ -43,9 +46,13 @@ class Workload:
     """Beginnings of further metrics that differ between equal runs."""
     retriever: Service | None = None
     """The running retriever of an agent run."""
+    hosts: Hosts | None = None
+    """The running cluster of a run on two nodes."""
+    faults: tuple[str, ...] = ()
+    """The only faults that it gets. (): all that fit."""
 
 
-def sums(folder: Path, steps: int) -> Workload:
+def sums(folder: Path, steps: int, hidden_size: int = 32) -> Workload:
     """Return a PPO run with all roles and a reward function in its own processes."""
     folder.mkdir(parents=True)
     # Any text gets some of this score, so that advantages are not all 0.
@@ -54,7 +61,7 @@ def sums(folder: Path, steps: int) -> Workload:
         f"data.train_files={write_sums(folder / 'train.parquet', 64)}",
         f"data.val_files={write_sums(folder / 'val.parquet', 8, 64)}",
         f"custom_reward_function.path={reward}",
-        f"actor_rollout_ref.model.path={tiny_model(folder / 'model')}",
+        f"actor_rollout_ref.model.path={tiny_model(folder / 'model', hidden_size=hidden_size)}",
         "data.train_batch_size=8",
         "data.max_prompt_length=8",
         "data.max_response_length=8",
@@ -102,4 +109,50 @@ def search(folder: Path, steps: int) -> Workload:
     return Workload("search", steps, 1, options, TIME_DEPENDENT, retriever)
 
 
-WORKLOADS = {"sums": sums, "search": search}
+def long_validation(folder: Path, steps: int) -> Workload:
+    """Return a GRPO run that saves every third step and validates every second for seconds."""
+    base = sums(folder, steps)
+    left_out = ("trainer.save_freq", "trainer.test_freq", "data.val_files", "algorithm.", "critic.")
+    options = [option for option in base.options if not option.startswith(left_out)]
+    options += [
+        f"data.val_files={write_sums(folder / 'long_val.parquet', LONG_VALIDATION_ROWS, 64)}",
+        "algorithm.adv_estimator=grpo",
+        "trainer.save_freq=3",
+        "trainer.test_freq=2",
+        "trainer.val_before_train=false",
+    ]
+    return Workload("long_validation", steps, 1, options)
+
+
+def vllm(folder: Path, steps: int) -> Workload:
+    """Return the PPO run on two devices, with two vLLM engines, which need heads of 32 or more."""
+    base = sums(folder, steps, hidden_size=128)
+    left_out = ("actor_rollout_ref.rollout.name", "trainer.n_gpus_per_node")
+    options = [option for option in base.options if not option.startswith(left_out)]
+    options += ["actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2"]
+    # The last digits of the engine's log-probs depend on which requests share a batch.
+    ignored = ("training/log_prob_gap", "training/rollout_")
+    return Workload("vllm", steps, 0, options, ignored)
+
+
+def hosts(folder: Path, steps: int) -> Workload:
+    """Return a GRPO run on a cluster of two nodes, which is started here and ends with this
+    process. All that a fault may find there is in `faults`."""
+    base = sums(folder, steps)
+    left_out = ("algorithm.", "actor_rollout_ref.actor.use_kl_loss")
+    options = [option for option in base.options if not option.startswith(left_out)]
+    options += [
+        "algorithm.adv_estimator=grpo",
+        "trainer.nnodes=2",
+        # Shorter than a node may stay away, so that `verlite supervise` has to wait, too.
+        "trainer.resource_wait_s=15",
+    ]
+    faults = ("driver SIGKILL", "driver SIGTERM", *SECOND_NODE)
+    return Workload("hosts", steps, 0, options, hosts=Hosts(folder), faults=faults)
+
+
+SECOND_NODE = ("second node: actor SIGKILL", "second node: rollout SIGKILL", "second node lost")
+"""Faults on the second node of `hosts`."""
+WORKLOADS = {"sums": sums, "search": search, "vllm": vllm, "hosts": hosts}
+USUAL = ("sums", "search")
+"""What a soak disturbs in turn if no workload is named."""

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.models import tiny_tokenizer
 from verlite.config import Loaded, compose
 
 
@@ -75,8 +76,8 @@ def write_material(folder: Path, heads: int) -> None:
     write_prompts(folder / "train.parquet", 2048)
     write_prompts(folder / "test.parquet", 300)
     (folder / "model").mkdir()
-    for name in ("model.safetensors", "tokenizer.json"):
-        (folder / "model" / name).touch()
+    (folder / "model" / "model.safetensors").touch()
+    tiny_tokenizer().save_pretrained(folder / "model")
     described = {
         "model_type": "qwen2",
         "num_attention_heads": heads,
@@ -104,6 +105,11 @@ def material(tmp_path_factory) -> Material:
     for name, files in {
         "broken": {"config.json": "{"},
         "bare": {"config.json": "{}"},
+        "pointer": {
+            "config.json": "{}",
+            "tokenizer.json": "{}",
+            "a.safetensors": "version https://git-lfs.github.com/spec/v1\n",
+        },
         "mute": {"config.json": "{}", "a.safetensors": ""},
     }.items():
         (odd / name).mkdir()

@@ -351,7 +351,6 @@ REFUSED = [
     ("reward_model.reward_manager=gdpo", "only naive or dapo or prime is accepted"),
     (f"{ACTOR}megatron.tensor_model_parallel_size=2", "FSDP2"),
     ("data.image_key=pictures", "text only"),
-    ("data.custom_cls.path=x.py", "parquet"),
     ("reward.reward_manager.name=batch", "lists of one sample"),
     (f"{ROLLOUT}data_parallel_size=2", "only 1 is accepted"),
     ("+reward_model.reward_kwargs.weight=2", "custom_reward_function.path"),

@@ -29,7 +29,7 @@ def verlite(*arguments: str) -> tuple[int, str]:
 def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run Python in a new process. Its PYTHONPATH contains this checkout."""
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
 
 
 def test_check_accepts_a_valid_command(material):
@@ -141,9 +141,11 @@ def test_version_and_help():
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["check"], ["explain", "data.seed"]])
-def test_commands_do_not_import_torch_or_ray(material, arguments):
+def test_commands_do_not_import_heavy_packages(material, arguments):
     line = [*arguments, *(material.good if arguments == ["check"] else [])]
-    heavy = {"torch", "ray", "transformers", "vllm"}
+    heavy = {"ray", "vllm"}
+    if arguments != ["check"]:  # which loads the tokenizer
+        heavy |= {"torch", "transformers"}
     if arguments == ["--help"]:
         heavy |= {"hydra", "omegaconf"}
     code = (
@@ -157,8 +159,8 @@ def test_commands_do_not_import_torch_or_ray(material, arguments):
     start = time.perf_counter()
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
-    # Seconds on a busy machine; about 1.5 on an idle one.
-    assert time.perf_counter() - start < 20
+    # Seconds on a busy machine; about 1.5 on an idle one, and 6 for check.
+    assert time.perf_counter() - start < (60 if arguments == ["check"] else 20)
 
 
 def test_wheel_contains_yaml_files(material, tmp_path):

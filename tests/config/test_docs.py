@@ -33,6 +33,7 @@ ELSEWHERE = (
     "attention heads",
     "vLLM is not installed here",
     "debugpy is not installed here",
+    "package {name} is not installed here",
     "torch is a build for CPUs",
     "vLLM {old} is installed",
     "is not writable",

@@ -72,3 +72,29 @@ def test_explain_says_when_a_key_is_used():
 
 
 ACTOR = "actor_rollout_ref.actor."
+
+
+@pytest.mark.parametrize(
+    "typed, found",
+    [
+        ("learning_rate", "actor_rollout_ref.actor.optim.lr "),
+        ("learning rate", "actor_rollout_ref.actor.optim.lr "),
+        ("lora", "actor_rollout_ref.model.lora_rank"),
+        ("wandb", "trainer.logger"),
+    ],
+)
+def test_words_find_the_keys_about_them(typed, found):
+    text = explain(typed)
+    assert text.startswith(f"No key is called {typed}. Keys about it:\n")
+    assert found in text
+    assert "data.shuffle" not in text
+
+
+@pytest.mark.parametrize("typed", ["--data.seed=1", "+data.seed=1", "data.seed=1", " data.seed "])
+def test_an_override_is_explained_like_its_key(typed):
+    assert explain(typed) == explain("data.seed")
+
+
+def test_words_that_no_key_has():
+    with pytest.raises(KeyError, match="zebra: unknown key"):
+        explain("zebra")

@@ -148,7 +148,10 @@ def test_text_is_taken_literally(material):
         "trainer.experiment_name=lr=1e-6,n=5",
         "trainer.project_name=~x(y)",
         "trainer.resume_from_path=~/a",
+        "actor_rollout_ref.model.custom_chat_template={% for m in messages %}{{ m }}{% endfor %}",
     )
+    template = loaded.config.actor_rollout_ref.model.custom_chat_template
+    assert template == "{% for m in messages %}{{ m }}{% endfor %}"
     assert loaded.config.trainer.experiment_name == "lr=1e-6,n=5"
     assert loaded.config.trainer.project_name == "~x(y)"
     assert not loaded.config.trainer.resume_from_path.startswith("~")

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from tests.config.conftest import write_prompts
 from tests.trainer.test_batch import generated_batch
 from tests.trainer.test_stages import fake_run
-from verlite.config import ConfigError, catalog, conditions, keys, make_plan
+from verlite.config import ConfigError, catalog, conditions, keys, make_plan, plan
 from verlite.config.plan import installed
 from verlite.config.problems import display, is_secret, nearest
 from verlite.config.rules.context import nearest_divisors
@@ -1084,3 +1084,11 @@ def test_column_and_token_names_are_not_masked(key):
 def test_value_of_unknown_key_is_shown(material):
     with pytest.raises(ConfigError, match=r"data\.image_key=pictures"):
         material.load("data.image_key=pictures")
+
+
+def test_a_tracker_needs_its_package(material, monkeypatch):
+    installed_here = plan.installed
+    monkeypatch.setattr(plan, "installed", lambda name: name != "trackio" and installed_here(name))
+    with pytest.raises(ConfigError, match="trackio is not installed here") as raised:
+        material.load("trainer.logger=[console,trackio]")
+    assert "pip install trackio" in str(raised.value)

@@ -1,5 +1,6 @@
 """main_sft reports each invalid key before it loads anything, and exits with code 2."""
 
+import json
 import re
 
 import pytest
@@ -8,7 +9,9 @@ from typer.testing import CliRunner
 from tests.config.conftest import write_prompts
 from verlite.cli import app
 from verlite.config import ConfigError, keys, translation
+from verlite.config.command import PPO
 from verlite.config.sft import SFT, compose
+from verlite.config.sources import from_our_yaml
 from verlite.main_sft import main
 
 WRONG = [
@@ -40,11 +43,12 @@ WRONG = [
         "data.use_dynamic_bsz",
         "needs data.micro_batch_size_per_gpu; or use_dynamic_bsz=true",
     ),
-    ("optim.betas='[0.9,0.95]'", "optim.betas", "got text; without quotes inside"),
-    ("data.messages_key=messages", "data.messages_key", "one row per assistant turn"),
+    ("optim.betas='[0.9,0.95]'", "optim.betas", "make it a text; Write optim.betas=[0.9,0.95]"),
     ("engine=megatron", "engine", "only fsdp is accepted"),
     ("engine.tensor_model_parallel_size=2", "engine.tensor_model_parallel_size", "fsdp_config has"),
-    ("trainer.save_freq=10", "trainer.save_freq", "written once, at the end; or use -1"),
+    ("trainer.save_freq=0", "trainer.save_freq", "must be >= 1 or -1"),
+    ("trainer.max_runtime=soon", "trainer.max_runtime", "is not a duration such as 14400, 90m"),
+    ("trainer.resume_mode=resume_path", "trainer.resume_from_path", "must be given with"),
     ("optim.min_lr=1e-6", "optim.min_lr", "min_lr_ratio"),
     ("optim.lrs=1e-6", "optim.lrs", "unknown key; Did you mean optim.lr?"),
     ("trainer.test_freq=0", "trainer.test_freq", "must be >= 1 or -1"),
@@ -91,6 +95,8 @@ def test_valid_command_line(material):
 RENAMES = [
     ("model.partial_pretrain={folder}/model", "model.path", "{folder}/model"),
     ("model.lora.rank=8", "model.lora_rank", 8),
+    ("data.multiturn.messages_key=chats", "data.messages_key", "chats"),
+    ("data.multiturn.tools_key=functions", "data.tools_key", "functions"),
     ("use_remove_padding=False", "model.use_remove_padding", False),
     ("optim.warmup_steps_ratio=0.5", "optim.lr_warmup_steps_ratio", 0.5),
     ("optim.lr_scheduler=constant", "optim.lr_scheduler_type", "constant"),
@@ -129,11 +135,10 @@ def test_accepted_without_effect(material):
         "model.use_liger=True",
         "engine.strategy=fsdp2",
         "engine.forward_prefetch=True",
-        "data.multiturn.enable=False",
-        "data.multiturn.messages_key=prompt",
+        "data.multiturn.enable=True",
+        "data.multiturn.enable_thinking_key=enable_thinking",
         "data.pad_mode=no_padding",
         "trainer.checkpoint.save_contents=[model]",
-        "trainer.resume_mode=disable",
         "trainer.n_gpus_per_node=4",
         "data.balance_dp_token=False",
     ]
@@ -150,6 +155,29 @@ def test_which_limit_of_a_pass_has_no_effect(material):
         loaded = compose(overrides=line(material, *both, *more))
         (note,) = loaded.notes
         assert note.kind == "unused" and note.text.startswith(f"data.{unused}")
+
+
+def test_keys_without_effect(material):
+    without = {
+        "optim.lr_scheduler_type=constant": "optim.min_lr_ratio=0.2",
+        "optim.lr_warmup_steps=5": "optim.lr_warmup_steps_ratio=0.1",
+        "trainer.total_training_steps=5": "trainer.total_epochs=2",
+    }
+    for reason, unused in without.items():
+        loaded = compose(overrides=line(material, reason, unused))
+        (note,) = loaded.notes
+        assert note.kind == "unused" and note.text.startswith(unused.split("=")[0]), note
+        assert compose(overrides=line(material, unused)).notes == []
+
+
+@pytest.mark.parametrize("command", [PPO, SFT], ids=["main_ppo", "main_sft"])
+def test_the_default_configuration_has_the_defaults_of_the_schema(command):
+    """`verlite explain` prints the schema's."""
+    assigned = from_our_yaml(command.config_name, command)
+    assert assigned, "the file sets a value, which says whose file it is"
+    for one in assigned:
+        for name, value in one.value.items():
+            assert command.keys[f"{one.key}.{name}"].default == value
 
 
 def test_every_new_name_exists():
@@ -183,18 +211,33 @@ def test_reasons_name_keys_that_exist():
 
 def test_check_and_explain(material):
     pasted = ["torchrun", "--nproc_per_node", "2", "-m", "verl.trainer.fsdp_sft_trainer"]
-    options = line(material, "fsdp_config.fsdp_size=2", "use_remove_padding=true")
+    chats = material.folder / "chats.jsonl"
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    chats.write_text(json.dumps({"chat": turns}) + "\n")
+    own = line(material, "fsdp_config.fsdp_size=2", "use_remove_padding=true")
+    options = [f"data.train_files={chats}", *own[1:], "data.messages_key=chat"]
     result = CliRunner().invoke(app, ["check", *pasted, *options])
     assert result.exit_code == 0, result.output
     assert result.output.splitlines() == [
         "note: renamed keys: use_remove_padding -> model.use_remove_padding",
-        "note: as this command was started, fsdp_config.fsdp_size=2: must divide the 1 processes "
+        "note: for one process here: fsdp_config.fsdp_size=2: must divide the 1 processes "
         "of this run",
+        "train: the first 1 examples have tokens 5 to 5 (median 5, p90 5), limit 1024, of which "
+        "1 to 1 (median 1, p90 1) are trained",
+        "note: 1 of 1 examples do not end with a special token: the chat template writes none "
+        "after the assistant's last turn, or has it outside of its generation marks. A model that "
+        "learns them does not learn to end its answers",
         "The configuration is fine.",
     ]
     result = CliRunner().invoke(app, ["check", "main_sft", *options, "data.val_files=gone.parquet"])
-    assert "as this command was started, data.val_files=gone.parquet: does not" in result.output
-    result = CliRunner().invoke(app, ["check", "main_sft", *options, "data.messages_key=m"])
+    assert result.exit_code == 2
+    assert "data.val_files=gone.parquet: does not exist" in result.stderr
+    result = CliRunner().invoke(app, ["check", "main_sft", *own, "data.prompt_key=q"])
+    assert result.exit_code == 2 and "has no column 'q'" in result.stderr
+    result = CliRunner().invoke(app, ["check", *pasted, *options, "data.val_files=gone.parquet"])
+    assert result.exit_code == 0
+    assert "for one process here: data.val_files=gone.parquet: does not exist" in result.output
+    result = CliRunner().invoke(app, ["check", "main_sft", *options, "data.enable_thinking_key=x"])
     assert result.exit_code == 2 and "1 problem in the configuration" in result.stderr
     result = CliRunner().invoke(app, ["check", "main_sft", "--help-me"])
     assert result.exit_code == 2 and "data.train_files" in result.stderr

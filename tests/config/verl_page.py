@@ -100,8 +100,7 @@ def outcome(name: str, command: Command) -> Outcome:
     if meaning == "ignored":
         return Outcome("ignored", translation.lookup(tables.ignored, name))
     if meaning == "refused":
-        always = " At verl's default too." if name in tables.refused_at_default else ""
-        return Outcome("refused", translation.lookup(tables.refused, name) + always)
+        return Outcome("refused", translation.lookup(tables.refused, name))
     raise LookupError(f"{name} has no meaning: add it to the tables of other names")
 
 

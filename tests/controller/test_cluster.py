@@ -11,6 +11,7 @@ import pytest
 
 from tests.controller.conftest import alive, within
 from verlite.controller import cluster, guardian, node
+from verlite.controller.failures import RayLost
 
 OWNER = """
 import os, subprocess, sys
@@ -149,6 +150,30 @@ def test_diagnosis_leaves_out_the_log_of_earlier_processes(tmp_path):
     assert "old" in node.diagnose([(str(log), None)])[0].log
 
 
+def test_what_a_killed_process_has_started_is_killed_too():
+    """Also by a process that has ended before, but not what has a session of its own."""
+    script = "sleep 300 & echo $!; setsid sleep 300 & echo $!; exec sleep 300"
+    leader = subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    child, apart = (node.process(int(leader.stdout.readline())) for _ in range(2))
+    other = subprocess.Popen(["sleep", "300"])
+    try:
+        known = node.process(leader.pid)
+        assert within(5, lambda: os.getsid(apart.pid) == apart.pid)
+        leader.kill()
+        leader.wait()
+        node.kill([node.Process(known.pid, known.started + 10**6), node.Process(leader.pid, 0)])
+        assert node.process_state(child) == "sleeping"
+        node.kill([known])
+        assert within(5, lambda: node.process_state(child) in ("gone", "dead"))
+        assert node.process_state(apart) == "sleeping" and other.poll() is None
+    finally:
+        node.send_signal([child, apart], signal.SIGKILL)
+        other.kill()
+        other.wait()
+
+
 def test_process_with_a_reused_id_is_not_signaled():
     other = subprocess.Popen(["sleep", "100"])
     started = int(Path(f"/proc/{other.pid}/stat").read_text().split()[21])
@@ -164,3 +189,25 @@ def test_process_with_a_reused_id_is_not_signaled():
     node.send_signal([process], signal.SIGKILL)
     assert other.wait() == -signal.SIGKILL
     assert node.process_state(process) == "gone"
+
+
+@pytest.mark.parametrize(
+    "error, tries, raised",
+    [
+        (Exception("The current node timed out during startup."), 3, RayLost),
+        (RuntimeError("the port is taken"), 1, RayLost),
+        (TypeError("a bug"), 1, TypeError),
+    ],
+)
+def test_a_local_ray_that_does_not_start_is_lost(monkeypatch, error, tries, raised):
+    """Ray reports a start that took longer than its limit, as on a busy machine, as Exception."""
+    calls = []
+    monkeypatch.setattr("ray.init", lambda **options: calls.append("init") or throw(error))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    with pytest.raises(raised, match=str(error)):
+        cluster._start_local(1, None, [], lambda: calls.append("clean"))
+    assert calls == ["init", "clean"] * tries
+
+
+def throw(error):
+    raise error

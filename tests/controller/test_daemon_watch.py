@@ -1,11 +1,13 @@
 """Processes of Ray, and the guardian, that end or are stopped. `sleep` stands in for Ray's."""
 
+import errno
 import os
 import signal
 import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,6 +73,30 @@ def test_a_main_thread_that_hangs_is_reported_by_the_watch(watch, sleeper):
     sleeper.kill()
     assert within(30, lambda: ignored)
     assert ignored == [watched.lost]
+
+
+def test_a_watch_without_free_file_descriptors_goes_on(sleeper, monkeypatch):
+    """A process whose state cannot be read is not lost, and polls go on."""
+    monkeypatch.setattr(daemon_watch, "POLL_S", 0.02)
+    monkeypatch.setattr(daemon_watch, "FIND_POLLS", 1)
+    daemon = Daemon("raylet", node.process(sleeper.pid))
+    polls = []
+
+    def refuse(*arguments):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def others():
+        polls.append(node.process_state(daemon.process))
+        refuse()
+
+    watched = DaemonWatch(lambda: refuse() if polls else [daemon], lambda error: None, others)
+    with monkeypatch.context() as patched:
+        patched.setattr(node, "Path", lambda path: SimpleNamespace(read_text=refuse))
+        assert within(10, lambda: polls.count("unknown") > 10)
+        watched.check()
+    sleeper.kill()
+    assert within(10, lambda: watched.lost is not None)
+    watched.stop()
 
 
 def test_calls_end_when_ray_is_lost(watch, sleeper):

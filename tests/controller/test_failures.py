@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from tests.controller.workers import Light
-from verlite.controller import supervise
+from verlite.controller import daemon_watch, node, supervise
+from verlite.controller.daemon_watch import Daemon
 from verlite.controller.failures import (
     DIED,
     Cause,
     RankDied,
     WorkerError,
     cause_of_exception,
+    indent,
     main_thread_frames,
     reason_for_death,
     stuck_error,
@@ -92,7 +94,9 @@ def test_call_before_construction_is_a_consequence():
         ("Fatal Python error: Bus error", False, "killed by SIGBUS"),
         ("Fatal Python error: Floating-point exception", False, "killed by SIGFPE"),
         ("Fatal Python error: Illegal instruction", False, "killed by SIGILL"),
+        ("loss 0.5\n--- received SIGTERM", True, "killed by SIGTERM"),
         ("loss 0.5", True, "out of host memory"),
+        ("OSError: [Errno 28] No space left on device: x", False, "a full disk"),
         ("loss 0.5", False, "killed by SIGKILL or os._exit"),
     ],
 )
@@ -102,7 +106,27 @@ def test_reason_for_death_comes_from_log_and_kernel(log, more_oom_kills, kind):
     error = worker_error([cause(0, None)], diagnosis, 3)
     assert error.kind == kind
     assert error.exception_type is None
-    assert f"end of its log:\n    {log}" in str(error)
+    assert f"end of its log:\n{indent(log)}" in str(error)
+
+
+def test_a_full_disk_is_named_as_the_reason_of_a_death(monkeypatch):
+    usage = SimpleNamespace(total=10 << 30, free=512)
+    asked = []
+    monkeypatch.setattr(node.shutil, "disk_usage", lambda folder: asked.append(folder) or usage)
+    (found,) = node.diagnose([("/logs/actor_0.log", None)])
+    assert asked == ["/tmp", "/dev/shm", "/logs"]
+    error = worker_error([cause(0, None)], found, 0)
+    assert error.kind == "a full disk" and error.may_pass
+    assert "disks of its machine are full: /tmp (512 bytes free), /dev/shm (512" in str(error)
+    process = node.Process(7, 1)
+    assert "machine are full: /tmp" in str(daemon_watch.lost(Daemon("gcs", process), "has ended"))
+    usage.free = 100 << 20  # 1% of a large disk
+    assert node.full_disks() == ""
+    usage.total = usage.free = 32 << 20  # the whole /dev/shm of a container
+    assert node.full_disks() == ""
+    usage.free = 1 << 19
+    assert node.full_disks() == "/tmp (512.0 KiB free), /dev/shm (512.0 KiB free)"
+    assert reason_for_death("loss 0.5", True, "/tmp")[0] == "out of host memory"
 
 
 def test_death_on_a_node_that_does_not_answer():

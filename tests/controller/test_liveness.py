@@ -1,7 +1,12 @@
 """What heartbeats mean, decided without any process."""
 
+import time
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
 
+from verlite.controller import rank_watch
 from verlite.controller.heartbeat import Beat, Heard
 from verlite.controller.liveness import (
     Rank,
@@ -16,6 +21,8 @@ from verlite.controller.liveness import (
     slow_rank,
     still_ranks,
 )
+from verlite.controller.node import Diagnosis
+from verlite.controller.worker_handle import WorkerHandle
 from verlite.progress import Progress
 
 
@@ -32,6 +39,56 @@ def test_facts_are_counted_from_the_call_or_from_what_came_later():
     assert rank_facts(3, heard, 100.0, 50.0) == Rank(3, 2.0, 30.0, at(), True)
     assert rank_facts(3, heard, 100.0, 5.0).still_s == 5.0
     assert rank_facts(3, None, 100.0, 50.0) == Rank(3, None, 50.0, None, False)
+
+
+class Silent:
+    """The heartbeats of one worker, which were last heard at 100 s."""
+
+    clock = 100.0
+    heard: ClassVar = {"w": Heard(Beat(9, at(), in_collective=False), heard=100.0, moved=100.0)}
+
+
+def test_stacks_are_written_once_per_silence(monkeypatch):
+    """Native code may hold Python's lock for longer than the time-out, many times over."""
+    worker = WorkerHandle(None, "w", 0, "id", "n", "log", None, heartbeat="w")
+    heartbeats, looks, state = Silent(), [], ["running"]
+
+    def collect(workers, outstanding):
+        looks.append(heartbeats.clock)
+        stacks = "" if state[0] == "stopped by a signal" else "a stack"
+        return {"workers": [{"stacks": stacks, "state": state[0]}]}
+
+    monkeypatch.setattr(rank_watch, "collect", collect)
+    monkeypatch.setattr(rank_watch, "write_stacks", lambda workers, dump: "stacks.txt")
+    monkeypatch.setattr(rank_watch, "diagnose", lambda found: [Diagnosis("", state[0], 0)])
+    watch = rank_watch.RankWatch(heartbeats, 45.0)
+
+    def frozen_at(clock):
+        heartbeats.clock = clock
+        return [one.worker for one in watch.frozen([worker], [worker], [])]
+
+    assert frozen_at(140.0) == [] and looks == []
+    assert [frozen_at(clock) for clock in (146.0, 192.0, 238.0)] == [[], [], []]
+    assert looks == [146.0], "the worker answered, and its process runs"
+    state[0] = "stopped by a signal"
+    assert frozen_at(284.0) == [worker] and looks == [146.0, 284.0]
+
+
+def test_a_restarted_process_is_not_judged_by_the_pauses_of_the_old_one(monkeypatch):
+    monkeypatch.setattr(rank_watch, "collect", lambda workers, outstanding: {})
+    monkeypatch.setattr(rank_watch, "write_stacks", lambda workers, dump: "stacks.txt")
+    heartbeats = Silent()
+    watch = rank_watch.RankWatch(heartbeats, 45.0)
+    ended = {}
+    worker = SimpleNamespace(heartbeat="w", rank=0, pid="1", node="n")
+    for role in ("rollout", "actor"):
+        call = SimpleNamespace(role=role, method="update", pause_s=2.0, answered={})
+        watch.finished(call)
+        watch.restarted("rollout")
+        heartbeats.clock = 300.0
+        call.pending, call.is_named, call.started = {"": worker}, False, time.monotonic() - 500.0
+        ended[role] = watch.still(call, [worker], [call], 3600.0) is not None
+    assert ended == {"rollout": False, "actor": True}
 
 
 def test_silence_is_that_of_a_process_that_was_heard_before():

@@ -10,7 +10,7 @@ import pytest
 
 from tests.controller.conftest import alive, pids, within
 from tests.controller.workers import Echo, Light
-from verlite.controller.failures import StuckError, WorkerError
+from verlite.controller.failures import RankDied, StuckError, WorkerError
 from verlite.controller.placement import reserve
 from verlite.controller.worker_group import group, ready, spawn, submit
 
@@ -73,7 +73,7 @@ def test_a_deadlock_is_named_and_ended_with_the_rank_that_did_not_enter(watched)
     (said,) = watched.said
     assert re.match(r"w.all_reduce_late: no progress of ranks 0-1 for [4-9] s", said)
     assert "The others wait for rank 1. Rank 1 (process " in said
-    assert "The run ends after 16 s without progress" in said
+    assert "The call is ended after 16 s without progress" in said
     assert "in all_reduce_late" in stacks_in(said)
 
 
@@ -85,6 +85,15 @@ def test_a_hung_rank_without_collectives_ends_as_if_it_had_died(watched):
         call.result()
     assert caught.value.exception_type is None
     assert "no progress of ranks 0-1" in str(caught.value)
+
+
+def test_an_engine_that_hangs_in_its_first_call_can_be_started_again(watched):
+    """The limit of a first call is the run's."""
+    light = workers(watched, Light)
+    watched.supervisor.call_timeout_s = 2 * TIMEOUT_S
+    watched.supervisor.restartable.add("w")
+    with pytest.raises(RankDied, match="failed in sleep .no progress."):
+        light.sleep(1000.0)
 
 
 def test_no_false_alarm(watched):

@@ -271,10 +271,21 @@ def test_failed_rank_is_reported_and_all_ranks_are_stopped(light, how, kind, exc
     assert later.value.__cause__ is error
 
 
+def test_sigterm_between_two_calls_is_named(light):
+    process = pids(light)[1]
+    os.kill(process, signal.SIGTERM)
+    assert within(20, lambda: not alive(process))
+    why = r"light rank 1 failed in sleep \(killed by SIGTERM\): something outside the run"
+    with pytest.raises(WorkerError, match=why) as caught:
+        light.sleep(5.0)
+    assert caught.value.may_pass
+
+
 def test_a_dead_rank_of_a_restartable_role_is_replaced_and_repeats_its_part(light, tmp_path):
     """Then both ranks are replaced: one is only stuck, and one has answered already."""
     workers, supervisor, before = group(light), group(light).supervisor, pids(light)
     supervisor.restartable = {"light"}
+    children = light.child(own_session=False)
     (tmp_path / "die").touch()
     with pytest.raises(
         RankDied, match="light rank 1 failed in die_once .killed by SIGKILL"
@@ -283,6 +294,7 @@ def test_a_dead_rank_of_a_restartable_role_is_replaced_and_repeats_its_part(ligh
     assert alive(before[0])
     dead = supervisor.settle(died.value.workers)
     assert [worker.rank for worker in dead] == [1]
+    assert within(10, lambda: not alive(children[1])) and alive(children[0])
     workers.restart(dead)
     died.value.call.send_missing()
     after = pids(light)

@@ -71,9 +71,9 @@ class Light(Worker):
         return os.getpid(), self.calls
 
     @register("all")
-    def child(self) -> int:
-        """Start a process outside the worker's process group, as servers do; return its id."""
-        return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+    def child(self, own_session: bool = True) -> int:
+        """Start a process, outside the worker's process group, as servers do; return its id."""
+        return subprocess.Popen(["sleep", "1000"], start_new_session=own_session).pid
 
     @register("all")
     def fail(self, rank: int, how: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.conftest import no_gpu, write_prompts  # noqa: F401  (a fixture for all tests)
+from tests.models import tiny_tokenizer
 from verlite.cli.check import check
 from verlite.convert.engine import Conversion
 
@@ -20,8 +21,8 @@ class Files:
         for name in ("train", "val"):
             write_prompts(folder / f"{name}.parquet", 2048)
         (folder / "model").mkdir()
-        for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-            (folder / "model" / name).touch()
+        (folder / "model" / "model.safetensors").touch()
+        tiny_tokenizer().save_pretrained(folder / "model")
         described = {
             "model_type": "qwen2",
             "num_attention_heads": 16,

@@ -1,5 +1,6 @@
 """Parquet files of prompts: rows, filtering, truncation, and errors of invalid files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,15 @@ import pytest
 
 from tests.models import tiny_tokenizer
 from verlite.config.schema import DataConfig
-from verlite.data.dataset import DataError, PromptDataset, RowFiles, overlap_note
+from verlite.data.dataset import (
+    DataError,
+    Lengths,
+    PromptDataset,
+    RowFiles,
+    overlap_note,
+    refuse_foreign_tokens,
+    share,
+)
 from verlite.data.prompts import build_prompt
 
 
@@ -48,7 +57,9 @@ def test_rows_are_read_as_written(tmp_path: Path) -> None:
     )
     assert third.extra_info == {"split": "train", "index": 3}
     assert data.where(2) == f"{path} row 2"
-    assert str(data.report()) == f"train: 5 prompts from {path}; longest prompt 5 tokens, limit 512"
+    assert str(data.report()) == (
+        f"train: 5 prompts from {path}; prompt tokens 1 to 5 (median 3, p90 5), limit 512"
+    )
 
 
 def test_files_with_different_columns_are_read_together(tmp_path: Path) -> None:
@@ -98,14 +109,10 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     assert [len(data.row(i).prompt_ids) for i in range(len(data))] == [3, 4, 5]
     assert data.where(1).endswith("row 2")
     report = data.report()
-    assert (report.rows, report.kept, report.dropped, report.truncated, report.longest) == (
-        5,
-        3,
-        2,
-        0,
-        9,
+    assert (report.rows, report.kept, report.dropped, report.truncated) == (5, 3, 2, 0)
+    assert str(report).endswith(
+        "2 (40%) dropped for their length; prompt tokens 3 to 9 (median 5, p90 9), limit 5"
     )
-    assert "2 dropped for more than 5 tokens; longest prompt 9 tokens, limit 5" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +146,42 @@ def test_max_samples(tmp_path: Path) -> None:
     assert "10 of 100 rows chosen by data.train_max_samples" in str(
         load(path, train_max_samples=10).report()
     )
+
+
+def test_lengths_are_sorted_values_of_the_data() -> None:
+    # 20 values: the 10th in order is the median, and 18 of them are at most the 18th.
+    assert Lengths.of(list(range(20, 0, -1))) == Lengths(1, 10, 18, 20)
+    assert Lengths.of([7]) == Lengths(7, 7, 7, 7)
+    assert (share(1, 3), share(3, 2000), share(5, 5)) == ("33%", "0.1%", "100%")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_first_rows_of_each_file(tmp_path: Path, suffix: str) -> None:
+    paths = []
+    for name, count in (("a", 9), ("b", 2)):
+        path = tmp_path / f"{name}.{suffix}"
+        rows = [row(name * (n + 1), n) for n in range(count)]
+        if suffix == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+        else:
+            path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        paths.append(str(path))
+    files = RowFiles(paths, DataConfig(), "train", first=3)
+    assert files.in_files == 11
+    data = PromptDataset(files, tiny_tokenizer(), DataConfig(), "train")
+    texts = [data.row(i).messages[0]["content"] for i in range(len(data))]
+    assert texts == ["a", "aa", "aaa", "b", "bb"]
+    assert "; tried on the first 5 of 11 rows; prompt tokens 1 to 3" in str(data.report())
+
+
+def test_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "a.parquet", row("aa"), row("b"), row("zc")))
+    last = tiny_tokenizer().encode("z")[0]
+    refuse_foreign_tokens(data, last + 1)
+    with pytest.raises(
+        DataError, match=rf"row 2: the prompt has token id {last}, .* {last} tokens"
+    ):
+        refuse_foreign_tokens(data, last)
 
 
 def test_overlap_of_training_and_validation_is_reported(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_what_spreadsheets_and_pandas_write(tmp_path):
     assert result.exit_code == 0, result.output
     assert pq.read_table(output).to_pylist()[0]["prompt"][0]["content"] == long
     content = '\ufeff{"question": "[1, 2]", "solution": 5.0}\n'
-    result, output = run(tmp_path, *NAMES, content=content, name="a.jsonl")
+    result, output = run(tmp_path, *NAMES, "--force", content=content, name="a.jsonl")
     assert result.exit_code == 0, result.output
     (row,) = pq.read_table(output).to_pylist()
     assert row["prompt"][0]["content"] == "[1, 2]"
@@ -156,3 +156,13 @@ def test_the_source_file_is_not_overwritten(tmp_path):
     again = ["data", str(output), "--prompt", "prompt", "--answer", "ability", "-o", str(output)]
     result = CliRunner().invoke(app, again)
     assert result.exit_code == 2 and "is one of the files that are read" in result.output
+
+
+def test_an_existing_file_is_replaced_only_with_force(tmp_path):
+    _, output = run(tmp_path, *NAMES)
+    before = output.read_bytes()
+    result, _ = run(tmp_path, *NAMES, "--system", "Think.")
+    assert result.exit_code == 2 and f"{output} exists" in result.output
+    assert output.read_bytes() == before
+    result, _ = run(tmp_path, *NAMES, "--system", "Think.", "--force")
+    assert result.exit_code == 0 and output.read_bytes() != before

@@ -1,12 +1,15 @@
 """Invalid command lines and files, with the messages they must give.
 
 Each command is `python -m verlite.main_ppo --config-path . --config-name sums`, which is valid,
-plus the overrides of the case. It runs in a folder with sums.yaml, its data and its model. The
-case's `files` function changes that folder first.
+plus the overrides of the case; for supervised fine-tuning it is SFT with SFT_VALUES. It runs in a
+folder with sums.yaml, its data and its model. The case's `files` function changes that folder
+first.
 """
 
 import fcntl
+import json
 import os
+import shlex
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.models import tiny_model
+from tests.rollout.fake_servers import FakeServer
 from tests.trainer.runs import driver_state, write_sums
 from verlite.config.critical import critical_settings
 from verlite.config.load import compose
@@ -40,6 +44,8 @@ trainer:
   total_training_steps: 1
   default_local_dir: run
 """
+SFT = "python -m verlite.main_sft"
+SFT_VALUES = ("model.path=model", "trainer.device=cpu", "trainer.default_local_dir=run")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
 
@@ -50,7 +56,7 @@ class Case:
     mistake: str
     """A short description: the heading in the docs."""
     typed: str
-    """Overrides, separated by spaces."""
+    """Overrides as a shell reads them."""
     expected: tuple[str, ...]
     """Texts that the output must contain in this order: key or file, value, rule, remedy."""
     code: int = 2
@@ -71,7 +77,9 @@ class Case:
     def arguments(self) -> list[str]:
         if self.program.startswith("verlite convert"):
             return self.typed.split()
-        return ["--config-path", ".", "--config-name", self.config_name, *self.typed.split()]
+        if self.program == SFT:
+            return [*SFT_VALUES, *shlex.split(self.typed)]
+        return ["--config-path", ".", "--config-name", self.config_name, *shlex.split(self.typed)]
 
 
 def write_folder(folder: Path) -> None:
@@ -86,7 +94,21 @@ def write_folder(folder: Path) -> None:
 
 TRAIN, MODEL = Path("train.parquet"), Path("model")
 Change = Callable[[], Callable[[], None] | None]
+OWN_DATA = """\
+class Own:
+    def __init__(self, data_files, tokenizer, config, processor=None): ...
+"""
+OWN_SAMPLER = """\
+class Own:
+    def __init__(self, data_source, data_config):
+        self.rows = len(data_source)
+
+    def __iter__(self):
+        return iter(range(self.rows))
+"""
 SILENT_PORT = 27163  # below the range of ephemeral ports
+SERVER_PORT = 27164
+SERVERS = f"{ROLLOUT}name=server {ROLLOUT}servers="
 
 
 def every_row(**change: object) -> Change:
@@ -168,6 +190,18 @@ def port_of_something_else() -> Callable[[], None]:
     return socket.create_server(("127.0.0.1", SILENT_PORT), reuse_port=True).close
 
 
+def generation_server(*missing: str, **settings: object) -> Change:
+    """Start a generation server without these endpoints, or with these settings."""
+
+    def start() -> Callable[[], None]:
+        server = FakeServer(SERVER_PORT)
+        server.missing.update(missing)
+        server.settings.update(settings)
+        return server.stop
+
+    return start
+
+
 def checkpoint(**changed_settings: object) -> None:
     """Write a checkpoint of the valid command: the parts that are read before workers start."""
     config = absolutize_paths(compose("sums", config_dir=".").config)
@@ -180,6 +214,62 @@ def checkpoint(**changed_settings: object) -> None:
 
     Path("run").mkdir()
     checkpoints.write(Path("run"), 20, driver_state(20, critical=settings, sampler=sampler), parts)
+
+
+def text(name: str, content: str) -> Change:
+    """Write a text file."""
+
+    def write() -> None:
+        Path(name).write_text(content)
+
+    return write
+
+
+def renamed(name: str) -> Change:
+    """Give train.parquet another name."""
+
+    def rename() -> None:
+        TRAIN.rename(name)
+
+    return rename
+
+
+def model_of_10_tokens() -> None:
+    described = json.loads((MODEL / "config.json").read_text())
+    (MODEL / "config.json").write_text(json.dumps(described | {"vocab_size": 10}))
+
+
+def folder_with(*names: str) -> Change:
+    """Create empty files, and the folders that contain them."""
+
+    def write() -> None:
+        for name in names:
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).touch()
+
+    return write
+
+
+def csv_file() -> None:
+    Path("sums.csv").write_text("question,answer\n" + "1+1=,2\n" * 8)
+
+
+def broken_lines() -> None:
+    Path("sums.jsonl").write_text('{"prompt": "1+1="}\n{prompt: "1+2="}\n')
+
+
+def lines_of(*rows: dict[str, Any]) -> Change:
+    """Write rows.jsonl."""
+
+    def write() -> None:
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return write
+
+
+def chat(*roles: str) -> dict[str, Any]:
+    """Return a row with a conversation."""
+    return {"messages": [{"role": role, "content": "12"} for role in roles]}
 
 
 def damaged_checkpoint() -> None:
@@ -297,6 +387,323 @@ CASES = (
         (f"{ROLLOUT}name=vllm", "vLLM is not installed here", "verlite[vllm]", f"{ROLLOUT}name=hf"),
         missing_package="vllm",
     ),
+    # what a shell leaves in a command, and what is copied from pages
+    Case(
+        "Spaces around the = sign",
+        "data.train_batch_size = 8",
+        ("data.train_batch_size = 8", "spaces around the = sign", "Write data.train_batch_size=8"),
+    ),
+    Case(
+        "A key with dashes",
+        "--data.train_batch_size=8",
+        ("--data.train_batch_size=8", "unknown option", "Write keys without dashes: data.train_ba"),
+    ),
+    Case(
+        "A variable that the shell did not expand",
+        "'data.train_files=$DATA/train.parquet'",
+        (
+            "data.train_files=$DATA/train.parquet",
+            "contains $DATA",
+            "double quotes",
+            "${oc.env:DATA}",
+        ),
+    ),
+    Case(
+        "An environment variable in braces",
+        "'data.train_files=${DATA}/train.parquet'",
+        ("data.train_files=${DATA}/train.parquet", "'DATA' not found", "${oc.env:DATA}"),
+    ),
+    Case(
+        "An unexpanded variable in a name",
+        "'trainer.experiment_name=run-$SLURM_JOB_ID'",
+        (
+            "trainer.experiment_name=run-$SLURM_JOB_ID",
+            "which was not expanded",
+            "${oc.env:SLURM_JOB_ID}",
+            "is fine",
+        ),
+        code=0,
+        program="verlite check",
+    ),
+    Case(
+        "Quotes inside a value",
+        r"""trainer.project_name=\"\'sums\'\" """,
+        ("trainer.project_name='sums'", "quotes are part of the value", "one level", "is fine"),
+        code=0,
+        program="verlite check",
+    ),
+    Case(
+        "Quotes around a whole override",
+        "\"'data.train_batch_size=8'\"",
+        ("'data.train_batch_size=8'", "quotes are part of the argument", "Remove one level"),
+    ),
+    Case(
+        "Quotes around a list",
+        r""""trainer.logger=\"['console','wandb']\"" """,
+        ("trainer.logger=", "make it a text, not a list", "Write trainer.logger=[console,wandb]"),
+    ),
+    Case(
+        "A space behind the backslash that continues a line",
+        "trainer.total_training_steps=1 '\\'",
+        ("is not an override", "a backslash continues only at the end of a line"),
+    ),
+    Case(
+        "A dash from a word processor",
+        f"{ACTOR}optim.lr=1e\u20136",
+        (f"{ACTOR}optim.lr=1e\u20136", "typographic character", "Type dashes and quotes again"),
+    ),
+    Case(
+        "A configuration named twice",
+        "--config-name grpo",
+        ("--config-name=grpo", "given twice", "Keep only one"),
+    ),
+    Case(
+        "A key without its section",
+        "lr=1e-6",
+        ("lr=1e-06", "unknown key", f"{ACTOR}optim.lr"),
+    ),
+    Case(
+        "A key without a value",
+        f"{ACTOR}optim.lr=",
+        (f"{ACTOR}optim.lr=", "expected number", "Give a value after the = sign"),
+    ),
+    # numbers and names
+    Case(
+        "A whole number in scientific notation",
+        "data.train_batch_size=1e3",
+        ("data.train_batch_size=1000.0", "expected whole number", "Write 1000."),
+    ),
+    Case(
+        "A comma in a large number",
+        "data.max_response_length=1,024",
+        ("data.max_response_length=1,024", "does not separate thousands", "length=1024"),
+    ),
+    Case(
+        "A number with a suffix",
+        "data.max_response_length=8k",
+        ("data.max_response_length=8k", "expected whole number", "Write all digits, such as 8000."),
+    ),
+    Case(
+        "A percentage",
+        f"{ROLLOUT}gpu_memory_utilization=90%",
+        (f"{ROLLOUT}gpu_memory_utilization=90%", "expected number", "Write the fraction 0.9."),
+    ),
+    Case(
+        "A fraction given in percent",
+        f"{ROLLOUT}gpu_memory_utilization=90",
+        (f"{ROLLOUT}gpu_memory_utilization=90", "must be > 0 and < 1", "0.9 is 90%"),
+    ),
+    Case(
+        "Python's None",
+        "trainer.total_training_steps=None",
+        (
+            "trainer.total_training_steps=None",
+            "expected whole number or null",
+            "null in lower case",
+        ),
+    ),
+    Case(
+        "A name in capital letters",
+        "algorithm.adv_estimator=GRPO",
+        ("algorithm.adv_estimator=GRPO", "is not a legal name", "Did you mean grpo?"),
+    ),
+    Case(
+        "PPO as an estimator",
+        "algorithm.adv_estimator=ppo",
+        ("algorithm.adv_estimator=ppo", "is not a legal name", "PPO with a critic is gae."),
+    ),
+    Case(
+        "The name of a device that verlite calls otherwise",
+        "trainer.device=gpu",
+        ("trainer.device=gpu", "is not a legal name", "A GPU is called cuda."),
+    ),
+    Case(
+        "A duration that cannot be read",
+        "trainer.max_runtime=3hours",
+        ("trainer.max_runtime=3hours", "is not a duration such as", "90m"),
+    ),
+    Case(
+        "A learning rate that nobody uses",
+        f"{ACTOR}optim.lr=0.1",
+        (
+            f"{ACTOR}optim.lr=0.1",
+            "far from published values",
+            "2e-7 to 3e-5",
+            "Try 1e-6",
+            "is fine",
+        ),
+        code=0,
+        program="verlite check",
+    ),
+    Case(
+        "An address without http",
+        "reward.remote.url=127.0.0.1:5001",
+        ("reward.remote.url=127.0.0.1:5001", "is not an http address", "http://127.0.0.1:5000/get"),
+    ),
+    # files of another kind
+    Case(
+        "A folder of data",
+        "data.train_files=data",
+        (
+            "data.train_files=data",
+            "is a folder, not a file",
+            "Name its files: a.parquet, b.parquet",
+        ),
+        files=folder_with("data/a.parquet", "data/b.parquet"),
+    ),
+    Case(
+        "A pattern of files",
+        "'data.train_files=*.parquet'",
+        ("data.train_files=*.parquet", "patterns are not expanded", "[train.parquet]"),
+    ),
+    Case(
+        "A CSV file with other columns",
+        "data.train_files=sums.csv",
+        ("data.train_files=sums.csv", "has no column 'prompt'", "verlite data sums.csv"),
+        files=csv_file,
+    ),
+    Case(
+        "A line of a JSONL file that is not JSON",
+        "data.train_files=sums.jsonl",
+        ("data.train_files=sums.jsonl", "cannot be read as jsonl: line 2", "verlite data"),
+        files=broken_lines,
+    ),
+    Case(
+        "Empty ground truths",
+        "",
+        (
+            "data.train_files=train.parquet: 1 of 64 rows have an empty ground truth",
+            "the first is row 5",
+            "Remove these rows",
+            "is fine",
+        ),
+        code=0,
+        program="verlite check",
+        files=one_row(5, reward_model={"style": "rule", "ground_truth": ""}),
+    ),
+    Case(
+        "Ground truths that are null",
+        "",
+        ("train.parquet: 64 of 64 rows have an empty ground truth", "Remove these rows"),
+        code=0,
+        program="verlite check",
+        files=every_row(
+            data_source="openai/gsm8k", reward_model={"style": "rule", "ground_truth": None}
+        ),
+    ),
+    Case(
+        "A parquet file with the suffix of another kind",
+        "data.train_files=sums.jsonl",
+        ("data.train_files=sums.jsonl", "is a parquet file: name it sums.parquet"),
+        files=renamed("sums.jsonl"),
+    ),
+    Case(
+        "The name of a data set on the hub",
+        "data.train_files=openai/gsm8k",
+        ("data.train_files=openai/gsm8k", "does not exist", "hf://datasets/openai/gsm8k/FILE"),
+    ),
+    Case(
+        "The address of a data file",
+        "data.train_files=s3://bucket/train.parquet",
+        (
+            "data.train_files=s3://bucket",
+            "is an address, and data files must be here",
+            "Download it",
+        ),
+    ),
+    Case(
+        "A file of a chat template in place of its text",
+        "actor_rollout_ref.model.custom_chat_template=chat.jinja",
+        ("custom_chat_template=chat.jinja", "is not a Jinja template", "$(cat chat.jinja)"),
+        files=text("chat.jinja", "{{ messages[0].content }}"),
+    ),
+    Case(
+        "Weights that Git LFS has not downloaded",
+        "",
+        ("actor_rollout_ref.model.path=model", "is a Git LFS pointer", "git lfs pull"),
+        files=text("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
+    ),
+    Case(
+        "A tokenizer with more tokens than the model",
+        "",
+        (
+            "train.parquet row 0",
+            "token id 21, but the model has 10 tokens",
+            "the tokenizer belongs to another model",
+            "model.tokenizer_path",
+        ),
+        program="verlite check",
+        files=model_of_10_tokens,
+    ),
+    Case(
+        "A misspelled folder of a model",
+        "actor_rollout_ref.model.path=models/qwen2",
+        (
+            "models/qwen2 is not a folder here",
+            "The folder models here has qwen",
+            "Correct the path",
+        ),
+        program="verlite check",
+        files=folder_with("models/qwen/config.json"),
+    ),
+    Case(
+        "A data set class of verl's",
+        "data.custom_cls.path=reward.py data.custom_cls.name=Own",
+        ("data.custom_cls", "reward.py: Own must take data_files, config, split (docs/data.md)"),
+        program="verlite check",
+        source=OWN_DATA,
+        files=text("reward.py", OWN_DATA),
+    ),
+    Case(
+        "A sampler of torch's",
+        "data.sampler.class_path=reward.py data.sampler.class_name=Own",
+        ("data.sampler.class_name=Own in", "reward.py has no method order(epoch) (docs/data.md)"),
+        program="verlite check",
+        source=OWN_SAMPLER,
+        files=text("reward.py", OWN_SAMPLER),
+    ),
+    Case(
+        "A file as the model",
+        "actor_rollout_ref.model.path=model/config.json",
+        (
+            "actor_rollout_ref.model.path=model/config.json",
+            "is a file, not a folder",
+            "Give a folder",
+        ),
+    ),
+    Case(
+        "A LoRA adapter as the model",
+        "actor_rollout_ref.model.path=adapter",
+        ("actor_rollout_ref.model.path=adapter", "is a LoRA adapter", "base model", "lora_adapter"),
+        files=folder_with("adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
+    ),
+    Case(
+        "A checkpoint as the model",
+        "actor_rollout_ref.model.path=old/global_step_5",
+        ("old/global_step_5", "is a checkpoint of training", "verlite export old/global_step_5"),
+        files=folder_with("old/global_step_5/actor/__0_0.distcp"),
+    ),
+    Case(
+        "A name on the hub without its owner",
+        "actor_rollout_ref.model.path=Qwen2.5-0.5B",
+        ("model.path=Qwen2.5-0.5B", "not a folder here", "OWNER/NAME", "is fine"),
+        code=0,
+        program="verlite check",
+    ),
+    Case(
+        "A folder as the reward function",
+        "custom_reward_function.path=model",
+        (
+            "custom_reward_function.path=model",
+            "is a folder, not a Python file",
+            "Give a Python file",
+        ),
+    ),
+    Case(
+        "An environment that Python does not find",
+        "max_turns=2 env.name=my_game:Game",
+        ("env.name=my_game:Game", "was not found on the Python path", "PYTHONPATH"),
+    ),
     # devices
     Case(
         "More GPUs than the machine has",
@@ -342,6 +749,48 @@ CASES = (
             "must run inside the cluster",
             "ray job submit --address=http://127.0.0.1:8265",
         ),
+    ),
+    # generation servers
+    Case(
+        "Generation servers that do not run",
+        f"{SERVERS}[http://127.0.0.1:1] {ROLLOUT}server_wait_s=0",
+        (
+            f"no generation server answers within {ROLLOUT}server_wait_s=0",
+            "http://127.0.0.1:1",
+            "verlite serve generation",
+            f"{ROLLOUT}servers",
+        ),
+    ),
+    Case(
+        "A generation server with another model and shorter sequences",
+        f"{SERVERS}[http://127.0.0.1:{SERVER_PORT}]",
+        (
+            f"http://127.0.0.1:{SERVER_PORT} cannot be used",
+            "--max-model-len is 8, and sequences have up to 16 tokens",
+            "its model has 151936 tokens in its vocabulary, and actor_rollout_ref.model.path 128",
+        ),
+        files=generation_server(max_model_len=8, vocab_size=151936),
+    ),
+    Case(
+        "A generation server of another vLLM",
+        f"{SERVERS}[http://127.0.0.1:{SERVER_PORT}]",
+        (
+            f"http://127.0.0.1:{SERVER_PORT} cannot be used",
+            "/weight_info",
+            "needs vLLM 0.32",
+            "verlite serve generation",
+        ),
+        files=generation_server("/weight_info"),
+    ),
+    Case(
+        "A vLLM server that was not started for training",
+        f"{SERVERS}[http://127.0.0.1:{SERVER_PORT}]",
+        (
+            f"http://127.0.0.1:{SERVER_PORT} cannot be used",
+            "verlite_settings",
+            "verlite serve generation",
+        ),
+        files=generation_server("/collective_rpc"),
     ),
     # data
     Case(
@@ -640,9 +1089,10 @@ CASES = (
         "Resuming with different training data",
         "trainer.total_training_steps=40",
         (
-            "64 training prompts",
-            "data.train_files now has 48",
-            "resume with the same data",
+            "contents of data.train_files",
+            "in the checkpoint",
+            "now",
+            "Set them back",
             "trainer.resume_mode=disable",
         ),
         files=fewer_rows_than_before,
@@ -678,5 +1128,54 @@ CASES = (
             "must be divisible by n_samples_per_prompt=8",
         ),
         program="verlite convert openrlhf",
+    ),
+    # supervised fine-tuning
+    Case(
+        "Supervised fine-tuning: a file without responses",
+        "data.train_files=train.parquet",
+        (
+            "train.parquet has no column 'response'",
+            "Its columns: ",
+            "data.prompt_key and data.response_key, or data.messages_key",
+        ),
+        program=SFT,
+    ),
+    Case(
+        "Supervised fine-tuning: an example is too long",
+        "data.train_files=rows.jsonl data.max_length=8",
+        (
+            "rows.jsonl row 1: the example has 10 tokens, more than data.max_length=8",
+            "data.truncation=right",
+        ),
+        program=SFT,
+        files=lines_of(
+            {"prompt": "1+1=", "response": "2"}, {"prompt": "10+10=", "response": "020"}
+        ),
+    ),
+    Case(
+        "Supervised fine-tuning: a conversation without an answer",
+        "data.train_files=rows.jsonl",
+        ("rows.jsonl row 0: no message has the role assistant", "nothing to learn"),
+        program=SFT,
+        files=lines_of(chat("user", "user")),
+    ),
+    Case(
+        "Supervised fine-tuning: the chat template changes earlier turns",
+        "data.train_files=rows.jsonl 'model.custom_chat_template=\"{% for m in messages %}"
+        "{{ m.content if loop.last else m.content[:1] }}{% endfor %}\"'",
+        (
+            "rows.jsonl row 0: message 1: the chat template writes",
+            "differently in the whole conversation",
+            "{% generation %}",
+        ),
+        program=SFT,
+        files=lines_of(chat("user", "assistant", "user", "assistant")),
+    ),
+    Case(
+        "Supervised fine-tuning: fewer examples than a batch",
+        "data.train_files=rows.jsonl data.train_batch_size=8",
+        ("data.train_batch_size=8 is more than the 1 training rows", "Use at most 1"),
+        program=SFT,
+        files=lines_of({"prompt": "1+1=", "response": "2"}),
     ),
 )

@@ -9,11 +9,13 @@ from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
+import typer
 from typer.testing import CliRunner
 
-from tests.errors.cases import Case
-from verlite import main_ppo
+from tests.errors.cases import SFT, Case
+from verlite import hub, main_ppo, main_sft
 from verlite.cli import app, check
 from verlite.config import plan
 
@@ -48,13 +50,17 @@ def _run_here(case: Case) -> tuple[int, str]:
     if case.program.startswith("verlite convert"):
         done = CliRunner().invoke(app, [*case.program.split()[1:], *case.arguments])
         return done.exit_code, done.output
-    command = check.check if case.program == "verlite check" else main_ppo.main
+    commands = {"verlite check": check.check, SFT: main_sft.main}
+    command = commands.get(case.program, main_ppo.main)
     printed = StringIO()
-    with redirect_stdout(printed), redirect_stderr(printed):
+    offline = patch.object(hub, "unreachable", lambda: "no network")
+    with redirect_stdout(printed), redirect_stderr(printed), offline:
         try:
             code = command(case.arguments) or 0
         except SystemExit as stop:
             code = int(stop.code or 0)
+        except typer.Exit as stop:
+            code = stop.exit_code
     return code, printed.getvalue()
 
 
@@ -93,6 +99,10 @@ def environment(case: Case) -> Iterator[None]:
 
 def normalize(text: str) -> str:
     """Replace the parts of an output that differ between runs and machines."""
+    # A phase that lasts a second is shown, with the time.
+    text = re.sub(r"(?m)^\d\d-\d\d \d\d:\d\d:\d\d (checking|starting|reading|still) .*\n", "", text)
+    text = re.sub(r"(?m)^\d\d-\d\d \d\d:\d\d:\d\d ", "", text)
+    text = re.sub(r"'[0-9a-f]{12}'", "'0123456789ab'", text)  # hashes of Parquet files
     text = re.sub(r"in use by process \d+", "in use by process 4711", text)
     text = re.sub(r"\d+\.\d+% of this step's", "100.0% of this step's", text)
     text = re.sub(r"(ValueError: no number in ).*", r"\1'Sp;{yzh4'", text)

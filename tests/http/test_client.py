@@ -210,6 +210,39 @@ def test_connections_are_used_again() -> None:
     assert opened == 20
 
 
+def test_a_connection_is_not_used_again_after_an_error() -> None:
+    """The server closes it some time after the answer. Requests beside the failed one go on."""
+    closed = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal closed
+        slow = b"/slow" in await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.3 if slow else 0.0)
+        status = b"200 OK" if slow else b"500 No"
+        writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 2\r\n\r\n{}")
+        if slow:
+            closed += await reader.read() == b""
+        await asyncio.sleep(0.1)
+        writer.close()
+
+    async def ask() -> None:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with Client(service(url, timeout_s=30)) as client:
+            slow = asyncio.create_task(client.ping(f"{url}/slow"))
+            await asyncio.sleep(0.1)
+            for _ in range(3):
+                with pytest.raises(Retry, match="HTTP 500") as caught:
+                    await client.ping(url)
+                assert not isinstance(caught.value, Broken)
+            await slow
+            await asyncio.sleep(0.1)
+            assert closed == 1
+        server.close()
+
+    asyncio.run(ask())
+
+
 def test_slow_trickle_is_ended_by_the_time_limit() -> None:
     """Each read of a trickle is fast; only their sum is too slow."""
     import socket

@@ -6,14 +6,18 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 
 from tests.controller.conftest import within
 from verlite.controller import exit_codes, supervisor_file
+from verlite.controller.head import NoCluster
+from verlite.controller.placement import ResourcesMissing
 from verlite.launch import supervise
-from verlite.launch.supervise import Attempt, Budget, read_attempt, shell_code
+from verlite.launch.supervise import Attempt, Budget, private_folder, read_attempt, shell_code
+from verlite.trainer.errors import ServiceMissing, exit_code
 
 LOST = exit_codes.LOST
 
@@ -64,6 +68,25 @@ def test_without_checkpoints_a_later_step_renews_the_budget():
     assert found[:3] == [None] * 3 and found[3]
 
 
+def test_a_missing_cluster_is_a_failure_but_no_crash_at_a_step():
+    budget = Budget(max_restarts=4, same_step=2)
+    lost = Attempt(LOST, "run", "lost", step=5, saved=4)
+    missing = Attempt(2, "run", "no cluster", 5, 4, error_type="NoCluster")
+    assert missing.misses_cluster and not missing.may_succeed
+    assert not Attempt(2, "run", "no key", error_type="RunRefused").misses_cluster
+    assert refusals(budget, lost, missing, missing, missing) == [None] * 4
+    assert budget.pause_s == 40
+    assert refusals(budget, missing) == [
+        "4 restarts brought no new checkpoint; the last ended after step 5"
+    ]
+
+
+@pytest.mark.parametrize("error", [NoCluster, ResourcesMissing, ServiceMissing])
+def test_what_a_run_waits_for_is_missing(error):
+    assert exit_code(error("away")) == exit_codes.REFUSED
+    assert Attempt(2, "run", "away", error_type=error.__name__).misses_cluster
+
+
 def test_pauses_grow_with_failures_and_stops_cost_none():
     budget = Budget(max_restarts=99, same_step=0)
     assert budget.refusal(Attempt(75)) is None
@@ -79,23 +102,45 @@ def test_an_attempt_is_read_from_the_run_directory(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     (tmp_path / "global_step_2").mkdir()
     (tmp_path / "global_step_2" / "manifest.json").write_text("{}")
-    error = {"time": 100.0, "message": "the raylet has ended\nand more"}
+    error = {"time": 100.0, "type": "RayLost", "message": "the raylet has ended\nand more"}
     (tmp_path / supervisor_file.ERROR_FILE).write_text(json.dumps(error))
     told = supervisor_file.Told(str(tmp_path))
     now = read_attempt(LOST, told, started=99.0)
     assert (now.step, now.saved, now.error) == (2, 2, "the raylet has ended")
+    assert now.error_type == "RayLost"
     assert now.ending == "ended with exit code 76 (the raylet has ended)"
     assert read_attempt(LOST, told, started=101.0).error == "", "an older run's error"
+    error["exit_code"] = LOST
+    (tmp_path / supervisor_file.ERROR_FILE).write_text(json.dumps(error))
+    assert read_attempt(1, told, started=99.0).code == LOST, "native code ended the process"
+    assert read_attempt(-9, told, started=99.0).code == -9
     (tmp_path / supervisor_file.ERROR_FILE).write_text("[1")
     assert read_attempt(-9, told, started=99.0).ending == "was ended by SIGKILL"
     assert shell_code(-9) == 137
 
 
+def test_folders_of_killed_supervisors_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = ("verlite-supervise-a", "verlite-supervise-b", "another")
+    stale, new, other = (tmp_path / name for name in names)
+    for folder in (stale, other):
+        folder.mkdir()
+        os.utime(folder, (0, 0))
+    new.mkdir()
+    with private_folder() as first:
+        os.utime(first, (0, 0))
+        with private_folder() as second:
+            assert set(tmp_path.iterdir()) == {new, other, first, second}
+    assert set(tmp_path.iterdir()) == {new, other}
+
+
 RUN = """
 import json, os, signal, sys, time
 folder, plan = sys.argv[1], sys.argv[2].split(",")
-count = len(os.listdir(folder))
+count = len([name for name in os.listdir(folder) if name.isdecimal()])
 open(f"{folder}/{count}", "w").write(str(os.getpid()))
+with open(f"{folder}/started", "a") as file:
+    print(os.environ["VERLITE_SUPERVISE_STARTED"], file=file)
 def stop(number, frame):
     print("child got", signal.Signals(number).name, flush=True)
     sys.exit(75)
@@ -110,6 +155,13 @@ elif step == "final":
     from verlite.controller.supervisor_file import Told, tell
     tell(Told(no_restart="trainer.max_runtime=1h is over"))
     sys.exit(75)
+elif step == "missing":
+    from verlite.controller.supervisor_file import Told, tell
+    error = {"time": time.time(), "type": "ResourcesMissing", "message": "only 1 of 2 devices"}
+    with open(f"{folder}/error.json", "w") as file:
+        json.dump(error, file)
+    tell(Told(folder))
+    sys.exit(2)
 else:
     sys.exit(int(step))
 """
@@ -169,6 +221,8 @@ def test_restarts_of_real_commands(start):
     cases = {
         "76,kill,75,0": (0, 4, "restart 3 of 5"),
         "76,2": (2, 2, "restart 1 of 5"),
+        "76,missing,missing,0": (0, 4, "ended with exit code 2 (only 1 of 2 devices)"),
+        "missing": (2, 1, ""),
         "1": (1, 1, ""),
         "final": (75, 1, "no restart: trainer.max_runtime=1h is over"),
         "76": (1, 3, "No restart: 3 attempts in a row failed before the first step"),
@@ -179,6 +233,8 @@ def test_restarts_of_real_commands(start):
         assert got == code, f"{plan}: {output}"
         assert len(re.findall(r"^attempt \d$", output, re.MULTILINE)) == attempts, output
         assert text in output
+        starts = set((running[plan].folder / "started").read_text().split())
+        assert len(starts) == 1 and abs(float(starts.pop()) - time.time()) < 300
 
 
 @pytest.mark.process

@@ -29,6 +29,9 @@ PACKAGES = (
     "sizing",
     "convert",
     "launch",
+    "sft",
+    "report",
+    "api",
 )
 """Each is a file of this package with a list MUTANTS, about the package of verlite with the same
 name."""

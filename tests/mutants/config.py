@@ -1,15 +1,27 @@
 """Mutants of verlite.config: wrong settings that pass, and right ones that do something else."""
 
 import dataclasses
+import re
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, attribute, calls, does_nothing, result
+from tests.mutants.patches import (
+    argument,
+    attribute,
+    calls,
+    constant,
+    does_nothing,
+    result,
+    returns,
+)
 
 RULES = "verlite.config.rules."
 PLAN = "verlite.config.plan:"
 PLACEMENT = "verlite.config.placement:"
 LINES = "tests/config/test_rules.py"
 PLANS = "tests/config/test_plan.py"
+CRITICAL = "tests/config/test_critical.py"
+HINTS = "verlite.config.hints:"
+FAR = "tests/config/test_hints.py"
 
 
 def _nothing_wrong(original, context):
@@ -172,5 +184,65 @@ MUTANTS = [
         RULES + "models:model_settings",
         does_nothing,
         ("tests/config/test_sft.py", LINES),
+    ),
+    Mutant(
+        "a run resumes with other contents of its training files",
+        "verlite.config.critical:contents",
+        result(lambda digests: [""] * len(digests)),
+        (CRITICAL,),
+    ),
+    Mutant(
+        "changed files of the user's own go unnoticed",
+        "verlite.config.critical:code_contents",
+        returns({}),
+        (CRITICAL,),
+    ),
+    Mutant(
+        "functions that verlite.train stores count as changed files",
+        "verlite.config.critical:CODE",
+        constant("elsewhere"),
+        (CRITICAL,),
+    ),
+    Mutant(
+        "changed secrets are reported with their values",
+        "verlite.config.problems:is_secret",
+        returns(False),
+        (CRITICAL,),
+    ),
+    Mutant(
+        "no value is far from what anyone uses",
+        HINTS + "RANGES",
+        constant(()),
+        (FAR,),
+    ),
+    Mutant(
+        "values of keys without effect are judged",
+        "verlite.config.ineffective:why_unused",
+        returns(None),
+        (FAR,),
+    ),
+    Mutant(
+        "variables that a shell did not expand go unnoticed",
+        HINTS + "SHELL_VARIABLE",
+        constant(re.compile("never^")),
+        (FAR,),
+    ),
+    Mutant(
+        "any quote in a value counts as a mistake",
+        HINTS + "QUOTED",
+        constant(re.compile(".*'.*")),
+        (FAR,),
+    ),
+    Mutant(
+        "empty ground truths are not counted",
+        HINTS + "_is_empty",
+        returns(False),
+        (FAR,),
+    ),
+    Mutant(
+        "only the first ground truths are looked at",
+        HINTS + "TRUTH_ROWS",
+        constant(100),
+        (FAR,),
     ),
 ]

@@ -1,5 +1,7 @@
 """Mutants of verlite.controller: rows, causes and processes that get lost."""
 
+import contextlib
+
 from tests.mutants import Mutant
 from tests.mutants.patches import (
     argument,
@@ -19,6 +21,9 @@ SUPERVISE = "verlite.controller.supervise:Supervisor."
 PLACEMENT = "verlite.controller.placement:"
 GUARDIAN = "verlite.controller.guardian:"
 STOP = "verlite.controller.stop:"
+DAEMONS = "verlite.controller.daemon_watch:"
+DAEMON = ("tests/controller/test_daemon_watch.py",)
+ENDING = "tests/trainer/test_ending.py"
 ROWS = "tests/controller/test_dispatch.py"
 WORKERS = "tests/controller/test_workers.py"
 GPUS = "tests/controller/test_gpus.py"
@@ -51,6 +56,11 @@ def _rows_mixed_up(original, batch, names=None):
     reverse = {name: fetched.non_tensor_batch[name][::-1].copy() for name in wanted}
     assert all(isinstance(column, np.ndarray) for column in reverse.values())
     return fetched.with_non_tensor(**reverse)
+
+
+def _decides_again(original, self, code, limit_s=None):
+    self.code = None
+    return original(self, code, limit_s)
 
 
 def _every_method(original, worker_class, method):
@@ -258,5 +268,83 @@ MUTANTS = [
         PLACEMENT + "_has",
         constant(lambda free, needs: True),
         ("tests/controller/test_joined.py",),
+    ),
+    Mutant(
+        "a later exit code replaces the first",
+        STOP + "Stop.decide",
+        calls(_decides_again),
+        ("tests/controller/test_stop.py", ENDING),
+    ),
+    Mutant(
+        "nothing limits the time after the exit code is decided",
+        STOP + "Stop.decide",
+        argument("limit_s", lambda limit_s: 1e6),
+        ("tests/controller/test_stop.py",),
+    ),
+    Mutant(
+        "the end of a process of Ray is not noticed",
+        DAEMONS + "DaemonWatch._look",
+        does_nothing,
+        DAEMON,
+    ),
+    Mutant(
+        "a process of Ray may stay stopped",
+        DAEMONS + "DaemonWatch._look",
+        argument("counts", lambda counts: False),
+        DAEMON,
+    ),
+    Mutant(
+        "a main thread that hangs in Ray hangs for ever",
+        DAEMONS + "DaemonWatch._run",
+        does_nothing,
+        DAEMON,
+    ),
+    Mutant(
+        "a poll that fails ends the watch over Ray's processes",
+        DAEMONS + "suppress",
+        constant(lambda *errors: contextlib.suppress(MemoryError)),
+        DAEMON,
+    ),
+    Mutant(
+        "a process whose state cannot be read has ended",
+        "verlite.controller.node:process_state",
+        result(lambda state: "gone" if state == "unknown" else state),
+        DAEMON,
+    ),
+    Mutant(
+        "a guardian that is killed is not replaced",
+        "verlite.controller.cluster:Cluster._check_guardian",
+        does_nothing,
+        DAEMON,
+    ),
+    Mutant(
+        "a guardian may stay stopped",
+        "verlite.controller.cluster:FROZEN_POLLS",
+        constant(10**6),
+        DAEMON,
+    ),
+    Mutant(
+        "what a dead engine has started goes on",
+        "verlite.controller.node:_descendants",
+        returns([]),
+        ("tests/controller/test_cluster.py",),
+    ),
+    Mutant(
+        "a worker that SIGTERM has ended was killed by SIGKILL",
+        FAILURES + "SIGTERM_LINE",
+        constant("no such line"),
+        ("tests/controller/test_failures.py",),
+    ),
+    Mutant(
+        "every look at a silent worker writes stacks",
+        "verlite.controller.rank_watch:RankWatch._still_answers",
+        returns(False),
+        LIVE,
+    ),
+    Mutant(
+        "a new engine is judged by the pauses of the old one",
+        "verlite.controller.rank_watch:RankWatch.restarted",
+        does_nothing,
+        LIVE,
     ),
 ]

@@ -116,9 +116,12 @@ def _maxima_added(original, name, a, b):
     return a + b
 
 
-def _stays_in_training_mode(original, self, *args, **kwargs):
-    self.model.eval = lambda: self.model.train()
-    return original(self, *args, **kwargs)
+def _noise_kept(original, config, model):
+    changed = original(config, model)
+    for name, value in config.to_dict().items():
+        if "pdrop" in name or "dropout" in name:
+            setattr(changed, name, value)
+    return changed
 
 
 def _nan_is_finite(original, self, is_finite, batch, dump_dir):
@@ -228,9 +231,9 @@ MUTANTS = [
         (PASSES,),
     ),
     Mutant(
-        "forward passes run with dropout",
-        FSDP + "TrainEngine.forward",
-        calls(_stays_in_training_mode),
+        "updates run with dropout",
+        "verlite.engine.model:_training_config",
+        calls(_noise_kept),
         (PASSES,),
     ),
     # updates

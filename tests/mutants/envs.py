@@ -3,7 +3,7 @@
 import dataclasses
 
 from tests.mutants import Mutant
-from tests.mutants.patches import calls, constant, result
+from tests.mutants.patches import argument, calls, constant, does_nothing, result, returns
 
 SEARCH = "verlite.envs.search:"
 CALCULATOR = "verlite.envs.calculator:"
@@ -11,6 +11,8 @@ CHAT = "verlite.envs.chat:"
 STEP = "verlite.envs.step:"
 FACTORY = "verlite.envs.factory:"
 RETRIEVER = "verlite.envs.retriever:"
+CONTRACT = "verlite.envs.contract:"
+PROMISES = "tests/envs/test_contract.py"
 CLIENT = "tests/envs/test_retriever.py"
 
 
@@ -129,5 +131,35 @@ MUTANTS = [
             )[:count]
         ),
         (CLIENT,),
+    ),
+    Mutant(
+        "the contract plays every sample only once",
+        CONTRACT + "_check_repeats",
+        does_nothing,
+        (PROMISES,),
+    ),
+    Mutant(
+        "the contract accepts a step that makes all samples wait",
+        CONTRACT + "_Heart.longest_pause",
+        returns(0.0),
+        (PROMISES,),
+    ),
+    Mutant(
+        "the contract accepts anything in a Step",
+        CONTRACT + "_check_step",
+        calls(lambda original, step, *args: True),
+        (PROMISES,),
+    ),
+    Mutant(
+        "the contract tries the first row only",
+        CONTRACT + "check_env",
+        argument("rows", lambda rows: list(rows)[:1]),
+        (PROMISES,),
+    ),
+    Mutant(
+        "the contract does not play the user's script",
+        CONTRACT + "check_env",
+        argument("script", lambda script: ()),
+        (PROMISES,),
     ),
 ]

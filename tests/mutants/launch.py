@@ -1,6 +1,8 @@
 """Mutants of verlite.launch: clusters that are joined, announced or ended by mistake, and jobs of
 Slurm that lose their checkpoint."""
 
+import dataclasses
+
 from tests.mutants import Mutant
 from tests.mutants.patches import (
     argument,
@@ -28,6 +30,8 @@ JOBS = ("tests/launch/test_slurm.py",)
 STOPS = (JOBS[0] + "::test_a_signal_reaches_the_driver_and_the_job_starts_again",)
 PRE_EMPTED = (JOBS[0] + "::test_pre_emption_that_only_steps_see_starts_the_job_again",)
 ENDS = (JOBS[0] + "::test_job_ends_with_the_exit_code_of_the_run_and_leaves_nothing",)
+SUPERVISE = "verlite.launch.supervise:"
+SUPERVISED = ("tests/launch/test_supervise.py",)
 REFUSES = (JOBS[0] + "::test_a_wrong_configuration_ends_the_job_before_ray_starts",)
 
 
@@ -39,6 +43,11 @@ def _text(old, new):
         return text.replace(old, new)
 
     return change
+
+
+def _passes_on_only(original, self, number, frame):
+    original(self, number, frame)
+    self._signal = None
 
 
 MUTANTS = [
@@ -231,5 +240,47 @@ MUTANTS = [
         OPTIONS + "_option_problems",
         returns([]),
         JOBS,
+    ),
+    Mutant(
+        "a crash loop has no end",
+        SUPERVISE + "Budget.refusal",
+        returns(None),
+        SUPERVISED,
+    ),
+    Mutant(
+        "a later step without a checkpoint renews the budget",
+        SUPERVISE + "Budget.refusal",
+        argument("attempt", lambda attempt: dataclasses.replace(attempt, saved=attempt.step)),
+        SUPERVISED,
+    ),
+    Mutant(
+        "attempts that do not find their cluster are a crash loop",
+        SUPERVISE + "Budget.refusal",
+        argument("attempt", attribute("error_type", lambda kind: "")),
+        SUPERVISED,
+    ),
+    Mutant(
+        "signals do not reach the command",
+        SUPERVISE + "Supervisor._pass_on",
+        does_nothing,
+        SUPERVISED,
+    ),
+    Mutant(
+        "the command is started again after a signal to the supervisor",
+        SUPERVISE + "Supervisor._pass_on",
+        calls(_passes_on_only),
+        SUPERVISED,
+    ),
+    Mutant(
+        "a lost node that stays away ends the restarts",
+        SUPERVISE + "Supervisor._may_succeed",
+        calls(lambda original, self, attempt: attempt.may_succeed),
+        SUPERVISED,
+    ),
+    Mutant(
+        "folders of supervisors that run are removed",
+        SUPERVISE + "fcntl.flock",
+        does_nothing,
+        SUPERVISED,
     ),
 ]

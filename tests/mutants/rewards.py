@@ -11,6 +11,7 @@ ROUTING = "verlite.rewards.routing:"
 POOL = "verlite.rewards.pool:"
 REMOTE = "verlite.rewards.remote:"
 HOSTILE = "tests/rewards/test_hostile.py"
+TURNS = "tests/rollout/test_trajectory.py::test_rewards_of_turns"
 TAGGED = "verlite.rewards.tagged_math:"
 
 
@@ -41,6 +42,19 @@ def _zero_where_null(original, answer, count):
 def _any_length(original, answer, count):
     rewards = list(answer["rewards"]) if isinstance(answer, dict) and "rewards" in answer else []
     return original({"rewards": (rewards + [0.0] * count)[:count]}, count)
+
+
+def _last_turn_only(original, data_source, solution_str, ground_truth, extra_info):
+    if "trajectory" in extra_info:
+        scores = extra_info["trajectory"]["turn_scores"][-1:]
+        extra_info = {"trajectory": {"turn_scores": scores}}
+    return original(data_source, solution_str, ground_truth, extra_info)
+
+
+def _nothing_is_zero(original, data_source, solution_str, ground_truth, extra_info):
+    if "trajectory" not in extra_info:
+        return 0.0
+    return original(data_source, solution_str, ground_truth, extra_info)
 
 
 def _unchecked(original, event):
@@ -194,5 +208,23 @@ MUTANTS = [
         "verlite.rewards.process:takes_lists",
         returns(False),
         ("tests/rewards/test_scorer.py::test_arguments_of_openrlhf",),
+    ),
+    Mutant(
+        "only the last turn's reward counts",
+        "verlite.rewards.environment:compute_score",
+        calls(_last_turn_only),
+        (TURNS,),
+    ),
+    Mutant(
+        "a run without an environment scores 0 by its rewards",
+        "verlite.rewards.environment:compute_score",
+        calls(_nothing_is_zero),
+        (TURNS,),
+    ),
+    Mutant(
+        "a reward is tried on made-up rows in place of those of --data",
+        "verlite.rewards.contract:check_reward",
+        argument("row", lambda row: None),
+        ("tests/rewards/test_contract.py::test_a_row_of_the_data_is_tried",),
     ),
 ]

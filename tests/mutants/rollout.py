@@ -325,4 +325,16 @@ MUTANTS = [
         _awaits_nothing,
         (FAULTS + "::test_a_sync_after_cancelled_requests_has_each_server_to_itself",),
     ),
+    Mutant(
+        "rewards of turns are lost",
+        "verlite.rollout.trajectory:_finite",
+        returns(0.0),
+        ("tests/rollout/test_trajectory.py::test_rewards_of_turns",),
+    ),
+    Mutant(
+        "a turn may be rewarded with NaN",
+        "verlite.rollout.trajectory:_finite",
+        calls(lambda original, reward: float(reward)),
+        ("tests/rollout/test_trajectory.py::test_rewards_of_turns",),
+    ),
 ]

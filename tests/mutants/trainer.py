@@ -1,7 +1,15 @@
 """Mutants of verlite.trainer: steps, checkpoints and resumes that go wrong."""
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, does_nothing, result
+from tests.mutants.patches import (
+    argument,
+    attribute,
+    calls,
+    constant,
+    does_nothing,
+    result,
+    returns,
+)
 
 ROLLOUT = "verlite.trainer.stages.rollout:"
 ADVANTAGE = "verlite.trainer.stages.advantage:"
@@ -18,6 +26,13 @@ CHECKPOINTS = "verlite.trainer.checkpoints:"
 TRACKING = "verlite.trainer.tracking:"
 FINISH = "verlite.trainer.finish:"
 RUN = "verlite.trainer.run:Run."
+LIMIT = "verlite.trainer.time_limit:"
+TIME = ("tests/trainer/test_time_limit.py",)
+ENDING = "tests/trainer/test_ending.py"
+SEGMENTS = "verlite.trainer.segments:"
+STARTS = "tests/trainer/test_segments.py"
+TRACKERS = "tests/trainer/test_trackers.py"
+LS = "tests/report/test_ls.py"
 FILES = "tests/test_files.py"
 LAUNCH = "tests/trainer/test_launch.py"
 STAGES = "tests/trainer/test_stages.py"
@@ -105,6 +120,11 @@ def _failed_count_as_zero(original, sources, uids, variables, *rest):
 
 def _truncated_lines_kept(original, self, path, writer, resumed_step=0):
     return original(self, path, writer, 10**9)
+
+
+def _observes_the_last(original, self, metrics):
+    self.step_s = self.save_s = 0.0
+    original(self, metrics)
 
 
 def _sampler_not_restored(original, self):
@@ -352,5 +372,155 @@ MUTANTS = [
         REFERENCE + "_compare_probe",
         does_nothing,
         (SERVICE + "::test_equal_weights_that_compute_other_numbers_are_refused",),
+    ),
+    Mutant(
+        "the error of a failed run is only printed",
+        "verlite.trainer.ending:write_report",
+        does_nothing,
+        (ENDING,),
+    ),
+    Mutant(
+        "secrets in URLs are written into the files about a failed run",
+        "verlite.trainer.ending:mask_urls",
+        constant(lambda text: text),
+        (ENDING,),
+    ),
+    Mutant(
+        "secrets in URLs are printed at the end of a run",
+        "verlite.trainer.errors:mask_urls",
+        constant(lambda text: text),
+        (ENDING,),
+    ),
+    Mutant(
+        "a lost node counts as a failure of the run's own",
+        "verlite.trainer.errors:exit_code",
+        result(lambda code: 1 if code == 76 else code),
+        (ENDING,),
+    ),
+    Mutant(
+        "a wrong file counts as a failure that may pass",
+        "verlite.trainer.errors:exit_code",
+        result(lambda code: 76 if code == 2 else code),
+        (ENDING,),
+    ),
+    Mutant(
+        "max_runtime does not learn how long steps and saves take",
+        LIMIT + "TimeLimit.observe",
+        does_nothing,
+        TIME,
+    ),
+    Mutant(
+        "the last step and save count, not the longest",
+        LIMIT + "TimeLimit.observe",
+        calls(_observes_the_last),
+        TIME,
+    ),
+    Mutant(
+        "each restart has the whole of max_runtime",
+        LIMIT + "STARTED",
+        constant("NO_SUCH_VARIABLE"),
+        TIME,
+    ),
+    Mutant(
+        "a stop waits for the restart of an engine that nothing needs",
+        "verlite.trainer.recovery:restart_engines",
+        argument("may_stop", lambda may_stop: False),
+        ("tests/trainer/test_sync.py",),
+    ),
+    Mutant(
+        "training files are hashed at the first save, when they may have changed",
+        "verlite.trainer.launch:critical_settings",
+        does_nothing,
+        ("tests/config/test_critical.py",),
+    ),
+    Mutant(
+        "changed keys are named with the new value twice",
+        SEGMENTS + "changes",
+        result(lambda rows: [(key, now, now) for key, _, now in rows]),
+        (STARTS,),
+    ),
+    Mutant(
+        "a key that is gone counts as equal",
+        SEGMENTS + "changes",
+        result(lambda rows: [row for row in rows if row[2] != "not there"]),
+        (STARTS,),
+    ),
+    Mutant(
+        "each start replaces the configurations of the starts before",
+        SEGMENTS + "write_config",
+        argument("step", lambda step: 0),
+        (STARTS,),
+    ),
+    Mutant(
+        "configurations of an earlier run stay among those of the next",
+        SEGMENTS + "set_aside",
+        does_nothing,
+        (STARTS,),
+    ),
+    Mutant(
+        "only the first resume is compared",
+        SEGMENTS + "changes_of_segments",
+        result(lambda found: list(found)[:1]),
+        (STARTS,),
+    ),
+    Mutant(
+        "run.json does not record the end of a run",
+        "verlite.trainer.run_file:end",
+        does_nothing,
+        (LS,),
+    ),
+    Mutant(
+        "run.json keeps the end of the earlier run while the next one trains",
+        "verlite.trainer.run_file:begin",
+        does_nothing,
+        (LS,),
+    ),
+    Mutant(
+        "a start forgets the planned steps",
+        "verlite.trainer.run_file:_new",
+        argument("total_steps", lambda total: None),
+        (LS,),
+    ),
+    Mutant(
+        "a resumed run begins anew in the trackers",
+        TRACKING + "TrackedRun.kept_id",
+        returns(None),
+        (TRACKERS,),
+    ),
+    Mutant(
+        "a run from the beginning goes on with the trackers' run of the earlier one",
+        TRACKING + "TrackedRun.kept_id",
+        argument("self", attribute("resumed_step", lambda step: 1)),
+        (TRACKERS,),
+    ),
+    Mutant(
+        "W&B is always offline",
+        "verlite.config.logins:wandb_problem",
+        returns("no login"),
+        (TRACKERS,),
+    ),
+    Mutant(
+        "W&B gets each step as a number of its own",
+        "verlite.trainer.trackers:STEP_METRIC",
+        constant("step"),
+        (TRACKERS,),
+    ),
+    Mutant(
+        "the columns of the trackers' tables are mixed up",
+        "verlite.trainer.trackers:SAMPLE_COLUMNS",
+        lambda columns: columns[::-1],
+        (TRACKERS,),
+    ),
+    Mutant(
+        "trackers get samples that are not UTF-8",
+        "verlite.trainer.trackers:_text",
+        calls(lambda original, value: value if isinstance(value, str) else original(value)),
+        (TRACKERS,),
+    ),
+    Mutant(
+        "functions of a notebook are imported by their names",
+        "verlite.trainer.own_code:is_importable",
+        returns(True),
+        ("tests/api/test_library.py",),
     ),
 ]

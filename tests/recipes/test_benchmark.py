@@ -3,6 +3,8 @@
 import importlib
 import json
 import statistics
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,43 @@ def test_bar_lengths_match_the_seconds(script):
 def test_speed_ratios(script):
     # The first round is a warm-up. In the others the baseline takes 2, 3 and 1 times as long.
     assert script("generation").ratio([9, 2, 6, 5], [1, 1, 2, 5]) == 2
+
+
+def test_shares_of_watchers(script):
+    """The first step only begins the count."""
+    keys = ("timing_s/step", "cpu_s", "watchers_s")
+    lines = [dict(zip(keys, v, strict=True)) for v in [(9, 10, 0.5), (2, 14, 0.6), (4, 22, 0.9)]]
+    found = script("watchers").shares(lines)
+    assert found["seconds"] == 3 and found["cpu_seconds"] == 6
+    assert found["of_seconds"] == pytest.approx(0.2 / 3) and found["of_cpu"] == pytest.approx(
+        0.2 / 6
+    )
+
+
+def test_cpu_time_of_calls_and_threads(script, tmp_path, monkeypatch):
+    """Two threads count to a number, and their files have the CPU time of that."""
+    meter = script("meter")
+    monkeypatch.setenv(meter.COST, str(tmp_path))
+
+    class Busy:
+        def work(self):
+            began = time.thread_time_ns()
+            while time.thread_time_ns() - began < 2e7:
+                pass
+
+        def look(self):
+            self.work()
+
+    meter.note_thread(Busy, "work", "busy")
+    meter.note_calls(Busy, "look")
+    thread = threading.Thread(target=Busy().work, name="busy")
+    thread.start()
+    thread.join()
+    Busy().work()  # another thread's calls are not counted
+    assert 2e7 <= meter.noted(tmp_path) < 3e7
+    Busy().look()
+    Busy().look()
+    assert 6e7 <= meter.noted(tmp_path) < 7e7
 
 
 def test_startup_phases_add_up(script):

@@ -40,7 +40,14 @@ def test_missing_file_and_file_without_scores_are_errors(tmp_path):
     with pytest.raises(ValueError, match="gone.jsonl does not exist"):
         read_curve(tmp_path / "gone.jsonl")
     with pytest.raises(ValueError, match="has no scores"):
-        read_curve(write(tmp_path / "metrics.jsonl", [{"step": 1, "train/loss": 2.0}]))
+        read_curve(write(tmp_path / "metrics.jsonl", [{"step": 1, "actor/pg_loss": 2.0}]))
+
+
+def test_losses_of_supervised_runs(tmp_path):
+    steps = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.5, "val/loss": 1.75}]
+    curve = read_curve(write(tmp_path / "metrics.jsonl", steps))
+    assert curve.value == "loss" and curve.training == [(1, 2.0), (2, 1.5)]
+    assert list(curve.validation.values()) == [[(2, 1.75)]]
 
 
 def test_plot_draws_eighths_between_axes():

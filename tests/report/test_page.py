@@ -1,19 +1,25 @@
 """The page of a run: what it contains, and what a browser shows of it."""
 
 import base64
+import fcntl
 import gzip
 import json
 import re
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from verlite.cli import app
-from verlite.report.page.collect import collect, drop_tokens, thin
+from verlite.files import RetryingWriter
+from verlite.report.page.collect import MAX_STEPS, collect, drop_tokens, thin, thin_steps
 from verlite.report.page.write import page, write_page
+from verlite.trainer import run_file
+from verlite.trainer.segments import write_config
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
@@ -137,6 +143,23 @@ def test_warnings_are_shown_once(tmp_path):
     assert run.notes == ["a line of warnings.jsonl cannot be read"] * 2
 
 
+def test_what_changed_at_a_resume_and_the_planned_steps(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    writer = RetryingWriter(pytest.fail)
+    write_config(run_dir, "optim: {lr: 0.5}\n", 0, writer)
+    write_config(run_dir, "optim: {lr: 0.1}\n", 3, writer)
+    run_file.plan(run_dir, 12)
+    (run,) = collect([run_dir])
+    assert run.segments == [{"step": 4, "changes": [("optim.lr", "0.5", "0.1")]}]
+    assert run.total_steps == 12 and run.notes == []
+    (run_dir / "configs" / "from_step_4.yaml").write_text("[")
+    (run_dir / "run.json").write_text("[")
+    (run,) = collect([run_dir])
+    assert run.segments == [] and run.total_steps is None
+    (note,) = run.notes
+    assert "settings of earlier starts cannot be compared" in note
+
+
 def test_malformed_token_details_are_left_out(tmp_path):
     run_dir = make_run(tmp_path / "run")
     path = run_dir / "rollouts" / "step_5.jsonl"
@@ -207,13 +230,49 @@ def test_the_command_writes_into_the_run(tmp_path):
     assert f"wrote {run_dir / 'report.html'}" in result.output
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
-def test_a_browser_shows_it(tmp_path):
-    first = make_run(tmp_path / "first", prompt=HOSTILE)
-    second = make_run(tmp_path / "second", lr=0.25)
-    warning = {"step": 3, "name": "kl", "text": "the policy moves away fast"}
-    (second / "warnings.jsonl").write_text(json.dumps(warning) + "\n")
-    write_page([first, second], tmp_path / "page.html")
+def test_a_watched_page_is_written_until_the_run_ends_also_after_errors(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path / "run")
+    complete = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").unlink()
+    lock = (run_dir / ".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    naps, here, really_sleep = [], threading.get_ident(), time.sleep
+
+    def sleep(seconds):
+        if threading.get_ident() != here:  # a thread that another test left
+            return really_sleep(seconds)
+        naps.append(seconds)
+        if len(naps) == 1:
+            (run_dir / "metrics.jsonl").write_text(complete)
+        if len(naps) == 3:
+            lock.close()
+
+    monkeypatch.setattr("time.sleep", sleep)
+    result = CliRunner().invoke(app, ["report", str(run_dir), "--watch", "--interval", "7"])
+    assert result.exit_code == 0, result.output
+    assert naps == [7, 7, 7]
+    assert result.output.count("not written: ") == 1 and result.output.count("wrote ") == 3
+    assert "no run goes on in these directories, so this is the last page" in result.output
+    assert unpacked((run_dir / "report.html").read_text(), "overview")["reload_s"] is None
+
+
+def test_long_runs_have_means_and_ranges_in_place_of_steps():
+    steps = list(range(1, 10 * MAX_STEPS + 4))
+    metrics = {"a": [float(step % 10) for step in steps], "rare": [None] * len(steps)}
+    metrics["rare"][4321] = 0.123456789
+    numbers, means, low, high = thin_steps(steps, metrics)
+    assert len(numbers) <= MAX_STEPS and numbers[0] == 11 and numbers[-1] == steps[-1]
+    assert means["a"][0] == round((sum(range(10)) + 1) / 11, 5)  # steps 1 to 11
+    assert (low["a"][0], high["a"][0]) == (0, 9)
+    (where,) = [i for i, value in enumerate(means["rare"]) if value is not None]
+    assert means["rare"][where] == low["rare"][where] == high["rare"][where] == 0.123457
+    assert numbers[where - 1] < 4322 <= numbers[where]
+    short = {"a": [1.0, None]}
+    assert thin_steps([1, 2], short) == ([1, 2], short, {}, {})
+
+
+def shown_by_browser(file: Path, query: str) -> str:
+    """Return what a browser makes of a page, without the scripts."""
     assert CHROMIUM is not None
     shown = subprocess.run(
         [
@@ -221,17 +280,47 @@ def test_a_browser_shows_it(tmp_path):
             "--headless=new",
             "--no-sandbox",
             "--disable-gpu",
-            f"--user-data-dir={tmp_path / 'profile'}",
+            f"--user-data-dir={file.parent / 'profile'}",
             "--virtual-time-budget=8000",
             "--dump-dom",
-            f"file://{tmp_path}/page.html?coloring=gap",
+            f"file://{file}?{query}",
         ],
         capture_output=True,
         text=True,
         timeout=120,
     ).stdout
     assert 'data-ready="yes"' in shown
-    shown = re.sub("<script.*?</script>", "", shown, flags=re.DOTALL)
+    return re.sub("<script.*?</script>", "", shown, flags=re.DOTALL)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
+def test_a_browser_shows_resumes_plans_and_advantages_of_zero(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    sample = json.loads((run_dir / "rollouts" / "step_5.jsonl").read_text())
+    sample["tokens"]["advantage"] = 0.0
+    (run_dir / "rollouts" / "step_5.jsonl").write_text(json.dumps(sample) + "\n")
+    writer = RetryingWriter(pytest.fail)
+    for lr, step in ((0.5, 0), (0.25, 3)):
+        text = f"optim: {{lr: {lr}}}\ntrainer: {{total_epochs: 4, total_training_steps: null}}\n"
+        write_config(run_dir, text, step, writer)
+    run_file.plan(run_dir, 12)
+    write_page([run_dir], tmp_path / "page.html")
+    shown = shown_by_browser(tmp_path / "page.html", "coloring=advantage")
+    text = re.sub("<[^>]*>", " ", shown)
+    text = " ".join(text.split())
+    assert "planned steps 12 planned epochs 4 resumed at step 4" in text
+    assert "from step key before now 4 optim.lr 0.5 0.25" in text
+    assert "advantage: 0 for every sampled token." in text and "e-12" not in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
+def test_a_browser_shows_it(tmp_path):
+    first = make_run(tmp_path / "first", prompt=HOSTILE)
+    second = make_run(tmp_path / "second", lr=0.25)
+    warning = {"step": 3, "name": "kl", "text": "the policy moves away fast"}
+    (second / "warnings.jsonl").write_text(json.dumps(warning) + "\n")
+    write_page([first, second], tmp_path / "page.html")
+    shown = shown_by_browser(tmp_path / "page.html", "coloring=gap")
     assert "cannot be shown" not in shown
     assert "<title>first and second - verlite report</title>" in shown
     assert shown.count('data-metric="critic/score/mean"') == 1

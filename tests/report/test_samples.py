@@ -95,7 +95,7 @@ def test_show_prints_newest_step(run_dir):
         "pred 'Bob'",
         "status done",
         "nq",
-        "prompt 7",
+        "prompt #7",
         "1 tool call ",
         "31 tokens, 20 trained",
         "turn 1",

@@ -68,6 +68,25 @@ def test_good_functions_have_no_problems(tmp_path, monkeypatch):
             check_reward(name)
 
 
+def test_a_row_of_the_data_is_tried(tmp_path):
+    """extra_info, data source and ground truth are those of the file's first row."""
+    function = reward(
+        tmp_path,
+        HEAD + "return float(extra_info['one'] in solution_str and data_source == 'sums')",
+    )
+    (tmp_path / "rows.csv").write_text("question,answer,one\n40+1=,41,41\n")
+    data = ["data", str(tmp_path / "rows.csv"), "--prompt", "question", "--answer", "answer"]
+    rows = str(tmp_path / "rows.jsonl")
+    made = str(tmp_path / "rows.parquet")
+    assert CliRunner().invoke(app, [*data, "--source", "sums", "-o", made]).exit_code == 0
+    found = CliRunner().invoke(app, ["contract", "reward", function])
+    assert "on all answers: KeyError: 'one'" in found.output and found.exit_code == 1
+    found = CliRunner().invoke(app, ["contract", "reward", function, "--data", made])
+    assert "keeps the contract" in found.output, found.output
+    found = CliRunner().invoke(app, ["contract", "reward", function, "--data", rows])
+    assert rows in found.output and found.exit_code == 2
+
+
 def test_contract_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_functions.py").write_text(

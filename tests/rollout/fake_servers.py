@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from tests.rollout.vllm_servers import free_port
@@ -29,6 +29,23 @@ class HangUp(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
+def closes_late(app: FastAPI) -> Any:
+    """Return an application whose connections end some time after an error was answered.
+
+    uvicorn closes a connection after an exception, but first it formats the traceback. A request
+    that comes meanwhile on the same connection is lost.
+    """
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await app(scope, receive, send)
+        except RuntimeError:
+            time.sleep(0.05)
+            raise
+
+    return run
+
+
 class FakeServer:
     """Answers like vLLM. Change the attributes to inject faults.
 
@@ -41,7 +58,10 @@ class FakeServer:
         status: of the answers to generation, if not 200.
         finish_reason: of each generation.
         wrong_weights: added to the fingerprint.
+        missing: paths that it does not know.
         version: of the weights.
+        updating: whether an update has begun and not ended. As in vLLM, none can begin then.
+        stuck: an update that has begun cannot be ended.
         asked: number of generation requests that it received.
         calls: paths of the requests for weights, in their order.
     """
@@ -50,15 +70,16 @@ class FakeServer:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.delay_s = 0.02
-        self.hangs = self.hangs_up = self.settings_break = False
+        self.hangs = self.hangs_up = self.settings_break = self.stuck = False
         self.load_s = 0.0
         self.status = 200
         self.finish_reason = "length"
         self.wrong_weights = 0
         self.version = "default"
         self.fingerprint = 0
-        self.paused = False
+        self.paused = self.updating = False
         self.has_token_endpoint = True
+        self.missing: set[str] = set()
         self.settings: dict[str, Any] = {
             "max_model_len": 160,
             "vocab_size": VOCABULARY,
@@ -74,9 +95,13 @@ class FakeServer:
 
     def start(self) -> None:
         """Start, as new: with other weights than those of a trainer."""
-        self.version, self.fingerprint, self.paused, self.hangs = "default", 0, False, False
+        self.version, self.fingerprint = "default", 0
+        self.paused = self.updating = self.hangs = False
         config = uvicorn.Config(
-            self._app(), port=self.port, log_level="critical", timeout_graceful_shutdown=0
+            closes_late(self._app()),
+            port=self.port,
+            log_level="critical",
+            timeout_graceful_shutdown=0,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -98,6 +123,8 @@ class FakeServer:
         async def maybe_hang(request: Request, call):
             while self.hangs:
                 await asyncio.sleep(0.05)
+            if request.url.path in self.missing:
+                return JSONResponse({"detail": "Not Found"}, 404)
             return await call(request)
 
         @app.get("/weight_info")
@@ -124,9 +151,20 @@ class FakeServer:
             self.fingerprint = fingerprint(BucketFiles(paths))
             return {}
 
+        @app.post("/start_weight_update")
+        async def start():
+            self.calls.append("/start_weight_update")
+            if self.updating:
+                raise RuntimeError("a weight update is already active")
+            self.updating = True
+            return {}
+
         @app.post("/finish_weight_update")
-        async def finish(body: dict):
-            self.version = body["weight_version"]
+        async def finish(weight_version: str = Body("default", embed=True)):
+            if self.stuck or not self.updating:
+                raise RuntimeError("no weight update has started")
+            self.updating = False
+            self.version = weight_version
             return {}
 
         @app.post("/reset_prefix_cache")

@@ -12,7 +12,7 @@ from tests.rollout.fake_servers import FakeServer, expected_ids
 from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.build import build_engine
 from verlite.rollout.engines.server import ServerCore
-from verlite.rollout.servers import pool
+from verlite.rollout.servers import fit, pool
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
 from verlite.weights.files import FolderWriter, read_folder
 from verlite.weights.fingerprint import fingerprint
@@ -234,6 +234,25 @@ def test_a_dead_server_does_not_stop_a_sync(synced, servers, tmp_path):
     assert servers[0].asked > 20
 
 
+def test_an_update_that_a_dead_trainer_began_is_ended(new, servers, tmp_path):
+    """In the first attempt, although the server closes the connection after it has refused a second
+    update."""
+    engine = new(wait_s=0)
+    for server in servers:
+        server.updating = True
+    load(engine, tmp_path)
+    sample(engine, count=4)
+
+
+def test_a_server_whose_update_cannot_be_ended_is_left(synced, servers, tmp_path, caplog):
+    servers[0].updating = servers[0].stuck = True
+    load(synced, tmp_path, version=2)
+    assert servers[0].calls[-1] == "/start_weight_update", "it loaded without an update"
+    assert "may be open; POST /finish_weight_update: HTTP 500" in caplog.text
+    sample(synced, count=4)
+    assert servers[1].version.endswith("-2") and servers[0].version.endswith("-1")
+
+
 def test_a_start_without_servers_names_them(new, servers):
     for server in servers:
         server.stop()
@@ -312,6 +331,30 @@ def test_a_server_that_does_not_fit_is_refused(new, servers, name, value, messag
     servers[1].settings[name] = value
     with pytest.raises(ValueError, match=f"{servers[1].url} cannot be used: .*{message}"):
         new()
+
+
+def test_the_driver_asks_the_servers_before_anything_starts(servers, monkeypatch):
+    monkeypatch.setattr(fit, "AGAIN_S", 0.05)
+    rollout = RolloutConfig(servers=[server.url for server in servers], server_wait_s=60.0)
+    needs = fit.Needs(160, 128, "float32")
+    assert fit.check(rollout, needs, pytest.fail) is None
+    servers[1].stop()
+    warning = fit.check(rollout, needs, pytest.fail)
+    assert servers[1].url in warning and servers[0].url not in warning
+    servers[0].stop()
+    waits = []
+
+    def say(text):
+        waits.append(text)
+        servers[0].start()
+
+    assert servers[1].url in fit.check(rollout, needs, say)
+    assert len(waits) == 1 and "server_wait_s=60" in waits[0]
+    servers[0].stop()
+    rollout.server_wait_s = 0.2
+    with pytest.raises(fit.NoServer, match=f"{servers[0].url}.*{servers[1].url}"):
+        fit.check(rollout, needs, waits.append)
+    assert len(waits) == 2
 
 
 def test_a_server_with_another_version_of_verlite_is_refused(new, servers):

@@ -19,6 +19,7 @@ from verlite.envs.chat import encode_chat
 from verlite.envs.factory import CalculatorEnvFactory, SearchEnvFactory
 from verlite.envs.search import INVALID
 from verlite.envs.step import Step, ToolError, encode_text
+from verlite.rewards import environment
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all, run_trajectory
 from verlite.rollout.types import Completion, EngineError, Sampling, Status, Trajectory, with_seed
@@ -249,6 +250,30 @@ def test_last_turn_and_status(ambiguous):
         ),
     )
     assert trajectory.status == Status.LENGTH and len(trajectory.response_ids) == 2
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None])
+def test_rewards_of_turns(ambiguous, reward):
+    class Paid(Counter):
+        async def step(self, text, last):
+            return dataclasses.replace(await super().step(text, last), reward=len(self.seen) / 2)
+
+    engine, _ = ambiguous
+    request = Request([3], Sampling(1.2, max_tokens=60, seed=5), Paid(), 2, 300)
+    trajectory = run(engine, request)
+    assert trajectory.turn_scores == [0.5, 1.0, 1.5]
+    assert [info["reward"] for info in trajectory.infos] == [0.5, 1.0, 1.5]
+    item = {"trajectory": {"turn_scores": trajectory.turn_scores}}
+    assert environment.compute_score("game", "", None, item) == 3.0
+    with pytest.raises(ValueError, match="max_turns=0"):
+        environment.compute_score("game", "", None, {})
+
+    class Wrong(Counter):
+        async def step(self, text, last):
+            return Step("x", reward=reward)
+
+    trajectory = run(engine, dataclasses.replace(request, env=Wrong()))
+    assert trajectory.status == Status.ERROR and trajectory.turn_scores == []
 
 
 def test_single_turn_without_environment(ambiguous):

@@ -1,4 +1,7 @@
-"""SFT examples: tokens of prompts and responses, and invalid files."""
+"""SFT examples: tokens of prompts, responses and conversations, and invalid files."""
+
+import csv
+import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -7,10 +10,10 @@ from transformers import AutoTokenizer
 
 from verlite.config.sft import SFTDataConfig
 from verlite.data.dataset import DataError
-from verlite.sft.data import read_examples
+from verlite.sft.data import Example, endless_examples, read_examples
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer(tiny_qwen2):
     return AutoTokenizer.from_pretrained(tiny_qwen2)
 
@@ -33,9 +36,10 @@ def test_text_and_messages_give_the_same_tokens_and_eos(tmp_path, tokenizer):
         ],
     )
     examples = read_examples(text, tokenizer, SFTDataConfig())
+    eos = tokenizer.eos_token_id
     assert examples == [
-        (tokenizer.encode("3+4="), [*tokenizer.encode("7"), tokenizer.eos_token_id]),
-        (tokenizer.encode("5+8="), [*tokenizer.encode("13"), tokenizer.eos_token_id]),
+        Example(tokenizer.encode("3+4="), [*tokenizer.encode("7"), eos], [1, 1]),
+        Example(tokenizer.encode("5+8="), [*tokenizer.encode("13"), eos], [1, 1, 1]),
     ]
     assert read_examples([chat, text], tokenizer, SFTDataConfig()) == examples * 2
 
@@ -51,8 +55,8 @@ def test_long_example_is_an_error_or_truncated(tmp_path, tokenizer):
     ):
         read_examples(file, tokenizer, SFTDataConfig(max_length=8))
     truncated = read_examples(file, tokenizer, SFTDataConfig(max_length=8, truncation="right"))
-    assert truncated[1] == (tokenizer.encode("12+34="), tokenizer.encode("46"))
-    assert truncated[0][1][-1] == tokenizer.eos_token_id
+    assert truncated[1] == Example(tokenizer.encode("12+34="), tokenizer.encode("46"), [1, 1])
+    assert truncated[0].response[-1] == tokenizer.eos_token_id
     with pytest.raises(
         DataError,
         match=r"row 1: the prompt has 6 tokens; with data.max_length=6 no token is left",
@@ -70,9 +74,9 @@ def test_entries_of_mappings_and_the_first_rows(tmp_path, tokenizer):
         response_dict_keys=["a"],
     )
     examples = read_examples([first, second], tokenizer, data, max_rows=4)
-    answers = [tokenizer.decode(response[:-1]) for _, response in examples]
+    answers = [tokenizer.decode(example.response[:-1]) for example in examples]
     assert answers == ["0", "1", "2", "0"]
-    assert {tuple(prompt) for prompt, _ in examples} == {tuple(tokenizer.encode("3+4="))}
+    assert {tuple(example.prompt) for example in examples} == {tuple(tokenizer.encode("3+4="))}
     data.prompt_dict_keys = ["all", "question"]
     with pytest.raises(DataError, match="a.parquet row 0: column 'extra' has no entry 'question'"):
         read_examples(first, tokenizer, data)
@@ -86,7 +90,7 @@ def test_entries_of_mappings_and_the_first_rows(tmp_path, tokenizer):
     [
         (
             [{"prompt": "1+1="}],
-            r"no column 'response'. Its columns: prompt. Set data.prompt_key and data.response_key",
+            r"no column 'response'. Its columns: prompt. Set data.prompt_key",
         ),
         (
             [{"prompt": "1+1=", "response": None}],
@@ -121,3 +125,83 @@ def test_invalid_file_is_named(tmp_path, tokenizer):
             read_examples(str(tmp_path / f"{name}.parquet"), tokenizer, SFTDataConfig())
     with pytest.raises(DataError, match="data.train_files is empty"):
         read_examples([], tokenizer, SFTDataConfig())
+
+
+CHATS = [
+    [("user", "1+1="), ("assistant", "2"), ("user", "+1="), ("assistant", "3"), ("user", "ok")],
+    [("system", "Add."), ("user", "2+2="), ("assistant", "4")],
+]
+CHATS = [[{"role": role, "content": text} for role, text in chat] for chat in CHATS]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "json", "csv"])
+def test_conversations_of_every_kind_of_file(tmp_path, tokenizer, kind):
+    """Nulls that parquet adds, and JSON text, do not change an example. The tail is left out."""
+    rows = [{"messages": chat, "note": "x"} for chat in CHATS]
+    rows[0]["messages"] = [*CHATS[0][:-1], {**CHATS[0][-1], "name": "someone"}]
+    path = tmp_path / f"chats.{kind}"
+    if kind == "parquet":
+        parquet(path, rows)
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["messages"])
+            writer.writerows([[json.dumps(row["messages"])] for row in rows])
+    else:
+        lines = map(json.dumps, rows)
+        path.write_text("\n".join(lines) if kind == "jsonl" else f"[{','.join(lines)}]")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if m.name is defined %}"
+        "({{ m.name }}){% endif %};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    found = read_examples(str(path), tokenizer, SFTDataConfig())
+    decoded = [(tokenizer.decode(e.prompt), tokenizer.decode(e.response)) for e in found]
+    assert decoded == [("u:1+1=;a:", "2;u:+1=;a:3;"), ("s:Add.;u:2+2=;a:", "4;")]
+    assert [e.mask for e in found] == [[1, 1] + [0] * 8 + [1, 1], [1, 1]]
+
+
+def test_tools_of_a_row(tmp_path, tokenizer):
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}<{{ tool.name }}>{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    chat = CHATS[1]
+    for value in ([{"name": "add"}, {"name": "sub"}], '[{"name": "add"}, {"name": "sub"}]'):
+        file = parquet(tmp_path / "tools.parquet", [{"chat": chat, "tools": value}])
+        (example,) = read_examples(file, tokenizer, SFTDataConfig(messages_key="chat"))
+        assert tokenizer.decode(example.prompt) == "<add><sub>Add.2+2="
+    file = parquet(tmp_path / "tools.parquet", [{"chat": chat, "tools": "add"}])
+    with pytest.raises(DataError, match="row 0: column 'tools' is 'add', expected a list"):
+        read_examples(file, tokenizer, SFTDataConfig(messages_key="chat"))
+
+
+def test_truncated_conversation(tmp_path, tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    file = parquet(tmp_path / "chat.parquet", [{"messages": CHATS[0][:4]}])
+    data = SFTDataConfig(max_length=7, truncation="right")
+    (example,) = read_examples(file, tokenizer, data)
+    assert tokenizer.decode(example.response) == "2+1" and example.mask == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("hello", "row 0: column 'messages' is 'hello', expected a list of messages"),
+        ([], "expected a list of messages"),
+        ([{"content": "hi"}], "expected a list of messages"),
+        (CHATS[0][:1], "row 0: no message has the role assistant"),
+    ],
+)
+def test_invalid_conversation_is_named(tmp_path, tokenizer, value, message):
+    file = parquet(tmp_path / "bad.parquet", [{"messages": value}])
+    with pytest.raises(DataError, match=message):
+        read_examples(file, tokenizer, SFTDataConfig())
+
+
+def test_examples_that_do_not_teach_the_end(tokenizer):
+    """Those that data.truncation cut do not count."""
+    eos = tokenizer.eos_token_id
+    examples = [
+        Example([5], response, [1] * len(response)) for response in ([6, eos], [6], [6] * 4)
+    ]
+    assert endless_examples(examples, tokenizer, max_length=5) == 1

@@ -9,16 +9,21 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from verlite.cli import app
 from verlite.config.problems import ConfigError
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.config.sft import SFTDataConfig, compose
+from verlite.data.sampler import PromptSampler
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import single_process_group
 from verlite.main_sft import main
-from verlite.sft.data import read_examples
-from verlite.sft.train import build_batch, sft_loss, validation_loss
+from verlite.sft.batch import build_batch
+from verlite.sft.data import Example, read_examples
+from verlite.sft.train import sft_loss, validation_loss
+from verlite.trainer.time_limit import TimeLimit
 
 pytestmark = pytest.mark.process
 
@@ -34,8 +39,8 @@ class Listening:
     steps: list[int] = []
     config: dict = {}
 
-    def __init__(self, project, name, directory, config):
-        Listening.config = config
+    def __init__(self, run):
+        Listening.config = run.config
 
     def __call__(self, step, metrics):
         assert metrics["train/loss"] > 0
@@ -58,7 +63,8 @@ def transformers_loss(path, examples):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     total = 0.0
     tokens = 0
-    for prompt, response in examples:
+    for example in examples:
+        prompt, response = example.prompt, example.response
         labels = torch.tensor([[-100] * len(prompt) + response])
         with torch.no_grad():
             loss = model(input_ids=torch.tensor([prompt + response]), labels=labels).loss
@@ -70,15 +76,14 @@ def transformers_loss(path, examples):
 @pytest.mark.parametrize("micro", [MicroBatching(max_tokens=4096), MicroBatching(max_tokens=17)])
 def test_loss_equals_transformers_loss_on_responses(tiny_qwen2, sums, micro):
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
-    expected_examples = [
-        (
-            tokenizer.encode(row["prompt"]),
-            [*tokenizer.encode(row["response"]), tokenizer.eos_token_id],
-        )
-        for row in SUMS[::5]
-    ]
-    for part in zip(*expected_examples, strict=True):
-        assert len({len(ids) for ids in part}) == 2, "lengths differ"
+    expected_examples = []
+    for row in SUMS[::5]:
+        response = [*tokenizer.encode(row["response"]), tokenizer.eos_token_id]
+        example = Example(tokenizer.encode(row["prompt"]), response, [1] * len(response))
+        expected_examples.append(example)
+    for part in ("prompt", "response"):
+        lengths = {len(getattr(example, part)) for example in expected_examples}
+        assert len(lengths) == 2, "lengths differ"
     expected = transformers_loss(tiny_qwen2, expected_examples)
     examples = read_examples(str(sums), tokenizer, SFTDataConfig())[::5]
     with single_process_group():
@@ -88,8 +93,168 @@ def test_loss_equals_transformers_loss_on_responses(tiny_qwen2, sums, micro):
         assert validation_loss(engine, examples, micro) == pytest.approx(expected, abs=1e-5)
         found = engine.update(build_batch(examples), micro, 1.0, sft_loss)
         assert found["loss"] == pytest.approx(expected, abs=1e-5)
-        assert found["train/tokens"] == sum(len(response) for _, response in expected_examples)
+        assert found["tokens"] == sum(e.trained_tokens for e in expected_examples)
         assert validation_loss(engine, examples, micro) < expected
+
+
+def plain_losses(path, batches, lr, betas, weight_decay, grad_clip):
+    """Return the loss of each step of a loop that uses only torch and transformers.
+
+    One example at a time; the mean is over the trained tokens of the batch.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=weight_decay)
+    losses = []
+    for batch in batches:
+        tokens = sum(sum(example.mask) for example in batch)
+        total = 0.0
+        for example in batch:
+            ids = torch.tensor([example.prompt + example.response])
+            mask = torch.tensor(([0] * len(example.prompt) + example.mask)[1:])
+            logits = model(input_ids=ids).logits[0, :-1]
+            each = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+            loss = (each * mask).sum() / tokens
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, model
+
+
+def test_twenty_steps_equal_a_plain_loop(tiny_qwen2, tmp_path):
+    """Conversations of one to three turns, in passes of at most 60 tokens."""
+    rows = []
+    for start in range(40):
+        messages = []
+        for turn in range(start % 3 + 1):
+            messages.append({"role": "user", "content": f"{start}+{turn}="})
+            messages.append({"role": "assistant", "content": str(start + turn)})
+        rows.append({"messages": messages})
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    options = run_options(
+        file,
+        tiny_qwen2,
+        tmp_path / "run",
+        "data.val_files=null",
+        "data.train_batch_size=8",
+        "data.max_token_len_per_gpu=60",
+        "optim.lr=1e-3",
+        "optim.weight_decay=0.1",
+        "optim.lr_warmup_steps_ratio=0",
+        "trainer.total_epochs=4",
+    )
+    assert main(options) == 0
+    found = [line["train/loss"] for line in lines(tmp_path / "run")]
+    config = compose(overrides=options).config
+    examples = read_examples(str(file), AutoTokenizer.from_pretrained(tiny_qwen2), config.data)
+    assert len({tuple(example.mask) for example in examples}) > 3, "masks differ"
+    assert any(0 in example.mask for example in examples)
+    order = PromptSampler(40, 8, config.trainer.seed)
+    batches = [[examples[row] for row in order.next_batch()] for _ in range(20)]
+    expected, model = plain_losses(
+        tiny_qwen2, batches, 1e-3, tuple(config.optim.betas), 0.1, config.grad_clip
+    )
+    assert len(found) == 20 and found == pytest.approx(expected, abs=1e-5)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "huggingface")
+    for name, weight in model.state_dict().items():
+        if "k_proj.bias" not in name:  # softmax ignores it, so its gradient is rounding only
+            torch.testing.assert_close(trained.state_dict()[name], weight, atol=1e-4, rtol=0)
+
+
+def weights(run_dir):
+    return AutoModelForCausalLM.from_pretrained(run_dir / "huggingface").state_dict()
+
+
+def numbers(run_dir):
+    """Return what each step computed, without durations."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("tim", "perf"))}
+        for line in lines(run_dir)
+    ]
+
+
+@pytest.mark.parametrize("lora", [[], ["model.lora_rank=4"]], ids=["full", "lora"])
+def test_stopped_run_resumes_to_the_same_numbers(
+    tiny_qwen2, sums, tmp_path, capsys, lora, stopping
+):
+    """SIGTERM in the second of three epochs, between two checkpoints: exit code 75."""
+    options = ["trainer.total_epochs=3", "trainer.save_freq=4", "trainer.test_freq=3", *lora]
+    options += ["optim.lr_scheduler_type=cosine", "trainer.max_ckpt_to_keep=2"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(run_options(sums, tiny_qwen2, parts, *options)) == 75
+    stopping.undo()
+    assert not (parts / "huggingface").exists()
+    printed = capsys.readouterr().out
+    assert "stopped by SIGTERM after step 5 of 12" in printed
+    assert f"Last checkpoint: {parts}/global_step_5" in printed
+    assert main(run_options(sums, tiny_qwen2, whole, *options)) == 0
+    capsys.readouterr()
+    assert main(run_options(sums, tiny_qwen2, parts, *options)) == 0
+    assert f"resumed from {parts}/global_step_5" in capsys.readouterr().out
+    assert numbers(parts) == numbers(whole)
+    for name, weight in weights(whole).items():
+        assert torch.equal(weights(parts)[name], weight), name
+    kept = sorted(path.name for path in parts.glob("global_step_*"))
+    assert kept == ["global_step_12", "global_step_8"]
+    assert main(run_options(sums, tiny_qwen2, parts, *options)) == 0
+    assert "already complete" in capsys.readouterr().out
+    assert main(run_options(sums, tiny_qwen2, parts, *options, "data.train_batch_size=8")) == 2
+    assert "data.train_batch_size: 16 in the checkpoint, 8 now" in capsys.readouterr().err
+    error = json.loads((parts / "error.json").read_text())
+    assert error["exit_code"] == 2 and error["type"] == "RunRefused"
+
+
+def test_a_run_stops_before_its_time_is_over(tiny_qwen2, sums, tmp_path, capsys, monkeypatch):
+    """And the next one says which keys are different."""
+    longest = []
+
+    def fits_step(limit):
+        longest.append(limit.step_s)
+        return limit.deadline is None or len(longest) < 3
+
+    monkeypatch.setattr(TimeLimit, "fits_step", fits_step)
+    options = ["trainer.total_training_steps=4", "trainer.test_freq=2"]
+    limited = [*options, "trainer.max_runtime=10m"]
+    assert main(run_options(sums, tiny_qwen2, tmp_path, *limited)) == 75
+    assert "stopped by trainer.max_runtime=10m after step 2 of 4" in capsys.readouterr().out
+    last = lines(tmp_path)[-1]
+    assert longest[0] == 0.0
+    assert longest[2] >= last["timing_s/step"] + last["timing_s/testing"]
+    options += ["optim.weight_decay=0.5"]
+    assert main(run_options(sums, tiny_qwen2, tmp_path, *options)) == 0
+    printed = capsys.readouterr().out
+    assert "changed since the checkpoint's run: optim.weight_decay: 0.01 before, 0.5 now" in printed
+    assert "trainer.max_runtime: '10m' before, None now" in printed
+    assert printed.count("changed since") == 2
+    segments = sorted(path.name for path in (tmp_path / "configs").iterdir())
+    assert segments == ["from_step_1.yaml", "from_step_3.yaml"]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_commands_that_read_a_run_directory(tiny_qwen2, sums, tmp_path):
+    run_dir = tmp_path / "run"
+    options = ["trainer.total_epochs=1", "trainer.save_freq=2", "trainer.test_freq=2"]
+    assert main(run_options(sums, tiny_qwen2, run_dir, *options)) == 0
+
+    def verlite(*words):
+        result = CliRunner().invoke(app, list(map(str, words)))
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    verlite("export", run_dir / "global_step_4", tmp_path / "exported")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    for name, weight in weights(run_dir).items():
+        assert torch.equal(again[name], weight), name
+    shown = verlite("show", run_dir, "--val", "--count", 1)
+    assert "val_step_4.jsonl: 1 of 16 samples" in shown and "trained" in shown
+    assert "prompt " in verlite("show", run_dir, "--step", 1)
+    curve = verlite("curve", run_dir)
+    assert "loss of each step:" in curve and "loss on held-out examples:" in curve
+    verlite("report", run_dir, "-o", tmp_path / "page.html")
+    assert "train/loss" in (tmp_path / "page.html").read_text()
 
 
 def run_options(sums, model, run_dir, *more):
@@ -128,10 +293,8 @@ def test_command_learns_and_writes_a_transformers_model(tiny_qwen2, sums, tmp_pa
     assert steps[-1]["val/loss"] < 0.7 * steps[0]["train/loss"]
     assert "step 40/40" in capsys.readouterr().out
     config = (run_dir / "config.yaml").read_text()
-    assert (
-        "lr: 0.003  # command line" in config
-        and "lr_warmup_steps_ratio: 0.03  # sft.yaml" in config
-    )
+    assert "lr: 0.003  # command line" in config
+    assert "lr_warmup_steps_ratio: 0.03\n" in config
     (tmp_path / "again.yaml").write_text(config)
     again = compose("again", config_dir=tmp_path)
     assert again.config == compose(overrides=options).config
@@ -203,7 +366,12 @@ def test_two_ranks_equal_one_rank(tiny_qwen2, sums, tmp_path, sharing):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 4/4") == 1
     for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
-        assert two == pytest.approx(one, rel=1e-4)
+        compared = {"train/loss", "train/grad_norm", "train/tokens", "train/lr", "val/loss"} & set(
+            one
+        )
+        assert len(compared) >= 4
+        for key in compared:
+            assert two[key] == pytest.approx(one[key], rel=1e-4), key
     assert (tmp_path / "two" / "huggingface" / "model.safetensors").exists()
 
 

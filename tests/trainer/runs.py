@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 # Metrics that differ between equal runs: clocks and memory.
 NOISY = (
+    "time",
     "timing_",
     "perf/time",
     "perf/throughput",
@@ -25,6 +26,8 @@ NOISY = (
     "critic/perf",
 )
 
+MARK = "VERLITE_TEST_RUN"
+"""Environment variable with the run directory, of all processes of a run."""
 RAY_STARTED = """
 from verlite.controller import cluster
 start = cluster._start_local
@@ -77,6 +80,7 @@ class Launch:
         log: Path,
         before: str = "",
         program: Sequence[str] = ("-m", "verlite.main_ppo"),
+        environment: Mapping[str, str] | None = None,
     ):
         """Start the process.
 
@@ -85,16 +89,20 @@ class Launch:
             log: file for stdout and stderr.
             before: Python code that the driver runs first, to inject a fault.
             program: what Python runs instead of verlite.main_ppo, without `before`.
+            environment: further variables.
         """
         self.run_dir, self.log = run_dir, log
         code = f"{before}\nfrom verlite.main_ppo import main\ncode = main()"
         code += "\nfrom verlite.trainer.ending import leave\nleave(code)"
         program = ["-c", code] if before else program
         command = [sys.executable, *program, f"trainer.default_local_dir={run_dir}", *overrides]
-        environment = {**os.environ, "VERLITE_TEST_RUN": str(run_dir), "PYTHONUNBUFFERED": "1"}
+        own = {MARK: str(run_dir), "PYTHONUNBUFFERED": "1"}
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=environment
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **own, **(environment or {})},
             )
 
     def wait(self, seconds: float = 240) -> int:
@@ -119,24 +127,29 @@ class Launch:
             time.sleep(0.05)
 
     def processes(self) -> list[psutil.Process]:
-        """Return all live processes of this launch. An environment variable identifies them."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if (
-                    process.environ().get("VERLITE_TEST_RUN") == str(self.run_dir)
-                    and process.status() != psutil.STATUS_ZOMBIE
-                ):
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
+        """Return all live processes of this launch."""
+        return processes_of(self.run_dir)
 
     def assert_nothing_left(self, seconds: float = 15) -> None:
         deadline = time.monotonic() + seconds
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not [(p.pid, p.name()) for p in self.processes()]
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Return all live processes of a run. An environment variable identifies them."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                process.environ().get(MARK) == str(run_dir)
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
 
 
 def quiet(line: dict) -> dict:

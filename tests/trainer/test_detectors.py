@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from verlite.config.schema import DetectConfig
 from verlite.files import RetryingWriter
-from verlite.trainer.detectors import DETECTORS, Detectors
+from verlite.trainer.detectors import DETECTORS, Detectors, ignored
 from verlite.trainer.finish import forget_warnings
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "metrics" / "quickstart.jsonl"
@@ -25,6 +26,9 @@ HEALTHY = {
     "rollout/zero_variance_groups": 0.3,
     "actor/grad_norm": 0.7,
     "response_length/clip_ratio": 0.1,
+    "response_length/mean": 200.0,
+    "prompt_length/clip_ratio": 0.02,
+    "env/format_valid": 0.9,
     "actor/entropy": 0.5,
     "actor/ppo_kl": 0.001,
     "actor/kl_loss": 0.05,
@@ -33,6 +37,8 @@ HEALTHY = {
     "actor/nonfinite": 0.0,
     "timing_s/reward": 1.0,
     "timing_s/step": 20.0,
+    "perf/straggler/actor": 0.0,
+    "perf/straggler/rollout": 4.0,
     "perf/driver_max_rss_gb": 1.0,
     "actor/perf/cpu_memory_used_gb": 4.0,
 }
@@ -61,14 +67,19 @@ TROUBLE = {
         {"actor/grad_norm": 0.0},
     ],
     "cut_share": [{"response_length/clip_ratio": 0.62}],
+    "prompts_cut": [{"prompt_length/clip_ratio": 0.3}],
     "entropy_low": [{"actor/entropy": 0.04}],
+    "entropy_floor": [{"actor/entropy": 0.004}],
     "entropy_high": [{"actor/entropy": 2.6}],
     "kl": [{"actor/ppo_kl": -1.5}, {"actor/kl_loss": 30.0}, {"actor/reward_kl_penalty": 1.1}],
     "gap": [{"training/log_prob_gap": 0.02}],
     "hacking": [{"critic/score/mean": 0.64, VAL: 0.2}],
+    "hacking_length": [{"critic/score/mean": 0.64, "response_length/mean": 700.0}],
+    "hacking_format": [{"critic/score/mean": 0.64, "env/format_valid": 0.6}],
     "reward_errors": [{"reward/error_rate": 0.06}],
     "nonfinite": [{"actor/nonfinite": 0.25}],
     "waiting": [{"timing_s/reward": 11.0}, {"rollout/slowest/tool_s": 15.0}],
+    "straggler": [{"perf/straggler/actor": 8.0}, {"perf/straggler/rollout": 7.0}],
     "memory": [{"perf/driver_max_rss_gb": 2.5}, {"actor/perf/cpu_memory_used_gb": 9.0}],
 }
 
@@ -84,10 +95,12 @@ def test_every_detector_has_a_threshold_and_a_planted_case():
 def test_planted_trouble_is_said_once_after_patience(name, change):
     before = [{**step, VAL: 0.4} for step in healthy(25)]
     steps = before + healthy(30, **change)
-    late = 2 * (name == "hacking")  # means of three validations
-    assert run(steps) == [(30 + late, name)]
-    assert run(steps, patience=2) == [(27 + late, name)]
-    assert run(steps, enable=False) == [] and run(steps, **{name: None}) == []
+    others = {"entropy_low": None} if name == "entropy_floor" else {}
+    # Means of three validations, and medians of five steps.
+    late = {"hacking": 2, "hacking_length": 2, "hacking_format": 2}.get(name, 0)
+    assert run(steps, **others) == [(30 + late, name)]
+    assert run(steps, patience=2, **others) == [(27 + late, name)]
+    assert run(steps, enable=False) == [] and run(steps, **{name: None}, **others) == []
 
 
 def test_a_warning_comes_again_after_the_trouble_was_gone():
@@ -140,8 +153,66 @@ def test_one_sample_per_prompt_is_no_missing_signal():
 def test_groups_with_equal_scores_train_if_the_estimator_does_not_compare_them():
     """PPO with several samples per prompt: the critic is the baseline."""
     steps = healthy(20, **{"rollout/zero_variance_groups": 0.97})
-    detectors = Detectors(DetectConfig(), compares=False)
+    detectors = Detectors(DetectConfig(), ignored=ignored(compares=False, cuts_prompts=True))
     assert [detectors.check(number, step) for number, step in enumerate(steps, 1)] == [[]] * 20
+
+
+def test_prompts_as_long_as_the_limit_are_whole_if_none_is_cut():
+    steps = healthy(20, **{"prompt_length/clip_ratio": 1.0})
+    detectors = Detectors(DetectConfig(), ignored=ignored(compares=True, cuts_prompts=False))
+    assert [detectors.check(number, step) for number, step in enumerate(steps, 1)] == [[]] * 20
+
+
+def grown(factor: float, steps: int, score: float = 0.4) -> list[dict[str, Any]]:
+    """A run whose score rises by `score` while responses grow by this factor, both evenly."""
+    return [
+        {
+            **HEALTHY,
+            "critic/score/mean": 0.2 + score * step / steps,
+            "response_length/mean": 200 * factor ** (step / steps),
+        }
+        for step in range(steps)
+    ]
+
+
+def test_responses_that_grow_slowly_with_the_score_are_no_hacking():
+    """As in a model that learns to reason: ten times as long within 100 steps, or fifty in 300."""
+    assert run(grown(10, 100) + grown(1, 5)) == []
+    assert run(grown(50, 300)) == []
+
+
+def test_responses_that_explode_with_the_score_are_said_and_those_that_explode_alone_are_not():
+    assert [name for _, name in run(healthy(20) + grown(8, 25))] == ["hacking_length"]
+    assert run(healthy(20) + grown(8, 25, score=0.0)) == []
+
+
+def test_noise_of_length_and_format_is_no_hacking():
+    """Small steps: 16 samples, lengths that vary by half, formats by chance."""
+    alarms = []
+    for seed in range(20):
+        noise = random.Random(seed)
+        steps = [
+            {
+                **HEALTHY,
+                "critic/score/mean": 0.3 + 0.4 * step / 200 + noise.gauss(0, 0.12),
+                "response_length/mean": 200 * math.exp(noise.gauss(0, 0.4)),
+                "env/format_valid": sum(noise.random() < 0.8 for _ in range(16)) / 16,
+            }
+            for step in range(200)
+        ]
+        alarms += run(steps)
+    assert alarms == []
+
+
+def test_memory_is_compared_within_one_process():
+    """A resumed run has new processes, which may be larger: another machine, another engine."""
+    history = [{"step": step, **HEALTHY} for step in range(1, 31)]
+    larger = {"perf/driver_max_rss_gb": 2.5, "actor/perf/cpu_memory_used_gb": 9.0}
+    resumed = Detectors(DetectConfig(), history)
+    steps = [*healthy(25, **larger), *healthy(10, **larger | {"perf/driver_max_rss_gb": 5.5})]
+    said = [one for n, step in enumerate(steps) for one in resumed.check(31 + n, step)]
+    assert [(one.step, one.name) for one in said] == [(60, "memory")]
+    assert "from 2.5 GB at step 11 of this process" in said[0].text
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
@@ -186,7 +257,7 @@ def test_a_step_costs_the_same_late_in_a_run():
     detectors = Detectors(DetectConfig())
     for step in range(1, 2001):
         detectors.check(step, {**HEALTHY, VAL: 0.4})
-    assert len(detectors._history) <= 70
+    assert len(detectors._history) <= 70 + 20
 
 
 def test_missing_and_null_metrics_are_no_trouble():

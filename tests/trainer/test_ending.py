@@ -9,6 +9,7 @@ import pytest
 
 from verlite.controller.failures import NodeLost, RayLost, StuckError, WorkerError
 from verlite.controller.stop import Stop
+from verlite.trainer import ending
 from verlite.trainer.ending import begin, report, reported_first
 from verlite.trainer.errors import RunRefused, exit_code
 
@@ -55,7 +56,8 @@ def test_the_cause_is_written_before_the_cleanup_which_changes_nothing(stop, tmp
         stack.callback(fail)
         with reported_first(stop, tmp_path), reported_first(stop, tmp_path):
             raise RayLost("the raylet has ended")
-    assert at_cleanup == [("the raylet has ended", "error: the raylet has ended\n", 76)]
+    printed = "error: the raylet has ended\nLast checkpoint: step 6.\n"
+    assert at_cleanup == [("the raylet has ended", printed, 76)]
     assert report(stop, None, caught.value) == 76
     error = read(tmp_path)
     assert error["message"] == "the raylet has ended"
@@ -105,11 +107,26 @@ def test_leaving_waits_neither_for_threads_nor_for_atexit():
     assert (done.returncode, done.stdout) == (7, b"last line\n")
 
 
-def test_secrets_in_addresses_are_masked_in_both_files(stop, tmp_path):
-    error = OSError("no answer from https://me:hunter2@host/score?api_key=s3cret&x=1")
-    with pytest.raises(OSError, match="no answer"), reported_first(stop, tmp_path):
+ADDRESS = "https://me:hunter2@host/score?api_key=s3cret&x=1"  # not near a line that raises
+
+
+@pytest.mark.parametrize("kind", [OSError, RayLost])
+def test_secrets_in_addresses_are_masked_everywhere(kind, stop, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    error = kind(f"no answer from {ADDRESS}")
+    with pytest.raises(kind, match="no answer"), reported_first(stop, tmp_path):
         raise error
-    for name in ("error.json", "logs/driver.log"):
-        text = (tmp_path / name).read_text()
+    report(stop, tmp_path, kind(f"while ending: {error}"))
+    texts = [(tmp_path / name).read_text() for name in ("error.json", "logs/driver.log")]
+    assert texts[1].count("https://me:***@host/score?api_key=***&x=1") > 1
+    texts.append(capsys.readouterr().err)
+    stop._timer.cancel()  # it would end this process, and `end_at_once` starts another one
+    stop.code = None
+    with monkeypatch.context() as patched:
+        patched.setattr(ending.os, "_exit", lambda code: None)
+        patched.setattr(ending, "write_error", texts.append)
+        ending.end_at_once(stop, tmp_path, error)
+    assert len(texts) == 4
+    for text in texts:
         assert "https://me:***@host/score?api_key=***&x=1" in text
         assert "hunter2" not in text and "s3cret" not in text

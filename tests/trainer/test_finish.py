@@ -34,7 +34,9 @@ def fake_run(tmp_path, resumed_step=0, **fields) -> Run:
         "stop": SimpleNamespace(requested=None, checkpoint=lambda: "Last checkpoint: step 2."),
         "limit": TimeLimit(None),
         "sampler": SimpleNamespace(epoch=0, state_dict=dict),
-        "tracking": SimpleNamespace(log=lambda step, metrics: None),
+        "tracking": SimpleNamespace(
+            log=lambda step, metrics: None, samples=lambda step, kind, records: None
+        ),
         "writer": RetryingWriter(pytest.fail),
         "workers": {},
         "current": StepState(number=resumed_step),

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from tests.trainer.test_finish import fake_run
+from tests.trainer.test_stages import Screen
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
 from verlite.config.schema import Config, DataConfig
-from verlite.trainer import build
-from verlite.trainer.build import STEP_FILE, restore, stop_if_complete
+from verlite.trainer import build, launch
+from verlite.trainer.build import restore, stop_if_complete
 from verlite.trainer.checkpoints import MANIFEST, Checkpoint, CheckpointError
-from verlite.trainer.errors import AlreadyComplete, RunRefused
+from verlite.trainer.errors import AlreadyComplete, RunRefused, ServiceMissing
+from verlite.trainer.exports import STEP_FILE
 from verlite.trainer.launch import (
     absolutize_paths,
     checkpoint_text,
@@ -59,6 +61,32 @@ def test_changed_settings_are_refused_in_one_message():
     refuse_changed_settings(config, {})  # no checkpoint
 
 
+AWAY = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize("service", ["reward", "tools", "generation", "reference"])
+def test_a_service_that_is_away_is_told_from_other_refusals(service):
+    """After a loss `verlite supervise` waits for it."""
+    config = a_config()
+    config.reward.remote.url = f"{AWAY}/get_reward"
+    config.retriever.url = f"{AWAY}/retrieve"
+    config.env.name = "search"
+    config.actor_rollout_ref.ref.url = AWAY
+    config.actor_rollout_ref.rollout.servers = [AWAY]
+    config.actor_rollout_ref.rollout.server_wait_s = 0.0
+    rows = SimpleNamespace(data_sources=lambda: ["x"])
+    plan = SimpleNamespace(max_turns=2, servers=True, max_model_len=8, rollout_dtype="float32")
+    plan.reference_urls = [AWAY]
+    checks = {
+        "reward": lambda: launch.validate_reward_fn(config, rows, None, pytest.fail),
+        "tools": lambda: launch.check_tools(config, plan, pytest.fail),
+        "generation": lambda: launch.check_servers(config, plan, pytest.fail, pytest.fail),
+        "reference": lambda: launch.find_service(config, plan, pytest.fail),
+    }
+    with pytest.raises(ServiceMissing, match=AWAY):
+        checks[service]()
+
+
 def test_relative_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "policy").mkdir()
@@ -99,7 +127,10 @@ def test_the_line_about_a_stop_names_the_last_checkpoint(tmp_path, mode, saved, 
     if saved:
         (tmp_path / "global_step_4").mkdir()
         (tmp_path / "global_step_4" / MANIFEST).touch()
-    assert text in checkpoint_text(config)
+    assert text in checkpoint_text(config) and "Files" not in checkpoint_text(config)
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "logs").mkdir()
+    assert checkpoint_text(config).endswith(f". Files: metrics.jsonl, logs in {tmp_path}.")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +159,8 @@ def test_a_run_is_complete_once_its_last_step_is_exported(
         return
     with pytest.raises(AlreadyComplete, match="step 5 of 5"):
         stop_if_complete(config, tmp_path, state, total_steps=5)
-    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 5, "loss": 1.0}]
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert line["step"] == 5 and line["loss"] == 1.0
 
 
 @pytest.mark.parametrize("resumed_step", [0, 2])
@@ -197,5 +229,5 @@ def test_a_role_that_offloads_is_built_before_the_next_one_starts(
     monkeypatch.setattr(build, "spawn", lambda cls, placement, role, *args: events.append(role))
     monkeypatch.setattr(build, "ready", lambda *groups: events.append("." * len(groups)))
     plan = SimpleNamespace(roles=("actor", "critic", "rollout"))
-    build.start_workers(SimpleNamespace(kind=kind), config, plan, 1, None)
+    build.start_workers(SimpleNamespace(kind=kind), config, plan, 1, None, Screen())
     assert " ".join(events) == expected

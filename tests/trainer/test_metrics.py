@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from verlite.protocol.data import DataProto, object_array
+from verlite.protocol.metrics import quantiles
 from verlite.trainer.metrics import Stopwatch, batch_metrics, speed_metrics
 from verlite.workers.advantage import token_metrics
 
@@ -39,6 +40,9 @@ def test_batch_metrics_equal_hand_computed_values():
             "critic/score/mean": 5 / 3,
             "critic/score/max": 3,
             "critic/score/min": 1,
+            "critic/score/p10": 1,
+            "critic/score/p50": 1,
+            "critic/score/p90": 3,
             "reward/raw_score/mean": 3,
             "reward/raw_score/max": 5,
             "reward/raw_score/min": 2,
@@ -51,6 +55,9 @@ def test_batch_metrics_equal_hand_computed_values():
             "response_length/mean": 1.5,
             "response_length/max": 3,
             "response_length/min": 0,
+            "response_length/p10": 0,
+            "response_length/p50": 1,
+            "response_length/p90": 3,
             "response_length/clip_ratio": 0.25,
             "response/aborted_ratio": 0.25,
             "response_length_non_aborted/mean": 2,
@@ -69,6 +76,16 @@ def test_batch_metrics_equal_hand_computed_values():
             "rollout/zero_variance_groups": 1,  # one sample of prompt b is valid
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, [1, 1, 1]), (10, [1, 5, 9]), (11, [2, 6, 10]), (100, [10, 50, 90])]
+)
+def test_quantiles_are_values_that_occur(count, expected):
+    values = torch.arange(count, 0, -1)
+    found = quantiles("x", values)
+    assert found == dict(zip(("x/p10", "x/p50", "x/p90"), expected, strict=True))
+    assert quantiles("x", values[:0]) == {}
 
 
 RETURNS = torch.tensor([[1.0, NAN, 2], [3, NAN, NAN], [4, 5, NAN], [NAN, NAN, NAN]])

@@ -1,8 +1,12 @@
 """Which samples of a step are kept, and what is kept of their tokens."""
 
+import io
+import json
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -114,11 +118,68 @@ def test_details_of_tokens():
     assert records[1]["tokens"]["advantage"] == 1.25 and records[1]["tokens"]["text"] == ["b"]
 
 
+def test_all_samples_as_parquet():
+    """Every token of every row, whatever the limits of the JSON lines are."""
+    texts = {
+        "prompt_ids": [[1], [2]],
+        "text": ["ab", "c\ud800"],
+        "uid": ["1-0", "1-0"],
+        "index": [7, 7],
+        "data_source": ["sums", "sums"],
+        "ground_truth": ["4", {"target": ["4", "four"]}],
+        "reward_parts": [{"acc": 1.0}, {}],
+        "status": ["done", "error"],
+        "error": [None, "Timeout: 3 s"],
+    }
+    batch = token_batch().with_batch(
+        valid=torch.tensor([True, False]),
+        raw_scores=torch.tensor([0.5, 0.0]),
+        scores=torch.tensor([0.25, 0.0]),
+        sampled_tokens=torch.tensor([2, 0]),
+        trained_tokens=torch.tensor([1, 0]),
+        response_length=torch.tensor([3, 1]),
+        weight_version=torch.tensor([4, 4]),
+    )
+    batch = batch.with_non_tensor(**{k: object_array(v) for k, v in texts.items()})
+    content = samples.as_parquet(SimpleNamespace(tokenizer=OneLetter()), batch)
+    first, second = pq.read_table(io.BytesIO(content)).to_pylist()
+    assert (first["prompt"], first["response"], first["score"], first["raw_score"]) == (
+        "[",
+        "ab",
+        0.25,
+        0.5,
+    )
+    assert first["ground_truth"] == "4"
+    assert json.loads(second["ground_truth"]) == {"target": ["4", "four"]}
+    assert json.loads(first["reward_parts"]) == {"acc": 1.0}
+    assert second["score"] is None and second["error"] == "Timeout: 3 s"
+    assert second["response"] == "c\\ud800"
+    assert first["response_ids"] == [5, 6, 7] and second["response_ids"] == [8]
+    assert first["response_mask"] == [1, 0, 1] and first["loss_mask"] == [1, 0, 0]
+    assert first["rollout_log_probs"] == pytest.approx([-0.1234567, 0, -2])
+    assert first["advantages"] == [-0.5] * 3 and second["advantages"] == [1.25]
+    assert "old_log_probs" not in first
+
+
 def test_details_are_kept_for_so_many_tokens_of_a_step(monkeypatch):
     monkeypatch.setattr(samples, "TOKENS_PER_STEP", 3)
     records: list[dict] = [{}, {}]
     add_tokens(records, token_batch(), OneLetter())
     assert ["tokens" in record for record in records] == [True, False]
+
+
+def test_numbers_that_are_lost_with_their_worker_are_left_out():
+    """The actor of a lost node had them; the run still has to name the loss."""
+    records: list[dict] = [{}, {}]
+    batch = token_batch()
+    complete: list[dict] = [{}, {}]
+    add_tokens(complete, batch, OneLetter())
+    for name in ("response_mask", "rollout_log_probs"):
+        batch.non_tensor_batch[name][0] = None
+    add_tokens(records, batch, OneLetter())
+    lost = {"sampled", "rollout_log_prob"}
+    assert complete[0]["tokens"].keys() - records[0]["tokens"].keys() == lost
+    assert records[1] == complete[1]
 
 
 def test_a_long_response_does_not_take_the_details_of_the_others(monkeypatch):

@@ -1,5 +1,6 @@
 """Stages of the training step, with fake workers."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,7 @@ def fake_run(**fields) -> FakeRun:
         "config": config,
         "step": 1,
         "metrics": {},
+        "tracking": SimpleNamespace(samples=lambda step, kind, records: None),
         "stopwatch": Stopwatch(),
         "display": Screen(),
         "first_step": True,
@@ -82,6 +84,7 @@ def fake_run(**fields) -> FakeRun:
         "service": None,
         "shown_failures": set(),
         "tokenizer": SimpleNamespace(decode=lambda ids: f"prompt {list(map(int, ids))}"),
+        "can_abort": False,
         "begin_update": lambda: None,
         "kl": FixedKLController(0.0),
         "plan": SimpleNamespace(
@@ -496,6 +499,10 @@ def test_validation_reports_failures_of_any_chunk_and_prints_samples(tmp_path):
         and "it took too long" in warned
     )
     assert shown == "1+1=text  [score 1.0, expected 2]"
+    saved = (tmp_path / "rollouts" / "val_step_1.jsonl").read_text().splitlines()
+    tokens = [json.loads(line)["tokens"] for line in saved]
+    assert [one["id"] for one in tokens] == [[10, 11]] * 4
+    assert tokens[0]["rollout_log_prob"] == [-0.5, -1.5] and "advantage" not in tokens[0]
 
 
 @pytest.mark.parametrize(

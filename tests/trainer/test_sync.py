@@ -1,13 +1,17 @@
 """The order of calls in a weight sync, and the state after a failed one."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 
 from tests.trainer.test_stages import fake_run
 from verlite.config.weight_routes import weight_routes
-from verlite.controller.failures import RankDied, StuckError, WorkerError
+from verlite.controller.failures import Cause, RankDied, StuckError, WorkerError, worker_error
+from verlite.controller.node import Diagnosis
 from verlite.trainer import recovery
+from verlite.trainer.errors import StepAborted, exit_code
 from verlite.trainer.run import StepState
 from verlite.trainer.stages import weights
 from verlite.trainer.stages.weights import call_engines, sync_weights
@@ -134,7 +138,9 @@ class Once(Calls):
 
 
 def restarts_into(book, monkeypatch):
-    monkeypatch.setattr(weights, "restart_engines", lambda run, error: book.append("restarted"))
+    monkeypatch.setattr(
+        weights, "restart_engines", lambda run, error, may_stop=False: book.append("restarted")
+    )
 
 
 def test_a_sync_that_an_engine_dies_in_is_repeated_under_the_same_version(monkeypatch):
@@ -170,6 +176,12 @@ def test_a_new_engine_gets_the_weights_before_it_repeats_its_part(asleep, monkey
     assert book == repeated + [("rollout", "sleep")] * asleep and run.version == 4
 
 
+def engine_of(rank):
+    return SimpleNamespace(
+        rank=rank, name=f"rollout rank {rank}", role="rollout", pid="1", node="n", log="log"
+    )
+
+
 class Engines:
     """A worker group whose restarts fail with these errors, one after the other, then succeed."""
 
@@ -187,9 +199,68 @@ class Engines:
             raise self.errors.pop(0)
 
 
+class Awake(Calls):
+    """Engines, and the actor that shares their GPU's memory: no engine may be awake while it
+    publishes."""
+
+    def __init__(self, book, name, awake, fails=None):
+        super().__init__(book, name, fails)
+        self.awake = awake
+
+    def __getattr__(self, method):
+        call = super().__getattr__(method)
+
+        def checked(*arguments):
+            if method == "sleep":
+                self.awake.clear()
+            elif method == "offer_weights":
+                assert not self.awake, "an engine holds its KV cache"
+            answer = call(*arguments)
+            if method == "load_weights":
+                self.awake.append("KV cache")
+            return answer
+
+        return checked
+
+
+def test_engines_that_live_hold_no_memory_while_the_actor_publishes(monkeypatch):
+    """With dynamic sampling, validation and services that may fail, engines stay awake after a
+    generation. One of them dies in it."""
+    book, run = synced()
+    awake = []
+    run.actor, run.rollout = Awake(book, "actor", awake), Awake(book, "rollout", awake)
+    run.current = StepState(number=1)
+    monkeypatch.setattr(recovery, "group", lambda workers: Engines())
+    sync_weights(run)
+    assert awake
+
+    def generate():
+        error = died()
+        error.call = Calls(book, "call")
+        raise error
+
+    call_engines(run, generate, False)
+    assert awake and book[-2:] == [("call", "send_missing"), ("call", "result")]
+
+
 def restart(run, engines, monkeypatch):
     monkeypatch.setattr(recovery, "group", lambda workers: engines)
     recovery.restart_engines(run, died())
+
+
+def test_the_first_death_keeps_no_batch(monkeypatch):
+    _, run = synced()
+    run.current = StepState(number=1)
+    death = died()
+    death.call = Calls([], "a call with its batch")
+    batch = weakref.ref(death.call)
+    monkeypatch.setattr(recovery, "group", lambda workers: Engines())
+    recovery.restart_engines(run, death)
+    assert isinstance(run.current.first_death, WorkerError)
+    assert str(run.current.first_death) == str(death)
+    del death
+    gc.collect()
+    assert batch() is None
 
 
 def test_restarts_are_counted_per_step_and_limited(monkeypatch):
@@ -197,7 +268,8 @@ def test_restarts_are_counted_per_step_and_limited(monkeypatch):
     run.current = StepState(number=1)
     engines = Engines(died(1))  # the new engine of rank 0 stays; rank 1 dies while it starts
     restart(run, engines, monkeypatch)
-    assert engines.restarted == [[0], [1]] and book == [("actor", "engine_restarted")]
+    assert engines.restarted == [[0], [1]]
+    assert book == [("rollout", "sleep"), ("actor", "engine_restarted")]
     assert run.metrics["perf/engine_restarts"] == 2
     (line,) = run.display
     assert line.startswith("rollout rank 1 failed in generate (killed by SIGKILL): gone. Started ")
@@ -207,6 +279,71 @@ def test_restarts_are_counted_per_step_and_limited(monkeypatch):
     assert len(engines.restarted) == 3
     run.current = StepState(number=2)
     restart(run, engines, monkeypatch)
+
+
+@pytest.mark.parametrize("limit, code", [(0, 76), (3, 1)])
+def test_an_engine_that_fails_in_every_process_fails_for_good(limit, code, monkeypatch):
+    _, run = synced()
+    run.current = StepState(number=1)
+    run.config.actor_rollout_ref.rollout.max_restarts = limit
+    failed = Cause(engine_of(0), "generate", "the engine died", "EngineDied", "CUDA", "", 0.0)
+    error = worker_error([failed], Diagnosis("", "running", 0), 0)
+    monkeypatch.setattr(recovery, "group", lambda workers: Engines())
+    death = RankDied(error, [engine_of(0)])
+    for _ in range(limit):
+        recovery.restart_engines(run, death)
+    with pytest.raises(WorkerError, match="at most") as caught:
+        recovery.restart_engines(run, death)
+    assert exit_code(caught.value) == code
+
+
+@pytest.mark.parametrize("when", ["in the update", "while the engine starts"])
+def test_a_stop_waits_for_no_restart_after_an_update(when, monkeypatch):
+    book, run = synced()
+    run.current, run.can_abort = StepState(number=1), False
+    run.stop = SimpleNamespace(requested=None)
+    engines = Engines()
+
+    def obey_stop():
+        assert run.can_abort, "the actor's calls must have ended"
+        if run.stop.requested:
+            run.can_abort = False
+            raise StepAborted
+
+    def start(workers):
+        run.stop.requested = "SIGTERM"
+        obey_stop()
+
+    run.obey_stop = obey_stop
+    monkeypatch.setattr(recovery, "group", lambda workers: engines)
+    if when == "in the update":
+        run.stop.requested = "SIGTERM"
+    else:
+        engines.restart = start
+    run.rollout = Once(book, "rollout", "load_weights")
+    sync_weights(run)
+    assert book == IN_ORDER[:3] and engines.restarted == []
+    assert run.version == 4 and not run.can_abort and run.metrics == {}
+
+    run.stop.requested, run.rollout = None, Once(book, "rollout", "load_weights")
+    engines.restart = engines.restarted.append
+    book.clear()
+    sync_weights(run)
+    restarted = [("rollout", "sleep"), ("actor", "engine_restarted")]
+    again = [*IN_ORDER[:3], *restarted, *IN_ORDER]
+    assert [call[:2] for call in book] == [call[:2] for call in again]
+    assert len(engines.restarted) == 1 and run.version == 5 and not run.can_abort
+
+
+def test_the_first_sync_needs_its_engines_whatever_was_asked(monkeypatch):
+    book, run = synced()
+    run.step, run.rollout = 0, Once(book, "rollout", "load_weights")
+    asked = []
+    monkeypatch.setattr(
+        weights, "restart_engines", lambda run, died, may_stop: asked.append(may_stop)
+    )
+    sync_weights(run)
+    assert asked == [False] and run.version == 4
 
 
 def test_an_engine_that_cannot_be_started_again_ends_the_run_with_its_first_death(monkeypatch):

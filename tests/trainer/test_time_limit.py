@@ -1,6 +1,7 @@
 """trainer.max_runtime: when the run stops by itself."""
 
 from verlite.controller.stop import LEAVE_S
+from verlite.controller.supervisor_file import STARTED
 from verlite.trainer.time_limit import SPARE_S, UNKNOWN_SAVE_S, TimeLimit, deadline
 
 
@@ -12,6 +13,13 @@ def test_the_time_counts_from_the_allocation():
     assert deadline("10m", 1000.0, ends) == 1000.0
     assert deadline(None, 1000.0, ends) is None
     assert deadline("1h", 1000.0, {"SLURM_JOB_START_TIME": "Unknown"}) == 4600.0
+
+
+def test_under_verlite_supervise_the_time_counts_from_its_start():
+    supervised = {STARTED: "700.250"}
+    assert deadline("1h", 1000.0, supervised) == 4300.25
+    assert deadline("1h", 1000.0, {**supervised, "SLURM_JOB_START_TIME": "400"}) == 4000.0
+    assert deadline("1h", 1000.0, {STARTED: "nan"}) == 4600.0
 
 
 def test_a_run_stops_while_there_is_time_to_save():

@@ -1,8 +1,11 @@
 """metrics.jsonl contains every step. A failing tracker does not stop a run."""
 
 import json
+import math
+import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -27,20 +30,24 @@ class StubTracker:
 def test_every_step_is_one_json_object_readable_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, RetryingWriter(pytest.fail))
+    before = time.time()
     file.write(1, {"a": 0.5})
-    assert json.loads(path.read_text()) == {"step": 1, "a": 0.5}
+    first = json.loads(path.read_text())
+    assert first == {"step": 1, "time": first["time"], "a": 0.5}
+    assert before - 0.001 <= first["time"] <= time.time() + 0.001
     file.write(2, {"a": float("nan")})
-    assert read_lines(path)[1] == {"step": 2, "a": None}
+    second = read_lines(path)[1]
+    assert second["step"] == 2 and second["a"] is None and second["time"] >= first["time"]
 
 
 def test_resuming_drops_later_steps_and_an_incomplete_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "a')
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4}\n{"step": 5, "a')
     warnings = []
     file = MetricsFile(path, RetryingWriter(warnings.append), resumed_step=2)
     file.write(3, {})
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
-    assert (tmp_path / "metrics-unreadable.jsonl").read_text() == '{"step": 4, "a\n'
+    assert (tmp_path / "metrics-unreadable.jsonl").read_text() == '{"step": 5, "a\n'
     assert len(warnings) == 1
 
 
@@ -72,64 +79,45 @@ def test_a_tracker_that_hangs_is_abandoned(tmp_path):
     release.set()
 
 
-def test_tensorboard_writes_events(tmp_path):
-    pytest.importorskip("tensorboard")  # an optional dependency
-    warnings = []
-    tracking = Tracking(
-        ["console", "tensorboard"], tmp_path, "p", "n", {}, RetryingWriter(warnings.append)
-    )
-    tracking.log(1, {"critic/score/mean": 0.5})
+def test_samples_go_to_trackers_that_take_them_in_some_steps(tmp_path, monkeypatch):
+    sent = []
+
+    class Own:
+        def __init__(self, run):
+            sent.append((run.project, run.name, run.directory, run.config, run.resumed_step))
+            run.say("opened")
+
+        def __call__(self, step, metrics):
+            sent.append((step, metrics))
+
+        def samples(self, step, kind, records):
+            sent.append((step, kind, len(records)))
+
+        def finish(self):
+            sent.append("finished")
+
+    module = types.ModuleType("my_module")
+    module.Own = Own
+    module.Plain = lambda run: StubTracker(lambda: None)
+    monkeypatch.setitem(sys.modules, "my_module", module)
+    said, warned = [], []
+    loggers = ["console", "my_module:Own", "my_module:Plain"]
+    writer = RetryingWriter(warned.append)
+    tracking = Tracking(loggers, tmp_path, "p", "n", {"seed": 1}, writer, 4, said.append)
+    tracking.log(5, {"a": 1.0})
+    for step in range(5, 21):
+        tracking.samples(step, "train", [{}] * 40)
+    tracking.samples(20, "val", [{}])
     tracking.finish()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert warnings == []
-    assert events.Scalars("critic/score/mean")[0].value == 0.5
-
-
-def test_mlflow_has_metrics_and_settings(tmp_path, monkeypatch):
-    pytest.importorskip("alembic")  # optional dependencies
-    pytest.importorskip("mlflow")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    warnings = []
-    config = {"data": {"seed": 1}, "lists": list(range(200)), "more": {"x": {}}}
-    config |= {f"k{number}": number for number in range(150)}
-    tracking = Tracking(["mlflow"], tmp_path, "p", "n", config, RetryingWriter(warnings.append))
-    for step in (1, 2):
-        tracking.log(step, {"val-core/gsm8k/acc/mean@8": step / 2, "nan": float("nan")})
-    tracking.finish()
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
-    history = client.get_metric_history(run.info.run_id, "val-core/gsm8k/acc/mean_at_8")
-    assert [(one.step, one.value) for one in history] == [(1, 0.5), (2, 1.0)]
-    assert run.data.params["data.seed"] == "1" and run.data.params["k149"] == "149"
-    assert (run.info.status, run.info.run_name, warnings) == ("FINISHED", "n", [])
-
-
-def test_swanlab_offline_writes_files(tmp_path, monkeypatch):
-    pytest.importorskip("swanlab")  # an optional dependency
-    monkeypatch.setenv("SWANLAB_MODE", "offline")
-    warnings = []
-    config = {"data": {"seed": 1}}
-    tracking = Tracking(["swanlab"], tmp_path, "p", "n", config, RetryingWriter(warnings.append))
-    tracking.log(1, {"critic/score/mean": 0.5})
-    tracking.finish()
-    assert warnings == []
-    (file,) = tmp_path.glob("swanlab/run-*/*.swanlab")
-    assert b"critic/score/mean" in file.read_bytes()
-
-
-def test_wandb_offline_logs_and_finishes(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    warnings = []
-    tracking = Tracking(["wandb"], tmp_path, "p", "n", {"seed": 1}, RetryingWriter(warnings.append))
-    tracking.log(1, {"critic/score/mean": 0.5})
-    tracking.finish()
-    assert warnings == []
-    assert list(tmp_path.glob("wandb/offline-run-*"))
+    assert sent == [
+        ("p", "n", tmp_path, {"seed": 1}, 4),
+        (5, {"a": 1.0}),
+        (10, "train", 32),
+        (20, "train", 32),
+        (20, "val", 1),
+        "finished",
+    ]
+    assert (said, warned) == (["opened"], [])
 
 
 @pytest.mark.parametrize(
@@ -142,3 +130,16 @@ def test_wandb_offline_logs_and_finishes(tmp_path, monkeypatch):
 )
 def test_short_names_keep_the_metric(key, short):
     assert short_name(key) == short
+
+
+def test_a_validation_after_the_run_keeps_the_numbers_of_the_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, RetryingWriter(pytest.fail))
+    file.write(1, {"score": 0.5, "val": 0.1})
+    file.write(2, {"score": 0.6})
+    MetricsFile(path, RetryingWriter(pytest.fail), 2).write(2, {"val": 0.9, "extra": math.nan})
+    first, second = read_lines(path)
+    assert (first["score"], first["val"]) == (0.5, 0.1)
+    assert (second["score"], second["val"], second["extra"]) == (0.6, 0.9, None)
+    MetricsFile(path, RetryingWriter(pytest.fail), 2)
+    assert len(path.read_text().splitlines()) == 2 and read_lines(path) == [first, second]

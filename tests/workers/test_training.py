@@ -186,9 +186,10 @@ def test_log_probs_stay_ragged_and_sums_go_to_the_driver():
     ]
     assert (
         set(out.non_tensor_batch)
-        == {"old_log_probs", "sum_pi_squared"}
+        == {"old_log_probs", "entropys", "sum_pi_squared"}
         == set(ActorWorker.log_probs.__keep_remote__)
     )
+    assert [row.tolist() for row in out.non_tensor_batch["entropys"]] == [[1, 0, 2], [4]]
     assert out.batch["entropy_sums"].tolist() == [3, 4]
     metrics = gap_metrics(gap_totals(out.batch["gap_sums"]))
     assert (

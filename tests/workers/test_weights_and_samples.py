@@ -1,6 +1,7 @@
 """Weight transfer from actor to rollout workers, and generated samples, with fake engines."""
 
 import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +21,7 @@ from verlite.rewards.result import RewardResult
 from verlite.rewards.scorer import Stream
 from verlite.rollout.types import Completion, Sampling, WeightSyncError
 from verlite.weights.collective import Sender
+from verlite.weights.errors import TransportError
 from verlite.weights.fingerprint import fingerprint
 from verlite.weights.probe import Probe
 from verlite.weights.transport import Export
@@ -328,6 +330,17 @@ def test_ranks_that_only_help_to_gather_keep_nothing():
     assert not any(os.path.exists(path) for path in exports[0].paths)
 
 
+def test_an_actor_whose_reader_dies_frees_its_device_memory():
+    """The reader's successor needs it while it is built."""
+    (actor,) = actors(plan([0], [0], "cuda_ipc"), config())
+    offer = actor.offer_weights(1, None)
+    with socket.socket(socket.AF_UNIX) as reader:
+        reader.connect(offer.stream)
+    with pytest.raises(TransportError, match="is gone"):
+        actor.publish_weights(offer)
+    assert actor.calls[-1] == "offload"
+
+
 def test_an_engine_reads_the_copy_of_its_own_node():
     routes = plan([0, 2], [0, 2])
     trainer, engines = actors(routes, config()), engine_workers(routes, config())
@@ -596,7 +609,12 @@ def test_each_multi_turn_sample_has_the_environment_of_its_row():
     assert [item.solution_str for item in scored] == [decode(model_ids * 3)] * 3, (
         "the scorer gets the model's text without tool text, and no failed sample"
     )
-    trajectory = {"segments": columns["transcript"][0], "status": "max_turns", "turns": 3}
+    trajectory = {
+        "segments": columns["transcript"][0],
+        "status": "max_turns",
+        "turns": 3,
+        "turn_scores": [0.0, 0.0, 0.0],
+    }
     assert scored[0].extra_info == {"secret": "ab", "trajectory": trajectory}
     assert batch.non_tensor_batch["extra_info"][0] == {"secret": "ab"}, (
         "the column of the request is not modified"

@@ -11,15 +11,18 @@ import typer
 
 from verlite import __version__
 from verlite.cli import (
+    bugreport,
     check,
     cluster,
     contract,
     convert,
     curve,
     data,
+    doctor,
     explain,
     export,
     launch,
+    ls,
     plan,
     report,
     serve,
@@ -37,7 +40,6 @@ PASS_THROUGH = {
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Reinforcement learning for language models. "
@@ -47,11 +49,14 @@ app.command(context_settings=PASS_THROUGH)(check.check)
 app.command(context_settings=PASS_THROUGH)(plan.plan)
 app.command()(explain.explain)
 app.command()(data.data)
+app.command()(ls.ls)
 app.command()(export.export)
 app.command()(curve.curve)
 app.command()(show.show)
 app.command()(report.report)
 app.command()(stacks.stacks)
+app.command()(doctor.doctor)
+app.command()(bugreport.bugreport)
 app.command()(supervise.supervise)
 app.command()(contract.contract)
 app.add_typer(serve.app, name="serve")

@@ -1,11 +1,11 @@
 """`verlite check`: validate a training command."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verlite.cli.common import TrainingArguments, fail, load_config
 
 if TYPE_CHECKING:
-    from verlite.config.schema import Config
+    from verlite.trainer.trial import Trial
 
 RL = ("main_ppo", "verlite.main_ppo", "verl.trainer.main_ppo")
 SFT = (
@@ -15,33 +15,38 @@ SFT = (
     "verl.trainer.sft_trainer_ray",
     "verl.trainer.fsdp_sft_trainer",
 )
+DPO = ("main_dpo", "verlite.main_dpo")
 
 
 def check(arguments: TrainingArguments = None) -> None:
     """Validate a training command in seconds, without starting it. Exit code 2 if it is invalid.
 
+    Then it tries in this process what the run meets first: reward function, tools, tokenizer, the
+    first prompts, disk space.
+
     Takes the arguments of main_ppo: overrides, --config-name NAME, --config-path FOLDER. After
-    "main_sft" it takes those of main_sft. A whole command may be pasted, such as
-    "torchrun --nproc_per_node 8 -m verl.trainer.sft_trainer key=value ...".
+    "main_sft" it takes those of main_sft, after "main_dpo" those of main_dpo. A whole command may
+    be pasted, such as "torchrun --nproc_per_node 8 -m verl.trainer.sft_trainer key=value ...".
     """
-    is_sft, rest = _named(arguments or [])
-    if is_sft:
-        _check_sft(rest)
-    else:
+    name, rest = _named(arguments or [])
+    if name in RL:
         _check_rl(rest)
+    else:
+        _check_tuning(name, rest, pasted=len(arguments or []) > len(rest) + 1)
 
 
-def _named(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Return whether a command line names supervised fine-tuning, and what follows the name."""
+def _named(arguments: list[str]) -> tuple[str, list[str]]:
+    """Return the training command that a command line names, and what follows the name."""
     for position, argument in enumerate(arguments):
-        if argument in (*RL, *SFT):
-            return argument in SFT, arguments[position + 1 :]
-    return False, arguments
+        if argument in (*RL, *SFT, *DPO):
+            return argument, arguments[position + 1 :]
+    return RL[0], arguments
 
 
 def _check_rl(arguments: list[str]) -> None:
     from verlite.config.plan import make_plan
     from verlite.config.show import console, notes_text
+    from verlite.trainer.trial import try_out
 
     loaded = load_config(arguments, "verlite check")
     out = console()
@@ -49,35 +54,57 @@ def _check_rl(arguments: list[str]) -> None:
         out.print(notes_text(loaded.notes), soft_wrap=True)
     plan = make_plan(loaded.config)
     out.print(plan.table())
-    if plan.max_turns:
-        problem = _tool_problem(loaded.config)
-        if problem:
-            out.print(f"note: {problem}", soft_wrap=True, highlight=False)
+    _report(try_out(loaded.config, plan))
+    _say_logins(
+        loaded.config.trainer.logger, loaded.config.ray_kwargs.ray_init.runtime_env.env_vars
+    )
     out.print("The configuration is fine.")
 
 
-def _check_sft(arguments: list[str]) -> None:
-    from verlite.config import sft
+def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
+    """Check a command of main_sft or main_dpo. What this machine lacks for a pasted one is a
+    note."""
+    from verlite.config import dpo, sft
     from verlite.config.load import main_argv
     from verlite.config.show import console, notes_text
+    from verlite.sft import data, preferences
+    from verlite.sft.trial import try_out
 
-    loaded = main_argv(arguments, "verlite check main_sft", elsewhere=True, command=sft.SFT)
+    command = dpo.DPO if name in DPO else sft.SFT
+    program = f"verlite check {'main_dpo' if name in DPO else 'main_sft'}"
+    loaded: Any = main_argv(arguments, program, elsewhere=True, command=command)
     out = console()
     if loaded.notes:
-        out.print(notes_text(loaded.notes, sft.SFT), soft_wrap=True)
-    for lack in loaded.lacking:
-        out.print(f"note: as this command was started, {lack}", soft_wrap=True, highlight=False)
+        out.print(notes_text(loaded.notes, command), soft_wrap=True)
+    missing = [str(problem) for problem in loaded.lacking if problem.is_file]
+    if missing and not pasted:
+        fail("\n".join(missing))
+    for problem in loaded.lacking:
+        note = f"note: for one process here: {problem.brief()}"
+        out.print(note, soft_wrap=True, highlight=False, markup=False)
+    if not missing:
+        if name in DPO:
+            trial = try_out(loaded.config, preferences.read_pairs, preferences.columns)
+        else:
+            trial = try_out(loaded.config, data.read_examples, data.columns)
+        _report(trial)
+    _say_logins(loaded.config.trainer.logger, {})
     out.print("The configuration is fine.")
 
 
-def _tool_problem(config: "Config") -> str | None:
-    """Return why the agent's tools cannot be used now, or None if they can."""
-    from verlite.envs.factory import build_env_factory, check_env_factory
-    from verlite.envs.step import ToolError
+def _report(trial: "Trial") -> None:
+    """Print what was found by trying, and exit if a run would be refused."""
+    from verlite.config.show import console
 
-    try:
-        return check_env_factory(build_env_factory(config))
-    except ToolError as error:
-        return f"{error}. A run refuses to start until then."
-    except ValueError as error:
-        fail(error)
+    for line in (*trial.seen, *(f"note: {warning}" for warning in trial.warnings)):
+        console().print(line, soft_wrap=True, highlight=False, markup=False)
+    if trial.errors:
+        fail("\n".join(f"error: {error}" for error in trial.errors))
+
+
+def _say_logins(loggers: list[str], variables: dict[str, str]) -> None:
+    from verlite.config import logins
+    from verlite.config.show import console
+
+    for note in logins.notes(loggers, variables):
+        console().print(f"note: {note}", soft_wrap=True, highlight=False)

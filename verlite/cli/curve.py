@@ -1,4 +1,4 @@
-"""`verlite curve`: plot a run's reward."""
+"""`verlite curve`: plot a run's reward, or the loss of main_sft."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,10 @@ def curve(
         str, typer.Option(help="The image file to write. Its suffix selects the format.")
     ] = "RUN_DIR/reward_curve.png",
 ) -> None:
-    """Plot a run's mean reward per step in the terminal and as an image. Works during the run."""
+    """Plot a run's mean reward per step in the terminal and as an image; for main_sft the loss.
+
+    Works during the run.
+    """
     from verlite.report.curve import draw, plot, read_curve
 
     target = Path(picture.replace("RUN_DIR", run_dir))
@@ -25,15 +28,17 @@ def curve(
         draw(rewards, target, run_dir)
     except (ValueError, OSError) as error:
         fail(error)
-    curves = {"of each step's samples": rewards.training}
+    is_loss = rewards.value == "loss"
+    curves = {"of each step" if is_loss else "of each step's samples": rewards.training}
     for source, points in rewards.validation.items():
-        curves[f"on held-out prompts of {source}"] = points
+        name = "on held-out examples" if is_loss else f"on held-out prompts of {source}"
+        curves[name] = points
     for name, points in curves.items():
         if points:
             first_step, first = points[0]
             last_step, last = points[-1]
             print(
-                f"mean reward {name}: "
+                f"{rewards.value} {name}: "
                 f"{first:.3f} at step {first_step}, {last:.3f} at step {last_step}"
             )
             print(f"{plot(points)}\n")

@@ -10,7 +10,12 @@ from verlite.cli.common import fail
 
 def data(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help=".csv, .jsonl, .json or .parquet files.")
+        list[str],
+        typer.Argument(
+            metavar="FILE...",
+            help=".csv, .jsonl, .json or .parquet files, also on the hub: "
+            "hf://datasets/OWNER/NAME/FILE.",
+        ),
     ],
     prompt: Annotated[
         str, typer.Option(help="Column of the prompt: text or chat messages {role, content}.")
@@ -35,6 +40,7 @@ def data(
         int,
         typer.Option(min=0, help="Write this many random rows to NAME_test.parquet instead."),
     ] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
     """Write a data file for training, and print its first row and statistics.
 
@@ -43,7 +49,7 @@ def data(
     import json
 
     from verlite.config import catalog
-    from verlite.data.dataset import DataError
+    from verlite.data.dataset import DataError, find_file
     from verlite.data.own import Columns, read_rows, statistics
     from verlite.data.own import hold_out as split
     from verlite.data.preprocess import print_written, write_parquet
@@ -51,14 +57,19 @@ def data(
     if template is not None and "{}" not in template:
         fail(f"--template={template!r} must contain {{}} for the prompt's text.")
     target = Path(output).expanduser()
+    if target.parent.exists() and not target.parent.is_dir():
+        fail(f"--output={output}: {target.parent} is a file, not a folder.")
     if target.suffix != ".parquet":
         fail(f"--output={output} must end with .parquet.")
-    paths = [Path(file).expanduser() for file in files]
     test_file = target.with_stem(f"{target.stem}_test")
-    name = source or paths[0].stem
+    name = source or Path(files[0]).stem
     try:
+        paths = [find_file(file) for file in files]
         if {target.resolve(), test_file.resolve()} & {path.resolve() for path in paths}:
             raise DataError(f"--output={output} is one of the files that are read")
+        for file in (target, test_file) if hold_out else (target,):
+            if file.exists() and not force:
+                raise DataError(f"{file} exists. Replace it with --force, or choose another -o")
         rows = read_rows(paths, Columns(prompt, answer, system, template, name))
         test: list[dict[str, object]] = []
         if hold_out:

@@ -62,7 +62,10 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
     terminal = console()
     terminal.print(replace(made, drawing="").table())  # placement_table shows more
     if loaded.lacking:
-        notes = [Note(f"a run on this machine would be refused: {text}") for text in loaded.lacking]
+        notes = [
+            Note(f"a run on this machine would be refused: {problem.brief()}")
+            for problem in loaded.lacking
+        ]
         terminal.print(notes_text(notes), soft_wrap=True)
     # What follows builds models, which takes seconds to import.
     from verlite.engine.folder import ModelError

@@ -327,7 +327,7 @@ def generation(
     bound, token = reserve(host, port, token_env, token_file)
     bound.close()  # vLLM opens the port itself
     words = command(options)
-    os.execve(words[0], words, os.environ | environment(token))
+    os.execve(words[0], words, os.environ | environment(options, token))
 
 
 class Dtype(StrEnum):

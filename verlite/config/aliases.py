@@ -122,7 +122,10 @@ _REWARD_MANAGER = (
     "is set by reward.overlong_buffer, and a function of lists is called with lists of one sample "
     "by a custom_reward_function.path of your own"
 )
-_ALWAYS_WRITTEN = "samples are saved in rollouts/ of the run directory: trainer.rollouts_per_step"
+_ALWAYS_WRITTEN = (
+    "samples are saved in rollouts/ of the run directory: trainer.rollouts_per_step, and all of "
+    "them with trainer.rollouts_parquet=true"
+)
 _TEXT_ONLY = "this version trains on text only"
 _ONE_PATH = "verlite has one rollout path, which trains on the sampled token ids"
 _CHUNKED = "log-probs and entropy are always computed in chunks, without storing the logits"
@@ -244,8 +247,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ROLLOUT}limit_images": ((None,), _TEXT_ONLY),
     f"{ROLLOUT}use_fire_sampling": ((False,), "use rollout.temperature, top_p and top_k"),
     "data.validation_shuffle": ((False,), "validation rows keep their order"),
-    "data.custom_cls.*": ((None,), "write a parquet file with the documented columns"),
-    "data.sampler.*": ((None,), "use data.shuffle"),
     "data.datagen.*": ((None,), "prompts come from data.train_files"),
     "data.tool_config_path": ((None,), _TOOLS),
     "data.function_tool_path": ((None,), _TOOLS),

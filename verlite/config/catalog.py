@@ -189,12 +189,13 @@ ENGINES = {
 """actor_rollout_ref.rollout.name."""
 
 TRACKERS = {
-    "wandb": "verlite.trainer.tracking:WandbTracker",
-    "tensorboard": "verlite.trainer.tracking:TensorBoardTracker",
-    "mlflow": "verlite.trainer.tracking:MLflowTracker",
-    "swanlab": "verlite.trainer.tracking:SwanLabTracker",
+    "wandb": "verlite.trainer.trackers:WandbTracker",
+    "tensorboard": "verlite.trainer.trackers:TensorBoardTracker",
+    "mlflow": "verlite.trainer.trackers:MLflowTracker",
+    "swanlab": "verlite.trainer.trackers:SwanLabTracker",
+    "trackio": "verlite.trainer.trackers:TrackioTracker",
 }
-"""trainer.logger, besides console."""
+"""trainer.logger, besides console. Each needs the package of its name."""
 
 SCORE_SCALES = ("zero_one", "signed")
 """Values of reward.score_scale: scores from 0 to 1, or from -1 to 1."""

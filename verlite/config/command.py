@@ -88,10 +88,11 @@ def _ppo_rules(config: Config, user_keys: Collection[str]) -> Iterable[Problem]:
 def _ppo_effects(
     config: Config, user_keys: Collection[str], old_names: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
-    from verlite.config import ineffective
+    from verlite.config import hints, ineffective
 
     without_effect = ineffective.keys_without_effect(config, user_keys)
-    return without_effect, ineffective.remarks(config, old_names)
+    remarks = ineffective.remarks(config, old_names)
+    return without_effect, [*remarks, *hints.hints(config, user_keys)]
 
 
 PPO = Command(

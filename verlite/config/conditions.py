@@ -35,8 +35,9 @@ COMPARISON = re.compile(r"([\w.]+)(=|!=|>)(\S+)")
 READS = re.compile(r"(estimator|loss) reads (\w+)")
 
 
-def holds(condition: str, config: Config) -> bool:
-    """Return whether a condition of `used_when` is true for a configuration."""
+def holds(condition: str, config: Any) -> bool:
+    """Return whether a condition of `used_when` is true for a configuration, of any command if it
+    compares a key and of main_ppo otherwise."""
     comparison = COMPARISON.fullmatch(condition)
     if comparison:
         key, operator, wanted = comparison.groups()

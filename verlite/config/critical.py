@@ -1,12 +1,68 @@
 """Settings that must not change between a checkpoint and a run that resumes from it."""
 
+import functools
+import hashlib
+from pathlib import Path
 from typing import Any
 
-from verlite.config.plan import max_turns
+from verlite.config.catalog import ENV_FACTORIES
+from verlite.config.names import module_path
+from verlite.config.plan import files_of, max_turns
 from verlite.config.schema import Config
+from verlite.hub import HubError, local_file
 
 AGENT_LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
 LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+CONTENT = "contents of data.train_files (SHA-256)"
+CODE = "code"
+"""Folder in the run directory with the functions of a run from Python."""
+
+
+def contents(files: Any) -> list[str]:
+    """Return the first digits of each file's SHA-256, as it was when the run began.
+
+    A file that cannot be read has "".
+    """
+    return [_digest(name) for name in files_of(files)]
+
+
+def code_contents(config: Config) -> dict[str, str]:
+    """Return the first digits of the SHA-256 of the user's own files, as they were when the run
+    began, by the key that names them: the reward function, the environment, the data set and the
+    sampler.
+
+    What these files import does not count, nor do files that `verlite.train` writes.
+    """
+    places = {
+        "custom_reward_function.path": config.custom_reward_function.path,
+        "data.custom_cls.path": config.data.custom_cls.path,
+        "data.sampler.class_path": config.data.sampler.class_path,
+    }
+    if max_turns(config) and config.env.name not in ENV_FACTORIES:
+        places["env.name"] = config.env.name.partition(":")[0]
+    written = Path(config.trainer.default_local_dir) / CODE
+    found = {}
+    for key, place in places.items():
+        if not place or place.startswith("verlite."):
+            continue
+        file = module_path(place)
+        if file and file.parent != written:
+            found[key] = _digest(str(file))
+    return found
+
+
+def begin_run() -> None:
+    """Let `contents` and `code_contents` read the files again."""
+    _digest.cache_clear()
+
+
+@functools.cache
+def _digest(name: str) -> str:
+    try:
+        with local_file(name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    except (OSError, HubError):
+        return ""
 
 
 def critical_settings(config: Config) -> dict[str, Any]:
@@ -23,9 +79,12 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "actor_rollout_ref.actor.ppo_epochs": actor.ppo_epochs,
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
         "data.train_files": config.data.train_files,
+        CONTENT: contents(config.data.train_files),
         "data.train_batch_size": config.data.train_batch_size,
         "data.seed": config.data.seed,
         "data.shuffle": config.data.shuffle,
+        "data.custom_cls.name": config.data.custom_cls.name,
+        "data.sampler.class_name": config.data.sampler.class_name,
         "max_turns": max_turns(config),
         **(
             {"env.name": config.env.name, "env.kwargs": config.env.kwargs}

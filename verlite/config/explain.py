@@ -1,7 +1,10 @@
 """Explain keys: help, default, legal values, when they are used, and older names."""
 
+import re
+
 from verlite.config import conditions
 from verlite.config.command import PPO, Command
+from verlite.config.keys import Key
 from verlite.config.problems import nearest
 from verlite.config.rules.values import legal_names
 from verlite.config.translation import lookup
@@ -10,12 +13,14 @@ from verlite.config.translation import lookup
 def explain(name: str = "", command: Command = PPO) -> str:
     """Return text about a key, a section, an older name, or every key that ends in `name`.
 
-    "" lists all sections. command: the command that has the key.
+    "" lists all sections. For other words, such as "learning rate", it lists the keys that have
+    them in their name or help. command: the command that has the key.
 
     Raises:
         KeyError: the key does not exist. The message names similar keys.
     """
     table = command.keys
+    name = name.strip().lstrip("+~-").partition("=")[0]
     if not name:
         return "\n".join(
             f"{key.name:<40} {key.doc}" for key in table.values() if "." not in key.name
@@ -36,10 +41,29 @@ def explain(name: str = "", command: Command = PPO) -> str:
     if former:
         return "\n\n".join(filter(None, (_old_name(old, command) for old in former)))
     close = nearest(name, command.leaves)
+    about = [] if close else keys_about(name, command)
+    if about:
+        return "\n".join([f"No key is called {name}. Keys about it:", *about])
     hint = (
         f"Did you mean {' or '.join(close)}?" if close else "`verlite explain` lists the sections."
     )
     raise KeyError(f"{name}: unknown key. {hint}")
+
+
+def keys_about(words: str, command: Command = PPO) -> list[str]:
+    """Return one line for each key whose name, help and legal values have all these words."""
+    wanted = re.split(r"[\s_.]+", words.lower())
+    found = [
+        key
+        for key in command.keys.values()
+        if not key.section and all(word in _words(key) for word in wanted)
+    ]
+    width = max((len(key.name) for key in found), default=0)
+    return [f"  {key.name:<{width}}  {key.doc.partition('. ')[0]}" for key in found]
+
+
+def _words(key: Key) -> str:
+    return " ".join([key.name, key.facts.help, *key.facts.choices]).lower()
 
 
 def _leaf(name: str, command: Command) -> str:

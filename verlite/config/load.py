@@ -6,8 +6,9 @@ type-checked, its origin is known, and all problems are reported together.
 """
 
 import copy
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,7 +22,8 @@ from verlite.config.command import PPO, Command
 from verlite.config.problems import ConfigError, Note, Problem, display, is_secret, nearest
 from verlite.config.schema import Config
 from verlite.config.sources import (
-    COMMAND_LINE,
+    PYTHON,
+    TYPED,
     Assignment,
     from_command_line,
     from_our_yaml,
@@ -56,10 +58,11 @@ class LoadedConfig(Generic[C]):
     notes: list[Note]
     """Renamed keys, keys without effect, derived values, and settings that are rarely meant."""
     provenance: dict[str, str]
-    """Origin of each key's value: "default", the name of a YAML file, or "command line"."""
+    """Origin of each key's value: "default", the name of a YAML file, "command line" or
+    "Python"."""
     user_keys: frozenset[str]
     """Current names of the keys that the user set, on the command line or in their own YAML."""
-    lacking: tuple[str, ...] = ()
+    lacking: tuple[Problem, ...] = ()
     """With compose(elsewhere=True): what this machine lacks for the run."""
 
 
@@ -69,7 +72,7 @@ Loaded = LoadedConfig[Config]
 
 def compose(
     config_name: str | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str | Mapping[str, Any]] = (),
     config_dir: str | Path | None = None,
     check: bool = True,
     elsewhere: bool = False,
@@ -81,7 +84,8 @@ def compose(
         config_name: name of a YAML file without its suffix. None: the command's own, for main_ppo
             ppo_trainer.
         overrides: `key=value` in Hydra's grammar. For known keys `+key=value` and `++key=value`
-            mean the same. `~key` restores the default.
+            mean the same. `~key` restores the default. Or mappings of keys to values, from Python
+            code, where paths and tuples are taken as text and lists. Later ones count.
         config_dir: a folder of the user's YAML files. Their defaults lists may name verlite's.
         check: also apply the rules that span keys and read files. False: check only names and
             types.
@@ -93,7 +97,21 @@ def compose(
         ConfigError: with every problem.
     """
     builder = _Builder(command)
-    arguments, groups, builder.problems = from_command_line(overrides, config_dir, command)
+    arguments: list[Assignment] = []
+    groups: list[str] = []
+    for is_text, some in itertools.groupby(overrides, lambda one: isinstance(one, str)):
+        if is_text:
+            texts = [one for one in some if isinstance(one, str)]
+            typed, more, problems = from_command_line(texts, config_dir, command)
+            arguments += typed
+            groups += more
+            builder.problems += problems
+            continue
+        for mapping in some:
+            assert isinstance(mapping, Mapping)
+            arguments += [
+                Assignment(key, _plain(value), PYTHON, True) for key, value in mapping.items()
+            ]
     name = (config_name or command.config_name).removesuffix(".yaml")
     if name in command.verl_files and not _is_file(name, config_dir, command):
         builder.note_verls_own(config_name, config_dir)
@@ -312,9 +330,7 @@ class _Builder:
 
     def _is_verls_default(self, assignment: Assignment) -> bool:
         key = assignment.key
-        return key not in self.tables.refused_at_default and verl.is_default(
-            key, assignment.value, self.command.verl_defaults()
-        )
+        return verl.is_default(key, assignment.value, self.command.verl_defaults())
 
     def _assign_fixed(self, assignment: Assignment, key: str) -> None:
         """Accept one of the legal values of a key that has no choice here."""
@@ -352,6 +368,13 @@ class _Builder:
             self._problem(assignment, f"expected text, got {_kind(value)}", "Quote the value.")
             return
         value = self.tables.spelled(key, self._without_implied(key, value))
+        takes_list = known.type.startswith("list of") or key in self.command.paths
+        if isinstance(assignment.value, str) and takes_list and _is_quoted_list(assignment.value):
+            shown = re.sub(r"['\" ]", "", assignment.value)
+            rule = "the quotes around the brackets make it a text, not a list"
+            self._problem(assignment, rule, f"Write {assignment.key}={shown}")
+            self.broken.add(key)
+            return
         if key in self.command.paths:
             if self._has_shell_variable(assignment):
                 return
@@ -361,7 +384,7 @@ class _Builder:
                 OmegaConf.update(self.tree, known.name, {}, merge=False)
             OmegaConf.update(self.tree, key, value, merge=False, force_add=known.free)
         except (OmegaConfBaseException, ValueError, TypeError):
-            hint = "Write null in lower case." if value in ("None", "Null", "none") else ""
+            hint = _type_remedy(assignment.value, known.type)
             expected = known.type if not known.free or key == known.name else "text"
             got = _kind(assignment.value)
             if isinstance(value, list) and not isinstance(assignment.value, list):
@@ -370,7 +393,7 @@ class _Builder:
             self.broken.add(key)
             return
         # A YAML file may repeat defaults for documentation. On the command line every value counts.
-        is_choice = assignment.origin == COMMAND_LINE or value != known.default
+        is_choice = assignment.origin in TYPED or value != known.default
         for name in {key, known.name}:
             self.provenance[name] = assignment.origin
             if assignment.by_user and is_choice:
@@ -428,7 +451,7 @@ class _Builder:
 
     def _problem(self, assignment: Assignment, rule: str, remedy: str = "") -> None:
         key = assignment.key
-        shown = key if assignment.origin == COMMAND_LINE else f"{key} ({assignment.origin})"
+        shown = key if assignment.origin in TYPED else f"{key} ({assignment.origin})"
         known = key in self.command.keys
         value = None if assignment.delete else display(key, assignment.value, known)
         self.problems.append(Problem(shown, value, rule, remedy))
@@ -448,14 +471,14 @@ class _Builder:
         config: Any = OmegaConf.to_object(self.tree)
         without_effect: dict[str, str] = {}
         remarks: list[str] = []
-        lacking: list[str] = []
+        lacking: list[Problem] = []
         if check:
             for problem in self.command.rules(config, self.user_keys):
                 if problem.key in self.broken:
                     continue
                 problem = replace(problem, key=self._as_typed(problem.key))
                 if elsewhere and problem.is_local:
-                    lacking.append(f"{problem.typed()}: {problem.rule}")
+                    lacking.append(problem)
                 else:
                     self.problems.append(problem)
             if not self.problems:
@@ -490,7 +513,7 @@ class _Builder:
             typed = given[0].key
             same_name = [one for one in given if one.key == typed]
             values = [display(key, one.value, key in self.command.keys) for one in same_name]
-            if len(set(values)) > 1:
+            if len(set(values)) > 1 and origin != PYTHON:
                 times = f"{typed} is given {len(values)} times ({origin})"
                 yield Note(f"{times}: {', '.join(values)}; the last one is used")
         ignored = dict.fromkeys(
@@ -526,7 +549,7 @@ class _Builder:
             rule = f"{new}={current[-1].value} is set too; both set the same size"
             self._problem(assignment, rule, f"Keep only {new}.")
             return
-        if self.provenance[new] == COMMAND_LINE and assignment.origin != COMMAND_LINE:
+        if self.provenance[new] in TYPED and assignment.origin not in TYPED:
             return
         n_devices = self._actor_devices()
         size = max(1, value // n_devices)
@@ -596,6 +619,39 @@ def _leaf_names(prefix: str, value: Any) -> Iterator[str]:
             yield from _leaf_names(f"{prefix}.{name}", entry)
     else:
         yield prefix
+
+
+def _is_quoted_list(text: str) -> bool:
+    return text.startswith("[") and text.endswith("]") and not Path(text).exists()
+
+
+def _type_remedy(value: Any, wanted: str) -> str:
+    """Return how to write a value of the wrong type; "" if nobody knows."""
+    if value in ("None", "Null", "none"):
+        return "Write null in lower case."
+    if value == "":
+        return "Give a value after the = sign, or leave the key out."
+    if isinstance(value, float) and "whole number" in wanted and value.is_integer():
+        return f"Write {int(value)}."
+    if not isinstance(value, str) or "number" not in wanted:
+        return ""
+    percent = re.fullmatch(r"([\d.]+)%", value)
+    if percent:
+        return f"Write the fraction {float(percent[1]) / 100:g}."
+    if re.fullmatch(r"[\d._]+[kKmM]", value):
+        factor = 1000 if value[-1] in "kK" else 10**6
+        number = float(value[:-1].replace("_", "")) * factor
+        return f"Write all digits, such as {number:.0f}."
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of Python code as YAML would have it."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _as_list(value: Any, known: keys.Key) -> Any:

@@ -11,6 +11,11 @@ def names_a_file(place: str) -> bool:
     return "/" in place or place.endswith(".py")
 
 
+def module_path(place: str) -> Path | None:
+    """Return the file of a path or of a dotted name, without importing it; None: unknown."""
+    return Path(place) if names_a_file(place) else module_file(place)
+
+
 def module_file(module: str) -> Path | None:
     """Return the file of a module without importing it, or None.
 

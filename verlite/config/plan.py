@@ -9,7 +9,6 @@ import importlib.util
 import math
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from verlite import tables
@@ -20,6 +19,7 @@ from verlite.config.placement import Shape, parse, ranges, role_names
 from verlite.config.problems import display
 from verlite.config.schema import Config, FSDPConfig, ModelConfig, RewardConfig, RolloutConfig
 from verlite.config.weight_routes import WeightRoutes, weight_routes
+from verlite.hub import HubError, local_file
 
 ROLLOUT = "actor_rollout_ref.rollout."
 
@@ -515,7 +515,7 @@ def _run(config: Config, count_rows: bool) -> dict[str, Any]:
     train_files = files_of(data.train_files)
     val_files = files_of(data.val_files)
     train_rows = val_rows = None
-    if count_rows:
+    if count_rows and data.custom_cls.path is None:
         train_rows = _limited(count(train_files), data.train_max_samples)
         val_rows = _limited(count(val_files), data.val_max_samples) if val_files else None
     early = trainer.val_before_train or trainer.val_only
@@ -861,8 +861,8 @@ def scores_remotely(reward: RewardConfig) -> bool:
 def count(files: list[str]) -> int | None:
     """Return the number of rows of data files; None if one cannot be read."""
     try:
-        return sum(tables.outline(Path(file))[1] for file in files)
-    except tables.TableError:
+        return sum(tables.outline(local_file(file))[1] for file in files)
+    except (tables.TableError, HubError):
         return None
 
 

@@ -5,7 +5,7 @@ Every rule reports Problem objects; all of them are shown together.
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,15 @@ class Problem:
     remedy: str = ""
     is_local: bool = False
     """The problem is about this machine, and may not exist where the run starts."""
+    is_file: bool = False
+    """The problem is a missing file, so nothing can be said about its content."""
 
     def __str__(self) -> str:
-        return f"{self.typed()}: {self.rule}." + (f" {self.remedy}" if self.remedy else "")
+        return f"{self.brief()}." + (f" {self.remedy}" if self.remedy else "")
+
+    def brief(self) -> str:
+        """Return key, value and rule, without the period."""
+        return f"{self.typed()}: {self.rule}"
 
     def typed(self) -> str:
         """Return key=value as it is typed, or the key alone if there is no value."""
@@ -130,6 +136,40 @@ def display(key: str, value: Any, known: bool = False) -> str:
 def mask_urls(text: str) -> str:
     """Return the text with *** in place of the passwords and tokens in its URLs."""
     return URL_SECRET.sub(lambda found: f"{found[1] or found[2]}***", text)
+
+
+ASSIGNED = re.compile(r"""(?<![\w./-])([\w./-]++)(["']?\s*[=:]\s*["']?)([^\s"',;}\])]+)""")
+"""NAME=VALUE, name: value and "name": "value" in a text. The time is linear in its length."""
+TOKEN = re.compile(
+    r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{16}|xox\w-[\w-]{10,})"
+    r"|(?<=Bearer )[\w.=+/-]{8,}"
+)
+"""Texts that are tokens of well-known services."""
+
+
+def mask_text(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return free text, such as a log, with *** in place of secrets.
+
+    Masked are values whose names look like secrets, secrets in URLs, and tokens of well-known
+    services.
+
+    Args:
+        text: the text.
+        environment: variables whose secret values are masked wherever they are.
+    """
+
+    def masked(found: re.Match[str]) -> str:
+        name, between, value = found.groups()
+        try:
+            number: Any = float(value)
+        except ValueError:
+            number = value
+        return f"{name}{between}***" if is_secret(name, number) else found[0]
+
+    for name, value in (environment or {}).items():
+        if len(value) >= 8 and is_secret(name, value):
+            text = text.replace(value, "***")
+    return ASSIGNED.sub(masked, TOKEN.sub("***", mask_urls(text)))
 
 
 GENERIC = frozenset(

@@ -51,10 +51,41 @@ DEVICE_HINTS = {
 }
 """What to say about devices that are not legal values of trainer.device."""
 TRACKER_HINTS = dict.fromkeys(
-    ("trackio", "clearml", "vemlp_wandb"),
-    "A class with the methods of verlite.trainer.tracking:Tracker can send metrics anywhere.",
+    ("clearml", "vemlp_wandb"),
+    "A class with the methods of verlite.trainer.tracking:Tracker can send metrics anywhere "
+    "(docs/trackers.md).",
 )
 """What to say about verl's other trackers."""
+
+
+@dataclass
+class CustomClsConfig:
+    """Your own data set in place of files with rows."""
+
+    path: Optional[str] = key(
+        None, "Python file, or a module's dotted name. null: rows come from the files themselves."
+    )
+    name: Optional[str] = key(
+        None,
+        "Name of a class or function: (data_files, config, split) -> a sequence of rows "
+        "(docs/data.md).",
+        used_when=".path!=null",
+    )
+
+
+@dataclass
+class SamplerConfig:
+    """Your own order of the training prompts."""
+
+    class_path: Optional[str] = key(
+        None, "Python file, or a module's dotted name. null: data.shuffle and data.seed decide."
+    )
+    class_name: Optional[str] = key(
+        None,
+        "Name of a class: (data_source, data_config), with the method order(epoch) -> row numbers "
+        "(docs/data.md).",
+        used_when=".class_path!=null",
+    )
 
 
 @dataclass
@@ -63,7 +94,8 @@ class DataConfig:
 
     train_files: Files = key(
         MISSING,
-        "File, or list of files, of training prompts: parquet, jsonl or json (docs/data.md).",
+        "File, or list of files, of training prompts: parquet, jsonl or json, here or on the hub "
+        "as hf://datasets/OWNER/NAME/FILE (docs/data.md).",
     )
     val_files: Files = key(
         None, "File, or list of files, of validation prompts. null: no validation."
@@ -140,6 +172,10 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "Extra arguments of the tokenizer's chat template, such as enable_thinking."
     )
+    custom_cls: CustomClsConfig = section(
+        CustomClsConfig, "Your own data set in place of files with rows."
+    )
+    sampler: SamplerConfig = section(SamplerConfig, "Your own order of the training prompts.")
     max_start_length: Optional[int] = key(
         None,
         "Agent: longest first prompt in tokens. null: max_prompt_length.",
@@ -672,6 +708,7 @@ class RolloutConfig:
         "vLLM: fraction of GPU memory for weights and KV cache. hf: fraction of the memory that is "
         "free beside its weights, for the KV cache.",
         bound="> 0 and < 1",
+        remedy="It is a fraction: 0.9 is 90%.",
         used_when=(OWN_ENGINES, GPU),
         note="on CPUs rollout.kv_cache_gb sets the size of vLLM's cache",
     )
@@ -988,6 +1025,7 @@ class AlgorithmConfig:
         choices=tuple(catalog.ESTIMATORS),
         own="function",
         hints={
+            "ppo": "PPO with a critic is gae.",
             "tir_optimal_token_baseline": "optimal_token_baseline skips tool text.",
         },
     )
@@ -1237,7 +1275,11 @@ class DetectConfig:
     cut_share: Optional[float] = limit_key(
         0.5, "Share of responses that are cut at data.max_response_length."
     )
+    prompts_cut: Optional[float] = limit_key(
+        0.1, "Share of prompts that are cut at data.max_prompt_length."
+    )
     entropy_low: Optional[float] = limit_key(0.1, "Entropy as a share of that of the first steps.")
+    entropy_floor: Optional[float] = limit_key(0.005, "Entropy in nats per token.")
     entropy_high: Optional[float] = limit_key(
         2.0, "Rise of the entropy over that of the first steps, in nats per token."
     )
@@ -1252,29 +1294,87 @@ class DetectConfig:
         "Rise of the training score while the held-out score falls by as much, as a share of the "
         "range of scores.",
     )
+    hacking_length: Optional[float] = limit_key(
+        3.0, "Growth of responses within 20 steps in which the score rises, as a factor."
+    )
+    hacking_format: Optional[float] = limit_key(
+        0.2, "Fall of the share of well-formed samples within 20 steps in which the score rises."
+    )
     reward_errors: Optional[float] = limit_key(0.01, "Share of samples whose reward failed.")
     nonfinite: Optional[float] = limit_key(0.0, "Share of updates skipped as not finite.")
     waiting: Optional[float] = limit_key(
         0.5, "Share of a step's time that is spent waiting for rewards, or for one sample's tools."
     )
+    straggler: Optional[float] = limit_key(
+        0.3,
+        "Time by which the slowest rank of a role exceeds the median of the others, as a share of "
+        "the step's.",
+    )
     memory: Optional[float] = limit_key(
-        2.0, "Memory of a process, as a multiple of that of the eleventh step."
+        2.0, "Memory of a process, as a multiple of that of its eleventh step."
     )
 
 
 @dataclass
-class TrainerConfig:
-    """The training loop: how long it runs, how often it validates and saves, where it writes."""
+class RunConfig:
+    """Keys of the section `trainer` that all training commands have: where a run is, how long it
+    may take, and where it goes on."""
 
-    nnodes: int = key(1, "Machines.", bound=">= 1")
-    n_gpus_per_node: int = key(
-        8, "Devices per machine: GPUs, or CPU slots on machines without one.", bound=">= 1"
-    )
     device: str = key(
         "auto",
         "auto: a GPU if there is one.",
         choices=("auto", "cuda", "cpu"),
         hints=DEVICE_HINTS,
+    )
+    total_training_steps: Optional[int] = key(
+        None, "Exactly this many steps instead of total_epochs.", bound=">= 1"
+    )
+    logger: list[str] = key(
+        ["console"],
+        "Trackers: console, wandb, tensorboard, mlflow, swanlab, trackio, or your own "
+        "package.module:class (docs/trackers.md). metrics.jsonl is always written.",
+        choices=("console", *catalog.TRACKERS),
+        own="class",
+        hints={"jsonl": "metrics.jsonl is always written."} | TRACKER_HINTS,
+    )
+    default_local_dir: str = key(
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "The run directory. Give each run its own project_name and experiment_name: a run that "
+        "starts from the beginning renames the metrics.jsonl and huggingface/ of an earlier one.",
+    )
+    resume_mode: str = key(
+        "auto",
+        "auto (from the newest complete checkpoint of the run directory, otherwise from scratch), "
+        "disable, or resume_path.",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: Optional[str] = key(
+        None,
+        "The global_step_N folder to resume from.",
+        used_when="trainer.resume_mode=resume_path",
+    )
+    max_runtime: Optional[str] = key(
+        None,
+        "Stop by itself, with a checkpoint and exit code 75, before this wall time is over: 14400 "
+        "(seconds), 90m, 4h, 2d or Slurm's 2-12:00:00. It counts from the start of the Slurm "
+        "allocation, else of `verlite supervise`, else of the process. The run leaves as much time "
+        "as its longest save took.",
+    )
+    stop_grace_s: float = key(
+        30.0,
+        "After a stop signal, this many seconds until a message says that a finished step is not "
+        "saved yet. The run goes on to save it; a second signal gives it this long once more.",
+        bound="> 0",
+    )
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """The training loop: how long it runs, how often it validates and saves, where it writes."""
+
+    nnodes: int = key(1, "Machines.", bound=">= 1")
+    n_gpus_per_node: int = key(
+        8, "Devices per machine: GPUs, or CPU slots on machines without one.", bound=">= 1"
     )
     total_epochs: int = key(
         30,
@@ -1283,19 +1383,8 @@ class TrainerConfig:
         bound=">= 1",
         used_when="trainer.total_training_steps=null",
     )
-    total_training_steps: Optional[int] = key(
-        None, "Exactly this many steps instead of total_epochs.", bound=">= 1"
-    )
     project_name: str = key("verlite_examples", "First part of the run's name.")
     experiment_name: str = key("gsm8k", "Second part of the run's name.")
-    logger: list[str] = key(
-        ["console"],
-        "Trackers: console, wandb, tensorboard, mlflow, swanlab, or your own package.module:class. "
-        "metrics.jsonl is always written.",
-        choices=("console", *catalog.TRACKERS),
-        own="class",
-        hints={"jsonl": "metrics.jsonl is always written."} | TRACKER_HINTS,
-    )
     val_before_train: bool = key(
         True,
         "Validate before the first step.",
@@ -1323,23 +1412,7 @@ class TrainerConfig:
         bound=">= 0",
         used_when="the run has a critic, or trainer.critic_warmup is 0",
     )
-    default_local_dir: str = key(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
-        "The run directory. Give each run its own project_name and experiment_name: a run that "
-        "starts from the beginning renames the metrics.jsonl and huggingface/ of an earlier one.",
-    )
     default_hdfs_dir: Optional[str] = key(None, "Not supported: must be null.")
-    resume_mode: str = key(
-        "auto",
-        "auto (from the newest complete checkpoint of the run directory, otherwise from scratch), "
-        "disable, or resume_path.",
-        choices=("auto", "disable", "resume_path"),
-    )
-    resume_from_path: Optional[str] = key(
-        None,
-        "The global_step_N folder to resume from.",
-        used_when="trainer.resume_mode=resume_path",
-    )
     max_actor_ckpt_to_keep: Optional[int] = key(
         None,
         "Keep this many newest checkpoints. null: all.",
@@ -1359,6 +1432,11 @@ class TrainerConfig:
         "the best and random ones of each data source. -1: all.",
         bound=">= 0 or -1",
     )
+    rollouts_parquet: bool = key(
+        False,
+        "Also write all samples of a step to rollouts/step_N.parquet, with the ids, masks, "
+        "log-probs and advantages of their tokens.",
+    )
     log_val_generations: int = key(
         0,
         "Print this many validation samples to the console at each validation.",
@@ -1374,16 +1452,18 @@ class TrainerConfig:
     )
     phase_timeout_s: float = key(
         3600.0,
-        "A worker call that makes no progress for so long is reported as stuck, and the run stops. "
-        "A call that has been made before is ended earlier: after 4 x heartbeat_timeout_s or 10 "
-        "times its longest earlier pause, whichever is more.",
+        "A worker call that makes no progress for so long is reported as stuck. A rollout engine "
+        "that generates is then started again (see rollout.max_restarts); any other worker ends "
+        "the run with exit code 76. A call that has been made before is ended earlier: after 4 x "
+        "heartbeat_timeout_s or 10 times its longest earlier pause, whichever is more.",
         bound="> 0",
     )
     heartbeat_timeout_s: float = key(
         45.0,
         "A worker that sends no heartbeat for so long and does not answer a signal is frozen: it "
-        "is named with the stacks of the others, and the run stops. A call that makes no progress "
-        "for so long is named in a warning.",
+        "is named with the stacks of the others. A rollout engine is then started again (see "
+        "rollout.max_restarts); any other worker ends the run with exit code 76. A call that makes "
+        "no progress for so long is named in a warning.",
         bound=">= 5",
     )
     debug: bool = key(
@@ -1391,18 +1471,6 @@ class TrainerConfig:
         "Stop at breakpoint() in workers, environments and reward functions, and wait for a "
         "debugger: debugpy (VS Code), or `ray debug` with RAY_DEBUG=legacy in the environment. "
         "Time limits are lifted.",
-    )
-    max_runtime: Optional[str] = key(
-        None,
-        "Stop by itself, with a checkpoint and exit code 75, before this wall time is over: 14400 "
-        "(seconds), 90m, 4h, 2d or Slurm's 2-12:00:00. It counts from the start of the Slurm "
-        "allocation, else of the process. The run leaves as much time as its longest save took.",
-    )
-    stop_grace_s: float = key(
-        30.0,
-        "After a stop signal, this many seconds until a message says that a finished step is not "
-        "saved yet. The run goes on to save it; a second signal gives it this long once more.",
-        bound="> 0",
     )
     max_failed_saves: int = key(
         3,

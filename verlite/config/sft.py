@@ -1,7 +1,7 @@
 """The configuration of `verlite.main_sft`. Keys that verl has too keep verl's names."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,29 +9,23 @@ from typing import Any, Optional, cast
 
 from omegaconf import MISSING
 
-from verlite.config import catalog, load, machine, sft_aliases, verl
+from verlite.config import conditions, load, machine, sft_aliases, verl
 from verlite.config.command import Command
 from verlite.config.facts import key, section
+from verlite.config.keys import Key
 from verlite.config.load import LoadedConfig
 from verlite.config.problems import Problem
 from verlite.config.rules import data, devices, models, trainer, values
-from verlite.config.schema import (
-    DEVICE_HINTS,
-    TRACKER_HINTS,
-    Files,
-    FSDPConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from verlite.config.schema import Files, FSDPConfig, ModelConfig, OptimConfig, RunConfig
 
 
 @dataclass
-class SFTDataConfig:
-    """Training examples: prompts and the responses to learn."""
+class RowsConfig:
+    """Files of rows, and how rows become batches."""
 
     train_files: Files = key(
         MISSING,
-        "File, or list of files, with a prompt and a response column: parquet, jsonl, json or csv.",
+        "File, or list of files: parquet, jsonl, json or csv.",
     )
     val_files: Files = key(
         None, "File, or list of files, for the validation loss. null: no validation."
@@ -39,16 +33,12 @@ class SFTDataConfig:
     prompt_key: str = key(
         "prompt", "Column of the prompt: text, or chat messages (a list of role and content)."
     )
-    response_key: str = key(
-        "response", "Column of the response: text. The end-of-sequence token is appended."
-    )
     prompt_dict_keys: Optional[list[str]] = key(
         None,
         "For a column of mappings: the names that lead to the prompt, outermost first. "
         "prompt_key=extra_info with prompt_dict_keys=[question] reads extra_info.question.",
     )
-    response_dict_keys: Optional[list[str]] = key(None, "The same for the column of the response.")
-    train_batch_size: int = key(256, "Examples per optimizer step over all devices.", bound=">= 1")
+    train_batch_size: int = key(256, "Rows per optimizer step over all devices.", bound=">= 1")
     max_length: int = key(
         1024,
         "Maximum tokens of an example: prompt, response and end-of-sequence token.",
@@ -61,13 +51,13 @@ class SFTDataConfig:
     )
     micro_batch_size_per_gpu: Optional[int] = key(
         None,
-        "Examples per forward and backward pass on one device. null: max_token_len_per_gpu limits "
+        "Rows per forward and backward pass on one device. null: max_token_len_per_gpu limits "
         "a pass.",
         bound=">= 1",
     )
     use_dynamic_bsz: Optional[bool] = key(
         None,
-        "Fill passes by tokens (true) or count examples (false). null: false if "
+        "Fill passes by tokens (true) or count rows (false). null: false if "
         "micro_batch_size_per_gpu is set. The results are the same.",
     )
     max_token_len_per_gpu: int = key(
@@ -82,7 +72,7 @@ class SFTDataConfig:
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "Extra arguments for the tokenizer's chat template."
     )
-    shuffle: bool = key(True, "Shuffle the examples in each epoch.")
+    shuffle: bool = key(True, "Shuffle the rows in each epoch.")
 
     def by_examples(self) -> bool:
         """Return whether passes count examples instead of tokens."""
@@ -92,12 +82,35 @@ class SFTDataConfig:
 
 
 @dataclass
-class SFTTrainerConfig:
+class SFTDataConfig(RowsConfig):
+    """Training examples: a row has a prompt and a response, or a conversation."""
+
+    response_key: str = key(
+        "response", "Column of the response: text. The end-of-sequence token is appended."
+    )
+    messages_key: Optional[str] = key(
+        None,
+        "Column of conversations: a list of messages with role and content, or that as JSON text. "
+        "The assistant's messages are learned. null: messages, in a file that has this column and "
+        "none of data.prompt_key.",
+    )
+    tools_key: str = key(
+        "tools",
+        "Column of the tools that the chat template shows to the model: a list of JSON schemas, "
+        "or that as JSON text. Read with conversations, if the file has it.",
+    )
+    response_dict_keys: Optional[list[str]] = key(None, "The same for the column of the response.")
+
+
+@dataclass
+class SFTTrainerConfig(RunConfig):
     """Duration, validation and output."""
 
-    total_epochs: int = key(4, "Passes over the training data.", bound=">= 1")
-    total_training_steps: Optional[int] = key(
-        None, "Optimizer steps; overrides total_epochs.", bound=">= 1"
+    total_epochs: int = key(
+        4,
+        "Passes over the training data.",
+        bound=">= 1",
+        used_when="trainer.total_training_steps=null",
     )
     test_freq: int = key(
         -1,
@@ -106,35 +119,36 @@ class SFTTrainerConfig:
         bound=">= 1 or -1",
         remedy="Use -1 for a single one at the end.",
     )
+    save_freq: int = key(
+        -1,
+        "Save a checkpoint every this many steps and at the end. -1: only when a signal stops the "
+        "run.",
+        bound=">= 1 or -1",
+        remedy="Use -1 for never.",
+    )
+    max_ckpt_to_keep: Optional[int] = key(
+        None, "Keep this many newest checkpoints. null: all.", bound=">= 1"
+    )
     project_name: str = key("verlite_sft", "First part of the default run directory.")
     experiment_name: str = key("sft", "Second part of the default run directory.")
-    logger: list[str] = key(
-        ["console"],
-        "Trackers, as main_ppo's. metrics.jsonl is always written.",
-        choices=("console", *catalog.TRACKERS),
-        own="class",
-        hints=TRACKER_HINTS,
-    )
-    default_local_dir: str = key(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
-        "Run directory for metrics.jsonl, config.yaml, and the trained model in huggingface/.",
-    )
-    device: str = key(
-        "auto",
-        "auto (a GPU if available), cuda or cpu.",
-        choices=("auto", "cuda", "cpu"),
-        hints=DEVICE_HINTS,
-    )
     seed: int = key(42, "Seed of the data order.", bound=">= 0")
 
 
 @dataclass
-class SFTConfig:
-    """Supervised fine-tuning."""
+class TuningConfig:
+    """Training on given texts: what main_sft and main_dpo share."""
 
-    data: SFTDataConfig = section(SFTDataConfig, "Training examples.")
+    data: RowsConfig = section(RowsConfig, "Training data.")
     model: ModelConfig = section(ModelConfig, "The model to train.")
-    optim: OptimConfig = section(OptimConfig, "AdamW and its learning-rate schedule.", lr=1e-5)
+    optim: OptimConfig = section(
+        OptimConfig,
+        "AdamW and its learning-rate schedule. The learning rate warms up, then follows a cosine "
+        "down to a tenth of its maximum.",
+        lr=1e-5,
+        lr_warmup_steps_ratio=0.03,
+        lr_scheduler_type="cosine",
+        min_lr_ratio=0.1,
+    )
     fsdp_config: FSDPConfig = section(FSDPConfig, "Sharding and precision.")
     grad_clip: float = key(
         1.0, "Maximum gradient norm; larger gradients are scaled down to it.", bound="> 0"
@@ -147,6 +161,17 @@ class SFTConfig:
         bound=">= 1",
     )
     trainer: SFTTrainerConfig = section(SFTTrainerConfig, "Duration, validation and output.")
+
+
+@dataclass
+class SFTConfig(TuningConfig):
+    """Supervised fine-tuning."""
+
+    data: SFTDataConfig = section(
+        SFTDataConfig,
+        "Training examples: a row has a prompt and a response (data.prompt_key, "
+        "data.response_key) or a conversation (data.messages_key).",
+    )
 
 
 LoadedSFT = LoadedConfig[SFTConfig]
@@ -168,10 +193,13 @@ def compose(
     return cast(LoadedSFT, loaded)
 
 
-def _check(config: SFTConfig, user_keys: Collection[str]) -> Iterator[Problem]:
-    """Yield violated rules on values. The contents of files are checked when they are read."""
-    yield from values.names(config, SFT.keys)
-    yield from values.numbers(config, SFT.keys)
+def check(config: TuningConfig, known: dict[str, Key]) -> Iterator[Problem]:
+    """Yield violated rules on values. The contents of files are checked when they are read.
+
+    known: every key of the command.
+    """
+    yield from values.names(config, known)
+    yield from values.numbers(config, known)
     if len(config.optim.betas) != 2:
         yield Problem(
             "optim.betas", config.optim.betas, "must be two numbers", "Usual: [0.9,0.999]."
@@ -196,10 +224,11 @@ def _check(config: SFTConfig, user_keys: Collection[str]) -> Iterator[Problem]:
     yield from data.named(config.data.train_files, config.data.val_files)
     yield from data.missing("data.train_files", config.data.train_files)
     yield from data.missing("data.val_files", config.data.val_files)
-    yield from trainer.unwritable("trainer.default_local_dir", config.trainer.default_local_dir)
+    yield from trainer.run_section(config.trainer)
+    yield from trainer.missing_trackers(config.trainer.logger)
 
 
-def _check_processes(config: SFTConfig) -> Iterator[Problem]:
+def _check_processes(config: TuningConfig) -> Iterator[Problem]:
     """The processes that torchrun started can be divided as configured."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     sharing = config.ulysses_sequence_parallel_size
@@ -226,11 +255,17 @@ def _check_model_path(key: str, path: str | None) -> Iterator[Problem]:
         yield Problem(key, path, "this folder does not exist", remedy)
 
 
-def _effects(
-    config: SFTConfig, user_keys: Collection[str], old_names: Mapping[str, str]
+def effects(
+    config: TuningConfig, user_keys: Collection[str], known: dict[str, Key]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the user's keys without effect, with reasons, and no remarks."""
-    reasons = {}
+    reasons = {
+        name: f"used only {conditions.words(condition.text)}"
+        for name in sorted(user_keys & known.keys())
+        for condition in known[name].conditions
+        if conditions.COMPARISON.fullmatch(condition.text)
+        and not conditions.holds(condition.text, config)
+    }
     by_count = "data.micro_batch_size_per_gpu limits a pass (data.use_dynamic_bsz=false)"
     if config.data.by_examples() and "data.max_token_len_per_gpu" in user_keys:
         reasons["data.max_token_len_per_gpu"] = by_count
@@ -241,21 +276,23 @@ def _effects(
     return reasons, []
 
 
-SFT = Command(
+PATHS = (
+    "data.train_files",
+    "data.val_files",
+    "model.path",
+    "model.tokenizer_path",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+)
+SFT: Command = Command(
     schema=SFTConfig,
     config_name="sft",
     tables=sft_aliases.TABLES,
     verl_defaults=partial(verl.defaults, verl.SFT_TABLE),
     verl_files=verl.SFT_TRAINERS,
-    rules=_check,
-    effects=_effects,
-    paths=(
-        "data.train_files",
-        "data.val_files",
-        "model.path",
-        "model.tokenizer_path",
-        "trainer.default_local_dir",
-    ),
+    rules=lambda config, user_keys: check(config, SFT.keys),
+    effects=lambda config, user_keys, _: effects(config, user_keys, SFT.keys),
+    paths=PATHS,
     list_keys="List keys: python -m verlite.main_sft --help.",
     explain="verlite explain --sft",
 )

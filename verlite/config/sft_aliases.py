@@ -21,13 +21,8 @@ SECTIONS = {
 Checkpoints differ.
 """
 
-_AT_THE_END = "the trained model is written once, at the end of the run"
-_FROM_THE_START = "a run trains model.path from the start: set model.path to a trained model"
-_ONE_RESPONSE = (
-    "Each row is one prompt and one response (data.prompt_key, data.response_key). Write one row "
-    "per assistant turn, whose prompt is the list of messages before it."
-)
-_CONVERSATIONS = "it is read only with conversations of several turns"
+_CHECKPOINT = "a checkpoint has the model, the optimizer, the schedule and random states"
+_CONVERSATIONS = "conversations are read with the chat template's own mask"
 _PROCESSES = "torchrun starts the processes: --nnodes and --nproc_per_node"
 _ORDER = "batches are balanced by filling passes up to data.max_token_len_per_gpu"
 
@@ -49,9 +44,12 @@ def _in_sections(table: Mapping[str, Any]) -> dict[str, Any]:
 
 RENAMED = {
     "model.partial_pretrain": "model.path",
+    "trainer.resume_path": "trainer.resume_from_path",
     "model.lora.rank": "model.lora_rank",
     "model.lora.alpha": "model.lora_alpha",
     "model.lora.adapter_path": "model.lora_adapter_path",
+    "data.multiturn.messages_key": "data.messages_key",
+    "data.multiturn.tools_key": "data.tools_key",
     "data.chat_template": "model.custom_chat_template",
     "use_remove_padding": "model.use_remove_padding",
     "engine.use_remove_padding": "model.use_remove_padding",
@@ -86,19 +84,15 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
         (False,),
         "use fsdp_config.param_offload and optimizer_offload",
     ),
-    "data.multiturn.enable": ((False,), "each row is one prompt and one response"),
-    "data.custom_cls.*": ((None,), "write a parquet file with a prompt and a response column"),
-    "trainer.save_freq": ((-1,), _AT_THE_END),
-    "trainer.resume_mode": (("disable", "auto"), _FROM_THE_START),
-    "trainer.resume_from_path": ((None,), _FROM_THE_START),
-    "trainer.resume_path": ((None,), _FROM_THE_START),
+    "data.custom_cls.*": (
+        (None,),
+        "write a file with a prompt and a response column, or with a messages column",
+    ),
     "trainer.default_hdfs_dir": ((None,), "the run directory is on a file system"),
 }
 
 REFUSED = {
     **_in_sections(aliases.REFUSED),
-    "data.messages_key": _ONE_RESPONSE,
-    "data.tools_key": _ONE_RESPONSE,
     "data.enable_thinking_key": "Use data.apply_chat_template_kwargs={enable_thinking:true}.",
     "data.enable_thinking_default": "Use data.apply_chat_template_kwargs={enable_thinking:true}.",
     "engine.*": "fsdp_config has the engine's settings.",
@@ -106,10 +100,11 @@ REFUSED = {
 
 IGNORED = {
     **_in_sections(aliases.IGNORED),
-    "checkpoint.*": _AT_THE_END,
-    "trainer.checkpoint.*": _AT_THE_END,
+    "checkpoint.*": _CHECKPOINT,
+    "trainer.checkpoint.*": _CHECKPOINT,
     "engine.seed": "trainer.seed is the seed of the data order",
     "data.micro_batch_size": "verl reads data.micro_batch_size_per_gpu instead",
+    "data.multiturn.enable": "a file with a column data.messages_key has conversations",
     "data.multiturn.*": _CONVERSATIONS,
     "data.ignore_input_ids_mismatch": _CONVERSATIONS,
     "data.pad_mode": "passes are packed without padding",
@@ -118,7 +113,6 @@ IGNORED = {
     "data.num_workers": "examples are read in one process",
     "data.use_shm": "files are read in place",
     "model.fsdp_config.offload_params": "use fsdp_config.param_offload",
-    "trainer.max_ckpt_to_keep": _AT_THE_END,
     "trainer.nnodes": _PROCESSES,
     "trainer.n_gpus_per_node": _PROCESSES,
     "trainer.profile_interval": "metrics.jsonl has the loss, the gradient norm and the tokens",
@@ -132,7 +126,6 @@ TABLES = Tables(
     fixed=FIXED,
     refused=REFUSED,
     ignored=IGNORED,
-    refused_at_default=frozenset({"data.messages_key"}),
     null_means={"optim.lr_scheduler_type": "constant"},
     spellings=aliases.SPELLINGS
     | {

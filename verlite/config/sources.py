@@ -17,6 +17,11 @@ from verlite.config.command import PPO, Command
 from verlite.config.problems import ConfigError, Problem, display, is_secret
 
 COMMAND_LINE = "command line"
+PYTHON = "Python"
+TYPED = (COMMAND_LINE, PYTHON)
+"""Origins where every value is the user's choice, also one that is the default."""
+TYPOGRAPHIC = re.compile("[\u2010-\u2015\u2018-\u201f\u2212\u00a0]")
+"""Dashes, quotes and spaces that editors and pages put in place of those of the keyboard."""
 TEXT_MAPPINGS = ("cluster.component_placement", "ray_kwargs.ray_init.runtime_env.env_vars")
 """Mappings whose values are text, as typed: 0-3,6 and 1e-3 are not numbers there."""
 
@@ -28,7 +33,7 @@ class Assignment:
     key: str
     value: Any
     origin: str
-    """"command line", or the name of the YAML file."""
+    """"command line", "Python", or the name of the YAML file."""
     by_user: bool
     """False: from one of verlite's own files."""
     delete: bool = False
@@ -63,8 +68,7 @@ def from_command_line(
     for text in overrides:
         key = text.lstrip("+~").partition("=")[0]
         if text.startswith("-"):
-            remedy = "Options are --config-name, --config-path and --help."
-            problems.append(Problem(text, None, "unknown option", remedy))
+            problems.append(Problem(text, None, "unknown option", _option_remedy(text, command)))
         elif text.startswith(("'", '"')):
             rule = "the quotes are part of the argument"
             problems.append(Problem(text, None, rule, "Remove one level of quotes."))
@@ -75,6 +79,13 @@ def from_command_line(
             if assignment:
                 assignments.append(assignment)
     return assignments, groups, problems
+
+
+def _option_remedy(text: str, command: Command) -> str:
+    key, equals, value = text.lstrip("-").partition("=")
+    if command.find(key) or command.tables.new_name(key):
+        return f"Write keys without dashes: {key}={value if equals else 'VALUE'}"
+    return "Options are --config-name, --config-path and --help."
 
 
 def _without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
@@ -131,7 +142,10 @@ def _parse_override(text: str, problems: list[Problem], command: Command) -> Ass
     key, equals, raw = text.lstrip("+~").partition("=")
     known = command.find(command.tables.new_name(key) or key)
     if not equals and not text.startswith("~"):
-        problems.append(Problem(key, None, "is not an override", "Write overrides as key=value."))
+        remedy = "Write overrides as key=value."
+        if text.strip() == "\\":
+            remedy = "Remove the spaces behind it: a backslash continues only at the end of a line."
+        problems.append(Problem(key or text, None, "is not an override", remedy))
         return None
     # Hydra's grammar rejects or changes text such as ~/data, /runs/lr=1e-6 or 0-3,6. Values of
     # text keys are therefore taken literally.
@@ -152,14 +166,27 @@ def _parse_override(text: str, problems: list[Problem], command: Command) -> Ass
                 override.key_or_group, value, COMMAND_LINE, True, override.is_delete()
             )
         rule = "a comma outside brackets starts a sweep of several runs"
-        problem = Problem(key, shown, rule, f"Write a list as {key}=[{shown}].")
+        remedy = f"Write a list as {key}=[{shown}]."
+        if known is not None and "number" in known.type and re.fullmatch(r"\d{1,3}(,\d{3})+", raw):
+            rule = "a comma does not separate thousands"
+            remedy = f"Write {key}={raw.replace(',', '')}."
+        problem = Problem(key, shown, rule, remedy)
     except HydraException as error:
         takes_text = takes_text or any_type
         rule = "cannot be parsed"
         if not is_hidden:
             rule += f": {str(error).splitlines()[0]}"
         problem = Problem(key, shown, rule, f"Quote the value: '{key}=\"...\"'.")
-    if takes_text and raw and raw[0] not in "[{'\"":
+        typographic = TYPOGRAPHIC.search(text)
+        if text.startswith("\\"):
+            remedy = "Remove the spaces behind it: a backslash continues only at the end of a line."
+            problem = Problem(text, None, "begins with a backslash", remedy)
+        elif typographic and not takes_text:
+            rule = f"contains {typographic[0]}, a typographic character"
+            remedy = "Type dashes and quotes again: text that was copied may have others."
+            problem = Problem(key, shown, rule, remedy)
+    is_template = raw.startswith(("{%", "{{", "{#"))
+    if takes_text and raw and (is_template or raw[0] not in "[{'\""):
         return Assignment(key, raw, COMMAND_LINE, True)
     if known is not None and known.free and raw.startswith("{"):
         # Hydra's grammar has no quoted keys. YAML and JSON do.

@@ -24,8 +24,6 @@ class Tables:
     spellings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     several: Mapping[str, tuple[Any, tuple[str, ...]]] = field(default_factory=dict)
     implied: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    refused_at_default: frozenset[str] = frozenset()
-    """Keys that are refused even at verl's default: to type them is to use what they stand for."""
 
     def new_name(self, name: str) -> str | None:
         """Return the new name of a renamed key, or None."""

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ FREE_S = 4.0
 """How long freeing the devices may take."""
 RAY_END_S = 10.0
 """How long leaving or stopping Ray may take."""
+RESTORE_EVERY_S = 0.01
+"""How long a signal handler may be missing while Ray ends."""
 TOKEN_FILE = "ray_token"
 """File in run_dir/logs with the token of a local cluster while it runs, for `ray debug`."""
 
@@ -135,14 +138,14 @@ class Cluster:
         else:
             self._guardian_stopped = 0
             return
-        warn(
-            f"the process that cleans up after this run (guardian, process {self._guardian.pid}) "
-            f"{what}: a new one was started"
-        )
-        self._guardian.kill()
-        self._guardian.wait()
-        self._guardian = guardian.start(mark, folder)
+        before, self._guardian = self._guardian, guardian.start(mark, folder)
         self._guardian_stopped = 0
+        warn(
+            f"the process that cleans up after this run (guardian, process {before.pid}) {what}: a "
+            "new one was started"
+        )
+        before.kill()
+        before.wait()
 
     @property
     def ray_debug_command(self) -> str:
@@ -311,6 +314,9 @@ def _joined_daemons(address: str) -> list[Daemon]:
 def bounded(function: Callable[[], object], seconds: float) -> bool:
     """Run a function in a thread for at most `seconds`. Its exceptions are dropped.
 
+    The function may be `ray.shutdown`, which takes SIGTERM away from its handler: the handler is
+    set again every few milliseconds.
+
     Returns whether it has ended. A thread that has not is abandoned: it may hang in Ray.
     """
 
@@ -320,7 +326,10 @@ def bounded(function: Callable[[], object], seconds: float) -> bool:
 
     thread = threading.Thread(target=run, name="ending", daemon=True)
     thread.start()
-    thread.join(seconds)
+    until = time.monotonic() + seconds
+    while thread.is_alive() and time.monotonic() < until:
+        thread.join(RESTORE_EVERY_S)
+        ray_internals.restore_sigterm()
     return not thread.is_alive()
 
 
@@ -391,10 +400,11 @@ def _start_local(
                 )
             return
         except Exception as error:  # Ray has no narrower class for it
-            ray.shutdown()
+            bounded(ray.shutdown, RAY_END_S)
             clean()
-            if is_last_try or "timed out" not in str(error):
-                if not isinstance(error, (RuntimeError, OSError)):
+            timed_out = "timed out" in str(error)
+            if is_last_try or not timed_out:
+                if not timed_out and not isinstance(error, (RuntimeError, OSError)):
                     raise
                 raise RayLost(
                     f"Ray did not start on this machine: {str(error).strip()}\n"

@@ -7,10 +7,11 @@ processes in /proc once a second instead.
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from verlite.controller.failures import RayLost, indent
-from verlite.controller.node import Process, process_state, tail
+from verlite.controller.node import Process, full_disks, process_state, tail
 
 POLL_S = 1.0
 FROZEN_POLLS = 8
@@ -85,12 +86,16 @@ class DaemonWatch:
     def _run(self) -> None:
         polls = 0
         while not self._ended.wait(POLL_S):
-            if polls % FIND_POLLS == 0 and polls < FIND_UNTIL:
-                self._add(self._find())
+            # Without free file descriptors or memory a poll fails. A later one may not.
+            with suppress(OSError, MemoryError):
+                if polls % FIND_POLLS == 0 and polls < FIND_UNTIL:
+                    self._add(self._find())
             polls += 1
-            self._others()
+            with suppress(OSError, MemoryError):
+                self._others()
             if self.lost is None:
-                self._look(counts=True)
+                with suppress(OSError, MemoryError):
+                    self._look(counts=True)
                 continue
             if not self._ended.wait(REACT_S) and not self.raised:
                 self._on_lost(self.lost)
@@ -124,6 +129,9 @@ def lost(daemon: Daemon, what: str) -> RayLost:
     text = next(filter(None, (end_of_log(log) for log in daemon.logs)), "")
     if text:
         lines += ["  end of its log:", indent(text)]
+    full = full_disks()
+    if full:
+        lines.append(f"  Disks of this machine are full: {full}")
     lines.append("  The same command resumes from the last checkpoint.")
     return RayLost("\n".join(lines))
 

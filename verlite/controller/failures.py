@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from verlite.controller.node import Diagnosis
+from verlite.controller.node import SIGTERM_LINE, Diagnosis
 from verlite.controller.records import Failed
 from verlite.controller.worker_handle import WorkerHandle
 
@@ -22,8 +22,10 @@ KINDS = {
 of these the process cannot be used any more."""
 FROZEN = "frozen"
 STUCK = "no progress"
-PASSING = (KINDS["MemoryError"], KINDS["Sigterm"], FROZEN, STUCK)
-"""Kinds after which the same command may succeed: others may have used the memory."""
+PASSING = (KINDS["MemoryError"], KINDS["Sigterm"], KINDS["EngineDied"], FROZEN, STUCK)
+"""Kinds after which the same command may succeed: others may have used the memory, and an engine's
+error may have been one of the device or of a server."""
+DISK_FULL = "a full disk"
 DIED = "died"
 """Kind of a worker that died, until its node has been asked for the reason."""
 NODE_LOST = "node lost"
@@ -86,6 +88,7 @@ class RankDied(WorkerError):
     """Workers of a role that can be restarted died. The other workers go on.
 
     Attributes:
+        error: the first death, without the call, which may hold a batch.
         workers: the dead ones.
         call: the call that was waited for, a `supervise.Future`.
     """
@@ -95,6 +98,7 @@ class RankDied(WorkerError):
     def __init__(self, error: WorkerError, workers: list[WorkerHandle]) -> None:
         RuntimeError.__init__(self, str(error))
         vars(self).update(vars(error))
+        self.error = error
         self.workers = workers
 
 
@@ -218,14 +222,21 @@ def exit_detail(error: Exception) -> str:
     return " ".join(text.split())[:300]
 
 
-def reason_for_death(log: str, more_oom_kills: bool) -> tuple[str, str]:
-    """Return (kind, explanation) of a death, from the worker's log and the kernel's counters."""
+def reason_for_death(log: str, more_oom_kills: bool, full_disks: str = "") -> tuple[str, str]:
+    """Return (kind, explanation) of a death, from the worker's log, the kernel's counters and the
+    disks of its machine."""
     for text, name in FATAL_SIGNALS.items():
         if f"Fatal Python error: {text}" in log:
             return f"killed by {name}", "the process crashed in native code"
+    if SIGTERM_LINE in log:
+        return KINDS["Sigterm"], "something outside the run sent SIGTERM to the process"
     if more_oom_kills:
         explanation = "the kernel killed a process of its machine for lack of memory"
         return KINDS["MemoryError"], explanation
+    if full_disks:
+        return DISK_FULL, f"the process ended, and disks of its machine are full: {full_disks}"
+    if "No space left on device" in log:
+        return DISK_FULL, 'the process ended, and its log says "No space left on device"'
     return (
         "killed by SIGKILL or os._exit",
         "the process ended without a message. Often the kernel's out-of-memory killer ended it "
@@ -251,7 +262,8 @@ def worker_error(
         kind = NODE_LOST
         what = "its node does not answer"
     elif kind == DIED and diagnosis and oom_kills_at_start is not None:
-        kind, what = reason_for_death(log, diagnosis.oom_kills > oom_kills_at_start)
+        more_oom_kills = diagnosis.oom_kills > oom_kills_at_start
+        kind, what = reason_for_death(log, more_oom_kills, diagnosis.full_disks)
     lines = [
         f"{worker.name} failed in {first.method} ({kind}): {what}",
         f"  process {worker.pid} on node {worker.node}, log: {worker.log}",

@@ -2,13 +2,17 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from verlite.files import size_text
 
 PROCESS_STATES = {
     "R": "running",
@@ -23,8 +27,13 @@ STACK_LINE = re.compile(r'(Current t|T)hread 0x[0-9a-f]+ |  File "|  <')
 DUMP_S = 5.0
 """Longest wait for the dump of a process."""
 DUMP_QUIET_S = 0.3
+FULL_BYTES = 64 << 20
+FULL_SHARE = 0.02
+"""A disk with less free space than FULL_BYTES and than this share of its size is full."""
 LOG_HEADER = "--- pid"
 """A worker's log starts with this text and the process id, once per process."""
+SIGTERM_LINE = "--- received SIGTERM"
+"""A worker that receives SIGTERM writes this into its log."""
 
 
 def cores() -> int:
@@ -54,6 +63,21 @@ def oom_kills() -> int:
         except (OSError, ValueError):
             continue
     return 0
+
+
+def full_disks(*folders: str) -> str:
+    """Return which disks of this machine are full, "" if none is: "/tmp (0 bytes free)".
+
+    Args:
+        folders: to look at, besides /tmp and /dev/shm, which Ray and the engines use.
+    """
+    found = []
+    for folder in ("/tmp", "/dev/shm", *folders):
+        with suppress(OSError):
+            disk = shutil.disk_usage(folder)
+            if disk.free < min(FULL_BYTES, FULL_SHARE * disk.total):
+                found.append(f"{folder} ({size_text(disk.free)} free)")
+    return ", ".join(found)
 
 
 def tail(path: str, lines: int) -> str:
@@ -87,21 +111,30 @@ def this_process() -> Process:
 
 def process(pid: int) -> Process:
     """Return the process with this id. Its start time is 0 if there is none, or no /proc."""
-    stat = _stat(pid)
+    stat: list[str] = []
+    with suppress(OSError):
+        stat = _stat(pid)
     return Process(pid, int(stat[19]) if stat else 0)
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third (the state) on, [] without a process."""
+    """Return the fields of /proc/PID/stat from the third (the state) on, [] without a process.
+
+    Raises:
+        OSError: it cannot be read, for example because too many files are open.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
 
 
 def process_state(process: Process) -> str:
-    """Return a value of PROCESS_STATES, or "gone"."""
-    stat = _stat(process.pid)
+    """Return a value of PROCESS_STATES, "gone", or "unknown" if it cannot be read."""
+    try:
+        stat = _stat(process.pid)
+    except OSError:
+        return "unknown"
     if not stat or int(stat[19]) != process.started:
         return "gone"
     return PROCESS_STATES.get(stat[0], stat[0])
@@ -110,11 +143,34 @@ def process_state(process: Process) -> str:
 def send_signal(processes: Iterable[Process], number: int) -> None:
     """Send a signal to those of the processes that still exist."""
     for process in processes:
-        if process.started == 0 or process_state(process) != "gone":
-            try:
+        if process.started == 0 or process_state(process) not in ("gone", "unknown"):
+            with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
-            except ProcessLookupError:
-                pass
+
+
+def kill(processes: Iterable[Process]) -> None:
+    """Kill processes, and what each of them has started in its session or process group: its own
+    end may have left that."""
+    processes = list(processes)
+    send_signal(processes, signal.SIGKILL)
+    send_signal(_descendants(processes), signal.SIGKILL)
+
+
+def _descendants(processes: Sequence[Process]) -> list[Process]:
+    """Return the other processes in the sessions and process groups that these lead or have led.
+
+    A process id is not used again while a session or a group has it.
+    """
+    leaders = {str(one.pid): one for one in processes if one.started}
+    found = []
+    for name in os.listdir("/proc") if leaders else []:
+        with suppress(OSError):
+            stat = _stat(int(name)) if name.isdecimal() else []
+            group, session, started = (stat[2], stat[3], stat[19]) if stat else ("", "", "0")
+            leader = leaders.get(session) or leaders.get(group)
+            if leader is not None and name not in leaders and int(started) >= leader.started:
+                found.append(Process(int(name), int(started)))
+    return found
 
 
 class Diagnosis(NamedTuple):
@@ -124,11 +180,13 @@ class Diagnosis(NamedTuple):
         log: the end of what its process wrote into its log.
         state: see `process_state`.
         oom_kills: see `oom_kills`.
+        full_disks: see `full_disks`.
     """
 
     log: str
     state: str
     oom_kills: int
+    full_disks: str = ""
 
 
 def diagnose(workers: Iterable[tuple[str, Process | None]]) -> list[Diagnosis]:
@@ -137,7 +195,7 @@ def diagnose(workers: Iterable[tuple[str, Process | None]]) -> list[Diagnosis]:
     for log, process in workers:
         text = _log_of(process, tail(log, 400))
         state = "unknown" if process is None else process_state(process)
-        found.append(Diagnosis(text, state, oom_kills()))
+        found.append(Diagnosis(text, state, oom_kills(), full_disks(os.path.dirname(log))))
     return found
 
 

@@ -12,7 +12,7 @@ from verlite.controller.heartbeat import EVERY_S, Heard, Receiver
 from verlite.controller.liveness import Rank, Stragglers
 from verlite.controller.stack_dump import collect
 from verlite.controller.stack_text import ranks_text, render
-from verlite.controller.worker_handle import WorkerHandle
+from verlite.controller.worker_handle import WorkerHandle, diagnose
 
 CHECK_EVERY_S = 1.0
 LATE_S = 3 * EVERY_S
@@ -80,6 +80,10 @@ class RankWatch:
         self._checked = now
         return True
 
+    def look_now(self) -> None:
+        """Let `is_due` return True the next time."""
+        self._checked = 0.0
+
     def facts(self, future: Any) -> list[tuple[WorkerHandle, Rank]]:
         """Return the facts about each rank that has not answered a call (`supervise.Future`)."""
         clock = 0.0 if self.heartbeats is None else self.heartbeats.clock
@@ -118,26 +122,47 @@ class RankWatch:
             if heard is not None:
                 since = max(heard.heard, self._answered.get(worker.heartbeat, 0.0))
                 if clock - since > self.timeout_s:
-                    silent[worker.heartbeat] = clock - heard.heard
-        if not silent:
+                    silent[worker] = clock - heard.heard
+        if not silent or self._still_answers(list(silent)):
             return []
         dump = collect(workers, outstanding)
         path = write_stacks(workers, dump)
         found = []
         for worker, answer in zip(workers, dump["workers"], strict=True):
-            if worker.heartbeat not in silent:
+            if worker not in silent:
                 continue
             heard = self._heard(worker)
             if answer["stacks"] or heard is None or heard.heard > clock:
                 self._answered[worker.heartbeat] = clock
                 continue
             why = (
-                f"no heartbeat for {silent[worker.heartbeat]:.0f} s and no answer to a signal; the "
+                f"no heartbeat for {silent[worker]:.0f} s and no answer to a signal; the "
                 f"process is {answer['state']}. "
                 f"Last position: {liveness.position(heard.beat.at)}. Stacks of the others: {path}"
             )
             found.append(Frozen(worker, why))
         return found
+
+    def _still_answers(self, silent: Sequence[WorkerHandle]) -> bool:
+        """Whether these workers have answered a signal since their last heartbeats, and none has
+        been stopped since. Stacks are written once per silence."""
+        assert self.heartbeats is not None
+        for worker in silent:
+            heard = self._heard(worker)
+            if heard is None or self._answered.get(worker.heartbeat, -1.0) < heard.heard:
+                return False
+        found = diagnose(silent)
+        if any(
+            one is None or one.state in ("stopped by a signal", "gone", "dead") for one in found
+        ):
+            return False
+        self._answered.update({one.heartbeat: self.heartbeats.clock for one in silent})
+        return True
+
+    def restarted(self, role: str) -> None:
+        """Forget how long calls of a role have paused: a new process does everything for the first
+        time."""
+        self._pauses = {key: pause for key, pause in self._pauses.items() if key[0] != role}
 
     def still(
         self, future: Any, workers: Sequence[WorkerHandle], outstanding: Sequence[Any], run_s: float
@@ -178,8 +203,8 @@ class RankWatch:
             return Still(found, in_group, limit_s, f"{text}. Stacks of all processes: {path}")
         future.is_named = True
         self.warn(
-            f"{text}. Stacks of all processes: {path}. The run ends after {limit_s:.0f} s without "
-            "progress"
+            f"{text}. Stacks of all processes: {path}. The call is ended after {limit_s:.0f} s "
+            "without progress"
         )
         return None
 

@@ -268,9 +268,20 @@ def keep_signal_handlers() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = original
+        restore_sigterm()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             signal.alarm(0)
+
+
+def restore_sigterm() -> None:
+    """Give SIGTERM to Python's handler again, if this is the main thread.
+
+    `ray.init` replaces it in C, and `ray.shutdown` resets it to the default action, which kills the
+    process. Python does not know of either.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

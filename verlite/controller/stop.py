@@ -9,6 +9,9 @@
 | a second signal | otherwise | the process ends at once |
 | a third signal | always | the process ends at once |
 
+A program that calls verlite as a library (`embedded`) is never ended: Ctrl-C raises
+KeyboardInterrupt each time, and nothing limits the time of cleaning up. Otherwise:
+
 If nothing has to be saved, the process ends within END_S seconds: a thread ends it if the main
 thread does not. `Stop.decide` fixes the exit code, and the process then ends within LEAVE_S. The
 guardian (controller/guardian.py) cleans up after a process that was ended in this way.
@@ -20,6 +23,7 @@ import signal
 import socket
 import threading
 import time
+from _thread import interrupt_main
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
@@ -54,11 +58,12 @@ def write_error(text: str) -> None:
 
 
 class Stop:
-    """How the driver ends, as a context manager around the whole program.
+    """How the driver ends, as a context manager around the whole program, or around one run in it.
 
     Python allows signal handlers only in the main thread; in other threads this class handles none.
 
     Attributes:
+        embedded: the process belongs to a program that calls verlite as a library.
         requested: name of the first signal, or what else asked for the stop, or None.
         code: the exit code once it is decided, else None.
         reported: the error that decided it, if one did.
@@ -69,10 +74,12 @@ class Stop:
         where: returns what the process is doing, for messages, such as "while starting Ray".
         checkpoint: returns what a message says about the last checkpoint.
         log: writes a line into the run's log.
+        on_end: called with the exit code once it is decided.
         interrupted_at: `where()` at the time of the first signal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, embedded: bool = False) -> None:
+        self.embedded = embedded
         self.requested: str | None = None
         self.code: int | None = None
         self.reported: BaseException | None = None
@@ -82,7 +89,9 @@ class Stop:
         self.where: Callable[[], str] = lambda: "while starting"
         self.checkpoint: Callable[[], str] = lambda: "Nothing was started."
         self.log: Callable[[str], None] = lambda text: None
+        self.on_end: Callable[[int], None] = lambda code: None
         self.interrupted_at = ""
+        self._lost: Exception | None = None
         self._pid = os.getpid()
         self._handlers_before: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
@@ -109,12 +118,15 @@ class Stop:
         """
         limit_s = LEAVE_S if limit_s is None else limit_s
         with self._deciding:
-            if self.code is None:
-                self.code = code
+            if self.code is not None:
+                return self.code
+            self.code = code
+            if not self.embedded:
                 self._timer = threading.Timer(limit_s, self._leave, [limit_s])
                 self._timer.daemon = True
                 self._timer.start()
-            return self.code
+        self.on_end(code)
+        return code
 
     def request(self, name: str) -> None:
         """Stop as at SIGUSR1, for another reason. Call it in the main thread.
@@ -125,9 +137,14 @@ class Stop:
         Raises:
             KeyboardInterrupt: no finished step has to be saved.
         """
-        if self._handlers_before:
+        if self._handlers_before and not self.embedded:
             self._wakeup.send(REQUEST)
         self._obey(name)
+
+    def raise_in_main(self, error: Exception) -> None:
+        """Raise an error in the main thread, from another thread of an embedded run."""
+        self._lost = error
+        interrupt_main()
 
     def _obey(self, name: str) -> None:
         if self.requested is not None or self.code is not None:
@@ -140,29 +157,40 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
-            # Python writes the number of each signal here at once, even while the main thread is
-            # inside C code and cannot run a handler.
-            self._received, self._wakeup = socket.socketpair()
-            self._wakeup.setblocking(False)
-            os.register_at_fork(after_in_child=self._forget_in_child)
-            signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, name="signals", daemon=True).start()
+            if not self.embedded:
+                self._watch_signals()
             for number in SIGNALS:
                 self._handlers_before[number] = signal.signal(number, self._handle)
         return self
+
+    def _watch_signals(self) -> None:
+        """Start the thread that ends the process at further signals."""
+        # Python writes the number of each signal here at once, even while the main thread is
+        # inside C code and cannot run a handler.
+        self._received, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        os.register_at_fork(after_in_child=self._forget_in_child)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
     def __exit__(self, *exc: object) -> None:
         if self._handlers_before:
             for number, handler in self._handlers_before.items():
                 signal.signal(number, handler)
-            signal.set_wakeup_fd(-1)
-            self._wakeup.close()
+            if not self.embedded:
+                signal.set_wakeup_fd(-1)
+                self._wakeup.close()
         if self._timer is not None:
             self._timer.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             apply_default_action(number)
+        elif self._lost is not None:
+            error, self._lost = self._lost, None
+            raise error
+        elif self.embedded and number == signal.SIGINT and self.requested is not None:
+            raise KeyboardInterrupt
         else:
             self._obey(signal.Signals(number).name)
 
@@ -232,6 +260,7 @@ class Stop:
             self.interrupted_at = self.where()
         if self.code is None:
             self._say(f"{self.message()}\n  ({why})")
+            self.on_end(self.exit_code)
         else:
             self._say(f"({why})")
         os._exit(self.exit_code)

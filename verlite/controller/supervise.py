@@ -7,7 +7,6 @@ the root cause, stops all workers and raises one error.
 """
 
 import pickle
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from verlite.controller.node_watch import NodeWatch
 from verlite.controller.rank_watch import RankWatch
 from verlite.controller.records import Failed
 from verlite.controller.stack_dump import collect
-from verlite.controller.worker_handle import WorkerHandle, diagnose, process_infos, send_signal
+from verlite.controller.worker_handle import WorkerHandle, diagnose, kill_processes, process_infos
 
 T = TypeVar("T")
 
@@ -162,7 +161,10 @@ class Supervisor:
                     raise
                 self._raise_first([self.stopped_by])
             if self.failure is None and self.ranks.exceeds(future, timeout_s):
-                self._raise_stuck(future, timeout_s)
+                self.ranks.look_now()  # a rank that is stuck on its own may be restartable
+                self.poll(0.0)
+                if future.pending:
+                    self._raise_stuck(future, timeout_s)
         if self.failure is not None and future.pending:
             raise RuntimeError(
                 f"{future.role}.{future.method}: the workers were stopped after an earlier failure"
@@ -254,7 +256,7 @@ class Supervisor:
         # ray.kill only asks the process to exit; a SIGSTOPped process does not respond.
         lost = {one.node_id for one in list(self.node_watch.lost)}
         reachable = [worker for worker in workers if worker.node_id not in lost]
-        send_signal(reachable, signal.SIGKILL)
+        kill_processes(reachable)
 
     def _collect(self, timeout_s: float) -> list[Cause]:
         """Store the answers that have arrived; return the failures among them."""

@@ -10,6 +10,9 @@ from verlite.files import read_json, replace_file
 
 VARIABLE = "VERLITE_SUPERVISOR"
 """Environment variable with the path of the file."""
+STARTED = "VERLITE_SUPERVISE_STARTED"
+"""Environment variable with the time at which the supervisor started, in seconds since the
+epoch."""
 ERROR_FILE = "error.json"
 """File in the run directory with the error that ended the last run there."""
 

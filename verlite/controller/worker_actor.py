@@ -40,6 +40,8 @@ class WorkerActor:
         debugger.set_hook(spec.debugger)
         # Stored, because the guardian's input pipe closes with the Popen object.
         self.guardian = None if spec.mark is None else guardian.start(spec.mark, head=spec.head)
+        with suppress(PermissionError):  # it leads a group already, as a fork does
+            os.setsid()  # `node.kill` finds what this process starts by its session
         # Ctrl-C in a terminal reaches the whole process group. Only the driver acts on it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _raise_sigterm)
@@ -179,6 +181,8 @@ class Sigterm(SystemExit):
 
 
 def _raise_sigterm(number: int, frame: FrameType | None) -> None:
+    with suppress(OSError):
+        os.write(2, f"{node.SIGTERM_LINE}\n".encode())
     raise Sigterm("SIGTERM")
 
 

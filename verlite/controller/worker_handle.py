@@ -62,14 +62,13 @@ def process_infos(workers: Sequence[WorkerHandle]) -> list[ProcessInfo | None]:
     return found
 
 
-def send_signal(workers: Sequence[WorkerHandle], number: int) -> None:
-    """Send a signal to the processes of the workers, on any node."""
+def kill_processes(workers: Sequence[WorkerHandle]) -> None:
+    """Kill the processes of the workers on any node, and those that they have left; see `node`."""
     by_node: dict[str, list[node.Process]] = {}
     for worker, info in zip(workers, process_infos(workers), strict=True):
         if info is not None:
             by_node.setdefault(worker.node_id, []).append(info.process)
-    arguments = {node_id: (processes, number) for node_id, processes in by_node.items()}
-    on_nodes(node.send_signal, arguments)
+    on_nodes(node.kill, {node_id: (processes,) for node_id, processes in by_node.items()})
 
 
 def diagnose(workers: Sequence[WorkerHandle]) -> list[node.Diagnosis | None]:

@@ -10,7 +10,10 @@ import pyarrow as pa
 
 from verlite import tables
 from verlite.config.schema import DataConfig
+from verlite.data.custom import own_rows
 from verlite.data.prompts import PromptTooLong, build_prompt, build_prompts, truncate
+from verlite.hub import HubError, local_file
+from verlite.importing import OwnCodeError
 
 Message = dict[str, str]
 OPTIONAL_COLUMNS = ("ability", "extra_info")
@@ -43,6 +46,26 @@ class PromptRow:
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """The distribution of lengths in tokens."""
+
+    shortest: int
+    median: int
+    p90: int
+    """At least 90% are not longer."""
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int] | np.ndarray) -> "Lengths":
+        """Return the distribution of at least one length. Each number is one of them."""
+        levels = np.quantile(lengths, (0, 0.5, 0.9, 1), method="inverted_cdf")
+        return cls(*map(int, levels))
+
+    def __str__(self) -> str:
+        return f"{self.shortest} to {self.longest} (median {self.median}, p90 {self.p90})"
+
+
+@dataclass(frozen=True)
 class DatasetReport:
     """How many rows were loaded, dropped and truncated."""
 
@@ -58,21 +81,34 @@ class DatasetReport:
     """Rows dropped because they are too long (data.filter_overlong_prompts)."""
     truncated: int
     """Rows truncated to data.max_prompt_length (data.truncation)."""
-    longest: int
-    """Tokens of the longest prompt in the selected rows, before filtering and truncation."""
+    lengths: Lengths
+    """Tokens of the selected rows' prompts, before filtering and truncation."""
     limit: int
     """data.max_prompt_length."""
+    in_files: int = 0
+    """Rows in the files, if only the first ones were read; else 0."""
 
     def __str__(self) -> str:
         chosen = self.kept + self.dropped
         words = [f"{self.split}: {self.kept} prompts from {', '.join(self.files)}"]
+        if self.in_files:
+            words.append(f"tried on the first {self.rows} of {self.in_files} rows")
         if chosen < self.rows:
             words.append(f"{chosen} of {self.rows} rows chosen by data.{self.split}_max_samples")
         if self.dropped:
-            words.append(f"{self.dropped} dropped for more than {self.limit} tokens")
+            words.append(f"{self.dropped}{self._share(self.dropped)} dropped for their length")
         if self.truncated:
-            words.append(f"{self.truncated} cut to {self.limit} tokens")
-        return "; ".join(words) + f"; longest prompt {self.longest} tokens, limit {self.limit}"
+            words.append(f"{self.truncated}{self._share(self.truncated)} cut to the limit")
+        return "; ".join(words) + f"; prompt tokens {self.lengths}, limit {self.limit}"
+
+    def _share(self, count: int) -> str:
+        return f" ({share(count, self.kept + self.dropped)})"
+
+
+def share(part: int, whole: int) -> str:
+    """Return a share as text: 12%, 0.3%."""
+    percent = 100 * part / whole
+    return f"{percent:.0f}%" if percent >= 1 else f"{percent:.1g}%"
 
 
 class RowFiles:
@@ -85,16 +121,29 @@ class RowFiles:
             have the format that `data_preprocess` writes.
     """
 
-    def __init__(self, files: str | Sequence[str], config: DataConfig, split: str) -> None:
-        self.paths = [
-            Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)
-        ]
-        if not self.paths:
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        config: DataConfig,
+        split: str,
+        first: int | None = None,
+    ) -> None:
+        """Read the files; of each only the `first` rows, or all (None)."""
+        self.names = [files] if isinstance(files, str) else list(files)
+        """The files, or the user's data set."""
+        if not self.names:
             raise DataError(f"data.{split}_files is empty: name at least one file")
         self.source_key = config.reward_fn_key
-        self.tables = [
-            _read(path, [config.prompt_key, self.source_key, "reward_model"]) for path in self.paths
-        ]
+        columns = [config.prompt_key, self.source_key, "reward_model"]
+        if config.custom_cls.path is not None:
+            files = [str(find_file(name)) for name in self.names]
+            read = [_own(config, files, split, columns, first)]
+            self.names = [f"{config.custom_cls.name} ({', '.join(self.names)})"]
+        else:
+            read = [_read(name, columns, first) for name in self.names]
+        self.tables = [table for table, _ in read]
+        self.in_files = sum(count for _, count in read)
+        """Rows in the files, read or not."""
         checks = {
             config.prompt_key: _messages_problem,
             self.source_key: _source_problem,
@@ -112,7 +161,7 @@ class RowFiles:
 
     def name(self, file: int, row: int) -> str:
         """Return file and row, for messages."""
-        return f"{self.paths[file]} row {row}"
+        return f"{self.names[file]} row {row}"
 
     def data_sources(self) -> list[str]:
         """The names of all data sources in the files, sorted."""
@@ -211,8 +260,9 @@ class PromptDataset:
             first = int(too_long.argmax())
             raise DataError(
                 f"{self._name(*rows[first])}: {PromptTooLong(lengths[first], limit)} by {key}; "
-                f"{too_long.sum()} of {len(rows)} prompts are too long, the longest "
-                f"{lengths.max()} tokens. Raise {key} or drop such prompts with "
+                f"{too_long.sum()} of {len(rows)} prompts "
+                f"({share(too_long.sum(), len(rows))}) are too long; prompt tokens "
+                f"{Lengths.of(lengths)}. Raise {key} or drop such prompts with "
                 "data.filter_overlong_prompts=True, or cut them with data.truncation=left, "
                 "right or middle"
             )
@@ -221,13 +271,14 @@ class PromptDataset:
         self._starts = np.cumsum([0] + [len(prompt) for prompt in prompts])
         self._report = DatasetReport(
             split=split,
-            files=[str(path) for path in self._files.paths],
+            files=self._files.names,
             rows=len(every_row),
             kept=len(rows),
             dropped=len(lengths) - len(rows),
             truncated=0 if config.filter_overlong_prompts else int(too_long.sum()),
-            longest=int(lengths.max()),
+            lengths=Lengths.of(lengths),
             limit=limit,
+            in_files=self._files.in_files if len(every_row) < self._files.in_files else 0,
         )
 
     def __len__(self) -> int:
@@ -247,9 +298,20 @@ class PromptDataset:
             extra_info=values.get("extra_info") or {},
         )
 
+    def __getitem__(self, i: int) -> PromptRow:
+        return self.row(i)
+
     def prompt_ids(self, i: int) -> np.ndarray:
         """Return the token ids of row i: [P], int32."""
         return self._ids[self._starts[i] : self._starts[i + 1]]
+
+    def all_ids(self) -> np.ndarray:
+        """Return the token ids of all rows, one after the other, int32."""
+        return self._ids
+
+    def starts(self) -> np.ndarray:
+        """Return where each row begins in `all_ids`, and its end: [len + 1]."""
+        return self._starts
 
     def where(self, i: int) -> str:
         """Return file and row of row i, for messages."""
@@ -300,6 +362,24 @@ class PromptDataset:
             ) from error
 
 
+def refuse_foreign_tokens(data: PromptDataset, vocab_size: int) -> None:
+    """Refuse prompts with tokens that the model does not have: ids from `vocab_size` on.
+
+    Raises:
+        DataError: names the first such prompt.
+    """
+    ids = data.all_ids()
+    foreign = np.flatnonzero(ids >= vocab_size)
+    if not len(foreign):
+        return
+    row = int(np.searchsorted(data.starts(), foreign[0], side="right")) - 1
+    raise DataError(
+        f"{data.where(row)}: the prompt has token id {ids[foreign[0]]}, but the model has "
+        f"{vocab_size} tokens, ids 0 to {vocab_size - 1}: the tokenizer belongs to another model. "
+        "Correct actor_rollout_ref.model.tokenizer_path or actor_rollout_ref.model.path"
+    )
+
+
 def overlap_note(train: PromptDataset, validation: PromptDataset) -> str | None:
     """Return a warning if validation prompts are also training prompts, else None."""
     seen = {train.prompt_ids(i).tobytes() for i in range(len(train))}
@@ -312,30 +392,62 @@ def overlap_note(train: PromptDataset, validation: PromptDataset) -> str | None:
     )
 
 
-def _read(path: Path, required: list[str]) -> pa.Table:
+def _read(name: str, required: list[str], first: int | None) -> tuple[pa.Table, int]:
+    """Return the first rows of a file (None: all), and how many rows it has."""
+    path = find_file(name)
     if not path.exists():
         raise DataError(
-            f"{path} does not exist: make it with data_preprocess/, "
+            f"{name} does not exist: make it with data_preprocess/, "
             "or correct data.train_files or data.val_files"
         )
     if not path.is_file():
-        raise DataError(f"{path} is not a file: name parquet, jsonl or json files")
+        raise DataError(f"{name} is not a file: name parquet, jsonl or json files")
     try:
         schema, rows = tables.outline(path)
         if rows == 0:
-            raise DataError(f"{path} has no rows")
+            raise DataError(f"{name} has no rows")
         available = schema.names
         missing = [name for name in required if name not in available]
         if missing:
             raise DataError(
-                f"{path} has no column {', '.join(map(repr, missing))}; "
+                f"{name} has no column {', '.join(map(repr, missing))}; "
                 f"its columns are {', '.join(available) or 'none'}"
             )
-        return tables.read(
-            path, required + [name for name in OPTIONAL_COLUMNS if name in available]
-        )
+        columns = required + [name for name in OPTIONAL_COLUMNS if name in available]
+        return tables.read(path, columns, rows=first), rows
     except tables.TableError as error:
-        raise DataError(f"{path} {error}") from error
+        raise DataError(f"{name} {error}") from error
+
+
+def find_file(name: str) -> Path:
+    """Return the path of a file here, or of the copy of a file on the hub. Raises DataError."""
+    try:
+        return local_file(name)
+    except HubError as error:
+        raise DataError(f"{name} {error}") from error
+
+
+def _own(
+    config: DataConfig, files: list[str], split: str, required: list[str], first: int | None
+) -> tuple[pa.Table, int]:
+    """Return the first rows of the user's data set (None: all), and how many it has."""
+    name = f"data.custom_cls.name={config.custom_cls.name}"
+    try:
+        rows, count = own_rows(config, files, split, first)
+    except OwnCodeError as error:
+        raise DataError(str(error)) from error
+    if not rows:
+        raise DataError(f"{name} has no rows for {split}")
+    for number, row in enumerate(rows):
+        missing = [column for column in required if column not in row]
+        if missing:
+            has = ", ".join(map(str, row)) or "nothing"
+            raise DataError(f"{name}: {split} row {number} has no {missing[0]!r}; it has {has}")
+    columns = required + [column for column in OPTIONAL_COLUMNS if column in rows[0]]
+    try:
+        return tables.from_rows([{c: row.get(c) for c in columns} for row in rows]), count
+    except tables.TableError as error:
+        raise DataError(f"{name}: {split} {error}") from error
 
 
 def _choose(rows: list[tuple[int, int]], config: DataConfig, split: str) -> list[tuple[int, int]]:

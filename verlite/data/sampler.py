@@ -2,9 +2,15 @@
 values.
 """
 
+import zlib
+from collections.abc import Callable
+
 import numpy as np
 
-from verlite.data.dataset import DataError
+from verlite.config.schema import DataConfig
+from verlite.data.custom import call
+from verlite.data.dataset import DataError, PromptDataset
+from verlite.importing import OwnCodeError, text_of
 
 
 class PromptSampler:
@@ -22,8 +28,15 @@ class PromptSampler:
         seed: int = 42,
         shuffle: bool = True,
         key: str = "data.train_batch_size",
+        order: Callable[[int], np.ndarray] | None = None,
     ) -> None:
-        """Create a sampler over `size` rows. `key` is the name of batch_size in messages."""
+        """Create a sampler over `size` rows.
+
+        Args:
+            key: the name of batch_size in messages.
+            order: the rows of an epoch, in place of a permutation. Then `size` is their number in
+                every epoch.
+        """
         if batch_size < 1:
             raise ValueError(f"{key}={batch_size} must be at least 1")
         if size < batch_size:
@@ -36,6 +49,7 @@ class PromptSampler:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self._own_order = order
         self.epoch = 0
         """Epoch of the last batch, from 0."""
         self.position = 0
@@ -59,8 +73,13 @@ class PromptSampler:
         return rows
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state as JSON values: seed, shuffle, epoch, position, size."""
+        """Return the state as JSON values: seed, shuffle, epoch, position, size.
+
+        With an order of the user's, also its checksum.
+        """
+        own = {} if self._own_order is None else {"order": zlib.crc32(self._order.tobytes())}
         return {
+            **own,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "epoch": self.epoch,
@@ -102,8 +121,57 @@ class PromptSampler:
         self.epoch = state["epoch"]
         self.position = state["position"]
         self._order = self._permutation()
+        if self.state_dict() != state:
+            raise ValueError(
+                f"data.sampler: order({self.epoch}) is another one than before the checkpoint. It "
+                "may depend only on the rows, the configuration and the epoch"
+            )
 
     def _permutation(self) -> np.ndarray:
+        if self._own_order is not None:
+            order = self._own_order(self.epoch)
+            if len(order) != self.size:
+                raise DataError(
+                    f"data.sampler: order({self.epoch}) has {len(order)} rows, and order(0) has "
+                    f"{self.size}: every epoch must have the same number"
+                )
+            return order
         if not self.shuffle:
             return np.arange(self.size)
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.size)
+
+
+def own_order(config: DataConfig, rows: PromptDataset) -> Callable[[int], np.ndarray] | None:
+    """Create the user's sampler, and return the order of each epoch. None: there is no sampler.
+
+    Raises:
+        DataError: it cannot be created; later, its order is not a list of row numbers.
+    """
+    path, name = config.sampler.class_path, config.sampler.class_name
+    if path is None or name is None:
+        return None
+    key = f"data.sampler.class_name={name} in {path}"
+    try:
+        sampler = call(path, name, data_source=rows, data_config=config)
+    except OwnCodeError as error:
+        raise DataError(f"data.sampler: {error}") from error
+    except Exception as error:
+        raise DataError(f"{key} cannot be created: {text_of(error)}") from error
+
+    if not callable(getattr(sampler, "order", None)):
+        raise DataError(f"{key} has no method order(epoch) (docs/data.md)")
+
+    def order(epoch: int) -> np.ndarray:
+        try:
+            given = np.asarray(sampler.order(epoch))
+        except Exception as error:
+            raise DataError(f"{key}: order({epoch}) failed: {text_of(error)}") from error
+        numbers = given.ndim == 1 and np.issubdtype(given.dtype, np.integer)
+        if not numbers or not len(given) or given.min() < 0 or given.max() >= len(rows):
+            raise DataError(
+                f"{key}: order({epoch}) must be a list of row numbers from 0 to {len(rows) - 1}, "
+                f"not {str(given)[:80]}"
+            )
+        return given.astype(np.int64)
+
+    return order

@@ -4,16 +4,23 @@ built."""
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from verlite import hub
 from verlite.config.schema import ModelConfig
 
 
 class ModelError(ValueError):
     """A model cannot be loaded or is not supported. The message names the key, its value and the
     remedy."""
+
+
+class HubUnreachable(ModelError):
+    """A model is neither a folder here nor in the hub's cache, and the hub cannot be reached."""
 
 
 @contextmanager
@@ -50,7 +57,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
     path = model.tokenizer_path or model.path
     with reading(f"{key}={path} has no tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        tokenizer = _from_folder_or_hub(AutoTokenizer, key, path, model)
     # transformers returns an empty tokenizer for a folder without tokenizer files.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise ModelError(
@@ -71,7 +78,7 @@ def load_config(model: ModelConfig) -> PretrainedConfig:
         ModelError: the path is not a model, or override_config has an unknown key.
     """
     with reading(f"model.path={model.path} is not a model that transformers can load"):
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        config = _from_folder_or_hub(AutoConfig, "model.path", model.path, model)
     for key, value in model.override_config.items():
         if not hasattr(config, key):
             raise ModelError(
@@ -86,3 +93,33 @@ def has_experts(config: PretrainedConfig) -> bool:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     text = config.get_text_config()
     return any((getattr(text, name, None) or 0) > 1 for name in names)
+
+
+def _from_folder_or_hub(kind: Any, key: str, path: str, model: ModelConfig) -> Any:
+    """Return `kind.from_pretrained` of a folder, or of a name on the hub.
+
+    Raises:
+        HubUnreachable: the hub cannot be reached, and its cache does not have the name.
+        ModelError: the hub does not have the name, or no access to it.
+    """
+    trust = model.trust_remote_code
+    if Path(path).exists():
+        return kind.from_pretrained(path, trust_remote_code=trust)
+    why = hub.unreachable()
+    try:
+        return kind.from_pretrained(path, trust_remote_code=trust, local_files_only=why is not None)
+    except OSError as error:
+        remedy = (
+            f"{hub.neighbors(path)}Correct the path, or download the model where the hub can be "
+            f"reached (hf download {path} --local-dir FOLDER) and give its folder"
+        )
+        if why is None:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ModelError(
+                f"{key}={path} is not a folder here, and cannot be read from the hub at "
+                f"{hub.endpoint()}: {reason}. {remedy}"
+            ) from error
+        raise HubUnreachable(
+            f"{key}={path} is not a folder here, and the hub at {hub.endpoint()} cannot be reached "
+            f"({why}). {remedy}"
+        ) from error

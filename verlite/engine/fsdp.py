@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verlite import progress
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine import checkpoint, export, loading, lora, sharding, ulysses
+from verlite.engine.errors import NonFiniteError
 from verlite.engine.export import Part
 from verlite.engine.folder import load_config
 from verlite.engine.layers import checkpoint_layers
@@ -65,10 +66,6 @@ hash under "frozen", which cannot be compared."""
 
 
 _Move = Callable[[Mapping[Any, Tensor]], dict[Any, Tensor]]
-
-
-class NonFiniteError(RuntimeError):
-    """Loss, gradients or weights are NaN or infinite."""
 
 
 class TrainEngine:

@@ -22,12 +22,14 @@ from verlite.engine.attention import Sequences
 class MicroBatching:
     """How one device's rows are split into forward passes. Exactly one limit is set.
 
-    size: maximum number of rows per pass.
+    size: maximum number of rows per pass, or of groups of rows.
     max_tokens: maximum number of real tokens per pass.
+    together: rows of a group: so many adjacent ones are in the same pass, one after the other.
     """
 
     size: int | None = None
     max_tokens: int | None = None
+    together: int = 1
 
     def __post_init__(self) -> None:
         limits = f"got size={self.size}, max_tokens={self.max_tokens}"
@@ -37,16 +39,22 @@ class MicroBatching:
             raise ValueError(f"the limit of micro-batches must be at least 1, {limits}")
 
     def split(self, rows: TensorDict) -> list[Tensor]:
-        """Return the row numbers of each micro-batch, over all rows with a trainable token."""
-        trainable = rows["response_mask"].any(-1).nonzero().squeeze(1)
+        """Return the row numbers of each micro-batch, over all groups with a trainable token."""
+        has_token = rows["response_mask"].any(-1).view(-1, self.together).any(-1)
+        trainable = has_token.nonzero().squeeze(1)
         if not len(trainable):
             return []
         if self.size is not None:
-            return list(trainable.split(self.size))
+            return [self._rows(part) for part in trainable.split(self.size)]
         assert self.max_tokens is not None
-        lengths = rows["attention_mask"][trainable].sum(-1)
+        lengths = rows["attention_mask"].sum(-1).view(-1, self.together).sum(-1)[trainable]
         parts = micro_batches_by_tokens(lengths.tolist(), self.max_tokens)
-        return [trainable[part] for part in parts if part]
+        return [self._rows(trainable[part]) for part in parts if part]
+
+    def _rows(self, groups: Tensor) -> Tensor:
+        """Return the rows of these groups."""
+        first = groups[:, None] * self.together
+        return (first + torch.arange(self.together)).flatten()
 
 
 @dataclass(frozen=True)

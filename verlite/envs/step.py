@@ -29,6 +29,9 @@ class Step:
     """True if the trajectory ends here."""
     valid: bool = True
     """False if the model's turn was malformed."""
+    reward: float = 0.0
+    """Reward of the turn. The reward function gets those of all turns, and decides what they mean
+    for the score; `verlite.rewards.environment` adds them up."""
     info: dict[str, Any] = field(default_factory=dict)
     """Entries for metrics: `action`, and if a tool was used `called`, `query`, `seconds`, ..."""
 
@@ -44,8 +47,8 @@ class Env(Protocol):
 
         Args:
             text: the turn, up to and including its first stop string.
-            last: True if the model will not get another turn. Then only `done`, `valid` and `info`
-                of the result matter, and no tool should be used.
+            last: True if the model will not get another turn. Then only `done`, `valid`,
+                `reward` and `info` of the result matter, and no tool should be used.
 
         Raises:
             ToolError: a tool failed. A mistake of the model is a Step, not an exception.

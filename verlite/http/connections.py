@@ -26,7 +26,11 @@ class _Share:
 
 
 class Connections:
-    """Any number of connections, kept alive between requests. Use it in one event loop."""
+    """Any number of connections, kept alive between requests. Use it in one event loop.
+
+    After an answer with status 5xx its connection is not used again: servers such as uvicorn close
+    it after an exception, some time after the answer, and a request that came meanwhile is lost.
+    """
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         """headers: of all requests."""
@@ -46,9 +50,13 @@ class Connections:
         share.in_flight += 1
         try:
             async with share.client.stream(method, url, content=content) as response:
+                if response.status_code >= 500 and share in self._shares:
+                    self._shares.remove(share)
                 yield response
         finally:
             share.in_flight -= 1
+            if not share.in_flight and share not in self._shares:
+                await share.client.aclose()
 
     async def close(self) -> None:
         """Close all connections."""

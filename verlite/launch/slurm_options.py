@@ -349,8 +349,8 @@ def _hub_models(config: Config) -> Iterator[str]:
 
 
 def _notes(options: Options, loaded: Loaded, nodes: int) -> Iterator[str]:
-    for text in loaded.lacking:
-        yield f"on this machine {text}. The job checks it again before Ray starts"
+    for problem in loaded.lacking:
+        yield f"on this machine {problem.brief()}. The job checks it again before Ray starts"
     if nodes > 1:
         for what, path in (
             ("the working folder", options.folder),

@@ -1,21 +1,27 @@
 """`verlite supervise`: run a command, and start it again while that is likely to help."""
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from verlite.controller import exit_codes, supervisor_file
+from verlite.controller.head import NoCluster
 from verlite.controller.node import process, process_state
+from verlite.controller.placement import ResourcesMissing
 from verlite.files import one_line, read_json
 from verlite.trainer import checkpoints
+from verlite.trainer.errors import ServiceMissing
 from verlite.trainer.tracking import METRICS, read_lines
 
 SIGNALS = {
@@ -37,6 +43,11 @@ FROZEN_S = 15.0
 """A command that SIGSTOP has stopped for so long is reported."""
 FROZEN_END_S = 60.0
 """A command that SIGSTOP has stopped for so long is killed."""
+MISSING = (NoCluster.__name__, ResourcesMissing.__name__, ServiceMissing.__name__)
+"""Types in error.json of a run that did not find its cluster, its devices or a service."""
+FOLDER = "verlite-supervise-"
+STALE_S = 60.0
+"""A folder that no process has locked is removed at this age: a new one is not locked yet."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class Attempt:
         code: exit code; -N if signal N ended it.
         run_dir: whether its run directory is known.
         error: first line of its error.json; "" if it has written none.
+        error_type: class of that error.
         step: last step in metrics.jsonl; None without one.
         saved: step of the newest checkpoint; None without one.
         no_restart: see `supervisor_file.Told`.
@@ -58,6 +70,7 @@ class Attempt:
     step: int | None = None
     saved: int | None = None
     no_restart: str = ""
+    error_type: str = ""
 
     @property
     def ending(self) -> str:
@@ -74,8 +87,13 @@ class Attempt:
         return self.code in (exit_codes.STOPPED, -signal.SIGTERM, -signal.SIGUSR1)
 
     @property
+    def misses_cluster(self) -> bool:
+        """Whether it did not start because a cluster, devices or a service were not there."""
+        return self.code == exit_codes.REFUSED and self.error_type in MISSING
+
+    @property
     def may_succeed(self) -> bool:
-        """Whether the same command may succeed now."""
+        """Whether the same command may succeed now. It does not know of earlier attempts."""
         if self.no_restart:
             return False
         if self.is_stop or self.code == exit_codes.LOST or -self.code in CRASHES:
@@ -93,7 +111,8 @@ class Budget:
 
     Attributes:
         max_restarts: restarts in a row without progress.
-        same_step: failed attempts in a row that end at the same step without progress.
+        same_step: failed attempts in a row that end at the same step without progress. Attempts
+            that did not find their cluster do not count.
     """
 
     max_restarts: int
@@ -114,6 +133,7 @@ class Budget:
         self.restarts += 1
         if not attempt.is_stop:
             self.failures += 1
+        if not attempt.is_stop and not attempt.misses_cluster:
             self.at_step = self.at_step + 1 if attempt.step == self.last_step else 1
             self.last_step = attempt.step
         where = "before the first step" if step < 1 else f"after step {step}"
@@ -144,6 +164,9 @@ class Supervisor:
         self._say = say
         self._signal: signal.Signals | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._started = time.time()
+        self._lost = False
+        """Whether the last attempt lost something, or did not find what an earlier one had lost."""
 
     def run(self) -> int:
         """Run the command until it needs no restart. Returns the exit code to end with.
@@ -153,8 +176,8 @@ class Supervisor:
         """
         before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
         try:
-            with tempfile.TemporaryDirectory(prefix="verlite-supervise-") as folder:
-                return self._run(Path(folder) / "told.json")
+            with private_folder() as folder:
+                return self._run(folder / "told.json")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -163,9 +186,10 @@ class Supervisor:
         while True:
             told.unlink(missing_ok=True)
             attempt = self._attempt(told)
+            self._lost = attempt.code == exit_codes.LOST or (self._lost and attempt.misses_cluster)
             if self._signal is not None:
                 return self._code_after_signal(attempt)
-            if not attempt.may_succeed:
+            if not self._may_succeed(attempt):
                 if attempt.no_restart:
                     self._say(f"no restart: {attempt.no_restart}")
                 return shell_code(attempt.code)
@@ -184,10 +208,19 @@ class Supervisor:
             if self._signal is not None:
                 return self._code_after_signal(attempt)
 
+    def _may_succeed(self, attempt: Attempt) -> bool:
+        """Whether the command may succeed now. A lost node may stay away for longer than the run
+        waits for it."""
+        return attempt.may_succeed or (self._lost and not attempt.no_restart)
+
     def _attempt(self, told: Path) -> Attempt:
         """Run the command once."""
         started = time.time()
-        environment = {**os.environ, supervisor_file.VARIABLE: str(told)}
+        environment = {
+            **os.environ,
+            supervisor_file.VARIABLE: str(told),
+            supervisor_file.STARTED: f"{self._started:.3f}",
+        }
         self._process = subprocess.Popen(
             self._command, env=environment, preexec_fn=_end_with_parent(os.getpid())
         )
@@ -223,11 +256,15 @@ class Supervisor:
         if self._signal == signal.SIGINT:
             is_end = attempt.code in (exit_codes.DONE, exit_codes.FAILED, exit_codes.REFUSED)
             return attempt.code if is_end else exit_codes.INTERRUPTED
-        return exit_codes.STOPPED if attempt.may_succeed else shell_code(attempt.code)
+        return exit_codes.STOPPED if self._may_succeed(attempt) else shell_code(attempt.code)
 
 
 def read_attempt(code: int, told: supervisor_file.Told, started: float) -> Attempt:
     """Return how a run of the command ended, from its exit code and its run directory.
+
+    Ray's native client ends the driver with 1 if it puts a value into the object store of a lost
+    raylet, or frees one there. If the run had reported its end before, the exit code of that report
+    counts.
 
     Args:
         started: when it started, in seconds since the epoch.
@@ -239,25 +276,55 @@ def read_attempt(code: int, told: supervisor_file.Told, started: float) -> Attem
         steps = [line["step"] for line in read_lines(run_dir / METRICS)]
     except (OSError, ValueError):
         steps = []
+    error_type, error, reported = read_error(run_dir / supervisor_file.ERROR_FILE, started)
     return Attempt(
-        code,
+        reported if code == exit_codes.FAILED and reported is not None else code,
         told.run_dir,
-        read_error(run_dir / supervisor_file.ERROR_FILE, started),
+        error,
         max(steps, default=None),
         checkpoints.last_saved(run_dir),
         told.no_restart,
+        error_type,
     )
 
 
-def read_error(path: Path, started: float) -> str:
-    """Return the first line of the message in error.json, "" if it is older than `started`."""
+def read_error(path: Path, started: float) -> tuple[str, str, int | None]:
+    """Return the type, the first line of the message, and the exit code in error.json.
+
+    ("", "", None) if it is older than `started`.
+    """
     try:
         error = read_json(path)
         if not isinstance(error, Mapping) or float(error["time"]) < started:
-            return ""
-        return one_line(str(error["message"]).partition("\n")[0]) or "no message"
+            return "", "", None
+        message = one_line(str(error["message"]).partition("\n")[0]) or "no message"
+        code = error.get("exit_code")
+        return str(error.get("type", "")), message, code if isinstance(code, int) else None
     except (OSError, ValueError, TypeError, KeyError):
-        return ""
+        return "", "", None
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """Create a locked temporary folder for the time of the block, and remove those of supervisors
+    that were killed."""
+    for stale in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError), _locked(stale) as status:
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > STALE_S:
+                shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, _locked(Path(folder)):
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[os.stat_result]:
+    """Lock a folder. Raises OSError if another process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def shell_code(code: int) -> int:

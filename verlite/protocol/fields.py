@@ -77,6 +77,9 @@ FIELDS: dict[str, Field] = {
     "old_log_probs": Field(
         "B R", _FLOAT, "old_log_probs", "log-prob under the policy before this step's updates"
     ),
+    "entropys": Field(
+        "B R", _FLOAT, "old_log_probs", "entropy at each sampled token, in nats (verl's name)"
+    ),
     "entropy_sums": Field(
         "B", _DOUBLE, "old_log_probs", "sum of the entropy over response_mask, in nats"
     ),

@@ -21,3 +21,15 @@ def summarize(name: str, values: torch.Tensor, counts: torch.Tensor | None = Non
         f"{name}/max": values.max().item(),
         f"{name}/min": values.min().item(),
     }
+
+
+def quantiles(name: str, values: torch.Tensor) -> Metrics:
+    """Return `name/p10`, `name/p50` and `name/p90` of a tensor, {} if it is empty.
+
+    Each is one of the values: the smallest that at least this share of them does not exceed.
+    """
+    if values.numel() == 0:
+        return {}
+    ordered = values.flatten().double().sort().values
+    ranks = {percent: -(-percent * len(ordered) // 100) - 1 for percent in (10, 50, 90)}
+    return {f"{name}/p{percent}": ordered[rank].item() for percent, rank in ranks.items()}

@@ -9,6 +9,8 @@ from typing import Any
 from verlite.trainer.tracking import MetricsLines
 
 SCORE = "critic/score/mean"
+LOSS = "train/loss"
+"""What main_sft has in place of a score."""
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 Points = list[tuple[int, float]]
@@ -20,9 +22,11 @@ class Curve:
     """The scores of a run over its steps."""
 
     training: Points
-    """Mean score of each step's samples."""
+    """Mean score of each step's samples; for main_sft the loss."""
     validation: dict[str, Points]
-    """Score on held-out prompts, by data source."""
+    """Score on held-out prompts, by data source; for main_sft the loss."""
+    value: str = "mean reward"
+    """What the values are."""
     unreadable: int = 0
     """Lines of metrics.jsonl that cannot be read."""
 
@@ -46,11 +50,15 @@ def read_curve(metrics_file: Path) -> Curve:
         if key.startswith("val-core/") and "/mean@" in key:
             source = "/".join(key.split("/")[1:-2])
             validation[source] = _points(lines, key)
+    losses = _points(lines, LOSS)
+    if losses and not training:
+        held_out = {"held out": _points(lines, "val/loss")}
+        return Curve(losses, held_out, "loss", len(found.unreadable))
     if not training and not any(validation.values()):
         raise ValueError(
             f"{metrics_file} has no scores: no step has {SCORE} or a val-core/.../mean@N"
         )
-    return Curve(training, validation, len(found.unreadable))
+    return Curve(training, validation, unreadable=len(found.unreadable))
 
 
 def _points(lines: list[dict[str, Any]], key: str) -> Points:
@@ -68,7 +76,13 @@ def draw(curve: Curve, picture: Path, title: str = "") -> None:
     axes = figure.add_subplot()
     if curve.training:
         steps, values = zip(*curve.training, strict=True)
-        axes.plot(steps, values, color="#8aa4c8", linewidth=1.5, label="training, sampled")
+        axes.plot(
+            steps,
+            values,
+            color="#8aa4c8",
+            linewidth=1.5,
+            label="training" if curve.value == "loss" else "training, sampled",
+        )
     for number, (source, points) in enumerate(curve.validation.items(), start=1):
         if not points:
             continue
@@ -76,7 +90,7 @@ def draw(curve: Curve, picture: Path, title: str = "") -> None:
         name = f"held out, {source}" if len(curve.validation) > 1 else "held out"
         color = f"C{number}"
         axes.plot(steps, values, label=name, color=color, linewidth=2, marker="o", markersize=4)
-    axes.set(xlabel="training step", ylabel="mean reward", title=title)
+    axes.set(xlabel="training step", ylabel=curve.value, title=title)
     curves = [curve.training, *curve.validation.values()]
     low, high = _axis_range([value for points in curves for _, value in points])
     margin = 0.03 * (high - low)

@@ -66,10 +66,9 @@ def _reason_without_checkpoints(path: Path) -> str:
     if (path / "config.json").is_file():
         return "is already a Hugging Face model folder."
     if (path / "metrics.jsonl").is_file():
-        return (
-            "is a run directory without checkpoints: "
-            "trainer.save_freq=-1 saves none, and main_sft writes huggingface/ instead."
-        )
+        why = "is a run directory without checkpoints: trainer.save_freq=-1 saves none."
+        done = (path / "huggingface" / "config.json").is_file()
+        return f"{why} Its last model is already in {path / 'huggingface'}." if done else why
     return "contains no global_step_N folder."
 
 

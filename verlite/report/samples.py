@@ -43,8 +43,12 @@ def read_samples(
     steps = sorted(int(name) for name in names if name.isdecimal())
     if not steps:
         raise ValueError(
-            f"{run_dir / 'rollouts'} has no {prefix}N.jsonl. "
-            "Give a run directory of a run with trainer.rollouts_per_step above 0."
+            f"{run_dir / 'rollouts'} has no {prefix}N.jsonl. Give the directory of a run "
+            + (
+                "that has validated (data.val_files)."
+                if validation
+                else "with trainer.rollouts_per_step above 0, or of main_sft after its first step."
+            )
         )
     if step is None:
         step = steps[-1]
@@ -106,15 +110,23 @@ def render(sample: Sample, whole_prompt: bool = False) -> RenderableType:
     for author, text in sample.get("transcript") or [["model", sample["response"]]]:
         if author == "model":
             turn += 1
-            grid.add_row(f"turn {turn}", Text(_escape(text), style=model_style))
+            grid.add_row(_turn(turn, infos), Text(_escape(text), style=model_style))
         else:
             info = infos[turn - 1] if turn <= len(infos) else {}
             result = Text(_escape(text.strip("\n")), style=STYLES["tool"])
             grid.add_row(_tool_call(info), result)
     if sample.get("error"):
         grid.add_row("error", Text(_escape(str(sample["error"])), style="red"))
-    grid.add_row("expected", Text(_escape(_answer(sample["ground_truth"]))))
+    expected = _answer(sample["ground_truth"])
+    if expected:
+        grid.add_row("expected", Text(_escape(expected)))
     return Group(_summary(sample), grid, Text())
+
+
+def _turn(turn: int, infos: Sequence[dict[str, Any]]) -> str:
+    """Return the label of a turn, with the reward that the environment gave for it."""
+    reward = infos[turn - 1].get("reward") if turn <= len(infos) else None
+    return f"turn {turn}" if reward is None else f"turn {turn} ({reward:+g})"
 
 
 def _summary(sample: Sample) -> Text:
@@ -125,7 +137,7 @@ def _summary(sample: Sample) -> Text:
         fields.append(f"{name} {shown}")
     fields.append(f"status {sample['status']}")
     fields.append(sample["data_source"])
-    fields.append(f"prompt {sample['index']}")
+    fields.append(f"prompt #{sample['index']}")
     if "turn_infos" in sample:
         calls = sum(bool(info.get("called")) for info in sample["turn_infos"] or [])
         fields.append(f"{calls} tool call{'s' * (calls != 1)}")

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from dataclasses import replace
 from typing import Any
 
 from verlite.config.names import module_file
@@ -10,37 +11,50 @@ from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer
 
-ANSWERS = {
-    "the ground truth": "42",
-    "the ground truth in \\boxed{}": "It is \\boxed{42}.",
-    'the ground truth after "####"': "40 + 2 = 42\n#### 42",
-    "the ground truth in <answer> tags": "<answer>42</answer>",
-    "a wrong answer": "41",
-    "an empty response": "",
-    "white space": " \n\t ",
-    "a truncated answer": "The answer is \\boxed{4",
-    "random symbols": "}{\\frac{[(<|#### \u0000\ufffd 𝟜２ ٤٢",
-    "a very long response": "so 1 + 1 = 2, " * 20_000,
-}
+TRUTH = "42"
+WRONG = ("41", "40")
+
+
+def answers(truth: Any) -> dict[str, str]:
+    """Return responses to a question with this ground truth, by what they are."""
+    text = str(truth)
+    return {
+        "the ground truth": text,
+        "the ground truth in \\boxed{}": f"It is \\boxed{{{text}}}.",
+        'the ground truth after "####"': f"40 + 2 = 42\n#### {text}",
+        "the ground truth in <answer> tags": f"<answer>{text}</answer>",
+        "a wrong answer": next(wrong for wrong in WRONG if wrong != text),
+        "an empty response": "",
+        "white space": " \n\t ",
+        "a truncated answer": f"The answer is \\boxed{{{text[:1]}",
+        "random symbols": "}{\\frac{[(<|#### \u0000\ufffd 𝟜２ ٤٢",
+        "a very long response": "so 1 + 1 = 2, " * 20_000,
+    }
+
+
 TIME_LIMIT_S = 10.0
 
 
-def check_reward(function: str, kwargs: dict[str, Any] | None = None) -> list[str]:
+def check_reward(
+    function: str, kwargs: dict[str, Any] | None = None, row: RewardItem | None = None
+) -> list[str]:
     """Return the problems of a reward function, one sentence each. An empty list means none.
 
-    The function runs in a separate process, as in training, on made-up answers to a question whose
-    ground truth is "42". It must
+    The function runs in a separate process, as in training, on made-up answers to a question. It
+    must
 
     - load, and accept the arguments;
     - return a finite number, or a dict with one, for each answer, within seconds;
     - return the same for the same answer, in any order of calls;
-    - work without extra_info;
+    - work without extra_info, unless a row is given;
     - return the same parts for each answer;
     - score the ground truth, in at least one usual form, above a wrong answer.
 
     Args:
         function: "FILE.py", "FILE.py:name" or "package.module:name".
         kwargs: extra keyword arguments, as reward_kwargs.
+        row: has the question's data source, ground truth and extra_info. None: the ground truth is
+            "42".
 
     Raises:
         ValueError: `function` has none of these forms, or the module does not exist.
@@ -62,25 +76,28 @@ def check_reward(function: str, kwargs: dict[str, Any] | None = None) -> list[st
         RewardConfig(item_timeout_s=TIME_LIMIT_S),
     )
     try:
-        scorer.check_signature(["contract"])
-        items = [
-            RewardItem("contract", text, "42", {"index": 0, "split": "test"})
-            for text in ANSWERS.values()
-        ]
+        question = row or RewardItem("contract", "", TRUTH, {"index": 0, "split": "test"})
+        scorer.check_signature([question.data_source])
+        texts = answers(question.ground_truth)
+        items = [replace(question, solution_str=text) for text in texts.values()]
         first = scorer.score(items)
         again = scorer.score(copy.deepcopy(items[::-1]))[::-1]
-        bare = scorer.score([RewardItem("contract", text, "42", {}) for text in ANSWERS.values()])
+        bare = first if row else scorer.score([replace(item, extra_info={}) for item in items])
     except FunctionError as error:
         return [str(error).removeprefix("custom_reward_function: ")]
     finally:
         scorer.close()
-    return _findings(first, again, bare)
+    scored = isinstance(question.ground_truth, str | int | float)
+    return _findings(list(texts), first, again, bare, scored)
 
 
 def _findings(
-    first: list[RewardResult], again: list[RewardResult], bare: list[RewardResult]
+    names: list[str],
+    first: list[RewardResult],
+    again: list[RewardResult],
+    bare: list[RewardResult],
+    truth_is_text: bool,
 ) -> list[str]:
-    names = list(ANSWERS)
     problems = _on(
         {
             name: f"{result.error}: {_last_line(result)}"
@@ -99,7 +116,10 @@ def _findings(
             if (one.score, one.parts) != (two.score, two.parts)
         }
     )
-    missing = "without extra_info {}: use a default for what you read there"
+    missing = (
+        "without extra_info {}: use a default for what you read there, or try it on your data "
+        "with --data FILE"
+    )
     problems += _on(
         {
             name: missing.format(result.error)
@@ -117,7 +137,7 @@ def _findings(
     scores = {name: result.score or 0.0 for name, result in zip(names, first, strict=True)}
     wrong = scores["a wrong answer"]
     best = max(score for name, score in scores.items() if name.startswith("the ground truth"))
-    if best <= wrong:
+    if truth_is_text and best <= wrong:
         problems.append(
             f"the ground truth, however it is written, scores no higher than a wrong answer "
             f"({wrong:g}): there is nothing to learn from, unless it needs a special form"
@@ -131,7 +151,7 @@ def _on(messages: dict[str, str]) -> list[str]:
     for name, message in messages.items():
         about.setdefault(message, []).append(name)
     return [
-        f"on {'all answers' if len(names) == len(ANSWERS) else ', '.join(names)}: {message}"
+        f"on {'all answers' if len(names) == len(answers(TRUTH)) else ', '.join(names)}: {message}"
         for message, names in about.items()
     ]
 

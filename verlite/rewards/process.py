@@ -9,21 +9,17 @@ standard library is imported, so a process starts in tens of milliseconds.
 """
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import json
 import os
 import pickle
 import struct
 import sys
-import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
 
+from verlite.importing import OwnCodeError, import_module
 from verlite.rewards import keeper
 from verlite.rewards.result import RewardItem, RewardResult, failure, result_of
 
@@ -47,16 +43,9 @@ def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
     """
     place, _, name = target.rpartition(":")
     try:
-        if place.endswith(".py"):
-            module = _load_file(Path(place))
-        else:
-            module = importlib.import_module(place)
-    except BaseException as error:  # an imported file may raise anything, SystemExit included
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        raise FunctionError(
-            f"{place} cannot be loaded: {type(error).__name__}: {error} "
-            f"({line.filename}:{line.lineno})"
-        ) from error
+        module = import_module(place)
+    except OwnCodeError as error:
+        raise FunctionError(str(error)) from error
     function = getattr(module, name, None)
     if not callable(function):
         functions = [
@@ -89,19 +78,6 @@ def takes_lists(function: Callable[..., Any]) -> bool:
     """
     names = inspect.signature(function).parameters
     return "queries" in names and "solution_str" not in names
-
-
-def _load_file(path: Path) -> ModuleType:
-    # The folder goes last, so that files beside this one never shadow a library.
-    sys.path.append(str(path.parent))
-    # The module gets a prefix because a file may be called math.py. It is registered because
-    # pickle and dataclasses look modules up by name.
-    spec = importlib.util.spec_from_file_location(f"verlite_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # true for every .py file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ The context only grows: sampled ids are kept exactly as sampled, and observation
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -114,9 +115,18 @@ async def _step_env(env: Env, trajectory: Trajectory, text: str, is_last: bool) 
     started_at = time.monotonic()
     step = await env.step(text, is_last)
     trajectory.tool_seconds += time.monotonic() - started_at
-    trajectory.infos.append(step.info)
+    reward = _finite(step.reward)
+    trajectory.turn_scores.append(reward)
+    trajectory.infos.append({**step.info, "reward": reward} if reward else step.info)
     trajectory.invalid_turns += not step.valid
     return step
+
+
+def _finite(reward: float) -> float:
+    value = float(reward)
+    if not math.isfinite(value):
+        raise ValueError(f"the environment's reward of a turn is {value}, not a finite number")
+    return value
 
 
 def _text_view(tokenizer: PreTrainedTokenizerBase, ids: list[int], stop: tuple[str, ...]) -> str:

@@ -156,6 +156,8 @@ class Trajectory:
     """Seconds spent waiting for the environment."""
     infos: list[dict[str, Any]] = field(default_factory=list)
     """What the environment reported for each turn."""
+    turn_scores: list[float] = field(default_factory=list)
+    """The environment's reward of each turn that it read."""
     segments: list[tuple[Literal["model", "tool"], int]] = field(default_factory=list)
     """(author, token count) of each piece of the response. Unlike the mask, it is kept after
     `fail`."""

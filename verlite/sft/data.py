@@ -1,18 +1,50 @@
-"""Read files of prompts and responses, check every row, and tokenize it once."""
+"""Read files of training examples, check every row, and tokenize it once."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from verlite import tables
-from verlite.config.sft import SFTDataConfig
-from verlite.data.dataset import DataError
+from verlite.config.sft import RowsConfig, SFTDataConfig
+from verlite.data.dataset import DataError, find_file
 from verlite.data.prompts import build_prompt
+from verlite.sft import conversation
 
-Example = tuple[list[int], list[int]]
-"""(prompt ids, response ids). The response ends with the end-of-sequence token."""
+MESSAGES = "messages"
+"""Column of conversations that is found without data.messages_key."""
+TEXT_OR_CHAT = "text or a list of messages {role, content}"
+Row = dict[str, Any]
+Messages = list[dict[str, Any]]
+Columns = Callable[[Path, list[str]], list[str]]
+"""(file, its columns) -> those that are read. Raises DataError if it has not all of them."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of training data as token ids.
+
+    prompt: the tokens before the first trained one.
+    response: the rest.
+    mask: for each token of the response 1 if it is trained, else 0.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    mask: list[int]
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens in the loss."""
+        return sum(self.mask)
+
+
+ExamplesOf = Callable[[Row], list[Example]]
+"""A row -> its examples. Raises ValueError if the row has the wrong form."""
 
 
 def read_examples(
@@ -20,32 +52,130 @@ def read_examples(
 ) -> list[Example]:
     """Return the rows of the files as token ids.
 
-    The prompt is built as in RL training (data.prompts.build_prompt), with the tokenizer's chat
-    template if it has one. The response is tokenized separately, as a model would generate it.
-    The end-of-sequence token is appended. max_rows: number of rows to read; -1: all.
+    A row is a prompt and a response, or a conversation (`conversation.tokenize`). The prompt is
+    built as in RL training (data.prompts.build_prompt), with the tokenizer's chat template if it
+    has one. The response is tokenized separately, as a model would generate it, and the
+    end-of-sequence token is appended. max_rows: number of rows to read; -1: all.
 
     Raises:
         DataError: a file is missing, unreadable or empty; a column is missing; a row has the wrong
             form; or an example is too long.
     """
+
+    def examples_of(row: Row) -> list[Example]:
+        if data.prompt_key in row and data.response_key in row:
+            return [fit(_pair(row, tokenizer, data), data)]
+        return [fit(_conversation(row, data.messages_key or MESSAGES, tokenizer, data), data)]
+
+    return read_rows(files, partial(columns, data=data), examples_of, max_rows)
+
+
+def read_rows(
+    files: str | Sequence[str], columns_of: Columns, examples_of: ExamplesOf, max_rows: int
+) -> list[Example]:
+    """Return the examples of all rows, in order.
+
+    Raises:
+        DataError: a file is missing, unreadable or empty, `columns_of` raises it, or `examples_of`
+            raises a ValueError about a row.
+    """
     examples: list[Example] = []
+    rows = 0
     for file in [files] if isinstance(files, str) else files:
-        path = Path(file).expanduser()
-        table = _read(path, [data.prompt_key, data.response_key])
+        path = find_file(file)
+        table = _read(path)
         if max_rows >= 0:
-            table = table.slice(0, max_rows - len(examples))
-        prompts = table[data.prompt_key].to_pylist()
-        responses = table[data.response_key].to_pylist()
-        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            table = table.slice(0, max_rows - rows)
+        rows += table.num_rows
+        chosen = table.select(columns_of(path, table.column_names))
+        for number, row in enumerate(chosen.to_pylist()):
             try:
-                prompt = _entry(prompt, data.prompt_key, data.prompt_dict_keys)
-                response = _entry(response, data.response_key, data.response_dict_keys)
-                examples.append(_example(prompt, response, tokenizer, data))
+                examples += examples_of(row)
             except ValueError as error:
-                raise DataError(f"{path} row {row}: {error}") from error
+                raise DataError(f"{path} row {number}: {error}") from error
     if not examples:
         raise DataError("data.train_files is empty: name at least one file")
     return examples
+
+
+def endless_examples(examples: list[Example], tokenizer: Any, max_length: int) -> int:
+    """Return how many examples end without a special token, other than by data.truncation."""
+    special = set(tokenizer.all_special_ids)
+    return sum(
+        example.response[-1] not in special
+        for example in examples
+        if len(example.prompt) + len(example.response) < max_length
+    )
+
+
+def endless_warning(examples: list[Example], tokenizer: Any, max_length: int) -> str | None:
+    """Return a warning if there are `endless_examples`, else None."""
+    endless = endless_examples(examples, tokenizer, max_length)
+    if not endless:
+        return None
+    return (
+        f"{endless} of {len(examples)} examples do not end with a special token: the chat template "
+        "writes none after the assistant's last turn, or has it outside of its generation marks. "
+        "A model that learns them does not learn to end its answers"
+    )
+
+
+def check_columns(files: Sequence[str], columns_of: Columns) -> None:
+    """Check that the files can be read and have the columns that training needs.
+
+    Raises:
+        DataError: as `read_rows`.
+    """
+    for file in files:
+        path = find_file(file)
+        columns_of(path, _read(path).column_names)
+
+
+def columns(path: Path, present: list[str], data: SFTDataConfig) -> list[str]:
+    """Return the columns of a file that `read_examples` reads. Raises DataError if it has not all
+    of them."""
+    key = data.messages_key
+    if key is None and MESSAGES in present and data.prompt_key not in present:
+        key = MESSAGES
+    required = [data.prompt_key, data.response_key] if key is None else [key]
+    remedy = "Set data.prompt_key and data.response_key, or data.messages_key."
+    require(path, present, required, remedy)
+    return [*required, *([data.tools_key] if key is not None and data.tools_key in present else [])]
+
+
+def require(path: Path, present: list[str], required: list[str], remedy: str) -> None:
+    """Raise DataError if a file lacks one of these columns."""
+    for column in required:
+        if column not in present:
+            raise DataError(
+                f"{path} has no column {column!r}. Its columns: {', '.join(present) or 'none'}. "
+                f"{remedy}"
+            )
+
+
+def _pair(row: Row, tokenizer: Any, data: SFTDataConfig) -> Example:
+    """Return the example of a row with a prompt and a response."""
+    response = _entry(row[data.response_key], data.response_key, data.response_dict_keys)
+    if not isinstance(response, str):
+        raise ValueError(f"column {data.response_key!r} is {str(response)[:100]!r}, expected text")
+    return answer(prompt_of(row, data), response, tokenizer, data)
+
+
+def prompt_of(row: Row, data: RowsConfig) -> Messages:
+    """Return a row's prompt. Text is one message of the user."""
+    prompt = _entry(row[data.prompt_key], data.prompt_key, data.prompt_dict_keys)
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return messages_of(chat, data.prompt_key, ["role", "content"], TEXT_OR_CHAT)
+
+
+def answer(prompt: Messages, response: str, tokenizer: Any, data: RowsConfig) -> Example:
+    """Return the example of a prompt and its response, which is trained."""
+    prompt_ids = build_prompt(tokenizer, prompt, template_kwargs=data.apply_chat_template_kwargs)
+    if not prompt_ids:
+        raise ValueError("the prompt has no tokens")
+    response_ids = tokenizer.encode(response, add_special_tokens=False)
+    response_ids = [*response_ids, tokenizer.eos_token_id]
+    return Example(prompt_ids, response_ids, [1] * len(response_ids))
 
 
 def _entry(value: Any, column: str, names: Sequence[str] | None) -> Any:
@@ -58,48 +188,74 @@ def _entry(value: Any, column: str, names: Sequence[str] | None) -> Any:
     return value
 
 
-def _example(prompt: Any, response: Any, tokenizer: Any, data: SFTDataConfig) -> Example:
-    messages = _messages(prompt, data.prompt_key)
-    if not isinstance(response, str):
-        raise ValueError(f"column {data.response_key!r} is {str(response)[:100]!r}, expected text")
-    prompt_ids = build_prompt(tokenizer, messages, template_kwargs=data.apply_chat_template_kwargs)
-    if not prompt_ids:
-        raise ValueError("the prompt has no tokens")
-    response_ids = tokenizer.encode(response, add_special_tokens=False)
-    response_ids = [*response_ids, tokenizer.eos_token_id]
-    length = len(prompt_ids) + len(response_ids)
+def messages_of(value: Any, column: str, fields: Sequence[str], expected: str) -> Messages:
+    """Return chat messages without the null fields that parquet adds. Each has these fields, which
+    are text."""
+    messages = _without_nulls(value)
+    is_chat = isinstance(messages, list) and all(
+        isinstance(message, dict) and all(isinstance(message.get(name), str) for name in fields)
+        for message in messages
+    )
+    if not messages or not is_chat:
+        raise ValueError(f"column {column!r} is {str(value)[:100]!r}, expected {expected}")
+    return list(messages)
+
+
+def _conversation(row: Row, key: str, tokenizer: Any, data: SFTDataConfig) -> Example:
+    """Return the example of a row with a conversation. What follows its last turn is left out."""
+    expected = "a list of messages {role, content}, or that as JSON text"
+    messages = messages_of(_from_json(row[key]), key, ["role"], expected)
+    tools = _without_nulls(_from_json(row.get(data.tools_key)))
+    if tools and not isinstance(tools, list):
+        raise ValueError(
+            f"column {data.tools_key!r} is {str(tools)[:100]!r}, "
+            "expected a list of JSON schemas, or that as JSON text"
+        )
+    ids, mask = conversation.tokenize(tokenizer, messages, tools, data.apply_chat_template_kwargs)
+    first = mask.index(1)
+    end = len(mask) - mask[::-1].index(1)
+    if first == 0:
+        raise ValueError("its first token is trained, but no token before it predicts it")
+    return Example(ids[:first], ids[first:end], mask[first:end])
+
+
+def _from_json(value: Any) -> Any:
+    """Return the value of JSON text, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the null entries that parquet adds to mappings."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    return value
+
+
+def fit(example: Example, data: RowsConfig) -> Example:
+    """Return an example of at most data.max_length tokens."""
+    length = len(example.prompt) + len(example.response)
     if length > data.max_length and data.truncation == "error":
         raise ValueError(
             f"the example has {length} tokens, more than data.max_length={data.max_length}. "
             "Raise it, or set data.truncation=right"
         )
-    response_ids = response_ids[: max(0, data.max_length - len(prompt_ids))]
-    if not response_ids:
+    room = max(0, data.max_length - len(example.prompt))
+    if room == 0:
         raise ValueError(
-            f"the prompt has {len(prompt_ids)} tokens; with data.max_length={data.max_length} "
+            f"the prompt has {len(example.prompt)} tokens; with data.max_length={data.max_length} "
             "no token is left for the response"
         )
-    return prompt_ids, response_ids
+    return Example(example.prompt, example.response[:room], example.mask[:room])
 
 
-def _messages(prompt: Any, key: str) -> list[dict[str, Any]]:
-    """Return a prompt as chat messages, without the null fields that parquet adds."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    is_chat = isinstance(prompt, list) and all(
-        isinstance(message, dict) and isinstance(message.get("content"), str) for message in prompt
-    )
-    if not prompt or not is_chat:
-        raise ValueError(
-            f"column {key!r} is {str(prompt)[:100]!r}, "
-            "expected text or a list of messages {role, content}"
-        )
-    return [
-        {name: value for name, value in message.items() if value is not None} for message in prompt
-    ]
-
-
-def _read(path: Path, columns: list[str]) -> pa.Table:
+def _read(path: Path) -> pa.Table:
     if path.is_dir():
         raise DataError(f"{path} is a folder. Name the files in data.train_files or val_files.")
     if not path.is_file():
@@ -108,13 +264,6 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
         table = tables.read(path)
     except tables.TableError as error:
         raise DataError(f"{path} {error}") from error
-    for column in columns:
-        if column not in table.column_names:
-            present = ", ".join(table.column_names) or "none"
-            raise DataError(
-                f"{path} has no column {column!r}. Its columns: {present}. "
-                "Set data.prompt_key and data.response_key."
-            )
     if table.num_rows == 0:
         raise DataError(f"{path} has no rows")
     return table

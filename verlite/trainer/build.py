@@ -7,49 +7,46 @@ export after the last step and chooses the exit code.
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import psutil
 import yaml
-from transformers import PreTrainedTokenizerBase
 
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config import catalog
 from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.config.debug import DEBUGGERS, LIFTED
 from verlite.config.plan import Plan, engine_settings
-from verlite.config.schema import AlgorithmConfig, Config, ModelConfig
+from verlite.config.schema import AlgorithmConfig, Config
 from verlite.controller.breakpoints import show_stops
-from verlite.controller.exit_codes import DONE, STOPPED
 from verlite.controller.placement import Placement
 from verlite.controller.worker_group import ready, spawn
-from verlite.data.dataset import PromptDataset, overlap_note
-from verlite.data.sampler import PromptSampler
-from verlite.engine.folder import ModelError, load_config, load_tokenizer
-from verlite.envs.chat import TemplateError
-from verlite.envs.factory import EnvFactory, build_env_factory, encoder
-from verlite.envs.step import Step
-from verlite.files import RetryingWriter, free_text, read_text, replace_file
+from verlite.data.sampler import PromptSampler, own_order
+from verlite.files import RetryingWriter, free_text
+from verlite.trainer import exports, run_file
 from verlite.trainer.checkpoints import STATE, Checkpoint, CheckpointError, ResumeRefused
-from verlite.trainer.detectors import Detectors
+from verlite.trainer.detectors import WARNINGS, Detectors, ignored
 from verlite.trainer.display import Display
 from verlite.trainer.ending import reported_first
-from verlite.trainer.errors import AlreadyComplete, RunRefused
-from verlite.trainer.finish import WARNINGS, forget_warnings, save
+from verlite.trainer.errors import RunRefused
+from verlite.trainer.exports import already_complete, exported_step, install_export
+from verlite.trainer.finish import forget_warnings, save
+from verlite.trainer.inputs import (
+    data_lines,
+    load_datasets,
+    load_environment,
+    load_policy_tokenizer,
+)
 from verlite.trainer.launch import Preflight, connect_ray, plan_on, reserve_devices
 from verlite.trainer.reference import check_shape, check_weights
 from verlite.trainer.run import Run, StepState
-from verlite.trainer.time_limit import TimeLimit, deadline
-from verlite.trainer.tracking import METRICS, MetricsFile, Tracking, read_lines, set_aside
+from verlite.trainer.segments import changed_keys, write_config
+from verlite.trainer.time_limit import time_limit
+from verlite.trainer.tracking import METRICS, Tracking, read_lines
 from verlite.workers.roles import ROLES
-
-EARLIER_STEPS = 20
-"""Steps of an earlier run in this directory that show how long steps and saves take."""
-STEP_FILE = "training_step.txt"
-"""File in huggingface/ with the step of the exported policy."""
 
 
 @contextmanager
@@ -69,45 +66,58 @@ def open_run(checks: Preflight) -> Iterator[Run]:
     state: dict[str, Any] = {"step": 0}
     if checks.checkpoint:
         state = checks.checkpoint.state()
-    with ExitStack() as stack, reported_first(checks.stop, run_dir):
+    stop, display = checks.stop, checks.display
+    with ExitStack() as stack, reported_first(stop, run_dir):
+        stack.callback(display.close)
         check_functions(config)
-        tokenizer = load_policy_tokenizer(config.actor_rollout_ref.model)
+        model = config.actor_rollout_ref.model
+        tokenizer, described = load_policy_tokenizer(model)
         if checks.service:
-            model = config.actor_rollout_ref.model
-            check_shape(checks.service, load_config(model), model.path)
+            check_shape(checks.service, described, model.path)
         env_factory = load_environment(config, plan, tokenizer)
-        train_data, val_data = load_datasets(checks, tokenizer, env_factory)
+        with display.phase("reading prompts"):
+            train_data, val_data = load_datasets(
+                config, plan, (checks.train, checks.val), tokenizer, described, env_factory
+            )
+        order = own_order(config.data, train_data)
         sampler = PromptSampler(
-            len(train_data),
+            len(train_data) if order is None else len(order(0)),
             plan.gen_prompts,
             config.data.seed,
             config.data.shuffle,
             plan.gen_prompts_key,
+            order,
         )
         if checks.checkpoint:
             try:
                 sampler.load_state_dict(state["sampler"])
             except ValueError as error:
                 raise ResumeRefused(f"{checks.checkpoint.path / STATE}: {error}") from error
-        _, total_steps = plan.steps(len(train_data))
+        _, total_steps = plan.steps(sampler.size)
+        run_file.plan(run_dir, total_steps)
         stop_if_complete(config, run_dir, state, total_steps)
 
-        display = Display(total_steps, state["step"], log=checks.stop.log)
-        stack.callback(display.close)
-        stop = checks.stop
-        stop.where = lambda: f"while {display.current_phase or 'starting'}"
-        show_data(display, train_data, val_data)
+        groups = catalog.compares(config.algorithm.adv_estimator)
+        display.begin(total_steps, state["step"], groups)
+        for line in data_lines(tokenizer, train_data, val_data):
+            display.info(line)
         for text in checks.warnings:
             display.warn(text)
         writer = RetryingWriter(display.warn)
         stack.callback(writer.close)
-        writer.replace(run_dir / "config.yaml", checks.config_yaml.encode())
+        if checks.checkpoint:
+            for line in changed_keys(checks.checkpoint.path.parent, checks.config_yaml):
+                display.info(f"changed since the checkpoint's run: {line}")
+        try:
+            write_config(run_dir, checks.config_yaml, state["step"], writer)
+        except OSError as error:
+            raise RunRefused(f"{run_dir}: {error}. Choose another directory.") from error
 
         with display.phase("starting workers"):
             placement = checks.placement
             if placement is None:
                 address = config.ray_kwargs.ray_init.address
-                cluster = stack.enter_context(connect_ray(config, plan, address, checks.stop))
+                cluster = stack.enter_context(connect_ray(config, plan, address, stop))
             if placement is None:
                 plan = plan_on(cluster, config, plan)
                 placement = reserve_devices(cluster, config, plan)
@@ -116,9 +126,11 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             if config.trainer.debug:
                 display.info(debug_text(placement.cluster.debugger))
                 stack.enter_context(show_stops(placement.cluster, display.info))
-            workers = start_workers(placement, config, plan, total_steps, checks.checkpoint)
+            workers = start_workers(
+                placement, config, plan, total_steps, checks.checkpoint, display
+            )
 
-        tracking = open_tracking(checks, state, writer)
+        tracking = open_tracking(checks, state, writer, display.info)
         stack.callback(tracking.finish)
         run = Run(
             config=config,
@@ -135,12 +147,12 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             tracking=tracking,
             display=display,
             stop=stop,
-            limit=time_limit(config, run_dir),
+            limit=time_limit(config.trainer.max_runtime, run_dir),
             env_factory=env_factory,
             detectors=Detectors(
                 config.trainer.detect,
                 earlier_metrics(run_dir, state["step"]),
-                compares=catalog.compares(config.algorithm.adv_estimator),
+                ignored(groups, cuts_prompts=train_data.report().truncated > 0),
             ),
             service=checks.service,
         )
@@ -185,67 +197,6 @@ def check_functions(config: Config) -> None:
         raise RunRefused(str(error)) from error
 
 
-def load_policy_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the policy's tokenizer, after checking its config.json.
-
-    A broken config.json fails here in a second; in the workers it would take many.
-
-    Raises:
-        RunRefused: either cannot be loaded.
-    """
-    try:
-        load_config(model)
-        return load_tokenizer(model)
-    except ModelError as error:
-        raise RunRefused(f"actor_rollout_ref.{error}") from error
-
-
-def load_environment(
-    config: Config, plan: Plan, tokenizer: PreTrainedTokenizerBase
-) -> EnvFactory | None:
-    """Build the environment factory and encode one observation. None for single-turn runs.
-
-    Raises:
-        RunRefused: the environment does not exist, the chat template does not support its tools, or
-            `data.max_obs_length` leaves no room for an observation.
-    """
-    if not plan.max_turns:
-        return None
-    limit = config.data.max_obs_length
-    try:
-        factory = build_env_factory(config)
-        encode = encoder(factory, tokenizer, config.data.apply_chat_template_kwargs)
-        before, after = factory.around
-        encode(Step("gizmo " * limit, before, after), [], limit)
-    except (TemplateError, ValueError) as error:
-        raise RunRefused(str(error)) from error
-    return factory
-
-
-def load_datasets(
-    checks: Preflight, tokenizer: PreTrainedTokenizerBase, env_factory: EnvFactory | None
-) -> tuple[PromptDataset, PromptDataset | None]:
-    """Tokenize and measure the prompts of both splits."""
-    data = checks.config.data
-    limit = (checks.plan.longest_prompt_key, checks.plan.longest_prompt)
-    tools = env_factory.tools if env_factory else ()
-    train = PromptDataset(checks.train, tokenizer, data, "train", limit, tools)
-    if checks.val is None:
-        return train, None
-    return train, PromptDataset(checks.val, tokenizer, data, "val", limit, tools)
-
-
-def show_data(display: Display, train: PromptDataset, val: PromptDataset | None) -> None:
-    """Print how many prompts of each split are used, and warn about prompts in both."""
-    display.info(str(train.report()))
-    if val is None:
-        return
-    display.info(str(val.report()))
-    overlap = overlap_note(train, val)
-    if overlap:
-        display.info(overlap)
-
-
 def stop_if_complete(
     config: Config, run_dir: Path, state: dict[str, Any], total_steps: int
 ) -> None:
@@ -263,19 +214,12 @@ def stop_if_complete(
         return
     if trainer.export_hf and exported_step(run_dir) != step:
         return
-    lines = [f"already complete: {run_dir} has a checkpoint of step {step} of {total_steps}"]
-    if step > total_steps:
-        lines = [
-            f"already complete: {run_dir} has a checkpoint of step {step}, and this "
-            f"configuration trains for {total_steps} steps"
-        ]
-    writer = RetryingWriter(lines.append)
-    MetricsFile(run_dir / METRICS, writer, step).write_missing(step, state["metrics"])
-    writer.close()
-    raise AlreadyComplete("\n".join(lines))
+    raise already_complete(run_dir, state, total_steps)
 
 
-def open_tracking(checks: Preflight, state: dict[str, Any], writer: RetryingWriter) -> Tracking:
+def open_tracking(
+    checks: Preflight, state: dict[str, Any], writer: RetryingWriter, say: Callable[[str], None]
+) -> Tracking:
     """Open metrics.jsonl and the trackers.
 
     A checkpoint is written before its step's line, so a kill may have come between the two. The
@@ -295,6 +239,7 @@ def open_tracking(checks: Preflight, state: dict[str, Any], writer: RetryingWrit
             yaml.safe_load(checks.config_yaml),
             writer,
             resumed_step=state["step"],
+            say=say,
         )
         forget_warnings(Path(trainer.default_local_dir) / WARNINGS, state["step"], writer)
     except OSError as error:
@@ -315,22 +260,13 @@ def earlier_metrics(run_dir: Path, step: int) -> list[dict[str, Any]]:
         return []
 
 
-def time_limit(config: Config, run_dir: Path) -> TimeLimit:
-    """Return the run's wall time, with the durations of earlier steps of the same run directory."""
-    started = psutil.Process().create_time()
-    limit = TimeLimit(deadline(config.trainer.max_runtime, started))
-    if limit.deadline is not None:
-        for line in read_lines(run_dir / METRICS)[-EARLIER_STEPS:]:
-            limit.observe(line)
-    return limit
-
-
 def start_workers(
     placement: Placement,
     config: Config,
     plan: Plan,
     total_steps: int,
     checkpoint: Checkpoint | None,
+    display: Display,
 ) -> dict[str, Any]:
     """Start the workers of every role, load the checkpoint, and wait until all are ready.
 
@@ -338,25 +274,29 @@ def start_workers(
         Worker group of each role, by the role's name.
     """
     training = {}
-    for role, entry in ROLES.items():
-        if role not in plan.roles or role == "rollout":
-            continue
-        training[role] = spawn(entry.worker_class(), placement, role, config, plan, total_steps)
-        # A role that offloads leaves the GPUs before the next one loads its model: together they
-        # may not fit.
-        if placement.kind == "cuda" and offloads(config, role):
-            ready(training[role])
-    if checkpoint or placement.kind == "cuda":
-        ready(*training.values())
+    trained = [role for role in plan.roles if role != "rollout"]
+    with display.phase(f"loading models: {', '.join(trained)}"):
+        for role, entry in ROLES.items():
+            if role not in plan.roles or role == "rollout":
+                continue
+            training[role] = spawn(entry.worker_class(), placement, role, config, plan, total_steps)
+            # A role that offloads leaves the GPUs before the next one loads its model: together
+            # they may not fit.
+            if placement.kind == "cuda" and offloads(config, role):
+                ready(training[role])
+        if checkpoint or placement.kind == "cuda":
+            ready(*training.values())
     if checkpoint:
-        for role, workers in training.items():
-            if ROLES[role].saves:
-                workers.load(str(checkpoint.path / role), checkpoint.files(role))
+        with display.phase(f"loading {checkpoint.path.name}"):
+            for role, workers in training.items():
+                if ROLES[role].saves:
+                    workers.load(str(checkpoint.path / role), checkpoint.files(role))
     # Rollout comes last: vLLM takes its share of the memory that is free when it starts, which is
     # most once the other roles have loaded and offloaded their models.
-    rollout_class = ROLES["rollout"].worker_class()
-    rollout = spawn(rollout_class, placement, "rollout", config, plan, os.getcwd())
-    ready(*training.values(), rollout)
+    with display.phase("starting rollout engines"):
+        rollout_class = ROLES["rollout"].worker_class()
+        rollout = spawn(rollout_class, placement, "rollout", config, plan, os.getcwd())
+        ready(*training.values(), rollout)
     return {**training, "rollout": rollout}
 
 
@@ -372,14 +312,6 @@ def kl_controller(algorithm: AlgorithmConfig) -> FixedKLController | AdaptiveKLC
     if settings.type == "fixed":
         return FixedKLController(settings.kl_coef)
     return AdaptiveKLController(settings.kl_coef, settings.target_kl, settings.horizon)
-
-
-def exported_step(run_dir: Path) -> int | None:
-    """Step of the policy in huggingface/. None if nothing was exported."""
-    try:
-        return int(read_text(run_dir / "huggingface" / STEP_FILE))
-    except (OSError, ValueError):
-        return None
 
 
 def restore(run: Run, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
@@ -400,39 +332,17 @@ def restore(run: Run, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
 
 
 def finalize(run: Run) -> int:
-    """End a run that did not fail: write the export, print where the results are.
-
-    Returns:
-        Exit code: 0 if all is done, 75 if a stop was requested and the same command goes on.
-
-    Raises:
-        CheckpointError: the steps since the last checkpoint cannot be saved.
-    """
+    """End a run that did not fail, and return the exit code. Raises CheckpointError."""
     trainer = run.config.trainer
-    if run.stop.requested or (run.step < run.total_steps and not trainer.val_only):
-        return finalize_stopped(run)
-    if trainer.export_hf and run.step and not trainer.val_only:
-        with run.display.phase("writing Hugging Face export"):
-            export(run)
-    run.display.close()
-    print_results(run, sys.stdout)
-    return DONE
-
-
-def finalize_stopped(run: Run) -> int:
-    """Save what is not saved yet: the request may have come after the step's own save."""
-    if run.step > run.saved_step:
-        save(run)
-    if run.step > run.saved_step:
-        raise CheckpointError(
-            f"stopped by {run.stop.requested} after step {run.step}, whose checkpoint could not be "
-            "written"
-        )
-    run.display.info(
-        f"stopped by {run.stop.requested} after step {run.step} of {run.total_steps}. "
-        f"{run.stop.checkpoint()}"
+    unfinished = run.step < run.total_steps and not trainer.val_only
+    has_model = trainer.export_hf and run.step and not trainer.val_only
+    return exports.finalize(
+        run,
+        bool(run.stop.requested) or unfinished,
+        partial(save, run),
+        partial(export, run) if has_model else None,
+        sys.stdout,
     )
-    return STOPPED
 
 
 def export(run: Run) -> None:
@@ -444,9 +354,7 @@ def export(run: Run) -> None:
     Raises:
         CheckpointError: it cannot be written, or the driver does not see what the actor wrote.
     """
-    final = run.run_dir / "huggingface"
     temporary = run.run_dir / ".tmp_huggingface"
-    old = run.run_dir / ".old_huggingface"
     shutil.rmtree(temporary, ignore_errors=True)
     errors: Any = run.actor.export_hf(str(temporary))
     error = next(filter(None, errors), None)
@@ -461,34 +369,4 @@ def export(run: Run) -> None:
             f"the driver does not see the export that the actor wrote to {temporary}. "
             "trainer.default_local_dir must be a folder that all nodes share."
         )
-    replace_file(temporary / STEP_FILE, str(run.step))
-    shutil.rmtree(old, ignore_errors=True)
-    if not run.resumed_step:
-        renamed = set_aside(final)
-        if renamed:
-            run.display.info(f"the export of an earlier run is now {renamed}")
-    if final.exists():
-        final.rename(old)
-    temporary.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def print_results(run: Run, out: TextIO) -> None:
-    """Print the paths of metrics, samples, configuration, logs, checkpoint and export."""
-    folder = run.run_dir
-    saved = folder.glob("global_step_*")
-    newest = max(saved, key=lambda path: path.stat().st_mtime, default=None)
-    paths = [
-        ("metrics", folder / METRICS),
-        ("samples", folder / "rollouts"),
-        ("warnings", folder / WARNINGS),
-        ("config", folder / "config.yaml"),
-        ("worker logs", folder / "logs"),
-        ("checkpoint", newest),
-        ("Hugging Face", folder / "huggingface"),
-    ]
-    for label, path in paths:
-        if path is None or not path.exists():
-            continue
-        inside = path.is_relative_to(Path.cwd())
-        out.write(f"{label:>13}  {os.path.relpath(path) if inside else path}\n")
+    install_export(temporary, run.run_dir, run.step, run.resumed_step, run.display.info)

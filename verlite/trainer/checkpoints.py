@@ -147,7 +147,7 @@ def failed_text(run_dir: Path, step: int, needs: str, why: str) -> str:
     text = (
         f"checkpoint of step {step} was not written: {one_line(why)}. It needs {needs}; "
         f"{run_dir} has {free_text(run_dir)} free. Free some space, or set "
-        "trainer.max_actor_ckpt_to_keep."
+        "trainer.max_actor_ckpt_to_keep (main_sft: trainer.max_ckpt_to_keep)."
     )
     return f"{text} Older checkpoints are unchanged." if steps_on_disk(run_dir) else text
 

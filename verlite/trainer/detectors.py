@@ -8,7 +8,7 @@ people usually do about it. A warning is due once the detector has seen it in
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,18 @@ Detector = Callable[[Metrics, Sequence[Metrics], DetectConfig], str | None]
 """(metrics of the step, those of earlier steps in order, thresholds) -> text, None if all is well.
 A threshold of None turns a detector off."""
 
+WARNINGS = "warnings.jsonl"
+"""File of the run directory with one warning a line."""
 START = 10
 """Steps at the beginning of a run that later ones are compared with."""
 VALIDATIONS = 50
 """Validations that the newest is compared with."""
 SMOOTHED = 3
 """Validations in a row whose mean is compared."""
+WINDOW = 20
+"""Newest steps in which a jump of length or format is looked for."""
+ENDS = 5
+"""Steps at both ends of the window whose medians are compared."""
 NOISE = 6
 """A fall of the held-out score is at least as many standard deviations of such a mean."""
 
@@ -45,26 +51,26 @@ class Detectors:
     Args:
         limits: trainer.detect.
         history: the metrics of earlier steps of a resumed run, each with "step". Their warnings
-            were given then.
-        compares: whether the advantage estimator compares the samples of a prompt. If it does not,
-            groups with equal scores train, too.
+            were given then. Their memory was that of other processes, so it is left out.
+        ignored: metrics that are no sign in this run (`ignored`).
     """
 
     def __init__(
         self,
         limits: DetectConfig,
         history: Sequence[Mapping[str, Any]] = (),
-        compares: bool = True,
+        ignored: Collection[str] = (),
     ) -> None:
         self._limits = limits
-        self._compares = compares
+        self._ignored = ignored
         self._history: list[Metrics] = []
         self._seen = dict.fromkeys(DETECTORS, 0)
         self._unseen = dict.fromkeys(DETECTORS, limits.patience)
         self._given = dict.fromkeys(DETECTORS, False)
         for metrics in history:
             if metrics["step"]:
-                self.check(metrics["step"], metrics)
+                own = {key: value for key, value in metrics.items() if key not in MEMORY}
+                self.check(metrics["step"], own)
 
     def check(self, step: int, metrics: Metrics) -> list[Finding]:
         """Add a step. Return the warnings that are due."""
@@ -73,7 +79,7 @@ class Detectors:
         metrics = {
             name: value
             for name, value in metrics.items()
-            if value is not None and math.isfinite(value) and (name != GROUPS or self._compares)
+            if value is not None and math.isfinite(value) and name not in self._ignored
         }
         if self._limits.enable:
             for name, detector in DETECTORS.items():
@@ -99,11 +105,25 @@ class Detectors:
 
 
 def needed(history: list[Metrics]) -> list[Metrics]:
-    """Return the steps that detectors read: the first ones and the newest validations. So a step
-    costs the same however long the run is."""
+    """Return the steps that detectors read: the first ones, also of those with memory, the newest
+    validations, and the newest steps. So a step costs the same however long the run is."""
     validated = [n for n, metrics in enumerate(history) if any(map(_is_validation, metrics))]
-    kept = {*range(2 * START), *validated[-VALIDATIONS:]}
+    own = [n for n, metrics in enumerate(history) if any(key in metrics for key in MEMORY)]
+    newest = range(len(history) - WINDOW, len(history))
+    kept = {*range(2 * START), *own[: 2 * START], *validated[-VALIDATIONS:], *newest}
     return [metrics for number, metrics in enumerate(history) if number in kept]
+
+
+def ignored(compares: bool, cuts_prompts: bool) -> set[str]:
+    """Return the metrics that are no sign in a run.
+
+    Args:
+        compares: whether the advantage estimator compares the samples of a prompt. If it does not,
+            groups with equal scores train, too.
+        cuts_prompts: whether prompts are cut to data.max_prompt_length. If not, one with as many
+            tokens is whole.
+    """
+    return {key for key, used in ((GROUPS, compares), (PROMPTS_CUT, cuts_prompts)) if not used}
 
 
 SCORE = "critic/score"
@@ -111,6 +131,10 @@ ADVANTAGE = "critic/advantages"
 GROUPS = "rollout/zero_variance_groups"
 GRAD = "actor/grad_norm"
 CUT = "response_length/clip_ratio"
+PROMPTS_CUT = "prompt_length/clip_ratio"
+LENGTH = "response_length/mean"
+FORMAT = "env/format_valid"
+STRAGGLER = "perf/straggler/"
 ENTROPY = "actor/entropy"
 KLS = ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")
 GAP = "training/log_prob_gap"
@@ -122,7 +146,7 @@ STEP_TIME = "timing_s/step"
 MEMORY = ("perf/driver_max_rss_gb", "actor/perf/cpu_memory_used_gb")
 VALIDATION = "val-core/"
 RANGE = (f"{SCORE}/min", f"{SCORE}/max")
-USED = {f"{SCORE}/mean", *RANGE, ENTROPY, GAP, *MEMORY}
+USED = {f"{SCORE}/mean", *RANGE, ENTROPY, GAP, LENGTH, FORMAT, *MEMORY}
 """Metrics of earlier steps that a detector reads, besides those of validation."""
 
 
@@ -170,6 +194,17 @@ def cut_share(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> 
     )
 
 
+def prompts_cut(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """Many prompts lose a part."""
+    share = now.get(PROMPTS_CUT)
+    if limits.prompts_cut is None or share is None or share < limits.prompts_cut:
+        return None
+    return (
+        f"{share:.0%} of the prompts are cut at data.max_prompt_length, so the policy does not see "
+        "all of the question. Raise it, or leave them out with data.filter_overlong_prompts=true"
+    )
+
+
 def entropy_low(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
     """The policy has nearly stopped exploring."""
     entropy, start = now.get(ENTROPY), _start(before, ENTROPY)
@@ -181,6 +216,18 @@ def entropy_low(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -
         f"the entropy is {entropy:.2g} nats per token, from {start:.2g} at the start: samples of a "
         "prompt become equal. Lower the learning rate, raise clip_ratio_high, or add "
         "actor_rollout_ref.actor.entropy_coeff"
+    )
+
+
+def entropy_floor(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """The policy hardly explores, whatever its entropy was at the start."""
+    entropy = now.get(ENTROPY)
+    if limits.entropy_floor is None or entropy is None or entropy >= limits.entropy_floor:
+        return None
+    return (
+        f"the entropy is {entropy:.2g} nats per token: nearly every sample of a prompt is the same "
+        "text. Check actor_rollout_ref.rollout.temperature and top_p, start from a checkpoint with "
+        "less supervised training, or end the run if its score is as high as it can be"
     )
 
 
@@ -235,8 +282,7 @@ def hacking(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> st
     if limits.hacking is None:
         return None
     steps = [*before, now]
-    scores = [v for metrics in steps for key in RANGE if (v := metrics.get(key)) is not None]
-    spread = max(scores, default=0.0) - min(scores, default=0.0)
+    spread = _spread(steps)
     for key in sorted({key for metrics in steps for key in metrics if _is_validation(key)}):
         found = [
             (held, score)
@@ -268,6 +314,82 @@ def _means(values: list[float]) -> list[float]:
     return [
         sum(values[end - SMOOTHED : end]) / SMOOTHED for end in range(SMOOTHED, len(values) + 1)
     ]
+
+
+def _spread(steps: Sequence[Metrics]) -> float:
+    """Return the range of all scores of these steps."""
+    scores = [v for metrics in steps for key in RANGE if (v := metrics.get(key)) is not None]
+    return max(scores, default=0.0) - min(scores, default=0.0)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A metric and the score, at the beginning and the end of the newest WINDOW steps."""
+
+    before: float
+    now: float
+    score_before: float
+    score_now: float
+    rise: float
+    """Of the score, as a share of the range of scores."""
+
+
+def _change(now: Metrics, before: Sequence[Metrics], key: str) -> _Change | None:
+    """Return medians of the first and last ENDS steps of the window that have the metric."""
+    steps = [*before[1 - WINDOW :], now]
+    found = [
+        (value, score)
+        for metrics in steps
+        if (value := metrics.get(key)) is not None
+        and (score := metrics.get(f"{SCORE}/mean")) is not None
+    ]
+    spread = _spread(steps)
+    if len(found) < 2 * ENDS or not spread:
+        return None
+    values, scores = zip(*found, strict=True)
+    first, last = scores[:ENDS], scores[-ENDS:]
+    score_before, score_now = statistics.median(first), statistics.median(last)
+    return _Change(
+        statistics.median(values[:ENDS]),
+        statistics.median(values[-ENDS:]),
+        score_before,
+        score_now,
+        (score_now - score_before) / spread,
+    )
+
+
+RISE = 0.1
+"""Rise of the score within the window, as a share of its range, that may come from a trick."""
+
+
+def hacking_length(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """The score rises while responses become much longer within a few steps."""
+    if limits.hacking_length is None:
+        return None
+    change = _change(now, before, LENGTH)
+    if change is None or change.rise < RISE or change.now < limits.hacking_length * change.before:
+        return None
+    return (
+        f"the score rose from {change.score_before:.3g} to {change.score_now:.3g} while responses "
+        f"grew from {change.before:.0f} to {change.now:.0f} tokens, within {WINDOW} steps. Read "
+        "the best samples: does the reward function pay for length or repetition? "
+        "reward.overlong_buffer penalizes length"
+    )
+
+
+def hacking_format(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """The score rises while fewer samples are well-formed."""
+    if limits.hacking_format is None:
+        return None
+    change = _change(now, before, FORMAT)
+    if change is None or change.rise < RISE or change.before - change.now < limits.hacking_format:
+        return None
+    return (
+        f"the score rose from {change.score_before:.3g} to {change.score_now:.3g} while the share "
+        f"of well-formed samples fell from {change.before:.0%} to {change.now:.0%}, within "
+        f"{WINDOW} steps. Read the best samples: does the reward function pay for answers in a "
+        "wrong format?"
+    )
 
 
 def reward_errors(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
@@ -307,16 +429,38 @@ def waiting(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> st
     return None
 
 
+def straggler(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
+    """One rank keeps the others of its role waiting."""
+    step = now.get(STEP_TIME)
+    if limits.straggler is None or not step:
+        return None
+    late = {key: seconds for key in now if key.startswith(STRAGGLER) and (seconds := now[key])}
+    if not late:
+        return None
+    key, seconds = max(late.items(), key=lambda item: item[1])
+    if seconds <= max(1.0, limits.straggler * step):
+        return None
+    return (
+        f"the slowest rank of the role {key.removeprefix(STRAGGLER)} works {seconds:.0f} s longer "
+        f"than the median of its others, in steps of {step:.0f} s. Is its device shared, throttled "
+        "or slower? `verlite stacks` shows what it does; trainer.balance_batch=true balances tokens"
+    )
+
+
 def memory(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str | None:
     """The memory of a process grows and grows."""
-    if limits.memory is None or len(before) < 2 * START:
+    if limits.memory is None:
         return None
     for key in MEMORY:
-        value, start = now.get(key), before[START].get(key)
-        if value is not None and start and value > limits.memory * start and value > start + 1:
+        value = now.get(key)
+        values = [found for metrics in before if (found := metrics.get(key)) is not None]
+        if value is None or len(values) < 2 * START:
+            continue
+        start = values[START]
+        if start and value > limits.memory * start and value > start + 1:
             return (
-                f"{key} is {value:.1f} GB, from {start:.1f} GB at step {START + 1} of this run. "
-                "Look for lists that grow in your reward function or environment"
+                f"{key} is {value:.1f} GB, from {start:.1f} GB at step {START + 1} of this "
+                "process. Look for lists that grow in your reward function or environment"
             )
     return None
 
@@ -324,14 +468,19 @@ def memory(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> str
 DETECTORS: dict[str, Detector] = {
     "no_signal": no_signal,
     "cut_share": cut_share,
+    "prompts_cut": prompts_cut,
     "entropy_low": entropy_low,
+    "entropy_floor": entropy_floor,
     "entropy_high": entropy_high,
     "kl": kl,
     "gap": gap,
     "hacking": hacking,
+    "hacking_length": hacking_length,
+    "hacking_format": hacking_format,
     "reward_errors": reward_errors,
     "nonfinite": nonfinite,
     "waiting": waiting,
+    "straggler": straggler,
     "memory": memory,
 }
 """By the key of the threshold."""

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +25,7 @@ from verlite.controller import exit_codes, supervisor_file
 from verlite.controller.cluster import lost_ray
 from verlite.controller.stop import END_S, SIGNALS, Stop, write_error
 from verlite.files import append, replace_file
+from verlite.trainer import run_file
 from verlite.trainer.errors import (
     REFUSED,
     AlreadyComplete,
@@ -39,7 +41,8 @@ ATEXIT_S = 3.0
 
 
 def begin(stop: Stop, run_dir: Path) -> None:
-    """Start the driver's log in a locked run directory and remove the error of an earlier run."""
+    """Start the driver's log and run.json in a locked run directory, and remove the error of an
+    earlier run."""
 
     def log(text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -50,6 +53,8 @@ def begin(stop: Stop, run_dir: Path) -> None:
         (run_dir / "logs").mkdir(exist_ok=True)
         (run_dir / supervisor_file.ERROR_FILE).unlink(missing_ok=True)
     stop.log = log
+    stop.on_end = partial(run_file.end, run_dir)
+    run_file.begin(run_dir)
     log(f"started: process {os.getpid()} on {socket.gethostname()}")
     supervisor_file.tell(supervisor_file.Told(str(run_dir)))
 
@@ -80,13 +85,17 @@ def report(stop: Stop, run_dir: Path | None, error: BaseException) -> int:
     code = exit_code(error)
     if stop.code is not None:
         if error is not stop.reported:  # several contexts see the same error
-            stop.log(f"while ending: {type(error).__name__}: {error}")
+            stop.log(mask_urls(f"while ending: {type(error).__name__}: {error}"))
         return stop.code
     stop.decide(code)
     stop.reported = error
     if run_dir is not None:
         write_report(stop, run_dir, error, code)
-    print_error(error, console(stderr=True))
+    if not stop.embedded:  # otherwise the caller gets the exception
+        out = console(stderr=True)
+        print_error(error, out)
+        if run_dir is not None and code != exit_codes.REFUSED:
+            out.print(stop.checkpoint(), soft_wrap=True, highlight=False, markup=False)
     return code
 
 
@@ -113,12 +122,16 @@ def end_at_once(stop: Stop, run_dir: Path, error: Exception) -> None:
     """Report an error and end the process, from another thread than the main one.
 
     For a main thread that may hang. The guardian cleans up. Does nothing if the end is decided.
+    An embedded run gets the error in the main thread instead.
     """
     if stop.code is not None:
         return
     code = stop.decide(exit_code(error))
     write_report(stop, run_dir, error, code)
-    write_error(f"\nerror: {error}\n")
+    if stop.embedded:
+        stop.raise_in_main(error)
+        return
+    write_error(mask_urls(f"\nerror: {error}\n"))
     os._exit(code)
 
 

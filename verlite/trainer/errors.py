@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.text import Text
 from rich.traceback import Traceback
 
+from verlite.config.problems import mask_urls
 from verlite.controller import exit_codes
 from verlite.controller.failures import NodeLost, RayLost, StuckError, WorkerError
 from verlite.controller.head import NoCluster
 from verlite.controller.placement import ResourcesMissing
 from verlite.data.dataset import DataError
+from verlite.engine.errors import NonFiniteError
 from verlite.files import FULL
 from verlite.rewards.process import FunctionError
 from verlite.rewards.routing import UnknownDataSource
@@ -22,6 +24,11 @@ from verlite.trainer.checkpoints import CheckpointError, ResumeRefused
 
 class RunRefused(Exception):
     """The run cannot start. The message names the key or file, value, rule and remedy."""
+
+
+class ServiceMissing(RunRefused):
+    """A service that the run needs does not answer: generation servers, the reference service, the
+    reward service, or the tools of its environment."""
 
 
 class AlreadyComplete(Exception):
@@ -69,6 +76,7 @@ FAILED = (
     StuckError,
     NodeLost,
     RayLost,
+    NonFiniteError,
 )
 """Failures during training whose message is complete without a traceback."""
 
@@ -92,13 +100,19 @@ def exit_code(error: BaseException) -> int:
 
 
 def print_error(error: BaseException, console: Console) -> None:
-    """Print the error that ended the run, with its traceback unless the message is complete."""
+    """Print the error that ended the run, with its traceback unless the message is complete.
+
+    Secrets in URLs are masked.
+    """
     if is_explained(error):
-        message = Text.assemble(("error: ", "bold red"), str(error))
+        message = Text.assemble(("error: ", "bold red"), mask_urls(str(error)))
         console.print(message, soft_wrap=True)
         return
     environment = Path(__file__).parents[2] / ".venv"
     trace = Traceback.from_exception(
         type(error), error, error.__traceback__, show_locals=False, suppress=[str(environment)]
     )
+    for stack in trace.trace.stacks:
+        stack.exc_value = mask_urls(stack.exc_value)
+        stack.notes = [mask_urls(note) for note in getattr(stack, "notes", [])]
     console.print(trace)

@@ -11,6 +11,7 @@ from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
 from verlite.trainer import checkpoints
 from verlite.trainer.agent import agent_metrics
+from verlite.trainer.detectors import WARNINGS
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.metrics import batch_metrics, speed_metrics
 from verlite.trainer.run import Run
@@ -18,7 +19,6 @@ from verlite.trainer.samples import keep_samples
 from verlite.trainer.tracking import set_aside
 from verlite.trainer.validate import validate
 
-WARNINGS = "warnings.jsonl"
 SAMPLES_SHOWN = 3
 
 
@@ -51,6 +51,7 @@ def finish_step(run: Run, batch: DataProto) -> None:
     run.metrics.update(run.stopwatch.metrics())
     run.limit.observe(run.metrics)
     run.tracking.log(run.step, run.metrics)
+    run.tracking.samples(run.step, "train", records)
     run.display.step(run.step, run.metrics)
     warn_of_trouble(run, records)
 

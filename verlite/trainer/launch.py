@@ -21,13 +21,14 @@ from typing import Any, TextIO
 
 from verlite.config import debug
 from verlite.config.catalog import ENGINES
-from verlite.config.critical import critical_settings
+from verlite.config.critical import begin_run, code_contents, critical_settings
 from verlite.config.load import Loaded, dump
 from verlite.config.machine import visible_gpus
 from verlite.config.names import names_a_file
 from verlite.config.plan import Plan, make_plan, scores_remotely
 from verlite.config.rules import check
-from verlite.config.schema import Config
+from verlite.config.schema import Config, ModelConfig
+from verlite.config.sft import TuningConfig
 from verlite.controller.cluster import Cluster, connect
 from verlite.controller.head import find
 from verlite.controller.placement import Placement, device_kind, reserve
@@ -38,14 +39,21 @@ from verlite.controller.worker_start import prestart
 from verlite.data.dataset import RowFiles
 from verlite.envs.factory import build_env_factory, check_env_factory
 from verlite.envs.step import ToolError
-from verlite.files import free_text
+from verlite.files import free_text, read_json
 from verlite.http.token import TokenError
+from verlite.rewards import environment as environment_reward
+from verlite.rewards.process import FunctionError
 from verlite.rewards.scorer import Scorer
+from verlite.rollout.servers import fit
+from verlite.rollout.servers.fit import Needs, NoServer
 from verlite.services.reference_wire import ModelInfo
 from verlite.trainer import checkpoints
+from verlite.trainer.disk import disk_warning
+from verlite.trainer.display import Display
 from verlite.trainer.ending import begin, end_at_once, reported_first
-from verlite.trainer.errors import RunRefused
+from verlite.trainer.errors import RunRefused, ServiceMissing
 from verlite.trainer.reference import find_service
+from verlite.trainer.tracking import METRICS
 from verlite.workers.roles import ROLES
 
 DRIVER_PRELOAD = "verlite.trainer.build"
@@ -72,6 +80,7 @@ class Preflight:
     checkpoint: checkpoints.Checkpoint | None
     """The checkpoint to resume from. None: start from the beginning."""
     warnings: list[str]
+    display: Display
     service: ModelInfo | None = None
     """Model of the reference service. None: the run has none."""
     placement: Placement | None = None
@@ -91,8 +100,9 @@ def preflight(loaded: Loaded, stop: Stop) -> Iterator[Preflight]:
     `open_run` joins it after the prompts have been checked too.
 
     Raises:
-        RunRefused: the directory is not writable or in use, a setting that must not change differs
-            from the checkpoint's, or the tools of the environment do not answer.
+        RunRefused: the directory is not writable or in use, or a setting that must not change
+            differs from the checkpoint's.
+        ServiceMissing: a service that the run needs does not answer.
         CheckpointError, DataError, FunctionError, UnknownDataSource: before Ray starts.
         NoCluster, ResourcesMissing: see `connect` and `reserve`.
     """
@@ -101,7 +111,8 @@ def preflight(loaded: Loaded, stop: Stop) -> Iterator[Preflight]:
         config = debug.without_limits(config)
     run_dir = Path(config.trainer.default_local_dir)
     with ExitStack() as stack:
-        stop.where = lambda: "while checking the configuration and the files"
+        display = Display(log=lambda text: stop.log(text))  # `begin` sets stop.log
+        stop.where = lambda: f"while {display.current_phase or 'starting'}"
         stack.enter_context(lock_run_dir(run_dir))
         begin(stop, run_dir)
         stop.checkpoint = functools.partial(checkpoint_text, config)
@@ -109,29 +120,35 @@ def preflight(loaded: Loaded, stop: Stop) -> Iterator[Preflight]:
         with reported_first(stop, run_dir):
             stack.enter_context(environment(config.ray_kwargs.ray_init.runtime_env.env_vars))
             stack.enter_context(answer_requests(run_dir))
-            checks = check_all(config, stop, dump(loaded), run_dir)
+            with display.phase("checking the configuration and the files"):
+                checks = check_all(config, stop, dump(loaded), run_dir, display)
             ray_address = find(config.ray_kwargs.ray_init.address)
             if ray_address is not None or nothing_left(checks):
                 yield checks
                 return
-            stop.where = lambda: "while starting Ray"
-            # Ray must start in the main thread: its processes end with the thread that started
-            # them.
-            importing = threading.Thread(
-                target=import_ahead, args=(DRIVER_PRELOAD,), name="imports"
-            )
-            importing.start()
-            cluster = stack.enter_context(connect_ray(config, checks.plan, "local", stop))
-            placement = reserve_devices(cluster, config, checks.plan)
-            prestart_workers(placement, checks.plan)
-            importing.join()
+            with display.phase("starting Ray"):
+                # Ray must start in the main thread: its processes end with the thread that started
+                # them.
+                importing = threading.Thread(
+                    target=import_ahead, args=(DRIVER_PRELOAD,), name="imports"
+                )
+                importing.start()
+                cluster = stack.enter_context(connect_ray(config, checks.plan, "local", stop))
+                placement = reserve_devices(cluster, config, checks.plan)
+                prestart_workers(placement, checks.plan)
+                importing.join()
             yield replace(checks, placement=placement)
 
 
-def check_all(config: Config, stop: Stop, config_yaml: str, run_dir: Path) -> Preflight:
+def check_all(
+    config: Config, stop: Stop, config_yaml: str, run_dir: Path, display: Display
+) -> Preflight:
     """Check the checkpoint, the data files, the reward function and the tools, cheapest first."""
     data = config.data
     warnings: list[str] = []
+    begin_run()
+    critical_settings(config)  # reads the files now, which may change before the first save
+    code = code_contents(config)
     checkpoint = checkpoints.find(
         run_dir,
         config.trainer.resume_mode,
@@ -139,14 +156,21 @@ def check_all(config: Config, stop: Stop, config_yaml: str, run_dir: Path) -> Pr
         warnings.append,
     )
     if checkpoint:
-        refuse_changed_settings(config, checkpoint.state().get("critical", {}))
+        state = checkpoint.state()
+        refuse_changed_settings(config, state["critical"])
+        warnings += changed_code(code, state.get("code", {}))
     train = RowFiles(data.train_files, data, "train")
     val = RowFiles(data.val_files, data, "val") if data.val_files else None
     validate_reward_fn(config, train, val, warnings.append)
     plan = make_plan(config)
+    too_little = disk_warning(config, plan, train.in_files)
+    warnings += [too_little] if too_little else []
     check_tools(config, plan, warnings.append)
     service = find_service(config, plan, warnings.append)
-    return Preflight(config, stop, config_yaml, plan, train, val, checkpoint, warnings, service)
+    check_servers(config, plan, display.info, warnings.append)
+    return Preflight(
+        config, stop, config_yaml, plan, train, val, checkpoint, warnings, display, service
+    )
 
 
 def nothing_left(checks: Preflight) -> bool:
@@ -181,7 +205,11 @@ def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
     Raises:
         RunRefused: lists every setting that differs.
     """
-    now = critical_settings(config)
+    refuse_changes(critical_settings(config), saved)
+
+
+def refuse_changes(now: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Refuse to resume with other critical settings than the saved ones. Raises RunRefused."""
     changed = [
         f"  {key}: {saved[key]!r} in the checkpoint, {now[key]!r} now"
         for key in now
@@ -196,6 +224,22 @@ def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
         )
 
 
+def changed_code(now: dict[str, str], saved: Any) -> list[str]:
+    """Return a warning about each file of the user's own that has changed since the checkpoint.
+
+    Args:
+        now, saved: `code_contents`, of this run and of the checkpoint.
+    """
+    if not isinstance(saved, dict):
+        return []
+    return [
+        f"the file of {key} has changed since the checkpoint: SHA-256 {saved[key]} before, "
+        f"{digest} now. Scores before and after it may not be comparable"
+        for key, digest in now.items()
+        if key in saved and saved[key] != digest
+    ]
+
+
 def validate_reward_fn(
     config: Config, train: RowFiles, val: RowFiles | None, warn: Callable[[str], None]
 ) -> None:
@@ -207,8 +251,8 @@ def validate_reward_fn(
 
     Raises:
         UnknownDataSource: a data source has no scorer.
-        FunctionError: the user's function cannot be loaded, or has the wrong parameters; or the
-            reward service does not answer.
+        FunctionError: the user's function cannot be loaded, or has the wrong parameters.
+        ServiceMissing: the reward service does not answer.
         RunRefused: the variable with the service's token is not set.
     """
     sources = train.data_sources()
@@ -220,12 +264,16 @@ def validate_reward_fn(
         raise RunRefused(str(error)) from error
     with closing(scorer):
         if scores_remotely(config.reward):
-            warning = scorer.check_service()
+            try:
+                warning = scorer.check_service()
+            except FunctionError as error:
+                raise ServiceMissing(str(error)) from error
             if warning:
                 warn(warning)
             return
         scorer.check_signature(sources)
-        if config.trainer.debug or not config.reward.check_ground_truth:
+        by_environment = config.custom_reward_function.path == environment_reward.NAME
+        if config.trainer.debug or by_environment or not config.reward.check_ground_truth:
             return
         warning = scorer.self_check(train.answers(ANSWERS_TO_CHECK)).warning()
         if warning:
@@ -236,16 +284,56 @@ def check_tools(config: Config, plan: Plan, warn: Callable[[str], None]) -> None
     """Ask the environment whether its tools answer. Does nothing for single-turn runs.
 
     Raises:
-        RunRefused: the tools do not answer, or `env.name` cannot be built.
+        ServiceMissing: the tools do not answer.
+        RunRefused: `env.name` cannot be built.
     """
     if not plan.max_turns:
         return
     try:
         warning = check_env_factory(build_env_factory(config))
-    except (ToolError, ValueError) as error:
+    except ToolError as error:
+        raise ServiceMissing(str(error)) from error
+    except ValueError as error:
         raise RunRefused(str(error)) from error
     if warning:
         warn(warning)
+
+
+def check_servers(
+    config: Config, plan: Plan, say: Callable[[str], None], warn: Callable[[str], None]
+) -> None:
+    """Ask the generation servers, if the run has any, whether they fit the run.
+
+    Args:
+        say: prints that the run waits for them.
+
+    Raises:
+        ServiceMissing: none answers within rollout.server_wait_s.
+        RunRefused: one cannot be used.
+    """
+    if not plan.servers:
+        return
+    # With device=auto a joined cluster decides the device, and that the default of the dtype.
+    dtype = None if config.trainer.device == "auto" else plan.rollout_dtype
+    needs = Needs(plan.max_model_len, vocab_size(config.actor_rollout_ref.model), dtype)
+    try:
+        warning = fit.check(config.actor_rollout_ref.rollout, needs, say)
+    except NoServer as error:
+        raise ServiceMissing(str(error)) from error
+    except ValueError as error:
+        raise RunRefused(str(error)) from error
+    if warning:
+        warn(warning)
+
+
+def vocab_size(model: ModelConfig) -> int | None:
+    """Return the vocabulary's size by the model's config.json; None if that does not say it."""
+    try:
+        values = read_json(Path(model.path) / "config.json")
+        size = values.get("text_config", values)["vocab_size"]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return None
+    return size if isinstance(size, int) else None
 
 
 @contextmanager
@@ -354,9 +442,14 @@ def absolutize_paths(config: Config) -> Config:
             value = getattr(model, key)
             if value and os.path.isdir(os.path.expanduser(value)):
                 setattr(model, key, absolute(value))
-    reward = config.custom_reward_function
-    if reward.path and names_a_file(reward.path):
-        reward.path = absolute(reward.path)
+    for section, key in (
+        (config.custom_reward_function, "path"),
+        (config.data.custom_cls, "path"),
+        (config.data.sampler, "class_path"),
+    ):
+        place = getattr(section, key)
+        if place and names_a_file(place):
+            setattr(section, key, absolute(place))
     config.trainer.default_local_dir = absolute(config.trainer.default_local_dir)
     return config
 
@@ -407,13 +500,15 @@ def unwritable(run_dir: Path, error: OSError) -> str:
     )
 
 
-def checkpoint_text(config: Config) -> str:
+def checkpoint_text(config: Config | TuningConfig) -> str:
     """Return what to print about the last checkpoint after a signal: where it is, how to resume."""
     run_dir = Path(absolute(config.trainer.default_local_dir))
     command = "the same command"
     if config.trainer.resume_mode != "auto":
         command += " with trainer.resume_mode=auto"
     step = checkpoints.last_saved(run_dir)
+    files = [name for name in (METRICS, "rollouts", "logs") if (run_dir / name).exists()]
+    kept = f" Files: {', '.join(files)} in {run_dir}." if files else ""
     if step is None:
-        return "No checkpoint was saved (trainer.save_freq sets how often)."
-    return f"Last checkpoint: {run_dir}/global_step_{step}. To resume, run {command}."
+        return f"No checkpoint was saved (trainer.save_freq sets how often).{kept}"
+    return f"Last checkpoint: {run_dir}/global_step_{step}. To resume, run {command}.{kept}"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from verlite.protocol.data import DataProto
-from verlite.protocol.metrics import Metrics, summarize
+from verlite.protocol.metrics import Metrics, quantiles, summarize
 
 
 def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> Metrics:
@@ -22,9 +22,11 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     prompts = t["prompt_length"]
     metrics = {
         **summarize("critic/score", t["scores"][valid]),
+        **quantiles("critic/score", t["scores"][valid]),
         **summarize("reward/raw_score", t["raw_scores"][valid]),
         **summarize("critic/rewards", t["rewards"][valid]),
         **summarize("response_length", lengths),
+        **quantiles("response_length", lengths),
         "response_length/clip_ratio": (lengths >= max_response_length).double().mean().item(),
         "response/aborted_ratio": (lengths == 0).double().mean().item(),
         **summarize("response_length_non_aborted", lengths[lengths > 0]),

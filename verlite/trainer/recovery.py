@@ -11,18 +11,23 @@ process. If it dies between generation and the step's first update, the run ther
 
 import time
 
-from verlite.controller.failures import RankDied, StuckError, WorkerError
+from verlite.controller.failures import KINDS, RankDied, StuckError, WorkerError
 from verlite.controller.worker_group import group
 from verlite.trainer.run import Run
 
 
-def restart_engines(run: Run, died: RankDied) -> None:
+def restart_engines(run: Run, died: RankDied, may_stop: bool = False) -> None:
     """Wait until all other calls are answered, and start new engines in place of the dead ones.
 
-    The new engines sleep and have no weights. `rollout.max_restarts` limits the restarts of one
-    training step.
+    Afterwards all engines sleep, and the new ones have no weights. On a GPU the others may have had
+    weights and a KV cache, which fill the memory that the actor needs to publish its weights.
+    `rollout.max_restarts` limits the restarts of one training step.
+
+    Args:
+        may_stop: whether a stop ends the engines instead, because the step needs them no more.
 
     Raises:
+        StepAborted: may_stop, and a stop was requested. No engine runs any more.
         WorkerError: the limit is reached, or a new engine could not be started. The message is that
             of the step's first death.
     """
@@ -31,13 +36,17 @@ def restart_engines(run: Run, died: RankDied) -> None:
     step = run.current
     limit = run.config.actor_rollout_ref.rollout.max_restarts
     while True:
-        step.first_death = step.first_death or died.with_traceback(None)
+        step.first_death = step.first_death or died.error
         dead = engines.supervisor.settle(died.workers)
+        if may_stop:
+            run.can_abort = True
+            run.obey_stop()
         if step.engine_restarts + len(dead) > limit:
             raise _first_cause(run, f"at most {limit} are started again")
         step.engine_restarts += len(dead)
         try:
             engines.restart(dead)
+            run.rollout.sleep()
             break
         except RankDied as again:
             died = again
@@ -63,4 +72,6 @@ def _first_cause(run: Run, reason: str) -> WorkerError:
         f"{reason} (actor_rollout_ref.rollout.max_restarts)"
     )
     first.args = (f"{first}\n  {more}",)
+    if first.kind == KINDS["EngineDied"] and run.current.engine_restarts:
+        first.may_pass = False  # the same samples have failed in several processes
     return first

@@ -20,7 +20,7 @@ from verlite.services.reference_client import (
     log_probs,
 )
 from verlite.services.reference_wire import ModelInfo
-from verlite.trainer.errors import RunRefused
+from verlite.trainer.errors import RunRefused, ServiceMissing
 
 if TYPE_CHECKING:
     from verlite.weights.probe import Probe
@@ -36,13 +36,16 @@ def find_service(config: Config, plan: Plan, warn: Callable[[str], None]) -> Mod
     """Ask the service for its model. None: the run has no service.
 
     Raises:
-        RunRefused: it does not answer, or cannot take the run's longest sequence.
+        ServiceMissing: it does not answer.
+        RunRefused: it cannot take the run's longest sequence.
     """
     if not plan.reference_urls:
         return None
     try:
         info, warning = check(config.actor_rollout_ref.ref)
-    except (ReferenceUnavailable, WrongReference) as error:
+    except ReferenceUnavailable as error:
+        raise ServiceMissing(str(error)) from error
+    except WrongReference as error:
         raise RunRefused(str(error)) from error
     if warning:
         warn(warning)

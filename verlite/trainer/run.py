@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
-from verlite.config.critical import critical_settings
+from verlite.config.critical import code_contents, critical_settings
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
-from verlite.controller import supervisor_file
 from verlite.controller.failures import WorkerError
 from verlite.controller.stop import Stop
 from verlite.controller.worker_group import group
@@ -27,7 +26,7 @@ from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
 from verlite.trainer.errors import StepAborted
 from verlite.trainer.metrics import Metrics, Stopwatch
-from verlite.trainer.time_limit import TimeLimit
+from verlite.trainer.time_limit import TimeLimit, stop_for_time
 from verlite.trainer.tracking import Tracking
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
@@ -209,9 +208,7 @@ class Run:
 
     def stop_for_time(self) -> None:
         """Ask the run to stop, because trainer.max_runtime is nearly over."""
-        name = f"trainer.max_runtime={self.config.trainer.max_runtime}"
-        supervisor_file.tell(supervisor_file.Told(str(self.run_dir), f"{name} is over"))
-        self.stop.request(name)
+        stop_for_time(self.stop, self.config.trainer.max_runtime, self.run_dir)
 
     def undo_step(self) -> None:
         """Return to the end of the last finished step.
@@ -251,6 +248,7 @@ class Run:
             "kl_controller": self.kl.state_dict(),
             "metrics": self.metrics,
             "critical": critical_settings(self.config),
+            "code": code_contents(self.config),
             "model": dataclasses.asdict(self.config.actor_rollout_ref.model),
         }
 

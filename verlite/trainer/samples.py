@@ -1,5 +1,6 @@
 """The sample log: some of each step's samples as JSON lines in rollouts/."""
 
+import io
 import json
 import random
 from collections import defaultdict
@@ -7,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from verlite.controller.columns import fetch
 from verlite.protocol.data import DataProto
@@ -19,12 +22,13 @@ _TOKEN_FIELDS = {
     "loss_mask": "trained",
     "rollout_log_probs": "rollout_log_prob",
     "old_log_probs": "log_prob",
+    "entropys": "entropy",
     "advantages": "advantage",
 }
 """Columns with one number per response token, and their names in the sample log. Both names of a
 log-prob are verl's: the rollout engine's, and the trainer's before the step's updates."""
 TOKENS_PER_STEP = 16_384
-"""Response tokens of a step whose details are kept, about 40 bytes each. They are those of the
+"""Response tokens of a step whose details are kept, about 50 bytes each. They are those of the
 first samples in the file that fit."""
 _INCOMPLETE = 16
 """Tokens that may wait for the end of a character. Without a limit, a model that writes nothing but
@@ -58,6 +62,8 @@ def keep_samples(run: Run, batch: DataProto) -> list[dict[str, Any]]:
     add_tokens(records, rows, run.tokenizer)
     path = run.run_dir / "rollouts" / f"step_{run.step}.jsonl"
     run.writer.replace(path, as_jsonl(records))
+    if run.config.trainer.rollouts_parquet:
+        run.writer.replace(path.with_suffix(".parquet"), as_parquet(run, batch))
     return records
 
 
@@ -111,16 +117,24 @@ def choose_rows(
     return list(chosen.items())
 
 
-def add_tokens(records: list[dict[str, Any]], rows: DataProto, tokenizer: Any) -> None:
+def add_tokens(
+    records: list[dict[str, Any]], rows: DataProto, tokenizer: Any, limit: int | None = None
+) -> int:
     """Add `tokens` to the records of these rows: id, text and numbers of each response token.
 
+    limit: tokens with details; None: TOKENS_PER_STEP.
+
     Masks are strings of 0 and 1. A row whose trained tokens all have the same advantage has one
-    number. Columns that the run does not have are left out, and so are rows whose tokens are lost.
+    number. Columns that the run does not have are left out. So are rows whose tokens are lost with
+    the worker that had them, and numbers that are lost.
+
+    Returns:
+        How many more tokens the limit allows.
     """
     stored = [name for name in _TOKEN_FIELDS if name in rows.non_tensor_batch]
     columns = fetch(rows, ["response_ids", *stored], lost_as_none=True).non_tensor_batch
     numbers = rows.tensors()
-    left = TOKENS_PER_STEP
+    left = TOKENS_PER_STEP if limit is None else limit
     for row, record in enumerate(records):
         if columns["response_ids"][row] is None:
             continue
@@ -131,6 +145,8 @@ def add_tokens(records: list[dict[str, Any]], rows: DataProto, tokenizer: Any) -
         tokens: dict[str, Any] = {"id": ids, "text": token_texts(tokenizer, ids)}
         for name, key in _TOKEN_FIELDS.items():
             if name in stored:
+                if columns[name][row] is None:
+                    continue
                 values = np.asarray(columns[name][row])
             elif name in numbers:
                 values = numbers[name][row].numpy()
@@ -138,6 +154,7 @@ def add_tokens(records: list[dict[str, Any]], rows: DataProto, tokenizer: Any) -
                 continue
             tokens[key] = _compact(values, name)
         record["tokens"] = tokens
+    return left
 
 
 def _compact(values: np.ndarray, name: str) -> str | float | list[float]:
@@ -166,6 +183,43 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         context, done = done, end
         before = tokenizer.decode(ids[context:done])
     return texts
+
+
+def as_parquet(run: Run, batch: DataProto) -> bytes:
+    """Return all samples as a parquet file, with a list per sample for each column of tokens.
+
+    Columns of tokens have the names of the batch's fields, and are null where a sample's tokens are
+    lost. Other columns are those of the JSON lines. Values that are not text, numbers or true and
+    false are JSON.
+    """
+    records = sample_records(run, batch)
+    names = dict.fromkeys(name for record in records for name in record)
+    columns: dict[str, list[Any]] = {
+        name: [_plain(record.get(name)) for record in records] for name in names
+    }
+    fields = ["response_ids", *_TOKEN_FIELDS]
+    stored = [name for name in fields if name in batch.non_tensor_batch]
+    fetched = fetch(batch, stored, lost_as_none=True).non_tensor_batch
+    numbers = batch.tensors()
+    for name in fields:
+        if name in stored:
+            columns[name] = list(fetched[name])
+        elif name in numbers:  # one number for all tokens of a row
+            values = numbers[name].numpy()
+            columns[name] = [
+                None if ids is None else np.broadcast_to(row, len(ids))
+                for row, ids in zip(values, columns["response_ids"], strict=True)
+            ]
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | int | float):
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    # A lone surrogate is not valid in a file; as_jsonl writes the same.
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def kept_per_step(run: Run) -> int | None:

@@ -2,18 +2,18 @@
 
 `metrics.jsonl` has one JSON object per step, synced to disk before the next step begins, or as soon
 as the disk accepts it. Every other tracker runs in its own thread behind a bounded queue. If one
-fails, hangs or cannot be imported, the run continues with a warning.
+fails, hangs or cannot be imported, the run continues with a warning. Those that verlite has are in
+`trackers.py`.
 """
 
 import json
-import logging
 import math
 import os
 import queue
-import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +21,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verlite.config.catalog import TRACKERS, resolve
-from verlite.files import LINES_MAX_BYTES, RetryingWriter, parse_json, read_bytes
+from verlite.files import (
+    LINES_MAX_BYTES,
+    RetryingWriter,
+    one_line,
+    parse_json,
+    read_bytes,
+    read_text,
+    replace_file,
+)
 
 Metrics = dict[str, float]
 METRICS = "metrics.jsonl"
+TIME = "time"
+"""Key of a line's clock time, in seconds since 1970. Trackers keep one of their own."""
 MAX_QUEUED_STEPS = 1000
+SAMPLES_EVERY = 10
+SAMPLES_SENT = 32
 FINISH_S = 10.0
 """How long the trackers may take to send their last metrics, all at the same time. The process ends
 20 s after the last step (`controller.stop.LEAVE_S`)."""
@@ -78,9 +90,9 @@ class MetricsFile:
             self.write(step, metrics)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Append one step. NaN and infinity become null, because JSON has neither."""
+        """Append one step, with the time. NaN and infinity become null: JSON has neither."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        line = json.dumps({"step": step, **finite}) + "\n"
+        line = json.dumps({"step": step, TIME: round(time.time(), 3), **finite}) + "\n"
         self._writer.append(self.path, line.encode())
 
 
@@ -90,7 +102,7 @@ class MetricsLines:
 
     content: bytes
     steps: dict[int, tuple[bytes, dict[str, Any]]]
-    """The last line of each step, and its values."""
+    """The line of each step, and its values. Of several lines the later values count."""
     unreadable: list[bytes]
 
     @classmethod
@@ -104,14 +116,18 @@ class MetricsLines:
             content = read_bytes(path, LINES_MAX_BYTES)
         except FileNotFoundError:
             content = b""
-        steps = {}
+        steps: dict[int, tuple[bytes, dict[str, Any]]] = {}
         unreadable = []
         for line in filter(bytes.strip, content.split(b"\n")):
             values = parse_metrics(line)
             if values is None:
                 unreadable.append(line)
-            else:
-                steps[values["step"]] = (line, values)
+                continue
+            earlier_line, earlier = steps.get(values["step"], (line, values))
+            if line != earlier_line:  # trainer.val_only, after the run that made the step
+                values = {**earlier, **values}
+                line = json.dumps(values).encode()
+            steps[values["step"]] = (line, values)
         return cls(content, steps, unreadable)
 
     def values(self) -> list[dict[str, Any]]:
@@ -128,7 +144,7 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
     """Return the values of a line of metrics.jsonl: "step", and finite numbers or None. Return None
     for any other line."""
     try:
-        values = parse_json(line)
+        values = {sys.intern(key): value for key, value in parse_json(line).items()}
         numbers = [value for value in values.values() if value is not None]
         is_valid = type(values["step"]) is int and 0 <= values["step"] < 2**53
         is_valid = is_valid and all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
@@ -161,8 +177,51 @@ def set_aside(path: Path) -> Path | None:
     return other
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker's class is called with."""
+
+    project: str
+    """trainer.project_name."""
+    name: str
+    """trainer.experiment_name."""
+    directory: Path
+    """The run directory."""
+    config: dict[str, Any]
+    """Every value of the configuration, nested as the keys are. Secrets are masked."""
+    resumed_step: int
+    """The step that the run resumes from, 0 for a run that starts from the beginning."""
+    say: Callable[[str], None]
+    """Prints a line on the console, such as the address of the run's page."""
+
+    def kept_id(self, tracker: str) -> str | None:
+        """Return the id that this run had before it resumed; None for a run that starts from the
+        beginning."""
+        if not self.resumed_step:
+            return None
+        try:
+            return read_text(self._id_file(tracker)).strip() or None
+        except (OSError, ValueError):
+            return None
+
+    def keep_id(self, tracker: str, value: str) -> str:
+        """Write the run's id to the run directory, and return it."""
+        file = self._id_file(tracker)
+        file.parent.mkdir(exist_ok=True)
+        replace_file(file, f"{value}\n")
+        return value
+
+    def _id_file(self, tracker: str) -> Path:
+        return self.directory / "trackers" / f"{tracker}.id"
+
+
 class Tracker(Protocol):
-    """A tracker object. Its class is called with project, name, directory and config."""
+    """A tracker object. Its class is called with a TrackedRun.
+
+    All calls come from one thread. The first exception switches the tracker off. It may also have
+    `samples(step, kind, records)`: some samples of a step ("train") or of a validation ("val"),
+    each with the fields of rollouts/step_N.jsonl.
+    """
 
     def __call__(self, step: int, metrics: Metrics) -> None: ...
 
@@ -177,7 +236,7 @@ class BackgroundTracker:
     ) -> None:
         self.name = name
         self._warn = warn
-        self._queue: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(MAX_QUEUED_STEPS)
+        self._queue: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(MAX_QUEUED_STEPS)
         self._thread = threading.Thread(
             target=self._work, args=(open_tracker,), daemon=True, name=f"tracker-{name}"
         )
@@ -187,24 +246,36 @@ class BackgroundTracker:
         try:
             tracker = open_tracker()
             while True:
-                item = self._queue.get()
-                if item is None:
+                send = self._queue.get()
+                if send is None:
                     break
-                tracker(*item)
+                send(tracker)
             tracker.finish()
         except Exception as error:  # whatever a tracker raises must not reach the run
             self._warn(
                 f"tracker {self.name} failed and is off for the rest of the run: "
-                f"{type(error).__name__}: {error}. "
+                f"{type(error).__name__}: {one_line(error)}. "
                 "Nothing is lost: metrics.jsonl has every step."
             )
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Queue one step. Never blocks; a full queue is a warning."""
+        self._put(step, lambda tracker: tracker(step, metrics))
+
+    def samples(self, step: int, kind: str, records: list[dict[str, Any]]) -> None:
+        """Queue samples. A tracker without the method `samples` gets none."""
+
+        def send(tracker: Any) -> None:
+            if hasattr(tracker, "samples"):
+                tracker.samples(step, kind, records)
+
+        self._put(step, send)
+
+    def _put(self, step: int, send: Callable[[Tracker], None]) -> None:
         if not self._thread.is_alive():
             return
         try:
-            self._queue.put_nowait((step, metrics))
+            self._queue.put_nowait(send)
         except queue.Full:
             self._warn(f"tracker {self.name} is too slow: step {step} was not sent to it")
 
@@ -219,104 +290,6 @@ class BackgroundTracker:
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
             self._warn(f"tracker {self.name} did not finish in time; gave up on it")
-
-
-class WandbTracker:
-    """Weights & Biases."""
-
-    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            dir=str(directory),
-            config=config,
-            settings=wandb.Settings(silent=True),
-        )
-
-    def __call__(self, step: int, metrics: Metrics) -> None:
-        self._run.log(metrics, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-class TensorBoardTracker:
-    """Event files in the run directory's `tensorboard` folder."""
-
-    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory / "tensorboard"))
-
-    def __call__(self, step: int, metrics: Metrics) -> None:
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
-
-    def finish(self) -> None:
-        self._writer.close()
-
-
-class MLflowTracker:
-    """MLflow: the server at MLFLOW_TRACKING_URI, or the run directory's `mlflow.db`.
-
-    MLflow's names have no @: `mean@8` becomes `mean_at_8`, and other characters an underscore.
-    """
-
-    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # tells each table that it makes
-        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory}/mlflow.db"
-        self._client = MlflowClient(address)
-        experiment = self._client.get_experiment_by_name(project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        self._run = self._client.create_run(number, run_name=name).info.run_id
-        params = [Param(self._legal(key), str(value)[:500]) for key, value in _flat(config)]
-        for start in range(0, len(params), 100):  # the most that a request may have
-            self._client.log_batch(self._run, params=params[start : start + 100])
-
-    def __call__(self, step: int, metrics: Metrics) -> None:
-        from mlflow.entities import Metric
-
-        now = time.time_ns() // 1_000_000
-        rows = [Metric(self._legal(key), value, now, step) for key, value in metrics.items()]
-        self._client.log_batch(self._run, metrics=rows)
-
-    def finish(self) -> None:
-        self._client.set_terminated(self._run)
-
-    @staticmethod
-    def _legal(name: str) -> str:
-        return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
-
-
-class SwanLabTracker:
-    """SwanLab: the account of `swanlab login`, or files in `swanlab` if SWANLAB_MODE=offline."""
-
-    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]) -> None:
-        import swanlab
-
-        folder = str(directory / "swanlab")
-        self._run = swanlab.init(project=project, name=name, log_dir=folder, config=config)
-
-    def __call__(self, step: int, metrics: Metrics) -> None:
-        self._run.log(metrics, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every value below a mapping."""
-    for name, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 class Tracking:
@@ -334,12 +307,13 @@ class Tracking:
         config: dict[str, Any],
         writer: RetryingWriter,
         resumed_step: int = 0,
+        say: Callable[[str], None] = print,
     ) -> None:
         self.file = MetricsFile(run_dir / METRICS, writer, resumed_step)
+        run = TrackedRun(project, name, run_dir, config, resumed_step, say)
 
         def open_tracker(logger: str) -> Tracker:
-            tracker_class = resolve(logger, TRACKERS, "trainer.logger")
-            tracker: Tracker = tracker_class(project, name, run_dir, config)
+            tracker: Tracker = resolve(logger, TRACKERS, "trainer.logger")(run)
             return tracker
 
         self._trackers = [
@@ -353,6 +327,17 @@ class Tracking:
         self.file.write(step, metrics)
         for tracker in self._trackers:
             tracker.log(step, metrics)
+
+    def samples(self, step: int, kind: str, records: list[dict[str, Any]]) -> None:
+        """Send at most SAMPLES_SENT samples to every tracker.
+
+        Validation samples (kind "val") are always sent, those of training steps ("train") in step 1
+        and in every SAMPLES_EVERY-th step, because each table is an upload.
+        """
+        if kind == "train" and step != 1 and step % SAMPLES_EVERY:
+            return
+        for tracker in self._trackers:
+            tracker.samples(step, kind, records[:SAMPLES_SENT])
 
     def finish(self) -> None:
         """Close all trackers within FINISH_S."""

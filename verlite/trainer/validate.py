@@ -16,7 +16,13 @@ from verlite.trainer.errors import RewardFailures
 from verlite.trainer.evaluation import validation_metrics
 from verlite.trainer.failed_rewards import failed_rows
 from verlite.trainer.run import Run, stage
-from verlite.trainer.samples import as_jsonl, kept_per_step, sample_records
+from verlite.trainer.samples import (
+    TOKENS_PER_STEP,
+    add_tokens,
+    as_jsonl,
+    kept_per_step,
+    sample_records,
+)
 from verlite.trainer.stages.rollout import sample_responses
 
 
@@ -81,14 +87,19 @@ def validate(run: Run) -> Metrics:
     shown = run.config.trainer.log_val_generations
     wanted = None if kept is None else max(kept, shown)
     records: list[dict[str, Any]] = []
+    tokens_left = TOKENS_PER_STEP
     results = _Results()
     for chunk in _requests(run, run.val_data):
         batch = sample_responses(run, chunk, sleep_after=False)
         results.add(batch, multi_turn=run.env_factory is not None)
         left = None if wanted is None else max(0, wanted - len(records))
-        records += sample_records(run, batch[:left])
+        rows = batch[:left]
+        found = sample_records(run, rows)
+        tokens_left = add_tokens(found, rows, run.tokenizer, tokens_left)
+        records += found
     path = run.run_dir / "rollouts" / f"val_step_{run.step}.jsonl"
     run.writer.replace(path, as_jsonl(records[:kept]))
+    run.tracking.samples(run.step, "val", records)
     samples = len(results.rewards)
     failed = sum(reward is None for reward in results.rewards)
     if failed == samples:

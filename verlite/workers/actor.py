@@ -200,7 +200,8 @@ class ActorWorker(LogProbWorker):
         With rollout.lora_sync=adapter, the base model is published only until a sync succeeds. With
         LoRA and the role `inference` the adapters are published for it too.
 
-        All ranks take part in gathering the weights.
+        All ranks take part in gathering the weights. Device memory is freed also if a reader dies
+        meanwhile: its successor needs it.
 
         Returns:
             The memory files that this rank wrote for its node, if any, and the bytes it published.
@@ -220,8 +221,10 @@ class ActorWorker(LogProbWorker):
         weights = itertools.chain.from_iterable(parts)
         # Gathering is collective, so ranks without a sink iterate too.
         bucket_bytes = self.config.actor_rollout_ref.rollout.sync_bucket_mb << 20
-        size = publish(weights, sinks, bucket_bytes)
-        self.engine.offload()
+        try:
+            size = publish(weights, sinks, bucket_bytes)
+        finally:
+            self.engine.offload()
         node = self.plan.placement["actor"][self.rank] // self.plan.devices_per_node
         paths = self._memory_files.paths if self._memory_files else []
         return Export(node, tuple(paths), size)

@@ -18,13 +18,13 @@ class LogProbWorker(TrainingWorker):
         """Raise an error if the engine has other weights than the batch needs. The actor's are
         always the newest."""
 
-    @register("split", keep_remote=("old_log_probs", "sum_pi_squared"), fetch=False)
+    @register("split", keep_remote=("old_log_probs", "entropys", "sum_pi_squared"), fetch=False)
     def log_probs(self, batch: DataProto) -> DataProto:
         """Compute log-probs of the responses under the current policy.
 
         Returns:
-            Ragged old_log_probs and, if the plan needs it, sum_pi_squared; entropy_sums [b], and
-            gap_sums [b, G] between these log-probs and those of the rollout engine.
+            Ragged old_log_probs, entropys and, if the plan needs it, sum_pi_squared; entropy_sums
+            [b], and gap_sums [b, G] between these log-probs and those of the rollout engine.
         """
         self.check_version(batch)
         rows = self.rank_rows.padded(batch)
@@ -42,7 +42,10 @@ class LogProbWorker(TrainingWorker):
             "entropy_sums": out["entropy"].double().sum(1),
             "gap_sums": gap_rows(out["log_probs"], t["rollout_log_probs"], t["response_mask"]),
         }
-        columns = {"old_log_probs": ragged(out["log_probs"], t["response_length"])}
+        columns = {
+            "old_log_probs": ragged(out["log_probs"], t["response_length"]),
+            "entropys": ragged(out["entropy"], t["response_length"]),
+        }
         if self.plan.needs_sum_pi_squared:
             columns["sum_pi_squared"] = ragged(out["sum_pi_squared"], t["response_length"])
         return DataProto.from_dict(sums, columns)

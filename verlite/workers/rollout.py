@@ -157,6 +157,7 @@ class RolloutWorker(Worker):
                 "segments": decoded.transcript,
                 "status": str(trajectory.status),
                 "turns": trajectory.turns,
+                "turn_scores": trajectory.turn_scores,
             }
             extra_info = {**extra_info, "trajectory": info}
         item = RewardItem(

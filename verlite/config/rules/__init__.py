@@ -60,6 +60,7 @@ RULES = (
     trainer.environment,
     devices.engine_is_installed,
     trainer.debugger_is_installed,
+    trainer.trackers_are_installed,
 )
 FILE_RULES = (
     data.data_files,
@@ -69,6 +70,7 @@ FILE_RULES = (
     models.tokenizer,
     code.reward_function,
     code.own_functions,
+    code.own_data,
     trainer.run_directory,
 )
 LOCAL_RULES = (
@@ -76,6 +78,7 @@ LOCAL_RULES = (
     devices.visible_devices,
     devices.engine_is_installed,
     trainer.debugger_is_installed,
+    trainer.trackers_are_installed,
 )
 """Rules about this machine's files, packages and devices."""
 

@@ -1,7 +1,7 @@
 """The user's own functions and classes. Their files are read but not imported."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from verlite.config import keys, names
@@ -12,6 +12,8 @@ from verlite.config.schema import Config
 
 PATH = "custom_reward_function.path"
 NAME = "custom_reward_function.name"
+CUSTOM_CLS = "data.custom_cls."
+SAMPLER = "data.sampler."
 
 
 def reward_function(context: Context) -> Iterator[Problem]:
@@ -27,20 +29,51 @@ def reward_function(context: Context) -> Iterator[Problem]:
             "is given, and so is reward.remote.url; only one of them can score the samples",
             "Remove one of them.",
         )
-    file = Path(path) if names.names_a_file(path) else names.module_file(path)
+    body = yield from _file_with(PATH, path, NAME, name)
+    if body is not None:
+        yield from _unknown_arguments(context.config, body, name, f"{name} in {path}")
+
+
+def own_data(context: Context) -> Iterator[Problem]:
+    """The user's data set and sampler exist."""
+    data = context.config.data
+    for path_key, path, name_key, name in (
+        (CUSTOM_CLS + "path", data.custom_cls.path, CUSTOM_CLS + "name", data.custom_cls.name),
+        (
+            SAMPLER + "class_path",
+            data.sampler.class_path,
+            SAMPLER + "class_name",
+            data.sampler.class_name,
+        ),
+    ):
+        if path is None:
+            continue
+        if not name:
+            yield Problem(name_key, name, f"must be given with {path_key}", "Name the class.")
+        else:
+            yield from _file_with(path_key, path, name_key, name)
+
+
+def _file_with(
+    path_key: str, path: str, name_key: str, name: str
+) -> Generator[Problem, None, list[ast.stmt] | None]:
+    """Check that a file defines a name, and return its statements; None: it cannot be read."""
+    file = names.module_path(path)
     if file is None or not file.is_file():
-        is_folder = Path(path).is_dir()
-        why = "is a folder, not a Python file" if is_folder else "does not exist"
-        yield Problem(PATH, path, why, "Give a Python file, or a module's dotted name.")
-        return
+        why = "does not exist"
+        if Path(path).exists():
+            what = "a folder, not" if Path(path).is_dir() else "not the name of"
+            why = f"is {what} a Python file"
+        yield Problem(path_key, path, why, "Give a Python file, or a module's dotted name.")
+        return None
     try:
         body = _read(file)
     except (SyntaxError, ValueError) as error:
-        yield Problem(PATH, path, f"is not valid Python: {error}", "Correct the file.")
-        return
+        yield Problem(path_key, path, f"is not valid Python: {error}", "Correct the file.")
+        return None
     if not _may_define(body, name):
-        yield Problem(NAME, name, f"{path} does not define it", _functions_of(body))
-    yield from _unknown_arguments(context.config, body, name, f"{name} in {path}")
+        yield Problem(name_key, name, f"{path} does not define it", _functions_of(body))
+    return body
 
 
 def own_functions(context: Context) -> Iterator[Problem]:
@@ -64,7 +97,8 @@ def _own_name(key: str, value: str) -> Iterator[Problem]:
             key,
             value,
             f"module {module} was not found on the Python path",
-            "Every worker must find it, too.",
+            "Start in the folder that has it, or add that to PYTHONPATH. "
+            "Every worker must find it.",
         )
     elif file.suffix == ".py":
         yield from _own_function(key, value, file, name)
@@ -82,7 +116,7 @@ def _own_function(key: str, value: str, file: Path, name: str) -> Iterator[Probl
 
 
 def _read(file: Path) -> list[ast.stmt]:
-    return ast.parse(file.read_text(encoding="utf-8")).body
+    return ast.parse(file.read_text(encoding="utf-8"), file.name).body
 
 
 def _defined(body: list[ast.stmt]) -> list[str]:

@@ -1,6 +1,7 @@
 """Files of prompts."""
 
 import glob
+import re
 from collections.abc import Generator, Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,12 +12,14 @@ from verlite.config import catalog, plan
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
 from verlite.config.schema import Config, DataConfig
+from verlite.hub import SCHEME, HubError, local_file
 
 if TYPE_CHECKING:
     import pyarrow
 
 TRAIN = "data.train_files"
 VAL = "data.val_files"
+HUB_DATA_SET = re.compile(r"[\w-]+/[\w.-]+(?<!\.parquet)(?<!\.jsonl)(?<!\.json)(?<!\.csv)")
 WRITE_AGAIN = "Write the file again with data_preprocess/."
 WRITERS = "data_preprocess/ and `verlite data` write data files."
 
@@ -45,13 +48,25 @@ def named(train_files: Any, val_files: Any) -> Iterator[Problem]:
 def missing(key: str, files: Any) -> Iterator[Problem]:
     """Report names that are not files on this machine."""
     for file in plan.files_of(files):
-        if file and not Path(file).is_file():
-            yield Problem(key, file, *_why_not_a_file(Path(file)), is_local=True)
+        if file.startswith(SCHEME):
+            yield from _on_hub(key, file)
+        elif file and not Path(file).is_file():
+            yield Problem(key, file, *_why_not_a_file(Path(file)), is_local=True, is_file=True)
+
+
+def _on_hub(key: str, file: str) -> Iterator[Problem]:
+    """Report a file of the hub that cannot be downloaded."""
+    try:
+        local_file(file)
+    except HubError as error:
+        yield Problem(key, file, str(error), is_local=True, is_file=True)
 
 
 def data_files(context: Context) -> Iterator[Problem]:
     """Files can be read, have the columns that training needs, rows, and reward functions."""
     data = context.config.data
+    if data.custom_cls.path is not None:
+        return  # it reads the files
     scorers: set[str] = set()
     train_rows: list[int] = []
     train_files = plan.files_of(data.train_files)
@@ -74,10 +89,11 @@ def _data_file(
 
     Returns its number of rows, or None if it cannot be used.
     """
-    path = Path(file)
-    if not path.is_file():
-        yield from missing(key, file)
+    problems = list(missing(key, file))
+    if problems:
+        yield from problems
         return None
+    path = local_file(file)
     remote = plan.scores_remotely(config.reward)
     builtin = config.custom_reward_function.path is None and not remote
     try:
@@ -114,7 +130,12 @@ def _columns(data: DataConfig, key: str, file: str, schema: "pyarrow.Schema") ->
         if column in schema.names:
             continue
         remedy = WRITE_AGAIN
-        if column in keys_by_column:
+        if Path(file).suffix in tables.TEXT_SUFFIXES:
+            remedy = (
+                f"Write the columns of training with `verlite data {file} --prompt COLUMN "
+                "--answer COLUMN -o FILE.parquet` (docs/data.md)."
+            )
+        elif column in keys_by_column:
             remedy = (
                 f"Set {keys_by_column[column]} to one of them, or write the file again with "
                 "data_preprocess/."
@@ -196,12 +217,18 @@ def _why_not_a_file(path: Path) -> tuple[str, str]:
             "is a pattern, and patterns are not expanded",
             f"Name the files: [{','.join(matches[:5])}].",
         )
+    if re.match(r"\w+:/", str(path)):
+        remedy = "Download it and name the file. Files on the hub: hf://datasets/OWNER/NAME/FILE."
+        return "is an address, and data files must be here", remedy
     folder = path.parent
     if folder.is_dir():
         return "does not exist", _files_in(folder, f"Files in {folder.resolve()}")
     while not folder.is_dir():
         folder = folder.parent
-    return "does not exist", f"{folder.resolve()} exists, but not the folder below it."
+    remedy = f"{folder.resolve()} exists, but not the folder below it."
+    if HUB_DATA_SET.fullmatch(str(path)):
+        remedy += f" If it is a data set on the hub, name its file: hf://datasets/{path}/FILE."
+    return "does not exist", remedy
 
 
 def _files_in(folder: Path, words: str) -> str:

@@ -17,6 +17,8 @@ POLICY = "actor_rollout_ref.model."
 CRITIC = "critic.model."
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+LFS_POINTER, LFS_BYTES = b"version https://git-lfs", 1024
+"""Start of the text file that a repository has in place of a large one, and the most it has."""
 GIVE_MODEL = (
     "Give a folder with a Hugging Face model, or a name on the hub such as Qwen/Qwen2.5-0.5B."
 )
@@ -47,6 +49,14 @@ def model_settings(section: str, model: ModelConfig) -> Iterator[Problem]:
                 "must be a list of module names, or a regular expression",
                 "Such as [q_proj,v_proj].",
             )
+    template = model.custom_chat_template
+    if template is not None and "{" not in template:
+        remedy = "Give the text of the template."
+        if Path(template).is_file():
+            remedy = (
+                f'Give the text of the file: {section}custom_chat_template="$(cat {template})".'
+            )
+        yield Problem(section + "custom_chat_template", template, "is not a Jinja template", remedy)
     if model.lora_rank > 0 and not model.lora_adapter_path and model.lora_alpha == 0:
         yield Problem(
             section + "lora_alpha",
@@ -119,9 +129,16 @@ def model_folders(context: Context) -> Iterator[Problem]:
         _, problem = _read_config(key, path)
         if problem:
             yield problem
-        elif not any(file.suffix in (".safetensors", ".bin") for file in Path(path).iterdir()):
+            continue
+        weights = [f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin")]
+        if not weights:
             why = "is not a model: it has no weights (*.safetensors)"
             yield Problem(key, path, why, "Copy or download the whole folder.")
+        for file in weights:
+            if file.stat().st_size < LFS_BYTES and file.read_bytes().startswith(LFS_POINTER):
+                why = f"its {file.name} is a Git LFS pointer, not the weights"
+                yield Problem(key, path, why, "Run `git lfs pull` there.")
+                break
 
 
 def model_fits(context: Context) -> Iterator[Problem]:
@@ -151,11 +168,27 @@ def _read_config(key: str, path: str) -> tuple[dict[str, Any], Problem | None]:
     try:
         return json.loads((folder / "config.json").read_text()), None
     except FileNotFoundError:
-        remedy = "Give a folder written by save_pretrained or verlite export."
-        return {}, Problem(key, path, "is not a model: it has no config.json", remedy)
+        return {}, Problem(key, path, *_why_not_a_model(folder))
     except ValueError as error:
         why = f"its config.json cannot be read: {error}"
         return {}, Problem(key, path, why, "Write the model again.")
+
+
+def _why_not_a_model(folder: Path) -> tuple[str, str]:
+    """Return rule and remedy for a folder without config.json."""
+    if (folder / "adapter_config.json").is_file():
+        remedy = "Give its base model here, and this folder as model.lora_adapter_path."
+        return "is a LoRA adapter, not a model", remedy
+    if (folder / "huggingface" / "config.json").is_file():
+        return "is a run directory, not a model", f"Its model is {folder / 'huggingface'}."
+    if (folder / "actor").is_dir() or any(folder.glob("global_step_*")):
+        remedy = f"Write a model from it: verlite export {folder} FOLDER."
+        return "is a checkpoint of training, not a model", remedy
+    if any(folder.glob("*.gguf")):
+        remedy = "Give the model that it was made from, with config.json and safetensors."
+        return "is a GGUF model, which cannot be trained", remedy
+    remedy = "Give a folder written by save_pretrained or verlite export."
+    return "is not a model: it has no config.json", remedy
 
 
 def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config import debug, plan
+from verlite.config.catalog import TRACKERS
 from verlite.config.durations import duration_s
 from verlite.config.keys import get
 from verlite.config.problems import Problem
@@ -53,7 +54,10 @@ def validation(context: Context) -> Iterator[Problem]:
 
 def resume(context: Context) -> Iterator[Problem]:
     """A checkpoint to resume from is named."""
-    trainer = context.config.trainer
+    yield from _resume_is_named(context.config.trainer)
+
+
+def _resume_is_named(trainer: Any) -> Iterator[Problem]:
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield Problem(
             RESUME,
@@ -65,7 +69,10 @@ def resume(context: Context) -> Iterator[Problem]:
 
 def max_runtime(context: Context) -> Iterator[Problem]:
     """The wall time is a duration."""
-    text = context.config.trainer.max_runtime
+    yield from _is_duration(context.config.trainer.max_runtime)
+
+
+def _is_duration(text: str | None) -> Iterator[Problem]:
     if text is None:
         return
     try:
@@ -150,6 +157,18 @@ def run_directory(context: Context) -> Iterator[Problem]:
             "removes",
             "Give an absolute path on a shared folder.",
         )
+    yield from _resume_exists(trainer)
+
+
+def run_section(trainer: Any) -> Iterator[Problem]:
+    """The rules on keys of schema.RunConfig, for commands without Ray."""
+    yield from _is_duration(trainer.max_runtime)
+    yield from unwritable("trainer.default_local_dir", trainer.default_local_dir)
+    yield from _resume_is_named(trainer)
+    yield from _resume_exists(trainer)
+
+
+def _resume_exists(trainer: Any) -> Iterator[Problem]:
     path = trainer.resume_from_path
     if trainer.resume_mode != "resume_path" or not path:
         return
@@ -200,3 +219,21 @@ def debugger_is_installed(context: Context) -> Iterator[Problem]:
             "Install verlite[debug], or use Ray's legacy debugger: RAY_DEBUG=legacy in the "
             "environment.",
         )
+
+
+def trackers_are_installed(context: Context) -> Iterator[Problem]:
+    """The packages of the trackers can be imported."""
+    yield from missing_trackers(context.config.trainer.logger)
+
+
+def missing_trackers(loggers: list[str]) -> Iterator[Problem]:
+    """Report each tracker whose package is not installed."""
+    for name in loggers:
+        if name in TRACKERS and not plan.installed(name):
+            yield Problem(
+                "trainer.logger",
+                name,
+                f"the package {name} is not installed here",
+                f"pip install {name}, or leave it out: metrics.jsonl has every step.",
+                is_local=True,
+            )

@@ -70,7 +70,7 @@ def _is_legal(key: keys.Key, item: str) -> bool:
 def _unknown_name(key: keys.Key, item: str) -> Problem:
     facts = key.facts
     remedy = f"Legal: {legal_names(key)}."
-    close = difflib.get_close_matches(item, facts.choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(item.lower(), facts.choices, n=1, cutoff=0.5)
     if close and item not in facts.hints:
         remedy = f"Did you mean {close[0]}? {remedy}"
     if item in facts.hints:

@@ -36,15 +36,16 @@ const tip = {
   hide() { document.getElementById("tip").hidden = true; },
 };
 
-// Points with at most MAX_POINTS x values: each is the mean of its neighbors.
-function thinned(points) {
+const PICKS = { mean: (values) => values.reduce((a, b) => a + b, 0) / values.length, low: (values) => Math.min(...values), high: (values) => Math.max(...values) };
+
+// Points with at most MAX_POINTS x values: each is the mean of its neighbors, or the least or largest.
+function thinned(points, pick = "mean") {
   if (points.length <= MAX_POINTS) return [...points];
   const size = Math.ceil(points.length / MAX_POINTS);
   const result = [];
   for (let start = 0; start < points.length; start += size) {
     const part = points.slice(start, start + size);
-    const mean = part.reduce((sum, point) => sum + point[1], 0) / part.length;
-    result.push([part[Math.floor(part.length / 2)][0], mean]);
+    result.push([part[Math.floor(part.length / 2)][0], PICKS[pick](part.map((point) => point[1]))]);
   }
   return result;
 }
@@ -72,6 +73,7 @@ function ticks(low, high, count) {
 function limits(values) {
   let low = Infinity, high = -Infinity;
   for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
+  if (low === 0 && high === 0) return [0, 1];  // most metrics are never negative
   if (low === high) { const pad = Math.abs(low) / 10 || 0.5; return [low - pad, high + pad]; }
   return [low, high];
 }
@@ -124,19 +126,20 @@ function nearest(points, x) {
   return Math.abs(points[low][0] - x) <= Math.abs(points[high][0] - x) ? points[low] : points[high];
 }
 
-// One chart with a line per series. A series with `low` and `high` also has the area between them.
+// One chart with a line per series. A series may have `bands` [low, high], whose areas are shaded.
 // `marks` are warnings {step, name}, drawn as triangles on the axis of steps.
 function lineChart(title, series, { smoothing = 0, note = "" } = {}) {
   const card = element("div", { class: "card chart", "data-metric": title });
   card.append(element("h3", note ? { title: note } : {}, title));
   const lines = series.filter((one) => one.points.length);
-  const all = lines.flatMap((one) => [...one.points, ...(one.low ?? []), ...(one.high ?? [])]);
+  const all = lines.flatMap((one) => [...one.points, ...(one.bands ?? []).flat(2)]);
   const axes = frame(limits(all.map((point) => point[0])), limits(all.map((point) => point[1])));
   const path = (points) => points.map(([px, py]) => `${axes.x(px).toFixed(1)},${axes.y(py).toFixed(1)}`).join("L");
   for (const one of lines) {
-    if (one.low?.length && one.high?.length) {
-      const area = `M${path(thinned(one.low))}L${path(thinned(one.high).reverse())}Z`;
-      axes.svg.append(element("path", { d: area, fill: one.color, opacity: 0.15 }));
+    for (const [low, high] of one.bands ?? []) {
+      if (!low.length || !high.length) continue;
+      const area = `M${path(thinned(low, "low"))}L${path(thinned(high, "high").reverse())}Z`;
+      axes.svg.append(element("path", { class: "band", d: area, fill: one.color, opacity: 0.15 }));
     }
     const shown = thinned(one.points);
     if (smoothing) axes.svg.append(element("path", { class: "curve", d: `M${path(shown)}`, stroke: one.color, opacity: 0.25 }));

@@ -4,20 +4,27 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import yaml
-
-from verlite.files import LINES_MAX_BYTES, parse_json, read_bytes, read_json, read_text
+from verlite.files import LINES_MAX_BYTES, one_line, parse_json, read_bytes, read_json, read_text
 from verlite.report.samples import Sample, read_samples
-from verlite.trainer.finish import WARNINGS
-from verlite.trainer.tracking import METRICS, MetricsLines
+from verlite.trainer import run_file
+from verlite.trainer.detectors import WARNINGS
+from verlite.trainer.segments import CONFIG, changes_of_segments, settings
+from verlite.trainer.tracking import METRICS, TIME, MetricsLines
 
 MAX_SAMPLES = 10_000
 """Samples of a page, over all runs."""
+MAX_STEPS = 1000
+"""Points of a curve. Longer runs have the mean, the least and the largest value of several steps in
+each."""
 MAX_TOKENS = 400_000
 """Response tokens of a page whose details are shown, over all runs."""
 ERROR_FILE = "error.json"
+
+
+Values = list[float | None]
 
 
 @dataclass
@@ -25,7 +32,9 @@ class RunData:
     """One run.
 
     steps, metrics: [T] step numbers, and for each metric [T] values, None where it was not written.
+    low, high: [T] least and largest values of a metric, if a point has several steps.
     config: every setting by dotted key.
+    segments: for each resume the first step, and [key, before, now] of the settings that changed.
     samples: lines of rollouts/, each with `step`; those of validation also with `validation`.
     notes: what is missing or cannot be read.
     """
@@ -33,8 +42,16 @@ class RunData:
     name: str
     path: str
     steps: list[int]
-    metrics: dict[str, list[float | None]]
+    metrics: dict[str, Values]
+    low: dict[str, Values]
+    high: dict[str, Values]
+    started: float | None
+    ended: float | None
+    """Times of the first and the last line, in seconds since 1970."""
+    total_steps: int | None
+    """Planned steps. None: not known."""
     config: dict[str, Any]
+    segments: list[dict[str, Any]]
     samples: list[Sample]
     n_samples: int
     """Samples in the run directory. `samples` may have fewer."""
@@ -82,21 +99,20 @@ def _read(path: Path, name: str) -> RunData:
     if not (path / METRICS).is_file():
         raise ValueError(f"{path} has no {METRICS}. Give a run directory after its first step.")
     notes: list[str] = []
-    try:
-        found = MetricsLines.read(path / METRICS)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path / METRICS} cannot be read: {error}") from error
-    if found.unreadable:
-        notes.append(f"lines of {METRICS} that cannot be read: {len(found.unreadable)}")
-    lines = found.values()
-    keys = dict.fromkeys(key for line in lines for key in line if key != "step")
+    steps, times, metrics, low, high = _metrics(path / METRICS, notes)
     return RunData(
         name=name,
         path=str(path),
-        steps=[line["step"] for line in lines],
-        metrics={key: [line.get(key) for line in lines] for key in keys},
+        steps=steps,
+        metrics=metrics,
+        low=low,
+        high=high,
+        started=min(times, default=None),
+        ended=max(times, default=None),
+        total_steps=_total_steps(path),
         config=_config(path, notes),
-        samples=[*_samples(path, lines[-1]["step"] if lines else 0, notes)],
+        segments=_segments(path, notes),
+        samples=[*_samples(path, steps[-1] if steps else 0, notes)],
         n_samples=0,
         warnings=_warnings(path, notes),
         error=_error(path),
@@ -104,21 +120,82 @@ def _read(path: Path, name: str) -> RunData:
     )
 
 
+def _metrics(
+    path: Path, notes: list[str]
+) -> tuple[list[int], list[float], dict[str, Values], dict[str, Values], dict[str, Values]]:
+    """Return the points of a metrics file (`thin_steps`), and the times of its lines.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        found = MetricsLines.read(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if found.unreadable:
+        notes.append(f"lines of {path.name} that cannot be read: {len(found.unreadable)}")
+    lines = found.values()
+    keys = dict.fromkeys(key for line in lines for key in line if key not in ("step", TIME))
+    steps, means, low, high = thin_steps(
+        [line["step"] for line in lines], {key: [line.get(key) for line in lines] for key in keys}
+    )
+    if len(steps) < len(lines):
+        notes.append(f"curves have {len(steps)} points for {len(lines)} steps: means and ranges")
+    times = [line[TIME] for line in lines if line.get(TIME) is not None]
+    return steps, times, means, low, high
+
+
+def thin_steps(
+    steps: list[int], metrics: dict[str, Values]
+) -> tuple[list[int], dict[str, Values], dict[str, Values], dict[str, Values]]:
+    """Return steps and metrics with at most MAX_STEPS points, and the ranges in each point.
+
+    A point has the number of its last step. Ranges are left out if each point is one step.
+    """
+    size = -(-len(steps) // MAX_STEPS)
+    if size <= 1:
+        return steps, metrics, {}, {}
+    starts = range(0, len(steps), size)
+    means: dict[str, Values] = {}
+    low: dict[str, Values] = {}
+    high: dict[str, Values] = {}
+    for key, values in metrics.items():
+        points = [[v for v in values[i : i + size] if v is not None] for i in starts]
+        means[key] = [_short(fmean(point)) if point else None for point in points]
+        low[key] = [_short(min(point)) if point else None for point in points]
+        high[key] = [_short(max(point)) if point else None for point in points]
+    return [steps[min(i + size, len(steps)) - 1] for i in starts], means, low, high
+
+
+def _short(value: float) -> float:
+    """Return a number with six digits, which is more than a chart shows."""
+    return float(f"{value:.6g}")
+
+
 def _config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(read_text(path / "config.yaml"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        notes.append(f"config.yaml cannot be read: {error}")
+        return settings(read_text(path / CONFIG))
+    except (OSError, ValueError) as error:
+        notes.append(f"{CONFIG} cannot be read: {one_line(error)}")
         return {}
-    return dict(_flat(values)) if isinstance(values, dict) else {}
 
 
-def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _segments(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the first step of each resumed segment, and [key, before, now] of what changed."""
+    found = []
+    try:
+        for step, changes in changes_of_segments(path):
+            found.append({"step": step, "changes": changes})
+    except (OSError, ValueError) as error:
+        notes.append(f"settings of earlier starts cannot be compared: {one_line(error)}")
+    return found
+
+
+def _total_steps(path: Path) -> int | None:
+    try:
+        return run_file.read(path).total_steps
+    except (OSError, ValueError):
+        return None
 
 
 def _error(path: Path) -> str | None:

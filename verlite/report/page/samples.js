@@ -6,7 +6,10 @@ const COLORINGS = {
   advantage: "advantage",
   gap: "log-prob gap (trainer - rollout engine)",
   surprise: "surprise (-log-prob)",
+  entropy: "entropy of the policy",
 };
+const HEATS = ["surprise", "entropy"];  // never below 0
+const TINY = 1e-12;  // a largest value below it is 0
 const ORDERS = {
   saved: "as saved",
   worst: "lowest score first",
@@ -29,6 +32,7 @@ function tokenValues(tokens, coloring) {
   }
   const engine = tokens.rollout_log_prob, trainer = tokens.log_prob;
   if (coloring === "gap" && engine && trainer) return tokens.text.map((_, i) => (own(i) ? trainer[i] - engine[i] : null));
+  if (coloring === "entropy" && tokens.entropy) return tokens.text.map((_, i) => (own(i) ? tokens.entropy[i] : null));
   if (coloring === "surprise" && (engine || trainer)) return tokens.text.map((_, i) => (own(i) ? -(trainer ?? engine)[i] : null));
   return null;
 }
@@ -39,7 +43,7 @@ function tokenTitle(tokens, i) {
   if (tokens.sampled && tokens.sampled[i] === "0") lines.push("tool text, or a failed row");
   else {
     if (tokens.trained && tokens.trained[i] === "0") lines.push("not trained");
-    for (const [name, label] of [["rollout_log_prob", "log-prob, rollout engine"], ["log_prob", "log-prob, trainer"], ["advantage", "advantage"]]) {
+    for (const [name, label] of [["rollout_log_prob", "log-prob, rollout engine"], ["log_prob", "log-prob, trainer"], ["entropy", "entropy, nats"], ["advantage", "advantage"]]) {
       if (at(name) !== undefined) lines.push(`${label}  ${format(at(name))}`);
     }
   }
@@ -55,13 +59,13 @@ function maskColor(tokens, i) {
 function tokenText(sample, coloring) {
   const tokens = sample.tokens;
   const values = tokenValues(tokens, coloring);
-  const largest = values ? values.reduce((most, value) => Math.max(most, Math.abs(value ?? 0) || 0), 1e-12) : 0;
+  const largest = values ? values.reduce((most, value) => Math.max(most, Math.abs(value ?? 0) || 0), TINY) : 0;
   const text = element("p", { class: "text response mono" });
   tokens.text.forEach((piece, i) => {
     let color = null;
     if (coloring === "mask") color = maskColor(tokens, i);
     else if (values && values[i] === null) color = "var(--tool)";
-    else if (values && coloring === "surprise") color = rgb("heat", values[i] / Math.max(largest, 1));
+    else if (values && HEATS.includes(coloring)) color = rgb("heat", values[i] / Math.max(largest, 1));
     else if (values) color = rgb(values[i] > 0 ? "plus" : "minus", Math.abs(values[i]) / largest * 0.75);
     const shown = element("span", color ? { style: `background:${color}` } : {}, piece);
     shown.dataset.i = i;
@@ -82,7 +86,8 @@ function swatch(color, label) {
 function scale(coloring, values, largest) {
   if (coloring === "mask") return "";
   if (!values) return element("div", { class: "label" }, `This run has no ${COLORINGS[coloring]} per token.`);
-  if (coloring === "surprise") return element("div", { class: "legend" }, swatch(rgb("heat", 0.05), "0"), swatch(rgb("heat", 1), `${format(Math.max(largest, 1))} nats`));
+  if (largest <= TINY) return element("div", { class: "label" }, `${COLORINGS[coloring]}: 0 for every sampled token.`);
+  if (HEATS.includes(coloring)) return element("div", { class: "legend" }, swatch(rgb("heat", 0.05), "0"), swatch(rgb("heat", 1), `${format(Math.max(largest, 1))} nats`));
   return element("div", { class: "legend" }, swatch(rgb("minus", 0.75), format(-largest)), swatch(rgb("plus", 0.75), `+${format(largest)}`));
 }
 
@@ -119,7 +124,7 @@ function sampleCard(sample, run, severalRuns, coloring) {
   const label = (text) => element("div", { class: "label" }, text);
   const card = element("article", { class: "card sample" }, facts);
   card.append(label("prompt"), element("p", { class: "text prompt mono" }, String(sample.prompt)));
-  card.append(label("response"), ...(sample.tokens && !sample.validation ? tokenText(sample, coloring) : plainText(sample)));
+  card.append(label("response"), ...(sample.tokens ? tokenText(sample, coloring) : plainText(sample)));
   for (const info of sample.turn_infos ?? []) {
     if (info && info.called) {
       const words = ["action", "query", "seconds", "retries", "cached"].filter((key) => info[key]).map((key) => `${key} ${format(info[key])}`);

@@ -10,21 +10,20 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from verlite.config.plan import files_of
 from verlite.config.schema import ModelConfig
-from verlite.http.client import Client, Service
+from verlite.http.client import Client
 from verlite.rollout.batched import FinishedRequest
-from verlite.rollout.engines.vllm_plugin import BACKEND
+from verlite.rollout.servers.fit import Needs, check_fit, service
 from verlite.rollout.servers.pool import Ask, Pool
 from verlite.rollout.servers.sending import Delivery, Network, SharedFiles
-from verlite.rollout.servers.vllm_server import Reply, Settings, Unfit, VLLMServer
+from verlite.rollout.servers.vllm_server import Reply, VLLMServer
 from verlite.rollout.types import EngineOptions, Sampling
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.probe import Probe, gap
 
 _SERVERS_AGREE = 0.1
 """Largest `Gap.relative` between two servers: that of `probe_limit` in half precision."""
-_STEP_S = 0.01
+_STEP_S = 0.05
 """Longest time of a step. New requests wait for its end."""
 
 
@@ -41,28 +40,25 @@ class ServerCore:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         self.max_model_len = options.max_model_len
         self.vocab_size = config.get_text_config().vocab_size
-        self._dtype = str(options.dtype).removeprefix("torch.")
+        dtype = str(options.dtype).removeprefix("torch.")
+        needs = Needs(self.max_model_len, self.vocab_size, dtype)
         self._eos = eos_ids(model, config, self.tokenizer)
         self._by_network = rollout.weight_transport == "collective"
         self._bucket_bytes = rollout.sync_bucket_mb << 20
         self._delivery: Delivery | None = None
         self._loop = asyncio.new_event_loop()
-        self._client = Client(
-            Service(
-                "generation server",
-                "actor_rollout_ref.rollout",
-                files_of(rollout.servers),
-                timeout_s=rollout.request_timeout_s,
-                deadline_s=rollout.request_timeout_s,
-                token_env=rollout.server_token_env,
-            )
-        )
+        self._client = Client(service(rollout))
         self._run(self._client.__aenter__())
         servers = [
             VLLMServer(self._client, server, rollout.server_timeout_s, rollout.request_timeout_s)
             for server in self._client.servers
         ]
-        self._pool = Pool(servers, self._check, rollout.server_wait_s, rollout.request_timeout_s)
+        self._pool = Pool(
+            servers,
+            lambda found: check_fit(found, needs),
+            rollout.server_wait_s,
+            rollout.request_timeout_s,
+        )
         try:
             self._run(self._pool.connect())
         except BaseException:
@@ -164,32 +160,6 @@ class ServerCore:
 
     def _run(self, call: Any) -> Any:
         return self._loop.run_until_complete(call)
-
-    def _check(self, found: Settings) -> None:
-        """Raise Unfit if a server's settings do not fit this run."""
-        wrong = []
-        if found.max_model_len < self.max_model_len:
-            wrong.append(
-                f"--max-model-len is {found.max_model_len}, and sequences have up to "
-                f"{self.max_model_len} tokens"
-            )
-        if found.vocab_size != self.vocab_size:
-            wrong.append(
-                f"its model has {found.vocab_size} tokens in its vocabulary, and "
-                f"actor_rollout_ref.model.path {self.vocab_size}"
-            )
-        if found.dtype != self._dtype:
-            wrong.append(
-                f"--dtype is {found.dtype}, and actor_rollout_ref.rollout.dtype {self._dtype}"
-            )
-        if found.logprobs_mode != "processed_logprobs":
-            wrong.append(f"--logprobs-mode is {found.logprobs_mode}, not processed_logprobs")
-        if found.weight_transfer != BACKEND:
-            wrong.append(
-                f"the backend of --weight-transfer-config is {found.weight_transfer}, not {BACKEND}"
-            )
-        if wrong:
-            raise Unfit("; ".join(wrong))
 
 
 def eos_ids(model: ModelConfig, config: Any, tokenizer: Any) -> list[int]:

@@ -59,7 +59,7 @@ def command(options: ServerOptions) -> list[str]:
     return [*_entry(options.model), *words, *options.extra]
 
 
-def environment(token: str | None) -> dict[str, str]:
+def environment(options: ServerOptions, token: str | None) -> dict[str, str]:
     """Return the environment variables that the server needs in addition.
 
     token: clients have to send it. It is not on the command line, which other users can read.
@@ -70,6 +70,10 @@ def environment(token: str | None) -> dict[str, str]:
         # On CPUs, vLLM would bind its threads to cores that other processes use too.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
     }
+    if options.kv_cache_gb is not None and options.tensor_parallel_size == 1:
+        # On CPUs, vLLM otherwise puts the only worker in a process of its own, because it wants to
+        # bind that worker's threads. On two cores the two processes wait for each other.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return variables | ({"VLLM_API_KEY": token} if token else {})
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verlite.http.client import Broken, Down, Refused, Retry, Slow
+from verlite.rollout.servers.fit import NoServer
 from verlite.rollout.servers.sending import Delivery
 from verlite.rollout.servers.vllm_server import Reply, Settings, Unfit, VLLMServer
 
@@ -38,10 +39,6 @@ _SAY_S = 30.0
 """Seconds between two lines in the log while no server serves."""
 
 log = logging.getLogger(__name__)
-
-
-class NoServer(RuntimeError):
-    """No server can be used. The message names each and says why."""
 
 
 @dataclass

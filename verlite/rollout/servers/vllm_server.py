@@ -3,20 +3,22 @@
 Generation is POST /inference/v1/generate: token ids in, token ids out. A server without it gets
 POST /v1/completions with token ids. Weights go through vLLM's own endpoints for reinforcement
 learning: /pause, /start_weight_update, /update_weights, /finish_weight_update, /resume.
+Imports no torch: the driver asks servers for their settings before it starts anything.
+
 Sources: vllm/entrypoints/rl/online/api_router.py, vllm/entrypoints/serve/dev/ and
 vllm/entrypoints/scale_out/token_in_token_out/ of vLLM 0.32.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verlite.http.client import Broken, Client, Down, Refused, Retry, Server, Slow
-from verlite.rollout.engines.vllm_worker import combine_shards
-from verlite.rollout.servers.sending import Delivery
 from verlite.weights.errors import TransportError
+
+if TYPE_CHECKING:
+    from verlite.rollout.servers.sending import Delivery
 
 _RESETS = 50
 """Attempts to reset the prefix cache, which fails while blocks are held."""
@@ -110,9 +112,11 @@ class VLLMServer:
 
     async def fingerprint(self) -> int:
         """Return the fingerprint of the weights in its workers, measured now."""
+        from verlite.rollout.engines.vllm_worker import combine_shards
+
         return combine_shards(await self._workers("verlite_fingerprints", self._long_s))
 
-    async def install(self, delivery: Delivery, version: str) -> None:
+    async def install(self, delivery: "Delivery", version: str) -> None:
         """Replace all weights and drop what was computed with earlier ones.
 
         Requests that run are aborted. If this raises, the server stays paused: it does not generate
@@ -123,13 +127,7 @@ class VLLMServer:
             version: the name that the server reports for these weights.
         """
         await self._call("POST", "/pause?mode=abort")
-        try:
-            await self._call("POST", "/start_weight_update")
-        except Retry:
-            # The update of an earlier trainer, which died in the middle, is still open.
-            with suppress(Retry):
-                await self._call("POST", "/finish_weight_update")
-            await self._call("POST", "/start_weight_update")
+        await self._start_update()
         try:
             async with delivery.to(self._base) as update:
                 body = {"update_info": dict(update)}
@@ -139,6 +137,21 @@ class VLLMServer:
         await self._call("POST", "/finish_weight_update", {"weight_version": version})
         await self._reset_prefix_cache()
         await self.resume()
+
+    async def _start_update(self) -> None:
+        """Begin an update. The update of an earlier trainer, which died in the middle, is ended."""
+        try:
+            await self._call("POST", "/start_weight_update")
+        except Retry:
+            ended = "it was ended"
+            try:
+                await self._call("POST", "/finish_weight_update")
+            except Retry as error:
+                ended = f"POST /finish_weight_update: {error}"
+            try:
+                await self._call("POST", "/start_weight_update")
+            except Retry as error:
+                raise Retry(f"{error}. An earlier update may be open; {ended}") from error
 
     async def resume(self) -> None:
         """Go on with generation. Does nothing if the server is not paused."""

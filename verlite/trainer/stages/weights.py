@@ -7,6 +7,7 @@ from typing import ParamSpec, TypeVar
 from verlite.controller.failures import RankDied
 from verlite.controller.worker_group import submit
 from verlite.protocol.metrics import Metrics
+from verlite.trainer.errors import StepAborted
 from verlite.trainer.recovery import restart_engines
 from verlite.trainer.run import Run, stage
 from verlite.trainer.stages.advantage import gap_limit
@@ -23,24 +24,33 @@ _PROBE_SHARE = 0.02
 @stage("update_weights")
 def sync_weights(run: Run) -> None:
     """Give every rollout engine, and the role `inference`, the actor's weights under the next
-    version. See `give_weights`."""
-    run.metrics.update(give_weights(run, run.version + 1))
+    version. See `give_weights`. A stop does not wait for the restart of an engine: nothing is
+    generated after it."""
+    run.metrics.update(give_weights(run, run.version + 1, may_stop=run.step > 0))
     run.version += 1
 
 
-def give_weights(run: Run, version: int) -> Metrics:
+def give_weights(run: Run, version: int, may_stop: bool = False) -> Metrics:
     """Give every rollout engine, and the role `inference`, the actor's weights under a version.
 
     If an engine dies meanwhile, it is started again and the sync is repeated.
 
+    Args:
+        may_stop: see `restart_engines`.
+
     Returns:
-        The metrics of the sync.
+        The metrics of the sync; {} if a stop has ended the engines.
     """
     while True:
         try:
             return _give_weights(run, version)
         except RankDied as died:
-            restart_engines(run, died)
+            try:
+                restart_engines(run, died, may_stop)
+            except StepAborted:
+                return {}
+            finally:
+                run.can_abort = run.can_abort and not may_stop
 
 
 def _give_weights(run: Run, version: int) -> Metrics:
@@ -88,7 +98,7 @@ def call_engines(
     while True:
         try:
             result = answer()
-            if call is not None and asleep:  # the sync has woken the other engines
+            if call is not None and asleep:  # the sync has woken all engines
                 run.rollout.sleep()
             return result
         except RankDied as died:

@@ -1,0 +1,105 @@
+"""A run is resumed with the settings and the data that it had."""
+
+import hashlib
+
+import pytest
+
+from verlite.config.critical import CONTENT, begin_run, code_contents, critical_settings
+from verlite.config.load import dump
+from verlite.controller.stop import Stop
+from verlite.files import RetryingWriter
+from verlite.trainer.display import Display
+from verlite.trainer.errors import RunRefused
+from verlite.trainer.launch import changed_code, check_all, refuse_changed_settings
+from verlite.trainer.segments import changed_keys, write_config
+
+REWARD_KEY = "custom_reward_function.path"
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == str(ground_truth))
+"""
+
+
+def test_other_contents_of_the_training_files_are_refused(material, tmp_path):
+    file = tmp_path / "train.parquet"
+    file.write_bytes((material.folder / "train.parquet").read_bytes())
+    config = material.load(f"data.train_files={file}").config
+    begin_run()
+    saved = critical_settings(config)
+    before = file.read_bytes()
+    assert saved[CONTENT] == [hashlib.sha256(before).hexdigest()[:12]]
+    refuse_changed_settings(config, saved)
+
+    file.write_bytes(before + b"0")
+    refuse_changed_settings(config, saved)  # the run goes by the files as they were at its start
+    begin_run()
+    with pytest.raises(RunRefused, match="contents of data.train_files"):
+        refuse_changed_settings(config, saved)
+
+    del saved[CONTENT]  # a checkpoint of an earlier version
+    refuse_changed_settings(config, saved)
+
+
+def test_files_are_read_at_the_start_not_at_the_first_save(material, tmp_path):
+    file = tmp_path / "train.parquet"
+    before = (material.folder / "train.parquet").read_bytes()
+    file.write_bytes(before)
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    overrides = (f"data.train_files={file}", f"custom_reward_function.path={reward}")
+    loaded = material.load(*overrides, f"trainer.default_local_dir={tmp_path / 'run'}")
+    check_all(loaded.config, Stop(), dump(loaded), tmp_path / "run", Display())
+    file.write_bytes(before + b"0")
+    reward.write_text(REWARD + "# other\n")
+    settings, code = critical_settings(loaded.config), code_contents(loaded.config)
+    assert settings[CONTENT] == [hashlib.sha256(before).hexdigest()[:12]]
+    assert code == {REWARD_KEY: hashlib.sha256(REWARD.encode()).hexdigest()[:12]}
+
+
+def test_changed_files_of_the_user_are_named(material, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward, env = tmp_path / "reward.py", tmp_path / "my_own_env.py"
+    reward.write_text(REWARD)
+    env.write_text("first")
+    config = material.load(f"custom_reward_function.path={reward}").config
+    config.max_turns, config.env.name = 2, "my_own_env:Game"
+    begin_run()
+    saved = code_contents(config)
+    assert changed_code(saved, saved) == [] and list(saved) == [REWARD_KEY, "env.name"]
+    env.write_text("second")
+    begin_run()
+    (line,) = changed_code(code_contents(config), saved)
+    one, two = (hashlib.sha256(text).hexdigest()[:12] for text in (b"first", b"second"))
+    assert (
+        line.startswith("the file of env.name has changed") and f"{one} before, {two} now" in line
+    )
+    assert changed_code(code_contents(config), {}) == []  # a checkpoint of an earlier version
+    assert changed_code(code_contents(config), "damaged") == []
+
+
+def test_other_rewards_have_no_file(material, tmp_path):
+    config = material.load().config
+    config.custom_reward_function.path = None
+    assert code_contents(config) == {}
+    config.custom_reward_function.path = "verlite.rewards.environment"
+    assert code_contents(config) == {}
+    config.custom_reward_function.path = f"{config.trainer.default_local_dir}/code/reward.py"
+    assert code_contents(config) == {}
+    config.custom_reward_function.path = str(tmp_path / "missing.py")
+    assert code_contents(config) == {REWARD_KEY: ""}
+
+
+def test_a_changed_secret_is_not_reported(material, tmp_path):
+    variables = "ray_kwargs.ray_init.runtime_env.env_vars"
+    old, new = (
+        dump(
+            material.load(
+                f"+{variables}.HF_TOKEN={secret}",
+                f"+{variables}.PROXY=http://me:{secret}@host",
+                f"data.seed={seed}",
+            )
+        )
+        for secret, seed in (("old-secret", 1), ("new-secret", 2))
+    )
+    write_config(tmp_path, old, 0, RetryingWriter(pytest.fail))
+    assert changed_keys(tmp_path, new) == ["data.seed: 1 before, 2 now"]

@@ -1,0 +1,65 @@
+"""Mutants of verlite.api: runs from Python that differ from those of the commands."""
+
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tests.mutants import Mutant
+from tests.mutants.patches import calls, does_nothing, result, returns
+
+CONFIG = "verlite.api.config:"
+RUN = "verlite.api.run:"
+LIBRARY = ("tests/api/test_library.py",)
+
+
+def _first_wins(original, self, overrides):
+    changed = original(self, overrides)
+    added = changed.overrides[len(self.overrides) :]
+    return replace(changed, overrides=(*added, *self.overrides))
+
+
+@contextmanager
+def _leaves_the_folder(original, config, reward, env, folder):
+    with original(config, reward, env, folder) as whole:
+        yield whole
+    sys.path.insert(0, str(folder))
+
+
+MUTANTS = [
+    Mutant(
+        "overrides do not replace earlier ones",
+        CONFIG + "RunConfig.override",
+        calls(_first_wins),
+        LIBRARY,
+    ),
+    Mutant(
+        "mistakes in a configuration are found by train only",
+        CONFIG + "RunConfig.__post_init__",
+        does_nothing,
+        LIBRARY,
+    ),
+    Mutant(
+        "config.yaml() does not say where values come from",
+        CONFIG + "dump",
+        result(lambda text: text.replace("  # Python", "")),
+        LIBRARY,
+    ),
+    Mutant(
+        "functions leave a folder on the Python path",
+        RUN + "_own_code",
+        calls(_leaves_the_folder),
+        LIBRARY,
+    ),
+    Mutant(
+        "check shows no notes",
+        RUN + "Report.__str__",
+        returns(""),
+        LIBRARY,
+    ),
+    Mutant(
+        "the history of a metric is in another order",
+        "verlite.api.result:Result.history",
+        result(lambda found: found[::-1]),
+        LIBRARY,
+    ),
+]

@@ -1,0 +1,117 @@
+"""What `verlite check` finds by trying: the same messages as a run, without Ray."""
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from tests.errors.cases import write_folder
+from verlite import hub
+from verlite.config import compose, make_plan
+from verlite.trainer import checkpoints, disk
+from verlite.trainer.trial import Trial, try_out
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trial") / "made"
+    write_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: sums.yaml, train.parquet, model/."""
+    monkeypatch.chdir(shutil.copytree(made, tmp_path / "sums"))
+    monkeypatch.setattr(hub, "unreachable", lambda: "no network")
+    return Path()
+
+
+def tried(*overrides: str) -> Trial:
+    loaded = compose("sums", overrides, ".")
+    return try_out(loaded.config, make_plan(loaded.config))
+
+
+def test_a_good_command(folder: Path) -> None:
+    trial = tried()
+    assert (trial.errors, trial.warnings) == ([], [])
+    assert trial.seen == [
+        "train: 64 prompts from train.parquet; prompt tokens 4 to 4 (median 4, p90 4), limit 8"
+    ]
+    assert not Path("run").exists()
+
+
+def test_all_errors_are_found(folder: Path) -> None:
+    """Each is what the run itself would say."""
+    Path("reward.py").write_text("import nowhere\ndef compute_score(**row): ...\n")
+    trial = tried("custom_reward_function.path=reward.py", "data.max_prompt_length=3")
+    reward, prompts = trial.errors
+    assert "reward.py cannot be loaded: ModuleNotFoundError: No module named 'nowhere'" in reward
+    assert "row 0: the prompt has 4 tokens, 3 are allowed by data.max_prompt_length" in prompts
+    assert "64 of 64 prompts (100%) are too long; prompt tokens 4 to 4" in prompts
+
+
+def test_a_tokenizer_without_template(folder: Path) -> None:
+    Path("model/chat_template.jinja").unlink()
+    assert "no chat template, so a prompt is the text of its messages" in tried().seen[-1]
+
+
+def test_a_tokenizer_of_another_model(folder: Path) -> None:
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config | {"vocab_size": 10}))
+    (error,) = tried().errors
+    assert "train.parquet row 0: the prompt has token id" in error
+    assert "the model has 10 tokens, ids 0 to 9" in error
+
+
+def test_a_missing_folder_that_looks_like_a_name_on_the_hub(folder: Path) -> None:
+    key = "actor_rollout_ref.model.path"
+    trial = tried(f"{key}=models/nope")
+    assert trial.errors == trial.seen == []
+    (warning,) = trial.warnings
+    assert warning.startswith(f"{key}=models/nope is not a folder here, and the hub at https://")
+    assert "cannot be reached (no network)" in warning and warning.endswith("were not tried")
+    for name in ("qwen", "llama"):
+        Path("models", name).mkdir(parents=True)
+    trial = tried(f"{key}=models/nope")
+    assert trial.warnings == []
+    assert "The folder models here has llama, qwen. Correct the path" in trial.errors[0]
+
+
+def test_too_little_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 rows in steps of 8, twice, saved after every 5th and the last: 5, 10, 15, 16."""
+    several = ("trainer.total_training_steps=null", "trainer.total_epochs=2", "trainer.save_freq=5")
+    size = disk.checkpoint_bytes("model", "float32")
+
+    def free(size: int) -> None:
+        usage = namedtuple("usage", "free")(size)
+        monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage)
+
+    free(4 * size)
+    assert tried(*several).warnings == []
+    free(4 * size - 1)
+    (warning,) = tried(*several).warnings
+    assert "up to 4 are kept (trainer.save_freq=5, trainer.max_actor_ckpt_to_keep=null)" in warning
+    assert "Lower trainer.max_actor_ckpt_to_keep" in warning
+    # A new one is written before the oldest is deleted.
+    free(2 * size)
+    assert tried(*several, "trainer.max_actor_ckpt_to_keep=1").warnings == []
+    assert len(tried(*several, "trainer.max_actor_ckpt_to_keep=2").warnings) == 1
+    # Those of a run to resume have their space.
+    for step in (5, 10):
+        Path(f"run/global_step_{step}").mkdir(parents=True)
+    assert checkpoints.steps_on_disk(Path("run")) == [5, 10]
+    assert tried(*several).warnings == []
+    free(size - 1)
+    assert "Free some space" in tried(*several).warnings[0]
+
+
+def test_checkpoint_bytes_are_those_of_weights_and_two_moments(folder: Path) -> None:
+    weights = Path("model/model.safetensors").stat().st_size  # float32, and a header
+    size = disk.checkpoint_bytes("model", "float32")
+    assert 3 * (weights - 10_000) < size < 3 * weights
+    assert disk.checkpoint_bytes("model", "bfloat16") * 2 == size
+    Path("model/model.safetensors").write_bytes(b"\xff" * 100)
+    assert disk.checkpoint_bytes("model", "float32") == 0

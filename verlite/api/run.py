@@ -1,0 +1,258 @@
+"""Check, train and evaluate in this process, and export a checkpoint.
+
+These functions print what the commands print and raise ordinary exceptions. Signal handlers,
+environment variables, sys.path and event loops are afterwards as they were before.
+"""
+
+import os
+import sys
+import tempfile
+from asyncio import events
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verlite.api.config import RunConfig
+from verlite.api.result import Result
+from verlite.config.load import Loaded
+from verlite.config.plan import Plan, make_plan
+from verlite.config.problems import Note
+from verlite.config.show import console, notes_text
+
+if TYPE_CHECKING:
+    from verlite.controller.stop import Stop
+    from verlite.trainer.launch import Preflight
+
+ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
+ENV_MODULE = "verlite_own_env"
+REWARD_FILE = "reward.py"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known about a valid configuration. str(report) is what `verlite check` prints."""
+
+    plan: Plan
+    """Sizes, roles and devices that follow from the configuration."""
+    notes: list[Note]
+    """Renamed keys, keys without effect, and settings that are rarely meant."""
+    warnings: list[str]
+    """What a run would warn about: tools that do not answer, too little disk space."""
+    prompts: list[str]
+    """How many prompts there are, and how long, judged by the first rows of each file."""
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=160, file=open(os.devnull, "w"), record=True)
+        with console.file:
+            for note in self.notes:
+                console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+            for warning in self.warnings:
+                console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False)
+            table: Any = self.plan.table()  # type: ignore[no-untyped-call]
+            console.print(table)
+            for line in self.prompts:
+                console.print(line, soft_wrap=True, highlight=False, markup=False)
+        return console.export_text().rstrip()
+
+
+def check(
+    config: RunConfig,
+    reward: Callable[..., Any] | None = None,
+    env: Callable[..., Any] | None = None,
+) -> Report:
+    """Validate a configuration in seconds, without starting anything; arguments as in `train`.
+
+    Raises:
+        ConfigError: `problems` lists every violation, each with key, value, rule and remedy.
+        RunRefused: the reward function, the tokenizer or the first prompts cannot be used.
+        TypeError: `reward` or `env` cannot be stored for other processes.
+    """
+    from verlite.trainer.errors import RunRefused
+    from verlite.trainer.trial import try_out
+
+    with tempfile.TemporaryDirectory() as folder, _no_event_loop():
+        with _own_code(config, reward, env, Path(folder)) as whole:
+            loaded = whole.loaded()
+            plan = make_plan(loaded.config)
+            trial = try_out(loaded.config, plan)
+            if trial.errors:
+                raise RunRefused("\n".join(trial.errors))
+            return Report(plan, loaded.notes, trial.warnings, trial.seen)
+
+
+def train(
+    config: RunConfig,
+    reward: Callable[..., Any] | None = None,
+    env: Callable[..., Any] | None = None,
+) -> Result:
+    """Train in this process, with workers in processes of their own, and return when all is done.
+
+    Ctrl-C stops the run and raises KeyboardInterrupt. Steps since the last checkpoint are lost.
+
+    Args:
+        config: from `load_config`.
+        reward: function of the reward, as custom_reward_function names it: it takes data_source,
+            solution_str, ground_truth and extra_info by name, and returns a number or a dict with
+            "score". Reward processes get it from the run directory (`verlite.trainer.own_code` has
+            the limits).
+        env: EnvFactory subclass, or a function that returns an EnvFactory, for samples of several
+            turns (max_turns). It gets the entries of env.kwargs.
+
+    Raises:
+        ConfigError: the configuration is invalid; nothing was started.
+        TypeError: `reward` or `env` cannot be stored for other processes.
+        RunRefused, DataError, FunctionError, UnknownDataSource, ResourcesMissing, NoCluster,
+            ResumeRefused: a file or a setting is wrong; nothing was trained.
+        CheckpointError, RewardFailures, RolloutFailures, LogProbGap, TooFewGroups, WorkerError,
+            StuckError, NodeLost, RayLost: the run failed (`verlite.trainer.errors`).
+        KeyboardInterrupt: Ctrl-C.
+    """
+    from verlite.config.critical import CODE
+    from verlite.controller.exit_codes import DONE
+    from verlite.controller.stop import Stop
+    from verlite.trainer.launch import absolute, lock_run_dir
+
+    _refuse_other_ray()
+    run_dir = Path(absolute(config["trainer.default_local_dir"]))
+    if reward is not None or env is not None:
+        lock_run_dir(run_dir).close()  # the files of a running run must not change
+    with _no_event_loop(), _own_code(config, reward, env, run_dir / CODE) as whole:
+        loaded = whole.loaded()
+        stop = Stop(embedded=True)
+        try:
+            with stop:
+                code = run_to_end(loaded, stop)
+        except KeyboardInterrupt:
+            if stop.requested in (None, "SIGINT"):
+                raise
+            code = stop.exit_code
+    return Result(run_dir, "finished" if code == DONE else "stopped", code)
+
+
+def evaluate(
+    config: RunConfig,
+    reward: Callable[..., Any] | None = None,
+    env: Callable[..., Any] | None = None,
+) -> dict[str, float]:
+    """Validate the model on data.val_files without training; arguments and errors as in `train`.
+
+    If the run directory has checkpoints, trainer.resume_mode decides which one is evaluated.
+
+    Returns:
+        The validation metrics, `val-core/...` and `val-aux/...` (docs/metrics.md).
+    """
+    result = train(config.override({"trainer.val_only": True}), reward, env)
+    return {name: value for name, value in result.metrics[-1].items() if name.startswith("val-")}
+
+
+def export(run: Result | str | Path, out: str | Path, dtype: str = "float32") -> Path:
+    """Write the policy of a checkpoint as a Hugging Face folder, reload it and compare.
+
+    Args:
+        run: what `train` returned, a run directory (its newest complete checkpoint) or a
+            global_step_N folder.
+        out: a new or empty folder.
+        dtype: float32, bfloat16 or float16.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, it cannot be loaded, `out` is not empty
+            or cannot be written, or `dtype` is unknown.
+    """
+    import warnings
+
+    from verlite.report.export import export_checkpoint, find_checkpoint
+
+    folder = run.run_dir if isinstance(run, Result) else Path(run)
+    checkpoint = find_checkpoint(folder, lambda text: warnings.warn(text, stacklevel=3))
+    export_checkpoint(checkpoint, Path(out), dtype)
+    return Path(out)
+
+
+def run_to_end(loaded: Loaded, stop: "Stop") -> int:
+    """Print the notes, run all checks, train, and return the exit code.
+
+    torch, Ray and transformers are imported only after the configuration has passed every check.
+    """
+    if loaded.notes:
+        console().print(notes_text(loaded.notes), soft_wrap=True)
+    from verlite.controller.exit_codes import DONE
+    from verlite.trainer.errors import AlreadyComplete
+    from verlite.trainer.launch import preflight
+
+    try:
+        with preflight(loaded, stop) as checks:
+            return _train(checks)
+    except AlreadyComplete as done:
+        console().print(str(done))
+        return stop.decide(DONE)
+
+
+def _train(checks: "Preflight") -> int:
+    from verlite.trainer.build import finalize, open_run
+    from verlite.trainer.errors import StepAborted
+    from verlite.trainer.ppo import train
+
+    with open_run(checks) as opened:
+        try:
+            train(opened)
+        except StepAborted:
+            opened.undo_step()
+        return opened.stop.decide(finalize(opened))
+
+
+def _refuse_other_ray() -> None:
+    """Refuse to train while this process uses Ray for something else."""
+    from verlite.trainer.errors import RunRefused
+
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        raise RunRefused(
+            "this process is connected to Ray already (ray.is_initialized() is true), and a run "
+            "needs its own connection. Call ray.shutdown() before verlite.train"
+        )
+
+
+@contextmanager
+def _own_code(
+    config: RunConfig,
+    reward: Callable[..., Any] | None,
+    env: Callable[..., Any] | None,
+    folder: Path,
+) -> Iterator[RunConfig]:
+    """Write the user's callables to `folder`, and yield a configuration that names them."""
+    from verlite.trainer import own_code
+
+    changes: dict[str, Any] = {}
+    if reward is not None:
+        own_code.write(reward, folder / REWARD_FILE)
+        changes["custom_reward_function.path"] = folder / REWARD_FILE
+        changes["custom_reward_function.name"] = own_code.name_of(reward)
+    if env is not None:
+        own_code.write(env, folder / f"{ENV_MODULE}.py")
+        changes["env.name"] = f"{ENV_MODULE}:{own_code.name_of(env)}"
+        given = config[ENV_VARS].get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        python_path = os.pathsep.join(filter(None, [str(folder), given]))
+        changes[f"{ENV_VARS}.PYTHONPATH"] = python_path
+    sys.modules.pop(ENV_MODULE, None)
+    before = list(sys.path)
+    sys.path.insert(0, str(folder))
+    try:
+        yield config.override(changes) if changes else config
+    finally:
+        sys.path[:] = before
+        sys.modules.pop(ENV_MODULE, None)
+
+
+@contextmanager
+def _no_event_loop() -> Iterator[None]:
+    """Hide the event loop that a notebook runs its cells in: the driver runs loops of its own."""
+    loop = events._get_running_loop()
+    events._set_running_loop(None)
+    try:
+        yield
+    finally:
+        events._set_running_loop(loop)

@@ -1,0 +1,61 @@
+"""Import the user's own code by the path of its file or by the dotted name of its module.
+
+Only the standard library is imported, because reward processes start with this file.
+"""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class OwnCodeError(ValueError):
+    """The user's code cannot be used. The message names the file, the error and its line."""
+
+
+def import_module(place: str) -> ModuleType:
+    """Import FILE.py or a dotted name.
+
+    Raises:
+        OwnCodeError: it cannot be imported.
+    """
+    try:
+        if place.endswith(".py"):
+            return _load_file(Path(place))
+        return importlib.import_module(place)
+    except BaseException as error:  # an imported file may raise anything, SystemExit included
+        raise OwnCodeError(f"{place} cannot be loaded: {text_of(error)}") from error
+
+
+def find(place: str, name: str) -> Any:
+    """Return a function or class of a file or module.
+
+    Raises:
+        OwnCodeError: it cannot be imported, or does not define the name.
+    """
+    module = import_module(place)
+    if not callable(getattr(module, name, None)):
+        raise OwnCodeError(f"{place} has no function or class {name!r}")
+    return getattr(module, name)
+
+
+def text_of(error: BaseException) -> str:
+    """Return type and message of an error, and the line that raised it."""
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})"
+
+
+def _load_file(path: Path) -> ModuleType:
+    # The folder goes last, so that files beside this one never shadow a library.
+    sys.path.append(str(path.parent))
+    # The module gets a prefix because a file may be called math.py. It is registered because
+    # pickle and dataclasses look modules up by name.
+    spec = importlib.util.spec_from_file_location(f"verlite_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # true for every .py file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

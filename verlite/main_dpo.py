@@ -1,0 +1,37 @@
+"""`python -m verlite.main_dpo data.train_files=FILE model.path=MODEL key=value ...`
+
+Direct preference optimization, in one process or in several:
+`torchrun --nproc_per_node 4 -m verlite.main_dpo ...`.
+
+Rows have a prompt, a better response (chosen) and a worse one (rejected). Run directory and exit
+codes are those of main_sft.
+"""
+
+from typing import TYPE_CHECKING
+
+from verlite import main_sft
+from verlite.config.dpo import DPO
+from verlite.files import tolerate_full_disk
+
+if TYPE_CHECKING:
+    from verlite.sft.run import Task
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Validate the configuration, train, and return the exit code."""
+    return main_sft.main(argv, DPO, dpo_task, str(__doc__))
+
+
+def dpo_task() -> "Task":
+    """Return what main_dpo trains for. It imports torch."""
+    from verlite.sft.dpo import TASK
+
+    return TASK
+
+
+if __name__ == "__main__":
+    tolerate_full_disk()
+    code = main()
+    from verlite.trainer.ending import leave
+
+    leave(code)

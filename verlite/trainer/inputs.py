@@ -1,0 +1,108 @@
+"""What a run reads before its workers start: tokenizer, environment and prompts.
+
+torch and transformers are imported in functions, because `verlite check` uses this file too.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from verlite.config.plan import Plan
+from verlite.config.schema import Config, ModelConfig
+from verlite.data.dataset import PromptDataset, RowFiles, overlap_note, refuse_foreign_tokens
+from verlite.envs.chat import TemplateError
+from verlite.envs.factory import EnvFactory, build_env_factory, encoder
+from verlite.envs.step import Step
+from verlite.trainer.errors import RunRefused
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+class HubMissing(RunRefused):
+    """The model is a name on the hub, which cannot be reached from here."""
+
+
+def load_policy_tokenizer(
+    model: ModelConfig,
+) -> tuple["PreTrainedTokenizerBase", "PretrainedConfig"]:
+    """Load the policy's tokenizer and its config.json.
+
+    A broken config.json fails here in a second; in the workers it would take many.
+
+    Raises:
+        RunRefused: either cannot be loaded. HubMissing: because the hub cannot be reached.
+    """
+    from verlite.engine.folder import HubUnreachable, ModelError, load_config, load_tokenizer
+
+    try:
+        described = load_config(model)
+        return load_tokenizer(model), described
+    except HubUnreachable as error:
+        raise HubMissing(f"actor_rollout_ref.{error}") from error
+    except ModelError as error:
+        raise RunRefused(f"actor_rollout_ref.{error}") from error
+
+
+def load_environment(
+    config: Config, plan: Plan, tokenizer: "PreTrainedTokenizerBase"
+) -> EnvFactory | None:
+    """Build the environment factory and encode one observation. None for single-turn runs.
+
+    Raises:
+        RunRefused: the environment does not exist, the chat template does not support its tools, or
+            `data.max_obs_length` leaves no room for an observation.
+    """
+    if not plan.max_turns:
+        return None
+    limit = config.data.max_obs_length
+    try:
+        factory = build_env_factory(config)
+        encode = encoder(factory, tokenizer, config.data.apply_chat_template_kwargs)
+        before, after = factory.around
+        encode(Step("gizmo " * limit, before, after), [], limit)
+    except (TemplateError, ValueError) as error:
+        raise RunRefused(str(error)) from error
+    return factory
+
+
+def load_datasets(
+    config: Config,
+    plan: Plan,
+    rows: tuple[RowFiles, RowFiles | None],
+    tokenizer: "PreTrainedTokenizerBase",
+    described: "PretrainedConfig",
+    env_factory: EnvFactory | None,
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Tokenize and measure the prompts of training and validation.
+
+    Args:
+        described: the model's config.json.
+
+    Raises:
+        DataError: a prompt cannot be used, or has tokens that the model does not have.
+    """
+    limit = (plan.longest_prompt_key, plan.longest_prompt)
+    tools = env_factory.tools if env_factory else ()
+    vocab_size = getattr(described.get_text_config(), "vocab_size", None)
+
+    def load(files: RowFiles, split: str) -> PromptDataset:
+        data = PromptDataset(files, tokenizer, config.data, split, limit, tools)
+        if vocab_size is not None:
+            refuse_foreign_tokens(data, vocab_size)
+        return data
+
+    train, val = rows
+    return load(train, "train"), load(val, "val") if val else None
+
+
+def data_lines(tokenizer: Any, train: PromptDataset, val: PromptDataset | None) -> list[str]:
+    """Return lines about the prompts: how many, how long, in both splits, without a template."""
+    lines = [str(train.report())]
+    if val is not None:
+        overlap = overlap_note(train, val)
+        lines += [str(val.report()), *([overlap] if overlap else [])]
+    if tokenizer.chat_template is None:
+        lines.append(
+            "the tokenizer has no chat template, so a prompt is the text of its messages, joined "
+            "by newlines. For a chat model set actor_rollout_ref.model.custom_chat_template"
+        )
+    return lines

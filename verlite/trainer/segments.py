@@ -1,0 +1,92 @@
+"""The configurations of a run: one for each time that it was started."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verlite.files import RetryingWriter, one_line, read_text
+from verlite.trainer.trackers import flat
+from verlite.trainer.tracking import set_aside
+
+CONFIG = "config.yaml"
+CONFIGS = "configs"
+"""Folder with the configuration of each segment: from_step_N.yaml."""
+
+
+def write_config(run_dir: Path, text: str, step: int, writer: RetryingWriter) -> None:
+    """Write config.yaml, and the same as configs/from_step_N.yaml, where N is the next step.
+
+    Args:
+        step: the step that the run resumes from. 0: the configurations of an earlier run in this
+            directory are renamed.
+
+    Raises:
+        OSError: they cannot be renamed.
+    """
+    if not step:
+        set_aside(run_dir / CONFIGS)
+    writer.replace(run_dir / CONFIG, text.encode())
+    writer.replace(run_dir / CONFIGS / f"from_step_{step + 1}.yaml", text.encode())
+
+
+def changed_keys(earlier: Path, text: str) -> list[str]:
+    """Return a line about each key whose value differs from an earlier config.yaml's.
+
+    Args:
+        earlier: the run directory of the checkpoint to resume from.
+        text: the new configuration, as YAML.
+    """
+    try:
+        old = settings(read_text(earlier / CONFIG))
+    except (OSError, ValueError) as error:
+        return [f"{earlier / CONFIG} cannot be compared: {one_line(error)}"]
+    return [
+        f"{key}: {before} before, {now} now" for key, before, now in changes(old, settings(text))
+    ]
+
+
+def changes_of_segments(run_dir: Path) -> Iterator[tuple[int, list[tuple[str, str, str]]]]:
+    """Yield the first step of each resumed segment, and the `changes` since the segment before.
+
+    Raises:
+        OSError, ValueError: a file cannot be read.
+    """
+    files = {}
+    for file in (run_dir / CONFIGS).glob("from_step_*.yaml"):
+        number = file.stem.removeprefix("from_step_")
+        if number.isdecimal():
+            files[int(number)] = file
+    texts = {step: read_text(files[step]) for step in sorted(files)}
+    for (_, before), (step, text) in itertools.pairwise(texts.items()):
+        yield step, [] if text == before else changes(settings(before), settings(text))
+
+
+def settings(text: str) -> dict[str, Any]:
+    """Return every value of a configuration in YAML by its dotted key.
+
+    Raises:
+        ValueError: it is not a mapping in YAML.
+    """
+    try:
+        loaded = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(error)) from error
+    if not isinstance(loaded, dict):
+        raise ValueError("it is not a mapping")
+    return dict(flat(loaded))
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (key, old value, new value) of each key that differs."""
+    return [
+        (key, _text(before, key), _text(now, key))
+        for key in dict.fromkeys([*now, *before])
+        if _text(before, key) != _text(now, key)
+    ]
+
+
+def _text(values: dict[str, Any], key: str) -> str:
+    return one_line(repr(values[key])) if key in values else "not there"
