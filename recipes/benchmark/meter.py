@@ -13,32 +13,23 @@ COST = "WATCHERS_COST"
 """Variable with the path of a folder: a file per process and thread has its nanoseconds."""
 
 
-def note_thread(owner: Any, name: str, thread: str) -> None:
-    """Note the CPU time of the whole thread of this name at each of its calls of a function."""
-    original: Callable[..., Any] = getattr(owner, name)
-
-    def noting(*values: Any, **named: Any) -> Any:
-        found = original(*values, **named)
-        if threading.current_thread().name == thread:
-            _write(thread, time.thread_time_ns())
-        return found
-
-    setattr(owner, name, noting)
-
-
-def note_calls(owner: Any, name: str) -> None:
-    """Note the CPU time of all calls of a function."""
+def note(owner: Any, name: str, thread: str = "") -> None:
+    """Note the CPU time of all calls of a function, and of the whole thread of this name."""
     original: Callable[..., Any] = getattr(owner, name)
     spent = 0
 
     def noting(*values: Any, **named: Any) -> Any:
         nonlocal spent
+        own = threading.current_thread().name == thread
         began = time.thread_time_ns()
         try:
             return original(*values, **named)
         finally:
-            spent += time.thread_time_ns() - began
-            _write(name, spent)
+            if own:
+                _write(thread, time.thread_time_ns())
+            else:
+                spent += time.thread_time_ns() - began
+                _write(name, spent)
 
     setattr(owner, name, noting)
 
@@ -59,4 +50,4 @@ def install_in_worker() -> None:
     """Note the heartbeats of this process."""
     from verlite.controller.heartbeat import Sender
 
-    note_thread(Sender, "send", "heartbeat")
+    note(Sender, "send", "heartbeat")

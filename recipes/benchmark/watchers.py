@@ -3,7 +3,8 @@
 python recipes/benchmark/watchers.py [--steps 48]
 
 Counts the whole threads of the workers' heartbeats, of the driver's receiver, and of the driver's
-looks at Ray's processes and the guardian, and the calls of its main thread that look at workers.
+looks at Ray's processes and the guardian. Also counts the calls of main threads: the heartbeat that
+a worker sends after each call, and the driver's looks at workers and at finished calls.
 Two runs with and without them would differ more from each other by the machine than by these.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meter import COST, note_calls, note_thread, noted
+from meter import COST, note, noted
 from report import keep
 from step import overrides
 from workload import BUILD, model_of
@@ -35,12 +36,15 @@ def drive(arguments: Sequence[str]) -> None:
     """Run verlite's command line, and note the CPU times in the metrics of each step."""
     from verlite.controller.daemon_watch import DaemonWatch
     from verlite.controller.heartbeat import Receiver
+    from verlite.controller.rank_watch import RankWatch
     from verlite.controller.supervise import Supervisor
     from verlite.trainer import ppo
 
-    note_thread(Receiver, "receive", "heartbeats")
-    note_thread(DaemonWatch, "_look", "daemons")
-    note_calls(Supervisor, "_unresponsive")
+    note(Receiver, "receive", "heartbeats")
+    note(DaemonWatch, "_look", "daemons")
+    note(Supervisor, "_unresponsive")
+    note(RankWatch, "exceeds")
+    note(RankWatch, "finished")
     finish = ppo.finish_step
 
     def finish_step(run: Any, batch: Any) -> None:

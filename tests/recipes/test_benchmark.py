@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import statistics
 import threading
 import time
@@ -100,7 +101,7 @@ def test_shares_of_watchers(script):
 
 
 def test_cpu_time_of_calls_and_threads(script, tmp_path, monkeypatch):
-    """Two threads count to a number, and their files have the CPU time of that."""
+    """A thread counts as a whole, and other threads by their calls."""
     meter = script("meter")
     monkeypatch.setenv(meter.COST, str(tmp_path))
 
@@ -113,16 +114,18 @@ def test_cpu_time_of_calls_and_threads(script, tmp_path, monkeypatch):
         def look(self):
             self.work()
 
-    meter.note_thread(Busy, "work", "busy")
-    meter.note_calls(Busy, "look")
-    thread = threading.Thread(target=Busy().work, name="busy")
+    meter.note(Busy, "work", "busy")
+    meter.note(Busy, "look")
+    thread = threading.Thread(target=lambda: (Busy().look(), Busy().work()), name="busy")
     thread.start()
     thread.join()
-    Busy().work()  # another thread's calls are not counted
-    assert 2e7 <= meter.noted(tmp_path) < 3e7
-    Busy().look()
-    Busy().look()
-    assert 6e7 <= meter.noted(tmp_path) < 7e7
+    # Calls of one noted function by another count twice.
+    files = {path.name.split("-")[1]: int(path.read_text()) for path in tmp_path.iterdir()}
+    assert 4e7 <= files["busy"] < 5e7 and 2e7 <= files["look"] < 3e7
+    Busy().work()
+    Busy().work()
+    assert 4e7 <= int((tmp_path / f"{os.getpid()}-work").read_text()) < 5e7
+    assert meter.noted(tmp_path) >= 1e8
 
 
 def test_startup_phases_add_up(script):

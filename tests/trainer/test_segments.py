@@ -19,6 +19,13 @@ def test_changed_keys_have_both_values(tmp_path):
     ]
 
 
+def test_values_that_differ_only_far_from_their_beginning_are_named(tmp_path):
+    long = "x" * 400
+    write_config(tmp_path, f"path: {long}a\n", 0, RetryingWriter(pytest.fail))
+    (line,) = changed_keys(tmp_path, f"path: {long}b\n")
+    assert line.startswith("path: 'xxx")
+
+
 @pytest.mark.parametrize("content", [None, "a: [", "text", ""])
 def test_a_damaged_earlier_configuration_is_one_line(tmp_path, content):
     if content is not None:
@@ -60,3 +67,16 @@ def test_the_changes_of_each_segment_are_those_since_the_one_before(tmp_path):
     (tmp_path / "configs" / "from_step_13.yaml").write_text("a: [")
     with pytest.raises(ValueError):
         list(changes_of_segments(tmp_path))
+
+
+def test_segments_that_are_trained_again_are_renamed(tmp_path):
+    writer = RetryingWriter(pytest.fail)
+    for step, text in ((0, OLD), (10, NEW), (20, OLD)):
+        write_config(tmp_path, text, step, writer)
+    write_config(tmp_path, NEW, 10, writer)  # again from step 10, with nothing changed
+    assert [step for step, _ in changes_of_segments(tmp_path)] == [11]
+    assert len(list(tmp_path.glob("configs/from_step_21-until-*"))) == 1
+    write_config(tmp_path, OLD, 10, writer)
+    assert list(changes_of_segments(tmp_path)) == [(11, [])]
+    (renamed,) = tmp_path.glob("configs/from_step_11-until-*")
+    assert renamed.read_text() == NEW

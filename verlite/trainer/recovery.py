@@ -10,9 +10,11 @@ process. If it dies between generation and the step's first update, the run ther
 """
 
 import time
+from collections.abc import Sequence
 
 from verlite.controller.failures import KINDS, RankDied, StuckError, WorkerError
 from verlite.controller.worker_group import group
+from verlite.controller.worker_handle import WorkerHandle
 from verlite.trainer.run import Run
 
 
@@ -31,11 +33,11 @@ def restart_engines(run: Run, died: RankDied, may_stop: bool = False) -> None:
         WorkerError: the limit is reached, or a new engine could not be started. The message is that
             of the step's first death.
     """
-    began = time.monotonic()
     engines = group(run.rollout)
     step = run.current
     limit = run.config.actor_rollout_ref.rollout.max_restarts
     while True:
+        began = time.monotonic()
         step.first_death = step.first_death or died.error
         dead = engines.supervisor.settle(died.workers)
         if may_stop:
@@ -46,6 +48,7 @@ def restart_engines(run: Run, died: RankDied, may_stop: bool = False) -> None:
         step.engine_restarts += len(dead)
         try:
             engines.restart(dead)
+            _warn(run, died, dead, time.monotonic() - began)
             run.rollout.sleep()
             break
         except RankDied as again:
@@ -56,10 +59,15 @@ def restart_engines(run: Run, died: RankDied, may_stop: bool = False) -> None:
             raise _first_cause(run, f"a new engine could not be started: {error}") from error
     run.actor.engine_restarted()
     run.metrics["perf/engine_restarts"] = float(step.engine_restarts)
+
+
+def _warn(run: Run, died: RankDied, dead: Sequence[WorkerHandle], seconds: float) -> None:
+    """Say why an engine died, and which were started again."""
+    restarts, limit = run.current.engine_restarts, run.config.actor_rollout_ref.rollout.max_restarts
     names = ", ".join(worker.name for worker in dead)
     run.display.warn(
-        f"{str(died).splitlines()[0]}. Started again in {time.monotonic() - began:.1f} s: {names} "
-        f"({step.engine_restarts} of actor_rollout_ref.rollout.max_restarts={limit} in this step)"
+        f"{str(died).splitlines()[0]}. Started again in {seconds:.1f} s: {names} ({restarts} of "
+        f"actor_rollout_ref.rollout.max_restarts={limit} in this step)"
     )
 
 

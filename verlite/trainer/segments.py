@@ -21,13 +21,16 @@ def write_config(run_dir: Path, text: str, step: int, writer: RetryingWriter) ->
 
     Args:
         step: the step that the run resumes from. 0: the configurations of an earlier run in this
-            directory are renamed.
+            directory are renamed. Otherwise those of later steps are, which are trained again.
 
     Raises:
-        OSError: they cannot be renamed.
+        OSError: they cannot be renamed, or one of the next step cannot be read.
     """
     if not step:
         set_aside(run_dir / CONFIGS)
+    for first, file in _files(run_dir).items():
+        if first > step + 1 or (first == step + 1 and file.read_bytes() != text.encode()):
+            set_aside(file)
     writer.replace(run_dir / CONFIG, text.encode())
     writer.replace(run_dir / CONFIGS / f"from_step_{step + 1}.yaml", text.encode())
 
@@ -54,14 +57,19 @@ def changes_of_segments(run_dir: Path) -> Iterator[tuple[int, list[tuple[str, st
     Raises:
         OSError, ValueError: a file cannot be read.
     """
-    files = {}
+    texts = {step: read_text(file) for step, file in sorted(_files(run_dir).items())}
+    for (_, before), (step, text) in itertools.pairwise(texts.items()):
+        yield step, [] if text == before else changes(settings(before), settings(text))
+
+
+def _files(run_dir: Path) -> dict[int, Path]:
+    """Return the configuration of each segment by its first step."""
+    found = {}
     for file in (run_dir / CONFIGS).glob("from_step_*.yaml"):
         number = file.stem.removeprefix("from_step_")
         if number.isdecimal():
-            files[int(number)] = file
-    texts = {step: read_text(files[step]) for step in sorted(files)}
-    for (_, before), (step, text) in itertools.pairwise(texts.items()):
-        yield step, [] if text == before else changes(settings(before), settings(text))
+            found[int(number)] = file
+    return found
 
 
 def settings(text: str) -> dict[str, Any]:
@@ -84,7 +92,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str,
     return [
         (key, _text(before, key), _text(now, key))
         for key in dict.fromkeys([*now, *before])
-        if _text(before, key) != _text(now, key)
+        if key not in now or key not in before or repr(now[key]) != repr(before[key])
     ]
 
 

@@ -13,12 +13,10 @@ from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.data.dataset import DataError, RowFiles
 from verlite.data.sampler import own_order
-from verlite.envs.factory import build_env_factory, check_env_factory
-from verlite.envs.step import ToolError
 from verlite.rewards.process import FunctionError
 from verlite.rewards.routing import UnknownDataSource
 from verlite.trainer.disk import disk_warning
-from verlite.trainer.errors import RunRefused
+from verlite.trainer.errors import RunRefused, ServiceMissing
 from verlite.trainer.inputs import (
     HubMissing,
     data_lines,
@@ -26,7 +24,12 @@ from verlite.trainer.inputs import (
     load_environment,
     load_policy_tokenizer,
 )
-from verlite.trainer.launch import absolutize_paths, environment, validate_reward_fn
+from verlite.trainer.launch import (
+    absolutize_paths,
+    check_tools,
+    environment,
+    validate_reward_fn,
+)
 
 ROWS = 1000
 """Rows of each file that are read and tokenized."""
@@ -51,7 +54,7 @@ def try_out(config: Config, plan: Plan) -> Trial:
     trial = Trial()
     with environment(config.ray_kwargs.ray_init.runtime_env.env_vars):
         with _noted(trial):
-            _try_tools(config, plan, trial)
+            check_tools(config, plan, trial.warnings.append)
         with _noted(trial):
             _try_data(config, plan, trial)
     return trial
@@ -59,24 +62,16 @@ def try_out(config: Config, plan: Plan) -> Trial:
 
 @contextmanager
 def _noted(trial: Trial) -> Iterator[None]:
-    """Keep the message of a refused run, so that what follows is tried too."""
+    """Keep the message of a refused run, so that what follows is tried too.
+
+    A service may be started later, so one that does not answer is a warning.
+    """
     try:
         yield
+    except ServiceMissing as error:
+        trial.warnings.append(f"{error}. A run refuses to start until then")
     except (RunRefused, DataError, FunctionError, UnknownDataSource) as error:
         trial.errors.append(str(error))
-
-
-def _try_tools(config: Config, plan: Plan, trial: Trial) -> None:
-    if not plan.max_turns:
-        return
-    try:
-        warning = check_env_factory(build_env_factory(config))
-    except ToolError as error:
-        warning = f"{error}. A run refuses to start until then"
-    except ValueError as error:
-        raise RunRefused(str(error)) from error
-    if warning:
-        trial.warnings.append(warning)
 
 
 def _try_data(config: Config, plan: Plan, trial: Trial) -> None:
