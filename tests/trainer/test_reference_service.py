@@ -155,8 +155,8 @@ def test_run_with_a_service_has_the_numbers_of_a_local_reference(tmp_path, tiny_
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
         "actor_rollout_ref.actor.optim.lr=3e-3",
-        # With Adam's 1e-8, a gradient of the size of float32's noise moves a weight by lr; with 1e-5,
-        # still enough to change the loss of step 2 by 10%.
+        # With Adam's 1e-8, a gradient of the size of float32's noise moves a weight by lr, and with
+        # 1e-5 still far enough to change a sample of step 2.
         "actor_rollout_ref.actor.optim.eps=1e-2",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.kl_loss_coef=0.1",
