@@ -13,6 +13,7 @@ from verlite.controller.failures import (
     DIED,
     Cause,
     RankDied,
+    StuckError,
     WorkerError,
     cause_of_exception,
     indent,
@@ -223,6 +224,41 @@ def test_engines_that_fail_while_a_call_settles_are_killed_too(monkeypatch):
     supervisor.watch(supervise.Future(supervisor, "rollout", "generate", pending, list))
     assert supervisor.settle(engines[:1]) == engines[:2] == killed
     assert supervisor.workers == engines[2:]
+
+
+@pytest.mark.parametrize("end", ["answered", "a dead engine", "another dies", "stuck"])
+def test_a_call_over_its_limit_is_looked_at_once_more(monkeypatch, end):
+    first, idle, actor = engine(0), engine(1), handle(0)
+    last = [cause(0, "OutOfMemoryError")] if end == "another dies" else []
+    supervisor, killed = restarting(monkeypatch, last, [])
+    supervisor.workers = [first, idle, actor]
+    call = supervisor.watch(supervise.Future(supervisor, "actor", "publish", {"ref": actor}, list))
+    monkeypatch.setattr(supervise, "GRACE_S", 60)
+    monkeypatch.setattr(supervisor.ranks, "exceeds", lambda future, limit_s: True)
+    for name, value in (("diagnose", [None]), ("process_infos", [None])):
+        monkeypatch.setattr(supervise, name, lambda workers, value=value: value)
+    monkeypatch.setattr(supervise, "collect", lambda workers, outstanding: None)
+    monkeypatch.setattr(supervisor, "stop_all", lambda: None)
+    dead = [replace(cause(0, None), worker=first)]
+    if end == "a dead engine":
+        dead.append(replace(cause(1, None), worker=idle))
+    monkeypatch.setattr(supervisor, "_dead_workers", lambda: dead)
+    waits, collect = [], supervisor._collect
+
+    def collected(timeout_s):
+        waits.append(timeout_s)
+        if end == "answered":
+            call.pending.clear()
+        return collect(timeout_s)
+
+    monkeypatch.setattr(supervisor, "_collect", collected)
+    if end in ("another dies", "stuck"):
+        with pytest.raises(WorkerError if end == "another dies" else StuckError):
+            supervisor.settle([first])
+    else:
+        supervisor.settle([first])
+        assert killed == ([first, idle] if end == "a dead engine" else [first])
+    assert waits[0] == 0.0
 
 
 def test_a_rank_that_failed_because_of_a_death_repeats_its_part(monkeypatch):

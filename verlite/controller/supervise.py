@@ -204,6 +204,9 @@ class Supervisor:
         Workers of restartable roles that die meanwhile are killed, too: a process that is only
         stuck, or out of memory, would keep the devices of its successor.
 
+        A call that exceeds the run's limit is stuck only if a last look finds neither its answer
+        nor a worker that has died, which it may have been waiting for.
+
         Returns:
             The dead workers, with those of restartable roles that have died meanwhile.
 
@@ -213,11 +216,17 @@ class Supervisor:
         """
         found = list(dict.fromkeys(dead))
         self._kill(found)
+        ends_by = 0.0  # calls that waited for workers killed here fail by then
         while self.outstanding:
             self.before_poll()
             self._raise_if_ray_lost()
             self._raise_if_node_lost()
-            causes = self._collect(POLL_S)
+            late = [] if time.monotonic() < ends_by else self._late()
+            if late:
+                self.ranks.look_now()
+            causes = self._collect(0.0 if late else POLL_S)
+            if any(future.pending for future in late):
+                causes += [one for one in self._dead_workers() if one.worker not in found]
             if not all(self._can_restart(c) or c.is_consequence for c in causes):
                 self._raise_first(causes)
             dead = list(dict.fromkeys(c.worker for c in causes if self._can_restart(c)))
@@ -225,11 +234,18 @@ class Supervisor:
             if more:
                 self._kill(more)
                 found += more
-            for future in self.outstanding:
-                if self.ranks.exceeds(future, self.call_timeout_s):
+                ends_by = time.monotonic() + GRACE_S
+                continue
+            for future in late:
+                if future.pending:
                     self._raise_stuck(future, self.call_timeout_s)
         self.workers = [worker for worker in self.workers if worker not in found]
         return found
+
+    def _late(self) -> list[Future[Any]]:
+        """Return the calls that exceed the run's limit."""
+        limit_s = self.call_timeout_s
+        return [future for future in self.outstanding if self.ranks.exceeds(future, limit_s)]
 
     def stop_all(self) -> None:
         """Kill every worker; see `stop`."""
