@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.controller.conftest import within
-from verlite.controller import daemon_watch, guardian, node
+from verlite.controller import cluster as cluster_module
+from verlite.controller import daemon_watch, guardian, node, ray_internals
 from verlite.controller.cluster import Cluster, bounded
 from verlite.controller.daemon_watch import Daemon, DaemonWatch
 from verlite.controller.failures import RayLost
@@ -138,3 +139,35 @@ def test_a_step_of_the_shutdown_cannot_take_longer_than_its_limit():
     assert not bounded(lambda: release.wait(60), 0.1)
     release.set()
     assert bounded(lambda: 1 / 0, 30), "an exception ends the step"
+
+
+def test_the_handler_of_signals_is_set_again_however_fast_ray_ends(monkeypatch):
+    done = []
+
+    class Eager(threading.Thread):
+        def start(self):
+            self.run()
+
+    monkeypatch.setattr(cluster_module.threading, "Thread", Eager)
+    monkeypatch.setattr(ray_internals, "restore_sigterm", lambda: done.append("restored"))
+    assert bounded(lambda: done.append("ended"), 30)
+    assert done == ["ended", "restored"]
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_ray_is_not_started_beside_a_shutdown_that_hangs(monkeypatch, hangs):
+    import ray
+
+    starts, release = [], threading.Event()
+
+    def start(**options):
+        starts.append(options)
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray, "shutdown", lambda: hangs and release.wait(60))
+    monkeypatch.setattr(cluster_module, "RAY_END_S", 0.2)
+    with pytest.raises(RayLost, match="timed out"):
+        cluster_module._start_local(1, None, (), lambda: None)
+    release.set()
+    assert len(starts) == (1 if hangs else 3)

@@ -315,7 +315,7 @@ def bounded(function: Callable[[], object], seconds: float) -> bool:
     """Run a function in a thread for at most `seconds`. Its exceptions are dropped.
 
     The function may be `ray.shutdown`, which takes SIGTERM away from its handler: the handler is
-    set again every few milliseconds.
+    set again every few milliseconds, and once more at the end.
 
     Returns whether it has ended. A thread that has not is abandoned: it may hang in Ray.
     """
@@ -330,6 +330,7 @@ def bounded(function: Callable[[], object], seconds: float) -> bool:
     while thread.is_alive() and time.monotonic() < until:
         thread.join(RESTORE_EVERY_S)
         ray_internals.restore_sigterm()
+    ray_internals.restore_sigterm()  # the function may have ended before the first look
     return not thread.is_alive()
 
 
@@ -378,7 +379,8 @@ def _start_local(
 ) -> None:
     """Start a cluster on this machine, with up to three tries.
 
-    Ray waits 30 s for its own processes, which is too short on a busy laptop.
+    Ray waits 30 s for its own processes, which is too short on a busy laptop. There is no further
+    try while `ray.shutdown` still runs: it would end what the next try starts.
     """
     import ray
 
@@ -400,10 +402,10 @@ def _start_local(
                 )
             return
         except Exception as error:  # Ray has no narrower class for it
-            bounded(ray.shutdown, RAY_END_S)
+            has_ended = bounded(ray.shutdown, RAY_END_S)
             clean()
             timed_out = "timed out" in str(error)
-            if is_last_try or not timed_out:
+            if is_last_try or not timed_out or not has_ended:
                 if not timed_out and not isinstance(error, (RuntimeError, OSError)):
                     raise
                 raise RayLost(
