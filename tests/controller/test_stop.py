@@ -1,11 +1,14 @@
 """Signals in the driver. Each case is a small program, because a signal may end the process."""
 
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from verlite.controller import stop as stop_module
 from verlite.controller.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 
 PROGRAM = """
@@ -189,3 +192,71 @@ def test_signal(case, programs):
     assert programs[case].returncode == code, text
     assert text.startswith(output), text
     assert time.monotonic() - start < 25, "the program's own sleep ended it"
+
+
+class Exit(Exception):
+    """The process would have ended with this code."""
+
+
+@pytest.fixture
+def exits(monkeypatch):
+    def leave(code):
+        raise Exit(code)
+
+    monkeypatch.setattr(stop_module.os, "_exit", leave)
+    monkeypatch.setattr(stop_module, "LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(stop_module, "write_error", lambda text: None)
+
+
+def test_a_handler_prints_nothing_itself():
+    """The main thread may be inside a write to the same stream, which refuses a second one."""
+    stop, said = stop_module.Stop(), []
+    done = threading.Event()
+
+    def say(name):
+        said.append((name, threading.get_ident() == threading.main_thread().ident))
+        done.set()
+
+    stop.must_save, stop.on_defer = lambda: True, say
+    stop._handle(signal.SIGTERM, None)
+    assert done.wait(30) and said == [("SIGTERM", False)]
+
+
+def test_the_decision_is_said_once_and_before_the_disk_is_written():
+    stop, done = stop_module.Stop(embedded=True), []
+    stop.on_end = lambda code: done.append(code)
+
+    def say():
+        assert stop._deciding.acquire(blocking=False), "said while a lock is held"
+        stop._deciding.release()
+        done.append("said")
+
+    assert [stop.decide(code, say=say) for code in (FAILED, STOPPED)] == [FAILED, FAILED]
+    assert done == ["said", FAILED]
+
+
+@pytest.mark.parametrize("end", ["_end", "_leave"])
+def test_a_disk_that_hangs_does_not_keep_the_process(exits, end):
+    stop, release = stop_module.Stop(), threading.Event()
+    stop.log = lambda text: release.wait(60)
+    start = time.monotonic()
+    with pytest.raises(Exit) as caught:
+        if end == "_end":
+            stop._end(signal.SIGTERM, "why")
+        else:
+            stop.code = DONE
+            stop._leave(1.0)
+    assert caught.value.args == (STOPPED if end == "_end" else DONE,)
+    assert time.monotonic() - start < 20
+    release.set()
+
+
+def test_the_end_by_a_signal_decides_the_code_once(exits):
+    stop = stop_module.Stop()
+    decided = []
+    stop.on_end = decided.append
+    stop.log = lambda text: decided.append(stop.decide(FAILED))  # the main thread, meanwhile
+    with pytest.raises(Exit) as caught:
+        stop._end(signal.SIGTERM, "why")
+    assert caught.value.args == (STOPPED,)
+    assert decided == [STOPPED, STOPPED]

@@ -68,6 +68,36 @@ def test_the_cause_is_written_before_the_cleanup_which_changes_nothing(stop, tmp
     assert "the cleanup" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [RayLost("the raylet has ended"), KeyboardInterrupt()])
+def test_the_cause_is_printed_before_the_disk_is_written(
+    error, stop, tmp_path, capsys, monkeypatch
+):
+    """A full or hung disk may block the writes."""
+    at_writes = []
+
+    def write(*arguments):
+        at_writes.append(capsys.readouterr().err)
+
+    stop.requested, stop.on_end, stop.log = "SIGTERM", write, write
+    monkeypatch.setattr(ending, "replace_file", write)
+    with pytest.raises(type(error)), reported_first(stop, tmp_path):
+        raise error
+    assert "Last checkpoint: step 6." in at_writes[0] and not any(at_writes[1:])
+
+
+@pytest.mark.parametrize("problem", [BrokenPipeError, SystemExit])
+def test_a_terminal_that_is_gone_does_not_keep_the_report_from_the_disk(
+    problem, stop, tmp_path, monkeypatch, capfd
+):
+    def fail(error, out):
+        raise problem
+
+    monkeypatch.setattr(ending, "print_error", fail)
+    assert report(stop, tmp_path, RayLost("the raylet has ended")) == 76
+    assert read(tmp_path)["message"] == "the raylet has ended"
+    assert "error: the raylet has ended" in capfd.readouterr().err
+
+
 def test_a_finished_run_stays_finished(stop, tmp_path):
     assert stop.decide(0) == 0
     assert report(stop, tmp_path, RayLost("the GCS has ended")) == 0

@@ -23,7 +23,7 @@ import signal
 import socket
 import threading
 import time
-from _thread import interrupt_main
+from _thread import interrupt_main, start_new_thread
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
@@ -36,6 +36,8 @@ END_S = 8.0
 LEAVE_S = 20.0
 """How long the process may live after its exit code is decided: trackers send their last metrics,
 workers close, Ray ends."""
+LAST_WORDS_S = 2.0
+"""How long the messages of a process that is ended at once may take: a disk may not answer."""
 REQUEST = b"\0"
 """What `Stop.request` sends to the thread that receives the numbers of signals."""
 REPEAT_S = 1.0
@@ -57,6 +59,16 @@ def write_error(text: str) -> None:
         pass
 
 
+def _exit_within(seconds: float, code: int, last_words: Callable[[], None]) -> NoReturn:
+    """End the process with this code, after at most so many seconds for `last_words`."""
+    try:
+        thread = threading.Thread(target=last_words, daemon=True)
+        thread.start()
+        thread.join(seconds)
+    finally:
+        os._exit(code)
+
+
 class Stop:
     """How the driver ends, as a context manager around the whole program, or around one run in it.
 
@@ -70,7 +82,8 @@ class Stop:
         grace_s: how long the first signal waits for a save before a message says that it waits, and
             how long a second signal waits.
         must_save: returns whether a finished step has no checkpoint yet.
-        on_defer: called with the signal's name when the run has to save before it ends.
+        on_defer: called with the signal's name when the run has to save before it ends. In another
+            thread if a signal's handler found that: what the main thread prints may be unfinished.
         where: returns what the process is doing, for messages, such as "while starting Ray".
         checkpoint: returns what a message says about the last checkpoint.
         log: writes a line into the run's log.
@@ -110,8 +123,17 @@ class Stop:
         what = "interrupted" if interrupted else f"stopped by {self.requested}"
         return f"{what} {self.interrupted_at}".rstrip() + f". {self.checkpoint()}"
 
-    def decide(self, code: int, limit_s: float | None = None) -> int:
+    def decide(
+        self,
+        code: int,
+        limit_s: float | None = None,
+        say: Callable[[], None] = lambda: None,
+    ) -> int:
         """Decide the exit code. The process then ends with it within limit_s (default LEAVE_S).
+
+        Args:
+            say: prints why, before anything is written to the disk, which may hang. Called without
+                a lock, and only if no code was decided before.
 
         Returns:
             The code that was decided first. Later ones are ignored.
@@ -125,6 +147,7 @@ class Stop:
                 self._timer = threading.Timer(limit_s, self._leave, [limit_s])
                 self._timer.daemon = True
                 self._timer.start()
+        say()
         self.on_end(code)
         return code
 
@@ -139,21 +162,27 @@ class Stop:
         """
         if self._handlers_before and not self.embedded:
             self._wakeup.send(REQUEST)
-        self._obey(name)
+        if self._obey(name):
+            self.on_defer(name)
 
     def raise_in_main(self, error: Exception) -> None:
         """Raise an error in the main thread, from another thread of an embedded run."""
         self._lost = error
         interrupt_main()
 
-    def _obey(self, name: str) -> None:
+    def _obey(self, name: str) -> bool:
+        """Note the first request to stop. Returns whether the run saves before it ends.
+
+        Raises:
+            KeyboardInterrupt: nothing has to be saved.
+        """
         if self.requested is not None or self.code is not None:
-            return
+            return False
         self.requested = name
         self.interrupted_at = self.where()
         if name == "SIGINT" or not self.must_save():
             raise KeyboardInterrupt
-        self.on_defer(name)
+        return True
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
@@ -192,7 +221,9 @@ class Stop:
         elif self.embedded and number == signal.SIGINT and self.requested is not None:
             raise KeyboardInterrupt
         else:
-            self._obey(signal.Signals(number).name)
+            name = signal.Signals(number).name
+            if self._obey(name):
+                start_new_thread(self.on_defer, (name,))
 
     def _watch(self) -> None:
         """End the process at further signals, or when ending takes too long."""
@@ -258,16 +289,22 @@ class Stop:
         if self.requested is None and first is not None:  # the main thread ran no handler
             self.requested = signal.Signals(first).name
             self.interrupted_at = self.where()
-        if self.code is None:
-            self._say(f"{self.message()}\n  ({why})")
-            self.on_end(self.exit_code)
-        else:
-            self._say(f"({why})")
-        os._exit(self.exit_code)
+        with self._deciding:
+            is_decided = self.code is not None
+            self.code = code = self.exit_code
+
+        def last_words() -> None:
+            if is_decided:
+                self._say(f"({why})")
+            else:
+                self._say(f"{self.message()}\n  ({why})")
+                self.on_end(code)
+
+        _exit_within(LAST_WORDS_S, code, last_words)
 
     def _leave(self, limit_s: float) -> None:
-        self._say(f"(cleaning up took longer than {limit_s:g} s, so the process was ended)")
-        os._exit(self.exit_code)
+        text = f"(cleaning up took longer than {limit_s:g} s, so the process was ended)"
+        _exit_within(LAST_WORDS_S, self.exit_code, lambda: self._say(text))
 
     def _forget_in_child(self) -> None:
         if self._pid != os.getpid() and signal.getsignal(signal.SIGTERM) == self._handle:

@@ -71,8 +71,7 @@ def reported_first(stop: Stop, run_dir: Path) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         if stop.code is None:
-            stop.decide(stop.exit_code, END_S)
-            console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
+            stop.decide(stop.exit_code, END_S, lambda: _print_stop(stop))
             stop.log(stop.message())
         raise
     except Exception as error:
@@ -87,16 +86,38 @@ def report(stop: Stop, run_dir: Path | None, error: BaseException) -> int:
         if error is not stop.reported:  # several contexts see the same error
             stop.log(mask_urls(f"while ending: {type(error).__name__}: {error}"))
         return stop.code
-    stop.decide(code)
     stop.reported = error
+    code = stop.decide(code, say=lambda: _print_report(stop, run_dir, error, code))
     if run_dir is not None:
         write_report(stop, run_dir, error, code)
-    if not stop.embedded:  # otherwise the caller gets the exception
+    return code
+
+
+def _print_report(stop: Stop, run_dir: Path | None, error: BaseException, code: int) -> None:
+    """Print the error, unless the caller of an embedded run gets it as an exception."""
+    if stop.embedded:
+        return
+    with _printing(f"error: {error}"):
         out = console(stderr=True)
         print_error(error, out)
         if run_dir is not None and code != exit_codes.REFUSED:
             out.print(stop.checkpoint(), soft_wrap=True, highlight=False, markup=False)
-    return code
+
+
+def _print_stop(stop: Stop) -> None:
+    text = stop.message()
+    with _printing(text):
+        console(stderr=True).print(text, soft_wrap=True, highlight=False)
+
+
+@contextlib.contextmanager
+def _printing(text: str) -> Iterator[None]:
+    """Write the bare text if the block cannot print, so that the report reaches the disk. Rich
+    raises SystemExit for a closed pipe."""
+    try:
+        yield
+    except (Exception, SystemExit):
+        write_error(mask_urls(f"\n{text}\n"))
 
 
 def write_report(stop: Stop, run_dir: Path, error: BaseException, code: int) -> None:
@@ -126,12 +147,12 @@ def end_at_once(stop: Stop, run_dir: Path, error: Exception) -> None:
     """
     if stop.code is not None:
         return
-    code = stop.decide(exit_code(error))
+    text = mask_urls(f"\nerror: {error}\n")
+    code = stop.decide(exit_code(error), say=lambda: None if stop.embedded else write_error(text))
     write_report(stop, run_dir, error, code)
     if stop.embedded:
         stop.raise_in_main(error)
         return
-    write_error(mask_urls(f"\nerror: {error}\n"))
     os._exit(code)
 
 
