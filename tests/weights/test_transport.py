@@ -49,6 +49,20 @@ def test_failed_sink_leaves_the_ranks_in_step() -> None:
     assert sinks[0].calls == ["add", "add", "abort"] and sinks[1].calls == ["add", "abort"]
 
 
+def test_the_first_error_is_raised_whatever_the_cleanup_does() -> None:
+    gathered: list[int] = []
+    sinks = [Sink(broken=1), Sink()]
+    sinks[0].abort = lambda reason: 1 / 0
+
+    def gathering():
+        yield from weights(gathered)
+        raise RuntimeError("another rank has failed")
+
+    with pytest.raises(OSError, match="no space left"):
+        publish(gathering(), sinks, 32)
+    assert gathered == list(range(6)) and sinks[1].calls == ["add", "abort"]
+
+
 def test_shutdown_does_not_wait_for_the_rest() -> None:
     gathered: list[int] = []
     sink = Sink()

@@ -330,12 +330,17 @@ def test_ranks_that_only_help_to_gather_keep_nothing():
     assert not any(os.path.exists(path) for path in exports[0].paths)
 
 
-def test_an_actor_whose_reader_dies_frees_its_device_memory():
-    """The reader's successor needs it while it is built."""
+@pytest.mark.parametrize("frees", [True, False])
+def test_an_actor_whose_reader_dies_frees_its_device_memory(frees, monkeypatch):
+    """The reader's successor needs it while it is built. The first error is raised even if that
+    fails, too."""
     (actor,) = actors(plan([0], [0], "cuda_ipc"), config())
     offer = actor.offer_weights(1, None)
     with socket.socket(socket.AF_UNIX) as reader:
         reader.connect(offer.stream)
+    if not frees:
+        offload = actor.engine.offload
+        monkeypatch.setattr(actor.engine, "offload", lambda: (offload(), 1 / 0), raising=False)
     with pytest.raises(TransportError, match="is gone"):
         actor.publish_weights(offer)
     assert actor.calls[-1] == "offload"

@@ -15,7 +15,8 @@ iterable of (name, tensor). Readers are the rollout engines and the ranks of the
 
 import logging
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,7 +87,8 @@ def publish(named: Iterable[tuple[str, Tensor]], sinks: Sequence[Sink], bucket_b
     """Give all weights to every sink, and return their number of bytes.
 
     If a sink fails, every sink is aborted. The rest of `named` is consumed all the same: the other
-    ranks take part in gathering it, and the next sync must not meet their collectives.
+    ranks take part in gathering it, and the next sync must not meet their collectives. The first
+    error is raised, whatever fails then.
     """
     total = 0
     weights = iter(named)
@@ -102,9 +104,24 @@ def publish(named: Iterable[tuple[str, Tensor]], sinks: Sequence[Sink], bucket_b
         # The log has the cause even if the run ends before the others have been waited for.
         _log.error("the weights could not be published:\n%s", traceback.format_exc())
         for sink in sinks:
-            sink.abort(f"{type(error).__name__}: {error}")
+            with cleanup_after_failure("a transport could not be given up"):
+                sink.abort(f"{type(error).__name__}: {error}")
         if isinstance(error, Exception):
-            for _ in weights:
-                pass
+            with cleanup_after_failure("the rest of the weights could not be gathered"):
+                for _ in weights:
+                    pass
         raise
     return total
+
+
+@contextmanager
+def cleanup_after_failure(what: str) -> Iterator[None]:
+    """Log an exception of the block: another error is being raised, and is the one to report.
+
+    Args:
+        what: what the exception means, for the log.
+    """
+    try:
+        yield
+    except Exception:
+        _log.error("%s:\n%s", what, traceback.format_exc())

@@ -26,7 +26,7 @@ from verlite.weights.cuda_ipc import Publisher
 from verlite.weights.files import FolderWriter
 from verlite.weights.probe import Probe
 from verlite.weights.shared_memory import MemoryFiles
-from verlite.weights.transport import Export, Offer, Sink, publish
+from verlite.weights.transport import Export, Offer, Sink, cleanup_after_failure, publish
 from verlite.workers.adapters import SyncedParts
 from verlite.workers.advantage import (
     apply_rollout_correction,
@@ -223,8 +223,11 @@ class ActorWorker(LogProbWorker):
         bucket_bytes = self.config.actor_rollout_ref.rollout.sync_bucket_mb << 20
         try:
             size = publish(weights, sinks, bucket_bytes)
-        finally:
-            self.engine.offload()
+        except BaseException:
+            with cleanup_after_failure("device memory could not be freed"):
+                self.engine.offload()
+            raise
+        self.engine.offload()
         node = self.plan.placement["actor"][self.rank] // self.plan.devices_per_node
         paths = self._memory_files.paths if self._memory_files else []
         return Export(node, tuple(paths), size)
