@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -85,6 +86,33 @@ def test_a_missing_cluster_is_a_failure_but_no_crash_at_a_step():
 def test_what_a_run_waits_for_is_missing(error):
     assert exit_code(error("away")) == exit_codes.REFUSED
     assert Attempt(2, "run", "away", error_type=error.__name__).misses_cluster
+
+
+LOST_NODE = Attempt(LOST, "run", "lost", 5, 4)
+MISSING = Attempt(2, "run", "away", 5, 4, error_type="ResourcesMissing")
+
+
+@pytest.mark.parametrize(
+    "attempts, code",
+    [
+        ([LOST_NODE, MISSING, MISSING, Attempt(0)], 0),
+        ([LOST_NODE, MISSING, Attempt(75, "run", "", 5, 4), MISSING, Attempt(0)], 0),
+        ([LOST_NODE, Attempt(-9, "run", "", 5, 4), MISSING, Attempt(0)], 0),
+        ([LOST_NODE, Attempt(-9, "run", "", 7, 6), replace(MISSING, step=7, saved=6)], 2),
+        ([LOST_NODE, Attempt(1, "run", "a bug", 5, 4)], 1),
+        ([LOST_NODE, Attempt(2, "run", "no key", 5, 4, error_type="RunRefused")], 2),
+        ([LOST_NODE, Attempt(130)], 130),
+        ([MISSING], 2),
+    ],
+)
+def test_a_lost_node_is_awaited_until_the_run_makes_progress(attempts, code, monkeypatch, tmp_path):
+    monkeypatch.setattr(supervise, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervise, "AFTER_STOP_S", 0.0)
+    supervisor = supervise.Supervisor([], Budget(9, 5), lambda text: None)
+    left = list(attempts)
+    monkeypatch.setattr(supervisor, "_attempt", lambda told: left.pop(0))
+    assert supervisor._run(tmp_path / "told.json") == code
+    assert left == []
 
 
 def test_pauses_grow_with_failures_and_stops_cost_none():

@@ -125,9 +125,8 @@ class Budget:
 
     def refusal(self, attempt: Attempt) -> str | None:
         """Count an attempt that may succeed. Return why there is no restart; None: restart."""
-        saved = -1 if attempt.saved is None else attempt.saved
-        step = -1 if attempt.step is None else attempt.step
-        if saved > self.best[0] or (saved < 0 and step > self.best[1]):
+        saved, step = _progress(attempt)
+        if self.has_progress(attempt):
             self.restarts = self.failures = self.at_step = 0
         self.best = (max(saved, self.best[0]), max(step, self.best[1]))
         self.restarts += 1
@@ -143,12 +142,23 @@ class Budget:
             return f"{self.max_restarts} restarts brought no new checkpoint; the last ended {where}"
         return None
 
+    def has_progress(self, attempt: Attempt) -> bool:
+        """Whether an attempt that is not counted yet went further than those before."""
+        saved, step = _progress(attempt)
+        return saved > self.best[0] or (saved < 0 and step > self.best[1])
+
     @property
     def pause_s(self) -> float:
         """How long to wait before the next restart."""
         if not self.failures:
             return AFTER_STOP_S
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self.failures - 1))
+
+
+def _progress(attempt: Attempt) -> tuple[int, int]:
+    """Return (step of the newest checkpoint, last step), each -1 without one."""
+    saved = -1 if attempt.saved is None else attempt.saved
+    return saved, -1 if attempt.step is None else attempt.step
 
 
 class Supervisor:
@@ -166,7 +176,7 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._started = time.time()
         self._lost = False
-        """Whether the last attempt lost something, or did not find what an earlier one had lost."""
+        """Whether an attempt lost something, and none has made progress since."""
 
     def run(self) -> int:
         """Run the command until it needs no restart. Returns the exit code to end with.
@@ -186,7 +196,9 @@ class Supervisor:
         while True:
             told.unlink(missing_ok=True)
             attempt = self._attempt(told)
-            self._lost = attempt.code == exit_codes.LOST or (self._lost and attempt.misses_cluster)
+            if self._budget.has_progress(attempt):
+                self._lost = False
+            self._lost = self._lost or attempt.code == exit_codes.LOST
             if self._signal is not None:
                 return self._code_after_signal(attempt)
             if not self._may_succeed(attempt):
@@ -211,7 +223,8 @@ class Supervisor:
     def _may_succeed(self, attempt: Attempt) -> bool:
         """Whether the command may succeed now. A lost node may stay away for longer than the run
         waits for it."""
-        return attempt.may_succeed or (self._lost and not attempt.no_restart)
+        is_away = self._lost and attempt.misses_cluster
+        return attempt.may_succeed or (is_away and not attempt.no_restart)
 
     def _attempt(self, told: Path) -> Attempt:
         """Run the command once."""
