@@ -41,8 +41,12 @@ class Hosts:
         self._ray_dir = f"/tmp/verlite-hosts-{self._port}"
         atexit.register(self.stop)
         head = ["--port", str(self._port), "--", "--include-dashboard=false"]
-        self._nodes.append(self._start(0, *head, f"--temp-dir={self._ray_dir}"))
-        self._nodes.append(self._start(1))
+        try:
+            self._nodes.append(self._start(0, *head, f"--temp-dir={self._ray_dir}"))
+            self._nodes.append(self._start(1))
+        except BaseException:
+            self.stop()
+            raise
 
     @property
     def environment(self) -> dict[str, str]:
@@ -72,17 +76,11 @@ class Hosts:
         if self._joining is not None:
             self._joining.join(END_S)
         for node in reversed(self._nodes):
-            if node.poll() is None:
-                node.send_signal(signal.SIGTERM)
-                try:
-                    node.wait(END_S)
-                except subprocess.TimeoutExpired:
-                    node.kill()
-                    node.wait()
+            _end(node)
         shutil.rmtree(self._ray_dir, ignore_errors=True)
 
     def _start(self, rank: int, *options: str) -> "subprocess.Popen[bytes]":
-        """Start a node and wait until it has joined."""
+        """Start a node and wait until it has joined. It is ended if it does not."""
         self._starts += 1
         log = self._folder / f"node_{rank}_{self._starts}.log"
         shared = self._folder / "shared"
@@ -97,11 +95,15 @@ class Hosts:
                 env={**os.environ, **self._environment(rank)},
             )
         deadline = time.monotonic() + STARTED_S
-        while "Ray started" not in log.read_text():
-            if node.poll() is not None or time.monotonic() > deadline:
-                node.terminate()
-                raise RuntimeError(f"node {rank} did not start:\n{log.read_text()}")
-            time.sleep(0.1)
+        try:
+            while "Ray started" not in log.read_text():
+                ended = node.poll() is not None or self._ended.is_set()
+                if ended or time.monotonic() > deadline:
+                    raise RuntimeError(f"node {rank} did not start:\n{log.read_text()}")
+                time.sleep(0.1)
+        except BaseException:
+            _end(node)
+            raise
         return node
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -109,3 +111,13 @@ class Hosts:
 
     def _record_folder(self, rank: int) -> Path:
         return self._folder / f"record_{rank}"
+
+
+def _end(node: "subprocess.Popen[bytes]") -> None:
+    if node.poll() is None:
+        node.send_signal(signal.SIGTERM)
+        try:
+            node.wait(END_S)
+        except subprocess.TimeoutExpired:
+            node.kill()
+            node.wait()

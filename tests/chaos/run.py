@@ -28,7 +28,7 @@ PROGRAMS = {
 """Parts of each process's command line."""
 SUPERVISED_END = re.compile(
     r"supervise: the command (was ended by (?P<signal>SIG\w+)|"
-    r"ended with exit code (?P<code>\d+)(?! \(the run needs)).*"
+    r"ended with exit code (?P<code>\d+)\b(?! \(the run needs)).*"
 )
 """What `verlite supervise` prints before it starts a command again. An attempt that has not found a
 lost node is no end: the supervisor waits for the node."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from random import Random
@@ -9,12 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.chaos import faults
+from tests.chaos import faults, hosts
 from tests.chaos.disturb import Outcome, note_resumed
 from tests.chaos.faults import FAULTS, STARTING, STEPPING
 from tests.chaos.report import Report
 from tests.chaos.run import Run, differences
 from tests.chaos.workloads import SECOND_NODE, WORKLOADS, Workload
+from verlite.controller import placement
+from verlite.launch import supervise
+from verlite.launch.supervise import Attempt, Budget, Supervisor
 
 STEPS = 3
 
@@ -125,22 +129,69 @@ def test_an_attempt_that_ends_by_itself_is_a_problem(tmp_path, code, is_problem)
     assert written["faults"][0]["fault"] == "actor paused"
 
 
-def test_an_attempt_that_did_not_find_a_lost_node_is_no_end(tmp_path):
-    run = Run(Workload("hosts", STEPS, 1, []), tmp_path, supervised=True)
-    lines = [
-        "supervise: the command ended with exit code 2 (the run needs 2 node(s)); restart 2 of 50",
-        "supervise: the command ended with exit code 76 (a node is lost); restart 1 of 50",
-        "supervise: the command was ended by SIGKILL; restart 1 of 50",
+def test_what_supervise_prints_about_attempts_is_understood(tmp_path, monkeypatch):
+    """An attempt that did not find a lost node is no end."""
+    monkeypatch.setattr(placement, "_nodes", list)
+    monkeypatch.setattr(placement.ray_internals, "free_resources", dict)
+    for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(supervise, name, 0.0)
+    missing = placement._table("cpu", 2, 2).partition("\n")[0]
+    left = [
+        Attempt(76, "run", "a node is lost"),
+        Attempt(2, "run", missing, error_type=placement.ResourcesMissing.__name__),
+        Attempt(-9, "run"),
+        Attempt(1, "run"),
+        Attempt(0, "run"),
     ]
+    lines = []
+    supervisor = Supervisor([], Budget(50, 10), lambda text: lines.append(f"supervise: {text}"))
+    monkeypatch.setattr(supervisor, "_attempt", lambda told: left.pop(0))
+    assert supervisor._run(tmp_path / "told.json") == 0 and len(lines) == 4
+
+    run = Run(Workload("hosts", STEPS, 1, []), tmp_path, supervised=True)
     run.launches.append(Ended(run, ""))
     run.launch.process = SimpleNamespace(poll=lambda: None)
     codes = []
     for count in range(len(lines) + 1):
         run.launch.text = lambda count=count: "\n".join(lines[:count])
         codes.append(run.code())
-        if count == 2:
+        if codes[-1] is not None:
             run.start()
-    assert codes == [None, None, 76, -9]
+    assert codes == [None, 76, None, -9, 1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nodes_that_do_not_start_leave_nothing(tmp_path, monkeypatch, rank):
+    """One of both nodes ends while it starts."""
+    nodes = []
+
+    class Node:
+        def __init__(self, command, stdout, **options):
+            self.code, self.signals = None, []
+            nodes.append(self)
+            if len(nodes) > rank:
+                self.interrupt = True
+            else:
+                stdout.write("Ray started")
+
+        def poll(self):
+            if hasattr(self, "interrupt"):
+                del self.interrupt
+                raise KeyboardInterrupt
+            return self.code
+
+        def send_signal(self, number):
+            self.code = -number
+
+        def wait(self, timeout=None):
+            return self.code
+
+    ray_dirs = []
+    monkeypatch.setattr(hosts.subprocess, "Popen", Node)
+    monkeypatch.setattr(hosts.shutil, "rmtree", lambda folder, **options: ray_dirs.append(folder))
+    with pytest.raises(KeyboardInterrupt):
+        hosts.Hosts(tmp_path)
+    assert [node.code for node in nodes] == [-signal.SIGTERM] * (rank + 1) and ray_dirs
 
 
 def test_the_table_names_phases_and_workloads_that_exist():
