@@ -18,7 +18,9 @@ from verlite.algorithms.kl import kl_estimate
 from verlite.algorithms.losses import PolicyLossInputs, policy_loss
 from verlite.config import catalog
 from verlite.config.plan import installed
+from verlite.config.schema import Config
 from verlite.envs import factory
+from verlite.importing import SignalExit, import_module
 from verlite.rewards import routing
 
 EVERY_ESTIMATOR_READS = {"token_level_rewards", "response_mask", "uid", "valid"}
@@ -255,3 +257,33 @@ def test_failing_import_names_the_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match="importing fails_on_import failed: ZeroDivisionError"):
         catalog.resolve("fails_on_import:f", catalog.ESTIMATORS, "estimator")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        ("KeyboardInterrupt", KeyboardInterrupt),
+        ("verlite.importing.SignalExit", SignalExit),
+        ("SystemExit", ValueError),
+        ("ZeroDivisionError", ValueError),
+    ],
+)
+def test_a_signal_while_a_users_code_runs_is_no_error_of_it(tmp_path, monkeypatch, error, raised):
+    file = tmp_path / f"raises_{error.rpartition('.')[2]}.py"
+    file.write_text(f"import verlite.importing\nraise {error}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for place in (str(file), file.stem):
+        with pytest.raises(raised):
+            import_module(place)
+    with pytest.raises(raised):
+        catalog.resolve(f"{file.stem}:f", catalog.ESTIMATORS, "estimator")
+
+    def fail(**options):
+        exec(file.read_text())
+
+    config = Config()
+    config.env.name = "package.module:Made"
+    monkeypatch.setattr(factory, "resolve", lambda *names: fail)
+    with pytest.raises(raised):
+        factory.build_env_factory(config)

@@ -11,6 +11,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+CODE_ERRORS = (Exception, SystemExit)
+"""What a user's code may raise of itself. KeyboardInterrupt is not among them: it comes from Ctrl-C
+or from a signal that stops the run. In workers let SignalExit pass, too."""
+
+
+class SignalExit(SystemExit):
+    """A signal ends this process. It is no error of the code that runs at that moment."""
+
 
 class OwnCodeError(ValueError):
     """The user's code cannot be used. The message names the file, the error and its line."""
@@ -26,7 +34,9 @@ def import_module(place: str) -> ModuleType:
         if place.endswith(".py"):
             return _load_file(Path(place))
         return importlib.import_module(place)
-    except BaseException as error:  # an imported file may raise anything, SystemExit included
+    except SignalExit:
+        raise
+    except CODE_ERRORS as error:
         raise OwnCodeError(f"{place} cannot be loaded: {text_of(error)}") from error
 
 

@@ -35,6 +35,8 @@ class Game(EnvFactory):
 """
 STEP = "return Step(f'{self.turns}: {len(text)}', reward=0.5, info={'action': 'count'})"
 FACTORY = "def env(self, extra_info): return Turn()"
+KINDS = len(contract.TURNS) + 1
+"""Samples of one session: `Turn` has one stop string."""
 SHARED = "def __init__(self): self.turns = 0\n    def env(self, extra_info): return Turn(self)"
 
 BROKEN = [
@@ -69,6 +71,9 @@ BROKEN = [
     ("step", "raise ToolError('no number')", r"raises ToolError \(.*\): no number"),
     ("step", "time.sleep(0.08); " + STEP, "keeps the event loop for 0.. s"),
     ("step", "await asyncio.sleep(9); " + STEP, "on .*: step takes more than 0.3 s"),
+    ("step", "raise TimeoutError('the tool')", r"raises TimeoutError \(.*\): the tool"),
+    ("step", "await asyncio.wait_for(asyncio.sleep(9), 0.01)", r"raises TimeoutError \("),
+    ("step", "raise SystemExit(3)", r"raises SystemExit \(.*\): 3"),
     # state
     ("step", "self.info.turns += 1; return Step(str(self.info.turns))", "on .* played again"),
     ("step", "self.info.setdefault('seen', 1); " + STEP, "a sample changes extra_info"),
@@ -88,7 +93,20 @@ BROKEN = [
         "def env(self, extra_info): return Turn(extra_info['x'])",
         "KeyError: 'x' with ext",
     ),
+    ("factory", "def env(self, extra_info): raise SystemExit(3)", "raises SystemExit: 3 with ext"),
+    (
+        "factory",
+        "made = itertools.count()\n    def env(self, extra_info):\n"
+        f"        assert next(self.made) < {2 + 2 * KINDS}, 'too many'\n        return Turn()",
+        "^env.. raises AssertionError: too many",
+    ),
     ("factory", "def __init__(self): 1 / 0", "cannot be created: ZeroDivisionError"),
+    ("factory", "def __init__(self): raise SystemExit(3)", "cannot be created: SystemExit: 3"),
+    (
+        "factory",
+        FACTORY + "\n    async def check(self): raise SystemExit(3)",
+        "the tools cannot be used: SystemExit: 3",
+    ),
     ("factory", "def __init__(self, size): pass", "missing a required argument: 'size'"),
     (
         "factory",

@@ -360,8 +360,10 @@ def test_tool_failure_gives_status_error(ambiguous):
         Request([3], sampling, Counter(fault=ConnectionError("retriever down")), 2, 300),
         Request([], sampling),
         Request([3], sampling),
+        Request([3], sampling, Counter(fault=SystemExit(3)), 2, 300),
     ]
-    whole, broken, empty, single = asyncio.run(run_all(engine, requests))
+    whole, broken, empty, single, exited = asyncio.run(run_all(engine, requests))
+    assert exited.status == Status.ERROR and exited.error == "SystemExit: 3"
     assert broken.status == Status.ERROR and broken.error == "ConnectionError: retriever down"
     assert broken.response_ids and not any(broken.response_mask)
     assert broken.segments == [("model", len(broken.response_ids))], (

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verlite.importing import CODE_ERRORS, SignalExit
+
 
 @dataclass(frozen=True)
 class Estimator:
@@ -322,7 +324,9 @@ def resolve(name: str, table: Mapping[str, Any], kind: str) -> Any:
         ) from error
     except AttributeError as error:
         raise ValueError(f"{kind} {name!r}: {module} does not define {attribute}") from error
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except SignalExit:
+        raise
+    except CODE_ERRORS as error:
         raise ValueError(
             f"{kind} {name!r}: importing {module} failed: {type(error).__name__}: {error}"
         ) from error

@@ -21,6 +21,7 @@ from verlite.controller import debugger, guardian, node, ray_internals
 from verlite.controller.heartbeat import Sender
 from verlite.controller.records import Failed, ProcessInfo, WorkerSpec
 from verlite.files import tolerate_full_disk
+from verlite.importing import SignalExit
 
 if TYPE_CHECKING:
     from verlite.controller.worker import Worker
@@ -176,7 +177,7 @@ def import_ahead(*modules: str) -> None:
             gc.enable()
 
 
-class Sigterm(SystemExit):
+class Sigterm(SignalExit):
     """This worker received SIGTERM."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from verlite.config.schema import Config
 from verlite.envs.factory import EnvFactory, build_env_factory, check_env_factory
 from verlite.envs.step import Env, Step, ToolError
+from verlite.importing import CODE_ERRORS
 
 TURNS = {
     "plain words": "The answer is 42.",
@@ -187,7 +188,7 @@ def _run(factory: EnvFactory, play_all: Callable[[], Awaitable[None]], report: E
         try:
             async with factory:
                 await play_all()
-        except Exception as error:  # a user's code may raise anything
+        except CODE_ERRORS as error:
             report.add(f"`async with` of the factory raises {_text(error)}")
         left = [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}]
         if left:
@@ -213,7 +214,7 @@ def _new_env(
 ) -> Env | None:
     try:
         return factory.env(extra_info)
-    except Exception as error:
+    except CODE_ERRORS as error:
         more = (
             "" if has_data else f" with extra_info {EXTRA_INFO}: try it on your data, --data FILE"
         )
@@ -258,11 +259,12 @@ async def _step(env: Env, text: str, last: bool, name: str, report: EnvReport) -
     await asyncio.sleep(0)
     began = time.monotonic()
     try:
-        step = await asyncio.wait_for(env.step(text, last), STEP_LIMIT_S)
-    except TimeoutError:
-        report.add(f"step takes more than {STEP_LIMIT_S:g} s", name)
-        return None
-    except Exception as error:
+        async with asyncio.timeout(STEP_LIMIT_S) as limit:
+            step = await env.step(text, last)
+    except CODE_ERRORS as error:
+        if limit.expired():  # not a TimeoutError of the step's own
+            report.add(f"step takes more than {STEP_LIMIT_S:g} s", name)
+            return None
         where = f"raises {type(error).__name__}{_line(env, error)}"
         known = next((text for text in report.problems if text.startswith(where)), None)
         problem = (
@@ -287,7 +289,7 @@ async def _step(env: Env, text: str, last: bool, name: str, report: EnvReport) -
     return step
 
 
-def _line(env: Env, error: Exception) -> str:
+def _line(env: Env, error: BaseException) -> str:
     """Return the line of the environment's file that an exception came through."""
     file = inspect.getsourcefile(type(env))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
@@ -374,7 +376,11 @@ def _check_repeats(
             )
     if report.problems:
         return
-    pairs = {name: (factory.env(extra_info), factory.env(extra_info)) for name in plays}
+    made = [_new_env(factory, extra_info, report) for _ in range(2 * len(plays))]
+    envs = [env for env in made if env is not None]
+    if report.problems:
+        return
+    pairs = {name: (envs[2 * i], envs[2 * i + 1]) for i, name in enumerate(plays)}
 
     async def play_pairs() -> None:
         for name, texts in plays.items():

@@ -11,6 +11,7 @@ from verlite.envs.calculator import Calculator
 from verlite.envs.chat import encode_chat
 from verlite.envs.search import INFORMATION, SearchEnv
 from verlite.envs.step import EncodeObservation, Env, ToolError, encode_text
+from verlite.importing import CODE_ERRORS, SignalExit
 
 if TYPE_CHECKING:  # preflight checks must not import heavy libraries
     from transformers import PreTrainedTokenizerBase
@@ -107,7 +108,9 @@ def build_env_factory(config: Config) -> EnvFactory:
         raise ValueError(f"env.kwargs do not fit env.name={name}: {error}") from error
     try:
         factory = create(**config.env.kwargs)
-    except Exception as error:  # a user's class may raise anything
+    except SignalExit:
+        raise
+    except CODE_ERRORS as error:
         raise ValueError(
             f"env.name={name} cannot be created: {type(error).__name__}: {error}"
         ) from error
@@ -142,5 +145,5 @@ def check_env_factory(factory: EnvFactory) -> str | None:
         return asyncio.run(factory.check())
     except ToolError:
         raise
-    except Exception as error:  # a user's check may raise anything
+    except CODE_ERRORS as error:
         raise ToolError(f"the tools cannot be used: {type(error).__name__}: {error}") from error

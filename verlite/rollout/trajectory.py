@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from verlite.envs.step import EncodeObservation, Env, Step, ToolError, encode_text
+from verlite.importing import CODE_ERRORS, SignalExit
 from verlite.rollout.types import (
     Completion,
     Engine,
@@ -59,7 +60,9 @@ async def run_trajectory(engine: Engine, request: Request) -> Trajectory:
     except ToolError as error:
         # Subclasses defined by an environment are reported under the base class's name.
         trajectory.fail(f"{ToolError.__name__}: {error}")
-    except Exception as error:
+    except SignalExit:
+        raise
+    except CODE_ERRORS as error:
         trajectory.fail(error)
     return trajectory
 
