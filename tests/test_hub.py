@@ -122,7 +122,12 @@ def test_what_is_not_there(place: str) -> None:
         local_file("hf://datasets/me/sums/sum.jsonl")
     with pytest.raises(HubError, match=f"the hub at {place} has no data set me/none, or shows it"):
         local_file("hf://datasets/me/none/sums.jsonl")
-    for name in ("hf://datasets/me/sums", "hf://me/sums/sums.jsonl"):
+    for name in (
+        "hf://datasets/me/sums",
+        "hf://me/sums/sums.jsonl",
+        "hf://datasets/me/../sums.jsonl",
+        "hf://datasets//sums/sums.jsonl",
+    ):
         with pytest.raises(HubError, match="Write hf://datasets/OWNER/NAME/FILE, or hf"):
             local_file(name)
 
@@ -135,6 +140,41 @@ def test_whether_the_hub_answers(place: str, monkeypatch: pytest.MonkeyPatch) ->
     forget()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert hub.unreachable() == "HF_HUB_OFFLINE is set"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(OSError("a.\nb"), "a"), (TimeoutError(), "TimeoutError"), (OSError("\n"), "OSError")],
+)
+def test_an_error_without_text_has_its_type(
+    place: str, monkeypatch: pytest.MonkeyPatch, error: Exception, expected: str
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(HubError) as caught:
+        local_file(SUMS)
+    assert str(caught.value) == f"cannot be downloaded from {place}: {expected}"
+    assert hub.reason(error) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "is_name"),
+    [
+        ("gpt2", True),
+        ("Qwen/Qwen2.5-0.5B", True),
+        ("/tmp/model", False),
+        ("./model", False),
+        ("../model", False),
+        ("a/b/c", False),
+        ("models/", False),
+        ("mödel", False),
+        ("a model", False),
+    ],
+)
+def test_what_can_be_a_name(text: str, is_name: bool) -> None:
+    assert (hub.NAME.fullmatch(text) is not None) == is_name
 
 
 def test_neighbors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,11 @@ from pathlib import Path
 from urllib.parse import unquote
 
 WAIT_S = 5.0
+WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+NAME = re.compile(f"{WORD}(/{WORD})?")
+"""A model: OWNER/NAME, or NAME. Other text is no name on the hub, but a path."""
 SCHEME = "hf://"
-FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/]+))?/(.+)")
+FILE = re.compile(rf"hf://datasets/({WORD}/{WORD})(?:@([^/]+))?/(.+)")
 """Data set, revision and file, as in the URLs of huggingface_hub, pandas and datasets."""
 SHORT_REVISIONS = {"~parquet": "refs/convert/parquet"}
 
@@ -37,8 +40,14 @@ def unreachable() -> str | None:
     try:
         get_session().head(endpoint(), timeout=WAIT_S)
     except Exception as error:  # of httpx or requests, by the version of huggingface_hub
-        return str(error) or type(error).__name__
+        return reason(error)
     return None
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of an error's text, or its type if it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def neighbors(path: str) -> str:
@@ -111,4 +120,4 @@ def _why(error: Exception, repo: str, revision: str, file: str) -> str:
         data = [name for name in names if name.endswith((".parquet", ".jsonl", ".json", ".csv"))]
         listed = ", ".join(data[:8]) + (", ..." if len(data) > 8 else "")
         return f"was not found: {repo} has no {file}. Its data files: {listed or 'none'}"
-    return f"cannot be downloaded from {endpoint()}: {str(error).splitlines()[0]}"
+    return f"cannot be downloaded from {endpoint()}: {reason(error)}"

@@ -153,6 +153,11 @@ def test_an_epoch_of_another_length() -> None:
         ),
         ("def Lines(**given): return iter([1])", "TypeError: object of type 'list_iterator' has"),
         ("def Lines(**given): return [{}]", "train row 0 has no 'prompt'; it has nothing"),
+        (
+            "def Lines(**given): return [1]",
+            "data.custom_cls.name=Lines: train row 0 is 1, expected a mapping of columns",
+        ),
+        ("def Lines(**given): return ['prompt']", "train row 0 is 'prompt', expected a mapping"),
         ("def Lines(**given): return []", "data.custom_cls.name=Lines has no rows for train"),
         (
             "class Lines(list):\n    def __init__(self, **given): super().__init__([1, 2])\n"
@@ -165,6 +170,19 @@ def test_wrong_rows(source: str, words: str) -> None:
     Path("my_data.py").write_text(source)
     with pytest.raises(DataError, match=re.escape(words)):
         dataset(settings(None))
+
+
+def test_an_optional_column_that_the_first_row_lacks() -> None:
+    text = Path("my_data.py").read_text() + (
+        "\n\nclass Later(Lines):\n    def __getitem__(self, i):\n"
+        "        row = dict(super().__getitem__(i))\n"
+        "        row.pop('extra_info', None)\n"
+        "        return row | ({'extra_info': {'i': i}, 'ability': 'sums'} if i == 2 else {})\n"
+    )
+    Path("my_data.py").write_text(text)
+    data = dataset(settings(None, rows="Later"))
+    assert [data.row(i).extra_info for i in range(3)] == [{}, {}, {"i": 2}]
+    assert [data.row(i).ability for i in range(3)] == [None, None, "sums"]
 
 
 def test_a_wrong_row_is_named() -> None:

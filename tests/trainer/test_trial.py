@@ -11,6 +11,7 @@ from tests.errors.cases import write_folder
 from verlite import hub
 from verlite.config import compose, make_plan
 from verlite.trainer import checkpoints, disk
+from verlite.trainer import trial as trial_module
 from verlite.trainer.trial import Trial, try_out
 
 
@@ -51,6 +52,31 @@ def test_all_errors_are_found(folder: Path) -> None:
     assert "reward.py cannot be loaded: ModuleNotFoundError: No module named 'nowhere'" in reward
     assert "row 0: the prompt has 4 tokens, 3 are allowed by data.max_prompt_length" in prompts
     assert "64 of 64 prompts (100%) are too long; prompt tokens 4 to 4" in prompts
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("[1, 2, 3]", "data.train_batch_size=8 is more than the 3 training prompts"),
+        ("range(8 + epoch)", None),
+        ("[99]", "order(0) must be a list of row numbers from 0 to 63, not [99]"),
+    ],
+)
+def test_the_users_order(folder: Path, rows: str, words: str | None) -> None:
+    """The sampler is the run's: it must fill a batch."""
+    Path("own_order.py").write_text(
+        "class Own:\n    def __init__(self, **given): ...\n"
+        f"    def order(self, epoch): return {rows}\n"
+    )
+    trial = tried("data.sampler.class_path=own_order.py", "data.sampler.class_name=Own")
+    assert [words in error for error in trial.errors] == [True] * (words is not None)
+
+
+def test_an_order_of_the_first_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch may have more rows than were tried."""
+    monkeypatch.setattr(trial_module, "ROWS", 5)
+    trial = tried()
+    assert trial.errors == [] and "tried on the first 5 of 64 rows" in trial.seen[0]
 
 
 def test_a_tokenizer_without_template(folder: Path) -> None:

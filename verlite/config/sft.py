@@ -9,6 +9,7 @@ from typing import Any, Optional, cast
 
 from omegaconf import MISSING
 
+from verlite import hub
 from verlite.config import conditions, load, machine, sft_aliases, verl
 from verlite.config.command import Command
 from verlite.config.facts import key, section
@@ -251,7 +252,7 @@ def _check_model_path(key: str, path: str | None) -> Iterator[Problem]:
     remedy = "Give a folder, or a name on the hub such as Qwen/Qwen2.5-0.5B."
     if Path(path).is_file():
         yield Problem(key, path, "is a file, not a model folder", remedy)
-    elif not models.HUB_NAME.fullmatch(path):
+    elif not hub.NAME.fullmatch(path):
         yield Problem(key, path, "this folder does not exist", remedy)
 
 

@@ -439,11 +439,18 @@ def _own(
     if not rows:
         raise DataError(f"{name} has no rows for {split}")
     for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{name}: {split} row {number} is {_short(row)}, expected a mapping of columns "
+                "(docs/data.md)"
+            )
         missing = [column for column in required if column not in row]
         if missing:
             has = ", ".join(map(str, row)) or "nothing"
             raise DataError(f"{name}: {split} row {number} has no {missing[0]!r}; it has {has}")
-    columns = required + [column for column in OPTIONAL_COLUMNS if column in rows[0]]
+    columns = required + [
+        column for column in OPTIONAL_COLUMNS if any(column in row for row in rows)
+    ]
     try:
         return tables.from_rows([{c: row.get(c) for c in columns} for row in rows]), count
     except tables.TableError as error:

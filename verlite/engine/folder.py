@@ -101,10 +101,15 @@ def _from_folder_or_hub(kind: Any, key: str, path: str, model: ModelConfig) -> A
     Raises:
         HubUnreachable: the hub cannot be reached, and its cache does not have the name.
         ModelError: the hub does not have the name, or no access to it.
+        OSError: the path is neither a folder here nor a name on the hub.
     """
     trust = model.trust_remote_code
     if Path(path).exists():
         return kind.from_pretrained(path, trust_remote_code=trust)
+    if hub.NAME.fullmatch(path) is None:
+        raise FileNotFoundError(
+            f"it is not a folder here, and no name on the hub. {hub.neighbors(path)}Correct it"
+        )
     why = hub.unreachable()
     try:
         return kind.from_pretrained(path, trust_remote_code=trust, local_files_only=why is not None)
@@ -114,10 +119,9 @@ def _from_folder_or_hub(kind: Any, key: str, path: str, model: ModelConfig) -> A
             f"reached (hf download {path} --local-dir FOLDER) and give its folder"
         )
         if why is None:
-            reason = str(error).splitlines()[0].rstrip(".")
             raise ModelError(
                 f"{key}={path} is not a folder here, and cannot be read from the hub at "
-                f"{hub.endpoint()}: {reason}. {remedy}"
+                f"{hub.endpoint()}: {hub.reason(error)}. {remedy}"
             ) from error
         raise HubUnreachable(
             f"{key}={path} is not a folder here, and the hub at {hub.endpoint()} cannot be reached "

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from verlite import hub
 from verlite.config import aliases, keys
 from verlite.config.load import Loaded, compose, parse_argv
 from verlite.config.plan import needs_critic
@@ -18,7 +19,6 @@ from verlite.config.problems import (
     display,
     is_secret,
 )
-from verlite.config.rules.models import HUB_NAME
 from verlite.config.schema import Config
 from verlite.config.sources import from_command_line
 from verlite.launch.slurm import PASSED, RUNTIMES, Container, Job, limit_seconds
@@ -344,7 +344,7 @@ def _hub_models(config: Config) -> Iterator[str]:
     if needs_critic(config):
         paths.append(config.critic.model.path)
     for path in dict.fromkeys(paths):
-        if path and "/" in path and HUB_NAME.fullmatch(path) and not Path(path).exists():
+        if path and "/" in path and hub.NAME.fullmatch(path) and not Path(path).exists():
             yield path
 
 

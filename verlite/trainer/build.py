@@ -24,7 +24,6 @@ from verlite.config.schema import AlgorithmConfig, Config
 from verlite.controller.breakpoints import show_stops
 from verlite.controller.placement import Placement
 from verlite.controller.worker_group import ready, spawn
-from verlite.data.sampler import PromptSampler, own_order
 from verlite.files import RetryingWriter, free_text
 from verlite.trainer import exports, run_file
 from verlite.trainer.checkpoints import STATE, Checkpoint, CheckpointError, ResumeRefused
@@ -39,6 +38,7 @@ from verlite.trainer.inputs import (
     load_datasets,
     load_environment,
     load_policy_tokenizer,
+    make_sampler,
 )
 from verlite.trainer.launch import Preflight, connect_ray, plan_on, reserve_devices
 from verlite.trainer.reference import check_shape, check_weights
@@ -79,15 +79,7 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             train_data, val_data = load_datasets(
                 config, plan, (checks.train, checks.val), tokenizer, described, env_factory
             )
-        order = own_order(config.data, train_data)
-        sampler = PromptSampler(
-            len(train_data) if order is None else len(order(0)),
-            plan.gen_prompts,
-            config.data.seed,
-            config.data.shuffle,
-            plan.gen_prompts_key,
-            order,
-        )
+        sampler = make_sampler(config, plan, train_data)
         if checks.checkpoint:
             try:
                 sampler.load_state_dict(state["sampler"])

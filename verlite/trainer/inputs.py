@@ -1,4 +1,4 @@
-"""What a run reads before its workers start: tokenizer, environment and prompts.
+"""What a run reads before its workers start: tokenizer, environment, prompts and their order.
 
 torch and transformers are imported in functions, because `verlite check` uses this file too.
 """
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from verlite.config.plan import Plan
 from verlite.config.schema import Config, ModelConfig
 from verlite.data.dataset import PromptDataset, RowFiles, overlap_note, refuse_foreign_tokens
+from verlite.data.sampler import PromptSampler, own_order
 from verlite.envs.chat import TemplateError
 from verlite.envs.factory import EnvFactory, build_env_factory, encoder
 from verlite.envs.step import Step
@@ -92,6 +93,23 @@ def load_datasets(
 
     train, val = rows
     return load(train, "train"), load(val, "val") if val else None
+
+
+def make_sampler(config: Config, plan: Plan, train: PromptDataset) -> PromptSampler:
+    """Return the order of the training prompts, the user's own (data.sampler) or a permutation.
+
+    If only the first rows were read, a batch may be as large as them: the run has more.
+
+    Raises:
+        DataError: data.sampler cannot be used, or there is not one full batch.
+    """
+    order = own_order(config.data, train)
+    size = len(train) if order is None else len(order(0))
+    batch = plan.gen_prompts
+    if train.report().in_files:
+        batch = min(batch, size)
+    data = config.data
+    return PromptSampler(size, batch, data.seed, data.shuffle, plan.gen_prompts_key, order)
 
 
 def data_lines(tokenizer: Any, train: PromptDataset, val: PromptDataset | None) -> list[str]:

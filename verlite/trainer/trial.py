@@ -12,7 +12,6 @@ from verlite import hub
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.data.dataset import DataError, RowFiles
-from verlite.data.sampler import own_order
 from verlite.rewards.process import FunctionError
 from verlite.rewards.routing import UnknownDataSource
 from verlite.trainer.disk import disk_warning
@@ -23,6 +22,7 @@ from verlite.trainer.inputs import (
     load_datasets,
     load_environment,
     load_policy_tokenizer,
+    make_sampler,
 )
 from verlite.trainer.launch import (
     absolutize_paths,
@@ -94,6 +94,4 @@ def _try_data(config: Config, plan: Plan, trial: Trial) -> None:
     factory = load_environment(config, plan, tokenizer)
     loaded = load_datasets(config, plan, (train, val), tokenizer, described, factory)
     trial.seen += data_lines(tokenizer, *loaded)
-    order = own_order(data, loaded[0])
-    if order is not None:
-        order(0)
+    make_sampler(config, plan, loaded[0])

@@ -1,12 +1,12 @@
 """Model folders, adapters and tokenizers."""
 
 import json
-import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from verlite import hub
 from verlite.config import plan
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context, nearest_legal
@@ -15,7 +15,6 @@ from verlite.config.schema import ModelConfig
 
 POLICY = "actor_rollout_ref.model."
 CRITIC = "critic.model."
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 LFS_POINTER, LFS_BYTES = b"version https://git-lfs", 1024
 """Start of the text file that a repository has in place of a large one, and the most it has."""
@@ -120,7 +119,7 @@ def _why_not_a_folder(path: Path) -> str:
 
 def is_hub_name(path: str) -> bool:
     """Return whether a text can only be a model name on the hub."""
-    return not Path(path).exists() and HUB_NAME.fullmatch(path) is not None
+    return not Path(path).exists() and hub.NAME.fullmatch(path) is not None
 
 
 def model_folders(context: Context) -> Iterator[Problem]:
