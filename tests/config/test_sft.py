@@ -216,6 +216,7 @@ def test_check_and_explain(material):
     chats.write_text(json.dumps({"chat": turns}) + "\n")
     own = line(material, "fsdp_config.fsdp_size=2", "use_remove_padding=true")
     options = [f"data.train_files={chats}", *own[1:], "data.messages_key=chat"]
+    options += ["data.train_batch_size=1"]
     result = CliRunner().invoke(app, ["check", *pasted, *options])
     assert result.exit_code == 0, result.output
     assert result.output.splitlines() == [
@@ -245,6 +246,45 @@ def test_check_and_explain(material):
     assert result.stdout.startswith("model.partial_pretrain is now called model.path\n")
     result = CliRunner().invoke(app, ["explain", "--sft", "data.prompt_dict_keys"])
     assert "For a column of mappings" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("data.train_batch_size=65", "data.train_batch_size=65 is more than the 64 training rows"),
+        ("data.train_max_samples=7", "data.train_batch_size=8 is more than the 7 training rows"),
+        (
+            "data.max_token_len_per_gpu=5",
+            "data.max_token_len_per_gpu=5 has no room for the longest row of data.train_files, "
+            "which has 6 tokens. Use at least 6",
+        ),
+        (
+            "data.max_token_len_per_gpu=6",
+            "data.max_token_len_per_gpu=6 has no room for the longest row of data.val_files, "
+            "which has 7 tokens. Use at least 7",
+        ),
+        ("data.val_max_samples=1 data.max_token_len_per_gpu=6", None),
+        (
+            "+model.override_config.vocab_size=3",
+            "row 0 of data.train_files: the example has token id",
+        ),
+    ],
+)
+def test_check_tries_what_the_run_refuses(material, tmp_path, more, message):
+    """With the run's own words."""
+    files = []
+    for name, rows in (("train", [("1+1=", "2")] * 64), ("val", [("1+1=", "2"), ("1+1=", "20")])):
+        lines = [json.dumps({"prompt": a, "response": b}) for a, b in rows]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        files.append(f"data.{name}_files={tmp_path}/{name}.jsonl")
+    options = [*files, *line(material)[1:], "data.train_batch_size=8", *more.split()]
+    result = CliRunner().invoke(app, ["check", "main_sft", *options])
+    if message is None:
+        assert result.exit_code == 0, result.output
+        return
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+    assert main([*options, "trainer.device=cpu"]) == 2
 
 
 def test_unknown_config_name_lists_sft_files_only(material):

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from verlite.config.sft import SFTDataConfig
 from verlite.data.dataset import DataError
-from verlite.sft.data import Example, endless_examples, read_examples
+from verlite.sft.data import Example, chat_or_text, endless_examples, read_examples
 
 
 @pytest.fixture
@@ -196,6 +196,41 @@ def test_invalid_conversation_is_named(tmp_path, tokenizer, value, message):
     file = parquet(tmp_path / "bad.parquet", [{"messages": value}])
     with pytest.raises(DataError, match=message):
         read_examples(file, tokenizer, SFTDataConfig())
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no user') }}", "TemplateError: no user"),
+        ("{{ messages[0].content + 1 }}", "TypeError: "),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: "),
+        ("{% for m in messages %}{{ m.name.x }}{% endfor %}", "UndefinedError: "),
+        ("{% for m in %}", "TemplateSyntaxError: "),
+    ],
+)
+@pytest.mark.parametrize("row", [{"prompt": "1", "response": "2"}, {"messages": CHATS[1]}])
+def test_a_template_that_fails_is_an_error_of_the_row(tmp_path, tokenizer, row, template, message):
+    tokenizer.chat_template = template
+    file = parquet(tmp_path / "rows.parquet", [row])
+    with pytest.raises(DataError) as caught:
+        read_examples(file, tokenizer, SFTDataConfig())
+    expected = f"{file} row 0: the chat template does not accept the messages: {message}"
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_tokenizer_without_an_end(tmp_path, tokenizer):
+    tokenizer.eos_token = None
+    file = parquet(tmp_path / "rows.parquet", [{"prompt": "1", "response": "2"}])
+    with pytest.raises(DataError, match="row 0: the tokenizer has no end-of-sequence token.*Set "):
+        read_examples(file, tokenizer, SFTDataConfig())
+
+
+@pytest.mark.parametrize(
+    ("text", "is_chat"),
+    [(json.dumps(CHATS[0]), True), ("[1, 2]", False), ("[a", False), ('[{"a": 1}]', False)],
+)
+def test_messages_as_json_text(text, is_chat):
+    assert chat_or_text(text) == (CHATS[0] if is_chat else text)
 
 
 def test_examples_that_do_not_teach_the_end(tokenizer):

@@ -17,6 +17,7 @@ from tests.sft.test_train import lines, numbers, weights
 from verlite.cli import app
 from verlite.config.dpo import DPODataConfig
 from verlite.data.dataset import DataError
+from verlite.data.prompts import build_prompt
 from verlite.data.sampler import PromptSampler
 from verlite.engine.fsdp import Counts
 from verlite.engine.micro import MicroBatching
@@ -201,8 +202,14 @@ WORSE = {"role": "assistant", "content": "4"}
         {"chosen": [QUESTION, BETTER], "rejected": [QUESTION, WORSE]},
         {"prompt": "1+2=", "chosen": [BETTER], "rejected": [WORSE]},
         {"prompt": "1+2=", "chosen": [QUESTION, BETTER], "rejected": [QUESTION, WORSE]},
+        {"prompt": "1+2=", "chosen": [QUESTION, BETTER], "rejected": "4"},
+        {"chosen": json.dumps([QUESTION, BETTER]), "rejected": json.dumps([QUESTION, WORSE])},
+        {"prompt": json.dumps([QUESTION]), "chosen": "3", "rejected": json.dumps([WORSE])},
     ],
-    ids=["prompt of messages", "whole conversations", "answers as messages", "prompt given twice"],
+    ids=[
+        *("prompt of messages", "whole conversations", "answers as messages", "prompt given twice"),
+        *("prompt given with one", "conversations as JSON", "prompt as JSON"),
+    ],
 )
 def test_forms_of_a_row(tiny_qwen2, tmp_path, row):
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
@@ -222,6 +229,30 @@ def test_forms_of_a_row(tiny_qwen2, tmp_path, row):
         ({"chosen": [QUESTION, BETTER], "rejected": [BETTER]}, "nor the same messages before"),
         ({"prompt": "1", "chosen": [QUESTION], "rejected": "4"}, "is not the assistant's"),
         ({"prompt": "1", "chosen": "3"}, "has no column 'rejected'.*Set data.chosen_key"),
+        (
+            {"prompt": "1", "chosen": [QUESTION, BETTER], "rejected": [QUESTION, WORSE]},
+            "row 0: column 'chosen': 1 messages before the response neither begin nor end with",
+        ),
+        (
+            {
+                "prompt": "1+2=",
+                "chosen": [QUESTION, BETTER, QUESTION, BETTER],
+                "rejected": [QUESTION, WORSE, QUESTION, BETTER],
+            },
+            "before the responses in 'chosen' and 'rejected' are different",
+        ),
+        (
+            {
+                "prompt": "1+2=",
+                "chosen": [QUESTION, BETTER],
+                "rejected": [QUESTION, BETTER, QUESTION, WORSE],
+            },
+            "before the responses in 'chosen' and 'rejected' are different",
+        ),
+        (
+            {"prompt": "1", "chosen": [{**BETTER, "tool_calls": [{}]}], "rejected": "4"},
+            "column 'chosen': the last message has tool_calls",
+        ),
         ({"prompt": "1" * 9, "chosen": "3", "rejected": "4"}, "more than data.max_length=10"),
     ],
 )
@@ -230,6 +261,16 @@ def test_wrong_rows(tiny_qwen2, tmp_path, row, message):
     file = write(tmp_path / "rows.jsonl", [row])
     with pytest.raises(DataError, match=message):
         read_pairs(file, tokenizer, DPODataConfig(max_length=10))
+
+
+def test_turns_between_prompt_and_response_are_in_the_prompt(tiny_qwen2, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+    before = [QUESTION, BETTER, {"role": "user", "content": "+1="}]
+    row = {"prompt": "1+2=", "chosen": [*before, WORSE], "rejected": [*before, BETTER]}
+    found = read_pairs(write(tmp_path / "rows.jsonl", [row]), tokenizer, DPODataConfig())
+    expected = build_prompt(tokenizer, before)
+    assert [example.prompt for example in found] == [expected] * 2
+    assert [tokenizer.decode(example.response[:-1]) for example in found] == ["4", "3"]
 
 
 def test_a_pair_that_is_longer_than_a_pass(tiny_qwen2, file, tmp_path, capsys):

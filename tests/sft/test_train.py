@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from verlite.cli import app
+from verlite.config import dpo, load, sft
 from verlite.config.problems import ConfigError
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.config.sft import SFTDataConfig, compose
@@ -22,6 +23,7 @@ from verlite.engine.process_group import single_process_group
 from verlite.main_sft import main
 from verlite.sft.batch import build_batch
 from verlite.sft.data import Example, read_examples
+from verlite.sft.run import critical_settings
 from verlite.sft.train import sft_loss, validation_loss
 from verlite.trainer.time_limit import TimeLimit
 
@@ -205,6 +207,26 @@ def test_stopped_run_resumes_to_the_same_numbers(
     assert "data.train_batch_size: 16 in the checkpoint, 8 now" in capsys.readouterr().err
     error = json.loads((parts / "error.json").read_text())
     assert error["exit_code"] == 2 and error["type"] == "RunRefused"
+    assert error["where"] == "while starting"
+
+
+@pytest.mark.parametrize(
+    ("change", "command"),
+    [
+        ("model.custom_chat_template='{{ messages }}'", sft.SFT),
+        ("model.tokenizer_path=.", sft.SFT),
+        ("data.prompt_dict_keys=[a]", dpo.DPO),
+        ("data.response_dict_keys=[a]", sft.SFT),
+        ("data.apply_chat_template_kwargs={a: 1}", dpo.DPO),
+    ],
+)
+def test_settings_of_the_tokens_are_critical(tiny_qwen2, sums, tmp_path, change, command):
+    def settings(*more):
+        overrides = run_options(sums, tiny_qwen2, tmp_path, *more)
+        return critical_settings(load.compose(None, overrides, None, True, False, command).config)
+
+    before, after = settings(), settings(change)
+    assert [key for key in after if after[key] != before[key]] == [change.split("=")[0]]
 
 
 def test_a_run_stops_before_its_time_is_over(tiny_qwen2, sums, tmp_path, capsys, monkeypatch):

@@ -146,3 +146,11 @@ def test_a_terminal_has_a_live_line_and_no_clock_times():
 )
 def test_durations_have_two_units_at_most(seconds, text):
     assert duration(seconds) == text
+
+
+def test_where_a_run_is() -> None:
+    display = Display()
+    assert display.where() == "while starting" and display.where(3) == "in step 3"
+    with display.phase("testing"):
+        assert display.where() == "while testing" and display.where(3) == "in step 3 (testing)"
+    display.close()

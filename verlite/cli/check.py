@@ -84,9 +84,9 @@ def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
         out.print(note, soft_wrap=True, highlight=False, markup=False)
     if not missing:
         if name in DPO:
-            trial = try_out(loaded.config, preferences.read_pairs, preferences.columns)
+            trial = try_out(loaded.config, preferences.read_pairs, preferences.columns, 2)
         else:
-            trial = try_out(loaded.config, data.read_examples, data.columns)
+            trial = try_out(loaded.config, data.read_examples, data.columns, 1)
         _report(trial)
     _say_logins(loaded.config.trainer.logger, {})
     out.print("The configuration is fine.")

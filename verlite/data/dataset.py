@@ -373,10 +373,16 @@ def refuse_foreign_tokens(data: PromptDataset, vocab_size: int) -> None:
     if not len(foreign):
         return
     row = int(np.searchsorted(data.starts(), foreign[0], side="right")) - 1
-    raise DataError(
-        f"{data.where(row)}: the prompt has token id {ids[foreign[0]]}, but the model has "
+    where = f"{data.where(row)}: the prompt"
+    raise foreign_token(where, int(ids[foreign[0]]), vocab_size, "actor_rollout_ref.model.")
+
+
+def foreign_token(where: str, token: int, vocab_size: int, section: str) -> DataError:
+    """Return the error for a token that the model does not have. section: keys of the model."""
+    return DataError(
+        f"{where} has token id {token}, but the model has "
         f"{vocab_size} tokens, ids 0 to {vocab_size - 1}: the tokenizer belongs to another model. "
-        "Correct actor_rollout_ref.model.tokenizer_path or actor_rollout_ref.model.path"
+        f"Correct {section}tokenizer_path or {section}path"
     )
 
 

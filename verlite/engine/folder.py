@@ -88,6 +88,12 @@ def load_config(model: ModelConfig) -> PretrainedConfig:
     return config
 
 
+def vocab_size(config: PretrainedConfig) -> int | None:
+    """Return how many tokens the model has, as far as its config.json says it."""
+    size: int | None = getattr(config.get_text_config(), "vocab_size", None)
+    return size
+
+
 def has_experts(config: PretrainedConfig) -> bool:
     """Return whether the model is a mixture of experts, by the names that transformers uses."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")

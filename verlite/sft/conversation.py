@@ -8,10 +8,9 @@ turn differently once others follow, and no mask of the whole conversation is ri
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
-
-from jinja2 import TemplateError
 
 Messages = Sequence[Mapping[str, Any]]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -46,20 +45,30 @@ def tokenize(
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no message has the role assistant, so there is nothing to learn")
     options = dict(template_kwargs or {}) | {"tools": list(tools) if tools else None}
+    with applying_template():
+        template = tokenizer.get_chat_template(tools=options["tools"])
+    if GENERATION.search(template):
+        return _by_marks(tokenizer, messages, options)
+    return _by_prefixes(tokenizer, messages, options)
+
+
+@contextmanager
+def applying_template() -> Iterator[None]:
+    """Convert what a chat template raises, which may be anything, to ValueError."""
     try:
-        if GENERATION.search(tokenizer.get_chat_template(tools=options["tools"])):
-            return _by_marks(tokenizer, messages, options)
-        return _by_prefixes(tokenizer, messages, options)
-    except (TemplateError, TypeError, KeyError) as error:
-        raise ValueError(f"the chat template does not accept the messages: {error}") from error
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ValueError(f"the chat template does not accept the messages: {text}") from error
 
 
 def _by_marks(
     tokenizer: Any, messages: Messages, options: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    encoded = tokenizer.apply_chat_template(
-        list(messages), return_dict=True, return_assistant_tokens_mask=True, **options
-    )
+    with applying_template():
+        encoded = tokenizer.apply_chat_template(
+            list(messages), return_dict=True, return_assistant_tokens_mask=True, **options
+        )
     mask = list(encoded["assistant_masks"])
     if not any(mask):
         raise ValueError("the chat template's generation marks are around no token")
@@ -70,9 +79,10 @@ def _by_prefixes(
     tokenizer: Any, messages: Messages, options: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
     def text_of(count: int, prompts: bool = False) -> str:
-        text = tokenizer.apply_chat_template(
-            list(messages[:count]), tokenize=False, add_generation_prompt=prompts, **options
-        )
+        with applying_template():
+            text = tokenizer.apply_chat_template(
+                list(messages[:count]), tokenize=False, add_generation_prompt=prompts, **options
+            )
         return str(text)
 
     def ids_of(text: str) -> list[int]:

@@ -1,6 +1,7 @@
 """Read files of training examples, check every row, and tokenize it once."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from verlite import tables
-from verlite.config.sft import RowsConfig, SFTDataConfig
-from verlite.data.dataset import DataError, find_file
+from verlite.config.sft import RowsConfig, SFTDataConfig, TuningConfig
+from verlite.data.dataset import DataError, find_file, foreign_token
 from verlite.data.prompts import build_prompt
 from verlite.sft import conversation
 
@@ -120,15 +121,69 @@ def endless_warning(examples: list[Example], tokenizer: Any, max_length: int) ->
     )
 
 
-def check_columns(files: Sequence[str], columns_of: Columns) -> None:
-    """Check that the files can be read and have the columns that training needs.
+def check_columns(files: Sequence[str], columns_of: Columns) -> int:
+    """Check that the files can be read and have the columns that training needs. Return how many
+    rows they have.
 
     Raises:
         DataError: as `read_rows`.
     """
+    rows = 0
     for file in files:
         path = find_file(file)
-        columns_of(path, _read(path).column_names)
+        table = _read(path)
+        columns_of(path, table.column_names)
+        rows += table.num_rows
+    return rows
+
+
+def check_batch(data: RowsConfig, rows: int) -> None:
+    """Raise DataError if the training rows are less than one batch."""
+    batch = data.train_batch_size
+    if rows < batch:
+        raise DataError(
+            f"data.train_batch_size={batch} is more than the {rows} training rows: not one "
+            f"full batch. Use at most {rows}"
+        )
+
+
+def check_room(config: TuningConfig, examples: list[Example], size: int, split: str) -> None:
+    """Raise DataError if a row is longer than a pass.
+
+    Args:
+        size: number of examples that stay together in a pass.
+        split: train or val.
+    """
+    data = config.data
+    if data.by_examples() or not examples:
+        return
+    lengths = [len(example.prompt) + len(example.response) for example in examples]
+    longest = max(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
+    if longest > data.max_token_len_per_gpu * config.ulysses_sequence_parallel_size:
+        needed = math.ceil(longest / config.ulysses_sequence_parallel_size)
+        raise DataError(
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} has no room for the longest "
+            f"row of data.{split}_files, which has {longest} tokens. Use at least {needed}"
+        )
+
+
+def refuse_foreign_tokens(
+    examples: list[Example], size: int, split: str, vocab_size: int | None
+) -> None:
+    """Raise DataError if an example has tokens that the model does not have.
+
+    Args:
+        size: number of examples of a row.
+        split: train or val.
+        vocab_size: number of tokens of the model. None: unknown, and nothing is refused.
+    """
+    if vocab_size is None:
+        return
+    for number, example in enumerate(examples):
+        token = max(max(example.prompt), max(example.response))
+        if token >= vocab_size:
+            where = f"row {number // size} of data.{split}_files: the example"
+            raise foreign_token(where, token, vocab_size, "model.")
 
 
 def columns(path: Path, present: list[str], data: SFTDataConfig) -> list[str]:
@@ -163,14 +218,23 @@ def _pair(row: Row, tokenizer: Any, data: SFTDataConfig) -> Example:
 
 def prompt_of(row: Row, data: RowsConfig) -> Messages:
     """Return a row's prompt. Text is one message of the user."""
-    prompt = _entry(row[data.prompt_key], data.prompt_key, data.prompt_dict_keys)
+    prompt = chat_or_text(_entry(row[data.prompt_key], data.prompt_key, data.prompt_dict_keys))
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return messages_of(chat, data.prompt_key, ["role", "content"], TEXT_OR_CHAT)
 
 
 def answer(prompt: Messages, response: str, tokenizer: Any, data: RowsConfig) -> Example:
     """Return the example of a prompt and its response, which is trained."""
-    prompt_ids = build_prompt(tokenizer, prompt, template_kwargs=data.apply_chat_template_kwargs)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no end-of-sequence token, which ends every response. Set eos_token "
+            "in its tokenizer_config.json, or train on conversations (data.messages_key) with a "
+            "chat template that ends the turns"
+        )
+    with conversation.applying_template():
+        prompt_ids = build_prompt(
+            tokenizer, prompt, template_kwargs=data.apply_chat_template_kwargs
+        )
     if not prompt_ids:
         raise ValueError("the prompt has no tokens")
     response_ids = tokenizer.encode(response, add_special_tokens=False)
@@ -204,8 +268,8 @@ def messages_of(value: Any, column: str, fields: Sequence[str], expected: str) -
 def _conversation(row: Row, key: str, tokenizer: Any, data: SFTDataConfig) -> Example:
     """Return the example of a row with a conversation. What follows its last turn is left out."""
     expected = "a list of messages {role, content}, or that as JSON text"
-    messages = messages_of(_from_json(row[key]), key, ["role"], expected)
-    tools = _without_nulls(_from_json(row.get(data.tools_key)))
+    messages = messages_of(from_json(row[key]), key, ["role"], expected)
+    tools = _without_nulls(from_json(row.get(data.tools_key)))
     if tools and not isinstance(tools, list):
         raise ValueError(
             f"column {data.tools_key!r} is {str(tools)[:100]!r}, "
@@ -219,7 +283,7 @@ def _conversation(row: Row, key: str, tokenizer: Any, data: SFTDataConfig) -> Ex
     return Example(ids[:first], ids[first:end], mask[first:end])
 
 
-def _from_json(value: Any) -> Any:
+def from_json(value: Any) -> Any:
     """Return the value of JSON text, and any other value as it is."""
     if not isinstance(value, str):
         return value
@@ -227,6 +291,17 @@ def _from_json(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
+
+
+def chat_or_text(value: Any) -> Any:
+    """Return the messages of JSON text, and any other value, such as the text [1, 2], as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    decoded = from_json(value)
+    is_chat = isinstance(decoded, list) and any(
+        isinstance(entry, dict) and "role" in entry for entry in decoded
+    )
+    return decoded if is_chat else value
 
 
 def _without_nulls(value: Any) -> Any:

@@ -6,7 +6,6 @@ is sent to the others.
 
 import copy
 import dataclasses
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +27,18 @@ from verlite.config.load import LoadedConfig, dump
 from verlite.config.sft import TuningConfig
 from verlite.config.show import console
 from verlite.controller.stop import Stop
-from verlite.data.dataset import DataError
 from verlite.data.sampler import PromptSampler
-from verlite.engine.folder import ModelError, load_tokenizer
+from verlite.engine.folder import ModelError, load_config, load_tokenizer, vocab_size
 from verlite.engine.fsdp import LossFn, TrainEngine
 from verlite.engine.process_group import process_group
 from verlite.files import RetryingWriter, free_text
-from verlite.sft.data import Example, endless_warning
+from verlite.sft.data import (
+    Example,
+    check_batch,
+    check_room,
+    endless_warning,
+    refuse_foreign_tokens,
+)
 from verlite.trainer import checkpoints, exports, run_file
 from verlite.trainer.checkpoints import Checkpoint, CheckpointError, ResumeRefused
 from verlite.trainer.display import Display
@@ -54,9 +58,11 @@ ROLE = "actor"
 CRITICAL = (
     *("train_files", "train_batch_size", "train_max_samples", "max_length", "truncation"),
     *("prompt_key", "response_key", "messages_key", "tools_key", "chosen_key", "rejected_key"),
-    "shuffle",
+    *("prompt_dict_keys", "response_dict_keys", "apply_chat_template_kwargs", "shuffle"),
 )
 """Keys of the section data that change the results, as far as a command has them."""
+TOKENS = ("tokenizer_path", "custom_chat_template")
+"""Keys of the section model that change the tokens."""
 Loaded = LoadedConfig[TuningConfig]
 _T = TypeVar("_T")
 
@@ -185,7 +191,7 @@ def critical_settings(config: TuningConfig) -> dict[str, Any]:
     data = {name: value for name, value in vars(config.data).items() if name in CRITICAL}
     return {
         "model.path": config.model.path,
-        **{f"model.{name}": getattr(config.model, name) for name in LORA},
+        **{f"model.{name}": getattr(config.model, name) for name in (*TOKENS, *LORA)},
         **{f"data.{name}": value for name, value in data.items()},
         **{name: value for name, value in vars(config).items() if name == "beta"},
         CONTENT: contents(config.data.train_files),
@@ -209,7 +215,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with ExitStack() as stack:
-        stop.where = lambda: "while reading the files"
+        stop.where = lambda: "while starting"
         begin_run()
         if is_first:
             critical_settings(config)  # reads the files now, which may change before the first save
@@ -217,6 +223,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
         out = console()
         out.quiet = not is_first
         display = Display(out, stop.log)
+        stop.where = lambda: display.where()
         if is_first:
             stack.enter_context(lock_run_dir(run_dir))
             begin(stop, run_dir)
@@ -231,6 +238,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             stack.enter_context(reported_first(stop, run_dir))
         stack.callback(display.close)
         with _refused():
+            tokens = vocab_size(load_config(config.model))
             tokenizer = load_tokenizer(config.model)
         data = config.data
         with display.phase("reading examples"):
@@ -238,8 +246,13 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             held_out = []
             if data.val_files:
                 held_out = task.read(data.val_files, tokenizer, data, data.val_max_samples)
-        sampler = _sampler(config, len(examples) // task.size)
-        _check_room(config, examples, task.size)
+        rows = len(examples) // task.size
+        check_batch(data, rows)
+        check_room(config, examples, task.size, "train")
+        check_room(config, held_out, 1, "val")
+        refuse_foreign_tokens(examples, task.size, "train", tokens)
+        refuse_foreign_tokens(held_out, task.size, "val", tokens)
+        sampler = PromptSampler(rows, data.train_batch_size, config.trainer.seed, data.shuffle)
         steps = config.trainer.total_training_steps
         total = steps or config.trainer.total_epochs * sampler.steps_per_epoch
         if is_first:
@@ -310,7 +323,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
         )
         if checkpoint and checkpoint.path.parent == run_dir:
             run.saved_step = run.step
-        stop.where = lambda: f"in step {run.step}"
+        stop.where = lambda: display.where(run.step)
         yield run
 
 
@@ -321,30 +334,6 @@ def _refused() -> Iterator[None]:
         yield
     except ModelError as error:
         raise RunRefused(str(error)) from error
-
-
-def _sampler(config: TuningConfig, size: int) -> PromptSampler:
-    batch = config.data.train_batch_size
-    if size < batch:
-        raise DataError(
-            f"data.train_batch_size={batch} is more than the {size} training rows: not one "
-            f"full batch. Use at most {size}"
-        )
-    return PromptSampler(size, batch, config.trainer.seed, config.data.shuffle)
-
-
-def _check_room(config: TuningConfig, examples: list[Example], size: int) -> None:
-    """Refuse rows that are longer than a pass."""
-    data = config.data
-    lengths = [len(example.prompt) + len(example.response) for example in examples]
-    longest = max(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
-    room = data.max_token_len_per_gpu * config.ulysses_sequence_parallel_size
-    if longest > room and not data.by_examples():
-        needed = math.ceil(longest / config.ulysses_sequence_parallel_size)
-        raise DataError(
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} has no room for the longest "
-            f"row of data.train_files, which has {longest} tokens. Use at least {needed}"
-        )
 
 
 def _find_checkpoint(

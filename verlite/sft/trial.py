@@ -7,12 +7,19 @@ from typing import Any
 from verlite import hub
 from verlite.config.plan import files_of
 from verlite.data.dataset import DataError, Lengths
-from verlite.sft.data import Example, check_columns, endless_warning
+from verlite.sft.data import (
+    Example,
+    check_batch,
+    check_columns,
+    check_room,
+    endless_warning,
+    refuse_foreign_tokens,
+)
 from verlite.trainer.trial import ROWS, Trial
 
 
 def try_out(
-    config: Any, read: Callable[..., list[Example]], columns: Callable[..., list[str]]
+    config: Any, read: Callable[..., list[Example]], columns: Callable[..., list[str]], size: int
 ) -> Trial:
     """Try what a run reads first. Of each split only the first ROWS rows are tokenized.
 
@@ -20,18 +27,35 @@ def try_out(
         config: the whole configuration of the command.
         read: `read_examples` or `read_pairs`.
         columns: the columns of a file that it reads.
+        size: number of examples of a row.
     """
-    from verlite.engine.folder import HubUnreachable, ModelError, load_tokenizer
+    from verlite.engine.folder import (
+        HubUnreachable,
+        ModelError,
+        load_config,
+        load_tokenizer,
+        vocab_size,
+    )
 
     trial = Trial()
     data, model = config.data, config.model
-    splits = {"train": files_of(data.train_files), "val": files_of(data.val_files)}
+    splits = {
+        "train": (files_of(data.train_files), data.train_max_samples, size),
+        "val": (files_of(data.val_files), data.val_max_samples, 1),
+    }
     try:
-        check_columns([*splits["train"], *splits["val"]], partial(columns, data=data))
+        rows = {
+            split: _first(check_columns(files, partial(columns, data=data)), limit)
+            for split, (files, limit, _) in splits.items()
+        }
+        check_batch(data, rows["train"])
+        tokens = vocab_size(load_config(model))
         tokenizer = load_tokenizer(model)
-        for split, files in splits.items():
+        for split, (files, _, together) in splits.items():
             if files:
-                examples = read(files, tokenizer, data, ROWS)
+                examples = read(files, tokenizer, data, min(rows[split], ROWS))
+                check_room(config, examples, together, split)
+                refuse_foreign_tokens(examples, size, split, tokens)
                 trial.seen.append(f"{split}: {_text(examples, data.max_length)}")
                 endless = endless_warning(examples, tokenizer, data.max_length)
                 trial.warnings += [endless] if endless and split == "train" else []
@@ -43,6 +67,11 @@ def try_out(
     except (DataError, ModelError) as error:
         trial.errors.append(str(error))
     return trial
+
+
+def _first(rows: int, limit: int) -> int:
+    """Return how many of the rows a run uses. limit: -1 for all."""
+    return rows if limit < 0 else min(rows, limit)
 
 
 def _text(examples: list[Example], limit: int) -> str:

@@ -133,6 +133,13 @@ class Display:
         finally:
             self._show(before)
 
+    def where(self, step: int | None = None) -> str:
+        """Return what the run is doing, for messages. step: None before the first."""
+        phase = self.current_phase
+        if step is None:
+            return f"while {phase or 'starting'}"
+        return f"in step {step}" + (f" ({phase})" if phase else "")
+
     def _show(self, phase: str) -> None:
         self.current_phase = phase
         self._began = time.monotonic()

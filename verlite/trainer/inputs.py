@@ -81,14 +81,16 @@ def load_datasets(
     Raises:
         DataError: a prompt cannot be used, or has tokens that the model does not have.
     """
+    from verlite.engine.folder import vocab_size
+
     limit = (plan.longest_prompt_key, plan.longest_prompt)
     tools = env_factory.tools if env_factory else ()
-    vocab_size = getattr(described.get_text_config(), "vocab_size", None)
+    tokens = vocab_size(described)
 
     def load(files: RowFiles, split: str) -> PromptDataset:
         data = PromptDataset(files, tokenizer, config.data, split, limit, tools)
-        if vocab_size is not None:
-            refuse_foreign_tokens(data, vocab_size)
+        if tokens is not None:
+            refuse_foreign_tokens(data, tokens)
         return data
 
     train, val = rows

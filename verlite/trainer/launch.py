@@ -112,7 +112,7 @@ def preflight(loaded: Loaded, stop: Stop) -> Iterator[Preflight]:
     run_dir = Path(config.trainer.default_local_dir)
     with ExitStack() as stack:
         display = Display(log=lambda text: stop.log(text))  # `begin` sets stop.log
-        stop.where = lambda: f"while {display.current_phase or 'starting'}"
+        stop.where = display.where
         stack.enter_context(lock_run_dir(run_dir))
         begin(stop, run_dir)
         stop.checkpoint = functools.partial(checkpoint_text, config)

@@ -226,8 +226,7 @@ class Run:
     @property
     def where(self) -> str:
         """What the run is doing, for messages."""
-        phase = self.display.current_phase
-        return f"in step {self.step}" + (f" ({phase})" if phase else "")
+        return self.display.where(self.step)
 
     @property
     def first_step(self) -> bool:
