@@ -169,8 +169,10 @@ def test_processes_that_die_between_steps_are_replaced(make: MakeScorer) -> None
         for child in psutil.Process().children()
         if any("verlite.rewards.process" in word for word in child.cmdline())
     ]
+    with_functions = [one for child in children for one in child.children()]
     for child in children:
         child.kill()
+    assert not psutil.wait_procs(with_functions, 10)[1]  # they end with their parents
     assert children and scorer.score(long) == [RewardResult(1.0)] * 100
 
 
