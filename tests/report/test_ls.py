@@ -43,7 +43,7 @@ def test_the_state_is_the_recorded_end(tmp_path, code, state):
 
 
 def test_a_validated_run_with_steps_left_is_not_done(tmp_path):
-    assert read_run(make_run(tmp_path, [{"step": 8}], DONE)).state == "stopped"
+    assert read_run(make_run(tmp_path, [{"step": 8}], DONE)).state == "validated"
 
 
 def test_a_locked_run_is_running_and_one_without_an_end_was_killed(tmp_path):
@@ -135,7 +135,7 @@ def test_damaged_files_are_in_the_note(tmp_path, name, content, note):
     if name == "run.json":
         assert (row.state, row.step, row.total_steps) == ("unknown", 9, None)
     else:
-        assert (row.state, row.step, row.total_steps) == ("stopped", None, 9)
+        assert (row.state, row.step, row.total_steps) == ("done", None, 9)
 
 
 def test_folders_and_pipes_in_place_of_files(tmp_path):

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
     from verlite.report.runs import Row
 
-STYLES = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "killed": "red"}
+STYLES = {
+    "running": "cyan",
+    "done": "green",
+    "validated": "green",
+    "stopped": "yellow",
+    "failed": "red",
+    "killed": "red",
+}
 NOTE_CHARS = 100
 """Of a note in the table; --json has all of it."""
 
@@ -24,7 +31,8 @@ def ls(
 ) -> None:
     """List the runs below a folder, newest first: state, step, score, last checkpoint, age.
 
-    The state is running, done, stopped, failed, killed (the process recorded no end) or unknown.
+    The state is running, done, validated (trainer.val_only), stopped, failed, killed (the process
+    recorded no end) or unknown.
     The score is that of the last validation, else that of the last step's samples; for main_sft the
     loss.
     """

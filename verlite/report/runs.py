@@ -37,8 +37,9 @@ class Row:
 
     path: str
     state: str
-    """running; done: no planned step is left; stopped: by a signal, trainer.max_runtime or Ctrl-C,
-    or only validated; failed; killed: the process recorded no end; unknown."""
+    """running; done: no planned step is left; validated: ended well with steps left, as with
+    trainer.val_only; stopped: by a signal, trainer.max_runtime or Ctrl-C; failed; killed: the
+    process recorded no end; unknown."""
     step: int | None = None
     """The last finished one."""
     total_steps: int | None = None
@@ -138,8 +139,8 @@ def read_run(run_dir: Path) -> Row:
         notes += _reason(run_dir, state, file)
     step, score_name, score = _last_metrics(run_dir, notes)
     total_steps = file.total_steps if file else None
-    if state == "done" and (step or 0) < (total_steps or 0):  # trainer.val_only
-        state = "stopped"
+    if state == "done" and step is not None and step < (total_steps or 0):
+        state = "validated"
     try:
         checkpoint = last_saved(run_dir)
     except OSError as error:
