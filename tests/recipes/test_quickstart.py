@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from recipes.dpo import make as dpo
 from recipes.quickstart import make, run
 from recipes.search import run as search_run
 from verlite.config import sft
@@ -123,3 +124,15 @@ def test_one_random_sample_per_problem_is_shown(tmp_path):
     ]
     (tmp_path / "step_1.jsonl").write_text("\n".join(lines) + "\n")
     assert run.samples(tmp_path / "step_1.jsonl") == ["1+1=2 ✓", "2+2=5 ✗"]
+
+
+def test_preferences_have_a_wrong_carry_of_both_kinds():
+    assert dpo.with_carry("3030", 1) == "3140"
+    assert dpo.with_carry("4090", 1) == "4101"  # the carry goes on
+    assert dpo.with_carry("3030", 3) == "3031"
+    rows = dpo.preferences([(a, b) for a in range(10, 40) for b in range(10, 100)])
+    for row in rows:
+        a, b = map(int, row["prompt"].removesuffix("=").split("+"))
+        assert row["chosen"] == make.work(a, b) != row["rejected"]
+    kinds = {"1" in row["chosen"][1::2] for row in rows}
+    assert kinds == {True, False} and len(rows) > 1500
