@@ -701,8 +701,8 @@ CASES = (
     ),
     Case(
         "An environment that Python does not find",
-        "max_turns=2 env.name=my_game:Game",
-        ("env.name=my_game:Game", "was not found on the Python path", "PYTHONPATH"),
+        "max_turns=2 env.name=maze_game:Maze",
+        ("env.name=maze_game:Maze", "was not found on the Python path", "PYTHONPATH"),
     ),
     # devices
     Case(
