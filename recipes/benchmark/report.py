@@ -29,6 +29,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "grpo_step_vs_floor": ("step_w25", "vs_floor"),
     "tiny_step_vs_trl": ("step_wtiny", "vs_trl"),
     "training_vs_bare": ("training", "update_speed_vs_bare"),
+    "sft_vs_trl": ("sft", "ratios", "trl"),
+    "sft_vs_loop": ("sft", "ratios", "loop"),
     "generation_vs_vllm": ("generation_w25", "vs_vllm"),
     "server_vs_engine": ("server_w25", "server_vs_engine"),
     "weight_sync_vs_memcpy": ("sync", "syncs", "w25, vllm", "vs_memcpy"),

@@ -6,8 +6,8 @@ imported, with TRL's SFTTrainer.
 The plain loop pads each micro-batch to its longest example and steps with fused AdamW, as most
 scripts do; SFTTrainer, with its default settings for passes, does the same. All train the same
 model on the same batches, in turns, with the whole step counted; main_sft and SFTTrainer also
-compute metrics. The first loss of each must be the same. Prints one line of JSON with the median
-seconds of a step and the ratios of main_sft's to the others'.
+compute metrics. The first loss of each must be the same. Writes the median seconds of a step and the ratios of
+main_sft's to the others' to results.json.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import keep
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workload import model_of
@@ -180,21 +181,19 @@ def main(rounds: int, steps: int, rows: int) -> None:
         raise SystemExit(f"the peers do not train the same: first losses {losses}")
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     lengths = [len(example.prompt) + len(example.response) for example in examples]
-    print(
-        json.dumps(
-            {
-                **{f"{name}_seconds": value for name, value in medians.items()},
-                **{
-                    f"ratio_to_{name}": medians["verlite"] / value
-                    for name, value in medians.items()
-                    if name != "verlite"
-                },
-                "tokens_per_step": sum(lengths) / steps,
-                "first_losses": losses,
-                "all": seconds,
-            }
-        )
-    )
+    found = {
+        "rounds": rounds,
+        "examples": rows,
+        "tokens": sum(lengths) / steps,
+        "seconds": medians,
+        "ratios": {
+            name: medians["verlite"] / s for name, s in medians.items() if name != "verlite"
+        },
+        "first_losses": losses,
+        "all": seconds,
+    }
+    keep("sft", found)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

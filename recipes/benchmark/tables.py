@@ -435,8 +435,29 @@ def _library(found: dict[str, Any]) -> str:
     )
 
 
+def _sft(found: dict[str, Any]) -> str:
+    names = {"verlite": "main_sft", "loop": "plain loop", "trl": "TRL's SFTTrainer"}
+    rows = [
+        (
+            names[name],
+            f"{seconds:.2f} s",
+            f"{found['ratios'][name]:.2f}" if name in found["ratios"] else "",
+            f"{found['first_losses'][name]:.5f}",
+        )
+        for name, seconds in found["seconds"].items()
+    ]
+    head = (
+        f"a step, w25, {found['examples']} examples, {found['tokens']:.0f} tokens",
+        "median",
+        "main_sft's seconds over these",
+        "first loss",
+    )
+    return table(head, rows)
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "training": _training,
+    "sft": _sft,
     "sync": _sync,
     "memory": _memory,
     "controller": _controller,
