@@ -75,6 +75,7 @@ benchmark: setup-test
 	$(BIN)/python recipes/benchmark/step.py
 	$(BIN)/python recipes/benchmark/watchers.py
 	$(BIN)/python recipes/benchmark/training.py
+	PYTHONPATH=$$(echo $(CURDIR)/$(TRL)/lib/python3*/site-packages) $(BIN)/python recipes/benchmark/sft.py
 	$(BIN)/python recipes/benchmark/library.py
 	$(BIN)/python recipes/benchmark/generation.py
 	$(BIN)/python recipes/benchmark/server.py
