@@ -122,7 +122,7 @@ def trl(path: Path, batches: list[list[Example]], folder: Path) -> Result:
     settings = SFTConfig(
         output_dir=str(folder),
         per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=len(batches[0]) // MICRO_BATCH,
+        gradient_accumulation_steps=max(1, len(batches[0]) // MICRO_BATCH),
         max_steps=len(batches),
         learning_rate=1e-5,
         completion_only_loss=True,
