@@ -235,6 +235,36 @@ def test_the_decision_is_said_once_and_before_the_disk_is_written():
     assert done == ["said", FAILED]
 
 
+def test_a_terminal_that_hangs_does_not_keep_the_decision_from_the_disk(monkeypatch):
+    monkeypatch.setattr(stop_module, "LAST_WORDS_S", 0.1)
+    stop, done, release = stop_module.Stop(embedded=True), [], threading.Event()
+    stop.on_end = done.append
+    assert stop.decide(FAILED, say=lambda: release.wait(60)) == FAILED and done == [FAILED]
+    release.set()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "fails"])
+def test_the_end_is_explained_without_the_disk(exits, monkeypatch, fault):
+    said = []
+    monkeypatch.setattr(stop_module, "CHECKPOINT_S", 0.1)
+    monkeypatch.setattr(stop_module, "LAST_WORDS_S", 30)
+    monkeypatch.setattr(stop_module, "write_error", said.append)
+    stop, release = stop_module.Stop(), threading.Event()
+
+    def checkpoint():
+        if fault == "fails":
+            raise OSError(5, "Input/output error")
+        release.wait(60)
+
+    stop.checkpoint = checkpoint
+    with pytest.raises(Exit):
+        stop._end(signal.SIGTERM, "why")
+    release.set()
+    (text,) = said
+    assert "stopped by SIGTERM" in text and "The last checkpoint is not known: " in text
+    assert "(why)" in text and ("Input/output error" in text) == (fault == "fails")
+
+
 @pytest.mark.parametrize("end", ["_end", "_leave"])
 def test_a_disk_that_hangs_does_not_keep_the_process(exits, end):
     stop, release = stop_module.Stop(), threading.Event()

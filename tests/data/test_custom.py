@@ -98,6 +98,7 @@ def test_rows_may_be_left_out_and_repeated() -> None:
     ("body", "words"),
     [
         ("raise OSError('no disk')", "failed: OSError: no disk ("),
+        ("raise SystemExit(0)", "failed: SystemExit: 0 ("),
         ("return [0, 5]", "must be a list of row numbers from 0 to 4, not [0 5]"),
         ("return [-1]", "from 0 to 4, not [-1]"),
         ("return [0.5]", "from 0 to 4, not [0.5]"),
@@ -124,6 +125,7 @@ def test_wrong_orders(body: str, words: str) -> None:
         ),
         ("class Own:\n    def __init__(self, **given): ...", "has no method order(epoch) (docs"),
         ("class Own:\n    def __init__(self, **given): 1 / 0", "be created: ZeroDivisionError"),
+        ("class Own:\n    def __init__(self, **given): exit()", "be created: SystemExit: None"),
     ],
 )
 def test_wrong_samplers(source: str, words: str) -> None:
@@ -164,6 +166,12 @@ def test_an_epoch_of_another_length() -> None:
             "    def __getitem__(self, i): return {}[i]",
             "train row 0 failed: KeyError: 0 (",
         ),
+        (
+            "class Lines(list):\n    def __init__(self, **given): super().__init__([1, 2])\n"
+            "    def __getitem__(self, i): raise SystemExit(0)",
+            "train row 0 failed: SystemExit: 0 (",
+        ),
+        ("def Lines(**given): raise SystemExit(0)", "cannot be created for train: SystemExit: 0 ("),
     ],
 )
 def test_wrong_rows(source: str, words: str) -> None:

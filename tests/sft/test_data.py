@@ -227,7 +227,13 @@ def test_a_tokenizer_without_an_end(tmp_path, tokenizer):
 
 @pytest.mark.parametrize(
     ("text", "is_chat"),
-    [(json.dumps(CHATS[0]), True), ("[1, 2]", False), ("[a", False), ('[{"a": 1}]', False)],
+    [
+        (json.dumps(CHATS[0]), True),
+        ("[1, 2]", False),
+        ("[a", False),
+        ('[{"a": 1}]', False),
+        ('[{"role": "dev"}]', False),
+    ],
 )
 def test_messages_as_json_text(text, is_chat):
     assert chat_or_text(text) == (CHATS[0] if is_chat else text)

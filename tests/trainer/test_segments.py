@@ -23,7 +23,9 @@ def test_values_that_differ_only_far_from_their_beginning_are_named(tmp_path):
     long = "x" * 400
     write_config(tmp_path, f"path: {long}a\n", 0, RetryingWriter(pytest.fail))
     (line,) = changed_keys(tmp_path, f"path: {long}b\n")
-    assert line.startswith("path: 'xxx")
+    before, now = line.removeprefix("path: ").removesuffix(" now").split(" before, ")
+    assert before.startswith("... xxx") and before.endswith("xxxa'") and now.endswith("xxxb'")
+    assert len(line) < 120
 
 
 @pytest.mark.parametrize("content", [None, "a: [", "text", ""])

@@ -31,8 +31,8 @@ def ls(
 ) -> None:
     """List the runs below a folder, newest first: state, step, score, last checkpoint, age.
 
-    The state is running, done, validated (trainer.val_only), stopped, failed, killed (the process
-    recorded no end) or unknown.
+    The state is running, done, validated (ended well with steps left, as with trainer.val_only),
+    stopped, failed, killed (the process recorded no end) or unknown.
     The score is that of the last validation, else that of the last step's samples; for main_sft the
     loss.
     """

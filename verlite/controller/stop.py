@@ -25,6 +25,7 @@ import threading
 import time
 from _thread import interrupt_main, start_new_thread
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -37,7 +38,9 @@ LEAVE_S = 20.0
 """How long the process may live after its exit code is decided: trackers send their last metrics,
 workers close, Ray ends."""
 LAST_WORDS_S = 2.0
-"""How long the messages of a process that is ended at once may take: a disk may not answer."""
+"""How long a message of an ending process may take: a terminal or a disk may not answer."""
+CHECKPOINT_S = 1.0
+"""How long a message waits for the disk to find the last checkpoint."""
 REQUEST = b"\0"
 """What `Stop.request` sends to the thread that receives the numbers of signals."""
 REPEAT_S = 1.0
@@ -59,12 +62,17 @@ def write_error(text: str) -> None:
         pass
 
 
+def _within(seconds: float, function: Callable[[], None]) -> None:
+    """Run a function in a thread and wait for it at most so many seconds."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
 def _exit_within(seconds: float, code: int, last_words: Callable[[], None]) -> NoReturn:
     """End the process with this code, after at most so many seconds for `last_words`."""
     try:
-        thread = threading.Thread(target=last_words, daemon=True)
-        thread.start()
-        thread.join(seconds)
+        _within(seconds, last_words)
     finally:
         os._exit(code)
 
@@ -121,19 +129,34 @@ class Stop:
         """Return the line that says what ended the run, where, and the last checkpoint."""
         interrupted = self.requested in ("SIGINT", None)
         what = "interrupted" if interrupted else f"stopped by {self.requested}"
-        return f"{what} {self.interrupted_at}".rstrip() + f". {self.checkpoint()}"
+        return f"{what} {self.interrupted_at}".rstrip() + f". {self.last_checkpoint()}"
+
+    def last_checkpoint(self) -> str:
+        """Return what a message says about the last checkpoint, within CHECKPOINT_S. The disk may
+        not answer, or fail."""
+        found = ["The last checkpoint is not known: the disk of the run directory does not answer."]
+
+        def look() -> None:
+            try:
+                found.append(self.checkpoint())
+            except Exception as error:
+                found.append(f"The last checkpoint is not known: {error}.")
+
+        _within(CHECKPOINT_S, look)
+        return found[-1]
 
     def decide(
         self,
         code: int,
         limit_s: float | None = None,
-        say: Callable[[], None] = lambda: None,
+        say: Callable[[], None] | None = None,
     ) -> int:
         """Decide the exit code. The process then ends with it within limit_s (default LEAVE_S).
 
         Args:
             say: prints why, before anything is written to the disk, which may hang. Called without
-                a lock, and only if no code was decided before.
+                a lock, and only if no code was decided before. It runs in another thread, for
+                LAST_WORDS_S: a terminal that is stopped by Ctrl-S does not answer.
 
         Returns:
             The code that was decided first. Later ones are ignored.
@@ -147,7 +170,8 @@ class Stop:
                 self._timer = threading.Timer(limit_s, self._leave, [limit_s])
                 self._timer.daemon = True
                 self._timer.start()
-        say()
+        if say is not None:
+            _within(LAST_WORDS_S, say)
         self.on_end(code)
         return code
 
@@ -223,7 +247,8 @@ class Stop:
         else:
             name = signal.Signals(number).name
             if self._obey(name):
-                start_new_thread(self.on_defer, (name,))
+                with suppress(RuntimeError):  # no thread can be started; the request is noted
+                    start_new_thread(self.on_defer, (name,))
 
     def _watch(self) -> None:
         """End the process at further signals, or when ending takes too long."""
@@ -270,7 +295,7 @@ class Stop:
                     self._say(
                         f"{self.requested}: not saved within trainer.stop_grace_s={self.grace_s:g}"
                         f", {self.where()}. The run still saves and then ends{more}. "
-                        f"{self.checkpoint()}"
+                        f"{self.last_checkpoint()}"
                     )
             elif self.code is None and now - idle_since > limit:
                 self._end(

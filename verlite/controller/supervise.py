@@ -216,7 +216,7 @@ class Supervisor:
         """
         found = list(dict.fromkeys(dead))
         self._kill(found)
-        ends_by = 0.0  # calls that waited for workers killed here fail by then
+        ends_by = time.monotonic() + GRACE_S  # calls that wait for workers killed here fail by then
         while self.outstanding:
             self.before_poll()
             self._raise_if_ray_lost()
@@ -227,6 +227,7 @@ class Supervisor:
             causes = self._collect(0.0 if late else POLL_S)
             if any(future.pending for future in late):
                 causes += [one for one in self._dead_workers() if one.worker not in found]
+                causes += self._collect(0.0)
             if not all(self._can_restart(c) or c.is_consequence for c in causes):
                 self._raise_first(causes)
             dead = list(dict.fromkeys(c.worker for c in causes if self._can_restart(c)))

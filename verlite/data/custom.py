@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verlite.config.schema import DataConfig
-from verlite.importing import OwnCodeError, find, text_of
+from verlite.importing import CODE_ERRORS, OwnCodeError, find, text_of
 
 
 def call(path: str, name: str, **arguments: Any) -> Any:
@@ -47,12 +47,12 @@ def own_rows(
         count = len(rows)
     except OwnCodeError as error:
         raise OwnCodeError(f"data.custom_cls: {error}") from error
-    except Exception as error:
+    except CODE_ERRORS as error:
         raise OwnCodeError(f"{key} cannot be created for {split}: {text_of(error)}") from error
     found = []
     for number in range(count if first is None else min(count, first)):
         try:
             found.append(rows[number])
-        except Exception as error:
+        except CODE_ERRORS as error:
             raise OwnCodeError(f"{key}: {split} row {number} failed: {text_of(error)}") from error
     return found, count

@@ -10,7 +10,7 @@ import numpy as np
 from verlite.config.schema import DataConfig
 from verlite.data.custom import call
 from verlite.data.dataset import DataError, PromptDataset
-from verlite.importing import OwnCodeError, text_of
+from verlite.importing import CODE_ERRORS, OwnCodeError, text_of
 
 
 class PromptSampler:
@@ -155,7 +155,7 @@ def own_order(config: DataConfig, rows: PromptDataset) -> Callable[[int], np.nda
         sampler = call(path, name, data_source=rows, data_config=config)
     except OwnCodeError as error:
         raise DataError(f"data.sampler: {error}") from error
-    except Exception as error:
+    except CODE_ERRORS as error:
         raise DataError(f"{key} cannot be created: {text_of(error)}") from error
 
     if not callable(getattr(sampler, "order", None)):
@@ -164,7 +164,7 @@ def own_order(config: DataConfig, rows: PromptDataset) -> Callable[[int], np.nda
     def order(epoch: int) -> np.ndarray:
         try:
             given = np.asarray(sampler.order(epoch))
-        except Exception as error:
+        except CODE_ERRORS as error:
             raise DataError(f"{key}: order({epoch}) failed: {text_of(error)}") from error
         numbers = given.ndim == 1 and np.issubdtype(given.dtype, np.integer)
         if not numbers or not len(given) or given.min() < 0 or given.max() >= len(rows):

@@ -299,7 +299,8 @@ def chat_or_text(value: Any) -> Any:
         return value
     decoded = from_json(value)
     is_chat = isinstance(decoded, list) and any(
-        isinstance(entry, dict) and "role" in entry for entry in decoded
+        isinstance(entry, dict) and "role" in entry and entry.keys() & {"content", "tool_calls"}
+        for entry in decoded
     )
     return decoded if is_chat else value
 

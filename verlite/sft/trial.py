@@ -49,7 +49,13 @@ def try_out(
             for split, (files, limit, _) in splits.items()
         }
         check_batch(data, rows["train"])
-        tokens = vocab_size(load_config(model))
+        try:
+            tokens = vocab_size(load_config(model))
+        except HubUnreachable as error:
+            if model.tokenizer_path is None or hub.neighbors(model.path):
+                raise
+            tokens = None
+            trial.warnings.append(f"{error}. So token ids were not compared with its vocabulary")
         tokenizer = load_tokenizer(model)
         for split, (files, _, together) in splits.items():
             if files:
@@ -60,7 +66,7 @@ def try_out(
                 endless = endless_warning(examples, tokenizer, data.max_length)
                 trial.warnings += [endless] if endless and split == "train" else []
     except HubUnreachable as error:
-        if hub.neighbors(model.tokenizer_path or model.path):
+        if hub.neighbors(model.path) or hub.neighbors(model.tokenizer_path or ""):
             trial.errors.append(str(error))
         else:
             trial.warnings.append(f"{error}. So the tokenizer and the examples were not tried")

@@ -101,7 +101,7 @@ def _print_report(stop: Stop, run_dir: Path | None, error: BaseException, code: 
         out = console(stderr=True)
         print_error(error, out)
         if run_dir is not None and code != exit_codes.REFUSED:
-            out.print(stop.checkpoint(), soft_wrap=True, highlight=False, markup=False)
+            out.print(stop.last_checkpoint(), soft_wrap=True, highlight=False, markup=False)
 
 
 def _print_stop(stop: Stop) -> None:
@@ -131,7 +131,7 @@ def write_report(stop: Stop, run_dir: Path, error: BaseException, code: int) -> 
         "type": type(error).__name__,
         "message": message,
         "where": stop.where(),
-        "checkpoint": stop.checkpoint(),
+        "checkpoint": stop.last_checkpoint(),
         "traceback": trace,
     }
     stop.log(f"error: {message}\n{trace}".rstrip() + f"\n  {stop.where()}; exit code {code}")

@@ -53,6 +53,7 @@ from verlite.trainer.display import Display
 from verlite.trainer.ending import begin, end_at_once, reported_first
 from verlite.trainer.errors import RunRefused, ServiceMissing
 from verlite.trainer.reference import find_service
+from verlite.trainer.segments import shown_difference
 from verlite.trainer.tracking import METRICS
 from verlite.workers.roles import ROLES
 
@@ -211,7 +212,7 @@ def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
 def refuse_changes(now: dict[str, Any], saved: dict[str, Any]) -> None:
     """Refuse to resume with other critical settings than the saved ones. Raises RunRefused."""
     changed = [
-        f"  {key}: {saved[key]!r} in the checkpoint, {now[key]!r} now"
+        "  {}: {} in the checkpoint, {} now".format(key, *shown_difference(saved[key], now[key]))
         for key in now
         if key in saved and saved[key] != now[key]
     ]

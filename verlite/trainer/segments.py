@@ -1,6 +1,7 @@
 """The configurations of a run: one for each time that it was started."""
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,22 @@ def settings(text: str) -> dict[str, Any]:
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return (key, old value, new value) of each key that differs."""
-    return [
-        (key, _text(before, key), _text(now, key))
-        for key in dict.fromkeys([*now, *before])
-        if key not in now or key not in before or repr(now[key]) != repr(before[key])
-    ]
+    found = []
+    for key in dict.fromkeys([*now, *before]):
+        if key not in before:
+            found.append((key, "not there", one_line(repr(now[key]))))
+        elif key not in now:
+            found.append((key, one_line(repr(before[key])), "not there"))
+        elif repr(before[key]) != repr(now[key]):
+            found.append((key, *shown_difference(before[key], now[key])))
+    return found
 
 
-def _text(values: dict[str, Any], key: str) -> str:
-    return one_line(repr(values[key])) if key in values else "not there"
+def shown_difference(before: object, now: object) -> tuple[str, str]:
+    """Return two values in one line each. Long ones that begin alike are shown from a little before
+    their difference on."""
+    old, new = repr(before), repr(now)
+    if one_line(old) == one_line(new):
+        start = max(0, len(os.path.commonprefix([old, new])) - 30)
+        old, new = f"... {old[start:]}", f"... {new[start:]}"
+    return one_line(old), one_line(new)

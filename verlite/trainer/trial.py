@@ -87,7 +87,7 @@ def _try_data(config: Config, plan: Plan, trial: Trial) -> None:
     try:
         tokenizer, described = load_policy_tokenizer(model)
     except HubMissing as error:
-        if hub.neighbors(model.tokenizer_path or model.path):
+        if hub.neighbors(model.path) or hub.neighbors(model.tokenizer_path or ""):
             raise
         trial.warnings.append(f"{error}. So the tokenizer and the prompts were not tried")
         return
