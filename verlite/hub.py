@@ -12,7 +12,7 @@ from urllib.parse import unquote
 WAIT_S = 5.0
 WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 NAME = re.compile(f"{WORD}(/{WORD})?")
-"""A model: OWNER/NAME, or NAME. Other text is no name on the hub, but a path."""
+"""A model: OWNER/NAME, or NAME. Any other text is a path."""
 SCHEME = "hf://"
 FILE = re.compile(rf"hf://datasets/({WORD}/{WORD})(?:@([^/]+))?/(.+)")
 """Data set, revision and file, as in the URLs of huggingface_hub, pandas and datasets."""

@@ -17,7 +17,7 @@ or from a signal that stops the run. In workers let SignalExit pass, too."""
 
 
 class SignalExit(SystemExit):
-    """A signal ends this process. It is no error of the code that runs at that moment."""
+    """A signal ends this process. The code that runs at that moment has not failed."""
 
 
 class OwnCodeError(ValueError):

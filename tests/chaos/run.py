@@ -30,8 +30,8 @@ SUPERVISED_END = re.compile(
     r"supervise: the command (was ended by (?P<signal>SIG\w+)|"
     r"ended with exit code (?P<code>\d+)\b(?! \(the run needs)).*"
 )
-"""What `verlite supervise` prints before it starts a command again. An attempt that has not found a
-lost node is no end: the supervisor waits for the node."""
+"""What `verlite supervise` prints before it starts a command again. It does not match an
+attempt that could not find a lost node: the supervisor then waits for the node."""
 LOG = re.compile(r"/logs/([a-z]+_[0-9]+)\.log$")
 
 

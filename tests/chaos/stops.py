@@ -219,9 +219,9 @@ def problem_of(one: Stopped, finished: int) -> str:
         return f"left behind: {one.left[:5]}"
     if one.saved_step < max(one.finished, finished):
         return f"step {max(one.finished, finished)} has no checkpoint"
-    told = "heckpoint" in one.message or "Nothing was started" in one.message
-    if not early and not done and not told:
-        return f"no word about the checkpoint: {one.message!r}"
+    names_checkpoint = "heckpoint" in one.message or "Nothing was started" in one.message
+    if not early and not done and not names_checkpoint:
+        return f"the message does not name the checkpoint: {one.message!r}"
     return ""
 
 

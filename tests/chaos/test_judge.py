@@ -130,7 +130,7 @@ def test_an_attempt_that_ends_by_itself_is_a_problem(tmp_path, code, is_problem)
 
 
 def test_what_supervise_prints_about_attempts_is_understood(tmp_path, monkeypatch):
-    """An attempt that did not find a lost node is no end."""
+    """An attempt that did not find a lost node does not count as an end of the run."""
     monkeypatch.setattr(placement, "_nodes", list)
     monkeypatch.setattr(placement.ray_internals, "free_resources", dict)
     for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):

@@ -482,7 +482,7 @@ MUTANTS = [
         (LS,),
     ),
     Mutant(
-        "a resumed run begins anew in the trackers",
+        "a resumed run starts a new run in the trackers",
         TRACKING + "TrackedRun.kept_id",
         returns(None),
         (TRACKERS,),

@@ -62,7 +62,7 @@ def write_error(text: str) -> None:
         pass
 
 
-def _within(seconds: float, function: Callable[[], None]) -> None:
+def within(seconds: float, function: Callable[[], None]) -> None:
     """Run a function in a thread and wait for it at most so many seconds."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
@@ -72,7 +72,7 @@ def _within(seconds: float, function: Callable[[], None]) -> None:
 def _exit_within(seconds: float, code: int, last_words: Callable[[], None]) -> NoReturn:
     """End the process with this code, after at most so many seconds for `last_words`."""
     try:
-        _within(seconds, last_words)
+        within(seconds, last_words)
     finally:
         os._exit(code)
 
@@ -142,7 +142,7 @@ class Stop:
             except Exception as error:
                 found.append(f"The last checkpoint is not known: {error}.")
 
-        _within(CHECKPOINT_S, look)
+        within(CHECKPOINT_S, look)
         return found[-1]
 
     def decide(
@@ -171,7 +171,7 @@ class Stop:
                 self._timer.daemon = True
                 self._timer.start()
         if say is not None:
-            _within(LAST_WORDS_S, say)
+            within(LAST_WORDS_S, say)
         self.on_end(code)
         return code
 

@@ -114,7 +114,8 @@ def _from_folder_or_hub(kind: Any, key: str, path: str, model: ModelConfig) -> A
         return kind.from_pretrained(path, trust_remote_code=trust)
     if hub.NAME.fullmatch(path) is None:
         raise FileNotFoundError(
-            f"it is not a folder here, and no name on the hub. {hub.neighbors(path)}Correct it"
+            "it is not a folder here, and not a valid name on the hub. "
+            f"{hub.neighbors(path)}Correct it"
         )
     why = hub.unreachable()
     try:

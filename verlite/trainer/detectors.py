@@ -52,7 +52,7 @@ class Detectors:
         limits: trainer.detect.
         history: the metrics of earlier steps of a resumed run, each with "step". Their warnings
             were given then. Their memory was that of other processes, so it is left out.
-        ignored: metrics that are no sign in this run (`ignored`).
+        ignored: metrics that mean nothing in this run (`ignored`).
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def needed(history: list[Metrics]) -> list[Metrics]:
 
 
 def ignored(compares: bool, cuts_prompts: bool) -> set[str]:
-    """Return the metrics that are no sign in a run.
+    """Return the metrics that mean nothing in a run.
 
     Args:
         compares: whether the advantage estimator compares the samples of a prompt. If it does not,

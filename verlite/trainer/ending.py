@@ -23,7 +23,7 @@ from verlite.config.problems import mask_urls
 from verlite.config.show import console
 from verlite.controller import exit_codes, supervisor_file
 from verlite.controller.cluster import lost_ray
-from verlite.controller.stop import END_S, SIGNALS, Stop, write_error
+from verlite.controller.stop import END_S, SIGNALS, Stop, within, write_error
 from verlite.files import append, replace_file
 from verlite.trainer import run_file
 from verlite.trainer.errors import (
@@ -163,12 +163,7 @@ def leave(code: int) -> NoReturn:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-    def run_atexit() -> None:
-        atexit._run_exitfuncs()
-
-    thread = threading.Thread(target=run_atexit, daemon=True)
-    thread.start()
-    thread.join(ATEXIT_S)
+    within(ATEXIT_S, atexit._run_exitfuncs)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -32,7 +32,7 @@ TOKENS_PER_STEP = 16_384
 first samples in the file that fit."""
 _INCOMPLETE = 16
 """Tokens that may wait for the end of a character. Without a limit, a model that writes nothing but
-bytes that are no text costs the square of the length."""
+bytes that are not valid text would cost time quadratic in the length."""
 _DECIMALS = 5
 TEXT_LOST = "the text is lost with a rollout engine that died after it drew the sample"
 
