@@ -40,7 +40,7 @@ lint: setup-test
 
 # A broken link, or a page that no menu names, is an error.
 site: setup-test
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: lint site
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not process"

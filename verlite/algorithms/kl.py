@@ -35,7 +35,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     stays NaN.
 
     Args:
-        log_prob, ref_log_prob: log-probs of the sampled tokens, of any equal shape.
+        log_prob: log-probs of the sampled tokens under the policy, of any shape.
+        ref_log_prob: the same under the reference, in the same shape.
         kind: one of catalog.KL_KINDS; see the table above.
 
     Raises:
@@ -69,7 +70,8 @@ def kl_loss(
     Entries under mask 0 change neither value nor gradient, even if they are NaN.
 
     Args:
-        log_prob, ref_log_prob: [b, R].
+        log_prob: [b, R], under the policy.
+        ref_log_prob: [b, R], under the reference.
         response_mask: [b, R], 1 on trainable tokens.
         weights: [b, R], from aggregation.token_weights.
         kind: one of catalog.KL_KINDS.
@@ -91,7 +93,9 @@ def apply_kl_penalty(
     """Subtract the KL penalty from token-level scores (InstructGPT, arXiv:2203.02155, eq. 2).
 
     Args:
-        token_level_scores, old_log_probs, ref_log_prob: [B, R].
+        token_level_scores: [B, R].
+        old_log_probs: [B, R], under the policy.
+        ref_log_prob: [B, R], under the reference.
         response_mask: [B, R], 1 on sampled tokens of rows that count. Only these are penalized.
         coef: the penalty's coefficient.
         kind: one of catalog.KL_KINDS.

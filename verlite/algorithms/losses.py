@@ -265,8 +265,8 @@ def dppo_kl(inputs: PolicyLossInputs) -> tuple[Tensor, Metrics]:
 def clip_cov(inputs: PolicyLossInputs) -> tuple[Tensor, Metrics]:
     """Clip-Cov: PPO's clip, and no loss for a few tokens of high covariance (arXiv:2505.22617).
 
-    The tokens are extra["selected"] [b, R] bool, which training computes over the whole step. If it
-    is missing, select_clip_cov chooses within this micro-batch. Dual clip is not applied.
+    The tokens are `extra["selected"]`, `[b, R]` bool, which training computes over the whole step.
+    If it is missing, select_clip_cov chooses within this micro-batch. Dual clip is not applied.
 
     pg_clipfrac: fraction of tokens selected by covariance, as in verl.
     ratio_clipfrac: fraction of tokens whose ratio is clipped (verlite's own).

@@ -105,10 +105,12 @@ def train(
     Raises:
         ConfigError: the configuration is invalid; nothing was started.
         TypeError: `reward` or `env` cannot be stored for other processes.
-        RunRefused, DataError, FunctionError, UnknownDataSource, ResourcesMissing, NoCluster,
-            ResumeRefused: a file or a setting is wrong; nothing was trained.
-        CheckpointError, RewardFailures, RolloutFailures, LogProbGap, TooFewGroups, WorkerError,
-            StuckError, NodeLost, RayLost: the run failed (`verlite.trainer.errors`).
+        RunRefused: a file or a setting is wrong; nothing was trained. The same holds for
+            DataError, FunctionError, UnknownDataSource, ResourcesMissing, NoCluster and
+            ResumeRefused.
+        WorkerError: the run failed (`verlite.trainer.errors`). The same holds for CheckpointError,
+            RewardFailures, RolloutFailures, LogProbGap, TooFewGroups, StuckError, NodeLost and
+            RayLost.
         KeyboardInterrupt: Ctrl-C.
     """
     from verlite.config.critical import CODE
