@@ -809,6 +809,25 @@ def test_rope_scaling_extends_context(material, tmp_path):
     )
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_embeddings_that_depend_on_the_longest_sequence_limit_the_length(material, tmp_path, kind):
+    described = json.loads((material.folder / "model" / "config.json").read_text())
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(described | {"rope_scaling": rope}))
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    material.load(model)
+    longer = "actor_rollout_ref.rollout.max_model_len=9000"
+    for more, key in (
+        (("data.max_prompt_length=8000",), "data.max_response_length"),
+        ((longer,), "actor_rollout_ref.rollout.max_model_len"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}=.*rope_type={kind}.* to 8192") as error:
+            material.load(model, *more)
+        assert len(error.value.problems) == 1
+
+
 def test_hub_model_needs_no_folder(material):
     material.load("actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct", "critic.model.path=gpt2")
 

@@ -91,6 +91,18 @@ ARCHITECTURES = {
         "gpt2",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     ),
+    "a window that only the mask has": (
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "sliding_window": 7,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+        },
+    ),
     "soft caps and mixed windows, not cacheable here": (
         "gemma2",
         {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8},
@@ -137,6 +149,15 @@ def test_other_architectures(tmp_path, name, caplog):
     finally:
         engine.close()
     assert cached == ("not cacheable" not in name) == ("cannot cache" not in caplog.text)
+
+
+def test_rotary_embedding_that_depends_on_other_rows_limits_the_length(tmp_path):
+    """Beyond the limit, a row's keys in the cache would need another embedding."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    path = tiny_model(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=64)
+    HFCore(options(path, max_model_len=64))
+    with pytest.raises(ValueError, match="rope_type=dynamic.*at most 64 tokens"):
+        HFCore(options(path, max_model_len=65))
 
 
 def _late(original, self, positions):

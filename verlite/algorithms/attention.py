@@ -3,6 +3,8 @@
 Notation: n sequences of L tokens, H query heads, KV key-value heads, D head size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
@@ -42,6 +44,20 @@ def causal_attention(
         scale=scale,
         enable_gqa=key.shape[1] != query.shape[1],
     )
+
+
+def mask_window(local_size: int | None = None, config: Any = None, **kwargs: Any) -> int | None:
+    """Return what a transformers model passes to attention as its mask: the window, or None for a
+    causal mask. Some models give attention their window in the mask only.
+
+    transformers calls it as its mask interface. Sequences and padding are left to the attention.
+
+    Raises:
+        NotImplementedError: the mask is of chunks.
+    """
+    if local_size is not None and local_size != getattr(config, "sliding_window", None):
+        raise NotImplementedError("attention within chunks is not supported")
+    return local_size
 
 
 def _flash_fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -1,10 +1,9 @@
 """Attention over packed rows: sequences are concatenated into one row of T tokens, and none attends
 to another.
 
-The function is registered with transformers as `verlite_packed`. transformers builds masks only for
-the implementations in its mask registry. This one is deliberately not registered there, so models
-pass attention_mask=None and no [T, T] mask is built. The boundaries of the sequences reach
-attention as the model's keyword argument `sequences`.
+The function is registered with transformers as `verlite_packed`. Its mask is the sliding window or
+None, so that no [T, T] mask is built. The boundaries of the sequences reach attention as the
+model's keyword argument `sequences`.
 """
 
 import functools
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from verlite.algorithms.attention import causal_attention
+from verlite.algorithms.attention import causal_attention, mask_window
 from verlite.engine import ulysses
 
 PACKED_ATTENTION = "verlite_packed"
@@ -49,7 +48,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | int | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -66,7 +65,7 @@ def packed_attention(
         query: [1, H, T, D].
         key: [1, KV, T, D].
         value: [1, KV, T, D].
-        attention_mask: must be None.
+        attention_mask: None, or the sliding window if the model has it in its mask.
         scaling: factor of the scores; None means 1 / sqrt(D).
         dropout: must be 0.
         sliding_window: number of tokens each token attends to, itself included; None means all
@@ -82,6 +81,9 @@ def packed_attention(
             bidirectional attention, or a model that does not pass its keyword arguments on to
             attention.
     """
+    if isinstance(attention_mask, int):
+        sliding_window = attention_mask
+        attention_mask = None
     unsupported = _unsupported_features(module, attention_mask, dropout, kwargs)
     if unsupported:
         raise NotImplementedError(
@@ -192,7 +194,8 @@ def _per_sequence(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
     )
     outputs = [causal_attention(q, k, v, scaling, window) for q, k, v in parts]
-    return torch.cat(outputs, 2).transpose(1, 2)
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous()  # some models reshape it by view
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, mask_window)

@@ -10,6 +10,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from verlite.engine.folder import ModelError
+
 
 def checkpoint_layers(model: PreTrainedModel, offload: bool) -> None:
     """Recompute each layer in the backward pass.
@@ -17,7 +19,15 @@ def checkpoint_layers(model: PreTrainedModel, offload: bool) -> None:
     Args:
         model: the model to change.
         offload: keep each layer's inputs, the only activations that are stored, in host memory.
+
+    Raises:
+        ModelError: transformers cannot do this for the model.
     """
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"model.enable_gradient_checkpointing=True: {model.config.model_type} does not support "
+            "it in transformers. Set it to False"
+        )
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if not offload:
         return

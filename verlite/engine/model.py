@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from verlite.algorithms.logprobs import sum_pi_squared, token_log_probs
+from verlite.config.rope import beyond_limit, position_limit
 from verlite.config.schema import ModelConfig
 from verlite.engine.attention import PACKED_ATTENTION
 from verlite.engine.folder import ModelError, load_config, reading
@@ -243,11 +244,10 @@ def _check_supported(model: PreTrainedModel) -> None:
 
 
 def _training_config(config: PretrainedConfig, model: ModelConfig) -> PretrainedConfig:
-    """Return a copy of `config` for training: packed or masked attention, no cache, no dropout, no
-    jitter.
+    """Return a copy of `config` for training: packed or masked attention, no cache, no dropout.
 
     Without noise, log-probs in training mode equal those of generation. With it, the first PPO
-    ratio would not be 1.
+    ratio would not be 1. `HeadedModel.train` turns off the noise of routers.
     """
     config = copy.deepcopy(config)
     if model.use_remove_padding:
@@ -258,11 +258,13 @@ def _training_config(config: PretrainedConfig, model: ModelConfig) -> Pretrained
                 f"{config.model_type} has layers of type {', '.join(unpackable)}, which mix the "
                 "sequences of a packed row. Set model.use_remove_padding=False"
             )
-        # Otherwise transformers chooses: sdpa if the model supports it.
         config._attn_implementation = PACKED_ATTENTION
+    elif getattr(config, "attn_logit_softcapping", None) or getattr(config, "alibi", False):
+        config._attn_implementation = "eager"  # transformers' sdpa computes something else
+    # Otherwise transformers chooses: sdpa if the model supports it.
     config.use_cache = False
     for name, value in config.to_dict().items():
-        is_noise = "dropout" in name or "pdrop" in name or "jitter" in name
+        is_noise = "dropout" in name or "pdrop" in name
         if isinstance(value, float) and is_noise:
             setattr(config, name, 0.0)
     return config
@@ -298,6 +300,17 @@ class HeadedModel(nn.Module):
             # A method of the output embedding, so that FSDP can gather its weight for the call.
             embedding: Any = model.get_output_embeddings()
             embedding.token_outputs = MethodType(token_outputs, embedding)
+        self._position_limit = position_limit(model.config.get_text_config().to_dict())
+
+    def train(self, mode: bool = True) -> "HeadedModel":
+        """Set the mode of gradient checkpointing. Everything else stays in evaluation mode, in
+        which routers neither sample experts nor add jitter."""
+        super().train(False)
+        for module in self.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.training = mode
+        self.training = mode
+        return self
 
     def forward(
         self,
@@ -342,11 +355,19 @@ class HeadedModel(nn.Module):
         return outputs
 
     def hidden(self, inputs: ModelInputs) -> Tensor:
-        """Return the last hidden states of the flattened tokens, [T, H] or [b S', H]."""
+        """Return the last hidden states of the flattened tokens, [T, H] or [b S', H].
+
+        Raises:
+            ModelError: a sequence is longer than the model's rotary embedding allows.
+        """
+        self._check_positions(inputs)
         layout: dict[str, Any] = {}
         if inputs.sequences is not None:
             layout["sequences"] = inputs.sequences
-        outputs = self.model.base_model(
+        body: Any = self.model.base_model
+        if body is self.model:  # llama4_text, whose prefix is that of the multimodal model
+            body = self.model.get_decoder()
+        outputs = body(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             position_ids=inputs.position_ids,
@@ -354,6 +375,17 @@ class HeadedModel(nn.Module):
             **layout,
         )
         return outputs.last_hidden_state.flatten(0, 1)
+
+    def _check_positions(self, inputs: ModelInputs) -> None:
+        if self._position_limit is None:
+            return
+        kind, limit = self._position_limit
+        if inputs.sequences is not None:
+            longest = max(inputs.sequences.lengths)
+        else:
+            longest = int(inputs.position_ids.max()) + 1
+        if longest > limit:
+            raise ModelError(beyond_limit(kind, limit, longest))
 
     @torch.no_grad()
     def self_check(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:

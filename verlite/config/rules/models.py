@@ -9,6 +9,7 @@ from typing import Any
 from verlite import hub
 from verlite.config import plan
 from verlite.config.problems import Problem
+from verlite.config.rope import position_limit
 from verlite.config.rules.context import Context, nearest_legal
 from verlite.config.rules.devices import shared_sequences
 from verlite.config.schema import ModelConfig
@@ -205,6 +206,19 @@ def _policy_fits(context: Context, described: dict[str, Any]) -> Iterator[Proble
             f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length = "
             f"{longest} tokens, but the model has {positions} positions",
             "Lower one of the two, or use a model with a longer context.",
+        )
+    limit = position_limit(described)
+    if limit is not None and max(longest, rollout.max_model_len or 0) > limit[1]:
+        key = "data.max_response_length"
+        if longest <= limit[1]:
+            key = "actor_rollout_ref.rollout.max_model_len"
+        yield Problem(
+            key,
+            rollout.max_model_len if longest <= limit[1] else data.max_response_length,
+            f"beyond {limit[1]} tokens the model's rotary embedding (rope_type={limit[0]}) of a "
+            "sequence depends on the longest sequence of its pass",
+            f"Lower data.max_prompt_length + data.max_response_length = {longest}, and "
+            f"rollout.max_model_len if it is set, to {limit[1]}.",
         )
     heads = described.get("num_attention_heads")
     size = rollout.tensor_model_parallel_size

@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from verlite.config.rope import beyond_limit, position_limit
 from verlite.config.schema import ModelConfig
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines.kv_cache import CACHED_ATTENTION, KVCache
@@ -81,6 +82,9 @@ class HFCore:
         )
         built = _build_model(model, options.dtype, options.pretrained, options.device)
         self.model = built.to(options.device)  # type: ignore[arg-type]  # its wrapper hides self
+        limit = position_limit(self.model.config.get_text_config().to_dict())
+        if limit is not None and options.max_model_len > limit[1]:
+            raise ValueError(beyond_limit(*limit, options.max_model_len))
         self.dtype = options.dtype
         self.device = options.device
         self.max_num_seqs = options.rollout.max_num_seqs

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.modeling_utils import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from verlite.algorithms.attention import causal_attention
+from verlite.algorithms.attention import causal_attention, mask_window
 
 CACHED_ATTENTION = "verlite_rollout"
 """Name under which `_attention` is registered with transformers."""
@@ -21,8 +21,8 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # additions to attention s
 class KVCache:
     """Keys and values of all layers, [rows, H, L, D] each.
 
-    Attention writes to the cache itself. The model runs as if it had no cache, so none of its own
-    mask code runs.
+    Attention writes to the cache itself. The model runs as if it had no cache; its mask is the
+    sliding window or None.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | int | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     rollout_cache: KVCache | None = None,
@@ -170,6 +170,8 @@ def _attention(
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if unsupported:
         raise NotImplementedError(f"cached generation does not support {', '.join(unsupported)}")
+    if isinstance(attention_mask, int):
+        sliding_window = attention_mask
     if rollout_cache is None:
         raise NotImplementedError("the model does not pass keyword arguments on to attention")
     out = rollout_cache.attend(module.layer_idx, query, key, value, scaling, sliding_window)  # type: ignore[arg-type]
@@ -177,3 +179,4 @@ def _attention(
 
 
 AttentionInterface.register(CACHED_ATTENTION, _attention)
+AttentionMaskInterface.register(CACHED_ATTENTION, mask_window)

@@ -1,0 +1,126 @@
+"""Families of models: the engine computes what transformers' own model does for one sequence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.engine.batches import P, engine, ragged_batch
+from tests.models import tiny_model
+from verlite.engine.folder import ModelError
+from verlite.engine.fsdp import TrainEngine
+from verlite.engine.micro import MicroBatching
+from verlite.protocol.data import DataProto
+
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def gradients(path: str, batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the untouched model's log-probs [B, R], and the gradient of their sum."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    rows = []
+    for row in batch.batch:
+        ids = row["input_ids"][row["attention_mask"].bool()]
+        log_probs = model(ids[None], use_cache=False).logits[0].log_softmax(-1)
+        prompt = int(row["attention_mask"][:P].sum())
+        chosen = log_probs[prompt - 1 : -1].gather(1, ids[prompt:, None]).squeeze(1)
+        rows.append(torch.nn.functional.pad(chosen, (0, len(row["response_mask"]) - len(chosen))))
+    found = torch.stack(rows) * batch.batch["response_mask"]
+    found.sum().backward()
+    named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return found.detach(), named
+
+
+def trained_gradient(subject: TrainEngine, batch: DataProto) -> dict[str, Tensor]:
+    """Return the engine's gradient of the sum of log-probs, in training mode."""
+    kept: dict[str, Tensor] = {}
+
+    def sum_of_log_probs(rows: Any, outputs: dict[str, Tensor], counts: Any) -> Any:
+        return outputs["log_probs"].sum(), {}
+
+    def keep() -> float:
+        for name, parameter in subject.model.model.named_parameters():
+            if parameter.grad is not None:
+                kept[name] = parameter.grad.full_tensor().clone()
+        return 0.0
+
+    subject._clip = keep  # type: ignore[method-assign]
+    subject.update(batch, MicroBatching(size=3), 1.0, sum_of_log_probs)
+    return kept
+
+
+def assert_equals_untouched(path: str, **settings: Any) -> None:
+    """Log-probs and gradients of the engine are those of the untouched model."""
+    batch = ragged_batch()
+    subject = engine(path, train=True, **settings)
+    expected, gradient = gradients(path, batch)
+    actual = subject.forward(batch, MicroBatching(size=3))["log_probs"]
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    trained = trained_gradient(subject, batch)
+    assert trained.keys() == gradient.keys()
+    scale = max(float(g.abs().max()) for g in gradient.values())
+    for name, value in gradient.items():
+        torch.testing.assert_close(trained[name], value, atol=2e-5 * scale, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("arch", "settings"),
+    [
+        (
+            "qwen2_moe",
+            MOE
+            | {
+                "shared_expert_intermediate_size": 32,
+                "sliding_window": 3,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+        ),
+        ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3}),
+    ],
+)
+def test_windows_that_only_the_mask_has(
+    arch: str, settings: dict[str, Any], packed: bool, tmp_path: Path
+) -> None:
+    """transformers gives these models' attention no window, but a mask that has it. phimoe's router
+    also samples experts in training mode, and needs its jitter as a threshold."""
+    assert_equals_untouched(tiny_model(tmp_path, arch, **settings), use_remove_padding=packed)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 12,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("arch", "settings"),
+    [
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 12}),
+        ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
+    ],
+)
+def test_sequences_whose_rotary_embedding_would_depend_on_others_are_refused(
+    arch: str, settings: dict[str, Any], packed: bool, tmp_path: Path
+) -> None:
+    """Beyond 12 positions transformers changes the embedding of every sequence of a pass."""
+    path = tiny_model(tmp_path, arch, **settings)
+    subject = engine(path, use_remove_padding=packed)
+    batch = ragged_batch()
+    lengths = batch.batch["attention_mask"].sum(1)
+    short = batch[(lengths <= 12).nonzero().flatten()]
+    actual = subject.forward(short, MicroBatching(size=3))["log_probs"]
+    torch.testing.assert_close(actual, gradients(path, short)[0], atol=2e-5, rtol=1e-4)
+    with pytest.raises(ModelError, match=r"rope_type=\w+.* at most 12 tokens"):
+        subject.forward(batch, MicroBatching(size=3))
