@@ -74,6 +74,7 @@ benchmark: setup-test
 	$(BIN)/uv pip install -q --python $(TRL)/bin/python -c requirements/core.txt trl==1.16.0
 	$(BIN)/python recipes/benchmark/step.py
 	$(BIN)/python recipes/benchmark/watchers.py
+	$(BIN)/python recipes/benchmark/neighbors.py wtiny
 	$(BIN)/python recipes/benchmark/training.py
 	PYTHONPATH=$$(echo $(CURDIR)/$(TRL)/lib/python3*/site-packages) $(BIN)/python recipes/benchmark/sft.py
 	$(BIN)/python recipes/benchmark/library.py

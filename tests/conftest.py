@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+import verlite  # noqa: F401  (before torch: it sets how OpenMP threads wait)
 from tests.models import tiny_model
 
 

@@ -8,6 +8,10 @@ __init__.pyi has their types.
 
 from typing import Any
 
+from verlite.threads import spin_briefly
+
+spin_briefly()  # before torch is loaded, in every process that imports a part of verlite
+
 __version__ = "0.1.0"
 # ruff: noqa: F822  (the names are defined by __getattr__)
 __all__ = ["ConfigError", "check", "evaluate", "export", "load_config", "train"]

@@ -374,6 +374,22 @@ def _watchers(found: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+def _neighbors(found: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{row['neighbors']}",
+            f"{row['spins']:,}",
+            f"{row['seconds']:.2f} s",
+            f"{row['slower']:.1f}",
+        )
+        for row in sorted(found["rows"], key=lambda row: (row["neighbors"], -row["spins"]))
+    ]
+    return table(
+        ("busy neighbors", "rounds that a thread spins", "step", "against alone"),
+        rows,
+    )
+
+
 def _data(found: dict[str, Any]) -> str:
     rows = [
         (
@@ -464,6 +480,8 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "controller_starts": _starts,
     "startup": _startup,
     "watchers": _watchers,
+    "neighbors_wtiny": _neighbors,
+    "neighbors_w25": _neighbors,
     "data": _data,
     "retriever": _retriever,
     "reward": _reward,

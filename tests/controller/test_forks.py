@@ -42,6 +42,7 @@ class Forked(Worker):
             "folder": os.getcwd(),
             "home": os.environ.get("HOME"),
             "threads": os.environ["OMP_NUM_THREADS"],
+            "spins": os.environ["GOMP_SPINCOUNT"],
             "argument": __import__("sys").argv[1].partition("=")[0],
             "children": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
             "oom_score_adj": oom_score_adj,
@@ -72,6 +73,7 @@ def test_a_fork_finds_what_a_new_process_would(forked):
             "folder": os.getcwd(),
             "home": os.environ.get("HOME"),
             "threads": states[0]["threads"],
+            "spins": os.environ["GOMP_SPINCOUNT"],
             "argument": "--node-ip-address",
             "children": True,
             "oom_score_adj": 1000,  # Ray's default

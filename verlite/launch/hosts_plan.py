@@ -21,7 +21,7 @@ ELSEWHERE = ("trainer.device", DEVICES, "actor_rollout_ref.rollout.name")
 PLAIN = re.compile(r"[\w./~@%+-]+(:[\w./@%+-]+)*")
 """Values that Hydra's grammar takes without quotes."""
 PASSED = re.compile(
-    r"PYTHONPATH|OMP_NUM_THREADS|TENSORBOARD_DIR|VERLITE_CLUSTER_DIR|NO_PROXY|HTTPS?_PROXY"
+    r"PYTHONPATH|OMP_NUM_THREADS|OMP_WAIT_POLICY|GOMP_SPINCOUNT|TENSORBOARD_DIR|VERLITE_CLUSTER_DIR|NO_PROXY|HTTPS?_PROXY"
     r"|(HF|NCCL|GLOO|UCX|WANDB|TORCH|VLLM|TRANSFORMERS|TOKENIZERS)_\w+"
     r"|VERLITE_\w+_TOKEN",
     re.IGNORECASE,

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from verlite.config.machine import old_vllm, torch_build, visible_gpus
 from verlite.files import size_text
+from verlite.threads import waiting
 
 SHOWN = ("torch", "ray", "transformers", "peft", "tensordict", "pyarrow", "hydra-core", "wandb")
 """Packages whose versions are shown. The others are shown only if something is wrong with them."""
@@ -130,6 +131,7 @@ def _devices() -> Iterator[Finding]:
     build = torch_build()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("CPU cores", str(cores))
+    yield Finding("waiting threads", waiting())
     if gpus and build == "cpu":
         yield Finding(
             "GPUs",
