@@ -282,6 +282,15 @@ MUTANTS = [
         constant(0),
         (VLLM_ENGINE,),
     ),
+    Mutant(
+        "packed experts are trusted, not run",
+        VLLM_WORKER + "_check_experts",
+        does_nothing,
+        (
+            "tests/rollout/test_vllm_experts.py"
+            "::test_experts_that_a_reload_does_not_pack_are_detected",
+        ),
+    ),
     # Servers
     Mutant(
         "a sample of other weights is taken",

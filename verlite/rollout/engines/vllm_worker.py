@@ -12,6 +12,11 @@ Two facts about vLLM 0.32 on CPUs decide how weights are verified:
 - With tied embeddings, `reload_weights` renews the embedding but not the output layer's packed
   copy, so vLLM would go on generating with the old output weights. `_repack_tied_heads` repairs
   that; the fingerprint would reveal it.
+- vLLM packs the experts of a mixture of experts at the first load only, and a reload leaves them
+  unpacked under a kernel that expects packed weights. `_recording_packs` packs them at every load.
+  Packing only reorders values, so the fingerprint, which is computed over the packed copy, does not
+  depend on it. Therefore each fingerprint also sends a few tokens through each expert of the kernel
+  that generates, and compares the outputs with those of the weights that were loaded.
 """
 
 import itertools
@@ -34,6 +39,11 @@ from verlite.weights.fingerprint import combine, tensor_fingerprint
 
 _IDENTITY_ROWS = 256  # rows of the identity per product; bounds memory
 _PROBED_COLUMNS = 16  # columns of a packed weight that are read back
+_EXPERT_TOKENS = 2  # tokens that each expert computes for comparison
+# Largest difference of the kernel's output from that of the loaded weights, relative to the layer's
+# largest output. Rounding gives 1e-6 and 0.01; another layout or expert gives about 1.
+_EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # vLLM has no separate function of others here
+_EXPERT_GAPS = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 _A, _B = ".lora_A.", ".lora_B."  # in the names of adapters
 _column_sampler = random.Random(0)  # separate generator: no other random numbers change
 
@@ -151,6 +161,7 @@ class WorkerExtension:
                     raise RuntimeError(
                         f"vLLM computes {name} with weights that differ from the layer's own"
                     )
+            _check_experts(name, module)
             found |= _adapter_parts(name, module, self.rank, dtype)
         return found
 
@@ -255,15 +266,22 @@ class _PackedWeight(NamedTuple):
 @contextmanager
 def _recording_packs(model: nn.Module, rank: int, dtype: torch.dtype) -> Iterator[None]:
     """Within the context, record a `_PackedWeight` for every linear layer whose weight is packed
-    for the CPU."""
+    for the CPU; pack experts, and record what they compute."""
     methods: dict[int, Any] = {
         id(module.quant_method): module.quant_method
         for module in model.modules()
-        if _is_packed(module)
+        if _is_packed(module) or _cpu_experts(module) is not None
     }
 
     def recording(pack: Callable[[Any], None]) -> Callable[[Any], None]:
         def pack_and_record(layer: Any) -> None:
+            experts = _cpu_experts(layer)
+            if experts is not None:
+                pack(layer)  # packs nothing, because it is not the first load
+                is_checked = layer.activation.value in _EXPERT_ACTIVATIONS
+                layer.verlite_outputs = _expected_outputs(layer) if is_checked else None
+                experts.process_weights_after_loading(layer)
+                return
             weight = layer.weight.detach()
             pack(layer)
             width = weight.shape[1]
@@ -308,6 +326,75 @@ def _packed_parts(name: str, module: Any, rank: int, dtype: torch.dtype) -> dict
     return record.parts
 
 
+def _cpu_experts(module: Any) -> Any | None:
+    """Return the kernel of a layer of unquantized experts on a CPU; None for any other layer."""
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    return experts if hasattr(module, "w13_weight") and hasattr(experts, "isa") else None
+
+
+def _expert_inputs(layer: Any) -> Tensor:
+    """Return random tokens [tokens, hidden size], the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_size = layer.moe_config.hidden_dim
+    tokens = torch.randn(_EXPERT_TOKENS, hidden_size, generator=generator)
+    return tokens.to(layer.w13_weight.dtype)
+
+
+def _expected_outputs(layer: Any) -> Tensor:
+    """Return what each expert of a layer computes from `_expert_inputs`, by the layer's weights as
+    they were loaded, before they are packed: [experts, tokens, hidden size]."""
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+
+    gate_up, down = layer.w13_weight.detach(), layer.w2_weight.detach()
+    inner = _expert_inputs(layer) @ gate_up.transpose(1, 2)
+    if hasattr(layer, "w13_bias"):
+        inner += layer.w13_bias[:, None]
+    flat = inner.flatten(0, 1)
+    active = torch.empty(len(flat), down.shape[2], dtype=flat.dtype)
+    apply_moe_activation(layer.activation, active, flat)
+    outputs = active.view(len(down), _EXPERT_TOKENS, -1) @ down.transpose(1, 2)
+    return outputs + layer.w2_bias[:, None] if hasattr(layer, "w2_bias") else outputs
+
+
+def _check_experts(name: str, layer: Any) -> None:
+    """Compare what a layer's experts compute with `_expected_outputs`, if it has packed experts.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    experts, expected = _cpu_experts(layer), getattr(layer, "verlite_outputs", None)
+    if experts is None or expected is None:
+        return
+    inputs = _expert_inputs(layer).repeat(len(expected), 1)
+    found = torch.empty_like(inputs)
+    experts.apply(
+        found,
+        inputs,
+        layer.w13_weight,
+        layer.w2_weight,
+        topk_weights=torch.ones(len(inputs), 1),
+        topk_ids=torch.arange(len(expected), dtype=torch.int32).repeat_interleave(_EXPERT_TOKENS)[
+            :, None
+        ],
+        activation=layer.activation,
+        global_num_experts=len(expected),
+        expert_map=None,
+        a1q_scale=None,
+        a2_scale=None,
+        workspace13=None,
+        workspace2=None,
+        expert_tokens_meta=None,
+        apply_router_weight_on_input=False,
+    )
+    gap = (found.view_as(expected) - expected).abs().max() / expected.abs().max()
+    if not gap <= _EXPERT_GAPS[expected.dtype]:  # also for NaN
+        finite = "" if expected.isfinite().all() else ", or those are not finite"
+        raise RuntimeError(
+            f"vLLM computes {name} with experts that differ from those it was given{finite}"
+        )
+
+
 def _is_only_looked_up(module: nn.Module, heads: list[nn.Module]) -> bool:
     """Return True for an input embedding beside an output layer: vLLM packs it but never multiplies
     with it."""
@@ -334,9 +421,8 @@ def _unpack(module: Any, dtype: torch.dtype) -> Tensor:
 
 def _input_size(module: Any) -> int:
     """Return the number of inputs of a layer on this worker."""
-    if hasattr(module, "input_size_per_partition"):
-        return int(module.input_size_per_partition)
-    return int(module.embedding_dim)
+    names = ("input_size_per_partition", "embedding_dim", "input_size")  # the last: routers
+    return int(next(getattr(module, name) for name in names if hasattr(module, name)))
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
