@@ -47,8 +47,8 @@ def arguments(name: str, material, nodes: int = 1, devices: int = 2) -> list[str
 NO_KL = (
     "algorithm.kl_ctrl.kl_coef has no effect: used only with algorithm.use_kl_in_reward=true "
     "(older verl and "
-    "Search-R1 always subtract this penalty; the KL in the loss has its own coefficient, "
-    "actor.kl_loss_coef)"
+    "Search-R1 subtract this penalty unless actor.use_kl_loss is on, and so does --config-name "
+    "search_r1; the KL in the loss has its own coefficient, actor.kl_loss_coef)"
 )
 NO_REFERENCE = "used only when a KL term is on (algorithm.use_kl_in_reward or actor.use_kl_loss)"
 ON_CPU = (
@@ -99,6 +99,37 @@ def test_search_r1(material):
         loaded.config.trainer.val_before_train,
     ) == (-1, True, False)
     assert make_plan(loaded.config).total_steps == 1005
+
+
+TRAIN_GRPO = [
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.rollout.n_agent=5",
+]
+"""What Search-R1's train_grpo.sh sets other than its train_ppo.sh."""
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("more", "in_reward", "in_loss", "roles"),
+    [
+        ([], True, False, ("actor", "rollout", "critic", "ref")),
+        (TRAIN_GRPO, False, True, ("actor", "rollout", "ref")),
+    ],
+)
+def test_search_r1_has_search_r1s_objective(material, more, in_reward, in_loss, roles):
+    """Search-R1 subtracts the KL from the reward unless actor.use_kl_loss (its ray_trainer.py)."""
+    command = arguments("search_r1", material)
+    loaded = compose("search_r1", [word for word in command if "n_agent" not in word] + more)
+    algorithm, actor = loaded.config.algorithm, loaded.config.actor_rollout_ref.actor
+    assert (algorithm.use_kl_in_reward, actor.use_kl_loss) == (in_reward, in_loss)
+    assert (algorithm.kl_ctrl.kl_coef, actor.kl_loss_coef, actor.entropy_coeff) == (0.001,) * 3
+    assert (algorithm.kl_penalty, actor.kl_loss_type) == ("kl", "low_var_kl")
+    assert set(make_plan(loaded.config).roles) == set(roles)
+    assert not [note for note in texts(loaded) if "counts twice" in note]
+    assert [note for note in texts(loaded) if "kl_ctrl.kl_coef has no effect" in note] == (
+        [] if in_reward else [NO_KL]
+    )
 
 
 @needs_vllm

@@ -7,6 +7,7 @@ type-checked, its origin is known, and all problems are reported together.
 
 import copy
 import itertools
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from verlite.config.sources import (
     from_yaml,
     our_names,
 )
+
+OmegaConf.register_new_resolver("not", operator.not_, replace=True)  # for conf/*.yaml
 
 DEFAULT = "default"
 C = TypeVar("C")

@@ -1069,8 +1069,9 @@ class AlgorithmConfig:
         KLCtrlConfig,
         "Coefficient of the KL penalty in the reward.",
         used_when="algorithm.use_kl_in_reward=true",
-        note="older verl and Search-R1 always subtract this penalty; the KL in the loss has its "
-        "own coefficient, actor.kl_loss_coef",
+        note="older verl and Search-R1 subtract this penalty unless actor.use_kl_loss is on, and "
+        "so does --config-name search_r1; the KL in the loss has its own coefficient, "
+        "actor.kl_loss_coef",
     )
     filter_groups: FilterGroupsConfig = section(
         FilterGroupsConfig, "Dynamic sampling.", used_when="algorithm.filter_groups.enable=true"
