@@ -1,16 +1,31 @@
 """Fixtures for converters: files that a converted command may name."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests.config.conftest import no_gpu, write_prompts  # noqa: F401  (a fixture for all tests)
 from tests.models import tiny_tokenizer
 from verlite.cli.check import check
 from verlite.convert.engine import Conversion
+from verlite.convert.rows import Row
+from verlite.convert.versions import Versions
 
 SAMPLES = Path(__file__).parents[1] / "samples"
+
+
+def check_changes(versions: Versions, table: Sequence[Row]) -> None:
+    """Each changed default is the one that the next newer change, or the table, begins with."""
+    defaults = {row.name: row.default for row in table}
+    for change in versions.changes:
+        assert defaults[change.name] == change.new, change
+        defaults[change.name] = change.old
+    assert list(versions.changes) == sorted(
+        versions.changes, key=lambda change: Version(change.version), reverse=True
+    )
 
 
 class Files:

@@ -23,6 +23,14 @@ def test_openrlhf_prints_a_command():
     assert "\npython -m verlite.main_ppo \\\n  data.train_files=/d/x.parquet \\\n" in done.stdout
 
 
+def test_the_output_says_whose_defaults_apply(tmp_path):
+    done = run("openrlhf", "--source-version", "0.6.1", "--", *shlex.split(SMALLEST))
+    assert "# Defaults of OpenRLHF 0.6.1 (--source-version). Others in older" in done.stdout
+    assert "\n  algorithm.lam=0.95 \\\n" in done.stdout
+    run("openrlhf", "-o", tmp_path / "run", "--", *shlex.split(SMALLEST))
+    assert "# Defaults of OpenRLHF 0.11.2" in (tmp_path / "run.yaml").read_text()
+
+
 def test_rlinf_prints_a_command():
     done = run("rlinf", SAMPLES / "convert/rlinf.yaml")
     assert done.exit_code == 0, done.output

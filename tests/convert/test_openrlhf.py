@@ -5,12 +5,12 @@ import shlex
 
 import pytest
 
-from tests.convert.conftest import SAMPLES
+from tests.convert.conftest import SAMPLES, check_changes
 from verlite.config import keys
 from verlite.config.problems import ConfigError
 from verlite.convert import openrlhf
 from verlite.convert.data import VERBATIM
-from verlite.convert.openrlhf_flags import FLAGS
+from verlite.convert.openrlhf_flags import FLAGS, VERSIONS
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 NAMES = [
@@ -124,6 +124,42 @@ def test_three_spellings_of_one_command():
 )
 def test_wrong_flags(typed, words):
     assert words in problems(typed)
+
+
+# Versions
+
+
+@pytest.mark.parametrize(
+    ("version", "clip", "lam", "micro"),
+    [
+        # Read off the parser of each tag.
+        ("0.5.6", 0.2, 0.95, 4),
+        ("0.5.9.post1", 0.2, 1.0, 4),
+        ("0.6.1", 0.2, 0.95, 4),
+        ("v0.8.1", 0.2, 1.0, 4),
+        ("0.9.10", 0.5, 1.0, 4),
+        ("0.10.0", 0.5, 1.0, 1),
+    ],
+)
+def test_defaults_of_a_version(version, clip, lam, micro):
+    done = openrlhf.convert(shlex.split(SMALLEST), version)
+    assert done.values["critic.cliprange_value"] == clip
+    assert done.values.get("algorithm.lam", 1.0) == lam
+    assert done.values[f"{ACTOR}ppo_micro_batch_size_per_gpu"] == micro
+    assert done.defaults.startswith(f"Defaults of OpenRLHF {version} (--source-version).")
+    assert "value_clip (0.2 before 0.8.2)" in done.defaults
+
+
+def test_changed_defaults_lead_to_those_of_the_table():
+    check_changes(VERSIONS, FLAGS)
+
+
+def test_engines_of_asynchronous_training_need_not_have_the_devices_of_the_actor():
+    """OpenRLHF compares the two without --async_train only."""
+    line = f"{SMALLEST} --vllm_num_engines 2 --actor_num_gpus_per_node 8"
+    assert "OpenRLHF refuses that, too" in problems(line)
+    found = problems(f"{line} --async_train")
+    assert "--async_train" in found and "OpenRLHF refuses that" not in found
 
 
 # Guide 000

@@ -6,11 +6,11 @@ import warnings
 import pytest
 import yaml
 
-from tests.convert.conftest import SAMPLES
+from tests.convert.conftest import SAMPLES, check_changes
 from verlite.config import keys
 from verlite.config.problems import ConfigError
 from verlite.convert import trl
-from verlite.convert.trl_fields import TABLES
+from verlite.convert.trl_fields import TABLES, VERSIONS
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 SCRIPT = (SAMPLES / "convert/trl_grpo.py").read_text()
@@ -89,7 +89,8 @@ def test_the_script(script, files):
         f"{ACTOR}optim.weight_decay": 0,
         f"{ACTOR}use_kl_loss": True,
         f"{ACTOR}kl_loss_coef": 0.04,
-        f"{ACTOR}kl_loss_type": "low_var_kl",
+        f"{ACTOR}kl_loss_type": "low_var_kl+",
+        f"{ACTOR}kl_loss_importance_weighted": True,
         f"{ACTOR}clip_ratio_c": 1e6,
         f"{ACTOR}loss_agg_mode": "token-mean",
         "algorithm.rollout_correction.rollout_is": "sequence",
@@ -216,6 +217,18 @@ def test_the_yaml_file(files):
     [
         ({"loss_type": "grpo"}, {f"{ACTOR}loss_agg_mode": "seq-mean-token-mean"}),
         (
+            {"beta": 0.1},
+            {f"{ACTOR}kl_loss_type": "low_var_kl+", f"{ACTOR}kl_loss_importance_weighted": None},
+        ),
+        (
+            {"beta": 0.1, "num_iterations": 2},
+            {f"{ACTOR}kl_loss_type": "low_var_kl+", f"{ACTOR}kl_loss_importance_weighted": True},
+        ),
+        (
+            {"beta": 0.1, "num_iterations": 2, "use_bias_correction_kl": False},
+            {f"{ACTOR}kl_loss_type": "low_var_kl", f"{ACTOR}kl_loss_importance_weighted": None},
+        ),
+        (
             {"loss_type": "grpo", "importance_sampling_level": "sequence"},
             {f"{ACTOR}policy_loss.loss_mode": "gspo", f"{ACTOR}clip_ratio_c": None},
         ),
@@ -328,6 +341,10 @@ def test_ppo(tmp_path, files):
         ({"scale_rewards": "batch"}, "scale_rewards=batch"),
         ({"loss_type": "cispo"}, "loss_type=cispo needs it"),
         ({"importance_sampling_level": "sequence"}, "GSPO"),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "grpo", "beta": 0.1},
+            "Set use_bias_correction_kl to False",
+        ),
         ({"min_p": 0.1}, "min_p=0.1: has no counterpart"),
         ({"repetition_penalty": 1.1}, "the policy's own distribution"),
         ({"sync_ref_model": True}, "reference is the initial policy"),
@@ -342,6 +359,58 @@ def test_ppo(tmp_path, files):
 )
 def test_what_would_change_training_is_refused(grpo, settings, words):
     assert words in problems(grpo, **settings)
+
+
+# Versions
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        # Read off GRPOConfig of each tag.
+        ("v0.14.0", (0.04, 0.9, 50, 256, 512, "seq-mean-token-mean", "float32", 1)),
+        ("0.17", (0.04, 0.9, 50, 256, 512, "token-mean", "float32", 8)),
+        ("0.18.1", (0.04, 1.0, -1, 256, 512, "token-mean", "float32", 8)),
+        ("0.22", (None, 1.0, -1, 256, 512, "token-mean", "bfloat16", 8)),
+        ("1.16", (None, 1.0, -1, 512, 512, "token-mean", "bfloat16", 8)),
+    ],
+)
+def test_defaults_of_a_version(tmp_path, version, expected):
+    (tmp_path / "t.py").write_text("GRPOConfig('out')\nGRPOTrainer('m', f)")
+    conversion = trl.convert(tmp_path / "t.py", 8, version=version)
+    names = (
+        f"{ACTOR}kl_loss_coef",
+        f"{ROLLOUT}temperature",
+        f"{ROLLOUT}top_k",
+        "data.max_response_length",
+        "data.max_prompt_length",
+        f"{ACTOR}loss_agg_mode",
+        f"{ACTOR}fsdp_config.dtype",
+        f"{ACTOR}ppo_micro_batch_size_per_gpu",
+    )
+    found = [conversion.values.get(key, keys.keys()[key].default) for key in names]
+    if "actor_rollout_ref.actor.use_kl_loss" not in conversion.values:
+        found[0] = None
+    assert tuple(found) == expected
+    assert conversion.defaults.startswith(f"Defaults of TRL {version} (--source-version).")
+
+
+def test_the_defaults_of_other_versions_are_named(grpo):
+    assert "beta (0.04 before 0.19)" in grpo().defaults
+    assert "loss_type (grpo before 0.17, bnpo before 0.22)" in grpo().defaults
+    assert "beta" not in grpo(beta=0.1).defaults
+
+
+@pytest.mark.parametrize("version", ["0.13", "latest", ""])
+def test_an_unknown_version_is_refused(tmp_path, version):
+    (tmp_path / "t.yaml").write_text("model_name_or_path: m\ndataset_name: d.json\n")
+    words = problems(trl.convert, tmp_path / "t.yaml", version=version or " ")
+    assert "Give one from 0.14 on, such as 1.16" in words
+
+
+@pytest.mark.parametrize("trainer", VERSIONS)
+def test_changed_defaults_lead_to_those_of_the_table(trainer):
+    check_changes(VERSIONS[trainer], TABLES[trainer])
 
 
 def test_more_processes_than_a_node_has(script):

@@ -40,6 +40,12 @@ MUTANTS = [
         OPENRLHF,
     ),
     Mutant(
+        "the defaults of another version are ignored",
+        CONVERT + "versions:Versions.table",
+        calls(lambda original, self, rows, version: original(self, rows, None)),
+        (*OPENRLHF, *TRL),
+    ),
+    Mutant(
         "settings that change training are dropped",
         CONVERT + "engine:Draft.refuse",
         does_nothing,

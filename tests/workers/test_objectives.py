@@ -118,6 +118,36 @@ def test_policy_loss_equals_loops_over_tokens(rows, parts):
     assert not gap_metrics(metrics)  # the stage old_log_probs measured it
 
 
+def test_the_importance_weighted_kl_is_that_of_trl(rows):
+    """TRL multiplies k3 by the ratio, with gradient through both factors."""
+    rows, outputs = rows
+    rows["advantages"] = torch.zeros(B, R).double()
+    log_probs = outputs["log_probs"].requires_grad_()
+    mask = rows["response_mask"].bool()
+    log_probs.data[~mask] = float("nan")
+    objective = policy_objective(
+        config(
+            use_kl_loss=True,
+            kl_loss_coef=0.1,
+            kl_loss_type="low_var_kl+",
+            kl_loss_importance_weighted=True,
+        ),
+        ObjectivePlan(),
+    )
+    n = int(mask.sum())
+    loss, metrics = objective(rows, outputs, Counts(tokens=n, sequences=5))
+    (found,) = torch.autograd.grad(loss, log_probs)
+
+    lp = log_probs.detach()[mask].requires_grad_()
+    d = lp - rows["ref_log_prob"][mask]
+    ratio = (lp - rows["old_log_probs"][mask]).exp()
+    naive = (((-d).exp() + d - 1) * ratio).sum() / n
+    (expected,) = torch.autograd.grad(0.1 * naive, lp)
+    assert metrics["actor/kl_loss"].item() == pytest.approx(naive.item(), rel=1e-6)
+    torch.testing.assert_close(found[mask], expected, rtol=1e-6, atol=1e-12)
+    assert (found[~mask] == 0).all()
+
+
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
 def test_sequence_means_divide_by_rows_with_tokens(rows, parts, mode):

@@ -22,6 +22,14 @@ Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Write a YAML file for --config-name instead."),
 ]
+Version = Annotated[
+    str | None,
+    typer.Option(
+        "--source-version",
+        help="Version of the other framework that the command was written for. Its defaults apply "
+        "to what is not given. Default: the newest known one; the output names it.",
+    ),
+]
 
 
 @app.command(
@@ -32,6 +40,7 @@ def openrlhf(
         list[str], typer.Argument(metavar="-- FLAGS", help="train_ppo_ray's command line.")
     ],
     output: Output = None,
+    version: Version = None,
 ) -> None:
     """Convert a command line of OpenRLHF's train_ppo_ray, with dots, underscores or hyphens.
 
@@ -40,7 +49,7 @@ def openrlhf(
     """
     from verlite.convert import openrlhf
 
-    show(lambda: openrlhf.convert(flags), output)
+    show(lambda: openrlhf.convert(flags, version), output)
 
 
 @app.command()
@@ -64,6 +73,7 @@ def trl(
         str | None, typer.Option(help="grpo, rloo or ppo. Default: what the file says.")
     ] = None,
     output: Output = None,
+    version: Version = None,
 ) -> None:
     """Convert a script or YAML file of TRL's GRPO, RLOO or PPO. Scripts are read, never executed.
 
@@ -74,7 +84,7 @@ def trl(
 
     if trainer is not None and trainer not in TABLES:
         fail(f"--trainer={trainer} is not one of {', '.join(TABLES)}.")
-    show(lambda: source.convert(file, gpus, trainer), output)
+    show(lambda: source.convert(file, gpus, trainer, version), output)
 
 
 def show(convert: "Callable[[], Conversion]", output: Path | None) -> None:

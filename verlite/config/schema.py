@@ -509,6 +509,14 @@ class ActorConfig:
         choices=catalog.KL_KINDS,
         used_when=".use_kl_loss=true",
     )
+    kl_loss_importance_weighted: bool = key(
+        False,
+        "Multiply the KL term of each token by pi / pi_old, without gradient through the ratio. "
+        "With low_var_kl+, the gradient is then that of KL(policy || reference) also in later "
+        "updates on the same samples (DeepSeek-V3.2, arXiv:2512.02556; TRL's "
+        "use_bias_correction_kl). A first update has ratio 1.",
+        used_when=".use_kl_loss=true",
+    )
     grad_clip: float = key(
         1.0, "Largest gradient norm. Larger gradients are scaled down to it.", bound="> 0"
     )

@@ -29,6 +29,7 @@ class Conversion:
     needless: settings that verlite does not need.
     before: shell commands to run once before the training command.
     problems: why there is no command.
+    defaults: whose defaults apply to the settings that were not given.
     """
 
     source: str
@@ -38,6 +39,7 @@ class Conversion:
     needless: list[str]
     before: list[str]
     problems: list[Problem]
+    defaults: str = ""
 
     @property
     def overrides(self) -> list[str]:

@@ -7,12 +7,13 @@ version 0.11.
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from verlite.config.problems import ConfigError, Problem, nearest
 from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
 from verlite.convert.engine import Conversion, Draft, apply
-from verlite.convert.openrlhf_flags import FLAGS
+from verlite.convert.openrlhf_flags import FLAGS, VERSIONS
 from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row
 
 PROGRAM = "train_ppo_ray"
@@ -35,18 +36,22 @@ COUNTS = ("train_batch_size", "rollout_batch_size", "n_samples_per_prompt")
 MESSAGE_COLUMNS = ("message", "messages", "context_messages", "conversations", "prompt")
 
 
-def convert(arguments: Sequence[str]) -> Conversion:
+def convert(arguments: Sequence[str], version: str | None = None) -> Conversion:
     """Convert a command line.
 
     Args:
         arguments: the flags. Everything up to train_ppo_ray is left out, so a whole
             `ray job submit ... -- python3 -m openrlhf.cli.train_ppo_ray ...` may be given.
+        version: OpenRLHF's version, whose defaults apply. None: the newest that is known.
 
     Raises:
-        ConfigError: a flag is unknown, abbreviated, or has a wrong number of values.
+        ConfigError: a flag is unknown, abbreviated, or has a wrong number of values, or the version
+            is unknown.
     """
     given, typed = parse(arguments)
-    return apply("OpenRLHF", FLAGS, given, FORMULAS, lambda name: typed.get(name, f"--{name}"))
+    table = VERSIONS.table(FLAGS, version)
+    done = apply("OpenRLHF", table, given, FORMULAS, lambda name: typed.get(name, f"--{name}"))
+    return replace(done, defaults=VERSIONS.describe(table, given, version))
 
 
 # The command line
@@ -160,7 +165,9 @@ def devices(draft: Draft) -> None:
         if given and _has_reference(draft) and reference != nodes * gpus:
             rule = f"colocated models share devices: {reference} here, {nodes * gpus} for the actor"
             draft.refuse("ref_num_nodes", rule)
-        if engines and engines * tensor_parallel != nodes * gpus:
+        # With --async_train OpenRLHF's engines have devices of their own; that flag is refused.
+        alike = engines * tensor_parallel == nodes * gpus if engines else True
+        if not alike and not draft["async_train"]:
             rule = f"{engines} engines x {tensor_parallel} GPUs are not the {nodes * gpus} GPUs"
             draft.refuse("vllm_num_engines", rule, "OpenRLHF refuses that, too.")
         draft.set("trainer.nnodes", nodes)

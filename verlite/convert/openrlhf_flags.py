@@ -2,9 +2,11 @@
 
 A flag has its underscore name of versions up to 0.9 first, then its dotted name of 0.10 and later.
 Source: openrlhf/cli/train_ppo_ray.py of versions 0.5.9, 0.6.1, 0.9.5, 0.10, 0.11.0 and 0.11.2.
+Changed defaults: the tags from 0.4.6 on.
 """
 
 from verlite.convert.rows import ACTOR, MODEL, REF, ROLLOUT, Row, derived, dropped, refused, same
+from verlite.convert.versions import Change, Versions
 
 _DEEPSPEED = "verlite trains with FSDP2, not with DeepSpeed"
 _REF_POOL = "the reference uses the actor's devices"
@@ -498,3 +500,19 @@ FLAGS: tuple[Row, ...] = (
     derived("use_tensorboard logger.tensorboard_dir", "trainer.logger", str),
 )
 """Every flag of train_ppo_ray."""
+
+VERSIONS = Versions(
+    "OpenRLHF",
+    "0.4.6",
+    "0.11.2",
+    (
+        Change("micro_rollout_batch_size", "0.10", 8, 1),
+        Change("micro_train_batch_size", "0.10", 4, 1),
+        Change("vllm_is_truncated_threshold", "0.9.1", [2.0], [0.5, 5.0]),
+        Change("value_clip", "0.8.2", 0.2, 0.5),
+        Change("lambd", "0.6.4", 0.95, 1.0),
+        Change("vllm_gpu_memory_utilization", "0.6.4", 0.9, 0.95),
+        Change("lambd", "0.6.0", 1.0, 0.95),
+        Change("lambd", "0.5.7", 0.95, 1.0),
+    ),
+)

@@ -60,7 +60,9 @@ def table(rows: Iterable[tuple[str, str]], width: int = WIDTH, indent: str = "# 
 
 
 def _header(conversion: Conversion) -> list[str]:
-    return [f"# Converted from {conversion.source} by `verlite convert`."]
+    lines = [f"# Converted from {conversion.source} by `verlite convert`."]
+    wrapped = textwrap.wrap(conversion.defaults, WIDTH - 2, break_on_hyphens=False)
+    return lines + [f"# {line}" for line in wrapped]
 
 
 def _changed(comments: Mapping[str, str]) -> list[str]:

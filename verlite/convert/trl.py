@@ -1,7 +1,7 @@
 """Convert a script or YAML file of TRL: GRPO, RLOO and PPO.
 
 The formulas follow trl/trainer/grpo_config.py, grpo_trainer.py, rloo_trainer.py and
-trl/experimental/ppo/ppo_trainer.py of version 1.10.
+trl/experimental/ppo/ppo_trainer.py of version 1.16.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from verlite.config.problems import ConfigError, Problem, nearest
 from verlite.convert.data import prepare_data
 from verlite.convert.engine import Conversion, Draft, apply, sentence
 from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, ROLLOUT, Row
-from verlite.convert.trl_fields import DEFAULTS, TABLES
+from verlite.convert.trl_fields import TABLES, VERSIONS
 from verlite.convert.trl_read import Computed, Settings, read
 
 CORRECTION = "algorithm.rollout_correction."
@@ -23,25 +23,28 @@ REWARD_FILE = "reward.py"
 PER_NODE = 8
 
 
-def convert(file: Path, gpus: int = PER_NODE, trainer: str | None = None) -> Conversion:
+def convert(
+    file: Path, gpus: int = PER_NODE, trainer: str | None = None, version: str | None = None
+) -> Conversion:
     """Convert a script (.py) or a YAML file.
 
     Args:
         file: the file.
         gpus: processes of the training. TRL's batch sizes are per process.
         trainer: grpo, rloo or ppo. None: as the file says.
+        version: TRL's version, whose defaults apply. None: the newest that is known.
 
     Raises:
-        ConfigError: the file cannot be read, or has an unknown field.
+        ConfigError: the file cannot be read, or has an unknown field, or the version is unknown.
     """
     found, settings = read(file)
     name = trainer or found
-    changed = DEFAULTS[name]
-    table = [replace(row, default=changed.get(row.name, row.default)) for row in TABLES[name]]
+    table = VERSIONS[name].table(TABLES[name], version)
     given, computed = _named(table, settings, name)
     formulas = [partial(formula, gpus=gpus) for formula in FORMULAS[name]]
     warn = partial(_warn_of_computed, computed=computed)
-    return apply(f"TRL's {name.upper()}Trainer", table, given, [*formulas, warn])
+    done = apply(f"TRL's {name.upper()}Trainer", table, given, [*formulas, warn])
+    return replace(done, defaults=VERSIONS[name].describe(table, {*given, *computed}, version))
 
 
 def find(table: Sequence[Row], field: str) -> Row | None:
@@ -196,9 +199,7 @@ def grpo_loss(draft: Draft, gpus: int) -> None:
         draft.refuse("scale_rewards", rule, "Use group or none.")
     draft.set("algorithm.norm_adv_by_std_in_grpo", scale == "group", explicit=False)
     if draft["beta"]:
-        draft.set(ACTOR + "use_kl_loss", True)
-        draft.set(ACTOR + "kl_loss_coef", draft["beta"])
-        draft.set(ACTOR + "kl_loss_type", "low_var_kl")
+        _kl_loss(draft, updates(draft, gpus))
     _aggregation(draft)
     high = draft["epsilon_high"]
     if draft["loss_type"] == "cispo":
@@ -216,6 +217,24 @@ def grpo_loss(draft: Draft, gpus: int) -> None:
         bound = draft["delta"]
         note = "" if bound else "turns dual clip off, as in TRL: no ratio reaches this bound"
         draft.set(ACTOR + "clip_ratio_c", bound or NO_DUAL_CLIP, note)
+
+
+def _kl_loss(draft: Draft, count: int) -> None:
+    """KL in the loss. `count`: updates per generation."""
+    draft.set(ACTOR + "use_kl_loss", True)
+    draft.set(ACTOR + "kl_loss_coef", draft["beta"])
+    if not draft["use_bias_correction_kl"]:
+        draft.set(ACTOR + "kl_loss_type", "low_var_kl")
+        return
+    if draft["importance_sampling_level"] == "sequence":
+        rule = "with beta above 0 and use_bias_correction_kl, TRL weights the KL of each token by "
+        rule += "the ratio of its response"
+        remedy = "Set use_bias_correction_kl to False (TRL's default before 1.10)."
+        draft.refuse("importance_sampling_level", rule, remedy)
+    # k3 times the ratio r has the gradient r * d, which is that of k2 times a constant r.
+    note = "use_bias_correction_kl: k3 times the ratio has this estimator's value and gradient"
+    draft.set(ACTOR + "kl_loss_type", "low_var_kl+", note)
+    draft.set(ACTOR + "kl_loss_importance_weighted", count > 1, explicit=False)
 
 
 AGGREGATIONS = {

@@ -2,12 +2,16 @@
 
 Around them: transformers' TrainingArguments, TRL's ModelConfig and ScriptArguments (in YAML files),
 and the arguments of the trainer and of peft's LoraConfig (in scripts). Source: trl/trainer,
-trl/experimental/ppo and trl/scripts of July 2026 (1.10), transformers 5.19.
+trl/experimental/ppo and trl/scripts of version 1.16, transformers 5.19. Changed defaults: the tags
+from 0.12 on.
 """
+
+from dataclasses import replace
 
 from verlite.convert.rows import (
     ACTOR,
     MODEL,
+    NOT_SET,
     ROLLOUT,
     Row,
     derived,
@@ -16,6 +20,7 @@ from verlite.convert.rows import (
     refused,
     same,
 )
+from verlite.convert.versions import Change, Versions
 
 _LENGTHS = "verlite packs samples of any length"
 _LOGS = "metrics.jsonl and rollouts/ of the run directory have them"
@@ -254,7 +259,12 @@ GRPO: tuple[Row, ...] = (
     ),
     needless("cast_lm_head_to_fp32", bool, "log-probs are computed in float32"),
     refused("off_policy_mask_threshold", None, "see algorithm.rollout_correction.rollout_rs"),
-    refused("use_bias_correction_kl", False, "actor.kl_loss_type=low_var_kl+ is the nearest"),
+    derived(
+        "use_bias_correction_kl",
+        f"{ACTOR}kl_loss_type {ACTOR}kl_loss_importance_weighted",
+        True,
+        "low_var_kl+ has the gradient of k3 times the ratio",
+    ),
     needless("router_aux_loss_coef", float, "verlite has no load-balancing loss"),
 )
 
@@ -306,16 +316,51 @@ PPO: tuple[Row, ...] = (
     needless("ds3_gather_for_generation", bool, "weights are sent to engines in buckets"),
 )
 
+DEFAULTS = {"rloo": {"num_generations": 2, "beta": 0.05}, "ppo": {"learning_rate": 3e-6}}
+"""Trainer -> fields whose default differs from that of the rows above."""
+
 TABLES = {
-    "grpo": (*GRPO, *ONLINE, *COMMON),
-    "rloo": (*RLOO, *ONLINE, *COMMON),
-    "ppo": (*PPO, *COMMON),
+    trainer: tuple(
+        replace(row, default=DEFAULTS.get(trainer, {}).get(row.name, row.default)) for row in rows
+    )
+    for trainer, rows in {
+        "grpo": (*GRPO, *ONLINE, *COMMON),
+        "rloo": (*RLOO, *ONLINE, *COMMON),
+        "ppo": (*PPO, *COMMON),
+    }.items()
 }
 """Trainer -> its fields. The first row that matches a name counts."""
 
-DEFAULTS = {
-    "grpo": {},
-    "rloo": {"num_generations": 2, "beta": 0.05},
-    "ppo": {"learning_rate": 3e-6},
+_ONLINE = (
+    Change("max_completion_length", "1.10", 256, 512),
+    Change("vllm_mode", "1.0", "server", "colocate"),
+)
+_GRPO = (
+    Change("use_bias_correction_kl", "1.10", False, True),
+    *_ONLINE,
+    Change("max_prompt_length", "0.26", 512, NOT_SET),
+    Change("vllm_importance_sampling_mode", "0.26", "token_truncate", "sequence_mask"),
+    Change("vllm_importance_sampling_clip_max", "0.26", 2.0, 3.0),
+    Change("vllm_importance_sampling_correction", "0.23", False, True),
+    Change("loss_type", "0.22", "bnpo", "dapo"),
+    Change("gradient_checkpointing", "0.22", False, True),
+    Change("beta", "0.19", 0.04, 0.0),
+    Change("bf16", "0.19", False, True),
+    Change("temperature", "0.18", 0.9, 1.0),
+    Change("top_k", "0.18", 50, 0),
+    Change("loss_type", "0.17", "grpo", "bnpo"),
+    Change("per_device_train_batch_size", "0.15", 1, 8),
+    Change("gradient_accumulation_steps", "0.15", 8, 1),
+)
+_RLOO = (*_ONLINE, Change("max_prompt_length", "0.27", 512, NOT_SET))
+_PPO = (
+    Change("learning_rate", "0.29", 5e-5, 3e-6),
+    Change("gradient_checkpointing", "0.22", False, True),
+    Change("bf16", "0.19", False, True),
+)
+VERSIONS = {
+    "grpo": Versions("TRL", "0.14", "1.16", _GRPO),
+    "rloo": Versions("TRL", "0.22", "1.16", _RLOO),
+    "ppo": Versions("TRL", "0.12", "1.16", _PPO),
 }
-"""Trainer -> fields whose default differs from the table's."""
+"""Trainer -> its changed defaults. Older versions have other trainers of the same name."""

@@ -341,6 +341,9 @@ def policy_objective(config: Config, plan: Plan) -> "LossFn":
             if actor.entropy_coeff:
                 loss = loss - actor.entropy_coeff * entropy_sum(outputs["entropy"], mask, weights)
         if actor.use_kl_loss:
+            if actor.kl_loss_importance_weighted:
+                ratio = torch.where(inputs.mask, inputs.log_ratio.detach(), 0).exp()
+                weights = weights * ratio
             kl = kl_loss(log_probs, rows["ref_log_prob"], mask, weights, actor.kl_loss_type)
             metrics["actor/kl_loss"] = kl.detach()
             loss = loss + actor.kl_loss_coef * kl
