@@ -5,6 +5,7 @@ Only the standard library is imported, because reward processes start with this 
 
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -14,6 +15,14 @@ from typing import Any
 CODE_ERRORS = (Exception, SystemExit)
 """What a user's code may raise of itself. KeyboardInterrupt is not among them: it comes from Ctrl-C
 or from a signal that stops the run. In workers let SignalExit pass, too."""
+
+
+VERL_VARIABLE = "VERLITE_VERL_COMPAT"
+"""If this environment variable is 1, `verlite.compat` takes the place of a verl that is missing."""
+VERL_HINT = (
+    f"verl is not installed. For reward functions, data sets, samplers and tools verlite can take "
+    f"its place: set the environment variable {VERL_VARIABLE}=1 (docs/migration/verl.md)"
+)
 
 
 class SignalExit(SystemExit):
@@ -30,6 +39,7 @@ def import_module(place: str) -> ModuleType:
     Raises:
         OwnCodeError: it cannot be imported.
     """
+    offer_verl()
     try:
         if place.endswith(".py"):
             return _load_file(Path(place))
@@ -52,10 +62,29 @@ def find(place: str, name: str) -> Any:
     return getattr(module, name)
 
 
+def offer_verl() -> None:
+    """Make `import verl` work without verl, if VERL_VARIABLE asks for it.
+
+    Raises:
+        OwnCodeError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(VERL_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise OwnCodeError(f"the environment variable {VERL_VARIABLE}={value!r} must be 1 or 0")
+    if value == "1":
+        importlib.import_module("verlite.compat").install()
+
+
 def text_of(error: BaseException) -> str:
     """Return type and message of an error, and the line that raised it."""
     line = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})"
+    return f"{type(error).__name__}: {error} ({line.filename}:{line.lineno}){verl_hint(error)}"
+
+
+def verl_hint(error: BaseException | None) -> str:
+    """Return a sentence with the remedy if verl was not found, else ""."""
+    missing = isinstance(error, ModuleNotFoundError) and error.name == "verl"
+    return f". {VERL_HINT}" if missing else ""
 
 
 def _load_file(path: Path) -> ModuleType:

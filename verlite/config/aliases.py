@@ -119,8 +119,8 @@ _NO_REWARD_MODEL = (
 )
 _REWARD_MANAGER = (
     "each sample is scored by itself, many at a time, as soon as it is finished; a length penalty "
-    "is set by reward.overlong_buffer, and a function of lists is called with lists of one sample "
-    "by a custom_reward_function.path of your own"
+    "is set by reward.overlong_buffer, and a function of lists (it names solution_strs) is called "
+    "with lists of one sample"
 )
 _ALWAYS_WRITTEN = (
     "samples are saved in rollouts/ of the run directory: trainer.rollouts_per_step, and all of "
@@ -252,9 +252,9 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.function_tool_path": ((None,), _TOOLS),
     "reward_model.enable": ((False,), _NO_REWARD_MODEL),
     "reward.reward_model.enable": ((False,), _NO_REWARD_MODEL),
-    "reward_model.reward_manager": (("naive", "dapo", "prime"), _REWARD_MANAGER),
-    "reward_manager.name": (("naive", "dapo", "prime"), _REWARD_MANAGER),
-    "reward.reward_manager.name": (("naive", "dapo", "prime"), _REWARD_MANAGER),
+    "reward_model.reward_manager": (("naive", "dapo", "prime", "batch"), _REWARD_MANAGER),
+    "reward_manager.name": (("naive", "dapo", "prime", "batch"), _REWARD_MANAGER),
+    "reward.reward_manager.name": (("naive", "dapo", "prime", "batch"), _REWARD_MANAGER),
     "data.continuous_token.enable": ((True, False), _ONE_PATH),
     f"{ROLLOUT}logprobs_mode": (
         ("processed_logprobs",),

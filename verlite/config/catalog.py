@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verlite.importing import CODE_ERRORS, SignalExit
+from verlite.importing import CODE_ERRORS, SignalExit, offer_verl, verl_hint
 
 
 @dataclass(frozen=True)
@@ -315,12 +315,13 @@ def resolve(name: str, table: Mapping[str, Any], kind: str) -> Any:
             f"unknown {kind} {name!r}: {hint}known: {', '.join(sorted(table))}; "
             "your own: package.module:name"
         )
+    offer_verl()
     try:
         found = load(name)
     except ImportError as error:
         raise ValueError(
             f"{kind} {name!r}: cannot import {module}: {error}; "
-            "it must be on the Python path of every worker"
+            f"it must be on the Python path of every worker{verl_hint(error)}"
         ) from error
     except AttributeError as error:
         raise ValueError(f"{kind} {name!r}: {module} does not define {attribute}") from error

@@ -4,6 +4,7 @@ or shell variables, or ground truths that are empty.
 They are notes of `verlite check` and of a run's start, and refuse nothing.
 """
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from verlite.config import ineffective, keys, plan
 from verlite.config.problems import display
 from verlite.config.schema import Config
 from verlite.hub import HubError, local_file
+from verlite.importing import VERL_VARIABLE
 
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -75,6 +77,7 @@ RANGES = (
 def hints(config: Config, user_keys: Collection[str]) -> list[str]:
     """Return one line for each value that is probably a mistake: key, value, range, remedy."""
     return [
+        *_verl_compat(config),
         *_far_values(config),
         *_typed_text(config, user_keys),
         *_model_names(config),
@@ -126,6 +129,16 @@ def _model_names(config: Config) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.model.path={path} is not a folder here, so it is read as a name on "
             "the hub. Names there have the form OWNER/NAME, such as Qwen/Qwen2.5-0.5B."
+        )
+
+
+def _verl_compat(config: Config) -> Iterator[str]:
+    """Yield that `import verl` is served by verlite, if it is."""
+    variables = os.environ | config.ray_kwargs.ray_init.runtime_env.env_vars
+    if variables.get(VERL_VARIABLE) == "1":
+        yield (
+            f"{VERL_VARIABLE}=1: files that import verl get verlite's own versions of its "
+            "functions and classes, unless verl is installed (docs/migration/verl.md)."
         )
 
 

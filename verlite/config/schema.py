@@ -1114,7 +1114,8 @@ class CustomRewardConfig:
         "compute_score",
         "Name of the reward function: (data_source, solution_str, ground_truth, extra_info, "
         '**reward_kwargs) -> float or dict with "score". It may be async. A function that names '
-        "`queries` gets OpenRLHF's arguments: (queries, prompts, labels), lists of one entry.",
+        "`queries` gets OpenRLHF's arguments: (queries, prompts, labels), lists of one entry. One "
+        "that names `solution_strs` gets those of verl's batch reward manager, lists of one entry.",
         used_when="custom_reward_function.path!=null",
     )
     reward_kwargs: dict[str, Any] = key(

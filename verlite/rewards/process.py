@@ -21,11 +21,15 @@ from typing import Any, BinaryIO
 
 from verlite.importing import OwnCodeError, import_module
 from verlite.rewards import keeper
-from verlite.rewards.result import RewardItem, RewardResult, failure, result_of
+from verlite.rewards.result import BadReturn, RewardItem, RewardResult, failure, result_of
 
 Call = tuple[int, dict[str, Any]]
 """Number of a call and its keyword arguments."""
 _ITEM = RewardItem("", "", None)
+BATCH_NAMES = {name: f"{name}s" for name in _ITEM.arguments() if name != "extra_info"} | {
+    "extra_info": "extra_infos"
+}
+"""verl's argument -> the list of it that functions for its batch reward manager take."""
 
 
 class FunctionError(ValueError):
@@ -35,7 +39,8 @@ class FunctionError(ValueError):
 def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
     """Import `file.py:name` or `package.module:name` and check that it accepts these arguments.
 
-    A function that `takes_lists` must accept OpenRLHF's arguments in place of verl's.
+    A function that `takes_lists` must accept OpenRLHF's arguments in place of verl's. One that
+    names `solution_strs`, for verl's batch reward manager, is called with lists of one entry.
 
     Raises:
         FunctionError: the file or module cannot be imported, has no such function, or the function
@@ -57,7 +62,10 @@ def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
             f"{place} has no function {name!r}; its functions are {', '.join(functions) or 'none'}"
         )
     signature = inspect.signature(function)
-    if takes_lists(function):
+    is_batch = "solution_strs" in signature.parameters
+    if is_batch:
+        argument_names = [BATCH_NAMES.get(name, name) for name in argument_names]
+    elif takes_lists(function):
         extra = [key for key in argument_names if key not in _ITEM.arguments()]
         argument_names = [*_ITEM.list_arguments(), *extra]
     try:
@@ -67,8 +75,31 @@ def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
             f"{place}: {name}{signature} cannot be called with {', '.join(argument_names)}: "
             f"{error}. Give it these parameters, or **kwargs"
         ) from error
-    checked: Callable[..., Any] = function
+    checked: Callable[..., Any] = _of_batch(function) if is_batch else function
     return checked
+
+
+def _of_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return verl's batch function as a function of one response."""
+
+    def lists(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {
+            BATCH_NAMES.get(name, name): [value] if name in BATCH_NAMES else value
+            for name, value in arguments.items()
+        }
+
+    def one(scores: Any) -> Any:
+        if len(scores) != 1:
+            raise BadReturn(f"returned {len(scores)} scores for 1 response")
+        return scores[0]
+
+    if inspect.iscoroutinefunction(function):
+
+        async def wait(**arguments: Any) -> Any:
+            return one(await function(**lists(arguments)))
+
+        return wait
+    return lambda **arguments: one(function(**lists(arguments)))
 
 
 def takes_lists(function: Callable[..., Any]) -> bool:

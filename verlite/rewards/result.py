@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verlite.importing import VERL_HINT, verl_hint
+
 CALLER = "verlite.rewards.process"
 """The module that calls reward functions. Its frames are left out of tracebacks."""
 TRACEBACK_LIMIT = 4000
@@ -130,6 +132,8 @@ def failure(error: BaseException) -> RewardResult:
     ):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
+    if verl_hint(error):
+        text += f"{VERL_HINT}\n"
     return RewardResult(None, error=type(error).__name__[:100], traceback=text[-TRACEBACK_LIMIT:])
 
 

@@ -1,0 +1,161 @@
+"""Files written for verl load without verl, if the environment variable asks for it."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.compat.scores import DIFFERENT, EQUAL
+from verlite.config.hints import hints
+from verlite.config.schema import Config
+from verlite.importing import VERL_VARIABLE, OwnCodeError, find, import_module
+from verlite.rewards.contract import check_reward
+from verlite.rewards.process import load
+from verlite.rewards.result import failure
+
+REWARD = """
+from verl.utils.reward_score import default_compute_score, gsm8k
+from verl.utils.reward_score.math import last_boxed_only_string, remove_boxed
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    from verl.utils.reward_score import math_dapo
+
+    boxed = last_boxed_only_string(solution_str)
+    if boxed is not None and remove_boxed(boxed) == ground_truth:
+        return 1.0
+    if gsm8k.extract_solution(solution_str) == ground_truth:
+        return default_compute_score("openai/gsm8k", solution_str, ground_truth)
+    return math_dapo.compute_score(solution_str, ground_truth)["score"]
+"""
+BATCH = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+    rows = zip(solution_strs, ground_truths)
+    return [{"score": float(answer == truth) + bonus, "many": len(extra_infos)}
+            for answer, truth in rows]
+"""
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> str:
+    file = tmp_path / "reward.py"
+    file.write_text(REWARD)
+    return str(file)
+
+
+def test_without_the_variable_the_error_names_it(
+    reward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VERL_VARIABLE, raising=False)
+    with pytest.raises(OwnCodeError, match=f"{VERL_VARIABLE}=1"):
+        import_module(reward)
+    monkeypatch.setenv(VERL_VARIABLE, "yes")
+    with pytest.raises(OwnCodeError, match="'yes' must be 1 or 0"):
+        import_module(reward)
+
+
+def test_an_import_in_a_call_names_the_variable() -> None:
+    def compute_score() -> None:
+        import verl  # noqa: F401
+
+    with pytest.raises(ModuleNotFoundError) as caught:
+        compute_score()
+    result = failure(caught.value)
+    assert result.error == "ModuleNotFoundError"
+    assert f"{VERL_VARIABLE}=1" in (result.traceback or "")
+
+
+def test_a_file_for_verl_scores(reward: str, compat: None) -> None:
+    score = find(reward, "compute_score")
+    assert score("", r"\boxed{42}", "42") == 1.0
+    assert score("", "#### 42", "42") == 1.0
+    assert score("", "Answer: 42", "42") == 1.0
+    assert score("", "Answer: 41", "42") == -1.0
+
+
+@pytest.mark.process
+def test_a_file_for_verl_scores_in_a_reward_process(reward: str, compat: None) -> None:
+    assert check_reward(reward) == []
+
+
+def test_an_installed_verl_is_used(
+    tmp_path: Path, compat: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text("MINE = 1\n")
+    file = tmp_path / "mine.py"
+    file.write_text("from verl import MINE\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert import_module(str(file)).MINE == 1
+    with pytest.raises(ModuleNotFoundError, match="No module named 'verl.utils'"):
+        importlib.import_module("verl.utils.reward_score")
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("verl.experimental.agent_loop.agent_loop", "Agent loops are not supported yet"),
+        ("verl.utils.reward_score.my_fork", "docs/migration/verl.md"),
+    ],
+)
+def test_a_missing_module_names_the_way_out(module: str, words: str, compat: None) -> None:
+    import_module("json")
+    with pytest.raises(ModuleNotFoundError, match=words):
+        importlib.import_module(module)
+
+
+def test_every_module_loads(compat: None) -> None:
+    import_module("json")
+    from verlite.compat import MODULES
+
+    for name in MODULES:
+        module = importlib.import_module(name)
+        assert all(hasattr(module, entry) for entry in module.__all__), name
+    assert sys.modules["verl"].DataProto.__name__ == "DataProto"
+
+
+@pytest.mark.parametrize(("module", "response", "truth", "score"), EQUAL)
+def test_scores_of_verl(module: str, response: str, truth: object, score: float) -> None:
+    assert _score(module, response, truth) == score
+
+
+@pytest.mark.parametrize(("module", "response", "truth", "verl", "here"), DIFFERENT)
+def test_scores_that_differ(
+    module: str, response: str, truth: object, verl: float, here: float
+) -> None:
+    assert _score(module, response, truth) == here != verl
+
+
+def _score(module: str, response: str, truth: object) -> float:
+    own = importlib.import_module(f"verlite.compat.reward_score.{module}")
+    result = own.compute_score(response, truth)
+    if isinstance(result, tuple):
+        result = result[0]
+    return float(result["score"] if isinstance(result, dict) else result)
+
+
+def test_generated_programs_are_not_run() -> None:
+    from verlite.compat.reward_score import default_compute_score
+
+    with pytest.raises(NotImplementedError, match="sandbox"):
+        default_compute_score("codecontests", "print(1)", "{}")
+    with pytest.raises(NotImplementedError, match="data_source='mine'"):
+        default_compute_score("mine", "1", "1")
+
+
+def test_a_batch_function_gets_lists_of_one(tmp_path: Path) -> None:
+    file = tmp_path / "batch.py"
+    file.write_text(BATCH)
+    names = ["data_source", "solution_str", "ground_truth", "extra_info", "bonus"]
+    function = load(f"{file}:compute_score", names)
+    row = {"data_source": "d", "solution_str": "4", "ground_truth": "4", "extra_info": {}}
+    assert function(**row, bonus=0.5) == {"score": 1.5, "many": 1}
+
+
+def test_check_says_that_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config()
+    monkeypatch.delenv(VERL_VARIABLE, raising=False)
+    assert not any(VERL_VARIABLE in line for line in hints(config, []))
+    config.ray_kwargs.ray_init.runtime_env.env_vars[VERL_VARIABLE] = "1"
+    assert any(VERL_VARIABLE in line for line in hints(config, []))

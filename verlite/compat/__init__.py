@@ -1,0 +1,100 @@
+"""What files written for verl import from it, for machines without verl.
+
+`install` makes `import verl` work after every other way to find it has failed: an installed verl is
+used as it is. `verlite.importing` calls it before it loads a user's file, if the environment
+variable VERLITE_VERL_COMPAT is 1. Nothing else in verlite depends on this package.
+
+Only the standard library is imported here, because reward processes start with this file.
+"""
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+PACKAGE = "verlite.compat"
+_SCORES = f"{PACKAGE}.reward_score"
+_LOOP = "verl.experimental.reward_loop.reward_manager"
+_CODE = f"{_SCORES}.code"
+
+MODULES: dict[str, str] = {
+    "verl": f"{PACKAGE}.top",
+    "verl.protocol": f"{PACKAGE}.top",
+    "verl.utils": f"{PACKAGE}.utils",
+    "verl.utils.fs": f"{PACKAGE}.utils",
+    "verl.utils.import_utils": f"{PACKAGE}.utils",
+    "verl.utils.ray_utils": f"{PACKAGE}.utils",
+    "verl.utils.rollout_trace": f"{PACKAGE}.utils",
+    "verl.utils.tokenizer": f"{PACKAGE}.utils",
+    "verl.utils.model": f"{PACKAGE}.tensors",
+    "verl.utils.torch_functional": f"{PACKAGE}.tensors",
+    "verl.utils.reward_score": _SCORES,
+    "verl.utils.reward_score.geo3k": f"{_SCORES}.geo3k",
+    "verl.utils.reward_score.gsm8k": f"{_SCORES}.gsm8k",
+    "verl.utils.reward_score.math": f"{_SCORES}.math_reward",
+    "verl.utils.reward_score.math_batch": f"{_SCORES}.math_batch",
+    "verl.utils.reward_score.math_dapo": f"{_SCORES}.math_dapo",
+    "verl.utils.reward_score.math_reward": f"{_SCORES}.math_reward",
+    "verl.utils.reward_score.math_verify": f"{_SCORES}.math_verify",
+    "verl.utils.reward_score.prime_code": _CODE,
+    "verl.utils.reward_score.prime_code.testing_util": _CODE,
+    "verl.utils.reward_score.prime_math": f"{_SCORES}.prime_math",
+    "verl.utils.reward_score.sandbox_fusion": _CODE,
+    "verl.utils.reward_score.sandbox_fusion.utils": _CODE,
+    "verl.utils.reward_score.search_r1_like_qa_em": f"{_SCORES}.search_r1_like_qa_em",
+}
+"""Module of verl -> the module that takes its place."""
+
+MISSING: dict[str, str] = {
+    "verl.experimental.agent_loop": "Agent loops are not supported yet: write an environment "
+    "(docs/agents.md).",
+    "verl.interactions": "Interactions are not supported: write an environment (docs/agents.md).",
+    "verl.trainer": "verlite has a trainer of its own.",
+    "verl.single_controller": "verlite has worker groups of its own.",
+}
+"""Beginning of a module's name -> what to do without it."""
+
+
+def install() -> None:
+    """Let `import verl` find MODULES if nothing else finds it. Repeated calls change nothing."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.append(Finder())
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of MODULES and the packages around them."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the module's spec; None if it does not belong to verl, or verl is installed.
+
+        Raises:
+            ModuleNotFoundError: verlite has nothing in its place.
+        """
+        top, _, below = name.partition(".")
+        if top != "verl":
+            return None
+        if below and not isinstance(sys.modules["verl"].__loader__, _Loader):
+            return None  # an installed verl lacks the module
+        if name in MODULES or any(each.startswith(f"{name}.") for each in (*MODULES, *MISSING)):
+            return importlib.machinery.ModuleSpec(name, _Loader(), is_package=True)
+        remedy = next((MISSING[start] for start in MISSING if name.startswith(start)), "")
+        raise ModuleNotFoundError(
+            f"verlite's compatibility package for verl has no module {name}. {remedy}".strip()
+            + " docs/migration/verl.md lists what it has; with verl itself installed, verl is used",
+            name=name,
+        )
+
+
+class _Loader(importlib.abc.Loader):
+    """Makes a module under verl's name, whose attributes are those of verlite's module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in MODULES:
+            own = importlib.import_module(MODULES[module.__name__])
+            module.__dict__["__getattr__"] = functools.partial(getattr, own)
+            module.__dict__["__all__"] = [name for name in dir(own) if not name.startswith("_")]
