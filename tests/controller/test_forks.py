@@ -1,12 +1,18 @@
 """Workers that are forks of one process, which has imported what they need."""
 
+import json
 import os
+import shutil
 import signal
+import socket
+import tempfile
 
 import psutil
 import pytest
 
-from tests.controller.conftest import within
+from tests.controller.conftest import processes_of, within
+from tests.other_user import as_nobody
+from verlite.controller import worker_fork
 from verlite.controller.dispatch import register
 from verlite.controller.failures import WorkerError
 from verlite.controller.placement import reserve
@@ -99,3 +105,92 @@ def test_workers_start_after_the_server_has_died(fresh):
     assert within(10, lambda: not psutil.pid_exists(server))
     pid, parent, importer = start()[0]
     assert parent == importer != server
+
+
+TRY_EACH = """
+def reached(path):
+    try:
+        if os.path.isdir(path):
+            return os.access(path, os.W_OK) or len(os.listdir(path)) >= 0
+        if path.startswith("@") or stat.S_ISSOCK(os.stat(path).st_mode):
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.connect(path.replace("@", chr(0), 1))
+        else:
+            open(path, "rb").close()
+    except OSError:
+        return False
+    return True
+
+print(json.dumps([path for path in sys.stdin.read().splitlines() if reached(path)]))
+"""
+
+
+def test_another_user_reaches_no_socket_and_no_file_of_a_run(forked, fresh):
+    forked.origin()
+    sockets = {
+        connection.laddr
+        for process in processes_of(fresh.run_id)
+        for connection in process.net_connections("unix")
+        if connection.laddr
+    }
+    folders = {os.path.join("/", *path.split("/")[:3]) for path in sockets}
+    assert any("/fork-" in path for path in sockets), "the server of the forks"
+    assert any("plasma" in path for path in sockets), "Ray's"
+    files = {
+        os.path.join(place, name)
+        for folder in folders
+        for place, inner, names in os.walk(folder)
+        for name in inner + names
+    }
+    assert len(files) > 20
+    assert max(map(len, sockets)) < 107, "the limit of the system, where a socket was made"
+    tried = "\n".join(sorted(sockets | folders | files))
+    assert json.loads(as_nobody(TRY_EACH).communicate(tried, timeout=60)[0]) == []
+
+
+def test_a_server_of_another_user_gets_nothing(monkeypatch, capfd):
+    """A worker's environment may have secrets."""
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    folder = tempfile.mkdtemp(dir="/tmp")
+    os.chmod(folder, 0o777)
+    path = f"{folder}/fork-{worker_fork._environment_key()}"
+    impostor = as_nobody(
+        """
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("ready", flush=True)
+connection, _ = listener.accept()
+print(repr(connection.recv(1 << 16)))
+""",
+        path,
+    )
+    assert impostor.stdout.readline() == "ready\n"
+    assert not worker_fork._ask_for_fork([f"--raylet-name={folder}/raylet"])
+    assert impostor.communicate(timeout=10)[0] == "b''\n"
+    assert "belongs to another user; nothing was sent" in capfd.readouterr().err
+    shutil.rmtree(folder)
+
+
+def test_a_request_of_another_user_is_not_forked(monkeypatch):
+    forks = []
+    monkeypatch.setattr(os, "fork", lambda: forks.append(1) or 1)
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = f"\0verlite-test-{os.getpid()}"
+        listener.bind(address)
+        listener.listen()
+        requester = as_nobody(
+            """
+peer = socket.socket(socket.AF_UNIX)
+peer.connect(chr(0) + sys.argv[1])
+socket.send_fds(peer, [b"\\0"], [0, 1, 2])
+peer.sendall(b'{"arguments": []}')
+peer.shutdown(socket.SHUT_WR)
+""",
+            address[1:],
+        )
+        connection, _ = listener.accept()
+        with connection:
+            assert worker_fork._answer(connection) is None
+        requester.communicate(timeout=10)
+    assert not forks

@@ -180,6 +180,18 @@ MUTANTS = [
         ("tests/controller/test_heartbeat.py",),
     ),
     Mutant(
+        "Ray opens the run's private folder to every user",
+        "verlite.controller.cluster:os.path.join",
+        calls(lambda original, *parts: parts[0] if parts[1:] == ("r",) else original(*parts)),
+        ("tests/controller/test_forks.py",),
+    ),
+    Mutant(
+        "a fork server of another user gets the environment",
+        "verlite.controller.worker_fork:_peer_uid",
+        calls(lambda original, connection: __import__("os").getuid()),
+        ("tests/controller/test_forks.py",),
+    ),
+    Mutant(
         "calls have no time limit",
         SUPERVISE + "wait",
         argument("timeout_s", lambda timeout: 1e9),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.other_user import as_nobody
 from tests.weights.test_buckets import NAMED, assert_equal
 from verlite.weights import cuda_ipc
 from verlite.weights.cuda_ipc import Publisher, Stream, without_expandable
@@ -146,10 +147,37 @@ def test_the_engine_has_closed_its_mappings_when_the_trainer_is_done(publisher):
     assert Path("/proc/self/maps").read_text().count("memfd:verlite-weights") <= before
 
 
-def test_another_user_is_refused(publisher, monkeypatch):
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
+def test_another_user_gets_no_weights_and_does_not_disturb(publisher):
+    """Every user can see the address."""
+    curious = as_nobody(
+        """
+with socket.socket(socket.AF_UNIX) as peer:
+    peer.connect(chr(0) + sys.argv[1])
+    print("connected", flush=True)
+    print(repr(peer.recv(100)))
+""",
+        publisher.address[1:],
+    )
+    assert curious.stdout.readline() == "connected\n"
     publishing = Publishing(publisher, NAMED, 2000)
-    with pytest.raises(TransportError):
-        list(Stream((publisher.address,), timeout_s=10))
+    assert_equal(list(Stream((publisher.address,), timeout_s=10)))
     publishing.join(10)
-    assert "belong to another user" in str(publishing.error)
+    assert publishing.error is None
+    assert curious.communicate(timeout=10)[0] == "b''\n"
+
+
+def test_weights_of_another_user_are_refused():
+    impostor = as_nobody(
+        """
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(chr(0) + sys.argv[1])
+listener.listen()
+print("ready", flush=True)
+listener.accept()[0].recv(1)
+""",
+        address := f"verlite-test-{os.getpid()}",
+    )
+    assert impostor.stdout.readline() == "ready\n"
+    with pytest.raises(TransportError, match="belongs to another user"):
+        list(Stream((f"\0{address}",), timeout_s=10))
+    impostor.communicate(timeout=10)

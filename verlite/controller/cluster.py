@@ -226,7 +226,7 @@ def connect(
     if local and temp_dir is None:
         # In /tmp, because the paths of sockets must be short.
         private_dir = os.path.realpath(tempfile.mkdtemp(prefix="verlite-", dir="/tmp"))
-        temp_dir = private_dir
+        temp_dir = os.path.join(private_dir, "r")  # Ray gives its own folder mode 0777
     for_ray: dict[str, str | None] = {RUN_MARK: run_id, "RAY_USAGE_STATS_ENABLED": "0"}
     # Under `uv run`, ray.init would copy the current folder to every node and run workers there.
     for_ray[UV_RUN] = os.environ.get(UV_RUN, "0")

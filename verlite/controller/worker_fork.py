@@ -30,6 +30,7 @@ import os
 import runpy
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from typing import Any
@@ -80,6 +81,9 @@ def _ask_for_fork(arguments: list[str]) -> bool:
         "oom_score_adj": _oom_score_adj(),
     }
     with _connect(path) as connection:
+        if _peer_uid(connection) != os.getuid():
+            print(f"{__file__}: {path} belongs to another user; nothing was sent", file=sys.stderr)
+            return False
         socket.send_fds(connection, [b"\0"], [0, 1, 2])
         connection.sendall(json.dumps(request).encode())
         connection.shutdown(socket.SHUT_WR)
@@ -121,6 +125,13 @@ def _connect(path: str) -> socket.socket:
                 _start_server(listener)
             connection.connect(path)
     return connection
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    """Return the user of the process at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid
 
 
 def _start_server(listener: socket.socket) -> None:
@@ -165,6 +176,8 @@ def _serve(descriptor: str, settings: dict[str, Any]) -> list[str]:
 
 def _answer(connection: socket.socket) -> dict[str, Any] | None:
     """Fork if the request is whole. Returns the request, in the fork only."""
+    if _peer_uid(connection) != os.getuid():
+        return None
     try:
         connection.settimeout(LONGEST_REQUEST_S)
         _, files, _, _ = socket.recv_fds(connection, 1, 3)

@@ -147,16 +147,18 @@ class Publisher:
         self._free()
 
     def _accept(self) -> socket.socket:
-        try:
-            peer, _ = self._listener.accept()
-        except TimeoutError as error:
-            raise TransportError(f"no engine asked for the weights within {JOIN_S:g} s") from error
-        user = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-        if user != os.getuid():
+        """Return a connection to the engine. Those of other users, who can see the address, are
+        closed."""
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except TimeoutError as error:
+                message = f"no engine asked for the weights within {JOIN_S:g} s"
+                raise TransportError(message) from error
+            if _peer_uid(peer) == os.getuid():
+                peer.settimeout(self._timeout_s)
+                return peer
             peer.close()
-            raise TransportError(f"user {user} asked for the weights, which belong to another user")
-        peer.settimeout(self._timeout_s)
-        return peer
 
     def abort(self, reason: str) -> None:
         """Make the engine's sync fail with the reason."""
@@ -219,6 +221,8 @@ class Stream:
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(self.timeout_s)
             peer.connect(self.addresses[self.rank])
+            if _peer_uid(peer) != os.getuid():  # it took the address of a trainer that has ended
+                raise TransportError("the socket of the weights belongs to another user")
             while "end" not in (message := json.loads(_receive(peer))):
                 if "error" in message:
                     raise _failure(message["error"])
@@ -241,6 +245,12 @@ class Stream:
                     _send(peer, _ACKNOWLEDGED)
             opened.clear()
             _send(peer, _ACKNOWLEDGED)
+
+
+def _peer_uid(peer: socket.socket) -> int:
+    """Return the user of the process at the other end."""
+    uid: int = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    return uid
 
 
 def _failure(reason: str) -> TransportError:
