@@ -186,6 +186,12 @@ MUTANTS = [
         ("tests/controller/test_forks.py",),
     ),
     Mutant(
+        "a run in a copied directory ends the original",
+        "verlite.controller.leftovers:_identity",
+        returns([0, 0]),
+        ("tests/controller/test_leftovers.py",),
+    ),
+    Mutant(
         "a fork server of another user gets the environment",
         "verlite.controller.worker_fork:_peer_uid",
         calls(lambda original, connection: __import__("os").getuid()),

@@ -1,7 +1,8 @@
 """Clean up after a run whose guardian was killed together with its driver.
 
-A run notes its mark and its private folder in its run directory. The next run in that directory
-holds the directory's lock, so the earlier driver has ended, and what has that mark is left over.
+A run notes its mark and its private folder in its run directory, with its driver's process and the
+identity of the directory. What has that mark is left over if the driver has ended. The next run in
+that directory holds the directory's lock, but the directory may be a copy of that of a living run.
 """
 
 import json
@@ -12,7 +13,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from verlite.controller import guardian
+from verlite.controller import guardian, node
 from verlite.files import read_json, replace_file
 
 NOTE = "logs/processes.json"
@@ -22,9 +23,22 @@ FOLDER = re.compile(r"/tmp/verlite-[a-z0-9_]+")
 
 
 def note(run_dir: Path, mark: str, folder: str | None) -> None:
-    """Write down what this run may leave."""
+    """Write down what this process's run may leave."""
+    driver = node.this_process()
+    noted = {
+        "mark": mark,
+        "folder": folder,
+        "driver": [driver.pid, driver.started],
+        "directory": _identity(run_dir),
+    }
     with suppress(OSError):
-        replace_file(run_dir / NOTE, json.dumps({"mark": mark, "folder": folder}))
+        replace_file(run_dir / NOTE, json.dumps(noted))
+
+
+def _identity(run_dir: Path) -> list[int]:
+    """Return what a copy of the directory does not have: its disk and its number there."""
+    status = os.stat(run_dir)
+    return [status.st_dev, status.st_ino]
 
 
 def forget(run_dir: Path) -> None:
@@ -36,11 +50,17 @@ def forget(run_dir: Path) -> None:
 def clean(run_dir: Path) -> bool:
     """Kill the processes of the last run in this directory and remove its private folder.
 
+    Does nothing if the note came with a copy of another run's directory, or if that driver lives.
+
     Returns whether there were any processes.
     """
     try:
         noted = read_json(run_dir / NOTE)
         mark, folder = str(noted["mark"]), str(noted["folder"])
+        pid, started = noted["driver"]
+        state = node.process_state(node.Process(int(pid), int(started)))
+        if noted["directory"] != _identity(run_dir) or state not in ("gone", "dead"):
+            return False
     except (OSError, ValueError, TypeError, KeyError):
         return False
     folders = [folder] if is_private(folder) else []
