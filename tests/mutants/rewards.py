@@ -84,6 +84,12 @@ MUTANTS = [
         (HOSTILE,),
     ),
     Mutant(
+        "a killed reward process costs its sample",
+        POOL + "_Job.fail",
+        argument("is_at_fault", lambda at_fault: True),
+        (HOSTILE,),
+    ),
+    Mutant(
         "processes that reward functions left behind are never killed",
         POOL + "descendants",
         returns([]),

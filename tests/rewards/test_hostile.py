@@ -76,6 +76,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
     return 0.5
 """
+KILLED_ONCE = """
+import os, signal
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str[0] != "/":
+        return float(solution_str)
+    try:
+        os.close(os.open(solution_str, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return 0.25
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 SOUND = RewardResult(0.5)
 
 
@@ -120,6 +132,23 @@ def test_only_the_sample_of_a_harmful_call_fails(
     assert (harmful.score, harmful.error) == (None, error)
     assert reason in (harmful.traceback or "")
     assert score(scorer, "a", "b") == [SOUND] * 2
+
+
+def test_a_process_that_something_else_has_killed_costs_no_sample(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A call that kills its process only once stands for what comes from outside."""
+    path = tmp_path / "reward.py"
+    path.write_text(KILLED_ONCE)
+    scorer = Scorer(CustomRewardConfig(path=str(path)), RewardConfig(item_timeout_s=20.0))
+    try:
+        results = score(scorer, "1", "2", f"{tmp_path}/first", "3", f"{tmp_path}/second")
+    finally:
+        scorer.close()
+    assert [result.score for result in results] == [1.0, 2.0, 0.25, 3.0, 0.25]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "SIGKILL" in line]
+    assert len(warnings) == 2
+    assert all("1 unfinished calls are repeated" in line for line in warnings)
 
 
 def test_a_stopped_process_costs_its_call_only(scorer: Scorer) -> None:

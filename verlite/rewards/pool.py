@@ -44,9 +44,9 @@ END_S = 1.0
 class Pool:
     """Processes that call one function. They are started when first needed.
 
-    A call that takes longer than `call_limit_s` gets the error Timeout. A call whose process dies
-    gets the error Died. If several asynchronous calls were running in that process, each of them is
-    repeated alone, so that only the faulty one fails.
+    A call that takes longer than `call_limit_s` gets the error Timeout. The calls of a process that
+    dies are repeated once, each alone: something else may have killed it, or another asynchronous
+    call of the same process. A call whose process dies again gets the error Died.
     """
 
     def __init__(
@@ -217,7 +217,13 @@ class Pool:
                     process.wait_end()
                     process.kill()
                     reason = f"the reward process {process.cause_of_death()}"
-                    job.fail(unfinished, has_started, "Died", reason)
+                    repeated = job.fail(unfinished, False, "Died", reason)
+                    if repeated and not job.is_over():
+                        print(
+                            f"warning: {self.target}: {reason}; {repeated} unfinished calls are "
+                            "repeated, each alone",
+                            file=sys.stderr,
+                        )
                     return False
                 if "start" in event:
                     has_started = True
@@ -314,21 +320,30 @@ class _Job:
             return [self._waiting.popleft() for _ in range(count)]
 
     def fail(
-        self, unfinished: dict[int, dict[str, Any]], has_started: bool, error: str, reason: str
-    ) -> None:
-        """Handle the calls of a process that died or hung.
+        self, unfinished: dict[int, dict[str, Any]], is_at_fault: bool, error: str, reason: str
+    ) -> int:
+        """Handle the calls of a process that died, hung or wrote what is not a result.
 
-        A call fails if it was the only one and had started, or if it was repeated before. Other
-        calls are repeated once, each alone, because another call may be the cause, or the process
-        may have died while it was idle.
+        A call fails if it was the only one and is at fault, or if it was repeated before. Other
+        calls are repeated once, each alone, because another call may be the cause, or something
+        else has killed the process.
+
+        Args:
+            is_at_fault: whether a call of this process is known to be the cause.
+
+        Returns:
+            How many calls are repeated.
         """
-        is_cause = has_started and len(unfinished) == 1
+        is_cause = is_at_fault and len(unfinished) == 1
+        repeated = 0
         for number, arguments in sorted(unfinished.items()):
             if is_cause or number in self._suspects:
                 self.results[number] = RewardResult(None, error=error, traceback=reason)
             else:
                 self._suspects.add(number)
                 self._repeated.append((number, arguments))
+                repeated += 1
+        return repeated
 
     def in_order(self) -> list[RewardResult]:
         """Return the results by call. A call without one ran out of the step's time."""
