@@ -123,7 +123,10 @@ def test_wrong_orders(body: str, words: str) -> None:
             "class Own:\n    def __init__(self, data): ...",
             "must take data_source, data_config (docs",
         ),
-        ("class Own:\n    def __init__(self, **given): ...", "has no method order(epoch) (docs"),
+        (
+            "class Own:\n    def __init__(self, **given): ...",
+            "has neither a method order(epoch) nor __iter__ (docs",
+        ),
         ("class Own:\n    def __init__(self, **given): 1 / 0", "be created: ZeroDivisionError"),
         ("class Own:\n    def __init__(self, **given): exit()", "be created: SystemExit: None"),
     ],

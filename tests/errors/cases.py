@@ -96,7 +96,7 @@ TRAIN, MODEL = Path("train.parquet"), Path("model")
 Change = Callable[[], Callable[[], None] | None]
 OWN_DATA = """\
 class Own:
-    def __init__(self, data_files, tokenizer, config, processor=None): ...
+    def __init__(self, files): ...
 """
 OWN_SAMPLER = """\
 class Own:
@@ -105,6 +105,8 @@ class Own:
 
     def __iter__(self):
         return iter(range(self.rows))
+
+    def update(self, batch): ...
 """
 SILENT_PORT = 27163  # below the range of ephemeral ports
 SERVER_PORT = 27164
@@ -647,7 +649,7 @@ CASES = (
         files=folder_with("models/qwen/config.json"),
     ),
     Case(
-        "A data set class of verl's",
+        "A data set class with other parameters",
         "data.custom_cls.path=reward.py data.custom_cls.name=Own",
         ("data.custom_cls", "reward.py: Own must take data_files, config, split (docs/data.md)"),
         program="verlite check",
@@ -655,9 +657,9 @@ CASES = (
         files=text("reward.py", OWN_DATA),
     ),
     Case(
-        "A sampler of torch's",
+        "A curriculum sampler of verl's",
         "data.sampler.class_path=reward.py data.sampler.class_name=Own",
-        ("data.sampler.class_name=Own in", "reward.py has no method order(epoch) (docs/data.md)"),
+        ("data.sampler.class_name=Own in", "changes after each step (update)", "order(epoch)"),
         program="verlite check",
         source=OWN_SAMPLER,
         files=text("reward.py", OWN_SAMPLER),

@@ -67,8 +67,8 @@ class CustomClsConfig:
     )
     name: Optional[str] = key(
         None,
-        "Name of a class or function: (data_files, config, split) -> a sequence of rows "
-        "(docs/data.md).",
+        "Name of a class or function: (data_files, config, split) -> a sequence of rows, "
+        "or a class written for verl: (data_files, tokenizer, config, ...) (docs/data.md).",
         used_when=".path!=null",
     )
 
@@ -82,8 +82,8 @@ class SamplerConfig:
     )
     class_name: Optional[str] = key(
         None,
-        "Name of a class: (data_source, data_config), with the method order(epoch) -> row numbers "
-        "(docs/data.md).",
+        "Name of a class: (data_source, data_config), with the method order(epoch) -> row numbers, "
+        "or written for verl, with __iter__ (docs/data.md).",
         used_when=".class_path!=null",
     )
 

@@ -5,15 +5,28 @@
         def __init__(self, data_source, data_config): ...
         def order(self, epoch): ...             the numbers of the rows, in order
 
-Both must give the same for the same arguments: a resumed run asks again.
+Both must give the same for the same arguments: a resumed run asks again. Classes written for verl
+have other parameters and methods, by which they are recognized:
+
+    class Rows(Dataset):
+        def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1): ...
+    class Sampler:
+        def __iter__(self): ...                 the numbers of the rows of the next epoch
 """
 
+import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verlite.config.schema import DataConfig
+from verlite.data.prompts import build_prompt
 from verlite.importing import CODE_ERRORS, OwnCodeError, find, text_of
+
+COMPARED_ROWS = 16
+"""Rows of a data set for verl whose own token ids are compared with those of their messages."""
 
 
 def call(path: str, name: str, **arguments: Any) -> Any:
@@ -32,18 +45,41 @@ def call(path: str, name: str, **arguments: Any) -> Any:
     return own(**arguments)
 
 
+def verl_config(config: DataConfig) -> Any:
+    """Return the data section as verl's classes get it: keys as attributes and by `get`."""
+    return OmegaConf.create(dataclasses.asdict(config))
+
+
 def own_rows(
-    config: DataConfig, files: Sequence[str], split: str, first: int | None
+    config: DataConfig,
+    files: Sequence[str],
+    split: str,
+    first: int | None,
+    tokenizer: Callable[[], Any] | None = None,
 ) -> tuple[list[Any], int]:
     """Create the user's data set; return its first rows (None: all) and how many it has.
+
+    Args:
+        tokenizer: loads the tokenizer for a data set that is written for verl.
 
     Raises:
         OwnCodeError: it cannot be created or read.
     """
     path, name = str(config.custom_cls.path), str(config.custom_cls.name)
     key = f"data.custom_cls.name={name} in {path}"
+    own = find_own(path, name, "data.custom_cls")
+    parameters = inspect.signature(own).parameters
+    is_for_verl = "tokenizer" in parameters and "split" not in parameters
+    loaded = tokenizer() if is_for_verl and tokenizer is not None else None
     try:
-        rows = call(path, name, data_files=list(files), config=config, split=split)
+        if loaded is not None:
+            given = {"data_files": list(files), "tokenizer": loaded, "config": verl_config(config)}
+            given |= {"processor": None, "max_samples": -1}
+            anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            given = {k: v for k, v in given.items() if anything or k in parameters}
+            rows = call(path, name, **given)
+        else:
+            rows = call(path, name, data_files=list(files), config=config, split=split)
         count = len(rows)
     except OwnCodeError as error:
         raise OwnCodeError(f"data.custom_cls: {error}") from error
@@ -52,7 +88,86 @@ def own_rows(
     found = []
     for number in range(count if first is None else min(count, first)):
         try:
-            found.append(rows[number])
+            row = rows[number]
+            if loaded is not None and isinstance(row, Mapping):
+                row = _of_verl(row, config, loaded if number < COMPARED_ROWS else None)
+            found.append(row)
         except CODE_ERRORS as error:
             raise OwnCodeError(f"{key}: {split} row {number} failed: {text_of(error)}") from error
     return found, count
+
+
+def _of_verl(row: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> dict[str, Any]:
+    """Return a row of a data set for verl, with the messages of `raw_prompt` as its prompt.
+
+    Raises:
+        ValueError: its token ids are not those of the messages, which would be trained on here.
+    """
+    messages = row.get("raw_prompt")
+    if not isinstance(messages, list | tuple) or not messages:
+        return dict(row)
+    ids = row.get("raw_prompt_ids")
+    if ids is not None and tokenizer is not None:
+        built = build_prompt(tokenizer, messages, template_kwargs=config.apply_chat_template_kwargs)
+        fits = len(built) <= config.max_prompt_length  # it was not truncated
+        if fits and [int(token) for token in ids] != built:
+            raise ValueError(
+                f"its raw_prompt_ids ({len(ids)} tokens) are not the token ids of its messages "
+                f"({len(built)} tokens). verlite trains on the messages: put the whole prompt there"
+            )
+    return {**row, config.prompt_key: [dict(message) for message in messages]}
+
+
+def find_own(path: str, name: str, key: str) -> Any:
+    """Return a class or function of the user's. Raises OwnCodeError, which names the key."""
+    try:
+        return find(path, name)
+    except OwnCodeError as error:
+        raise OwnCodeError(f"{key}: {error}") from error
+
+
+class EpochsOfVerl:
+    """The epochs of a sampler written for verl, each of which is one iteration over it.
+
+    A sampler may continue its random numbers from epoch to epoch, so earlier epochs are iterated
+    again after a resume.
+    """
+
+    def __init__(self, create: Callable[[], Any]) -> None:
+        self._create = create
+        self._sampler = create()
+        self._made = 0
+        self._last: list[int] = []
+
+    def order(self, epoch: int) -> list[int]:
+        """Return the row numbers of an epoch, counted from 0."""
+        if epoch < self._made - 1:
+            self._sampler, self._made = self._create(), 0
+        while self._made <= epoch:
+            self._last = list(self._sampler)
+            self._made += 1
+        return self._last
+
+
+class RowsOfVerl:
+    """The training rows as a sampler for verl reads them: by number, or a column of `dataframe`."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+        self.dataframe = self
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, item: int | str) -> Any:
+        if isinstance(item, str):
+            return [self[i][item] for i in range(len(self))]
+        row = self._rows[item]
+        return {
+            "prompt": row.messages,
+            "raw_prompt": row.messages,
+            "data_source": row.data_source,
+            "ability": row.ability,
+            "reward_model": {"ground_truth": row.ground_truth},
+            "extra_info": row.extra_info,
+        }

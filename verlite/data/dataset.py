@@ -1,6 +1,6 @@
 """Datasets of prompts from files, read, checked and tokenized before training starts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,12 @@ class RowFiles:
         config: DataConfig,
         split: str,
         first: int | None = None,
+        tokenizer: Callable[[], Any] | None = None,
     ) -> None:
-        """Read the files; of each only the `first` rows, or all (None)."""
+        """Read the files; of each only the `first` rows, or all (None).
+
+        `tokenizer` loads the tokenizer, for a data set of the user's that is written for verl.
+        """
         self.names = [files] if isinstance(files, str) else list(files)
         """The files, or the user's data set."""
         if not self.names:
@@ -137,7 +141,7 @@ class RowFiles:
         columns = [config.prompt_key, self.source_key, "reward_model"]
         if config.custom_cls.path is not None:
             files = [str(find_file(name)) for name in self.names]
-            read = [_own(config, files, split, columns, first)]
+            read = [_own(config, files, split, columns, first, tokenizer)]
             self.names = [f"{config.custom_cls.name} ({', '.join(self.names)})"]
         else:
             read = [_read(name, columns, first) for name in self.names]
@@ -434,12 +438,17 @@ def find_file(name: str) -> Path:
 
 
 def _own(
-    config: DataConfig, files: list[str], split: str, required: list[str], first: int | None
+    config: DataConfig,
+    files: list[str],
+    split: str,
+    required: list[str],
+    first: int | None,
+    tokenizer: Callable[[], Any] | None,
 ) -> tuple[pa.Table, int]:
     """Return the first rows of the user's data set (None: all), and how many it has."""
     name = f"data.custom_cls.name={config.custom_cls.name}"
     try:
-        rows, count = own_rows(config, files, split, first)
+        rows, count = own_rows(config, files, split, first, tokenizer)
     except OwnCodeError as error:
         raise DataError(str(error)) from error
     if not rows:

@@ -2,15 +2,17 @@
 values.
 """
 
+import functools
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from verlite.config.schema import DataConfig
-from verlite.data.custom import call
+from verlite.data.custom import EpochsOfVerl, RowsOfVerl, call, verl_config
 from verlite.data.dataset import DataError, PromptDataset
-from verlite.importing import CODE_ERRORS, OwnCodeError, text_of
+from verlite.importing import CODE_ERRORS, OwnCodeError, find, text_of
 
 
 class PromptSampler:
@@ -152,14 +154,26 @@ def own_order(config: DataConfig, rows: PromptDataset) -> Callable[[int], np.nda
         return None
     key = f"data.sampler.class_name={name} in {path}"
     try:
-        sampler = call(path, name, data_source=rows, data_config=config)
+        own = find(path, name)
+        if hasattr(own, "__iter__") and not hasattr(own, "order"):
+            if callable(getattr(own, "update", None)):
+                raise DataError(
+                    f"{key} changes after each step (update), so a resumed run could not repeat "
+                    "its order. Give it a method order(epoch) instead (docs/data.md)"
+                )
+            given = {"data_source": RowsOfVerl(rows), "data_config": verl_config(config)}
+            sampler: Any = EpochsOfVerl(functools.partial(call, path, name, **given))
+        else:
+            sampler = call(path, name, data_source=rows, data_config=config)
+    except DataError:
+        raise
     except OwnCodeError as error:
         raise DataError(f"data.sampler: {error}") from error
     except CODE_ERRORS as error:
         raise DataError(f"{key} cannot be created: {text_of(error)}") from error
 
     if not callable(getattr(sampler, "order", None)):
-        raise DataError(f"{key} has no method order(epoch) (docs/data.md)")
+        raise DataError(f"{key} has neither a method order(epoch) nor __iter__ (docs/data.md)")
 
     def order(epoch: int) -> np.ndarray:
         try:

@@ -3,6 +3,7 @@
 torch and transformers are imported in functions, because `verlite check` uses this file too.
 """
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from verlite.config.plan import Plan
@@ -41,6 +42,20 @@ def load_policy_tokenizer(
         raise HubMissing(f"actor_rollout_ref.{error}") from error
     except ModelError as error:
         raise RunRefused(f"actor_rollout_ref.{error}") from error
+
+
+def read_rows(config: Config, first: int | None = None) -> tuple[RowFiles, RowFiles | None]:
+    """Read the first rows (None: all) of the files of training and validation.
+
+    Raises:
+        DataError: they cannot be used. RunRefused: a data set written for verl needs the tokenizer,
+        which cannot be loaded.
+    """
+    data = config.data
+    tokenizer = functools.cache(lambda: load_policy_tokenizer(config.actor_rollout_ref.model)[0])
+    train = RowFiles(data.train_files, data, "train", first, tokenizer)
+    val = RowFiles(data.val_files, data, "val", first, tokenizer) if data.val_files else None
+    return train, val
 
 
 def load_environment(

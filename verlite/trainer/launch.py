@@ -52,6 +52,7 @@ from verlite.trainer.disk import disk_warning
 from verlite.trainer.display import Display
 from verlite.trainer.ending import begin, end_at_once, reported_first
 from verlite.trainer.errors import RunRefused, ServiceMissing
+from verlite.trainer.inputs import read_rows
 from verlite.trainer.reference import find_service
 from verlite.trainer.segments import shown_difference
 from verlite.trainer.tracking import METRICS
@@ -145,7 +146,6 @@ def check_all(
     config: Config, stop: Stop, config_yaml: str, run_dir: Path, display: Display
 ) -> Preflight:
     """Check the checkpoint, the data files, the reward function and the tools, cheapest first."""
-    data = config.data
     warnings: list[str] = []
     begin_run()
     critical_settings(config)  # reads the files now, which may change before the first save
@@ -160,8 +160,7 @@ def check_all(
         state = checkpoint.state()
         refuse_changed_settings(config, state["critical"])
         warnings += changed_code(code, state.get("code", {}))
-    train = RowFiles(data.train_files, data, "train")
-    val = RowFiles(data.val_files, data, "val") if data.val_files else None
+    train, val = read_rows(config)
     validate_reward_fn(config, train, val, warnings.append)
     plan = make_plan(config)
     too_little = disk_warning(config, plan, train.in_files)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from verlite import hub
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
-from verlite.data.dataset import DataError, RowFiles
+from verlite.data.dataset import DataError
 from verlite.rewards.process import FunctionError
 from verlite.rewards.routing import UnknownDataSource
 from verlite.trainer.disk import disk_warning
@@ -23,6 +23,7 @@ from verlite.trainer.inputs import (
     load_environment,
     load_policy_tokenizer,
     make_sampler,
+    read_rows,
 )
 from verlite.trainer.launch import (
     absolutize_paths,
@@ -75,9 +76,7 @@ def _noted(trial: Trial) -> Iterator[None]:
 
 
 def _try_data(config: Config, plan: Plan, trial: Trial) -> None:
-    data = config.data
-    train = RowFiles(data.train_files, data, "train", ROWS)
-    val = RowFiles(data.val_files, data, "val", ROWS) if data.val_files else None
+    train, val = read_rows(config, ROWS)
     with _noted(trial):
         validate_reward_fn(config, train, val, trial.warnings.append)
     warning = disk_warning(config, plan, train.in_files)
