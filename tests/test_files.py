@@ -23,6 +23,7 @@ from verlite.files import (
     RetryingWriter,
     append,
     one_line,
+    parse_foreign_json,
     read_bytes,
     refused_by_disk,
     replace_file,
@@ -221,3 +222,25 @@ def test_sizes_have_a_fitting_unit() -> None:
 def test_text_from_files_is_one_printable_line() -> None:
     assert one_line("a\nb\x1b[2J\ud800é") == "a b?[2J?é"
     assert len(one_line("x" * 10**6)) < 310
+
+
+def test_limits_of_foreign_json_count_values_and_not_text():
+    assert parse_foreign_json(b'["[[[[{,,,,", "\\"[[[[,,,,"]', values=3, depth=1) == [
+        "[[[[{,,,,",
+        '"[[[[,,,,',
+    ]
+    assert parse_foreign_json(b'[{"a": [1, 2]}, {"a": []}]', values=8, depth=3)
+    for text in (b"[1, 2, 3]", b"[[], []]", b'{"a": 1, "b": {}}'):
+        with pytest.raises(ValueError, match="more than 3 values"):
+            parse_foreign_json(text, values=3, depth=9)
+    with pytest.raises(ValueError, match="nested deeper than 2 levels"):
+        parse_foreign_json(b'[{"a": ["]]]"]}]', depth=2)
+    assert parse_foreign_json("\ufeff[1]".encode()) == [1]
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[", b'"\\', b'"' + b'\\"' * 500_000, b"\xff", b"[1]".ljust(9, b"]")]
+)
+def test_damaged_foreign_json_is_an_error_at_once(text):
+    with pytest.raises(ValueError):
+        parse_foreign_json(text + b"[" * 100)

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -21,6 +22,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Codes of a disk that is full, over its quota or its limit of file sizes, or broken."""
 LINES_MAX_BYTES = 1 << 30
 """Largest file of JSON lines that is read."""
+
+
+JSON_VALUES = 2_000_000
+"""Most values of a JSON text from another program. Each may take 200 bytes of memory."""
+JSON_DEPTH = 64
+"""Deepest nesting of its lists and objects."""
+_JSON_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 def size_text(number: float) -> str:
@@ -120,6 +128,34 @@ def parse_json(content: bytes) -> Any:
         return json.loads(content.decode())
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
+
+
+def parse_foreign_json(
+    content: bytes | bytearray, values: int = JSON_VALUES, depth: int = JSON_DEPTH
+) -> Any:
+    """Parse JSON in UTF-8 from another program. Parsed JSON can have 30 times its size.
+
+    Args:
+        content: the text.
+        values: most values, counting each list and object.
+        depth: deepest nesting.
+
+    Raises:
+        ValueError: it is not JSON, or exceeds a limit.
+    """
+    text = content.decode("utf-8-sig")
+    marks = text.count(",") + text.count("[") + text.count("{")
+    if marks >= values or marks > depth:  # commas in texts do not count
+        bare = _JSON_TEXT.sub("", text)
+        marks = bare.count(",") + bare.count("[") + bare.count("{")
+        if marks >= values:
+            raise ValueError(f"the JSON has more than {values:,} values")
+        level = 0
+        for bracket in re.finditer(r"[\[\]{}]", bare):
+            level += 1 if bracket[0] in "[{" else -1
+            if level > depth:
+                raise ValueError(f"the JSON is nested deeper than {depth} levels")
+    return json.loads(text)
 
 
 def one_line(text: object, limit: int = 300) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from verlite import main_sft
 from verlite.config.dpo import DPO
 from verlite.files import tolerate_full_disk
+from verlite.terminal import clean_output
 
 if TYPE_CHECKING:
     from verlite.sft.run import Task
@@ -31,6 +32,7 @@ def dpo_task() -> "Task":
 
 if __name__ == "__main__":
     tolerate_full_disk()
+    clean_output()
     code = main()
     from verlite.trainer.ending import leave
 

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from verlite.controller.stop import Stop
 from verlite.files import tolerate_full_disk
+from verlite.terminal import clean_output
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,6 +58,7 @@ def train_command(argv: list[str], stop: Stop) -> int:
 
 if __name__ == "__main__":
     tolerate_full_disk()
+    clean_output()
     code = main()
     from verlite.trainer.ending import leave
 

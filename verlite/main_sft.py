@@ -28,6 +28,7 @@ from verlite.config.sft import SFT
 from verlite.config.show import console, notes_text
 from verlite.controller.stop import Stop
 from verlite.files import tolerate_full_disk
+from verlite.terminal import clean_output
 
 if TYPE_CHECKING:
     from verlite.sft.run import Task
@@ -121,6 +122,7 @@ def help_text(usage: str, command: Command) -> str:
 
 if __name__ == "__main__":
     tolerate_full_disk()
+    clean_output()
     code = main()
     from verlite.trainer.ending import leave
 

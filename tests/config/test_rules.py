@@ -1057,6 +1057,12 @@ def test_suggestions_prefer_same_last_part():
         "access_key_id",
         "Authorization",
         "pwd",
+        "DB_PASS",
+        "REDIS_AUTH",
+        "GITHUB_PAT",
+        "OPENAI_API_KEY_2",
+        "TOKEN2",
+        "env.kwargs.token-3",
     ],
 )
 def test_secrets_are_masked(key):
@@ -1075,6 +1081,14 @@ def test_numbers_are_masked_only_under_the_name_of_a_password():
         ("http://hunter2@host/retrieve", "http://***@host/retrieve"),
         ("https://host/?a=1&access_token=hunter2&b=2", "https://host/?a=1&access_token=***&b=2"),
         ("https://host/?sig=hunter2", "https://host/?sig=***"),
+        ("https://host/?api-key=hunter2&b=2", "https://host/?api-key=***&b=2"),
+        ("https://host/?X-Amz-Signature=hunter2", "https://host/?X-Amz-Signature=***"),
+        ("https://host/?X-Amz-Credential=hunter2/a", "https://host/?X-Amz-Credential=***"),
+        ("https://host/#access_token=hunter2", "https://host/#access_token=***"),
+        (
+            "https://host/?monkey=1&author=2&page_size=3",
+            "https://host/?monkey=1&author=2&page_size=3",
+        ),
         ("http://host:8000/retrieve", "http://host:8000/retrieve"),
     ],
 )
@@ -1094,6 +1108,11 @@ def test_secrets_in_urls_are_masked(url, shown):
         "pad_token",
         "stop_token",
         "monkey",
+        "PATH",
+        "author",
+        "bypass",
+        "compass_2",
+        "image_key_2",
     ],
 )
 def test_column_and_token_names_are_not_masked(key):

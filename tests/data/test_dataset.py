@@ -305,7 +305,7 @@ def test_damaged_parquet_is_an_error_that_names_the_file(tmp_path: Path) -> None
         "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
         "{% include 'MARK' %}",
         "{{ messages.append(1) }}",
-        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{% for i in range(1000000000) %}x{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{",
     ],

@@ -1,6 +1,7 @@
 """The client of services against real servers. tests/envs/test_retriever.py has its retries."""
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
@@ -22,7 +23,7 @@ Answers = Callable[[str, dict[str, str], Any], tuple[int, Any]]
 
 
 @contextmanager
-def serving(answers: Answers) -> Iterator[str]:
+def serving(answers: Answers, encoding: str | None = None) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -33,6 +34,8 @@ def serving(answers: Answers) -> Iterator[str]:
             self.send_response(status)
             if status == 302:
                 self.send_header("Location", "/elsewhere")
+            if encoding is not None:
+                self.send_header("Content-Encoding", encoding)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             try:
@@ -145,6 +148,42 @@ def test_answer_size_is_bounded() -> None:
 
         with pytest.raises(Retry, match="an answer of more than 1000 bytes"):
             run(small, ask)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_compressed_answers_are_refused_before_they_are_decoded(layers: int) -> None:
+    """Nested layers of gzip made 1.84 GB of 1,627 bytes."""
+    content = b'"' + b"x" * 1_000_000 + b'"'
+    for _ in range(layers):
+        content = gzip.compress(content)
+    encoding = ", ".join(["gzip"] * layers)
+    with serving(lambda *request: (200, content), encoding) as url:
+        with pytest.raises(Retry, match=f"an answer with Content-Encoding: {encoding}, though"):
+            run(Client(service(url)), lambda client: client.attempt(url, {}, same))
+    with serving(lambda *request: (200, b"1"), "Identity") as url:
+        assert run(Client(service(url)), lambda client: client.attempt(url, {}, same)) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"[" + b"[]," * 2_000_000 + b"[]]", "the JSON has more than 2,000,000 values"),
+        (b"[" * 65 + b"]" * 65, "the JSON is nested deeper than 64 levels"),
+        (b'{"a":' * 65 + b"1" + b"}" * 65, "the JSON is nested deeper than 64 levels"),
+    ],
+)
+def test_json_that_would_fill_the_memory_is_refused(answer: bytes, reason: str) -> None:
+    with serving(lambda *request: (200, answer)) as url:
+        slow = Client(service(url, timeout_s=30.0))
+        with pytest.raises(Retry, match=reason):
+            run(slow, lambda client: client.attempt(url, {}, same))
+
+
+def test_error_bodies_have_no_control_characters() -> None:
+    with serving(lambda *request: (400, "\x1b]0;title\x07 \u202e\n no".encode())) as url:
+        with pytest.raises(Refused) as caught:
+            run(Client(service(url)), lambda client: client.attempt(url, {}, same))
+    assert str(caught.value) == "HTTP 400: ?]0;title? ? no"
 
 
 @pytest.mark.parametrize("status", [302, 400, 401, 404, 422])

@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,16 +14,23 @@ from fastapi import Request
 from tests.http.running import running
 from verlite.http import server as module
 from verlite.http.address import bind, open_to_others, url
+from verlite.http.origin import refusal
 from verlite.http.server import application, parse_object, read_body
 from verlite.http.token import TokenError, token_of_file, token_of_variable
 
 pytestmark = pytest.mark.process
 
+JSON = {"Content-Type": "application/json"}
+KIND = "Content-Type: application/json"
+HALF = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HALF += b"Content-Length: 900\r\n\r\nhalf"
+
 
 @contextmanager
-def serving(token: str | None = None) -> Iterator[str]:
+def serving(token: str | None = None, hosts: Collection[str] = ()) -> Iterator[str]:
     """Run a service that answers its own body, and fails on {"fail": true}."""
     app = application("echo", token=token)
+    app.state.hosts = hosts
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -66,9 +73,73 @@ def test_token_opens_every_route() -> None:
             assert client.post("/echo", json={"a": 1}).json() == {"a": 1}
 
 
+def ask(address: str, *headers: str, method: str = "POST") -> int:
+    """Send {} with exactly these headers, and return the status."""
+    with raw(address) as client:
+        head = "\r\n".join([f"{method} /echo HTTP/1.1", *headers, "Content-Length: 2"])
+        client.sendall(f"{head}\r\n\r\n{{}}".encode())
+        return int(client.recv(1000).split()[1])
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (200, ["Host: 127.0.0.1:{port}", KIND]),
+        (200, ["Host: localhost", "Content-Type: Application/JSON; charset=utf-8"]),
+        (200, ["Host: [::1]:80", KIND]),
+        (200, [f"Host: {socket.gethostname().upper()}:1", KIND]),
+        (200, ["Host: 127.0.0.1:{port}", KIND, "Origin: http://127.0.0.1:{port}"]),
+        # DNS rebinding: the name of a site that has become 127.0.0.1
+        (403, ["Host: evil.example:{port}", KIND]),
+        (403, ["Host: localhost.evil.example", KIND]),
+        (403, ["Host: 127.0.0.1.evil.example", KIND]),
+        (403, ["Host: localhost@evil.example", KIND]),
+        (403, ["Host: 192.0.2.1", KIND]),
+        (403, ["Host: [::1", KIND]),
+        # a form or script of another site
+        (403, ["Host: 127.0.0.1:{port}", KIND, "Origin: https://evil.example"]),
+        (403, ["Host: 127.0.0.1:{port}", KIND, "Origin: null"]),
+        (403, ["Host: 127.0.0.1:{port}", KIND, "Origin: http://127.0.0.1:1"]),
+        (415, ["Host: 127.0.0.1:{port}", "Content-Type: text/plain"]),
+        (415, ["Host: 127.0.0.1:{port}", "Content-Type: text/plain; a=application/json"]),
+        (415, ["Host: 127.0.0.1:{port}", KIND, "Content-Type: text/plain"]),
+        (415, ["Host: 127.0.0.1:{port}"]),
+    ],
+)
+def test_requests_of_other_sites_are_refused(status: int, headers: list[str]) -> None:
+    with serving() as address:
+        port = str(httpx.URL(address).port)
+        assert ask(address, *(header.replace("{port}", port) for header in headers)) == status
+
+
+def test_a_page_of_another_site_reads_nothing() -> None:
+    with serving() as address, httpx.Client(base_url=address) as client:
+        assert client.get("/health", headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_further_names_and_a_token_open_a_service_to_other_hosts() -> None:
+    foreign = ["Host: gpu4.example:80", KIND]
+    with serving(hosts={"gpu4.example"}) as address:
+        assert ask(address, *foreign) == 200
+    with serving("s3cret") as address:
+        assert ask(address, *foreign) == 401
+        assert ask(address, *foreign, "Authorization: Bearer s3cret") == 200
+
+
+def test_a_service_for_other_machines_has_their_addresses_as_names() -> None:
+    scope = {"method": "GET", "headers": [(b"host", b"10.1.2.3:80")], "server": ("10.0.0.1", 80)}
+    assert refusal(scope, (), False) is None
+    assert refusal({**scope, "server": ("127.0.0.1", 80)}, (), False) is not None
+    scope["headers"] = [(b"host", b"evil.example")]
+    assert refusal(scope, (), False) is not None
+
+
 def test_token_is_checked_before_the_body_is_read() -> None:
     with serving("s3cret") as address, raw(address) as client:
-        client.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\nhalf")
+        client.sendall(
+            b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 900\r\n\r\nhalf"
+        )
         assert client.recv(1000).startswith(b"HTTP/1.1 401")
 
 
@@ -83,7 +154,7 @@ def test_error_of_the_service_shows_no_traceback() -> None:
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[1]", b"[" * 900, b"NaN"])
 def test_body_that_is_not_an_object_gets_422(body: bytes) -> None:
     with serving() as address:
-        answer = httpx.post(f"{address}/echo", content=body)
+        answer = httpx.post(f"{address}/echo", content=body, headers=JSON)
         assert answer.status_code == 422 and answer.json()["detail"].startswith("the body is")
 
 
@@ -105,7 +176,7 @@ def test_second_request_of_a_connection_must_be_complete_in_time(
 ) -> None:
     monkeypatch.setattr(module, "HEAD_S", 0.3)
     with serving() as address, raw(address) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(1000).startswith(b"HTTP/1.1 200")
         client.sendall(b"GET /health HTTP/1.1\r\nHo")
         with pytest.raises(ConnectionError):
@@ -117,14 +188,14 @@ def test_fast_requests_keep_their_connection(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "HEAD_S", 0.3)
     with serving() as address, raw(address) as client:
         for _ in range(3):
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert client.recv(1000).startswith(b"HTTP/1.1 200")
             time.sleep(0.2)
 
 
 def test_endless_head_is_disconnected() -> None:
     with serving() as address, raw(address) as client:
-        client.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\n")
+        client.sendall(b"POST /echo HTTP/1.1\r\nHost: localhost\r\n")
         with pytest.raises(ConnectionError):
             for _ in range(1000):
                 client.sendall(b"X: " + b"y" * 60_000 + b"\r\n")
@@ -134,15 +205,18 @@ def test_endless_head_is_disconnected() -> None:
 def test_slow_body_gets_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BODY_S", 0.3)
     with serving() as address, raw(address) as client:
-        client.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\nhalf")
+        client.sendall(
+            b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 900\r\n\r\nhalf"
+        )
         assert client.recv(1000).startswith(b"HTTP/1.1 408")
 
 
 def test_large_body_gets_413() -> None:
     with serving() as address:
         fits = json.dumps({"a": 1}).ljust(1000)
-        assert httpx.post(f"{address}/echo", content=fits).status_code == 200
-        answer = httpx.post(f"{address}/echo", content=fits + " ")
+        assert httpx.post(f"{address}/echo", content=fits, headers=JSON).status_code == 200
+        answer = httpx.post(f"{address}/echo", content=fits + " ", headers=JSON)
         assert answer.status_code == 413
         assert answer.json()["detail"] == "the body has more than 1000 bytes; send less at a time"
 

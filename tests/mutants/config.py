@@ -54,6 +54,12 @@ def _everywhere_generic(original, name, known, count=3):
 
 MUTANTS = [
     Mutant(
+        "escape sequences of outside text reach the terminal",
+        "verlite.terminal:CONTROL",
+        constant(re.compile("(?!)")),
+        ("tests/test_terminal.py",),
+    ),
+    Mutant(
         "a short pattern of other names goes before a full name",
         "verlite.config.translation:_best",
         calls(_short_pattern_first),

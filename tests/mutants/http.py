@@ -19,6 +19,18 @@ MUTANTS = [
         SERVER_TESTS,
     ),
     Mutant(
+        "web pages of other sites can use services on loopback",
+        "verlite.http.origin:refusal",
+        does_nothing,
+        (*SERVER_TESTS, "tests/rollout/test_gate.py"),
+    ),
+    Mutant(
+        "a small JSON text fills the memory",
+        "verlite.files:parse_foreign_json",
+        argument("values", lambda values: 10**9),
+        ("tests/test_files.py", *CLIENT_TESTS),
+    ),
+    Mutant(
         "a client may send its headers forever",
         SERVER + "_Protocol._watch",
         does_nothing,

@@ -2,6 +2,7 @@
 
 from tests.mutants import Mutant
 from tests.mutants.patches import argument, calls, result, returns
+from verlite.config.schema import ModelConfig
 
 RUNS = "verlite.report.runs:"
 LS = ("tests/report/test_ls.py",)
@@ -13,7 +14,17 @@ def _until_the_first(original, path, notes):
     return original(path, notes)[:1]
 
 
+def _as_recorded(original, checkpoint, base):
+    return ModelConfig(**checkpoint.state()["model"])
+
+
 MUTANTS = [
+    Mutant(
+        "a checkpoint chooses its model, and whether the model's code is run",
+        "verlite.report.export:_model",
+        calls(_as_recorded),
+        ("tests/report/test_export.py",),
+    ),
     Mutant(
         "a run that was killed counts as running",
         RUNS + "is_locked",

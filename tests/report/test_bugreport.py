@@ -1,10 +1,12 @@
 """`verlite doctor` and `verlite bugreport`: what is found, what is masked, what is left out."""
 
 import json
+import os
 import resource
 import shutil
 import zipfile
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -109,6 +111,18 @@ def test_bugreport_has_what_is_asked_for_and_no_secret(run_dir, tmp_path, monkey
     assert len(content["logs/actor_0.log"]) < bugreport.LOG_BYTES
 
 
+def test_bugreport_of_names_that_are_not_utf_8(run_dir, tmp_path):
+    odd = os.fsencode(run_dir) + b"\xff\x1b"
+    os.rename(run_dir, odd)
+    (Path(os.fsdecode(odd)) / "logs" / os.fsdecode(b"a\xfe.log")).write_text("\x1b[2J\n")
+    code, text = run("bugreport", os.fsdecode(odd), "-o", str(tmp_path / "b.zip"))
+    assert code == 0, text
+    assert "logs/a\\udcfe.log" in text
+    with zipfile.ZipFile(tmp_path / "b.zip") as archive:
+        assert archive.read("logs/a\\udcfe.log") == b"\\x1b[2J\n"
+        assert b"logs/a\\udcfe.log" in archive.read("files.txt")
+
+
 def test_bugreport_refuses_other_folders(tmp_path):
     for name, words in ((".", "is not a run directory"), ("none", "does not exist")):
         code, text = run("bugreport", str(tmp_path / name), "-o", str(tmp_path / "b.zip"))
@@ -129,6 +143,10 @@ def test_bugreport_refuses_other_folders(tmp_path):
         ("prompt_key=question", "prompt_key=question"),
         ("Authorization: Bearer abcdefgh.ijkl", "Authorization: *** ***"),
         ("http://h/x?api_key=1&n=2", "http://h/x?api_key=***&n=2"),
+        ("DB_PASS=x1y2 n=3", "DB_PASS=*** n=3"),
+        ("OPENAI_API_KEY_2: abc", "OPENAI_API_KEY_2: ***"),
+        ("Authorization: Basic bWU6cHc=", "Authorization: *** ***"),
+        ("GET https://s3/x?X-Amz-Signature=ab12&n=2", "GET https://s3/x?X-Amz-Signature=***&n=2"),
         ("key sk-abcdefghijklmnopqrstuv end", "key *** end"),
         ("step 3: loss=0.5", "step 3: loss=0.5"),
     ],

@@ -129,6 +129,28 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert run.error == "out of memory" and len(run.samples) == 5
 
 
+def test_hostile_files_do_not_stall_the_page(tmp_path):
+    """Aliases of aliases are 10**30 settings; a line may have any number of metrics."""
+    run_dir = make_run(tmp_path / "run")
+    layers = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    layers += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
+    names = {f"metric/{number}": 0.5 for number in range(156_000)}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 6, **names}) + "\n")
+    for text, reason in (
+        ("\n".join(layers), "it has aliases"),
+        ("a: " + "[" * 100_000, "nested too deeply"),
+        ("a: b\n" * 300_000, "more than 1,048,576 characters"),
+    ):
+        (run_dir / "config.yaml").write_text(text)
+        (run,) = collect([run_dir])
+        assert run.config == {} and len(run.metrics) == 2000
+        assert "critic/score/mean" in run.metrics
+        notes = "\n".join(run.notes)
+        assert "config.yaml cannot be read" in notes and reason in notes
+        assert "2000 of 156" in notes
+
+
 def test_warnings_are_shown_once(tmp_path):
     run_dir = make_run(tmp_path / "run")
     warnings = [

@@ -37,6 +37,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         while True:
             blocks.append(bytearray(16 << 20))
     if solution_str == "print":
+        sys.stdout.write("\\x1b[2J\\x9b1m\\u202e é")
+        sys.stdout.flush()
         for _ in range(100):
             sys.stdout.write("x" * (1 << 20))
             os.write(2, b"y" * (1 << 10))
@@ -209,6 +211,7 @@ def test_output_and_processes_left_behind_are_limited(
             time.sleep(0.05)
             written += capfd.readouterr().err
         assert OUTPUT_BYTES <= len(written) < 2 * OUTPUT_BYTES
+        assert "\\x1b[2J\\x9b1m\\u202e é" in written and "\x1b" not in written
         assert pool.run(calls("daemon"), 30.0) == [SOUND]
         assert len(left()) == 1
         assert pool.run(calls("exit"), 30.0)[0].error == "Died"

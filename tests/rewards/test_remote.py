@@ -161,6 +161,16 @@ def test_answer_without_one_reward_per_sample_is_refused(answer: Any) -> None:
         results_of(answer, 2)
 
 
+@pytest.mark.parametrize(
+    "names", [[str(number) for number in range(201)], ["x" * 60_000, "y" * 60_000]]
+)
+def test_answer_with_too_many_parts_is_refused(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="expected at most 200, whose names have at most 100,000"):
+        results_of({"rewards": [1.0], "extra_logs": {name: [1.0] for name in names}}, 1)
+    with pytest.raises(BadReturn, match="expected at most"):
+        result_of({"score": 1.0} | dict.fromkeys(names, 1.0))
+
+
 @pytest.mark.parametrize("bad", ["NaN", "Infinity", "null", '"1"', "{}", "[1, 2]", "1e400"])
 def test_reward_that_is_not_a_number_fails_alone(service: Service, bad: str) -> None:
     service.answer = lambda body: (200, f'{{"rewards": [1, {bad}]}}'.encode())

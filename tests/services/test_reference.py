@@ -22,6 +22,7 @@ from verlite.services.reference import Limits, make_app
 from verlite.services.reference_client import ReferenceUnavailable, WrongReference
 from verlite.services.reference_wire import Job, ModelInfo
 
+JSON = {"Content-Type": "application/json"}
 pytestmark = pytest.mark.process
 
 INFO = ModelInfo("float32 float32:01", "toy", 100, 50, "float32", {"float32": 1}, {}, 1)
@@ -149,10 +150,17 @@ def test_wrong_answer_is_not_used(value, message):
 def test_http_status_of_wrong_requests(base):
     post = httpx.Client(base_url=base).post
     assert post("/log_probs", json=RIGHT | {"scored": [3]}).status_code == 422
-    assert post("/log_probs", content=b"{").status_code == 422
+    assert post("/log_probs", content=b"{", headers=JSON).status_code == 422
     assert post("/log_probs", json=[1]).json()["detail"].startswith("the body is a list")
     with serving(limits=Limits(body=100)) as small:
-        assert httpx.post(f"{small}/log_probs", content=b" " * 101).status_code == 413
+        assert (
+            httpx.post(
+                f"{small}/log_probs",
+                content=b" " * 101,
+                headers=JSON,
+            ).status_code
+            == 413
+        )
 
 
 def test_token_is_needed_if_there_is_one(monkeypatch):

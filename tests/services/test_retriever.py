@@ -60,7 +60,9 @@ def base(path: Path) -> Iterator[str]:
         yield address
 
 
-CLIENT = httpx.Client(timeout=30)  # shared, because building a client is slow
+CLIENT = httpx.Client(
+    timeout=30, headers={"Content-Type": "application/json"}
+)  # shared, because building a client is slow
 
 
 def ask(base: str, body: Any) -> Any:
@@ -225,7 +227,8 @@ def test_disconnect_while_sending_is_not_an_error(
     with serving(path) as base:
         with socket.create_connection(("127.0.0.1", httpx.URL(base).port)) as client:
             client.sendall(
-                b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf of it"
+                b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+                b"Content-Type: application/json\r\n\r\nhalf of it"
             )
         time.sleep(0.2)
         assert len(ask(base, {"query": "amber"})["result"]) == 1

@@ -26,7 +26,7 @@ from verlite.services.truths import TEMPLATES, first_question, question, read_tr
 pytestmark = pytest.mark.process
 
 CHATML = TEMPLATES["chatml"]
-CLIENT = httpx.Client(timeout=60)
+CLIENT = httpx.Client(timeout=60, headers={"Content-Type": "application/json"})
 NEVER = "\\boxed{9^{9^{9^{9}}}}"
 """An answer whose comparison does not end."""
 

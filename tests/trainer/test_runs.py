@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.runs import RAY_STARTED, Launch, quiet, write_reward, write_sums
-from verlite.report.export import export_checkpoint, find_checkpoint
+from verlite.report.export import Base, export_checkpoint, find_checkpoint
 from verlite.trainer.exports import exported_step
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -194,7 +194,7 @@ def test_lora_learns_and_a_stopped_run_resumes_to_the_same_numbers(tmp_path, bas
     assert (whole.run_dir / "huggingface" / "lora_adapter" / "adapter_config.json").is_file()
     checkpoint = find_checkpoint(whole.run_dir, pytest.fail)
     assert checkpoint.step == 4
-    assert export_checkpoint(checkpoint, tmp_path / "exported") < 1e-5
+    assert export_checkpoint(checkpoint, tmp_path / "exported", Base(tiny_qwen2)) < 1e-5
 
     changed = launch(
         tmp_path,

@@ -44,19 +44,17 @@ class Report:
     """How many prompts there are, and how long, judged by the first rows of each file."""
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=160, file=open(os.devnull, "w"), record=True)
-        with console.file:
+        out = console(file=open(os.devnull, "w"), record=True)
+        with out.file:
             for note in self.notes:
-                console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+                out.print(f"note: {note}", soft_wrap=True, highlight=False)
             for warning in self.warnings:
-                console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False)
+                out.print(f"warning: {warning}", soft_wrap=True, highlight=False)
             table: Any = self.plan.table()  # type: ignore[no-untyped-call]
-            console.print(table)
+            out.print(table)
             for line in self.prompts:
-                console.print(line, soft_wrap=True, highlight=False, markup=False)
-        return console.export_text().rstrip()
+                out.print(line, soft_wrap=True, highlight=False)
+        return out.export_text().rstrip()
 
 
 def check(
@@ -151,7 +149,13 @@ def evaluate(
     return {name: value for name, value in result.metrics[-1].items() if name.startswith("val-")}
 
 
-def export(run: Result | str | Path, out: str | Path, dtype: str = "float32") -> Path:
+def export(
+    run: Result | str | Path,
+    out: str | Path,
+    dtype: str = "float32",
+    model: str | None = None,
+    trust_remote_code: bool = False,
+) -> Path:
     """Write the policy of a checkpoint as a Hugging Face folder, reload it and compare.
 
     Args:
@@ -159,18 +163,24 @@ def export(run: Result | str | Path, out: str | Path, dtype: str = "float32") ->
             global_step_N folder.
         out: a new or empty folder.
         dtype: float32, bfloat16 or float16.
+        model: folder or hub name of the model that the training began with. Not needed with what
+            `train` returned.
+        trust_remote_code: run Python code that comes with `model`.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, it cannot be loaded, `out` is not empty
-            or cannot be written, or `dtype` is unknown.
+        CheckpointError: there is no complete checkpoint, it cannot be loaded, `model` is missing,
+            `out` is not empty or cannot be written, or `dtype` is unknown.
     """
     import warnings
 
-    from verlite.report.export import export_checkpoint, find_checkpoint
+    from verlite.report.export import Base, export_checkpoint, find_checkpoint
 
     folder = run.run_dir if isinstance(run, Result) else Path(run)
     checkpoint = find_checkpoint(folder, lambda text: warnings.warn(text, stacklevel=3))
-    export_checkpoint(checkpoint, Path(out), dtype)
+    base = Base(model, trust_remote_code=trust_remote_code) if model else None
+    if base is None and isinstance(run, Result):  # its settings are those of this process's user
+        base = Base.recorded(checkpoint)
+    export_checkpoint(checkpoint, Path(out), base, dtype)
     return Path(out)
 
 

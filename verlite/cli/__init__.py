@@ -30,6 +30,8 @@ from verlite.cli import (
     stacks,
     supervise,
 )
+from verlite.cli.common import fail
+from verlite.terminal import clean_output
 
 PASS_THROUGH = {
     "ignore_unknown_options": True,
@@ -83,6 +85,12 @@ def prepare(
         ),
     ] = False,
 ) -> None:
-    """Make modules in the working directory importable, as `python -m` does."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """Clean the output, and make modules in the working directory importable, as `python -m`
+    does."""
+    clean_output()
+    try:
+        folder = os.getcwd()
+    except OSError as error:
+        fail(f"the current folder cannot be used: {error.strerror}. Change to one that exists.")
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)

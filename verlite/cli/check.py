@@ -81,7 +81,7 @@ def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
         fail("\n".join(missing))
     for problem in loaded.lacking:
         note = f"note: for one process here: {problem.brief()}"
-        out.print(note, soft_wrap=True, highlight=False, markup=False)
+        out.print(note, soft_wrap=True, highlight=False)
     if not missing:
         if name in DPO:
             trial = try_out(loaded.config, preferences.read_pairs, preferences.columns, 2)
@@ -97,7 +97,7 @@ def _report(trial: "Trial") -> None:
     from verlite.config.show import console
 
     for line in (*trial.seen, *(f"note: {warning}" for warning in trial.warnings)):
-        console().print(line, soft_wrap=True, highlight=False, markup=False)
+        console().print(line, soft_wrap=True, highlight=False)
     if trial.errors:
         fail("\n".join(f"error: {error}" for error in trial.errors))
 

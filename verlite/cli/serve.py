@@ -26,6 +26,14 @@ Host = Annotated[
     str,
     typer.Option(help="Address to listen on. By default only this machine can connect."),
 ]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Host name that clients may use, besides this machine's (repeat for several). With a "
+        "token any name will do.",
+    ),
+]
 TokenEnv = Annotated[
     str | None,
     typer.Option(
@@ -123,6 +131,7 @@ def retriever(
     max_batch: Annotated[int, typer.Option(min=1, help="Queries per search batch.")] = 32,
     max_queries: Annotated[int, typer.Option(min=1, help="Queries per request.")] = 1024,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes per request.")] = 1 << 20,
+    allow_host: AllowHost = None,
     token_env: TokenEnv = None,
     token_file: TokenFile = None,
 ) -> None:
@@ -153,7 +162,8 @@ def retriever(
     limits = Limits(body=max_body, queries=max_queries)
     service = make_app(passages, finder, topk, max_batch, limits, token)
     address = url(bound, "/retrieve")
-    run(service, bound, f"serving {len(passages)} documents ({finder.name}) at {address}")
+    line = f"serving {len(passages)} documents ({finder.name}) at {address}"
+    run(service, bound, line, [host, *(allow_host or [])])
 
 
 class PromptTemplate(StrEnum):
@@ -218,6 +228,7 @@ def reward(
         int, typer.Option(min=1, help="Answers that may wait. A further request gets status 503.")
     ] = 65536,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes per request.")] = 1 << 26,
+    allow_host: AllowHost = None,
     token_env: TokenEnv = None,
     token_file: TokenFile = None,
 ) -> None:
@@ -242,7 +253,8 @@ def reward(
         fail(error)
     service = make_app(scorer, truths, template, Limits(max_body, max_answers), token)
     known = f"{len(truths)} ground truths" if truths else "the ground truths of requests"
-    run(service, bound, f"scoring with {known} at {url(bound, '/get_reward')}")
+    line = f"scoring with {known} at {url(bound, '/get_reward')}"
+    run(service, bound, line, [host, *(allow_host or [])])
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -289,6 +301,7 @@ def generation(
         float,
         typer.Option("--kv-cache-gb", "--kv_cache_gb", help="On CPUs: GiB of the KV cache."),
     ] = 4.0,
+    allow_host: AllowHost = None,
     token_env: TokenEnv = None,
     token_file: TokenFile = None,
 ) -> None:
@@ -323,6 +336,7 @@ def generation(
         enforce_eager,
         kv_cache_gb if device == "cpu" else None,
         context.args,
+        allow_host or [],
     )
     bound, token = reserve(host, port, token_env, token_file)
     bound.close()  # vLLM opens the port itself
@@ -395,6 +409,7 @@ def reference(
             help="Run Python code that comes with the model.",
         ),
     ] = False,
+    allow_host: AllowHost = None,
     token_env: TokenEnv = None,
     token_file: TokenFile = None,
 ) -> None:
@@ -439,8 +454,9 @@ def reference(
 
     service = make_app(scorer, info, settings.ranks * max_tokens_per_gpu, limits, token, end)
     processes = "1 process" if settings.ranks == 1 else f"{settings.ranks} processes"
+    line = f"serving {info.name} ({info.dtype}, {processes}) at {url(bound)}"
     try:
-        run(service, bound, f"serving {info.name} ({info.dtype}, {processes}) at {url(bound)}")
+        run(service, bound, line, [host, *(allow_host or [])])
     finally:
         scorer.close()
     if service.state.desk.lost:

@@ -42,7 +42,7 @@ def show(
             rendered = render(sample, whole)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             cause = one_line(f"{type(error).__name__}: {error}")
-            out.print(f"sample {number} is malformed: {cause}", style="yellow", markup=False)
+            out.print(f"sample {number} is malformed: {cause}", style="yellow")
             continue
         out.print()
         out.print(rendered)

@@ -8,6 +8,7 @@ type-checked, its origin is known, and all problems are reported together.
 import copy
 import itertools
 import operator
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -164,10 +165,17 @@ def parse_argv(argv: Sequence[str]) -> tuple[str | None, str | None, list[str], 
     Options may be at any position.
 
     Raises:
-        ConfigError: an option is given twice or without a value.
+        ConfigError: an option is given twice or without a value, or the current folder was deleted.
     """
     if any(argument in ("--help", "-h") for argument in argv):
         return None, None, [], True
+    try:
+        os.getcwd()
+    except OSError as error:
+        rule = f"cannot be used: {error.strerror}"
+        raise ConfigError(
+            [Problem("the current folder", None, rule, "Change to a folder that exists.")]
+        ) from error
     values: dict[str, str] = {}
     overrides: list[str] = []
     problems: list[Problem] = []

@@ -11,10 +11,12 @@ from typing import Any
 
 SECRET = re.compile(
     r"(token|secret|password|passwd|pwd|passphrase|credential|authorization|bearer|key)s?$"
-    r"|(secret|private|access)_?key_?(id|path)$",
+    r"|(secret|private|access)_?key_?(id|path)$"
+    r"|(^|[_-])(pass|auth|pat|cookie)$",
     re.IGNORECASE,
 )
-"""Last parts of names whose text values are masked: hf_token, serper_key, AWS_SECRET_ACCESS_KEY."""
+"""Last parts of names whose text values are masked: hf_token, serper_key, AWS_SECRET_ACCESS_KEY,
+DB_PASS. A number at the end does not count: OPENAI_API_KEY_2."""
 COLUMN = re.compile(
     r"(^|_)(prompt|image|images|video|videos|audio|reward|reward_fn|teacher|student|label|text|"
     r"response|messages|question|answer|input|output|tools|data|source|group|column|sort)_keys?$"
@@ -28,10 +30,11 @@ NUMBER_SECRET = re.compile(r"(secret|password|passwd|pwd|passphrase)s?$", re.IGN
 """Names whose numbers are masked too."""
 URL_SECRET = re.compile(
     r"(://(?:[^/:@\s]*:)?)[^/@\s]+(?=@)"
-    r"|([?&](?:api_?key|key|(?:\w+_)?token|secret|password|sig|signature)=)[^&\s]+",
+    r"|([?&#;](?:[\w.-]*[_.-])?(?:api[_-]?key|access_?key|key|token|secret|password|passwd|pwd|pass|"
+    r"auth|sig|signature|credential)s?=)[^&\s]+",
     re.IGNORECASE,
 )
-"""Passwords and tokens inside a URL."""
+"""Passwords, keys, tokens and signatures inside a URL."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class ConfigError(ValueError):
 
 def is_secret(key: str, value: Any) -> bool:
     """Return whether a value is a secret, judged by its key. Only for keys outside the schema."""
-    name = key.rsplit(".", 1)[-1]
+    name = key.rsplit(".", 1)[-1].rstrip("0123456789").rstrip("_-") or key
     if isinstance(value, int | float) and not isinstance(value, bool):
         return bool(NUMBER_SECRET.search(name))
     if not isinstance(value, str) or COLUMN.search(name):
@@ -142,7 +145,7 @@ ASSIGNED = re.compile(r"""(?<![\w./-])([\w./-]++)(["']?\s*[=:]\s*["']?)([^\s"',;
 """NAME=VALUE, name: value and "name": "value" in a text. The time is linear in its length."""
 TOKEN = re.compile(
     r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{16}|xox\w-[\w-]{10,})"
-    r"|(?<=Bearer )[\w.=+/-]{8,}"
+    r"|(?<=Bearer )[\w.=+/-]{8,}|(?<=Basic )[\w=+/-]{4,}"
 )
 """Texts that are tokens of well-known services."""
 

@@ -1127,7 +1127,8 @@ class CustomRewardConfig:
         [],
         "Environment variables that the reward function needs although their names look like those "
         "of secrets: [OPENAI_API_KEY]. Its processes get no other variable whose name ends in "
-        "key, token, secret, password or credentials.",
+        "key, token, secret, password, credentials, pass, auth, pat or cookie, with or without a "
+        "number behind it.",
         used_when="custom_reward_function.path!=null",
     )
 

@@ -19,10 +19,10 @@ class Countdown:
         """Update the line."""
         now = time.monotonic()
         if sys.stderr.isatty():
-            from rich.console import Console
+            from verlite.config.show import console
 
             if self._status is None:
-                self._status = Console(stderr=True).status(text)
+                self._status = console(stderr=True).status(text)
                 self._status.start()
             self._status.update(text)
         elif self._last_print is None or now - self._last_print > PRINT_EVERY_S:

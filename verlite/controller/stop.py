@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from verlite.controller.exit_codes import INTERRUPTED, STOPPED
+from verlite.terminal import clean
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 END_S = 8.0
@@ -57,7 +58,7 @@ def apply_default_action(number: int) -> None:
 def write_error(text: str) -> None:
     """Write to standard error. sys.stderr may be locked by another thread."""
     try:
-        os.write(2, text.encode(errors="replace"))
+        os.write(2, clean(text).encode(errors="replace"))
     except OSError:
         pass
 

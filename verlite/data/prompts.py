@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verlite.chat_template import limited
+
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 
@@ -31,12 +33,17 @@ def build_prompt(
 
     Raises:
         PromptTooLong: there are too many tokens and truncation is `error`. See `truncate` for the
-        other modes.
+            other modes.
+        TemplateLimit: the chat template takes too much time or memory. It may raise anything else.
     """
     if tokenizer.chat_template is not None:
-        ids = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=False, **(template_kwargs or {})
-        )
+        with limited(tokenizer):
+            ids = tokenizer.apply_chat_template(
+                list(messages),
+                add_generation_prompt=True,
+                return_dict=False,
+                **(template_kwargs or {}),
+            )
     else:
         ids = tokenizer.encode("\n".join(message["content"] for message in messages))
     return ids if max_length is None else truncate(ids, max_length, truncation)
@@ -55,8 +62,12 @@ def build_prompts(
         return tokenizer(
             ["\n".join(message["content"] for message in messages) for messages in conversations]
         )["input_ids"]
-    options = {"add_generation_prompt": True, "return_dict": False} | dict(template_kwargs or {})
-    return tokenizer.apply_chat_template([list(messages) for messages in conversations], **options)
+    options = {"add_generation_prompt": True, "tokenize": False} | dict(template_kwargs or {})
+    texts = []
+    for messages in conversations:
+        with limited(tokenizer):
+            texts.append(tokenizer.apply_chat_template(list(messages), **options))
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:

@@ -8,6 +8,7 @@ appended.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verlite.chat_template import limited
 from verlite.envs.step import EncodeObservation, Step
 
 # Markers for the made-up conversation. No template contains them.
@@ -96,9 +97,10 @@ def _text_between_turns(
             messages.append({"role": "assistant", "content": assistant})
             messages.append({"role": "tool", "content": tool})
         try:
-            text = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **options
-            )
+            with limited(tokenizer, memory=False):  # engines of this process use the GPU
+                text = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **options
+                )
         except Exception as error:  # templates may raise anything
             raise TemplateError(
                 f"the chat template cannot render a tool message: {type(error).__name__}: {error}"

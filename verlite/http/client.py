@@ -3,7 +3,8 @@
 `Client` chooses the least busy server and limits the requests in flight. A failed attempt is
 repeated with exponential, jittered backoff until the deadline, on another server if there are
 several. A server that keeps failing is paused, and gets a single request before it gets full
-traffic again. Each attempt has a time limit, and the size of an answer is bounded.
+traffic again. Each attempt has a time limit, and the size of an answer is bounded, also in memory:
+compressed answers are refused, and the number and depth of JSON values is limited.
 
 A client of one service is a `Service` with its addresses and limits, and a function that reads the
 service's answers:
@@ -26,6 +27,7 @@ from typing import Any, Generic, Self, TypeVar
 import httpx
 
 from verlite.config.problems import display
+from verlite.files import one_line, parse_foreign_json
 from verlite.http.connections import Connections
 from verlite.http.token import token_of_variable
 
@@ -286,10 +288,10 @@ class Client:
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         answer = await self._answered(method, url, content, limit_s, what)
         try:
-            return read(json.loads(answer) if answer else None)
+            return read(parse_foreign_json(answer) if answer else None)
         except (ValueError, RecursionError) as error:
             raise Retry(
-                f"an answer that is not in the {self.service.name}'s format: {error}"
+                f"an answer that is not in the {self.service.name}'s format: {one_line(error)}"
             ) from error
 
     async def ping(self, url: str) -> None:
@@ -312,7 +314,7 @@ class Client:
                 f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             ) from error
         if not 200 <= status < 300:
-            text = f"HTTP {status}: {answer[:800].decode(errors='replace')[:200]}"
+            text = f"HTTP {status}: {one_line(answer[:800].decode(errors='replace'), 200)}"
             if status in (408, 429) or status >= 500:
                 raise Retry(text)
             raise Refused(text, status)
@@ -325,7 +327,13 @@ class Client:
         assert self._connections, "use the client inside `async with`"
         answer = bytearray()
         async with self._connections.stream(method, url, content) as response:
-            async for chunk in response.aiter_bytes():
+            encodings = response.headers.get_list("content-encoding", split_commas=True)
+            if any(encoding.strip().lower() != "identity" for encoding in encodings):
+                raise Retry(
+                    f"an answer with Content-Encoding: {one_line(', '.join(encodings), 60)}, "
+                    "though the request accepts only identity"
+                )
+            async for chunk in response.aiter_raw():
                 answer += chunk
                 if len(answer) > self.service.max_answer:
                     raise Retry(f"an answer of more than {self.service.max_answer} bytes")

@@ -6,11 +6,10 @@ A service is `application(...)` with its routes, which read a request with `read
 
 import asyncio
 import hmac
-import json
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
@@ -20,6 +19,9 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from verlite.files import parse_foreign_json
+from verlite.http import origin
 
 STOP_S = 30
 """Seconds for requests in progress after the server was asked to stop."""
@@ -44,8 +46,9 @@ def application(
     """Return an application without routes.
 
     With a token every request, health checks too, needs the header "Authorization: Bearer TOKEN";
-    others get status 401 before their body is read. An exception in a route is answered by status
-    500 with one sentence, and its traceback goes to standard error only.
+    others get status 401 before their body is read. Requests that a web page of another site caused
+    get 403 or 415 (`verlite.http.origin`). An exception in a route is answered by status 500 with
+    one sentence, and its traceback goes to standard error only.
     """
     app = FastAPI(title=title, lifespan=lifespan, openapi_url=None)
     app.add_middleware(_Guard, token=token)
@@ -53,7 +56,7 @@ def application(
 
 
 class _Guard:
-    """Answer requests without the token, and exceptions of the application."""
+    """Answer requests without the token or from other sites, and exceptions of the application."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
@@ -71,6 +74,11 @@ class _Guard:
                 {"WWW-Authenticate": "Bearer"},
             )
             await refusal(scope, receive, send)
+            return
+        names = getattr(scope["app"].state, "hosts", ())
+        refused = origin.refusal(scope, names, self._wanted is not None)
+        if refused:
+            await JSONResponse({"detail": refused[1]}, refused[0])(scope, receive, send)
             return
         started = False
 
@@ -123,8 +131,8 @@ def parse_object(body: bytes, example: str) -> dict[str, Any]:
         HTTPException: status 422, with a sentence that says what the body is.
     """
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        value = parse_foreign_json(body)
+    except ValueError as error:
         raise wrong(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise wrong(f"the body is a {type(value).__name__}, expected an object such as {example}")
@@ -188,6 +196,7 @@ class Server(uvicorn.Server):
                 http=_Protocol,
                 ws="none",
                 log_level="warning",
+                use_colors=False,
                 access_log=False,
                 limit_concurrency=MAX_CONNECTIONS,
                 server_header=False,
@@ -201,8 +210,12 @@ class Server(uvicorn.Server):
         print(self._line, flush=True)
 
 
-def run(app: FastAPI, bound: socket.socket, line: str) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish the requests in progress."""
+def run(app: FastAPI, bound: socket.socket, line: str, hosts: Iterable[str] = ()) -> None:
+    """Serve until SIGTERM or Ctrl-C, then finish the requests in progress.
+
+    hosts: host names that clients may use besides those of this machine.
+    """
+    app.state.hosts = {host.lower() for host in hosts}
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn has its own handlers while it serves, and raises the signal again afterwards.
         signal.signal(number, lambda *_: None)

@@ -11,6 +11,7 @@ from pathlib import Path
 from verlite.config.problems import mask_text
 from verlite.files import LINES_MAX_BYTES
 from verlite.report.doctor import examine
+from verlite.terminal import clean
 
 LINES = {"metrics.jsonl": 50, "warnings.jsonl": 50}
 """Lines kept of a file, from its end."""
@@ -40,8 +41,8 @@ def write(run_dir: Path, target: Path) -> list[tuple[str, int]]:
     written = []
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in _files(run_dir):
-            content = _masked(text).encode()
-            archive.writestr(name, content)
+            content = clean(_masked(text)).encode()  # names of files may not be UTF-8
+            archive.writestr(clean(name), content)
             written.append((name, len(content)))
     return written
 

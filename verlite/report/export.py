@@ -1,10 +1,14 @@
 """Export a checkpoint to a Hugging Face folder, without Ray or a GPU.
 
-The number of ranks that wrote the checkpoint does not matter.
+The number of ranks that wrote the checkpoint does not matter. A checkpoint may come from someone
+else: the model, its tokenizer and the permission to run its code come from the caller, never from
+the checkpoint.
 """
 
+import os
+import shlex
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from verlite.engine.folder import load_tokenizer
 from verlite.engine.fsdp import NonFiniteError, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import single_process_group
-from verlite.files import free_text
+from verlite.files import free_text, one_line
 from verlite.protocol.data import DataProto
 from verlite.trainer.checkpoints import (
     PREFIX,
@@ -28,7 +32,40 @@ from verlite.trainer.checkpoints import (
 
 _PROBE_ROWS = 8
 _PROBE_LENGTH = 16
+_FROM_CHECKPOINT: dict[str, tuple[type, ...]] = {
+    "use_remove_padding": (bool,),
+    "override_config": (dict,),
+    "custom_chat_template": (str, type(None)),
+    "lora_rank": (int,),
+    "lora_alpha": (int,),
+    "target_modules": (str, list),
+    "exclude_modules": (str, list, type(None)),
+}
+"""Settings of the model that state.json decides, and their types. They change numbers and text."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that was trained, as the user names it.
+
+    Attributes:
+        path: folder or hub name of the model that the training began with.
+        tokenizer_path: the same of its tokenizer. None: the model's.
+        lora_adapter_path: folder of the adapter that the training began with.
+        trust_remote_code: run Python code that comes with this model.
+    """
+
+    path: str
+    tokenizer_path: str | None = None
+    lora_adapter_path: str | None = None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def recorded(cls, checkpoint: Checkpoint) -> "Base":
+        """Return what a checkpoint records. Only for checkpoints that the caller's run wrote."""
+        model = checkpoint.state()["model"]
+        return cls(**{field.name: model[field.name] for field in fields(cls)})
 
 
 def find_checkpoint(path: Path, warn: Callable[[str], None]) -> Checkpoint:
@@ -72,11 +109,14 @@ def _reason_without_checkpoints(path: Path) -> str:
     return "contains no global_step_N folder."
 
 
-def export_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "float32") -> float:
+def export_checkpoint(
+    checkpoint: Checkpoint, target: Path, base: Base | None, dtype: str = "float32"
+) -> float:
     """Write the policy of a checkpoint and its tokenizer to `target`, reload it, and compare.
 
     Args:
         checkpoint: from `find_checkpoint`.
+        base: the model that was trained. None is an error that shows what the checkpoint says.
         target: the Hugging Face folder to write.
         dtype: float32, bfloat16 or float16.
 
@@ -85,8 +125,8 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "float3
         It is 0 up to rounding in float32. In a 16-bit dtype it includes the rounding of weights.
 
     Raises:
-        CheckpointError: the checkpoint cannot be loaded, `target` is not empty or cannot be
-            written, or `dtype` is unknown.
+        CheckpointError: `base` is missing, the checkpoint cannot be loaded, `target` is not empty
+            or cannot be written, or `dtype` is unknown.
     """
     if dtype not in _DTYPES:
         raise CheckpointError(f"--dtype={dtype} must be one of {', '.join(_DTYPES)}.")
@@ -95,10 +135,13 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "float3
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty. Choose a new or empty folder.")
     folder = checkpoint.path
-    try:
-        model = ModelConfig(**checkpoint.state()["model"])
-    except TypeError as error:
-        raise CheckpointError(f"{folder}/state.json has an unknown model: {error}.") from error
+    for path in (folder, target):
+        if not str(path).isascii() and path != Path(os.fsencode(path).decode(errors="replace")):
+            raise CheckpointError(
+                f"{path}: the path is not UTF-8 text, so the libraries that read and write models "
+                "cannot open it. Rename the folder."
+            )
+    model = _model(checkpoint, base)
     with single_process_group():
         try:
             engine = TrainEngine(model, FSDPConfig(), device="cpu")
@@ -116,6 +159,45 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "float3
         )
         exported = TrainEngine(merged, FSDPConfig(), device="cpu")
         return float((_probe(engine) - _probe(exported)).abs().max())
+
+
+def _model(checkpoint: Checkpoint, base: Base | None) -> ModelConfig:
+    """Return the caller's model with the settings of _FROM_CHECKPOINT. Raises CheckpointError."""
+    file = checkpoint.path / "state.json"
+    saved = checkpoint.state()["model"]
+    if base is None:
+        named = {
+            "--model": saved.get("path"),
+            "--tokenizer": saved.get("tokenizer_path"),
+            "--adapter": saved.get("lora_adapter_path"),
+        }
+        options = " ".join(
+            f"{option} {shlex.quote(one_line(value))}" for option, value in named.items() if value
+        )
+        raise CheckpointError(
+            f"{checkpoint.path} does not contain the model that was trained, and its word for it "
+            f"is not taken. Name the model. The checkpoint says: {options or 'nothing'}"
+        )
+    taken = {}
+    for name, types in _FROM_CHECKPOINT.items():
+        if name in saved:
+            if type(saved[name]) not in types:
+                raise CheckpointError(f"{file}: model.{name} has a wrong type.")
+            taken[name] = saved[name]
+    for name in taken.get("override_config", {}):
+        # Such values choose code: transformers loads kernels that "_attn_implementation" names.
+        if name.startswith("_") or "implementation" in name or name == "auto_map":
+            raise CheckpointError(
+                f"{file}: model.override_config.{one_line(name, 80)} chooses code, so it is not "
+                "taken from a checkpoint. Remove it there."
+            )
+    return ModelConfig(
+        path=base.path,
+        tokenizer_path=base.tokenizer_path,
+        lora_adapter_path=base.lora_adapter_path,
+        trust_remote_code=base.trust_remote_code,
+        **taken,
+    )
 
 
 def _probe(engine: TrainEngine) -> torch.Tensor:

@@ -3,7 +3,6 @@
 The text's color tells what the model sampled, what was trained on, and what tools answered.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verlite.files import LINES_MAX_BYTES, parse_json, read_bytes
+from verlite.terminal import clean
 
 Sample = dict[str, Any]
 """A line of rollouts/step_N.jsonl."""
@@ -20,8 +20,6 @@ Sample = dict[str, Any]
 STYLES = {"trained": "green", "not trained": "yellow", "tool": "cyan"}
 """Text colors: sampled and in the loss; sampled but excluded from the loss; written by a tool."""
 MAX_PROMPT_CHARS = 600
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal would interpret. Models and passages can contain them."""
 
 
 def read_samples(
@@ -102,7 +100,7 @@ def render(sample: Sample, whole_prompt: bool = False) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(justify="right", style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row("prompt", Text(_escape(prompt)))
+    grid.add_row("prompt", Text(clean(prompt)))
     infos = list(sample.get("turn_infos") or [])
     is_trained = sample.get("trained_tokens", 1) > 0
     model_style = STYLES["trained" if is_trained else "not trained"]
@@ -110,16 +108,16 @@ def render(sample: Sample, whole_prompt: bool = False) -> RenderableType:
     for author, text in sample.get("transcript") or [["model", sample["response"]]]:
         if author == "model":
             turn += 1
-            grid.add_row(_turn(turn, infos), Text(_escape(text), style=model_style))
+            grid.add_row(_turn(turn, infos), Text(clean(text), style=model_style))
         else:
             info = infos[turn - 1] if turn <= len(infos) else {}
-            result = Text(_escape(text.strip("\n")), style=STYLES["tool"])
-            grid.add_row(_tool_call(info), result)
+            result = Text(clean(text.strip("\n")), style=STYLES["tool"])
+            grid.add_row(Text(clean(_tool_call(info))), result)
     if sample.get("error"):
-        grid.add_row("error", Text(_escape(str(sample["error"])), style="red"))
+        grid.add_row("error", Text(clean(str(sample["error"])), style="red"))
     expected = _answer(sample["ground_truth"])
     if expected:
-        grid.add_row("expected", Text(_escape(expected)))
+        grid.add_row("expected", Text(clean(expected)))
     return Group(_summary(sample), grid, Text())
 
 
@@ -145,7 +143,7 @@ def _summary(sample: Sample) -> Text:
     if "trained_tokens" in sample:
         tokens += f", {sample['trained_tokens']} trained"
     fields.append(tokens)
-    return _score(sample["score"]).append("  " + "  ".join(fields), style="dim")
+    return _score(sample["score"]).append(clean("  " + "  ".join(fields)), style="dim")
 
 
 def _score(score: float | None) -> Text:
@@ -169,8 +167,3 @@ def _tool_call(info: dict[str, Any]) -> str:
 def _answer(truth: Any) -> str:
     target = truth.get("target", truth) if isinstance(truth, dict) else truth
     return " | ".join(map(str, target)) if isinstance(target, list) else str(target)
-
-
-def _escape(text: str) -> str:
-    """Replace control characters by visible escapes."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

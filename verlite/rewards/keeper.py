@@ -4,13 +4,16 @@
 may do, and what then happens:
 
 - kill its parent: the parent is this process, and the pool replaces both;
-- print without end: this process passes on a limited amount;
+- print without end, or escape sequences of terminals: this process passes on a limited amount,
+  cleaned;
 - leave processes behind: they become children of this process, which kills them when it ends;
 - allocate without end: the kernel refuses memory beyond a limit, which raises MemoryError.
 
-Standard library only, and only on Linux; elsewhere user code runs without a keeper.
+Standard library and `verlite.terminal` only, and only on Linux; elsewhere user code runs without a
+keeper.
 """
 
+import codecs
 import ctypes
 import os
 import resource
@@ -20,6 +23,8 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from verlite.terminal import clean
 
 OUTPUT_BYTES = 64 << 10
 """Output of user code that is passed on per OUTPUT_SECONDS. The rest is dropped."""
@@ -100,6 +105,7 @@ def kill_descendants(pid: int) -> None:
 def _watch(child: int, output: int, ended: int) -> int:
     """Pass on the child's output until it ends. Return its wait status."""
     sources = [output, ended]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     status = None
     period_end, left = 0.0, 0
     while True:
@@ -113,7 +119,7 @@ def _watch(child: int, output: int, ended: int) -> int:
                 sources.remove(output)
             if time.monotonic() > period_end:
                 period_end, left = time.monotonic() + OUTPUT_SECONDS, OUTPUT_BYTES
-            _print(data[:left])
+            _print(clean(decoder.decode(data[:left])).encode())
             if 0 < left <= len(data):
                 _print(
                     f"\n[a reward process printed {OUTPUT_BYTES >> 10} KiB within "

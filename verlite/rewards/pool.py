@@ -23,7 +23,7 @@ from verlite.breakpoints import REFUSE
 from verlite.config.problems import is_secret
 from verlite.rewards.keeper import descendants
 from verlite.rewards.process import Call, FunctionError
-from verlite.rewards.result import RewardResult
+from verlite.rewards.result import MAX_PARTS, RewardResult
 
 MAX_PROCESSES = 8
 MAX_CONCURRENT_CALLS = 128
@@ -472,6 +472,8 @@ def _read_result(event: dict[str, Any]) -> tuple[Any, RewardResult]:
         if scored != (result.error is None) or (not scored and result.score is not None):
             raise ValueError
         if not all(isinstance(part, float | str) for part in result.parts.values()):
+            raise ValueError
+        if len(result.parts) > MAX_PARTS:
             raise ValueError
         if not all(isinstance(text, str | None) for text in (result.error, result.traceback)):
             raise ValueError

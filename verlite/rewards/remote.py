@@ -22,7 +22,7 @@ from verlite.config.plan import files_of
 from verlite.config.schema import RemoteRewardConfig
 from verlite.http.batches import Batches
 from verlite.http.client import Client, Refused, Server, Service, Unavailable
-from verlite.rewards.result import RewardItem, RewardResult
+from verlite.rewards.result import MAX_CHARACTERS, MAX_PARTS, RewardItem, RewardResult
 
 UNAVAILABLE = "ServiceUnavailable"
 """Error of a reward that no server answered in time."""
@@ -239,7 +239,7 @@ def results_of(answer: Any, count: int) -> list[RewardResult]:
     `scores` becomes the part `acc`, unless there is one.
 
     Raises:
-        ValueError: there is not one reward per item.
+        ValueError: there is not one reward per item, or there are too many parts.
     """
     rewards = answer.get("rewards") if isinstance(answer, dict) else None
     if isinstance(rewards, int | float) and count == 1:
@@ -258,6 +258,11 @@ def results_of(answer: Any, count: int) -> list[RewardResult]:
         for name, values in columns.items()
         if isinstance(values, list) and len(values) == count
     }
+    if len(columns) > MAX_PARTS or sum(map(len, columns)) > MAX_CHARACTERS:
+        raise ValueError(
+            f"{len(columns):,} parts beside the rewards; expected at most {MAX_PARTS}, whose names "
+            f"have at most {MAX_CHARACTERS:,} characters together"
+        )
     errors = answer.get("errors")
     reasons = errors if isinstance(errors, list) and len(errors) == count else [None] * count
     return [

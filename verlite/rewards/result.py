@@ -17,6 +17,8 @@ TRACEBACK_LIMIT = 4000
 """Characters kept of a traceback, from its end."""
 MAX_CHARACTERS = 100_000
 """Longest names and texts of a result's parts, together."""
+MAX_PARTS = 200
+"""Most parts of a result. The numbers among them are validation metrics."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def result_of(value: Any) -> RewardResult:
     "extra_logs", each with lists or tensors of one entry.
 
     Raises:
-        BadReturn: the value is neither, or its parts are longer than MAX_CHARACTERS.
+        BadReturn: the value is neither, or there are more than MAX_PARTS parts, or they are longer
+            than MAX_CHARACTERS.
     """
     if isinstance(value, Mapping):
         if "score" not in value and "rewards" in value:
@@ -91,6 +94,11 @@ def result_of(value: Any) -> RewardResult:
             keys = ", ".join(map(str, value))[:1000] or "none"
             raise BadReturn(f'returned a dict without "score"; its keys are {keys}')
         parts = {str(key): _part(part) for key, part in value.items() if key != "score"}
+        if len(parts) > MAX_PARTS:
+            raise BadReturn(
+                f"returned a dict with {len(parts):,} entries beside its score; "
+                f"expected at most {MAX_PARTS}"
+            )
         length = sum(
             len(key) + (len(part) if isinstance(part, str) else 0) for key, part in parts.items()
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 
+from verlite.config.show import console
 from verlite.http.server import GONE, LOG, application, parse_object, read_body, wrong
 from verlite.services.corpus import Corpus, Track
 from verlite.services.index import Hit, Index
@@ -227,17 +228,16 @@ async def _dropped(share: Share) -> bool:
 @contextmanager
 def progress() -> Iterator[Track]:
     """Show the progress of an index on standard error, if that is a terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    out = console(stderr=True)
+    with Progress(*columns, console=out, disable=not out.is_terminal) as bars:
 
         def track(items: Any, description: str, total: int | None) -> Any:
             return bars.track(items, total=total, description=description)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from verlite.chat_template import limited
+
 Messages = Sequence[Mapping[str, Any]]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REMEDY = (
@@ -65,7 +67,7 @@ def applying_template() -> Iterator[None]:
 def _by_marks(
     tokenizer: Any, messages: Messages, options: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    with applying_template():
+    with applying_template(), limited(tokenizer):
         encoded = tokenizer.apply_chat_template(
             list(messages), return_dict=True, return_assistant_tokens_mask=True, **options
         )
@@ -79,7 +81,7 @@ def _by_prefixes(
     tokenizer: Any, messages: Messages, options: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
     def text_of(count: int, prompts: bool = False) -> str:
-        with applying_template():
+        with applying_template(), limited(tokenizer):
             text = tokenizer.apply_chat_template(
                 list(messages[:count]), tokenize=False, add_generation_prompt=prompts, **options
             )

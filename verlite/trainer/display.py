@@ -99,7 +99,7 @@ class Display:
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[phase]}"),
+            TextColumn("{task.fields[phase]}", markup=False),
             console=self.console,
             transient=True,
             disable=not self.console.is_terminal,

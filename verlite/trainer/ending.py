@@ -25,6 +25,7 @@ from verlite.controller import exit_codes, supervisor_file
 from verlite.controller.cluster import lost_ray
 from verlite.controller.stop import END_S, SIGNALS, Stop, within, write_error
 from verlite.files import append, replace_file
+from verlite.terminal import clean
 from verlite.trainer import run_file
 from verlite.trainer.errors import (
     REFUSED,
@@ -47,7 +48,7 @@ def begin(stop: Stop, run_dir: Path) -> None:
     def log(text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         with contextlib.suppress(OSError):
-            append(run_dir / "logs" / DRIVER_LOG, f"{stamp} {text.strip()}\n".encode())
+            append(run_dir / "logs" / DRIVER_LOG, f"{stamp} {clean(text.strip())}\n".encode())
 
     with contextlib.suppress(OSError):
         (run_dir / "logs").mkdir(exist_ok=True)
@@ -101,7 +102,7 @@ def _print_report(stop: Stop, run_dir: Path | None, error: BaseException, code: 
         out = console(stderr=True)
         print_error(error, out)
         if run_dir is not None and code != exit_codes.REFUSED:
-            out.print(stop.last_checkpoint(), soft_wrap=True, highlight=False, markup=False)
+            out.print(stop.last_checkpoint(), soft_wrap=True, highlight=False)
 
 
 def _print_stop(stop: Stop) -> None:

@@ -9,6 +9,7 @@ import torch
 from verlite.data.dataset import PromptDataset, PromptRow
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics, summarize
+from verlite.rewards.result import MAX_PARTS
 from verlite.rollout.types import Sampling
 from verlite.trainer.agent import trajectory_numbers
 from verlite.trainer.batch import requests, seeds
@@ -57,14 +58,15 @@ class _Results:
             self.first_error = next(tracebacks, "") or next(generation_errors, "")
 
     def variables(self) -> dict[str, list[float | None]]:
-        """Return the reward, the trajectories' numbers, and the numeric parts of the reward."""
+        """Return the reward, the trajectories' numbers, and the numeric parts of the reward: of
+        their names the first MAX_PARTS, as samples may differ in them."""
         numeric = {
             name
             for parts in self.parts
             for name, value in parts.items()
             if isinstance(value, (int, float)) and name != "reward"
         }
-        parts = {name: [p.get(name) for p in self.parts] for name in sorted(numeric)}
+        parts = {name: [p.get(name) for p in self.parts] for name in sorted(numeric)[:MAX_PARTS]}
         return {"reward": self.rewards, **self.trajectory_info, **parts}
 
 

@@ -182,7 +182,7 @@ def _why_not_a_model(folder: Path) -> tuple[str, str]:
     if (folder / "huggingface" / "config.json").is_file():
         return "is a run directory, not a model", f"Its model is {folder / 'huggingface'}."
     if (folder / "actor").is_dir() or any(folder.glob("global_step_*")):
-        remedy = f"Write a model from it: verlite export {folder} FOLDER."
+        remedy = f"Write a model from it: verlite export {folder} FOLDER --model MODEL."
         return "is a checkpoint of training, not a model", remedy
     if any(folder.glob("*.gguf")):
         remedy = "Give the model that it was made from, with config.json and safetensors."

@@ -1,5 +1,6 @@
 """What the page of a run shows, read from its run directory."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ MAX_SAMPLES = 10_000
 MAX_STEPS = 1000
 """Points of a curve. Longer runs have the mean, the least and the largest value of several steps in
 each."""
+MAX_METRICS = 2000
+"""Metrics of a run. Further ones are left out."""
 MAX_TOKENS = 400_000
 """Response tokens of a page whose details are shown, over all runs."""
 ERROR_FILE = "error.json"
@@ -136,6 +139,9 @@ def _metrics(
         notes.append(f"lines of {path.name} that cannot be read: {len(found.unreadable)}")
     lines = found.values()
     keys = dict.fromkeys(key for line in lines for key in line if key not in ("step", TIME))
+    if len(keys) > MAX_METRICS:
+        notes.append(f"{MAX_METRICS} of {len(keys)} metrics are shown: the first")
+        keys = dict.fromkeys(itertools.islice(keys, MAX_METRICS))
     steps, means, low, high = thin_steps(
         [line["step"] for line in lines], {key: [line.get(key) for line in lines] for key in keys}
     )

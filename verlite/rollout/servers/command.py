@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verlite.rollout.engines.vllm_plugin import BACKEND, GROUP, NAME
+from verlite.rollout.servers.gate import HOSTS
 
 GATE = "verlite.rollout.servers.gate.Gate"
 EXTENSION = "verlite.rollout.engines.vllm_worker.WorkerExtension"
@@ -19,6 +20,7 @@ class ServerOptions:
 
     kv_cache_gb: on CPUs, size of the KV cache in GiB.
     extra: further arguments of `vllm serve`, which override these.
+    hosts: host names that clients may use besides those of this machine.
     """
 
     model: str
@@ -32,6 +34,7 @@ class ServerOptions:
     enforce_eager: bool = False
     kv_cache_gb: float | None = None
     extra: Sequence[str] = ()
+    hosts: Sequence[str] = ()
 
 
 def command(options: ServerOptions) -> list[str]:
@@ -67,6 +70,7 @@ def environment(options: ServerOptions, token: str | None) -> dict[str, str]:
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # the endpoints for weights; `gate` hides the others
         "VLLM_NO_USAGE_STATS": "1",
+        HOSTS: " ".join([options.host, *options.hosts]),
         # On CPUs, vLLM would bind its threads to cores that other processes use too.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
     }

@@ -2,8 +2,9 @@
 
 Training needs VLLM_SERVER_DEV_MODE=1, which also opens endpoints that run any method in vLLM's
 workers, show the configuration with its secrets, or reset the weights. vLLM's own --api-key does
-not cover them. This middleware lets through what ENDPOINTS lists, and asks for the token of
-VLLM_API_KEY on every request but GET /health.
+not cover them. This middleware lets through what ENDPOINTS lists, asks for the token of
+VLLM_API_KEY on every request but GET /health, and refuses requests that a web page of another site
+caused (`verlite.http.origin`).
 """
 
 import hmac
@@ -11,6 +12,11 @@ import json
 import os
 from collections.abc import Mapping
 from typing import Any
+
+from verlite.http import origin
+
+HOSTS = "VERLITE_SERVICE_HOSTS"
+"""Environment variable with host names that clients may use, separated by spaces."""
 
 Scope = Mapping[str, Any]
 
@@ -50,6 +56,7 @@ class Gate:
         self._app = app
         token = os.environ.get("VLLM_API_KEY")
         self._wanted = f"Bearer {token}".encode() if token else None
+        self._hosts = frozenset(os.environ.get(HOSTS, "").lower().split())
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -59,12 +66,13 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
             return
         method, path = scope["method"], scope["path"]
-        if (method, path) == ("GET", "/health"):
-            await self._health(scope, receive, send)
-            return
-        refusal = self._refusal(scope, method, path)
+        is_health = (method, path) == ("GET", "/health")
+        refusal = self._refusal(scope, method, path, is_health)
         if refusal:
-            await _answer(send, *refusal)
+            await _answer(send, refusal[0], {"detail": refusal[1]})
+            return
+        if is_health:
+            await self._health(scope, receive, send)
             return
         if path == "/collective_rpc":
             body = await _body(receive)
@@ -75,20 +83,25 @@ class Gate:
             receive = _Replay(body, receive)
         await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope, method: str, path: str) -> tuple[int, dict[str, str]] | None:
-        """Return status and body of the answer to a request that vLLM must not see."""
+    def _refusal(
+        self, scope: Scope, method: str, path: str, is_open: bool
+    ) -> tuple[int, str] | None:
+        """Return status and reason if vLLM must not see a request. An open one needs no token."""
         headers = dict(scope["headers"])
-        if self._wanted is not None:
+        if self._wanted is not None and not is_open:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._wanted):
-                return 401, {"detail": "this server needs the header Authorization: Bearer TOKEN"}
+                return 401, "this server needs the header Authorization: Bearer TOKEN"
+        foreign = origin.refusal(scope, self._hosts, self._wanted is not None)
+        if foreign:
+            return foreign
         if path not in ENDPOINTS.get(method, ()):
-            return 404, {"detail": "not an endpoint of this server"}
+            return 404, "not an endpoint of this server"
         if b"transfer-encoding" in headers:
-            return 411, {"detail": "a request needs the header Content-Length"}
+            return 411, "a request needs the header Content-Length"
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > MAX_BODY:
-            return 413, {"detail": f"a request may have {MAX_BODY} bytes"}
+            return 413, f"a request may have {MAX_BODY} bytes"
         return None
 
     async def _health(self, scope: Scope, receive: Any, send: Any) -> None:

@@ -1,0 +1,87 @@
+"""Templates that would run or grow without end are errors, and leave no limits behind."""
+
+import resource
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.models import tiny_tokenizer
+from verlite import chat_template
+from verlite.chat_template import TemplateLimit, limited
+from verlite.data.prompts import build_prompt, build_prompts
+
+MESSAGES = [{"role": "user", "content": "1+1="}]
+DOUBLING = (
+    "{% set ns = namespace(x='0123456789') %}"
+    "{% for i in range(60) %}{% set ns.x = GROWN %}{% endfor %}{{ ns.x | length }}"
+)
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "MEMORY", 128 << 20)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.3 s"),
+        ("{{ 9 ** 9 ** 9 ** 9 }}", r"the operator \*\*"),
+        (DOUBLING.replace("GROWN", "ns.x ~ ns.x"), "128 MiB of memory"),
+        (DOUBLING.replace("GROWN", "ns.x * 9"), "128 MiB of memory"),
+        (DOUBLING.replace("GROWN", "[ns.x, ns.x] | join"), "128 MiB of memory"),
+        ("{{ 'a'.center(10000000000) }}", "128 MiB of memory"),
+        ("{{ '%01000000000d' % 1 }}", "128 MiB of memory"),
+        ("{{ ([0] * 1000000000) | length }}", "128 MiB of memory"),
+    ],
+)
+def test_a_template_without_end_is_an_error(template: str, reason: str) -> None:
+    tokenizer = tiny_tokenizer()
+    usual = tokenizer.chat_template
+    expected = build_prompt(tokenizer, MESSAGES)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    tokenizer.chat_template = template
+    for _ in range(2):
+        with pytest.raises(TemplateLimit, match=reason):
+            build_prompts(tokenizer, [MESSAGES])
+        with pytest.raises(TemplateLimit, match=reason):
+            build_prompt(tokenizer, MESSAGES)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    tokenizer.chat_template = usual
+    assert build_prompts(tokenizer, [MESSAGES, MESSAGES]) == [expected, expected]
+
+
+def test_stars_in_text_are_no_powers() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "**a** {{ '**b**' }} {% macro f() %}{% endmacro %}{{ f() }}"
+    assert build_prompt(tokenizer, MESSAGES)
+
+
+def test_a_thread_is_interrupted_alone() -> None:
+    """The others go on, and each thread has its own time."""
+    ended: dict[str, Any] = {}
+
+    def spin(name: str, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        try:
+            with limited(tokenizer, memory=False):
+                while time.monotonic() < end:
+                    pass
+            ended[name] = "done"
+        except TemplateLimit as error:
+            ended[name] = str(error)
+
+    tokenizer = tiny_tokenizer()
+    threads = [
+        threading.Thread(target=spin, args=arguments)
+        for arguments in (("long", 60.0), ("short", 0.01), ("longer", 60.0))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    late = "the chat template takes more than 0.3 s"
+    assert ended == {"long": late, "short": "done", "longer": late}

@@ -1,0 +1,146 @@
+"""Limits of time and memory for chat templates, which are programs that come with a model.
+
+transformers runs them in Jinja's sandbox: they reach no attributes of Python objects and no files.
+The sandbox limits `range` to 100,000, but neither nested loops nor the size of texts.
+"""
+
+import ctypes
+import functools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+SECONDS = 10.0
+"""Longest time of one conversation. Usual templates take milliseconds."""
+MEMORY = 1 << 30
+"""Bytes that the process may grow by meanwhile."""
+_CHECK_S = 0.25
+"""Seconds between two looks at the clock."""
+
+
+class TemplateLimit(ValueError):
+    """A chat template takes more time or memory than any conversation needs."""
+
+
+class _TooLong(Exception):
+    """Raised in the thread that renders."""
+
+
+@contextmanager
+def limited(tokenizer: Any, memory: bool = True) -> Iterator[None]:
+    """Limit the block, which applies a tokenizer's chat template to one conversation.
+
+    Args:
+        tokenizer: Its template must not have powers: 9**9**9 cannot be interrupted.
+        memory: Limit the growth of the process (Linux). Not beside threads that use a GPU, which
+            reserve addresses.
+
+    Raises:
+        TemplateLimit: the template takes more than SECONDS or MEMORY, or has a power.
+    """
+    templates = tokenizer.chat_template
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        if isinstance(template, str) and _has_power(template):
+            raise TemplateLimit("the chat template has the operator **, which is not supported")
+    try:
+        with _memory_limit() if memory else nullcontext(), _WATCH.limit(SECONDS):
+            yield
+    except _TooLong:
+        raise TemplateLimit(f"the chat template takes more than {SECONDS:g} s") from None
+    except MemoryError:
+        text = f"the chat template needs more than {MEMORY >> 20} MiB of memory"
+        raise TemplateLimit(text) from None
+
+
+@functools.lru_cache
+def _has_power(template: str) -> bool:
+    from jinja2 import Environment, TemplateSyntaxError
+
+    if "**" not in template:
+        return False
+    try:
+        return any(token[1:] == ("operator", "**") for token in Environment().lex(template))
+    except TemplateSyntaxError:
+        return False  # rendering says what is wrong
+
+
+@contextmanager
+def _memory_limit() -> Iterator[None]:
+    """Limit the address space to its present size and MEMORY."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        yield
+        return
+    soft, hard = before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = size + MEMORY
+    if (soft != resource.RLIM_INFINITY and soft < limit) or (
+        hard != resource.RLIM_INFINITY and hard < limit
+    ):
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class _Watch:
+    """A thread that interrupts others which take too long. It ends when it has nothing to watch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[int, float] = {}
+        self._interrupted: set[int] = set()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        """Raise _TooLong in the block after so many seconds, between two steps of Python."""
+        me = threading.get_ident()
+        with self._lock:
+            self._ends[me] = time.monotonic() + seconds
+            self._interrupted.discard(me)  # the exception may have been raised in `finally`
+            if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+                self._thread = threading.Thread(target=self._run, name="templates", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._ends.pop(me, None)
+                late = me in self._interrupted
+                self._interrupted.discard(me)
+                if late:  # the exception may not have been raised yet
+                    _raise_in(me, None)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_CHECK_S)
+            with self._lock:
+                if not self._ends:
+                    self._thread = None
+                    return
+                now = time.monotonic()
+                for thread, end in self._ends.items():
+                    if now > end and thread not in self._interrupted:
+                        self._interrupted.add(thread)
+                        _raise_in(thread, _TooLong)
+
+
+def _raise_in(thread: int, error: type[Exception] | None) -> None:
+    value = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), value)
+
+
+_WATCH = _Watch()
