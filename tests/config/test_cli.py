@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import verlite as verlite_package
 from tests.sizing.conftest import config_folder
 from verlite.cli import app
+from verlite.config.load import main_argv
 
 pytestmark = pytest.mark.process
 
@@ -177,3 +178,17 @@ def test_wheel_contains_yaml_files(material, tmp_path):
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["force-include"] == {"conf": "verlite/conf"}
+
+
+def test_a_deleted_working_folder_is_named(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    done = CliRunner().invoke(app, ["explain", "kl"])
+    assert done.exit_code == 2 and not isinstance(done.exception, OSError)
+    assert "the current folder cannot be used: No such file or directory" in done.output
+    with pytest.raises(SystemExit) as ended:
+        main_argv(["trainer.total_epochs=1"])
+    assert ended.value.code == 2
+    assert "the current folder" in capsys.readouterr().err

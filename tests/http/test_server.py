@@ -130,8 +130,12 @@ def test_a_service_for_other_machines_has_their_addresses_as_names() -> None:
     scope = {"method": "GET", "headers": [(b"host", b"10.1.2.3:80")], "server": ("10.0.0.1", 80)}
     assert refusal(scope, (), False) is None
     assert refusal({**scope, "server": ("127.0.0.1", 80)}, (), False) is not None
-    scope["headers"] = [(b"host", b"evil.example")]
-    assert refusal(scope, (), False) is not None
+    for name in (b"evil.example", b"", b"[", b":80"):
+        scope["headers"] = [(b"host", name)]
+        assert refusal(scope, (), False) is not None
+    scope["headers"] = [(b"host", b"gpu4:80")]
+    assert refusal(scope, (), False) is None
+    assert refusal({**scope, "server": ("127.0.0.1", 80)}, (), False) is not None
 
 
 def test_token_is_checked_before_the_body_is_read() -> None:

@@ -27,7 +27,7 @@ from typing import Any, Generic, Self, TypeVar
 import httpx
 
 from verlite.config.problems import display
-from verlite.files import one_line, parse_foreign_json
+from verlite.files import JSON_VALUES, one_line, parse_foreign_json
 from verlite.http.connections import Connections
 from verlite.http.token import token_of_variable
 
@@ -98,6 +98,8 @@ class Service:
     """Environment variable with the bearer token, or None for a service that needs none."""
     max_answer: int = 1 << 26
     """Bytes of one answer. A longer one is a failed attempt."""
+    max_values: int = JSON_VALUES
+    """JSON values of one answer, likewise."""
 
 
 @dataclass
@@ -288,7 +290,7 @@ class Client:
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         answer = await self._answered(method, url, content, limit_s, what)
         try:
-            return read(parse_foreign_json(answer) if answer else None)
+            return read(parse_foreign_json(answer, self.service.max_values) if answer else None)
         except (ValueError, RecursionError) as error:
             raise Retry(
                 f"an answer that is not in the {self.service.name}'s format: {one_line(error)}"

@@ -59,7 +59,10 @@ def _is_own(host: str, server: str, names: Collection[str]) -> bool:
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
-        return name == "localhost" or name in names or name in own_names()
+        # The public domain name system has no names without a dot: such a name of a cluster's
+        # machine is not that of another site.
+        is_internal = bool(name) and "." not in name and not _is_loopback(server)
+        return name == "localhost" or name in names or name in own_names() or is_internal
     # An address cannot be rebound. A service on loopback has no other address than loopback.
     return address.is_loopback or not _is_loopback(server)
 

@@ -70,6 +70,7 @@ def service(rollout: RolloutConfig) -> Service:
         timeout_s=rollout.request_timeout_s,
         deadline_s=rollout.request_timeout_s,
         token_env=rollout.server_token_env,
+        max_values=8_000_000,  # about 15 for each token of a response, with its log-prob
     )
 
 
