@@ -232,6 +232,26 @@ def test_what_would_change_training_is_refused(convert, old, new, words):
     assert words in "\n".join(map(str, problems))
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "dtype"),
+    [
+        ("mixed_precision: {param_dtype: fp16}", "bfloat16"),
+        ("amp_autocast: {enabled: true, precision: fp16}", "bfloat16"),
+        ("amp_autocast: {enabled: false, precision: fp16}", "float32"),
+    ],
+)
+def test_passes_in_fp16_with_parameters_in_fp32(convert, fsdp, dtype):
+    """RLinf's FSDP examples. The precision of passes counts, and the change is named."""
+    conversion = convert(
+        ("precision: fp16", "precision: fp32"),
+        ("\nactor:\n", f"\nactor:\n  fsdp_config:\n    {fsdp}\n"),
+    )
+    assert conversion.values[f"{ACTOR}fsdp_config.dtype"] == dtype
+    assert conversion.values[f"{ROLLOUT}dtype"] == dtype
+    note = conversion.comments.get(f"{ACTOR}fsdp_config.dtype", "")
+    assert note.startswith("fp16 in RLinf") == (dtype == "bfloat16")
+
+
 def test_files_of_the_defaults_list_are_read(convert, tmp_path):
     (tmp_path / "fsdp.yaml").write_text("sharding_strategy: shard_grad_op\n")
     conversion = convert(("hydra:\n", "defaults:\n  - fsdp@actor.fsdp_config\nhydra:\n"))

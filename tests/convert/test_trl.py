@@ -186,6 +186,114 @@ def test_unpacked_positional_arguments_are_named(script):
     assert "**given" in [warning.typed for warning in conversion.warnings]
 
 
+PARSER = """\"\"\"
+First:
+    accelerate launch --config_file x.yaml train.py \\\\
+        --model_name_or_path Qwen/Qwen3-0.6B --dataset_name d.json --learning_rate 3e-6 \\\\
+        --num_generations 4 --gradient_accumulation_steps=2 --no_bf16 {peft}
+    python train.py --model_name_or_path other
+\"\"\"
+parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+script_args, training_args, model_args = parser.parse_args_and_config()
+training_args.gradient_checkpointing_kwargs = dict(use_reentrant=False)
+dataset = load_dataset(script_args.dataset_name)
+trainer = GRPOTrainer(model=model_args.model_name_or_path, args=training_args, reward_funcs=[f],
+    train_dataset=dataset[script_args.dataset_train_split], peft_config=get_peft_config(model_args),
+    quantization_config=get_quantization_config(model_args))
+"""
+
+
+def test_a_parsers_script_has_the_values_of_the_command_line_that_it_documents(script, files):
+    conversion = script(PARSER.format(peft=""))
+    files.check(conversion)
+    expected = {
+        "actor_rollout_ref.model.path": "Qwen/Qwen3-0.6B",
+        "actor_rollout_ref.model.lora_rank": None,
+        f"{ACTOR}optim.lr": 3e-6,
+        f"{ACTOR}fsdp_config.dtype": "float32",
+        f"{ROLLOUT}n": 4,
+        "data.train_batch_size": 32,
+        "data.train_files": "d.parquet",
+    }
+    assert {key: conversion.values.get(key) for key in expected} == expected
+    assert "accelerate launch --config_file x.yaml train.py" in conversion.defaults
+    with_adapter = script(PARSER.format(peft="--use_peft --lora_r 32"))
+    assert with_adapter.values["actor_rollout_ref.model.lora_rank"] == 32
+    assert with_adapter.values["actor_rollout_ref.model.lora_alpha"] == 32
+
+
+def test_a_parsers_script_without_values_is_refused(script, tmp_path):
+    text = PARSER.format(peft="").partition('"""')[2].partition('"""')[2]
+    words = problems(script, text)
+    assert "takes its settings from the command line, and documents none" in words
+    assert "Give the values: verlite convert trl" in words
+    typed = "--model_name_or_path m --dataset_name d.json --use_peft".split()
+    conversion = trl.convert(tmp_path / "train.py", words=typed)
+    assert conversion.values["actor_rollout_ref.model.path"] == "m"
+    assert conversion.values["actor_rollout_ref.model.lora_rank"] == 16
+
+
+def test_a_command_line(tmp_path):
+    (tmp_path / "r.yaml").write_text("beta: 0.1\nlearning_rate: 1e-6\n")
+    line = f"trl grpo --config {tmp_path}/r.yaml --model_name_or_path m --dataset_name d.json "
+    line += '--learning_rate 2e-6 --report_to wandb tensorboard --lora_target_modules "a", "b" '
+    line += "--use_peft --model_init_kwargs {} --optim=adamw_torch"
+    values = trl.convert(None, words=line.replace('"', "").split()).values
+    assert values[f"{ACTOR}kl_loss_coef"] == 0.1
+    assert values[f"{ACTOR}optim.lr"] == 2e-6
+    assert values["trainer.logger"] == ["console", "wandb", "tensorboard"]
+    assert values["actor_rollout_ref.model.target_modules"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "FILE: is missing"),
+        ("python none.py --beta 0", "FILE=none.py: does not exist"),
+        ("trl grpo m --beta 0", "m: is not an option"),
+        ("trl grpo --beta $BETA", "--beta: the shell has not replaced $BETA"),
+        ("trl grpo --bta 0", "bta=0: is not a setting of GRPOConfig. Did you mean beta?"),
+    ],
+)
+def test_wrong_command_lines(line, words):
+    assert words in problems(trl.convert, None, words=line.split())
+
+
+def test_ellipses_are_not_values(script):
+    conversion = script("GRPOConfig(beta=..., seed=1)\nGRPOTrainer(model=..., reward_funcs=f)")
+    assert conversion.values["actor_rollout_ref.model.path"] == "MODEL"
+    assert [warning.typed for warning in conversion.warnings] == ["beta=..."]
+
+
+def test_a_model_that_the_script_loads(script):
+    text = "m = AutoModelForCausalLM.from_pretrained('Qwen/Q', dtype=torch.bfloat16{})\n"
+    text += "GRPOConfig()\nGRPOTrainer(m, f)"
+    assert script(text.format("")).values["actor_rollout_ref.model.path"] == "Qwen/Q"
+    changed = script(text.format(", num_hidden_layers=2"))
+    assert changed.values["actor_rollout_ref.model.path"] == "MODEL"
+
+
+@pytest.mark.parametrize("value", ["get_peft_config(args)", "config", "make()"])
+def test_an_adapter_that_the_script_computes_is_refused(script, value):
+    text = f"GRPOConfig()\nGRPOTrainer('m', f, peft_config={value})"
+    assert f"peft_config={value}: is computed by the script" in problems(script, text)
+    assert "lora_rank=8" in " ".join(script(f"config = LoraConfig()\n{text}").overrides)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "processor = AutoProcessor.from_pretrained(x)\nGRPOConfig()\nGRPOTrainer('m', f)",
+        "d.map(lambda row: row['image'])\nGRPOConfig()\nGRPOTrainer('m', f)",
+        "GRPOConfig()\nGRPOTrainer('Qwen/Qwen2.5-VL-3B-Instruct', f)",
+        "GRPOConfig()\nGRPOTrainer('HuggingFaceTB/SmolVLM2-2.2B-Instruct', f)",
+    ],
+)
+def test_training_on_images_is_refused(script, text):
+    assert "verlite trains on text" in problems(script, text)
+    assert problems(script, "GRPOConfig()\nGRPOTrainer('Qwen/Qwen2.5-Devl-3B', f)") == ""
+
+
 # A YAML file
 
 

@@ -63,9 +63,16 @@ def rlinf(
     show(lambda: source.convert(file), output)
 
 
-@app.command()
+@app.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]},
+)
 def trl(
-    file: Annotated[Path, typer.Argument(metavar="SCRIPT-OR-YAML", help="A .py or YAML file.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[FILE] [-- COMMAND-LINE]", help="A .py or YAML file, or a command line."
+        ),
+    ],
     gpus: Annotated[
         int, typer.Option(min=1, help="Processes of the training: TRL's batch sizes are for each.")
     ] = 8,
@@ -75,16 +82,22 @@ def trl(
     output: Output = None,
     version: Version = None,
 ) -> None:
-    """Convert a script or YAML file of TRL's GRPO, RLOO or PPO. Scripts are read, never executed.
+    """Convert a script, YAML file or command line of TRL. Scripts are read, never executed.
 
-    The literal arguments of GRPOConfig(...), GRPOTrainer(...) and LoraConfig(...) count.
+    The literal arguments of GRPOConfig(...), GRPOTrainer(...) and LoraConfig(...) count. A script
+    with a parser is converted with the command line after `--`, or the first one in its docstring:
+    `verlite convert trl train.py -- --learning_rate 1e-6`,
+    `verlite convert trl -- trl grpo --model_name_or_path MODEL ...`.
     """
     from verlite.convert import trl as source
     from verlite.convert.trl_fields import TABLES
 
     if trainer is not None and trainer not in TABLES:
         fail(f"--trainer={trainer} is not one of {', '.join(TABLES)}.")
-    show(lambda: source.convert(file, gpus, trainer, version), output)
+    has_file = words[0].endswith((".py", ".yaml", ".yml")) and not words[0].startswith("-")
+    file = Path(words[0]) if has_file else None
+    rest = words[1:] if has_file else words
+    show(lambda: source.convert(file, gpus, trainer, version, rest), output)
 
 
 def show(convert: "Callable[[], Conversion]", output: Path | None) -> None:

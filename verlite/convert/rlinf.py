@@ -313,9 +313,15 @@ def _optimizer(draft: Draft, role: str, section: str) -> None:
 
 
 def _memory(draft: Draft, role: str, section: str) -> None:
-    precision = draft[f"{role}.model.precision"]
+    name = f"{role}.model.precision"
+    mixed, autocast = f"{role}.fsdp_config.mixed_precision.", f"{role}.fsdp_config.amp_autocast."
+    if draft[autocast + "enabled"]:
+        name = autocast + "precision"
+    elif draft[mixed + "param_dtype"] is not None:
+        name = mixed + "param_dtype"
+    precision = draft[name]
     if precision is not None and precision not in PRECISIONS:
-        draft.refuse(f"{role}.model.precision", "is not a precision", "Known: fp16, bf16, fp32.")
+        draft.refuse(name, "is not a precision", "Known: fp16, bf16, fp32.")
     elif precision is not None:
         keys = section + "dtype" + f" {ROLLOUT}dtype" * (role == "actor")
         note = "fp16 in RLinf; verlite trains in bfloat16 or float32" * (precision == "fp16")

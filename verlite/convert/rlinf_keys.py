@@ -101,6 +101,9 @@ def _model(role: str, section: str) -> tuple[Row, ...]:
             f"{fsdp}param_offload {fsdp}optimizer_offload",
             bool,
         ),
+        derived(f"{role}.fsdp_config.mixed_precision.param_dtype", fsdp + "dtype", str, _FP16),
+        derived(f"{role}.fsdp_config.amp_autocast.enabled", fsdp + "dtype", False),
+        derived(f"{role}.fsdp_config.amp_autocast.precision", fsdp + "dtype", "bf16", _FP16),
         needless(f"{role}.fsdp_config.*", object, "FSDP2 has one way, with the same results"),
     )
 

@@ -4,6 +4,7 @@ The formulas follow trl/trainer/grpo_config.py, grpo_trainer.py, rloo_trainer.py
 trl/experimental/ppo/ppo_trainer.py of version 1.16.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,36 +16,56 @@ from verlite.convert.data import prepare_data
 from verlite.convert.engine import Conversion, Draft, apply, sentence
 from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, ROLLOUT, Row
 from verlite.convert.trl_fields import TABLES, VERSIONS
-from verlite.convert.trl_read import Computed, Settings, read
+from verlite.convert.trl_read import Computed, Settings, Source, arguments, program, read
 
 CORRECTION = "algorithm.rollout_correction."
 REWARD_FILE = "reward.py"
 """The name in the command of the reward function that the user has to write."""
 PER_NODE = 8
+VISION_MODEL = re.compile(
+    r"(?i)(?<![a-z])(vlm?|vision|smolvlm|llava|idefics|pixtral|paligemma|internvl)(?![a-z])"
+)
 
 
 def convert(
-    file: Path, gpus: int = PER_NODE, trainer: str | None = None, version: str | None = None
+    file: Path | None,
+    gpus: int = PER_NODE,
+    trainer: str | None = None,
+    version: str | None = None,
+    words: Sequence[str] = (),
 ) -> Conversion:
-    """Convert a script (.py) or a YAML file.
+    """Convert a script (.py), a YAML file, or a command line.
 
     Args:
-        file: the file.
+        file: the file. None: the command line names it, or `trl grpo` and the like.
         gpus: processes of the training. TRL's batch sizes are per process.
-        trainer: grpo, rloo or ppo. None: as the file says.
+        trainer: one of VERSIONS. None: as the file or the command line says.
         version: TRL's version, whose defaults apply. None: the newest that is known.
+        words: command line of `trl`, or of a script that takes its settings from there.
 
     Raises:
         ConfigError: the file cannot be read, or has an unknown field, or the version is unknown.
     """
-    found, settings = read(file)
-    name = trainer or found
+    command, script, typed = program(words)
+    file = file or (script if script and script.exists() else None)
+    if file is None and (not typed or (script and not command)):
+        rule = "does not exist" if script else "is missing"
+        remedy = "Give a script, a YAML file, or a command line after --."
+        raise ConfigError([Problem("FILE", script and str(script), rule, remedy)])
+    found = read(file, typed) if file else Source(command or "grpo", {})
+    source = f"the command line in {file}" if found.words and not typed else ""
+    _, _, documented = program(found.words)
+    settings = found.settings | arguments(typed or documented)
+    name = trainer or (found.trainer if file else command) or found.trainer
     table = VERSIONS[name].table(TABLES[name], version)
     given, computed = _named(table, settings, name)
     formulas = [partial(formula, gpus=gpus) for formula in FORMULAS[name]]
     warn = partial(_warn_of_computed, computed=computed)
     done = apply(f"TRL's {name.upper()}Trainer", table, given, [*formulas, warn])
-    return replace(done, defaults=VERSIONS[name].describe(table, {*given, *computed}, version))
+    defaults = VERSIONS[name].describe(table, {*given, *computed}, version)
+    if source:
+        defaults = f"Settings are those of {source}: {' '.join(found.words)}. {defaults}"
+    return replace(done, defaults=defaults)
 
 
 def find(table: Sequence[Row], field: str) -> Row | None:
@@ -420,6 +441,9 @@ def data(draft: Draft, gpus: int) -> None:
     )
     if not model:
         draft.refuse("model_name_or_path", "is missing")
+    elif VISION_MODEL.search(str(model)):
+        rule = "is by its name a model for images; verlite trains on text"
+        draft.problems.append(Problem("model_name_or_path", str(model), rule))
     elif isinstance(model, Computed):
         draft.set(MODEL + "path", "MODEL", f"the script's {model}")
     else:

@@ -1,7 +1,14 @@
-"""Read the settings of a TRL script or YAML file. A script is parsed, never executed."""
+"""Read the settings of a TRL script, YAML file or command line. Scripts are parsed, never executed.
+
+A script with TrlParser or HfArgumentParser has its settings from a command line: the one that is
+given, or the first one that the script documents.
+"""
 
 import ast
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +21,46 @@ PPO_FIELDS = ("num_ppo_epochs", "kl_coef", "cliprange", "response_length", "tota
 CALLS = tuple(f"{name}{part}" for name in TRAINERS for part in ("Config", "Trainer"))
 
 CONFIGS = tuple(name for name in CALLS if name.endswith("Config"))
+PARSERS = ("TrlParser", "HfArgumentParser")
+LITERALS = ("LoraConfig", "ModelConfig", "ScriptArguments")
+"""Other calls whose literal arguments are settings. Those of LoraConfig have its name in front."""
+VISION = (
+    "AutoModelForImageTextToText",
+    "AutoModelForVision2Seq",
+    "AutoProcessor",
+    "image",
+    "images",
+)
+"""Names and column names of scripts that train on images."""
+LOADED_AS = {"torch_dtype", "dtype", "device_map", "attn_implementation", "trust_remote_code"}
+"""Arguments of from_pretrained that leave the weights as they are."""
 
 Settings = dict[str, Any]
+Words = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a file says.
+
+    trainer: one of TRAINERS' values.
+    settings: name -> value.
+    words: the command line that the script documents. Empty: none.
+    """
+
+    trainer: str
+    settings: Settings
+    words: Words = ()
 
 
 class Computed(str):
     """The text of an expression whose value only running the script would give."""
 
 
-def read(file: Path) -> tuple[str, Settings]:
-    """Return the trainer (grpo, rloo or ppo) and the settings of a script (.py) or YAML file.
+def read(file: Path, words: Words = ()) -> Source:
+    """Return what a script (.py) or YAML file says.
 
-    Arguments of LoraConfig have its name in front, such as LoraConfig.r.
+    words: the command line of a script with a parser.
 
     Raises:
         ConfigError: the file cannot be read, or has no configuration, or several.
@@ -34,10 +69,10 @@ def read(file: Path) -> tuple[str, Settings]:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(file, str(error)) from error
-    return _script(file, text) if file.suffix == ".py" else _yaml(file, text)
+    return _script(file, text, words) if file.suffix == ".py" else _yaml(file, text)
 
 
-def _yaml(file: Path, text: str) -> tuple[str, Settings]:
+def _yaml(file: Path, text: str) -> Source:
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -46,7 +81,7 @@ def _yaml(file: Path, text: str) -> tuple[str, Settings]:
         raise _unreadable(file, "it must contain keys and values")
     settings = {str(key): _number(value) for key, value in content.items()}
     is_ppo = any(name in settings for name in PPO_FIELDS)
-    return "ppo" if is_ppo else "grpo", settings
+    return Source("ppo" if is_ppo else "grpo", settings)
 
 
 def _number(value: Any) -> Any:
@@ -57,11 +92,14 @@ def _number(value: Any) -> Any:
         return value
 
 
-def _script(file: Path, text: str) -> tuple[str, Settings]:
+def _script(file: Path, text: str, words: Words) -> Source:
     try:
         tree = ast.parse(text)
         calls, constants = list(_calls(tree)), _constants(tree)
-        changed = dict(_changed_later(tree))
+        parsed = _parsed(tree)
+        changed = dict(_changed_later(tree, parsed))
+        documented = _documented(ast.get_docstring(tree) or "", file.name)
+        vision = next(_vision(tree), None)
     except SyntaxError as error:
         where = f"line {error.lineno}: " if error.lineno else ""
         raise _unreadable(file, f"{where}{error.msg}") from error
@@ -71,18 +109,79 @@ def _script(file: Path, text: str) -> tuple[str, Settings]:
     trainers = {TRAINERS[name.removesuffix("Config").removesuffix("Trainer")] for name in names}
     configs = [call.lineno for name, call in calls if name in CONFIGS]
     if not trainers:
-        remedy = "Scripts that take their settings from the command line: write these as YAML."
-        rule = f"calls none of {', '.join(CALLS)}"
-        raise ConfigError([Problem(str(file), None, rule, remedy)])
+        raise ConfigError([Problem(str(file), None, f"calls none of {', '.join(CALLS)}")])
     if len(trainers) > 1 or len(configs) > 1:
         lines = ", ".join(map(str, configs))
         rule = f"has several configurations (lines {lines}): keep one"
         raise ConfigError([Problem(str(file), None, rule)])
+    if vision:
+        rule = f"trains on images ({vision}); verlite trains on text"
+        raise ConfigError([Problem(str(file), None, rule)])
+    words = words or documented
+    if parsed and not configs and not words:
+        remedy = f"Give the values: verlite convert trl {file} -- --model_name_or_path MODEL ..."
+        rule = "takes its settings from the command line, and documents none"
+        raise ConfigError([Problem(str(file), None, rule, remedy)])
     settings: Settings = {}
     for name, call in calls:
         prefix = "LoraConfig." if name == "LoraConfig" else ""
         settings |= {prefix + key: value for key, value in _arguments(name, call, constants)}
-    return trainers.pop(), settings | changed
+    settings |= changed
+    # What the script takes from the parsed arguments is what the command line says.
+    settings = {
+        key: value
+        for key, value in settings.items()
+        if not (isinstance(value, Computed) and value.split(".")[0] in parsed)
+    }
+    from_model_args = parsed or any(name == "ModelConfig" for name, _ in calls)
+    for field, function in (
+        ("peft_config", "get_peft_config("),
+        ("quantization_config", "get_quantization_config("),
+    ):
+        if function in str(settings.get(field)) and from_model_args:
+            del settings[field]  # use_peft and load_in_4bit say whether there is one
+    has_lora = any(name == "LoraConfig" for name, _ in calls)
+    if isinstance(settings.get("peft_config"), Computed) and not has_lora:
+        rule = "is computed by the script"
+        remedy = "Write LoraConfig(...) with its values, or leave it out."
+        raise ConfigError([Problem("peft_config", settings["peft_config"], rule, remedy)])
+    return Source(trainers.pop(), settings, words if parsed else ())
+
+
+def _vision(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of a script that say it trains on images."""
+    for node in ast.walk(tree):
+        found = getattr(node, "id", None) or getattr(node, "attr", None)
+        if isinstance(node, ast.alias):
+            found = node.name
+        elif isinstance(node, ast.Constant):
+            found = node.value
+        if isinstance(found, str) and found in VISION:
+            yield found
+
+
+def _parsed(tree: ast.AST) -> set[str]:
+    """Return the variables that get what a parser of PARSERS read from the command line."""
+    if not any(name in ast.unparse(tree) for name in PARSERS):
+        return set()
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and ".parse_args" in ast.unparse(node.value):
+            for target in node.targets:
+                parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                names |= {ast.unparse(part) for part in parts}
+    return names
+
+
+def _documented(text: str, name: str) -> list[str]:
+    """Return the first command line for a script in its docstring, or []."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if re.search(rf"{re.escape(name)}\s+-", line):
+            try:
+                return shlex.split(line.strip().strip("`"), comments=True)
+            except ValueError:
+                return []
+    return []
 
 
 def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
@@ -91,7 +190,7 @@ def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).rsplit(".", 1)[-1]
-            if name in CALLS or name == "LoraConfig":
+            if name in CALLS or name in LITERALS:
                 found.append((node.lineno, name, node))
     for _, name, node in sorted(found, key=lambda item: item[0]):
         yield name, node
@@ -116,9 +215,12 @@ def _constants(tree: ast.AST) -> Settings:
     }
 
 
-def _changed_later(tree: ast.AST) -> Iterator[tuple[str, Computed]]:
-    """Yield (field, text) of each `config.field = ...`, where `config` is a configuration."""
-    configs = {
+def _changed_later(tree: ast.AST, parsed: set[str]) -> Iterator[tuple[str, Computed]]:
+    """Yield (field, text) of each `config.field = ...`, where `config` is a configuration.
+
+    parsed: variables from the command line, which may be configurations.
+    """
+    configs = parsed | {
         ast.unparse(target)
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
@@ -151,10 +253,85 @@ def _value(node: ast.expr, constants: Settings) -> Any:
     text = ast.unparse(node)
     if text in constants:
         return constants[text]
+    if isinstance(node, ast.Call) and text.split("(")[0].endswith(".from_pretrained"):
+        if node.args and {word.arg for word in node.keywords} <= LOADED_AS:
+            return _value(node.args[0], constants)
     try:
-        return ast.literal_eval(node)
+        value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return Computed(text)
+    return value if _is_plain(value) else Computed(text)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether YAML could have the value: not `...`, which stands for anything."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, str | int | float)
+
+
+def program(words: Words) -> tuple[str | None, Path | None, list[str]]:
+    """Return (trainer, script, arguments) of a command line of `trl` or of a script.
+
+    `trl grpo --beta 0`, `accelerate launch ... grpo.py --beta 0` and `--beta 0` are such lines. A
+    script's trainer is the one in its name, if there is one.
+    """
+    for place, word in enumerate(words):
+        if word.endswith(".py"):
+            parts = re.split(r"[^a-z]+", Path(word).stem.lower())
+            named = next((name for name in TRAINERS.values() if name in parts), None)
+            return named, Path(word), list(words[place + 1 :])
+        if word in TRAINERS.values() and place and words[place - 1].endswith("trl"):
+            return word, None, list(words[place + 1 :])
+    return None, None, list(words)
+
+
+def arguments(words: Words) -> Settings:
+    """Return the settings of a command line in the form of transformers' HfArgumentParser.
+
+    Values are numbers, true or false, JSON, or text; several after one name are a list. The file of
+    --config comes first.
+
+    Raises:
+        ConfigError: a word is not an option, or the file cannot be read.
+    """
+    settings: Settings = {}
+    name = ""
+    values: dict[str, list[str]] = {}
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            name, equals, attached = word.lstrip("-").replace("-", "_").partition("=")
+            values[name] = [word.partition("=")[2]] if equals else []
+        elif word.strip() and name:
+            values[name].append(word)
+        elif word.strip():
+            raise ConfigError([Problem(word, None, "is not an option", "Options begin with --.")])
+    file = values.pop("config", [])
+    if file:
+        settings |= read(Path(file[0])).settings
+    for name, given in values.items():
+        unset = [word for word in given if re.match(r"\$\w|\$\{", word)]
+        if unset:
+            rule = f"the shell has not replaced {unset[0]}: write the value"
+            raise ConfigError([Problem(f"--{name}", None, rule)])
+        if not given and name.startswith("no_"):
+            settings[name.removeprefix("no_")] = False
+        else:
+            found = [_typed(word.rstrip(",") if len(given) > 1 else word) for word in given]
+            settings[name] = found[0] if len(found) == 1 else found or True
+    return settings
+
+
+def _typed(word: str) -> Any:
+    """Return a number, true, false, null or JSON for a word that is one, else the word."""
+    if not re.fullmatch(r"[-+.\deE]+|(?i:true|false|null)|\{.*\}|\[.*\]", word):
+        return word
+    try:
+        return _number(yaml.safe_load(word))
+    except yaml.YAMLError:
+        return word
 
 
 def _unreadable(file: Path, why: str) -> ConfigError:
