@@ -195,6 +195,24 @@ def test_importable_function_is_written_as_an_import(tmp_path):
     assert "pickle" not in text
 
 
+@pytest.mark.parametrize("call", [verlite.check, verlite.train, verlite.evaluate])
+def test_a_mapping_in_place_of_a_configuration_is_explained(call):
+    with pytest.raises(TypeError, match=r"config is of the type dict, .*Write verlite.load_config"):
+        call({"data.train_batch_size": 64})
+
+
+@pytest.mark.parametrize(
+    ("argument", "way_out"),
+    [
+        ({"reward": "my_reward.py"}, '"custom_reward_function.path": "my_reward.py"'),
+        ({"env": "my_env:Factory"}, '"env.name": "my_env:Factory"'),
+    ],
+)
+def test_text_in_place_of_a_function_is_explained(config, argument, way_out):
+    with pytest.raises(TypeError, match=f"is text, not a function. Pass .*{way_out}"):
+        verlite.check(config, **argument)
+
+
 def test_what_cannot_be_stored_is_refused(tmp_path):
     lock = threading.Lock()
     with pytest.raises(TypeError, match="cannot be stored for other processes.*lock"):

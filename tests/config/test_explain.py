@@ -90,6 +90,16 @@ def test_words_find_the_keys_about_them(typed, found):
     assert "data.shuffle" not in text
 
 
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [("kl", "algorithm.use_kl_in_reward"), ("entropy", "actor_rollout_ref.actor.entropy_coeff")],
+)
+def test_a_word_of_many_names_is_not_a_detectors_key(word, found):
+    text = explain(word)
+    assert found in text.split("\n\n")[0]
+    assert not text.startswith("trainer.detect")
+
+
 @pytest.mark.parametrize("typed", ["--data.seed=1", "+data.seed=1", "data.seed=1", " data.seed "])
 def test_an_override_is_explained_like_its_key(typed):
     assert explain(typed) == explain("data.seed")

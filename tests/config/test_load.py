@@ -494,6 +494,18 @@ def test_literal_quotes_and_unexpanded_variables(material, monkeypatch):
     assert loaded.config.data.val_files == f"{material.folder}/test.parquet"
 
 
+@pytest.mark.parametrize("key", ["num_generations", "beta"])
+def test_a_setting_of_trl_leads_to_its_page(material, key):
+    with pytest.raises(ConfigError) as raised:
+        material.load(f"{key}=8")
+    (problem,) = raised.value.problems
+    assert (problem.key, problem.rule) == (key, "unknown key")
+    assert "docs/migration/trl.md" in problem.remedy
+    with pytest.raises(ConfigError, match="unknown key") as raised:
+        material.load("generations=8")
+    assert "trl" not in str(raised.value)
+
+
 def test_main_argv(material, capsys):
     assert (
         main_argv(["--config-name", "grpo", *material.good]).config.algorithm.adv_estimator

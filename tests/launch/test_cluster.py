@@ -161,6 +161,19 @@ def test_stale_head_file_is_not_followed(tmp_path, monkeypatch):
     assert head.find_head(Source(tmp_path)) == ("10.0.0.1:6379", token, view)
 
 
+def test_the_dashboards_port_as_the_heads_is_named(monkeypatch):
+    monkeypatch.setattr(head, "answers", lambda address: False)
+    with pytest.raises(ConnectionError, match="8265 is the dashboard's port.*head's: 6379"):
+        head.find_head(Source(None, "10.0.0.1:8265"))
+
+
+def test_a_taken_dashboard_port_is_named():
+    assert start.dashboard_line("127.0.0.1:8265", 8265) == "dashboard: http://127.0.0.1:8265"
+    assert start.dashboard_line("127.0.0.1:8266", 8265) == (
+        "dashboard: http://127.0.0.1:8266 (another program has port 8265)"
+    )
+
+
 def test_wrong_token_with_a_given_head_is_not_waited_for(monkeypatch):
     answering(monkeypatch, ClusterView("c1", "", [node(0, is_head=True)]))
     source = Source(None, "10.0.0.1:6379")

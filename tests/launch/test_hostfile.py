@@ -16,7 +16,7 @@ import yaml
 
 from tests.models import tiny_model
 from tests.trainer.runs import write_sums
-from verlite.config.load import compose
+from verlite.config.load import compose, with_home
 from verlite.config.problems import ConfigError
 from verlite.launch import host_check, session
 from verlite.launch.errors import ClusterError
@@ -244,6 +244,17 @@ def test_run_has_the_master_first_and_the_files_settings(project):
     assert set(arguments) <= set(run.arguments)
 
 
+def test_the_launchers_home_is_that_of_the_run(project, monkeypatch):
+    monkeypatch.setenv("HOME", str(project[0]))
+    words = ["custom_reward_function.path=~/r.py", "data.val_files=[~/v.parquet,a~/v.parquet]"]
+    assert with_home(words) == [
+        f"custom_reward_function.path={project[0]}/r.py",
+        f"data.val_files=[{project[0]}/v.parquet,a~/v.parquet]",
+    ]
+    run, _ = plan(project, "trainer.rollout_data_dir=~/dumps")
+    assert f"trainer.rollout_data_dir={project[0]}/dumps" in run.arguments
+
+
 def test_settings_after_the_dashes_replace_those_of_nodes_yaml(project):
     run, notes = plan(project, "trainer.experiment_name=mine", "trainer.nnodes=2")
     assert compose(None, run.arguments).config.trainer.experiment_name == "mine"
@@ -405,9 +416,10 @@ def test_host_that_cannot_be_reached_is_named_with_the_reason(project, tmp_path)
     ssh.write_text("#!/bin/sh\necho 'ssh: connect to host h port 22: timed out' >&2\nexit 255\n")
     ssh.chmod(0o755)
     run, _ = plan(project)
-    remote = Remote([str(ssh)], sys.executable, str(tmp_path), {})
+    remote = Remote([str(ssh), "-F", "my file"], sys.executable, str(tmp_path), {})
     with pytest.raises(ClusterError) as raised:
         Launcher(run, remote, lambda text: None, 10, 0).run()
+    assert f"Try: {ssh} -F 'my file' -o BatchMode=yes worker true" in str(raised.value)
     for host in ("main", "worker"):
         assert f"{host} cannot be reached by ssh: ssh: connect to host h port 22" in str(
             raised.value

@@ -379,6 +379,7 @@ class FakeSlurm:
             "SLURM_JOB_NODELIST": "node-[0-1]",
             "SLURM_CPUS_PER_TASK": "1",
             "SLURMD_NODENAME": "node-0",
+            "SLURM_RESTART_COUNT": os.environ.get("SLURM_RESTART_COUNT", ""),
         }
         self.process = subprocess.Popen(
             ["bash", "job.sbatch"],
@@ -438,6 +439,20 @@ def test_job_ends_with_the_exit_code_of_the_run_and_leaves_nothing(slurm):
     for rank in (0, 1):
         for line in job.read(f"ray.{rank}").split():
             assert not Path(f"/proc/{line}").exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("restarts", "requeued"), [("", True), ("19", True), ("20", False)])
+def test_a_lost_node_that_answers_again_still_starts_the_job_again(
+    slurm, monkeypatch, restarts, requeued
+):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    job = slurm()
+    job.wait_for("driving")
+    (job.folder / "driver").write_text("76")
+    assert ("a process or a node was lost: back into the queue" in job.output()) is requeued
+    assert job.process.returncode == 76
+    assert ("requeued" in job.read("signals")) is requeued
 
 
 @pytest.mark.process

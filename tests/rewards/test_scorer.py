@@ -333,6 +333,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
             "reward_func",
             "reward_func(queries, prompts) cannot be called with queries, prompts, labels",
         ),
+        (
+            "def reward(completions, **kw): return 1",
+            "reward",
+            "or **kwargs. TRL's reward functions score a list of completions, these one "
+            "response: docs/migration/trl.md",
+        ),
         ("def f(:", "compute_score", "SyntaxError"),
         (
             "import os; os._exit(9)",

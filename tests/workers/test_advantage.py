@@ -1,5 +1,7 @@
 """Advantages over all tokens of a step: what the KL penalty in the reward does."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -8,6 +10,7 @@ from verlite.algorithms.advantages import AdvantageInputs, compute_advantages
 from verlite.config import catalog
 from verlite.config.schema import Config
 from verlite.protocol.data import object_array
+from verlite.workers.actor import ActorWorker
 from verlite.workers.advantage import REWARD_KL, by_row, estimate_advantages
 
 
@@ -142,3 +145,18 @@ def test_the_catalog_knows_which_estimators_whiten(name):
     advantages = compute_advantages(name, inputs)[0]
     is_white = advantages.mean().abs() < 1e-5 and abs(advantages.std() - 1) < 1e-5
     assert bool(is_white) == catalog.whitens(name)
+
+
+@pytest.mark.parametrize(
+    ("key", "own"),
+    [
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", ("only_on_the_driver:loss", "grpo")),
+        ("algorithm.adv_estimator", ("vanilla", "only_on_the_driver:estimator")),
+    ],
+)
+def test_an_actor_that_cannot_import_the_users_function_does_not_start(key, own):
+    config = Config()
+    loss, config.algorithm.adv_estimator = own
+    plan = SimpleNamespace(loss_mode=loss, correction=None)
+    with pytest.raises(ValueError, match=f"{key}.*only_on_the_driver"):
+        ActorWorker(config, plan, 1)

@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 ENV_MODULE = "verlite_own_env"
 REWARD_FILE = "reward.py"
+AS_TEXT = {
+    "reward": "Pass the function itself, as in `from my_reward import compute_score`, or name its "
+    'file in the configuration: {"custom_reward_function.path": "my_reward.py"}',
+    "env": "Pass the class itself, as in `from my_env import Factory`, or name it in the "
+    'configuration: {"env.name": "my_env:Factory"}',
+}
+"""What to do in place of passing text."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ def check(
     from verlite.trainer.errors import RunRefused
     from verlite.trainer.trial import try_out
 
+    _refuse_other_types(config)
     with tempfile.TemporaryDirectory() as folder, _no_event_loop():
         with _own_code(config, reward, env, Path(folder)) as whole:
             loaded = whole.loaded()
@@ -116,6 +124,7 @@ def train(
     from verlite.controller.stop import Stop
     from verlite.trainer.launch import absolute, lock_run_dir
 
+    _refuse_other_types(config)
     _refuse_other_ray()
     run_dir = Path(absolute(config["trainer.default_local_dir"]))
     if reward is not None or env is not None:
@@ -145,6 +154,7 @@ def evaluate(
     Returns:
         The validation metrics, `val-core/...` and `val-aux/...` (docs/metrics.md).
     """
+    _refuse_other_types(config)
     result = train(config.override({"trainer.val_only": True}), reward, env)
     return {name: value for name, value in result.metrics[-1].items() if name.startswith("val-")}
 
@@ -228,6 +238,15 @@ def _refuse_other_ray() -> None:
         )
 
 
+def _refuse_other_types(config: RunConfig) -> None:
+    """Raise TypeError unless `config` is what load_config returns."""
+    if not isinstance(config, RunConfig):
+        raise TypeError(
+            f"config is of the type {type(config).__name__}, not what verlite.load_config returns. "
+            'Write verlite.load_config("grpo", {"data.train_batch_size": 64}), for example'
+        )
+
+
 @contextmanager
 def _own_code(
     config: RunConfig,
@@ -235,9 +254,16 @@ def _own_code(
     env: Callable[..., Any] | None,
     folder: Path,
 ) -> Iterator[RunConfig]:
-    """Write the user's callables to `folder`, and yield a configuration that names them."""
+    """Write the user's callables to `folder`, and yield a configuration that names them.
+
+    Raises:
+        TypeError: an argument has another type, or cannot be stored.
+    """
     from verlite.trainer import own_code
 
+    for name, given in (("reward", reward), ("env", env)):
+        if isinstance(given, str | Path):
+            raise TypeError(f"{name}={str(given)!r} is text, not a function. {AS_TEXT[name]}")
     changes: dict[str, Any] = {}
     if reward is not None:
         own_code.write(reward, folder / REWARD_FILE)
@@ -246,8 +272,8 @@ def _own_code(
     if env is not None:
         own_code.write(env, folder / f"{ENV_MODULE}.py")
         changes["env.name"] = f"{ENV_MODULE}:{own_code.name_of(env)}"
-        given = config[ENV_VARS].get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-        python_path = os.pathsep.join(filter(None, [str(folder), given]))
+        path = config[ENV_VARS].get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        python_path = os.pathsep.join(filter(None, [str(folder), path]))
         changes[f"{ENV_VARS}.PYTHONPATH"] = python_path
     sys.modules.pop(ENV_MODULE, None)
     before = list(sys.path)

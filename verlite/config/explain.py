@@ -35,12 +35,14 @@ def explain(name: str = "", command: Command = PPO) -> str:
         return old
     ending = [key for key in table if key.endswith("." + name)]
     if ending:
-        return "\n\n".join(explain(key, command) for key in ending)
+        others = _keys_named(name, command) if len(ending) == 1 else []
+        listed = ["\n".join([f"Keys about {name}:", *_one_line_each(others)])] if others else []
+        return "\n\n".join([*listed, *(explain(key, command) for key in ending)])
     names = command.tables.all_names()
     former = [old for old in names if old.endswith("." + name) and "*" not in old]
     if former:
         return "\n\n".join(filter(None, (_old_name(old, command) for old in former)))
-    close = nearest(name, command.leaves)
+    close = [] if _keys_named(name, command) else nearest(name, command.leaves)
     about = [] if close else keys_about(name, command)
     if about:
         return "\n".join([f"No key is called {name}. Keys about it:", *about])
@@ -48,6 +50,13 @@ def explain(name: str = "", command: Command = PPO) -> str:
         f"Did you mean {' or '.join(close)}?" if close else "`verlite explain` lists the sections."
     )
     raise KeyError(f"{name}: unknown key. {hint}")
+
+
+def _keys_named(word: str, command: Command) -> list[Key]:
+    """Return the keys that have the word in their name, if they are three or more."""
+    keys = [key for key in command.keys.values() if word in re.split(r"[._]", key.name)]
+    keys = [key for key in keys if not key.section]
+    return keys if len(keys) >= 3 else []
 
 
 def keys_about(words: str, command: Command = PPO) -> list[str]:
@@ -58,8 +67,12 @@ def keys_about(words: str, command: Command = PPO) -> list[str]:
         for key in command.keys.values()
         if not key.section and all(word in _words(key) for word in wanted)
     ]
-    width = max((len(key.name) for key in found), default=0)
-    return [f"  {key.name:<{width}}  {key.doc.partition('. ')[0]}" for key in found]
+    return _one_line_each(found)
+
+
+def _one_line_each(keys: list[Key]) -> list[str]:
+    width = max((len(key.name) for key in keys), default=0)
+    return [f"  {key.name:<{width}}  {key.doc.partition('. ')[0]}" for key in keys]
 
 
 def _words(key: Key) -> str:

@@ -40,6 +40,13 @@ C = TypeVar("C")
 
 ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 
+OF_TRL = (
+    "beta delta epsilon epsilon_high gradient_accumulation_steps learning_rate loss_type "
+    "max_completion_length max_steps num_generations num_iterations num_train_epochs "
+    "per_device_train_batch_size reward_funcs reward_weights scale_rewards use_vllm vllm_mode"
+).split()
+"""Settings of TRL that are typed as keys."""
+
 OPTIONS = {
     "--config-name": "--config-name",
     "-cn": "--config-name",
@@ -458,6 +465,8 @@ class _Builder:
         close = nearest(assignment.key, self.command.leaves)
         self.broken.update(close[:1])
         remedy = f"Did you mean {' or '.join(close)}?" if close else self.command.list_keys
+        if assignment.key in OF_TRL:
+            remedy = f"TRL has such a setting. docs/migration/trl.md has its key here. {remedy}"
         self._problem(assignment, "unknown key", remedy)
 
     def _problem(self, assignment: Assignment, rule: str, remedy: str = "") -> None:
@@ -682,6 +691,12 @@ def _interpolation_remedy(text: str) -> str:
         return "Check the ${...} in the value."
     name = variable[1]
     return f"For an environment variable write ${{oc.env:{name}}}, or let the shell expand ${name}."
+
+
+def with_home(overrides: Sequence[str]) -> list[str]:
+    """Return overrides in which ~ before a / is this user's home, for a run on other machines."""
+    home = str(Path.home())
+    return [re.sub(r"(?<=[=\[,])~(?=/)", lambda _: home, text) for text in overrides]
 
 
 def _expand(value: Any) -> Any:

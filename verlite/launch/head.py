@@ -13,6 +13,8 @@ from verlite.controller.ray_internals import ClusterView, environment
 from verlite.launch import shared
 from verlite.launch.errors import ClusterError
 
+DASHBOARD = 8265
+"""The port of Ray's dashboard, unless another is asked for or it is taken."""
 REMINDER_S = 30.0
 """While waiting, say so at least this often."""
 
@@ -66,9 +68,10 @@ def find_head(source: Source) -> tuple[str, str | None, ClusterView]:
         authenticated = authenticated and head.authenticated
         where = f"{path} names {address}, started {head.age()}"
     if not answers(address):
-        raise ConnectionError(
-            f"{where}, where no Ray answers. Is rank 0 started? Does a firewall block the port?"
-        )
+        hint = "Is rank 0 started? Does a firewall block the port?"
+        if address.endswith(f":{DASHBOARD}"):
+            hint = f"{DASHBOARD} is the dashboard's port. Name the head's: {source.port}"
+        raise ConnectionError(f"{where}, where no Ray answers. {hint}")
     is_given = token is not None
     if not authenticated:
         token = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config import aliases
-from verlite.config.load import Loaded, compose, parse_argv
+from verlite.config.load import Loaded, compose, parse_argv, with_home
 from verlite.config.plan import files_of, reference_urls
 from verlite.config.problems import ConfigError, Note, Problem
 from verlite.config.schema import Config
@@ -78,6 +78,7 @@ def plan_run(
     name, folder, overrides, help_wanted = parse_argv(arguments)
     if help_wanted:
         raise ConfigError([Problem("--help", None, "stands after --", "Give it before the --.")])
+    overrides = with_home(overrides)
     typed = {_current_name(text) for text in overrides}
     settings = nodes.settings(root)
     notes = [

@@ -252,7 +252,7 @@ def _problems(session: Session) -> list[str]:
         return [f"{name} did not answer the check in time"]
     if session.code == SSH_FAILED:
         reason = session.last[-1] if session.last else "ssh says nothing"
-        return [f"{name} cannot be reached by ssh: {reason}. Try: ssh -o BatchMode=yes {name} true"]
+        return [f"{name} cannot be reached by ssh: {reason}. Try: {session.attempt}"]
     for line in reversed(session.last):
         try:
             found = json.loads(line)["problems"]

@@ -65,6 +65,7 @@ class Session:
     """A command that runs on a host.
 
     name: of the host, for messages. last: its last lines of output, errors included.
+    attempt: a command with which the user can try the connection.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Session:
             ClusterError: ssh cannot be run.
         """
         self.name = target.rpartition("@")[2]
+        self.attempt = shlex.join([*remote.ssh, "-o", "BatchMode=yes", target, "true"])
         self.last: deque[str] = deque(maxlen=LAST_LINES)
         self._log = log
         self._on_line = on_line

@@ -334,6 +334,9 @@ finish() {
     if [[ $code =~ ^(75|143)$ ]] || [[ $stopped$code =~ ^(TERM|USR1)130$ ]]; then
         code=75
         [ "$stopped" = USR1 ] || again="stopped"
+    # 76: a process or a node was lost, also one that answers again
+    elif [ "$code" = 76 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
+        again="a process or a node was lost"
     elif [ "$code" != 0 ] && [ "$code" != 2 ] && [ -n "$requeue" ] && ! all_nodes_answer; then
         again="a node does not answer"
     fi

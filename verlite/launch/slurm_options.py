@@ -9,7 +9,7 @@ from pathlib import Path
 
 from verlite import hub
 from verlite.config import aliases, keys
-from verlite.config.load import Loaded, compose, parse_argv
+from verlite.config.load import Loaded, compose, parse_argv, with_home
 from verlite.config.plan import needs_critic
 from verlite.config.problems import (
     URL_SECRET,
@@ -103,6 +103,7 @@ def plan_job(options: Options, arguments: list[str]) -> tuple[Job, list[Note]]:
     name, folder, overrides, help_wanted = parse_argv(arguments)
     if help_wanted:
         raise ConfigError([Problem("--help", None, "stands after --", "Give it before the --.")])
+    overrides = with_home(overrides)
     given = compose(name, overrides, folder, check=False)
     config = given.config
     uses_gpus = config.trainer.device != "cpu"

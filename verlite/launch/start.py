@@ -14,6 +14,7 @@ from verlite.files import replace_file
 from verlite.launch import addresses, ray_daemons, shared
 from verlite.launch.errors import ClusterError
 from verlite.launch.head import (
+    DASHBOARD,
     Progress,
     Say,
     Source,
@@ -129,8 +130,14 @@ def _start_head(options: Options, say: Say) -> RayNode:
         shared.write_head(options.source.shared, content)
         say(f"head file: {options.source.shared / shared.HEAD_FILE}")
     if seen.dashboard:
-        say(f"dashboard: http://{seen.dashboard}")
+        say(dashboard_line(seen.dashboard, options.dashboard_port or DASHBOARD))
     return node
+
+
+def dashboard_line(address: str, wanted: int) -> str:
+    """Say where the dashboard is. Ray takes the next free port without a word."""
+    taken = "" if address.endswith(f":{wanted}") else f" (another program has port {wanted})"
+    return f"dashboard: http://{address}{taken}"
 
 
 def _join(options: Options, say: Say) -> RayNode:

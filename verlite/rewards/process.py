@@ -73,7 +73,7 @@ def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
     except TypeError as error:
         raise FunctionError(
             f"{place}: {name}{signature} cannot be called with {', '.join(argument_names)}: "
-            f"{error}. Give it these parameters, or **kwargs"
+            f"{error}. Give it these parameters, or **kwargs{_of_trl(signature)}"
         ) from error
     checked: Callable[..., Any] = _of_batch(function) if is_batch else function
     return checked
@@ -100,6 +100,16 @@ def _of_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 
         return wait
     return lambda **arguments: one(function(**lists(arguments)))
+
+
+def _of_trl(signature: inspect.Signature) -> str:
+    """Return a pointer for a function that takes TRL's `completions`; "" for others."""
+    if "completions" not in signature.parameters:
+        return ""
+    return (
+        ". TRL's reward functions score a list of completions, these one response: "
+        "docs/migration/trl.md shows both"
+    )
 
 
 def takes_lists(function: Callable[..., Any]) -> bool:

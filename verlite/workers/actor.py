@@ -12,7 +12,7 @@ from verlite.algorithms.aggregation import token_weights
 from verlite.algorithms.gap import gap_metrics, gap_sums
 from verlite.algorithms.kl import kl_loss
 from verlite.algorithms.losses import PolicyLossInputs, entropy_sum, policy_loss
-from verlite.config.catalog import BYPASS_LOSS
+from verlite.config.catalog import BYPASS_LOSS, ESTIMATORS, LOSSES, resolve
 from verlite.config.plan import Plan, uses_lora
 from verlite.config.schema import Config
 from verlite.controller.dispatch import register
@@ -50,6 +50,9 @@ class ActorWorker(LogProbWorker):
         # Imported here: these libraries take seconds, and the driver only names this class.
         from verlite.engine.fsdp import TrainEngine
 
+        # The driver has found the user's own functions on its machine. Another may lack them.
+        self._objective = policy_objective(config, plan)
+        resolve(config.algorithm.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")
         super().__init__(config, plan, total_steps)
         policy = config.actor_rollout_ref
         self.all_rows = StepRows()
@@ -121,7 +124,7 @@ class ActorWorker(LogProbWorker):
             "actor",
             self.rank_rows.padded(batch),
             self.plan.actor,
-            policy_objective(self.config, self.plan),
+            self._objective,
             with_entropy=actor.calculate_entropy or actor.entropy_coeff != 0 or not measured,
         )
         sums = {key: metrics.pop(key) for key in list(metrics) if key.startswith("gap/")}
@@ -293,9 +296,13 @@ def policy_objective(config: Config, plan: Plan) -> "LossFn":
 
     Each term is aggregated by loss_agg_mode over the whole optimizer step: `counts` has the tokens
     and sequences of all micro-batches on all ranks, so the losses of micro-batches add up to it.
+
+    Raises:
+        ValueError: the policy loss cannot be imported here.
     """
     actor = config.actor_rollout_ref.actor
     chosen = actor.policy_loss
+    function = resolve(plan.loss_mode, LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
     extra = {
         "tau_pos": actor.tau_pos,
         "tau_neg": actor.tau_neg,
@@ -331,7 +338,7 @@ def policy_objective(config: Config, plan: Plan) -> "LossFn":
             rollout_is_weights=rows.get("rollout_is_weights"),
             extra=extra | {"selected": rows.get("selected_tokens")},
         )
-        loss, metrics = policy_loss(plan.loss_mode, inputs)
+        loss, metrics = policy_loss(function, inputs)
         metrics["actor/pg_loss"] = loss.detach()
         if "old_log_probs" not in rows.keys() or plan.loss_mode == BYPASS_LOSS:
             # No earlier pass measured the gap. With one update these are the old log-probs.
