@@ -140,6 +140,25 @@ def test_text_of_people_is_unchanged() -> None:
     assert stream.getvalue() == text + "a\\x1b\\udcff\n"
 
 
+def test_colors_reach_the_terminal_also_beside_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    below = Terminal()
+    monkeypatch.setattr("sys.stdout", CleanStream(below))
+    display = Display()
+    display.begin(total_steps=2)
+    print(f"a library {EVIL}")
+    print_error(RunRefused(EVIL), console())
+    display.close()
+    text = below.getvalue()
+    assert "\x1b[1;31merror: \x1b[0m\\x1b]0;title" in text
+    assert "\\x1b[1;31m" not in text and "\x1b]" not in text and "\x9b" not in text
+
+
 @pytest.mark.process
 def test_the_training_commands_clean_what_they_print() -> None:
     line = [sys.executable, "-m", "verlite.main_ppo", f"trainer.{EVIL}=1"]

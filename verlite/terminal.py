@@ -63,5 +63,9 @@ def clean_output() -> None:
 
 
 def raw(stream: Any) -> Any:
-    """Return the stream below a `CleanStream`, for text that is clean and has colors."""
+    """Return the stream below a `CleanStream`, for text that is clean and has colors.
+
+    While rich shows a live line, it has its own stream in front of both.
+    """
+    stream = getattr(stream, "rich_proxied_file", stream)
     return stream.raw if isinstance(stream, CleanStream) else stream

@@ -77,6 +77,18 @@ def test_draw_writes_png(tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_names_of_data_sources_are_no_formulas_and_limited(tmp_path):
+    odd = {f"val-core/${'x' * (i == 0)}_{{{i}/reward/mean@1": 0.5 for i in range(1000)}
+    run_dir = tmp_path / "$a_{$"
+    run_dir.mkdir()
+    write(run_dir / "metrics.jsonl", [{"step": 1, "val-core/$a_{$/reward/mean@1": 0.5, **odd}])
+    result = CliRunner().invoke(app, ["curve", str(run_dir)])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("on held-out prompts of") == 40
+    assert "data sources without a curve, because there are many: 961" in result.output
+    assert (run_dir / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_curve_command_prints_and_writes_image(tmp_path):
     write(
         tmp_path / "metrics.jsonl",

@@ -226,6 +226,15 @@ def test_each_kind_of_failed_reward_is_shown_once_with_its_sample():
     assert "1 of 2 samples have no reward" in run.display[2] and len(run.display) == 3
 
 
+def test_kinds_of_failures_that_a_service_invents_do_not_flood_the_console():
+    run = fake_run()
+    run.config.reward.max_error_rate = 1.0
+    failed = [RewardResult(None, error=f"a\nstep {n}/9", traceback="x") for n in range(80)]
+    score(run, rewarded_batch(["done"] * 80, failed))
+    assert len(run.display) == 50
+    assert all("\nstep" not in shown for shown in run.display)
+
+
 @pytest.mark.parametrize(("limit", "stops"), [(0.5, False), (0.3, True)])
 def test_too_many_failed_samples_stop_the_run(limit, stops):
     rows = [([10], [1], [-0.5], "done"), ([], [], [], "error"), ([11], [1], [-0.5], "length")]

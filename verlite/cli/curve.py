@@ -42,6 +42,8 @@ def curve(
                 f"{first:.3f} at step {first_step}, {last:.3f} at step {last_step}"
             )
             print(f"{plot(points)}\n")
+    if rewards.left_out:
+        print(f"data sources without a curve, because there are many: {rewards.left_out}")
     if rewards.unreadable:
         print(f"lines of metrics.jsonl that cannot be read: {rewards.unreadable}")
     print(f"wrote {target}")

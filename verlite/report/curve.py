@@ -1,16 +1,20 @@
 """The reward curve of a run, read from metrics.jsonl: as an image and as terminal characters."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verlite.terminal import clean
 from verlite.trainer.tracking import MetricsLines
 
 SCORE = "critic/score/mean"
 LOSS = "train/loss"
 """What main_sft has in place of a score."""
+MAX_SOURCES = 40
+"""Data sources with a curve."""
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 Points = list[tuple[int, float]]
@@ -29,6 +33,8 @@ class Curve:
     """What the values are."""
     unreadable: int = 0
     """Lines of metrics.jsonl that cannot be read."""
+    left_out: int = 0
+    """Data sources beyond MAX_SOURCES."""
 
 
 def read_curve(metrics_file: Path) -> Curve:
@@ -44,12 +50,16 @@ def read_curve(metrics_file: Path) -> Curve:
     found = MetricsLines.read(metrics_file)
     lines = found.values()
     training = _points(lines, SCORE)
-    keys = [key for line in lines for key in line]
-    validation = {}
-    for key in dict.fromkeys(keys):
-        if key.startswith("val-core/") and "/mean@" in key:
-            source = "/".join(key.split("/")[1:-2])
-            validation[source] = _points(lines, key)
+    keys = dict.fromkeys(key for line in lines for key in line)
+    sources = {
+        "/".join(key.split("/")[1:-2]): key
+        for key in keys
+        if key.startswith("val-core/") and "/mean@" in key
+    }
+    validation = {
+        source: _points(lines, key)
+        for source, key in itertools.islice(sources.items(), MAX_SOURCES)
+    }
     losses = _points(lines, LOSS)
     if losses and not training:
         held_out = {"held out": _points(lines, "val/loss")}
@@ -58,7 +68,8 @@ def read_curve(metrics_file: Path) -> Curve:
         raise ValueError(
             f"{metrics_file} has no scores: no step has {SCORE} or a val-core/.../mean@N"
         )
-    return Curve(training, validation, unreadable=len(found.unreadable))
+    left_out = len(sources) - len(validation)
+    return Curve(training, validation, unreadable=len(found.unreadable), left_out=left_out)
 
 
 def _points(lines: list[dict[str, Any]], key: str) -> Points:
@@ -87,10 +98,11 @@ def draw(curve: Curve, picture: Path, title: str = "") -> None:
         if not points:
             continue
         steps, values = zip(*points, strict=True)
-        name = f"held out, {source}" if len(curve.validation) > 1 else "held out"
+        name = f"held out, {clean(source)}" if len(curve.validation) > 1 else "held out"
         color = f"C{number}"
         axes.plot(steps, values, label=name, color=color, linewidth=2, marker="o", markersize=4)
-    axes.set(xlabel="training step", ylabel=curve.value, title=title)
+    axes.set(xlabel="training step", ylabel=curve.value)
+    axes.set_title(clean(title), parse_math=False)  # $ in a path is not a formula
     curves = [curve.training, *curve.validation.values()]
     low, high = _axis_range([value for points in curves for _, value in points])
     margin = 0.03 * (high - low)
@@ -98,7 +110,8 @@ def draw(curve: Curve, picture: Path, title: str = "") -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="best")
+    for text in axes.legend(frameon=False, loc="best").get_texts():
+        text.set_parse_math(False)
     figure.savefig(picture)
 
 

@@ -10,6 +10,8 @@ from verlite.protocol.data import DataProto
 from verlite.rollout.types import Status
 from verlite.trainer.run import Run
 
+_KINDS = 50
+"""Most kinds that are shown: a service may name each failure in another way."""
 _CHARACTERS = 500
 """Shown of a prompt, a response and a ground truth."""
 _LINES = 12
@@ -30,12 +32,13 @@ def warn_of_new_kinds(run: Run, batch: DataProto) -> None:
     counts = Counter(errors[row] for row in rows)
     for row in rows:
         kind = errors[row]
-        if kind in run.shown_failures:
+        if kind in run.shown_failures or len(run.shown_failures) >= _KINDS:
             continue
         run.shown_failures.add(kind)
         run.display.warn(
             f"{counts[kind]} of {len(batch)} samples have no reward and are left out of the update "
-            f"({kind}). Later ones count in reward/error_rate, without a message. The first:\n"
+            f"({one_line(kind, 100)}). Later ones count in reward/error_rate, without a message. "
+            "The first:\n"
             f"{describe(run, batch, row)}"
         )
 
