@@ -228,7 +228,7 @@ def test_check_and_explain(material):
         "note: 1 of 1 examples do not end with a special token: the chat template writes none "
         "after the assistant's last turn, or has it outside of its generation marks. A model that "
         "learns them does not learn to end its answers",
-        "The configuration is fine.",
+        "The configuration is fine. See the notes above.",
     ]
     result = CliRunner().invoke(app, ["check", "main_sft", *options, "data.val_files=gone.parquet"])
     assert result.exit_code == 2

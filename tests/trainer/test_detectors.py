@@ -114,6 +114,24 @@ def test_single_bad_steps_are_not_said():
     assert run((bad + healthy(1)) * 10) == []
 
 
+def test_a_short_run_that_learned_nothing():
+    """It ends before patience does. Other signs need their time: a first step is always slow."""
+
+    def said(steps: int, **change: Any) -> list[tuple[int, str]]:
+        seen = Detectors(DetectConfig())
+        found = [
+            seen.check(n, step, last=n == steps)
+            for n, step in enumerate(healthy(steps, **change), start=1)
+        ]
+        return [(one.step, one.name) for one in itertools.chain(*found)]
+
+    nothing = {"critic/score/max": 0.0}
+    assert said(1, **nothing) == [(1, "no_signal")]
+    assert said(4, **nothing) == [(4, "no_signal")]
+    assert said(9, **nothing) == [(5, "no_signal")]
+    assert said(4) == said(4, **{"perf/straggler/actor": 8.0}) == []
+
+
 def test_values_at_a_threshold():
     limits = {"cut_share": 0.5, "kl": 1.0, "reward_errors": 0.05, "nonfinite": 0.0}
     below = {"response_length/clip_ratio": 0.4999, "actor/kl_loss": 1.0, "reward/error_rate": 0.05}

@@ -1,18 +1,26 @@
 """What `verlite check` finds by trying: the same messages as a run, without Ray."""
 
 import json
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.errors.cases import write_folder
 from verlite import hub
 from verlite.config import compose, make_plan
+from verlite.config.critical import critical_settings
+from verlite.data.sampler import PromptSampler
 from verlite.trainer import checkpoints, disk
 from verlite.trainer import trial as trial_module
+from verlite.trainer.launch import absolutize_paths, lock_run_dir
 from verlite.trainer.trial import Trial, try_out
+
+AWAY = "http://127.0.0.1:1"
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +149,146 @@ def test_checkpoint_bytes_are_those_of_weights_and_two_moments(folder: Path) -> 
     assert disk.checkpoint_bytes("model", "bfloat16") * 2 == size
     Path("model/model.safetensors").write_bytes(b"\xff" * 100)
     assert disk.checkpoint_bytes("model", "float32") == 0
+
+
+CHECKPOINT = Path("run/global_step_3")
+
+
+def write_checkpoint(**critical: object) -> None:
+    """Write a complete checkpoint of the command, as far as the driver reads it."""
+    config = absolutize_paths(compose("sums", (), ".").config)
+    order = PromptSampler(64, 8, config.data.seed, config.data.shuffle)
+    state = {
+        "step": 3,
+        "version": 4,
+        "sampler": order.state_dict(),
+        "kl_controller": {"value": 0.0},
+        "metrics": {},
+        "critical": critical_settings(config) | critical,
+        "model": {},
+    }
+    CHECKPOINT.mkdir(parents=True)
+    (CHECKPOINT / "state.json").write_text(json.dumps(state))
+    manifest = checkpoints.make_manifest(CHECKPOINT)
+    (CHECKPOINT / "manifest.json").write_text(json.dumps(manifest))
+
+
+def files_of_run() -> dict[str, str]:
+    return {str(file): file.read_text() for file in Path("run").rglob("*") if file.is_file()}
+
+
+def test_a_checkpoint_of_another_batch_size(folder: Path) -> None:
+    """The run would end with 2, so check does, and leaves the disk as it is."""
+    write_checkpoint()
+    Path("run/.tmp_global_step_4").mkdir()
+    before = files_of_run()
+    assert tried("trainer.total_training_steps=9").errors == []
+    (error,) = tried("data.train_batch_size=16").errors
+    assert "data.train_batch_size: 8 in the checkpoint, 16 now" in error
+    assert "trainer.resume_mode=disable" in error
+    assert tried("data.train_batch_size=16", "trainer.resume_mode=disable").errors == []
+    assert files_of_run() == before and Path("run/.tmp_global_step_4").is_dir()
+
+
+def test_the_checkpoints_place_in_the_data(folder: Path) -> None:
+    write_checkpoint()
+    state = json.loads((CHECKPOINT / "state.json").read_text())
+    state["sampler"]["size"] = 63
+    (CHECKPOINT / "state.json").write_text(json.dumps(state))
+    (CHECKPOINT / "manifest.json").write_text(json.dumps(checkpoints.make_manifest(CHECKPOINT)))
+    (error,) = tried("trainer.total_training_steps=9").errors
+    assert "sampler counted 63 training prompts, data.train_files now has 64" in error
+
+
+def test_a_damaged_checkpoint(folder: Path) -> None:
+    write_checkpoint()
+    (CHECKPOINT / "state.json").write_text("{}")
+    (error,) = tried().errors
+    assert "no checkpoint in" in error and "state.json has 2 bytes" in error
+    assert CHECKPOINT.is_dir()
+
+
+def test_a_run_with_nothing_left(folder: Path) -> None:
+    write_checkpoint()
+    trial = tried("trainer.total_training_steps=3")
+    (warning,) = trial.warnings
+    assert "global_step_3 is from the last step, 3: a run would find nothing left" in warning
+    assert trial.verdict() == "The configuration is fine. See the notes above."
+
+
+def test_a_run_directory_in_use(folder: Path) -> None:
+    with lock_run_dir(Path("run").resolve()):
+        (error,) = tried().errors
+    assert f"is in use by process {os.getpid()}" in error
+    assert tried().errors == []
+    assert Path("run/.lock").read_text() == str(os.getpid())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        "algorithm.adv_estimator",
+    ],
+)
+def test_a_function_of_the_algorithm_that_cannot_be_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    Path("own_function.py").write_text("import nowhere\ndef own(**given): ...\n")
+    monkeypatch.syspath_prepend(os.getcwd())
+    (error,) = tried(f"{key}=own_function:own").errors
+    assert f"{key} 'own_function:own'" in error and "nowhere" in error
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"actor_rollout_ref.rollout.servers=[{AWAY}]", "actor_rollout_ref.rollout.name=server"],
+        [f"actor_rollout_ref.ref.url={AWAY}", "actor_rollout_ref.actor.use_kl_loss=true"],
+    ],
+)
+def test_services_that_are_away(folder: Path, overrides: list[str]) -> None:
+    """They may be started later, so this is no error. But a run would not start."""
+    trial = tried(*overrides)
+    assert trial.errors == []
+    assert len(trial.missing) == 1 and AWAY in trial.missing[0]
+    assert "a run would not start now" in trial.verdict()
+
+
+def test_rows_without_an_answer(folder: Path) -> None:
+    """Each sample of such a row would be a failed reward."""
+    rows = pq.read_table("train.parquet").to_pylist()
+    rows[5]["reward_model"]["ground_truth"] = None
+    pq.write_table(pa.Table.from_pylist(rows), "train.parquet")
+    (error,) = tried().errors
+    assert "train.parquet row 5: reward_model.ground_truth is null" in error
+    Path("reward.py").write_text("def compute_score(**row): return 1.0\n")
+    assert tried("custom_reward_function.path=reward.py").errors == []
+
+
+def test_a_prompt_of_the_assistant(folder: Path) -> None:
+    rows = pq.read_table("train.parquet").to_pylist()
+    rows[5]["prompt"] = [{"role": "assistant", "content": "4"}]
+    pq.write_table(pa.Table.from_pylist(rows), "train.parquet")
+    (error,) = tried().errors
+    assert "train.parquet row 5: column 'prompt' has only messages of the assistant" in error
+
+
+@pytest.mark.parametrize(
+    ("template", "header"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<assistant>"),
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}",
+            "",
+        ),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", ""),
+    ],
+)
+def test_a_template_that_ignores_the_generation_prompt(
+    folder: Path, template: str, header: str
+) -> None:
+    Path("model/chat_template.jinja").write_text(template)
+    said = [line for line in tried("data.max_prompt_length=64").seen if "add_generation" in line]
+    assert [repr(header) in line for line in said] == [True] * bool(header)

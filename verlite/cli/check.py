@@ -54,11 +54,12 @@ def _check_rl(arguments: list[str]) -> None:
         out.print(notes_text(loaded.notes), soft_wrap=True)
     plan = make_plan(loaded.config)
     out.print(plan.table())
-    _report(try_out(loaded.config, plan))
+    trial = try_out(loaded.config, plan)
+    _report(trial)
     _say_logins(
         loaded.config.trainer.logger, loaded.config.ray_kwargs.ray_init.runtime_env.env_vars
     )
-    out.print("The configuration is fine.")
+    out.print(trial.verdict())
 
 
 def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
@@ -69,6 +70,7 @@ def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
     from verlite.config.show import console, notes_text
     from verlite.sft import data, preferences
     from verlite.sft.trial import try_out
+    from verlite.trainer.trial import Trial
 
     command = dpo.DPO if name in DPO else sft.SFT
     program = f"verlite check {'main_dpo' if name in DPO else 'main_sft'}"
@@ -82,21 +84,23 @@ def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
     for problem in loaded.lacking:
         note = f"note: for one process here: {problem.brief()}"
         out.print(note, soft_wrap=True, highlight=False)
+    trial = Trial()
     if not missing:
         if name in DPO:
             trial = try_out(loaded.config, preferences.read_pairs, preferences.columns, 2)
         else:
             trial = try_out(loaded.config, data.read_examples, data.columns, 1)
         _report(trial)
+    trial.warnings += missing
     _say_logins(loaded.config.trainer.logger, {})
-    out.print("The configuration is fine.")
+    out.print(trial.verdict())
 
 
 def _report(trial: "Trial") -> None:
     """Print what was found by trying, and exit if a run would be refused."""
     from verlite.config.show import console
 
-    for line in (*trial.seen, *(f"note: {warning}" for warning in trial.warnings)):
+    for line in (*trial.seen, *(f"note: {text}" for text in (*trial.warnings, *trial.missing))):
         console().print(line, soft_wrap=True, highlight=False)
     if trial.errors:
         fail("\n".join(f"error: {error}" for error in trial.errors))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from verlite import tables
 from verlite.config.schema import DataConfig
@@ -176,6 +177,15 @@ class RowFiles:
                 for source in table[self.source_key].unique().to_pylist()
             }
         )
+
+    def without_answer(self) -> str | None:
+        """Return the name of the first row whose reward_model.ground_truth is null, if any."""
+        for file, table in enumerate(self.tables):
+            answers = pc.struct_field(table["reward_model"], "ground_truth")
+            row = pc.index(answers.is_null(), True).as_py()
+            if row >= 0:
+                return self.name(file, row)
+        return None
 
     def answers(self, count: int) -> list["Answer"]:
         """Return the answers of the first rows, at most `count` of them."""
@@ -499,6 +509,8 @@ def _messages_problem(messages: Any) -> str | None:
             or not isinstance(message.get("content"), str)
         ):
             return f"has the message {_short(message)}, expected role and content, both text"
+    if all(message["role"] == "assistant" for message in messages):
+        return "has only messages of the assistant, expected a question of the user"
     return None
 
 

@@ -257,7 +257,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
         total = steps or config.trainer.total_epochs * sampler.steps_per_epoch
         if is_first:
             run_file.plan(run_dir, total)
-        checkpoint, state = on_first_rank(partial(_find_checkpoint, config, run_dir, display.warn))
+        checkpoint, state = on_first_rank(partial(find_checkpoint, config, run_dir, display.warn))
         if checkpoint:
             try:
                 sampler.load_state_dict(state["sampler"])
@@ -336,11 +336,19 @@ def _refused() -> Iterator[None]:
         raise RunRefused(str(error)) from error
 
 
-def _find_checkpoint(
-    config: TuningConfig, run_dir: Path, warn: Callable[[str], None]
+def find_checkpoint(
+    config: TuningConfig, run_dir: Path, warn: Callable[[str], None], clean: bool = True
 ) -> tuple[Checkpoint | None, dict[str, Any]]:
+    """Find the checkpoint to resume from, and compare its settings. Return it with its state.
+
+    Args:
+        clean: as in `checkpoints.newest`.
+
+    Raises:
+        RunRefused: settings differ. CheckpointError: see `checkpoints.find`.
+    """
     trainer = config.trainer
-    found = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warn)
+    found = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warn, clean)
     if found is None:
         return None, {"step": 0}
     state = found.state()

@@ -1,10 +1,13 @@
-"""Try the tokenizer and the first rows of main_sft or main_dpo, as `verlite check` does."""
+"""Try the run directory, its checkpoint, the tokenizer and the first rows of main_sft or main_dpo,
+as `verlite check` does."""
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from verlite import hub
+from verlite.config.critical import begin_run
 from verlite.config.plan import files_of
 from verlite.data.dataset import DataError, Lengths
 from verlite.sft.data import (
@@ -15,7 +18,8 @@ from verlite.sft.data import (
     endless_warning,
     refuse_foreign_tokens,
 )
-from verlite.trainer.trial import ROWS, Trial
+from verlite.trainer.launch import absolute, try_run_dir
+from verlite.trainer.trial import ROWS, Trial, noted
 
 
 def try_out(
@@ -36,8 +40,15 @@ def try_out(
         load_tokenizer,
         vocab_size,
     )
+    from verlite.sft.run import find_checkpoint
 
     trial = Trial()
+    run_dir = Path(absolute(config.trainer.default_local_dir))
+    with noted(trial):
+        try_run_dir(run_dir)
+    with noted(trial):
+        begin_run()
+        find_checkpoint(config, run_dir, trial.warnings.append, clean=False)
     data, model = config.data, config.model
     splits = {
         "train": (files_of(data.train_files), data.train_max_samples, size),

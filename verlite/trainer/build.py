@@ -17,7 +17,6 @@ import yaml
 
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config import catalog
-from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.config.debug import DEBUGGERS, LIFTED
 from verlite.config.plan import Plan, engine_settings
 from verlite.config.schema import AlgorithmConfig, Config
@@ -34,6 +33,7 @@ from verlite.trainer.errors import RunRefused
 from verlite.trainer.exports import already_complete, exported_step, install_export
 from verlite.trainer.finish import forget_warnings, save
 from verlite.trainer.inputs import (
+    check_functions,
     data_lines,
     load_datasets,
     load_environment,
@@ -91,7 +91,9 @@ def open_run(checks: Preflight) -> Iterator[Run]:
 
         groups = catalog.compares(config.algorithm.adv_estimator)
         display.begin(total_steps, state["step"], groups)
-        for line in data_lines(tokenizer, train_data, val_data):
+        for line in data_lines(
+            tokenizer, train_data, val_data, config.data.apply_chat_template_kwargs
+        ):
             display.info(line)
         for text in checks.warnings:
             display.warn(text)
@@ -173,20 +175,6 @@ def debug_text(debugger: str) -> str:
         f"check on ground-truth answers. Time limits are lifted: {', '.join(LIFTED)}, and those of "
         "collectives"
     )
-
-
-def check_functions(config: Config) -> None:
-    """Look up the estimator and the policy loss, which may be the user's own, before workers start.
-
-    Raises:
-        RunRefused: one of them does not exist.
-    """
-    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    try:
-        resolve(config.algorithm.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")
-        resolve(loss_mode, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
-    except ValueError as error:
-        raise RunRefused(str(error)) from error
 
 
 def stop_if_complete(

@@ -312,11 +312,11 @@ def complete(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, ignored
 
 
-def newest(run_dir: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+def newest(run_dir: Path, warn: Callable[[str], None], clean: bool = True) -> Checkpoint | None:
     """Find the newest complete checkpoint of a run directory.
 
-    Others are skipped with a warning, unfinished temporary folders are deleted, and the pointer
-    file is repaired.
+    Others are skipped with a warning. With `clean`, unfinished temporary folders are deleted and
+    the pointer file is repaired; otherwise the disk is only read.
 
     Raises:
         ResumeRefused: there are checkpoints, but none is complete.
@@ -330,6 +330,8 @@ def newest(run_dir: Path, warn: Callable[[str], None]) -> Checkpoint | None:
         )
     for line in ignored:
         warn(line)
+    if not clean:
+        return found
     for leftover in run_dir.glob(f".tmp_{PREFIX}*"):
         warn(f"ignored and removed unfinished checkpoint {leftover.name}")
         with suppress(OSError):
@@ -357,13 +359,14 @@ def repair_pointer(pointer: Path, step: int, warn: Callable[[str], None]) -> Non
 
 
 def find(
-    run_dir: Path, mode: str, path: str | None, warn: Callable[[str], None]
+    run_dir: Path, mode: str, path: str | None, warn: Callable[[str], None], clean: bool = True
 ) -> Checkpoint | None:
     """Find the checkpoint to resume from.
 
     Args:
         mode: trainer.resume_mode: disable, auto or resume_path.
         path: trainer.resume_from_path.
+        clean: as in `newest`.
 
     Returns:
         None to start from the beginning.
@@ -374,7 +377,7 @@ def find(
     if mode == "disable":
         return None
     if mode == "auto":
-        return newest(run_dir, warn)
+        return newest(run_dir, warn, clean)
     folder = Path(path or "")
     if not os.path.isdir(folder):
         problem = "is not a directory" if os.path.exists(folder) else "does not exist"

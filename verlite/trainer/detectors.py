@@ -64,6 +64,7 @@ class Detectors:
         self._limits = limits
         self._ignored = ignored
         self._history: list[Metrics] = []
+        self._steps = 0
         self._seen = dict.fromkeys(DETECTORS, 0)
         self._unseen = dict.fromkeys(DETECTORS, limits.patience)
         self._given = dict.fromkeys(DETECTORS, False)
@@ -72,9 +73,15 @@ class Detectors:
                 own = {key: value for key, value in metrics.items() if key not in MEMORY}
                 self.check(metrics["step"], own)
 
-    def check(self, step: int, metrics: Metrics) -> list[Finding]:
-        """Add a step. Return the warnings that are due."""
+    def check(self, step: int, metrics: Metrics, last: bool = False) -> list[Finding]:
+        """Add a step. Return the warnings that are due.
+
+        Args:
+            last: it is the run's last step. A run of fewer steps than `patience` is warned if none
+                of them had a signal.
+        """
         due = []
+        self._steps += 1
         # metrics.jsonl has null for NaN, and a resumed run must decide as the run before did.
         metrics = {
             name: value
@@ -84,7 +91,10 @@ class Detectors:
         if self._limits.enable:
             for name, detector in DETECTORS.items():
                 text = detector(metrics, self._history, self._limits)
-                if self._is_due(name, text is not None) and text is not None:
+                patience = self._limits.patience
+                if last and name == "no_signal":
+                    patience = min(patience, self._steps)
+                if self._is_due(name, text is not None, patience) and text is not None:
                     due.append(Finding(step, name, text))
         self._history.append(
             {key: value for key, value in metrics.items() if key in USED or _is_validation(key)}
@@ -92,8 +102,7 @@ class Detectors:
         self._history = needed(self._history)
         return due
 
-    def _is_due(self, name: str, seen: bool) -> bool:
-        patience = self._limits.patience
+    def _is_due(self, name: str, seen: bool, patience: int) -> bool:
         self._seen[name] = self._seen[name] + 1 if seen else 0
         self._unseen[name] = 0 if seen else self._unseen[name] + 1
         if self._unseen[name] >= patience:

@@ -58,9 +58,13 @@ def finish_step(run: Run, batch: DataProto) -> None:
 
 def warn_of_trouble(run: Run, records: list[dict[str, Any]]) -> None:
     """Print what the detectors saw, with three samples, and add it to warnings.jsonl."""
-    findings = run.detectors.check(run.step, run.metrics) if run.detectors else []
+    if run.detectors is None:
+        return
+    findings = run.detectors.check(run.step, run.metrics, last=run.step == run.total_steps)
+    patience = run.config.trainer.detect.patience
+    when = f"in the last {patience} steps" if run.step >= patience else "since the first step"
     for finding in findings:
-        run.display.warn(f"in the last {run.config.trainer.detect.patience} steps {finding.text}")
+        run.display.warn(f"{when} {finding.text}")
         line = json.dumps(dataclasses.asdict(finding), ensure_ascii=False) + "\n"
         run.writer.append(run.run_dir / WARNINGS, line.encode())
     if findings:

@@ -1,11 +1,14 @@
-"""What a run reads before its workers start: tokenizer, environment, prompts and their order.
+"""What a run reads before its workers start: functions of the algorithm, tokenizer, environment,
+prompts and their order.
 
 torch and transformers are imported in functions, because `verlite check` uses this file too.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.config.plan import Plan
 from verlite.config.schema import Config, ModelConfig
 from verlite.data.dataset import PromptDataset, RowFiles, overlap_note, refuse_foreign_tokens
@@ -56,6 +59,20 @@ def read_rows(config: Config, first: int | None = None) -> tuple[RowFiles, RowFi
     train = RowFiles(data.train_files, data, "train", first, tokenizer)
     val = RowFiles(data.val_files, data, "val", first, tokenizer) if data.val_files else None
     return train, val
+
+
+def check_functions(config: Config) -> None:
+    """Look up the estimator and the policy loss, which may be the user's own, before workers start.
+
+    Raises:
+        RunRefused: one of them does not exist.
+    """
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    try:
+        resolve(config.algorithm.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")
+        resolve(loss_mode, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    except ValueError as error:
+        raise RunRefused(str(error)) from error
 
 
 def load_environment(
@@ -129,8 +146,18 @@ def make_sampler(config: Config, plan: Plan, train: PromptDataset) -> PromptSamp
     return PromptSampler(size, batch, data.seed, data.shuffle, plan.gen_prompts_key, order)
 
 
-def data_lines(tokenizer: Any, train: PromptDataset, val: PromptDataset | None) -> list[str]:
-    """Return lines about the prompts: how many, how long, in both splits, without a template."""
+def data_lines(
+    tokenizer: Any,
+    train: PromptDataset,
+    val: PromptDataset | None,
+    options: Mapping[str, Any],
+) -> list[str]:
+    """Return lines about the prompts: how many, how long, in both splits, and what the chat
+    template lacks.
+
+    Args:
+        options: data.apply_chat_template_kwargs.
+    """
     lines = [str(train.report())]
     if val is not None:
         overlap = overlap_note(train, val)
@@ -140,4 +167,36 @@ def data_lines(tokenizer: Any, train: PromptDataset, val: PromptDataset | None) 
             "the tokenizer has no chat template, so a prompt is the text of its messages, joined "
             "by newlines. For a chat model set actor_rollout_ref.model.custom_chat_template"
         )
+    elif header := missing_header(tokenizer, options):
+        lines.append(
+            f"the chat template begins a message of the assistant with {header!r}, but "
+            "add_generation_prompt does not add it: the model is asked without it. Correct the "
+            "template (actor_rollout_ref.model.custom_chat_template)"
+        )
     return lines
+
+
+def missing_header(tokenizer: Any, options: Mapping[str, Any]) -> str:
+    """Return what the chat template writes before a message of the assistant and the prompts lack.
+
+    "" if there is nothing, or if the template cannot show it.
+
+    Args:
+        options: data.apply_chat_template_kwargs.
+    """
+    question = {"role": "user", "content": "gizmo"}
+    answer = {"role": "assistant", "content": "widget"}
+
+    def rendered(*messages: Mapping[str, str], prompt: bool = False) -> str:
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, **{**options, "add_generation_prompt": prompt}
+        )
+        return text
+
+    try:
+        asked = rendered(question)
+        header, found, _ = rendered(question, answer).removeprefix(asked).partition("widget")
+        missing = found and header.strip() and rendered(question, prompt=True) == asked
+    except Exception:  # what is wrong with the template is said where the prompts are made
+        return ""
+    return header if missing else ""

@@ -36,7 +36,7 @@ from verlite.controller.stacks import answer_requests
 from verlite.controller.stop import Stop
 from verlite.controller.worker_actor import import_ahead
 from verlite.controller.worker_start import prestart
-from verlite.data.dataset import RowFiles
+from verlite.data.dataset import DataError, RowFiles
 from verlite.envs.factory import build_env_factory, check_env_factory
 from verlite.envs.step import ToolError
 from verlite.files import free_text, read_json
@@ -125,7 +125,7 @@ def preflight(loaded: Loaded, stop: Stop) -> Iterator[Preflight]:
             with display.phase("checking the configuration and the files"):
                 checks = check_all(config, stop, dump(loaded), run_dir, display)
             ray_address = find(config.ray_kwargs.ray_init.address)
-            if ray_address is not None or nothing_left(checks):
+            if ray_address is not None or nothing_left(checks.plan, checks.checkpoint):
                 yield checks
                 return
             with display.phase("starting Ray"):
@@ -148,18 +148,7 @@ def check_all(
     """Check the checkpoint, the data files, the reward function and the tools, cheapest first."""
     warnings: list[str] = []
     begin_run()
-    critical_settings(config)  # reads the files now, which may change before the first save
-    code = code_contents(config)
-    checkpoint = checkpoints.find(
-        run_dir,
-        config.trainer.resume_mode,
-        config.trainer.resume_from_path,
-        warnings.append,
-    )
-    if checkpoint:
-        state = checkpoint.state()
-        refuse_changed_settings(config, state["critical"])
-        warnings += changed_code(code, state.get("code", {}))
+    checkpoint = resume_point(config, run_dir, warnings.append)
     train, val = read_rows(config)
     validate_reward_fn(config, train, val, warnings.append)
     plan = make_plan(config)
@@ -173,12 +162,34 @@ def check_all(
     )
 
 
-def nothing_left(checks: Preflight) -> bool:
+def resume_point(
+    config: Config, run_dir: Path, warn: Callable[[str], None], clean: bool = True
+) -> checkpoints.Checkpoint | None:
+    """Find the checkpoint to resume from and compare its settings. None: start from the beginning.
+
+    Args:
+        clean: as in `checkpoints.newest`.
+
+    Raises:
+        RunRefused: settings differ. CheckpointError: see `checkpoints.find`.
+    """
+    critical_settings(config)  # reads the files now, which may change before the first save
+    code = code_contents(config)
+    trainer = config.trainer
+    found = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warn, clean)
+    if found:
+        state = found.state()
+        refuse_changed_settings(config, state["critical"])
+        for line in changed_code(code, state.get("code", {})):
+            warn(line)
+    return found
+
+
+def nothing_left(plan: Plan, checkpoint: checkpoints.Checkpoint | None) -> bool:
     """Whether the checkpoint to resume from is already from the last step."""
-    total = checks.plan.total_steps
-    if checks.checkpoint is None or total is None:
+    if checkpoint is None or plan.total_steps is None:
         return False
-    return checks.checkpoint.step >= total
+    return checkpoint.step >= plan.total_steps
 
 
 def prestart_workers(placement: Placement, plan: Plan) -> None:
@@ -251,6 +262,7 @@ def validate_reward_fn(
 
     Raises:
         UnknownDataSource: a data source has no scorer.
+        DataError: a row for a built-in scorer has no ground truth.
         FunctionError: the user's function cannot be loaded, or has the wrong parameters.
         ServiceMissing: the reward service does not answer.
         RunRefused: the variable with the service's token is not set.
@@ -272,12 +284,26 @@ def validate_reward_fn(
                 warn(warning)
             return
         scorer.check_signature(sources)
+        if config.custom_reward_function.path is None:
+            refuse_missing_answers(train, val)
         by_environment = config.custom_reward_function.path == environment_reward.NAME
         if config.trainer.debug or by_environment or not config.reward.check_ground_truth:
             return
         warning = scorer.self_check(train.answers(ANSWERS_TO_CHECK)).warning()
         if warning:
             warn(warning)
+
+
+def refuse_missing_answers(*splits: RowFiles | None) -> None:
+    """Raise DataError if a row has no ground truth, which built-in scorers compare with."""
+    for rows in splits:
+        name = rows.without_answer() if rows else None
+        if name:
+            raise DataError(
+                f"{name}: reward_model.ground_truth is null, and the built-in scorers compare "
+                "responses with it. Give the answer, drop the row, or score with "
+                "custom_reward_function.path"
+            )
 
 
 def check_tools(config: Config, plan: Plan, warn: Callable[[str], None]) -> None:
@@ -474,22 +500,41 @@ def lock_run_dir(run_dir: Path) -> TextIO:
         lock = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
     except OSError as error:
         raise RunRefused(unwritable(run_dir, error)) from error
+    _take(lock, run_dir)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
+    except OSError as error:  # such as a full disk
+        raise RunRefused(unwritable(run_dir, error)) from error
+    return lock
+
+
+def try_run_dir(run_dir: Path) -> None:
+    """Raise RunRefused if another run has locked the directory. Nothing is created or changed."""
+    try:
+        descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunRefused(unwritable(run_dir, error)) from error
+    with os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace") as lock:
+        _take(lock, run_dir)
+
+
+def _take(lock: TextIO, run_dir: Path) -> None:
+    """Lock the file. Raises RunRefused."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.seek(0)
         owner = lock.read(20).strip()
         raise RunRefused(
             f"trainer.default_local_dir={run_dir} is in use by process "
             f"{owner if owner.isdecimal() else 'unknown'}. "
             "End that run, or choose another trainer.default_local_dir or trainer.experiment_name."
         ) from None
-    except OSError as error:  # such as a full disk, or a file system without locks
+    except OSError as error:  # such as a file system without locks
         raise RunRefused(unwritable(run_dir, error)) from error
-    return lock
 
 
 def unwritable(run_dir: Path, error: OSError) -> str:
