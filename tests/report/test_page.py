@@ -336,6 +336,26 @@ def test_a_browser_shows_resumes_plans_and_advantages_of_zero(tmp_path):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
+def test_the_colors_of_all_samples_have_one_scale(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    file = run_dir / "rollouts" / "step_5.jsonl"
+    sample = json.loads(file.read_text())
+    lines = [sample | {"tokens": sample["tokens"] | {"advantage": a}} for a in (-0.4, -2.0)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_page([run_dir], tmp_path / "page.html")
+    shown = shown_by_browser(tmp_path / "page.html", "coloring=advantage")
+    alphas = re.findall(
+        r'<span style="background: ?rgb\(var\(--minus\) / ([\d.]+)\)" data-i', shown
+    )
+    assert list(map(float, alphas)) == [0.15, 0.15, 0.75, 0.75]  # 0.75 x 0.4 / 2
+    (scale,) = re.findall('id="samples-scale">(.*?)</div>', shown)
+    assert re.sub("<[^>]*>", " ", scale).split()[:2] == ["-2", "+2"]
+    # Units stand on the axes.
+    chart = shown[shown.index('data-metric="critic/score/mean"') :]
+    assert re.findall('class="unit">(.*?)<', chart)[:2] == ["score", "step"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
 def test_a_browser_shows_it(tmp_path):
     first = make_run(tmp_path / "first", prompt=HOSTILE)
     second = make_run(tmp_path / "second", lr=0.25)

@@ -78,21 +78,36 @@ function limits(values) {
   return [low, high];
 }
 
-const WIDTH = 420, HEIGHT = 190, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
+const WIDTH = 420, HEIGHT = 190, LEFT = 52, RIGHT = 10, TOP = 20, BOTTOM = 22;
+const UNITS = [
+  [/^timing_s\/|time_per_step/, "s"], [/gb\b|_gb/, "GB"], [/throughput/, "tokens/s"],
+  [/clip_ratio|clipfrac|zero_variance|fraction/, "share"], [/length/, "tokens"],
+  [/entropy|kl\b|kl_loss|log_prob_gap/, "nats"], [/^val-core|score|reward/, "score"],
+];
 
-function frame(xRange, yRange) {
+// The unit of a metric, or "".
+function unit(key) { return UNITS.find(([words]) => words.test(key.toLowerCase()))?.[1] ?? ""; }
+
+// A name that is broken only behind a / or _ .
+function breakable(name) { return name.split(/(?<=[/_])/).flatMap((part) => [element("wbr"), part]).slice(1); }
+
+function frame(xRange, yRange, unit) {
   const [x0, x1] = xRange[0] === xRange[1] ? [xRange[0] - 0.5, xRange[1] + 0.5] : xRange;
   const [y0, y1] = yRange;
   const x = (value) => LEFT + ((value - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - y0) / (y1 - y0)) * (HEIGHT - TOP - BOTTOM);
   const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
-  for (const value of ticks(y0, y1, 4)) {
+  for (const value of ticks(y0, y1, 5)) {
     svg.append(
       element("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }),
       element("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, format(+value.toPrecision(6))),
     );
   }
-  for (const value of ticks(x0, x1, 5).filter(Number.isInteger)) {
+  svg.append(
+    element("text", { x: LEFT - 6, y: 9, "text-anchor": "end", class: "unit" }, unit),
+    element("text", { x: WIDTH - RIGHT, y: HEIGHT - 6, "text-anchor": "end", class: "unit" }, "step"),
+  );
+  for (const value of ticks(x0, x1, 5).filter((value) => Number.isInteger(value) && x(value) < WIDTH - RIGHT - 40)) {
     svg.append(element("text", { x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, format(value)));
   }
   return { svg, x, y, step: (px) => x0 + ((px - LEFT) / (WIDTH - LEFT - RIGHT)) * (x1 - x0) };
@@ -130,10 +145,10 @@ function nearest(points, x) {
 // `marks` are warnings {step, name}, drawn as triangles on the axis of steps.
 function lineChart(title, series, { smoothing = 0, note = "" } = {}) {
   const card = element("div", { class: "card chart", "data-metric": title });
-  card.append(element("h3", note ? { title: note } : {}, title));
+  card.append(element("h3", note ? { title: note } : {}, ...breakable(title)));
   const lines = series.filter((one) => one.points.length);
   const all = lines.flatMap((one) => [...one.points, ...(one.bands ?? []).flat(2)]);
-  const axes = frame(limits(all.map((point) => point[0])), limits(all.map((point) => point[1])));
+  const axes = frame(limits(all.map((point) => point[0])), limits(all.map((point) => point[1])), unit(title));
   const path = (points) => points.map(([px, py]) => `${axes.x(px).toFixed(1)},${axes.y(py).toFixed(1)}`).join("L");
   for (const one of lines) {
     for (const [low, high] of one.bands ?? []) {
@@ -179,7 +194,7 @@ function stackedChart(title, parts) {
     bins.push({ x: own[0], last: own[own.length - 1], heights });
   }
   const top = Math.max(...bins.map((bin) => bin.heights.reduce((a, b) => a + b, 0)), 1e-9);
-  const axes = frame([xs[0] - 0.5, xs[xs.length - 1] + 0.5], [0, top]);
+  const axes = frame([xs[0] - 0.5, xs[xs.length - 1] + 0.5], [0, top], "s");
   for (const bin of bins) {
     let base = 0;
     const left = axes.x(bin.x - 0.42), width = Math.max(1, axes.x(bin.last + 0.42) - left);

@@ -77,14 +77,17 @@ function showOverview(section, runs) {
     ["held-out loss, first to last", (run) => change(points(run, "val/loss"), true)],
     ["samples saved", (run) => run.n_samples],
   ];
-  const table = element("table", {}, element("tr", {}, element("th", {}, ""), ...runs.map((run) =>
-    element("th", {}, element("span", { class: "dot", style: `background:${run.color}` }), run.name))));
-  for (const [name, value] of rows) {
-    const values = runs.map(value);
-    if (values.every((one) => one === null)) continue;
-    table.append(element("tr", {}, element("th", {}, name), ...values.map((one) => element("td", {}, one === null ? "-" : typeof one === "object" ? JSON.stringify(one) : typeof one === "number" ? format(one) : String(one)))));
+  const known = rows.map(([name, value]) => [name, runs.map(value)]).filter(([, values]) => values.some((one) => one !== null));
+  const text = (one) => (one === null ? "-" : typeof one === "object" ? JSON.stringify(one) : typeof one === "number" ? format(one) : String(one));
+  if (runs.length === 1) {  // columns, so that the curves are on the first screen
+    const facts = known.map(([name, [value]]) => element("div", {}, element("dt", {}, name), " ", element("dd", {}, text(value))));
+    section.append(element("dl", { class: "card facts-of-run" }, ...facts));
+  } else {
+    const table = element("table", {}, element("tr", {}, element("th", {}, ""), ...runs.map((run) =>
+      element("th", {}, element("span", { class: "dot", style: `background:${run.color}` }), run.name))));
+    for (const [name, values] of known) table.append(element("tr", {}, element("th", {}, name), ...values.map((one) => element("td", {}, text(one)))));
+    section.append(element("div", { class: "card scroll summary" }, table));
   }
-  section.append(element("div", { class: "card scroll" }, table));
   for (const run of runs) {
     if (run.error) section.append(element("p", { class: "text bad mono" }, `${run.name} ended with an error: ${run.error}`));
     for (const warning of run.warnings) section.append(element("p", { class: "warn" }, `${runs.length > 1 ? `${run.name}, ` : ""}step ${warning.step}: ${warning.text}`));

@@ -55,11 +55,12 @@ function maskColor(tokens, i) {
   return tokens.trained && tokens.trained[i] === "0" ? "var(--sampled)" : "var(--trained)";
 }
 
-// The response as colored tokens, and the scale of the colors.
-function tokenText(sample, coloring) {
+function largestValue(values) { return (values ?? []).reduce((most, value) => Math.max(most, Math.abs(value ?? 0) || 0), TINY); }
+
+// The response as colored tokens. `largest` is the value with the full color, the same for the whole page.
+function tokenText(sample, coloring, largest) {
   const tokens = sample.tokens;
   const values = tokenValues(tokens, coloring);
-  const largest = values ? values.reduce((most, value) => Math.max(most, Math.abs(value ?? 0) || 0), TINY) : 0;
   const text = element("p", { class: "text response mono" });
   tokens.text.forEach((piece, i) => {
     let color = null;
@@ -76,19 +77,28 @@ function tokenText(sample, coloring) {
     if (i === undefined) tip.hide(); else tip.show(event, tokenTitle(tokens, +i));
   });
   text.addEventListener("pointerleave", tip.hide);
-  return [text, scale(coloring, values, largest)];
+  return [text, without(coloring, values)];
 }
 
 function swatch(color, label) {
   return element("span", { class: "scale" }, element("span", { class: "swatch", style: `background:${color}` }), label);
 }
 
-function scale(coloring, values, largest) {
+// Why a sample has no colors, if so.
+function without(coloring, values) {
   if (coloring === "mask") return "";
   if (!values) return element("div", { class: "label" }, `This run has no ${COLORINGS[coloring]} per token.`);
-  if (largest <= TINY) return element("div", { class: "label" }, `${COLORINGS[coloring]}: 0 for every sampled token.`);
-  if (HEATS.includes(coloring)) return element("div", { class: "legend" }, swatch(rgb("heat", 0.05), "0"), swatch(rgb("heat", 1), `${format(Math.max(largest, 1))} nats`));
-  return element("div", { class: "legend" }, swatch(rgb("minus", 0.75), format(-largest)), swatch(rgb("plus", 0.75), `+${format(largest)}`));
+  if (largestValue(values) <= TINY) return element("div", { class: "label" }, `${COLORINGS[coloring]}: 0 for every sampled token.`);
+  return "";
+}
+
+// What the colors mean, for all samples of the page.
+function scale(coloring, largest) {
+  if (coloring === "mask") return [swatch("var(--trained)", "trained"), swatch("var(--sampled)", "sampled, not trained"), swatch("var(--tool)", "tool")];
+  if (largest <= TINY) return [];
+  const note = `${COLORINGS[coloring]}, one scale for all samples`;
+  if (HEATS.includes(coloring)) return [swatch(rgb("heat", 0.05), "0"), swatch(rgb("heat", 1), `${format(Math.max(largest, 1))} nats`), note];
+  return [swatch(rgb("minus", 0.75), format(-largest)), swatch(rgb("plus", 0.75), `+${format(largest)}`), note];
 }
 
 function plainText(sample) {
@@ -106,7 +116,7 @@ function answer(truth) {
   return typeof target === "object" ? JSON.stringify(target) : String(target);
 }
 
-function sampleCard(sample, run, severalRuns, coloring) {
+function sampleCard(sample, run, severalRuns, coloring, largest) {
   const fact = (text, style = "dim") => element("span", { class: style }, text);
   const facts = element("div", { class: "facts" });
   if (severalRuns) facts.append(fact(run.name));
@@ -124,7 +134,7 @@ function sampleCard(sample, run, severalRuns, coloring) {
   const label = (text) => element("div", { class: "label" }, text);
   const card = element("article", { class: "card sample" }, facts);
   card.append(label("prompt"), element("p", { class: "text prompt mono" }, String(sample.prompt)));
-  card.append(label("response"), ...(sample.tokens ? tokenText(sample, coloring) : plainText(sample)));
+  card.append(label("response"), ...(sample.tokens ? tokenText(sample, coloring, largest) : plainText(sample)));
   for (const info of sample.turn_infos ?? []) {
     if (info && info.called) {
       const words = ["action", "query", "seconds", "retries", "cached"].filter((key) => info[key]).map((key) => `${key} ${format(info[key])}`);
@@ -178,7 +188,10 @@ function showSamples(section, runs, samplesOfRuns, state) {
     element("input", { id: "samples-search", type: "search", placeholder: "text to find", value: state.text ?? "", oninput: changed("text") }),
     element("label", {}, "color by", options(element("select", { id: "samples-coloring", onchange: changed("coloring") }), Object.entries(COLORINGS), state.coloring)),
   );
-  const colors = element("div", { class: "legend" }, swatch("var(--trained)", "trained"), swatch("var(--sampled)", "sampled, not trained"), swatch("var(--tool)", "tool"));
+  const colors = element("div", { class: "legend", id: "samples-scale" });
+  const withTokens = all.map(({ sample }) => sample.tokens).filter(Boolean);
+  const coloring = () => state.coloring ?? "mask";
+  let largest = TINY;
   const more = element("div", {}, "");
   section.append(controls, colors, count, list, more);
   let found = [], shown = 0;
@@ -205,7 +218,9 @@ function showSamples(section, runs, samplesOfRuns, state) {
     found = sorted(all.filter(passes));
     shown = 0;
     list.replaceChildren();
-    colors.hidden = (state.coloring ?? "mask") !== "mask" || !all.some(({ sample }) => sample.tokens);
+    largest = withTokens.reduce((most, tokens) => Math.max(most, largestValue(tokenValues(tokens, coloring()))), TINY);
+    colors.replaceChildren(...scale(coloring(), largest));
+    colors.hidden = !withTokens.length;
     count.textContent = `${found.length} of ${all.length} samples`;
     next();
   }
@@ -213,7 +228,7 @@ function showSamples(section, runs, samplesOfRuns, state) {
   function next() {
     for (const { sample, run } of found.slice(shown, shown + BATCH)) {
       let card;
-      try { card = sampleCard(sample, run, runs.length > 1, state.coloring ?? "mask"); }
+      try { card = sampleCard(sample, run, runs.length > 1, coloring(), largest); }
       catch (error) { card = element("article", { class: "card sample warn" }, `step ${sample.step}: this sample is malformed: ${error.message}`); }
       list.append(card);
     }
