@@ -1,10 +1,13 @@
-"""`make site` fails on every warning of mkdocs."""
+"""`make site` fails on every warning of mkdocs. The keys of docs/knobs.md exist."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from verlite.config.command import PPO
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "site_name: planted\nvalidation: {links: {anchors: warn}}\n"
@@ -34,3 +37,14 @@ def test_a_warning_fails_the_gate(tmp_path: Path, page: str, code: int, warning:
     )
     assert done.returncode == code, done.stderr
     assert warning in done.stderr
+
+
+def test_the_keys_of_the_page_of_knobs_exist() -> None:
+    text = (ROOT / "docs" / "knobs.md").read_text()
+    named = [word for span in re.findall("`([^`]+)`", text) for word in span.split()]
+    typed = {word.partition("=")[0] for word in named if re.match(r"[a-z_]+\.[a-z_.]+(=|$)", word)}
+    typed -= {"my_reward.py"}
+    short = ("actor.", "rollout.", "model.")
+    keys = {f"actor_rollout_ref.{key}" if key.startswith(short) else key for key in typed}
+    assert len(keys) > 40
+    assert [key for key in sorted(keys) if PPO.find(key) is None] == []
