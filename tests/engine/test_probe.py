@@ -124,6 +124,40 @@ def test_fault_that_the_fingerprint_cannot_see(synced, fault):
     assert engine.version == before + 1
 
 
+EXPERTS = dict(num_experts=16, num_experts_per_tok=1, moe_intermediate_size=32, head_dim=8)
+
+
+def test_two_experts_in_each_others_place_are_detected(tmp_path):
+    """Two of sixteen: most tokens visit neither, so the median is that of equal weights."""
+    path = tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
+    trainer, engine = train_engine(path), rollout_engine(path, "float32")
+    weights = exported(trainer, "float32")
+    probe = trainer.probe(probe_limit(GAP_LIMIT, "float32"), 256)
+    load(engine, trainer, weights, 1)
+    assert engine.check_log_probs(probe).is_within(probe.limit / 100)
+    one, other = (f"model.layers.1.mlp.experts.{i}." for i in (2, 3))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weights = exchanged(weights, f"{one}{name}.weight", f"{other}{name}.weight")
+    load(engine, trainer, weights, 2)  # the fingerprint is equal
+    with pytest.raises(WeightSyncError, match=r"for one token in twenty; the limits are"):
+        engine.check_log_probs(probe)
+    assert engine.version == 1
+    engine.close()
+
+
+def test_probe_visits_every_expert(tmp_path):
+    """32 tokens would leave out some."""
+    sizes = EXPERTS | {"num_experts_per_tok": 2, "initializer_range": 0.02}
+    trainer, seen = train_engine(tiny_model(tmp_path, "qwen3_moe", **sizes)), []
+    for module in trainer.model.modules():
+        if type(module).__name__ == "Qwen3MoeExperts":
+            module.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    assert len(trainer.probe(1.0, 1000).ids) == 77
+    assert [len(chosen.unique()) for chosen in seen] == [16, 16]
+    assert [len(chosen[:32].unique()) for chosen in seen] != [16, 16]
+    assert len(trainer.probe(1.0, max_length=40).ids) == 39
+
+
 def test_a_lost_adapter_scale_is_detected(tiny_qwen2, monkeypatch):
     """The trainer hashes what it exports, so the fingerprint is equal."""
     trainer = train_engine(tiny_qwen2, train=True, lora_rank=4, lora_alpha=12)
@@ -183,8 +217,12 @@ def test_all_ranks_compute_the_same_probe(tiny_qwen2: str, two_ranks: Ranks):
 
 def test_gap_is_relative_to_the_spread_and_not_finite_values_fail():
     probe = Probe((1, 2, 3, 4), (-1.0, -2.0, -3.0), limit=0.1)
-    assert gap(probe, [-1.0, -2.25, -3.5]) == Gap(0.25, pytest.approx(0.25 / math.sqrt(2 / 3)))
-    assert not gap(probe, [-1.0, math.nan, -3.0]).relative <= 1e9
+    spread = math.sqrt(2 / 3)
+    expected = Gap(0.25, pytest.approx(0.25 / spread), pytest.approx(0.5 / spread))
+    assert gap(probe, [-1.0, -2.25, -3.5]) == expected
+    assert not gap(probe, [-1.0, math.nan, -3.0]).is_within(1e9)
+    assert Gap(0, 0.1, 0.2).is_within(0.1)
+    assert not Gap(0, 0.11, 0).is_within(0.1) and not Gap(0, 0, 0.21).is_within(0.1)
     with pytest.raises(ValueError):
         gap(probe, [-1.0, -2.0])
     assert gap(replace(probe, log_probs=(-1.0,) * 3), [-1.0, -1.5, -2.0]).relative > 1

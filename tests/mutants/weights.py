@@ -1,7 +1,7 @@
 """Mutants of verlite.weights: a sync that loses or mixes up weights."""
 
 from tests.mutants import Mutant
-from tests.mutants.patches import argument, calls, constant, does_nothing, result
+from tests.mutants.patches import argument, calls, constant, does_nothing, result, returns
 
 FINGERPRINT = "tests/weights/test_fingerprint.py"
 PROBE = "tests/engine/test_probe.py"
@@ -57,9 +57,21 @@ MUTANTS = [
     ),
     Mutant(
         "the log-prob probe looks at one token",
-        "verlite.engine.fsdp:LENGTH",
+        "verlite.weights.probe:LENGTH",
         constant(2),
         (PROBE,),
+    ),
+    Mutant(
+        "the log-prob probe looks at the median only",
+        "verlite.weights.probe:_TAIL_SHARE",
+        constant(1e9),
+        (PROBE + "::test_two_experts_in_each_others_place_are_detected",),
+    ),
+    Mutant(
+        "the log-prob probe of a model with many experts is as short as without",
+        "verlite.weights.probe:probe_length",
+        returns(32),
+        (PROBE + "::test_probe_visits_every_expert",),
     ),
     Mutant(
         "the compiled hash differs from torch's",

@@ -807,9 +807,9 @@ class RolloutConfig:
     )
     weight_probe: str = key(
         "auto",
-        "Weight sync: whether trainer and engine also compare their log-probs of 32 fixed tokens. "
-        "That shows weights in a wrong place or layout, which a fingerprint does not. auto: until "
-        "it takes 2% of a step or more. always. never.",
+        "Weight sync: whether trainer and engine also compare their log-probs of fixed tokens. "
+        "That shows most weights in a wrong place or layout, which a fingerprint does not. auto: "
+        "until it takes 2% of a step or more. always. never.",
         choices=("auto", "always", "never"),
     )
     lora_sync: str = key(

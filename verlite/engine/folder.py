@@ -94,11 +94,20 @@ def vocab_size(config: PretrainedConfig) -> int | None:
     return size
 
 
-def has_experts(config: PretrainedConfig) -> bool:
-    """Return whether the model is a mixture of experts, by the names that transformers uses."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+def experts_of(config: PretrainedConfig) -> tuple[int, int]:
+    """Return the experts of a layer and how many of them each token visits, by the names that
+    transformers uses; (0, 0) without experts."""
     text = config.get_text_config()
-    return any((getattr(text, name, None) or 0) > 1 for name in names)
+
+    def first(*names: str) -> int:
+        """Return the first that is given; the largest of a list with one for each layer."""
+        given = next((n for n in (getattr(text, name, None) for name in names) if n), 0)
+        return max(given) if isinstance(given, list) else int(given)
+
+    experts = first("num_experts", "num_local_experts", "n_routed_experts")
+    if experts < 2:
+        return 0, 0
+    return experts, first("num_experts_per_tok", "moe_topk") or 1
 
 
 def _from_folder_or_hub(kind: Any, key: str, path: str, model: ModelConfig) -> Any:

@@ -28,7 +28,7 @@ from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine import checkpoint, export, loading, lora, sharding, ulysses
 from verlite.engine.errors import NonFiniteError
 from verlite.engine.export import Part
-from verlite.engine.folder import load_config
+from verlite.engine.folder import experts_of, load_config
 from verlite.engine.layers import checkpoint_layers
 from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model_inputs
 from verlite.engine.model import HeadedModel
@@ -37,7 +37,7 @@ from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
 from verlite.files import refused_by_disk
 from verlite.protocol.data import DataProto
 from verlite.weights.fingerprint import combine, fingerprint
-from verlite.weights.probe import LENGTH, Probe, probe_ids, probe_rows
+from verlite.weights.probe import Probe, probe_ids, probe_length, probe_rows
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,9 @@ class TrainEngine:
         limit: largest relative gap that the probe allows. max_length: of a sequence of the engine.
         """
         began = time.perf_counter()
-        vocab_size = self.model.model.config.get_text_config().vocab_size
-        ids = probe_ids(vocab_size, min(LENGTH, max_length - 1))
+        config = self.model.model.config
+        length = min(probe_length(*experts_of(config)), max_length - 1)
+        ids = probe_ids(config.get_text_config().vocab_size, length)
         log_probs = self.forward(probe_rows(ids), MicroBatching(size=1))["log_probs"][0].tolist()
         return Probe(tuple(ids), tuple(log_probs), limit, time.perf_counter() - began)
 

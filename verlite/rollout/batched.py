@@ -271,7 +271,7 @@ class BatchedEngine:
             self._check_ready()
             version = self.version
             found = gap(probe, core.log_probs(list(probe.ids)))
-            if found.relative <= probe.limit:  # not for NaN
+            if found.is_within(probe.limit):
                 return found
             self.version = self._version_before
             self._not_ready_reason = (
@@ -280,10 +280,9 @@ class BatchedEngine:
             )
             raise WeightSyncError(
                 f"sync to weight version {version}: the engine has the trainer's weights, but "
-                f"computes other log-probs with them: the median difference over "
-                f"{len(probe.log_probs)} tokens is {found.nats:.2e}, {found.relative:.1%} of "
-                f"their standard deviation; the limit is {probe.limit:.1%}. A weight may be in "
-                "the place of another, or transposed. If this is rounding, raise "
+                f"computes other log-probs with them: over {len(probe.log_probs)} tokens the "
+                f"difference is {found}; the limits are {probe.limit:.1%} and twice that. A "
+                "weight may be in the place of another, or transposed. If this is rounding, raise "
                 "actor_rollout_ref.rollout.log_prob_gap_limit, to which the limit is "
                 f"proportional. {self._keeps_version()}"
             )

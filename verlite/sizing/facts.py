@@ -15,7 +15,7 @@ from verlite.config.rules.models import is_hub_name
 from verlite.config.schema import ModelConfig
 from verlite.engine import lora
 from verlite.engine.checkpoint import persistent_buffers
-from verlite.engine.folder import ModelError, load_config
+from verlite.engine.folder import ModelError, experts_of, load_config
 from verlite.engine.model import load_skeleton
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -124,7 +124,8 @@ def _kind(name: str) -> str:
 def _multiplied(model: nn.Module, config: PretrainedConfig) -> int:
     """Return the parameters that each token is multiplied with."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    active = _active_experts(config)
+    experts, visited = experts_of(config)
+    active = visited / experts if experts else 1.0
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or id(parameter) in embeddings:
@@ -134,14 +135,6 @@ def _multiplied(model: nn.Module, config: PretrainedConfig) -> int:
     if head is not None and id(head.weight) in embeddings:
         total += head.weight.numel()
     return round(total)
-
-
-def _active_experts(config: PretrainedConfig) -> float:
-    """Return the share of a layer's experts that each token visits; 1 without experts."""
-    visited = getattr(config, "num_experts_per_tok", None)
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((n for n in (getattr(config, name, None) for name in names) if n), None)
-    return visited / experts if visited and experts else 1.0
 
 
 def _head_size(config: PretrainedConfig) -> int:

@@ -139,9 +139,9 @@ def _compare_probe(config: Config, info: ModelInfo, probe: "Probe") -> None:
         raise RunRefused(str(error)) from error
     limit = probe_limit(GAP_LIMIT, info.dtype)
     difference = gap(probe, found.tolist())
-    if not difference.relative <= limit:  # also for NaN
+    if not difference.is_within(limit):
         raise RunRefused(
             f"{URL}: the service computes other log-probs than the policy before its first update: "
-            f"the median difference over {len(found)} tokens is {difference.nats:.2e}. Are "
+            f"over {len(found)} tokens the difference is {difference}. Are "
             "actor_rollout_ref.model.override_config or the versions of transformers different?"
         )

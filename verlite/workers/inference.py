@@ -79,12 +79,11 @@ class InferenceWorker(LogProbWorker):
         if offer.probe is not None:
             own = self.engine.probe(offer.probe.limit, self.plan.max_model_len)
             difference = gap(offer.probe, own.log_probs)
-            if not difference.relative <= offer.probe.limit:  # also for NaN
+            if not difference.is_within(offer.probe.limit):
                 raise WeightSyncError(
                     f"sync to weight version {offer.version}: inference has the actor's weights, "
-                    f"but computes other log-probs with them: the median difference over "
-                    f"{len(own.log_probs)} tokens is {difference.nats:.2e}. A shard may be in the "
-                    "place of another"
+                    f"but computes other log-probs with them: over {len(own.log_probs)} tokens the "
+                    f"difference is {difference}. A shard may be in the place of another"
                 )
         self.engine.offload()
         self.version = offer.version

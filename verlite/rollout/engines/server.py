@@ -22,7 +22,7 @@ from verlite.weights.buckets import BucketFiles
 from verlite.weights.probe import Probe, gap
 
 _SERVERS_AGREE = 0.1
-"""Largest `Gap.relative` between two servers: that of `probe_limit` in half precision."""
+"""Limit between two servers: that of `probe_limit` in half precision."""
 _STEP_S = 0.05
 """Longest time of a step. New requests wait for its end."""
 
@@ -135,10 +135,10 @@ class ServerCore:
         (first, one), *others = found.items()
         for server, other in others:
             apart = gap(Probe(tuple(ids), tuple(one), _SERVERS_AGREE), other)
-            if not apart.relative <= _SERVERS_AGREE:  # also for NaN
+            if not apart.is_within(_SERVERS_AGREE):
                 raise RuntimeError(
                     f"the servers {first} and {server} have equal weights and compute different "
-                    f"log-probs with them: the median difference is {apart.nats:.2e}"
+                    f"log-probs with them: the difference is {apart}"
                 )
         return one
 

@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.gap import gap_metrics, gap_totals
-from verlite.engine.folder import has_experts, load_config
+from verlite.engine.folder import experts_of, load_config
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import clear_rows
 from verlite.rollout.types import Status
@@ -98,7 +98,7 @@ def gap_limit(run: Run) -> float:
         return policy.rollout.log_prob_gap_limit
     if run.plan.train_dtype == run.plan.rollout_dtype == "float32":
         return GAP_LIMIT
-    return GAP_LIMIT_OF_EXPERTS if has_experts(load_config(policy.model)) else GAP_LIMIT
+    return GAP_LIMIT_OF_EXPERTS if experts_of(load_config(policy.model))[0] else GAP_LIMIT
 
 
 def _diagnose_gap(t: TensorDict) -> str:
