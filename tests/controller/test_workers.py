@@ -192,7 +192,8 @@ def test_roles_share_devices(fresh):
     assert all(psutil.pid_exists(pid) for worker in workers for pid in pids(worker))
     assert repr(c) == "<c: 2 x Light>"
     assert repr(c.spec) == "<c.spec of 2 ranks>"
-    assert a.environment("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME") == [["-1", "lo"]] * 3
+    names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert a.environment(*names) == [["-1", "lo", "=lo"]] * 3
     assert a.add(1, b=2) == 3
     logs = Path(fresh.run_dir) / "logs"
     names = sorted(path.name for path in logs.glob("[bcd]_*.log"))

@@ -133,6 +133,14 @@ def test_other_settings_of_the_allocator_are_kept():
     assert without_expandable("") == "expandable_segments:False"
 
 
+def test_allocator_settings_of_torch_2_11_are_read_from_a_snapshot(monkeypatch):
+    """It has no function that returns them."""
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "max_split_size": -1}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
+    assert cuda_ipc._allocator_settings() == "expandable_segments:True"
+
+
 def test_the_engine_has_closed_its_mappings_when_the_trainer_is_done(publisher):
     """Memory of a GPU is not freed before that."""
     stream = iter(Stream((publisher.address,), timeout_s=10))

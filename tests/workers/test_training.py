@@ -3,6 +3,7 @@
 import os
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
 from verlite.workers.reference import ReferenceWorker
 from verlite.workers.rows import StepRows
-from verlite.workers.training import TrainingWorker, use_expandable_segments
+from verlite.workers.training import TrainingWorker, _has_nvml, use_expandable_segments
 
 
 def worker(engine) -> TrainingWorker:
@@ -224,6 +225,7 @@ def allocator_settings(monkeypatch):
     )
     before = read()
     configure("")
+    monkeypatch.setattr("verlite.workers.training._has_nvml", lambda: True)
     yield read
     configure(before)
 
@@ -242,13 +244,35 @@ def test_a_training_role_selects_its_gpu_and_expandable_segments(
 
     monkeypatch.setattr(torch.cuda, "set_device", note_device)
     monkeypatch.setattr(TrainingWorker, "device", torch.device("cuda", 0))
-    monkeypatch.setattr(TrainingWorker, "init_distributed", lambda self: events.append("group"))
-    TrainingWorker(None, None, 1)
+    monkeypatch.setattr(
+        TrainingWorker, "init_distributed", lambda self, timeout_s: events.append(timeout_s)
+    )
+    config = Config(data=DataConfig(train_files="x"))
+    config.trainer.phase_timeout_s = 7200.0
+    TrainingWorker(config, None, 1)
     setting = "" if own else "expandable_segments:True"
-    assert events == [(torch.device("cuda", 0), setting), "group"]
+    assert events == [(torch.device("cuda", 0), setting), 7200.0]
     assert os.environ.get("PYTORCH_ALLOC_CONF") == (
         "max_split_size_mb:64" if own == "PYTORCH_ALLOC_CONF" else None
     )
+
+
+def test_without_nvml_segments_keep_a_fixed_size(monkeypatch, allocator_settings, caplog):
+    """torch would fail at the first allocation."""
+    monkeypatch.setattr("verlite.workers.training._has_nvml", lambda: False)
+    use_expandable_segments()
+    assert allocator_settings() == "" and "PYTORCH_ALLOC_CONF" not in os.environ
+    assert "libnvidia-ml.so.1" in caplog.text
+
+
+def test_nvml_is_probed():
+    library = SimpleNamespace(nvmlInit_v2=lambda: 0)
+    with mock.patch("ctypes.CDLL", return_value=library):
+        assert _has_nvml()
+        library.nvmlInit_v2 = lambda: 9  # NVML_ERROR_DRIVER_NOT_LOADED
+        assert not _has_nvml()
+    with mock.patch("ctypes.CDLL", side_effect=OSError("libnvidia-ml.so.1: cannot open")):
+        assert not _has_nvml()
 
 
 def test_an_older_torch_reads_expandable_segments_from_the_environment(

@@ -24,6 +24,8 @@ PROCESS_STATES = {
 """Names of the state letters in /proc/PID/stat."""
 STACK_LINE = re.compile(r'(Current t|T)hread 0x[0-9a-f]+ |  File "|  <')
 """A line of faulthandler's dump."""
+END_S = 5.0
+"""Longest wait for the end of killed processes. It is shorter than that for a node's answer."""
 DUMP_S = 5.0
 """Longest wait for the dump of a process."""
 DUMP_QUIET_S = 0.3
@@ -150,10 +152,16 @@ def send_signal(processes: Iterable[Process], number: int) -> None:
 
 def kill(processes: Iterable[Process]) -> None:
     """Kill processes, and what each of them has started in its session or process group: its own
-    end may have left that."""
+    end may have left that. Wait up to END_S for their ends: vLLM fails if another process frees
+    memory of its GPU while it starts, so a new engine must not start before."""
     processes = list(processes)
     send_signal(processes, signal.SIGKILL)
-    send_signal(_descendants(processes), signal.SIGKILL)
+    left = _descendants(processes)
+    send_signal(left, signal.SIGKILL)
+    ends_by = time.monotonic() + END_S
+    for process in (*processes, *left):
+        while process_state(process) not in ("gone", "dead") and time.monotonic() < ends_by:
+            time.sleep(0.01)
 
 
 def _descendants(processes: Sequence[Process]) -> list[Process]:

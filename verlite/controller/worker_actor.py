@@ -52,7 +52,8 @@ class WorkerActor:
         interface = node.interface_of(spec.address)
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+            # NCCL takes a plain name for the beginning of one: eth1 would match eth10.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         ray_internals.set_visible_gpus(_gpus(spec))
         if spec.heartbeat is not None:
             self.heartbeat = Sender(spec.heartbeat)

@@ -175,7 +175,7 @@ def _work(rank: int, settings: Settings, end: Connection, store: str) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the caller finishes its requests
     # All ranks are on this machine.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # =: exactly that name
     import torch
     import torch.distributed as dist
 

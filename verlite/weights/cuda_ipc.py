@@ -75,13 +75,22 @@ def open_buffer(handle: Any) -> Tensor:
 @contextlib.contextmanager
 def _without_expandable_segments() -> Iterator[None]:
     """Allocate plain segments within the context: handles of expandable ones need more rights."""
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = _allocator_settings()
     torch.cuda.empty_cache()  # so that no cached expandable segment is reused
     torch._C._accelerator_setAllocatorSettings(without_expandable(before))
     try:
         yield
     finally:
         torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+
+
+def _allocator_settings() -> str:
+    """Return the settings of torch's allocator as a string; "" if nobody has set any."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is None:  # torch 2.11
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        return str(settings["PYTORCH_CUDA_ALLOC_CONF"])
+    return str(read())
 
 
 def without_expandable(settings: str) -> str:

@@ -1,5 +1,7 @@
 """The base of actor, critic and reference workers: a training engine behind Ray."""
 
+import ctypes
+import logging
 import os
 import resource
 from pathlib import Path
@@ -37,7 +39,8 @@ class TrainingWorker(Worker):
         if self.device.type == "cuda":
             use_expandable_segments()
             torch.cuda.set_device(self.device)
-        self.init_distributed()
+        # A collective must not end before the call that it is part of.
+        self.init_distributed(config.trainer.phase_timeout_s)
 
     def frozen_engine(self, role: str) -> "TrainEngine":
         """Build the policy's model without an optimizer, with the settings of "ref" or
@@ -133,16 +136,32 @@ def use_expandable_segments() -> None:
 
     Micro-batches differ in length, which fragments segments of fixed size. Must be called before
     the process allocates on a GPU. vLLM's sleep mode does not work with it, so only processes of
-    training roles call it.
+    training roles call it. On NVIDIA GPUs torch asks NVML at the first allocation of such a segment
+    and fails without it, so without NVML segments keep a fixed size.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if any(name in os.environ for name in names):
+        return
+    if torch.version.hip is None and not _has_nvml():
+        logging.getLogger(__name__).warning(
+            "libnvidia-ml.so.1 (NVML) cannot be used here, so torch's allocator keeps segments of "
+            "a fixed size. Memory may fragment; start the container with the driver's utilities "
+            "(NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+        )
         return
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None:  # an older torch, which has only the variable
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     else:  # the variable may have been read when torch was imported
         configure("expandable_segments:True")
+
+
+def _has_nvml() -> bool:
+    """Return whether NVIDIA's management library can be loaded and started."""
+    try:
+        return bool(ctypes.CDLL("libnvidia-ml.so.1").nvmlInit_v2() == 0)
+    except (OSError, AttributeError):
+        return False
 
 
 def mean_metrics(steps: list[Metrics]) -> Metrics:
