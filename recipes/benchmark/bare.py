@@ -1,4 +1,4 @@
-"""What gpu.py and gpu_smoke.py need on a bare machine, and how to bring what is missing.
+"""What gpu.py needs on a bare machine, and how to bring what is missing.
 
 Imports the standard library only. `prepare` puts the repository and CARRIED on the path, so that
 verlite needs no installation, and says what is missing before anything else runs.

@@ -1,23 +1,23 @@
-"""Speed on one GPU: training, log-probs, weight sync, generation, and the memory of each.
+"""Everything that only a GPU can show, on one bare machine, in one command of at most nine minutes.
 
-python recipes/benchmark/gpu.py [--parts 0.5b-training 0.5b-hf ...] [--out FOLDER]
+python recipes/benchmark/gpu.py [--parts attention ipc ...] [--seconds 520] [--out FOLDER]
 python recipes/benchmark/gpu.py --list
-python recipes/benchmark/gpu.py --parts tiny-training tiny-hf --device cpu
-python recipes/benchmark/gpu.py --take FOLDER/gpu.json
+python recipes/benchmark/gpu.py --device cpu
+python recipes/benchmark/gpu.py --take FOLDER/gpu.jsonl
 
-It needs torch and transformers, but neither Ray nor an installed verlite; bare.py says what else a
-machine lacks and how to bring it. Each part runs in its own process, for at most the seconds that
---list shows, always under nine minutes. A part that takes longer is killed, and the next one has
-its own time in full. FOLDER/gpu.json (FOLDER is $OUT, else build/) is written after every row, so
-an early end loses nothing. A row that does not fit into the remaining time is skipped and marked; a
-row that fails leaves its error. Each part measured on a GPU goes to results.json too. --take does
-that with a gpu.json that was brought from another machine.
+It needs torch and transformers, but no network, no vLLM, no Ray and no installed verlite; bare.py
+says what else a machine lacks and how to bring it. PARTS are in the order of what matters most.
+Each runs in its own process. A part that is not finished when its own seconds or those of the
+command are over is killed; a part that does not fit into what is left is skipped, and says so.
+FOLDER/gpu.jsonl (FOLDER is $OUT, else build/) gets a line as soon as a row is measured, so that a
+run that is cut off has told what it knew. The exit code is 1 if a check failed.
 
-Models have the shapes of Qwen2.5 and random weights. In a part with an engine, trainer and engine
-share the device as in a run.
+With --device cpu the same parts run with tiny models, which tests this script. --take stores the
+measured parts of a gpu.jsonl that was brought from another machine in results.json.
 
-FLOPs are model FLOPs. A pass counts 2 per weight and token (output layer: trained tokens only) plus
-2 x layers x heads x head size x length^2 per sequence (half of the square, because attention is
+Checks: gpu_checks.py. Measurements: models have the shapes of Qwen2.5 and random weights. FLOPs are
+model FLOPs. A pass counts 2 per weight and token (output layer: trained tokens only) plus 2 x
+layers x heads x head size x length^2 per sequence (half of the square, because attention is
 causal). Training counts three passes; recomputation by gradient checkpointing is not counted. MFU
 is relative to the GPU's dense bfloat16 peak in its data sheet.
 """
@@ -27,19 +27,21 @@ import bare
 bare.prepare()
 
 import argparse
+import gc
 import importlib.util
 import os
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from generation import sampled
+from gpu_checks import one_rank, rows, run_group
 from parts import Part, Results, read, run_parts, show
 from report import RESULTS, keep
 from sync import sync
@@ -61,27 +63,26 @@ PEAKS = {
 """Dense bfloat16 FLOP/s in NVIDIA's data sheets, by the driver's device name; other variants of
 these GPUs have other peaks."""
 
-_QWEN = {
-    "vocab_size": 151_936,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-}
+_QWEN = {"max_position_embeddings": 32_768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": {
-        **_QWEN,
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "intermediate_size": 4864,
-    },
     "1.5b": {
         **_QWEN,
+        "vocab_size": 151_936,
         "hidden_size": 1536,
         "num_hidden_layers": 28,
         "num_attention_heads": 12,
+        "num_key_value_heads": 2,
         "intermediate_size": 8960,
+    },
+    # The width of 7B. Four layers show the speed of a layer and fit beside float32 states.
+    "7b-width": {
+        **_QWEN,
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18_944,
     },
     "tiny": {
         "vocab_size": 128,
@@ -93,11 +94,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
     },
 }
-# Tokens per micro-batch; sequences per update and the longest; prompts, samples per prompt, tokens
-# per prompt and per response.
-SIZES = {"training": ((4096, 16_384), 48, 2048), "generation": (32, 8, 128, 256)}
-TINY_SIZES = {"training": ((256, 1024), 12, 128), "generation": (4, 2, 16, 48)}
-ROUNDS = 3
+# Sequences of an update and the longest: 16,640 tokens. Prompts, samples per prompt, tokens per
+# prompt and per response.
+SIZES = {"update": (13, 2048), "generation": (32, 8, 128, 256)}
+TINY_SIZES = {"update": (12, 128), "generation": (4, 2, 16, 48)}
+ROUNDS = 2
+KERNELS = 20
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Rows:
             skipped = f"takes about {needs:.0f} s, and {left:.0f} s were left"
             self.results.write(name, {"skipped": skipped})
             return
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -133,23 +136,6 @@ class Rows:
             "held_gib": torch.cuda.memory_allocated() / 2**30,
             "used_gib": (total - free) / 2**30,
         }
-
-
-def rows(sequences: int, longest: int) -> DataProto:
-    """Return sequences of longest/4 to longest tokens, with prompts of an eighth of the longest."""
-    prompt, generator = longest // 8, torch.Generator().manual_seed(0)
-    lengths = torch.linspace(longest // 4, longest, sequences).long()
-    attention = (torch.arange(longest)[None] < lengths[:, None]).long()
-    response_mask = attention[:, prompt:]
-    return DataProto.from_dict(
-        {
-            "input_ids": torch.randint(3, 128, attention.shape, generator=generator) * attention,
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-            "response_mask": response_mask,
-            "advantages": torch.randn(sequences, 1, generator=generator) * response_mask,
-        }
-    )
 
 
 def forward_flops(shape: dict[str, Any], parameters: int, batch: DataProto) -> float:
@@ -223,110 +209,140 @@ def _device(device: torch.device) -> dict[str, Any]:
     return {"device": name, "torch": torch.__version__, "peak_flops": PEAKS.get(name)}
 
 
-@dataclass
-class Setup:
-    """A shape's model and its trainer, offloaded as in a run."""
-
-    shape: dict[str, Any]
-    sizes: dict[str, tuple]
-    model: ModelConfig
-    trainer: TrainEngine
-
-    @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.trainer.parameters)
-
-
-def load(row: Rows, name: str) -> Setup | None:
-    """Build a shape's model and trainer as the row "load"; None if that fails."""
-    is_cuda = row.device.type == "cuda"
-    backends = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
-    found: list[Setup] = []
-
-    def build() -> dict[str, Any]:
-        shape, dtype = SHAPES[name], engine_dtype("auto", row.device)
-        dtype_name = str(dtype).removeprefix("torch.")
-        folder = model_in(BUILD / f"qwen-{name}", str(row.device), dtype_name, **shape)
-        model = ModelConfig(path=str(folder))
-        offload = FSDPConfig(param_offload=True, optimizer_offload=True)
-        trainer = TrainEngine(
-            model, offload, OptimConfig(lr=1e-6), total_training_steps=1000, device=row.device
-        )
-        found.append(Setup(shape, TINY_SIZES if name == "tiny" else SIZES, model, trainer))
-        return {"parameters": found[0].parameters, **_device(row.device)}
-
-    row("load", 30, build)
-    return found[0] if found else None
+def engine_of(name: str, device: torch.device, **options: bool) -> TrainEngine:
+    """Build a trainer. Options: enable_gradient_checkpointing, use_torch_compile, offload."""
+    dtype = str(engine_dtype("auto", device)).removeprefix("torch.")
+    folder = model_in(BUILD / f"qwen-{name}", str(device), dtype, **SHAPES[name])
+    recompute = options.get("enable_gradient_checkpointing", True)
+    offload = options.get("offload", False)
+    return TrainEngine(
+        ModelConfig(path=str(folder), enable_gradient_checkpointing=recompute),
+        FSDPConfig(
+            use_torch_compile=options.get("use_torch_compile", False),
+            param_offload=offload,
+            optimizer_offload=offload,
+        ),
+        OptimConfig(lr=1e-6),
+        total_training_steps=1000,
+        device=device,
+    )
 
 
-def training(results: Results, device_name: str, name: str) -> None:
-    """The part "SHAPE-training": updates, log-prob passes, offload and onload."""
-    row, device = Rows(results, torch.device(device_name)), torch.device(device_name)
-    setup = load(row, name)
-    if setup is None:
-        return
-    trainer = setup.trainer
-    micro_batches, sequences, longest = setup.sizes["training"]
-    batch = rows(sequences, longest)
+def update(results: Results, device_name: str, name: str) -> None:
+    """The parts of one update: as by default, its largest kernels, without recomputation, compiled;
+    a log-prob pass; offload and onload."""
+    device = torch.device(device_name)
+    row = Rows(results, device)
+    batch = rows(*(TINY_SIZES if name == "tiny" else SIZES)["update"])
     tokens = int(batch.batch["attention_mask"].sum())
-    flops = forward_flops(setup.shape, setup.parameters, batch)
+    cut = MicroBatching(max_tokens=tokens)
     peak = _device(device)["peak_flops"]
 
-    def speed(call: Callable[[], object], passes: int) -> dict[str, Any]:
+    def speed(call: Callable[[], object], passes: int, parameters: int) -> dict[str, Any]:
         took = median_seconds(call, device)
-        rate = passes * flops / took
+        rate = passes * forward_flops(SHAPES[name], parameters, batch) / took
         found = {"seconds": took, "tokens": tokens, "tokens_per_s": tokens / took, "flops": rate}
         return found | ({"mfu": rate / peak} if peak else {})
 
-    def update(cut: MicroBatching) -> dict[str, Any]:
-        trainer.onload(optimizer=True)
-        return speed(lambda: trainer.update(batch, cut, 1.0, loss), 3)
+    def updates(trainer: TrainEngine) -> dict[str, Any]:
+        parameters = sum(parameter.numel() for parameter in trainer.parameters)
+        return speed(lambda: trainer.update(batch, cut, 1.0, loss), 3, parameters)
 
-    def log_probs(cut: MicroBatching) -> dict[str, Any]:
-        trainer.offload()  # the optimizer stays in host memory
-        trainer.onload()
-        return speed(lambda: trainer.forward(batch, cut, 1.0, with_entropy=True), 1)
+    with one_rank(device_name):
+        found: list[TrainEngine] = []
 
-    for most in micro_batches:
-        cut = MicroBatching(max_tokens=most)
-        row(f"update, {most} tokens a pass", 40, lambda cut=cut: update(cut))
-        row(f"log-probs, {most} tokens a pass", 20, lambda cut=cut: log_probs(cut))
-    row("offload and onload", 20, lambda: moved(trainer))
+        def load() -> dict[str, Any]:
+            found.append(engine_of(name, device))
+            parameters = sum(parameter.numel() for parameter in found[0].parameters)
+            return {"parameters": parameters, **_device(device)}
+
+        row("load", 15, load)
+        if found:
+            (trainer,) = found
+            row("update", 10, lambda: updates(trainer))
+            row("kernels", 10, lambda: kernels(trainer, batch, cut))
+            parameters = sum(parameter.numel() for parameter in trainer.parameters)
+            row(
+                "log-probs",
+                5,
+                lambda: speed(
+                    lambda: trainer.forward(batch, cut, 1.0, with_entropy=True), 1, parameters
+                ),
+            )
+            del trainer
+        found.clear()
+        for what, needs, option in (
+            ("update without recomputation", 20, {"enable_gradient_checkpointing": False}),
+            ("update, compiled", 45, {"use_torch_compile": True}),
+        ):
+            if device.type == "cpu" and "compiled" in what:
+                results.write(what, {"skipped": "takes minutes on a CPU"})
+                continue
+            row(what, needs, lambda option=option: updates(engine_of(name, device, **option)))
+        row("offload and onload", 20, lambda: moved(engine_of(name, device, offload=True)))
+
+
+def kernels(trainer: TrainEngine, batch: DataProto, cut: MicroBatching) -> dict[str, Any]:
+    """Return the kernels (on a CPU: operators) of one update that take the most time, in ms."""
+    from torch.profiler import ProfilerActivity, profile
+
+    is_cuda = trainer.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as made:
+        trainer.update(batch, cut, 1.0, loss)
+        if is_cuda:
+            torch.cuda.synchronize()
+    key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+    events = sorted(made.key_averages(), key=lambda event: -getattr(event, key))
+    return {
+        "total_ms": sum(getattr(event, key) for event in events) / 1e3,
+        "kernels": [
+            {"name": event.key[:120], "calls": event.count, "ms": getattr(event, key) / 1e3}
+            for event in events[:KERNELS]
+        ],
+    }
 
 
 def moved(trainer: TrainEngine) -> dict[str, float]:
     """Return the seconds of moving parameters and optimizer to the host and back."""
+    trainer.onload(optimizer=True)
+    trainer.offload()  # page-locks the host memory
     trainer.onload(optimizer=True)
     began = time.perf_counter()
     trainer.offload()
     out = time.perf_counter() - began
     trainer.onload(optimizer=True)
     back = time.perf_counter() - began - out
-    trainer.offload()
     return {"seconds": out + back, "offload_seconds": out, "onload_seconds": back}
 
 
 def generation(results: Results, device_name: str, name: str, engine: str) -> None:
-    """The part "SHAPE-ENGINE": start, weight sync, generation, sleep and wake of an engine, and a
-    log-prob pass after it."""
-    row = Rows(results, torch.device(device_name))
-    setup = load(row, name)
-    if setup is not None:
-        needs = {"hf": 60, "vllm": 120}[engine]
-        row(f"engine {engine}", needs, lambda: generate(engine, setup))
+    """Start, weight sync, generation, sleep and wake of an engine beside a trainer."""
+    device = torch.device(device_name)
+    sizes = (TINY_SIZES if name == "tiny" else SIZES)["generation"]
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        results.write("engine vllm", {"skipped": "vllm is not installed"})
+        return
+    with one_rank(device_name):
+        Rows(results, device)(
+            f"engine {engine}",
+            30,
+            lambda: generate(engine, engine_of(name, device, offload=True), name, sizes),
+        )
 
 
-def generate(engine: str, setup: Setup) -> dict[str, Any]:
+def generate(
+    engine: str, trainer: TrainEngine, name: str, sizes: tuple[int, ...]
+) -> dict[str, Any]:
     """Start an engine while the trainer is offloaded, sync weights, sample, and put the engine to
     sleep."""
-    trainer = setup.trainer
     dtype = engine_dtype("auto", trainer.device)
-    prompts, samples, prompt_tokens, new_tokens = setup.sizes["generation"]
+    prompts, samples, prompt_tokens, new_tokens = sizes
     trainer.offload()
     rollout, began = RolloutConfig(), time.perf_counter()
     length = prompt_tokens + new_tokens
-    built = build_engine(engine, setup.model, rollout, length, trainer.device, 0)
+    built = build_engine(
+        engine, ModelConfig(path=str(BUILD / f"qwen-{name}")), rollout, length, trainer.device, 0
+    )
     found: dict[str, Any] = {"start_seconds": time.perf_counter() - began}
     try:
         trainer.onload()  # as workers.actor does before an export
@@ -359,21 +375,98 @@ def generate(engine: str, setup: Setup) -> dict[str, Any]:
     }
 
 
-ENGINES = ("hf", "vllm")
+def cumem(results: Results, device_name: str) -> None:
+    """vLLM's allocator for sleep, without vLLM: memory is freed asleep, and whole when awake.
+
+    It needs the module cumem_allocator of vLLM's wheel for GPUs: with vLLM installed, or the file
+    cumem_allocator.abi3.so in build/carried.
+    """
+    row = Rows(results, torch.device(device_name))
+    library = next(
+        (
+            path
+            for folder in (bare.CARRIED, *(Path(entry, "vllm") for entry in sys.path))
+            for path in folder.glob("cumem_allocator*.so")
+        ),
+        None,
+    )
+    if device_name == "cpu" or library is None:
+        reason = "needs a GPU" if device_name == "cpu" else "no cumem_allocator*.so was carried"
+        results.write("sleep and wake", {"skipped": reason})
+        return
+    sys.path.insert(0, str(library.parent))
+    row("sleep and wake", 10, lambda: slept(library))
 
 
-def all_parts(device: str, seconds: float | None = None) -> dict[str, Part]:
-    """Return every part by name. `seconds` replaces their own time limits."""
-    found = [Part("machine", 90, machine, (device,))]
-    for shape, scale in (("0.5b", 1.0), ("1.5b", 1.5), ("tiny", 0.5)):
-        found.append(Part(f"{shape}-training", 240 * scale, training, (device, shape)))
-        for engine, limit in zip(ENGINES, (180, 320), strict=True):
-            name = f"{shape}-{engine}"
-            found.append(Part(name, limit * scale, generation, (device, shape, engine)))
-    return {part.name: replace(part, seconds=seconds or part.seconds) for part in found}
+def slept(library: Path) -> dict[str, Any]:
+    """Put 1 GiB to sleep and wake it; see `cumem`."""
+    import cumem_allocator
+    from torch.cuda.memory import CUDAPluggableAllocator, MemPool, use_mem_pool
+
+    handles: dict[int, tuple[int, ...]] = {}
+
+    def allocated(handle: tuple[int, ...]) -> None:
+        handles[handle[2]] = handle  # device, size, address, memory
+
+    cumem_allocator.init_module(allocated, handles.pop)
+    allocator = CUDAPluggableAllocator(str(library), "my_malloc", "my_free")
+    pool = MemPool(allocator.allocator())  # must outlive its tensors
+    with use_mem_pool(pool):
+        tensor = torch.arange(1 << 28, dtype=torch.int32, device="cuda")
+
+    def used() -> float:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 2**30
+
+    kept, awake, began = tensor.cpu(), used(), time.perf_counter()
+    for handle in handles.values():
+        cumem_allocator.python_unmap_and_release(*handle)
+    asleep, middle = used(), time.perf_counter()
+    for handle in handles.values():
+        cumem_allocator.python_create_and_map(*handle)
+    woken = time.perf_counter()
+    tensor.copy_(kept)
+    if not torch.equal(tensor.cpu(), kept):
+        raise AssertionError("the memory is not usable after waking")
+    freed, again = awake - asleep, used() - asleep
+    if freed < 0.9 or again < 0.9:
+        raise AssertionError(f"1 GiB allocated, {freed:.2f} freed asleep, {again:.2f} after waking")
+    return {"freed_gib": freed, "seconds": woken - began, "sleep_seconds": middle - began}
 
 
-DEFAULT = [name for name in all_parts("cuda") if not name.startswith("tiny")]
+def checks(results: Results, device_name: str, group: str) -> None:
+    """A group of gpu_checks.py."""
+    run_group(results, group, device_name, "small" if device_name == "cuda" else "tiny")
+
+
+def parts_of(device: str) -> dict[str, Part]:
+    """Return every part by name, in the order of what matters most."""
+    shape = {"cuda": lambda name: name, "cpu": lambda name: "tiny"}[device]
+    slower = 1 if device == "cuda" else 5
+
+    def check(group: str, needs: float, seconds: float) -> Part:
+        return Part(group, seconds * slower, checks, (device, group), needs)
+
+    found = [
+        check("attention", 15, 60),
+        check("ipc", 15, 60),
+        check("training", 20, 90),
+        check("memory", 15, 60),
+        Part("machine", 30, machine, (device,), 10),
+        Part("1.5b", 150, update, (device, shape("1.5b")), 30),
+        Part("7b-width", 100, update, (device, shape("7b-width")), 30),
+        check("hf", 20, 60),
+        Part("cumem", 30, cumem, (device,), 10),
+        Part("1.5b-hf", 90, generation, (device, shape("1.5b"), "hf"), 40),
+        check("fingerprints", 15, 60),
+        check("checkpoint", 15, 60),
+        check("adapters", 15, 60),
+        check("plan", 15, 60),
+        check("vllm", 60, 300),
+        Part("1.5b-vllm", 320, generation, (device, shape("1.5b"), "vllm"), 120),
+    ]
+    return {part.name: part for part in found}
 
 
 def summary(results: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -402,6 +495,11 @@ def _note(row: dict[str, Any]) -> str:
     if "skipped" in row:
         return f"skipped: {row['skipped']}"
     notes = []
+    if "status" in row:
+        figure = f"{row['figure']:.3g}, limit {row['limit']:g}" if "figure" in row else ""
+        return f"{row['status']} {figure} {row.get('reason', '')[:120]}".rstrip()
+    if "kernels" in row:
+        notes = [f"{k['ms']:.1f} ms {k['name'][:40]}" for k in row["kernels"][:5]]
     if "parameters" in row:
         notes.append(f"{row['parameters'] / 1e6:,.1f}M parameters on {row['device']}")
     elif "flops" in row and "mfu" not in row:
@@ -415,8 +513,9 @@ def _note(row: dict[str, Any]) -> str:
 
 
 def keep_part(part: str, measured: dict[str, Any], path: Path) -> None:
-    """Store a part in results.json, unless all of it failed."""
-    if any("error" not in row for name, row in measured.items() if name != "process"):
+    """Store a measured part in results.json, unless all of it failed. Checks are not stored."""
+    rows = [row for name, row in measured.items() if name != "process" and "status" not in row]
+    if any("error" not in row and "skipped" not in row for row in rows):
         keep(f"gpu_{part}", {"rows": measured}, path)
 
 
@@ -424,34 +523,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=all_parts("cuda"), default=DEFAULT)
+    parser.add_argument("--parts", nargs="+", choices=parts_of("cuda"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, help="time limit of each part instead of its own")
+    parser.add_argument("--seconds", type=float, default=520, help="limit of the whole command")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or BUILD))
     parser.add_argument("--list", action="store_true", help="show the parts and their time limits")
-    parser.add_argument("--take", type=Path, help="store the results of this gpu.json")
+    parser.add_argument("--take", type=Path, help="store the measured parts of this gpu.jsonl")
     args = parser.parse_args()
-    parts = all_parts(args.device, args.seconds)
+    parts = parts_of(args.device)
     if args.list:
-        limits = [(name, f"{part.seconds:.0f}") for name, part in parts.items()]
-        show(("part", "seconds at most"), limits)
+        limits = [(name, f"{p.needs:.0f}", f"{p.seconds:.0f}") for name, p in parts.items()]
+        show(("part", "seconds at least", "seconds at most"), limits)
         return
     if args.take:
         for part, measured in read(args.take).items():
             keep_part(part, measured, RESULTS)
         return
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU. Use --device cpu --parts tiny-training tiny-hf")
+        raise SystemExit("torch sees no GPU. --device cpu tests this script")
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "gpu.json"
+    path = args.out / "gpu.jsonl"
     path.unlink(missing_ok=True)
-    # A CPU's figures stay out of the published results.
-    kept = RESULTS if args.device == "cuda" else args.out / "results.json"
-    chosen = [parts[name] for name in args.parts]
-    if not importlib.util.find_spec("vllm"):
-        chosen = [part for part in chosen if not part.name.endswith("-vllm")]
-    run_parts(chosen, path, lambda part, measured: keep_part(part, measured, kept))
-    show(HEAD, summary(read(path)))
+    chosen = [parts[name] for name in args.parts or parts]
+    run_parts(chosen, path, time.time() + args.seconds)
+    found = read(path)
+    show(HEAD, summary(found))
+    sys.exit(int(has_failed(found)))
+
+
+def has_failed(results: dict[str, dict[str, Any]]) -> bool:
+    """Return whether a check failed, a row raised, or a part did not end by itself."""
+    rows = [row for part in results.values() for row in part.values()]
+    return any("error" in row or row.get("status") == "failed" for row in rows)
 
 
 if __name__ == "__main__":

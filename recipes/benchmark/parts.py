@@ -15,16 +15,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Part:
-    """call(results, *args) runs in a process of its own, which is killed after `seconds`."""
+    """call(results, *args) runs in a process of its own, which is killed after `seconds`. With less
+    than `needs` seconds left it is not begun."""
 
     name: str
     seconds: float
     call: Callable[..., None]
     args: tuple[Any, ...] = ()
+    needs: float = 0.0
 
 
 class Results:
-    """The results of one part in the shared JSON file: {part: {row: result}}."""
+    """The results of one part in the shared file, a JSON object per line."""
 
     def __init__(self, path: Path, part: str, deadline: float) -> None:
         self.path = path
@@ -37,51 +39,55 @@ class Results:
 
     def write(self, row: str, found: dict[str, Any]) -> None:
         """Store one row's result and print it."""
-        known = read(self.path)
-        known.setdefault(self.part, {})[row] = found
-        partial = self.path.with_suffix(".tmp")
-        partial.write_text(json.dumps(known, indent=1) + "\n")
-        partial.replace(self.path)
+        line = json.dumps({"part": self.part, "row": row, **found})
+        with open(self.path, "a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         print(f"{self.part} {row}: {json.dumps(found)}", flush=True)
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the results so far."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    """Return the results so far, {part: {row: result}}. A line that was cut off is left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            result = json.loads(line)
+            found.setdefault(result.pop("part"), {})[result.pop("row")] = result
+    return found
 
 
-def run_parts(
-    parts: Iterable[Part],
-    path: Path,
-    ended: Callable[[str, dict[str, Any]], None] = lambda part, rows: None,
-) -> None:
+def run_parts(parts: Iterable[Part], path: Path, deadline: float) -> None:
     """Run parts one after the other. A part's time starts when its process starts.
 
     Args:
         parts: what to run.
-        path: the JSON file; results of parts that are not run again are kept.
-        ended: called after each part with its rows. The row "process" says how long it took and,
-            if it did not end by itself, why.
+        path: the file. A part's row "process" says how long it took and, if it did not end by
+            itself or was not begun, why.
+        deadline: of all parts together, on the clock of time.time().
     """
     for part in parts:
         began = time.time()
-        results = Results(path, part.name, began + part.seconds)
-        _forget(path, part.name)
+        left = deadline - began
+        results = Results(path, part.name, began + min(part.seconds, left))
+        if left < part.needs:
+            reason = f"needs about {part.needs:.0f} s, and {max(left, 0):.0f} s were left"
+            results.write("process", {"skipped": reason})
+            continue
         process = multiprocessing.get_context("spawn").Process(
             target=_run, args=(part.call, results, part.args)
         )
         process.start()
         try:
-            process.join(part.seconds)
+            process.join(results.left())
             end: dict[str, Any] = {"seconds": time.time() - began}
             if process.exitcode is None:
-                end["error"] = f"killed: not finished after {part.seconds:.0f} s"
+                end["error"] = f"killed: not finished after {end['seconds']:.0f} s"
             elif process.exitcode:
                 end["error"] = f"the process ended with exit code {process.exitcode}"
         finally:
             _kill(process)
         results.write("process", end)
-        ended(part.name, read(path)[part.name])
 
 
 def _run(call: Callable[..., None], results: Results, args: tuple[Any, ...]) -> None:
@@ -96,12 +102,6 @@ def _kill(process: Any) -> None:
     if process.is_alive():  # killed before it had its own group
         process.kill()
     process.join()
-
-
-def _forget(path: Path, part: str) -> None:
-    known = read(path)
-    if known.pop(part, None) is not None:
-        path.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def show(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -46,8 +46,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "preprocess_rows_per_s": ("data", "preprocess_rows_per_s"),
     "load_rows_per_s": ("data", "load_rows_per_s"),
     "retriever_queries_per_s": ("retriever", "queries_per_s"),
-    "gpu_update_mfu": ("gpu_1.5b-training", "rows", "update, 16384 tokens a pass", "mfu"),
-    "gpu_log_probs_mfu": ("gpu_1.5b-training", "rows", "log-probs, 16384 tokens a pass", "mfu"),
+    "gpu_update_mfu": ("gpu_1.5b", "rows", "update", "mfu"),
+    "gpu_log_probs_mfu": ("gpu_1.5b", "rows", "log-probs", "mfu"),
 }
 """Path of each summary figure among the parts."""
 

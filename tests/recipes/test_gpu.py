@@ -1,6 +1,5 @@
-"""The scripts for a GPU machine: parts with their own deadlines, missing packages, results."""
+"""The script for a GPU machine: parts with deadlines, missing packages, results."""
 
-import json
 import os
 import subprocess
 import sys
@@ -69,42 +68,49 @@ def test_gpu_script_runs_on_a_bare_machine(script, tmp_path):
     carried = script("bare").carry(tmp_path / "site")
     assert {"omegaconf", "antlr4-python3-runtime", "tensordict", "pyvers"} <= set(carried)
     environment = blocking(tmp_path / "site", ABSENT)
-    parts = ["machine", "tiny-training", "tiny-hf", "tiny-vllm"]
+    parts = ["attention", "machine", "1.5b", "cumem", "1.5b-hf", "vllm"]
     command = [sys.executable, BENCHMARK / "gpu.py", "--device", "cpu", "--out", tmp_path]
     done = subprocess.run(
         [*command, "--parts", *parts], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    rows = {part: [row for row in found[part] if row != "process"] for part in found}
-    assert rows == {
-        "machine": ["matrix product", "copies"],
-        "tiny-training": [
-            "load",
-            "update, 256 tokens a pass",
-            "log-probs, 256 tokens a pass",
-            "update, 1024 tokens a pass",
-            "log-probs, 1024 tokens a pass",
-            "offload and onload",
-        ],
-        "tiny-hf": ["load", "engine hf"],
+    found = script("parts").read(tmp_path / "gpu.jsonl")
+    assert list(found) == parts
+    assert {row["status"] for name, row in found["attention"].items() if name != "process"} == {
+        "passed",
+        "skipped",
     }
+    assert list(found["1.5b"]) == [
+        "load",
+        "update",
+        "kernels",
+        "log-probs",
+        "update without recomputation",
+        "update, compiled",
+        "offload and onload",
+        "process",
+    ]
     bad = {
         (part, name): row
-        for part in found
+        for part in ("machine", "1.5b", "1.5b-hf")
         for name, row in found[part].items()
-        if "error" in row or "skipped" in row
+        if "error" in row or ("skipped" in row and name != "update, compiled")
     }
     assert not bad
-    update, engine = found["tiny-training"]["update, 256 tokens a pass"], found["tiny-hf"]
+    update = found["1.5b"]["update"]
     assert update["tokens_per_s"] == pytest.approx(update["tokens"] / update["seconds"])
-    assert engine["engine hf"]["sync"]["bytes"] == 4 * engine["load"]["parameters"]
-    # A table at the end, what is left out at the start, and a CPU's figures not in results.json.
+    kernels = found["1.5b"]["kernels"]
+    largest = [kernel["ms"] for kernel in kernels["kernels"]]
+    assert len(largest) == 20 and largest == sorted(largest, reverse=True)
+    assert kernels["total_ms"] > sum(largest)
+    engine = found["1.5b-hf"]["engine hf"]
+    assert engine["sync"]["bytes"] == 4 * found["1.5b"]["load"]["parameters"]
+    assert found["cumem"]["sleep and wake"]["skipped"] == "needs a GPU"
+    assert found["vllm"]["all"]["reason"] == "vllm is not installed"
+    # A table at the end, and at the start what is left out.
     table = done.stdout[done.stdout.rindex("peak GiB") :]
-    assert all(row in table for part in rows.values() for row in part)
+    assert all(row in table for row in found["1.5b"] if row != "process")
     assert "vllm is not installed: the vllm engine is left out" in done.stdout
-    kept = json.loads((tmp_path / "results.json").read_text())["parts"]
-    assert set(kept) == {"gpu_machine", "gpu_tiny-training", "gpu_tiny-hf"}
 
 
 @pytest.mark.process
@@ -112,7 +118,7 @@ def test_missing_packages_are_named_before_anything_runs(script, tmp_path):
     environment = blocking(tmp_path, ("torch", "tensordict", "omegaconf", "rich"))
     began = time.time()
     done = subprocess.run(
-        [sys.executable, BENCHMARK / "gpu_smoke.py"],
+        [sys.executable, BENCHMARK / "gpu.py"],
         capture_output=True,
         text=True,
         env=environment,
@@ -165,21 +171,21 @@ def test_hanging_part_costs_only_itself(script, tmp_path, monkeypatch):
     (tmp_path / "hanging_parts.py").write_text(PARTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     parts = script("hanging_parts")
-    path, ended = tmp_path / "found.json", []
+    path = tmp_path / "found.jsonl"
     module.run_parts(
         [
             module.Part("hangs", 4, parts.hang),
             module.Part("fails", 30, parts.fail),
             module.Part("works", 30, parts.work, (7,)),
+            module.Part("long", 300, parts.work, (8,), needs=200),
         ],
         path,
-        lambda part, rows: ended.append((part, rows)),
+        time.time() + 100,
     )
     found = module.read(path)
-    assert [part for part, _ in ended] == ["hangs", "fails", "works"]
-    assert ended[-1][1] == found["works"]
+    assert list(found) == ["hangs", "fails", "works", "long"]
     # The hanging part keeps what it wrote, is killed at its own deadline with what it started, and
-    # the last part has all of its own time.
+    # the next one has all of its own time.
     assert found["hangs"]["process"]["error"] == "killed: not finished after 4 s"
     assert found["hangs"]["process"]["seconds"] < 8
     status = Path(f"/proc/{found['hangs']['started']['child']}/status")
@@ -187,46 +193,59 @@ def test_hanging_part_costs_only_itself(script, tmp_path, monkeypatch):
     assert found["fails"]["process"]["error"] == "the process ended with exit code 3"
     assert found["works"]["worked"]["number"] == 7
     assert found["works"]["worked"]["left"] > 20
+    assert found["long"]["process"]["skipped"].startswith("needs about 200 s, and ")
 
 
-def test_every_part_ends_within_nine_minutes(script):
+def test_results_before_a_cut_are_read(script, tmp_path):
+    module, path = script("parts"), tmp_path / "gpu.jsonl"
+    module.Results(path, "one", 0).write("a", {"seconds": 1})
+    with open(path, "a") as file:
+        file.write('{"part": "one", "row": "b", "sec')
+    assert module.read(path) == {"one": {"a": {"seconds": 1}}}
+
+
+def test_the_command_ends_within_nine_minutes(script):
+    """Its limit is that of all parts together. What matters most comes first."""
     module = script("gpu")
-    parts = module.all_parts("cuda")
-    assert set(module.DEFAULT) < set(parts)
-    assert all(part.seconds < 540 for part in parts.values())
-    smoke = script("gpu_smoke")
-    assert all(seconds < 540 for seconds, _ in smoke.GROUPS.values())
+    parts = list(module.parts_of("cuda"))
+    assert parts[:4] == ["attention", "ipc", "training", "memory"]
+    assert parts[4:8] == ["machine", "1.5b", "7b-width", "hf"]
+    assert all(part.needs < part.seconds for part in module.parts_of("cuda").values())
 
 
 def test_failed_row_does_not_stop_the_others(script, tmp_path):
-    module, path = script("gpu"), tmp_path / "gpu.json"
+    module, path = script("gpu"), tmp_path / "gpu.jsonl"
     results = script("parts").Results(path, "tiny", time.time() + 50)
     row = module.Rows(results, torch.device("cpu"))
     row("first", 1, lambda: {"seconds": 2})
     row("long", 60, lambda: pytest.fail("no time is left for this row"))
     row("broken", 1, lambda: {}["missing"])
     row("last", 1, lambda: {"seconds": 3})
-    found = json.loads(path.read_text())["tiny"]
+    found = script("parts").read(path)["tiny"]
     assert found["first"]["seconds"] == 2 and found["last"]["seconds"] == 3
     assert found["long"]["skipped"].startswith("takes about 60 s")
     assert found["broken"]["error"] == "KeyError: 'missing'"
     notes = {line[1]: line[-1] for line in module.summary({"tiny": found})}
     assert notes["broken"] == "ERROR KeyError: 'missing'"
     assert notes["long"].startswith("skipped: takes about 60 s")
+    assert module.has_failed({"tiny": found})
+    passed = {"status": "passed", "figure": 0.1, "limit": 0.2}
+    assert not module.has_failed({"one": {"a": passed, "process": {"seconds": 3.0}}})
+    assert module.has_failed({"one": {"a": passed | {"status": "failed"}}})
 
 
 def test_results_of_another_machine_are_kept_and_shown(script, tmp_path):
     module, report = script("gpu"), script("report")
     row = {"seconds": 1.5, "tokens_per_s": 40_000.0, "mfu": 0.41, "peak_gib": 30.2}
-    name = "update, 16384 tokens a pass"
+    name = "update"
     measured = {"load": {"parameters": 5, "device": "NVIDIA H200"}, name: row}
     path = tmp_path / "results.json"
-    module.keep_part("1.5b-training", measured, path)
-    module.keep_part("0.5b-vllm", {"load": {"error": "broken"}}, path)  # nothing to keep
+    module.keep_part("1.5b", measured, path)
+    module.keep_part("7b-width", {"load": {"error": "broken"}}, path)  # nothing to keep
     found = report.read(path)
-    assert set(found["parts"]) == {"gpu_1.5b-training"} and found["gpu_update_mfu"] == 0.41
+    assert set(found["parts"]) == {"gpu_1.5b"} and found["gpu_update_mfu"] == 0.41
     shown = script("tables").tables(found)["gpu"]
-    assert f"| 1.5b-training | {name} | 1.500 s | 40,000 | 41.0% | 30.2 |" in shown
+    assert f"| 1.5b | {name} | 1.500 s | 40,000 | 41.0% | 30.2 |" in shown
 
 
 def test_plain_table_is_aligned(script):

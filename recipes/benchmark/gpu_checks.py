@@ -1,35 +1,21 @@
-"""Correctness on one GPU: what verlite computes there, compared with float32 on the CPU.
+"""Checks of what verlite computes on a GPU, compared with float32 on the CPU. gpu.py runs them.
 
-python recipes/benchmark/gpu_smoke.py [--groups attention training ...] [--out FOLDER]
-python recipes/benchmark/gpu_smoke.py --device cpu
-
-It needs what gpu.py needs. Each group of checks runs in its own process with its own time limit of
-at most five minutes (GROUPS). Every check is a row: its figure, the limit that the figure must
-not exceed, and whether it passed, failed or was skipped and why. FOLDER/gpu_smoke.json (FOLDER is
-$OUT, else build/) has the rows, written at once. The exit code is 1 if a check failed.
-
-With --device cpu the same checks run on the CPU with a smaller model. That tests the script, and
-skips what only a GPU has: pinned memory, freed device memory, the varlen kernel.
+Every check is a row: its figure, the limit that the figure must not exceed, and whether it passed,
+failed or was skipped and why. On a CPU the same checks run with a smaller model and skip what only
+a GPU has: pinned memory, freed device memory, the varlen kernel.
 
 Errors are relative: those of attention to the largest expected value, those of gradients to the
 norm, mean gaps of log-probs and values to their standard deviation. Limits of half precisions are
 about three times what the same dtype shows on a CPU.
 """
 
-import bare
-
-bare.prepare()
-
-import argparse
 import asyncio
 import contextlib
 import gc
 import importlib.util
-import json
 import logging
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -41,11 +27,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from gpu import rows
-from parts import Part, Results, read, run_parts, show
+from parts import Results
 from torch import Tensor, nn
 from training import loss
-from workload import BUILD, model_in
+from workload import model_in
 
 from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from verlite.engine.attention import Sequences, packed_attention
@@ -266,6 +251,23 @@ def used_mib(device: torch.device) -> float:
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return (total - free) / 2**20
+
+
+def rows(sequences: int, longest: int) -> DataProto:
+    """Return sequences of longest/4 to longest tokens, with prompts of an eighth of the longest."""
+    prompt, generator = longest // 8, torch.Generator().manual_seed(0)
+    lengths = torch.linspace(longest // 4, longest, sequences).long()
+    attention = (torch.arange(longest)[None] < lengths[:, None]).long()
+    response_mask = attention[:, prompt:]
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.randint(3, 128, attention.shape, generator=generator) * attention,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+            "advantages": torch.randn(sequences, 1, generator=generator) * response_mask,
+        }
+    )
 
 
 # Groups of checks
@@ -970,19 +972,18 @@ def serve_ipc(sent: Any, answers: Any) -> None:
         answers.put(answer)
 
 
-GROUPS: dict[str, tuple[float, Callable[[Checks], None]]] = {
-    "attention": (60, attention),
-    "fingerprints": (60, fingerprints),
-    "training": (120, training),
-    "memory": (60, memory),
-    "plan": (60, planned),
-    "checkpoint": (60, checkpoint),
-    "adapters": (60, adapters),
-    "ipc": (60, ipc),
-    "hf": (90, partial(engines, name="hf")),
-    "vllm": (300, partial(engines, name="vllm")),
+GROUPS: dict[str, Callable[[Checks], None]] = {
+    "attention": attention,
+    "ipc": ipc,
+    "training": training,
+    "memory": memory,
+    "hf": partial(engines, name="hf"),
+    "fingerprints": fingerprints,
+    "checkpoint": checkpoint,
+    "adapters": adapters,
+    "plan": planned,
+    "vllm": partial(engines, name="vllm"),
 }
-"""Seconds at most and the function of each group. vllm comes last: its start takes longest."""
 
 
 def run_group(results: Results, name: str, device: str, shape: str) -> None:
@@ -993,7 +994,7 @@ def run_group(results: Results, name: str, device: str, shape: str) -> None:
     with tempfile.TemporaryDirectory() as folder, group:
         check = Checks(results, torch.device(device), shape, Path(folder))
         try:
-            GROUPS[name][1](check)
+            GROUPS[name](check)
         except Skip as reason:
             results.write("all", {"status": "skipped", "reason": str(reason), "limit": 0.0})
         except Exception as error:  # what a group sets up before its checks
@@ -1014,70 +1015,3 @@ def one_rank(device: str) -> Iterator[None]:
     finally:
         if dist.is_initialized():  # vLLM destroys it when it ends
             dist.destroy_process_group()
-
-
-def flat(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of all groups. A process that did not end by itself is a failed row."""
-    found = []
-    for group, checks in results.items():
-        for name, row in checks.items():
-            if name == "process":
-                if "error" not in row:
-                    continue
-                row = {"status": "failed", "reason": row["error"], "limit": 0.0}
-            found.append({"group": group, "name": name, **row})
-    return found
-
-
-def report(found: list[dict[str, Any]]) -> int:
-    """Print the table; return the exit code."""
-    lines = [
-        (
-            row["group"],
-            row["name"],
-            row["status"],
-            f"{row['figure']:.3g}" if "figure" in row else "",
-            f"{row['limit']:g}",
-            row.get("reason", "")[:120],
-        )
-        for row in found
-    ]
-    show(("group", "check", "status", "figure", "limit", "reason"), lines)
-    counts = {
-        status: sum(row["status"] == status for row in found)
-        for status in ("passed", "failed", "skipped")
-    }
-    print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    return int(counts["failed"] > 0 or not counts["passed"])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shape", choices=SHAPES, help="default: small on a GPU, tiny on a CPU")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or BUILD))
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU. --device cpu tests this script")
-    shape = args.shape or ("small" if args.device == "cuda" else "tiny")
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "gpu_smoke.json"
-    path.unlink(missing_ok=True)
-    slower = 1 if args.device == "cuda" else 5
-    parts = [
-        Part(name, GROUPS[name][0] * slower, run_group, (name, args.device, shape))
-        for name in args.groups
-    ]
-    run_parts(parts, path)
-    found = flat(read(path))
-    kind = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    about = {"device": kind, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    path.write_text(json.dumps(about | {"shape": shape, "checks": found}, indent=1) + "\n")
-    sys.exit(report(found))
-
-
-if __name__ == "__main__":
-    main()
