@@ -120,7 +120,7 @@ _NO_REWARD_MODEL = (
 _REWARD_MANAGER = (
     "each sample is scored by itself, many at a time, as soon as it is finished; a length penalty "
     "is set by reward.overlong_buffer, and a function of lists (it names solution_strs) is called "
-    "with lists of one sample"
+    "with lists of one sample. custom_reward_function.path and name may name a manager class"
 )
 _ALWAYS_WRITTEN = (
     "samples are saved in rollouts/ of the run directory: trainer.rollouts_per_step, and all of "
@@ -140,7 +140,10 @@ _WHOLE_JOB = (
     "The driver and its workers must have the same: submit the command with "
     "`ray job submit --runtime-env-json`."
 )
-_TOOLS = "tools belong to the environment: env.name"
+_TOOLS = (
+    "tools belong to the environment: env.name, which is VerlTools for the tools of a verl YAML "
+    "file (docs/migration, From verl)"
+)
 _PACKED = "batches are packed without padding"
 _NO_NPU = "Ascend NPUs are not supported"
 _NO_SANDBOX = "Run generated code in your own reward function: custom_reward_function.path."
@@ -249,6 +252,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.validation_shuffle": ((False,), "validation rows keep their order"),
     "data.datagen.*": ((None,), "prompts come from data.train_files"),
     "data.tool_config_path": ((None,), _TOOLS),
+    f"{ROLLOUT}multi_turn.tool_config_path": ((None,), _TOOLS),
     "data.function_tool_path": ((None,), _TOOLS),
     "reward_model.enable": ((False,), _NO_REWARD_MODEL),
     "reward.reward_model.enable": ((False,), _NO_REWARD_MODEL),

@@ -9,6 +9,7 @@ standard library is imported, so a process starts in tens of milliseconds.
 """
 
 import asyncio
+import importlib
 import inspect
 import json
 import os
@@ -61,6 +62,8 @@ def load(target: str, argument_names: list[str]) -> Callable[..., Any]:
         raise FunctionError(
             f"{place} has no function {name!r}; its functions are {', '.join(functions) or 'none'}"
         )
+    if inspect.isclass(function):  # a reward manager written for verl
+        function = importlib.import_module("verlite.compat.managers").score_with(function)
     signature = inspect.signature(function)
     is_batch = "solution_strs" in signature.parameters
     if is_batch:

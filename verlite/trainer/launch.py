@@ -476,6 +476,9 @@ def absolutize_paths(config: Config) -> Config:
         place = getattr(section, key)
         if place and names_a_file(place):
             setattr(section, key, absolute(place))
+    tools = config.env.kwargs.get("tool_config_path")  # of verlite.compat.tools:VerlTools
+    if isinstance(tools, str):
+        config.env.kwargs["tool_config_path"] = absolute(tools)
     config.trainer.default_local_dir = absolute(config.trainer.default_local_dir)
     return config
 
