@@ -1,21 +1,28 @@
 """Families of models: the engine computes what transformers' own model does for one sequence."""
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from tests.engine import families
 from tests.engine.batches import P, engine, ragged_batch
 from tests.models import tiny_model
+from verlite.engine import attention, family, model
 from verlite.engine.folder import ModelError
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
 
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+TABLE: dict[str, str] = json.loads(Path(__file__).with_name("families.json").read_text())
+"""What is expected of each family. `python -m tests.engine.families` writes it."""
 
 
 def gradients(path: str, batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
@@ -124,3 +131,69 @@ def test_sequences_whose_rotary_embedding_would_depend_on_others_are_refused(
     torch.testing.assert_close(actual, gradients(path, short)[0], atol=2e-5, rtol=1e-4)
     with pytest.raises(ModelError, match=r"rope_type=\w+.* at most 12 tokens"):
         subject.forward(batch, MicroBatching(size=3))
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_family_is_equal_or_refused(name: str, tmp_path: Path) -> None:
+    """Packed, padded and generated log-probs are those of the untouched model, or the family is
+    refused: nothing else."""
+    assert families.outcome(name, tmp_path) == TABLE[name]
+
+
+def test_table_has_every_family_and_no_difference() -> None:
+    assert sorted(TABLE) == families.names()
+    assert not [name for name, outcome in TABLE.items() if "DIFFERS" in outcome]
+    assert families.PAGE.read_text() == families.page(TABLE)
+
+
+def _untouched_train(self: nn.Module, mode: bool = True) -> nn.Module:
+    return nn.Module.train(self, mode)
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "place", "name", "bug"),
+    [
+        ("mistral", {"sliding_window": 1000}, attention, "_per_sequence", "window"),
+        (
+            "qwen2_moe",
+            MOE | {"sliding_window": 1000, "use_sliding_window": True, "max_window_layers": 1},
+            attention,
+            "_per_sequence",
+            "window",
+        ),
+        ("phimoe", {"num_local_experts": 4}, model.HeadedModel, "train", _untouched_train),
+    ],
+)
+def test_self_check_sees_what_short_sequences_do_not_show(
+    arch: str,
+    settings: dict[str, Any],
+    place: Any,
+    name: str,
+    bug: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The window has 1000 tokens, and training mode samples experts; the load-time check has its
+    own small copy with a shorter window, and trains it."""
+    original = getattr(place, name)
+    if bug == "window":
+
+        def bug(query: Any, key: Any, value: Any, scaling: Any, window: Any, lengths: Any) -> Any:
+            return original(query, key, value, scaling, None, lengths)
+
+    path = tiny_model(tmp_path, arch, **settings)
+    family._PROVEN.clear()
+    engine(path)
+    family._PROVEN.clear()
+    monkeypatch.setattr(place, name, bug)
+    with pytest.raises(ModelError, match="packed sequences differ"):
+        engine(path)
+
+
+def test_self_check_without_a_small_copy_says_so(
+    tiny_qwen2: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(family, "small_config", lambda config, **options: None)
+    with caplog.at_level(logging.WARNING):
+        engine(tiny_qwen2)
+    assert "no small copy of a qwen2 model can be built" in caplog.text

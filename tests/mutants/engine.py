@@ -232,7 +232,7 @@ MUTANTS = [
     ),
     Mutant(
         "updates run with dropout",
-        "verlite.engine.model:_training_config",
+        "verlite.engine.model:training_config",
         calls(_noise_kept),
         (PASSES,),
     ),

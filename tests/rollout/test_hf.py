@@ -241,7 +241,7 @@ def test_cached_bfloat16_is_as_exact_as_whole_sequences(path, monkeypatch):
     gaps = []
     for is_caching in (True, False):
         if not is_caching:
-            monkeypatch.setattr(hf, "_CACHE_TOLERANCE", -1.0)
+            monkeypatch.setattr(HFCore, "_check_copy", lambda core: "it is compared here")
         engine = start(path, dtype="bfloat16")
         try:
             assert engine._call(lambda core: core._is_caching) == is_caching

@@ -36,7 +36,7 @@ from transformers.core_model_loading import (
 
 from verlite import progress
 from verlite.config.schema import ModelConfig
-from verlite.engine import lora
+from verlite.engine import family, lora
 from verlite.engine.checkpoint import local_part, persistent_buffers
 from verlite.engine.export import layer_prefix
 from verlite.engine.folder import ModelError
@@ -75,6 +75,7 @@ def read_on_rank_zero(
     tensors: dict[str, Tensor] = {}
 
     def read() -> Any:
+        family.check(model, kind)
         loaded = load_model(model, kind, checkpoint_dtype(model.path) or dtype)
         tensors.update(loaded.named_parameters(remove_duplicate=False))
         tensors.update(persistent_buffers(loaded))

@@ -80,7 +80,7 @@ def add(model: PreTrainedModel, config: ModelConfig) -> None:
     # With the task type, peft finds the head that target_modules=all-linear must leave out.
     adapter.task_type = "SEQ_CLS" if is_value_model else "CAUSAL_LM"
     adapter.inference_mode = False
-    adapter.lora_dropout = 0.0  # see _training_config in engine.model for the reason
+    adapter.lora_dropout = 0.0  # see training_config in engine.model for the reason
     try:
         inject_adapter_in_model(adapter, model, _NAME, low_cpu_mem_usage=True)
     except ValueError as error:

@@ -55,7 +55,7 @@ _HALF_PRECISION_TOLERANCE = 0.1
 def load_model(
     model: ModelConfig, kind: str, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load the pretrained model on the CPU, configured for training (see `_training_config`).
+    """Load the pretrained model on the CPU, configured for training (see `training_config`).
 
     Args:
         model: the model's path and options.
@@ -65,10 +65,11 @@ def load_model(
         dtype: dtype of the parameters.
 
     Raises:
-        ModelError: the model cannot be loaded, is not supported (`_check_supported`), or its
+        ModelError: the model cannot be loaded, is not supported (`check_supported`), or its
             checkpoint lacks weights, which transformers would fill with random numbers.
     """
-    loader, config = _architecture(model, kind)
+    config = training_config(load_config(model), model)
+    loader = model_class(config, kind)
     with _quiet(), reading(f"model.path={model.path} cannot be loaded"):
         try:
             loaded, report = loader.from_pretrained(
@@ -82,7 +83,7 @@ def load_model(
             if error.args != (PACKED_ATTENTION,):
                 raise
             raise _own_attention_error(config.model_type) from error
-    _check_supported(loaded)
+    check_supported(loaded)
     missing = set(report["missing_keys"])
     if kind == "value":
         missing -= _initialize_value_head(loaded, missing)
@@ -112,22 +113,12 @@ def load_skeleton(
     buffers are on the meta device. Derived tables, such as rotary frequencies, have their values.
 
     Raises:
-        ModelError: the model is not supported (`_check_supported`).
+        ModelError: the model is not supported (`check_supported`).
     """
-    loader, config = _architecture(model, kind)
-    try:
-        with torch.device("meta"):
-            if hasattr(loader, "from_config"):
-                skeleton = loader.from_config(
-                    config, dtype=dtype, trust_remote_code=model.trust_remote_code
-                )
-            else:
-                skeleton = loader._from_config(config, dtype=dtype)
-    except KeyError as error:
-        if error.args != (PACKED_ATTENTION,):
-            raise
-        raise _own_attention_error(config.model_type) from error
-    _check_supported(skeleton)
+    config = training_config(load_config(model), model)
+    with torch.device("meta"):
+        skeleton = build(config, kind, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    check_supported(skeleton)
     _compute_buffers(skeleton)
     for name, tensor in skeleton.state_dict(keep_vars=True).items():
         if _stays_float32(skeleton, name, dtype):
@@ -135,6 +126,26 @@ def load_skeleton(
     if kind == "value":
         value_head(skeleton)[1].float()
     return skeleton
+
+
+def build(config: PretrainedConfig, kind: str, **options: Any) -> PreTrainedModel:
+    """Build a model from its configuration, without the checkpoint's weights.
+
+    Raises:
+        ModelError: its class has no packed attention, for which `config` asks.
+    """
+    loader = model_class(config, kind)
+    try:
+        if hasattr(loader, "from_config"):
+            built: PreTrainedModel = loader.from_config(config, **options)
+        else:
+            options.pop("trust_remote_code", None)
+            built = loader._from_config(config, **options)
+    except KeyError as error:
+        if error.args != (PACKED_ATTENTION,):
+            raise
+        raise _own_attention_error(config.model_type) from error
+    return built
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
@@ -188,20 +199,19 @@ def _safetensors_files(path: str) -> list[str]:
         return list(files)
 
 
-def _architecture(model: ModelConfig, kind: str) -> tuple[Any, PretrainedConfig]:
-    """Return the auto class or model class that builds the model, and its config."""
-    config = _training_config(load_config(model), model)
+def model_class(config: PretrainedConfig, kind: str) -> Any:
+    """Return the auto class or model class that builds the model. Sets one label for values."""
     if kind == "lm":
-        return AutoModelForCausalLM, config
+        return AutoModelForCausalLM
     config.num_labels = 1
     has_body = type(config) in AutoModel._model_mapping
     has_head = type(config) in AutoModelForTokenClassification._model_mapping
     if has_head or not has_body:
-        return AutoModelForTokenClassification, config
+        return AutoModelForTokenClassification
     # transformers has no token classification class for this architecture, so define one.
     body: Any = AutoModel._model_mapping[type(config)]
     name = body.__name__.removesuffix("Model") + "ForTokenClassification"
-    return type(name, (GenericForTokenClassification, body.__base__), {}), config
+    return type(name, (GenericForTokenClassification, body.__base__), {})
 
 
 def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
@@ -223,7 +233,7 @@ def _own_attention_error(model_type: str) -> ModelError:
     )
 
 
-def _check_supported(model: PreTrainedModel) -> None:
+def check_supported(model: PreTrainedModel) -> None:
     """Raise ModelError for features that packing, or log-probs computed directly from hidden
     states, would get wrong."""
     name = model.config.model_type
@@ -243,7 +253,7 @@ def _check_supported(model: PreTrainedModel) -> None:
         raise ModelError(f"{name} has a bias on its output embedding, which is not supported")
 
 
-def _training_config(config: PretrainedConfig, model: ModelConfig) -> PretrainedConfig:
+def training_config(config: PretrainedConfig, model: ModelConfig) -> PretrainedConfig:
     """Return a copy of `config` for training: packed or masked attention, no cache, no dropout.
 
     Without noise, log-probs in training mode equal those of generation. With it, the first PPO
@@ -366,7 +376,7 @@ class HeadedModel(nn.Module):
             layout["sequences"] = inputs.sequences
         body: Any = self.model.base_model
         if body is self.model:  # llama4_text, whose prefix is that of the multimodal model
-            body = self.model.get_decoder()
+            body = next(m for m in body.children() if isinstance(m, PreTrainedModel))
         outputs = body(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
@@ -450,7 +460,7 @@ class HeadedModel(nn.Module):
         row at a time."""
         config = self.model.config
         implementation = config._attn_implementation
-        config._attn_implementation = "sdpa" if self.model._supports_sdpa else "eager"
+        config._attn_implementation = "eager"
         try:
             parts = []
             for row in rows:

@@ -86,8 +86,11 @@ def shard(
     }
     hf_model: Any = headed.model
     layer_classes = hf_model._no_split_modules or ()
-    for module in list(hf_model.modules()):
-        if type(module).__name__ in layer_classes:
+    outermost: list[str] = []
+    for name, module in list(hf_model.named_modules()):
+        is_nested = any(name.startswith(f"{layer}.") for layer in outermost)
+        if type(module).__name__ in layer_classes and not is_nested:
+            outermost.append(name)
             if config.use_torch_compile:
                 compile_layer(module)
             fully_shard(module, mp_policy=policy, **options)

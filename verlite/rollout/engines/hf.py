@@ -35,6 +35,7 @@ from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines.kv_cache import CACHED_ATTENTION, KVCache
 from verlite.rollout.sampling import mix64, sample, uniform
 from verlite.rollout.types import EngineOptions, Sampling
+from verlite.small_model import sequences, small_config, small_model, unsuitable
 from verlite.weights.fingerprint import combine, tensor_fingerprint
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ _PREFILL_TOKENS = 8192  # padded prompt tokens per prefill pass; bounds activati
 _SLOT_STEP = 64  # slots of the cache are a multiple of it, so that it is not resized often
 _CACHE_TOLERANCE = 0.02  # largest difference of cached logits, in standard deviations of the logits
 _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 character decodes to
+_OTHER = "Use rollout.name=vllm, or a model of another architecture (docs/models.md)"
 
 
 @dataclass
@@ -63,6 +65,10 @@ class _WaitingRequest:
     sampling: Sampling
 
 
+class UnsupportedModel(ValueError):
+    """The engine would compute other numbers than the model."""
+
+
 class HFCore:
     """Batched generation with a transformers model; see `batched.Core`.
 
@@ -81,6 +87,7 @@ class HFCore:
             model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
         )
         built = _build_model(model, options.dtype, options.pretrained, options.device)
+        self._trust_remote_code = model.trust_remote_code
         self.model = built.to(options.device)  # type: ignore[arg-type]  # its wrapper hides self
         limit = position_limit(self.model.config.get_text_config().to_dict())
         if limit is not None and options.max_model_len > limit[1]:
@@ -483,15 +490,18 @@ class HFCore:
         """
         problem = ""
         try:
+            problem = self._check_copy()
             with _computing_in_float32(self.model):
                 expected = self._logits_of_check(is_caching=False)
                 self.model.set_attn_implementation(CACHED_ATTENTION)
                 found = self._logits_of_check(is_caching=True)
-            if not (found - expected).abs().max() <= _CACHE_TOLERANCE * expected.std():
+            if problem:
+                pass  # the cache fails on longer sequences
+            elif not _agree(found, expected):
                 problem = "its cached logits differ"
             elif not self._logits_of_check(is_caching=True).isfinite().all():
                 problem = f"its cached logits in {self.dtype} are not finite"
-        except torch.OutOfMemoryError:  # it says nothing about the cache
+        except (torch.OutOfMemoryError, UnsupportedModel):  # they say nothing about the cache
             raise
         except (NotImplementedError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
@@ -509,27 +519,74 @@ class HFCore:
         self._drop_cache()
         return not problem
 
-    def _logits_of_check(self, is_caching: bool) -> Tensor:
-        """Return the logits [2, V] after two sequences of random tokens.
+    def _check_copy(self) -> str:
+        """Compare generation by a small copy of the model with transformers' own, untouched model:
+        sequences longer than its windows and chunks, one at a time, with eager attention.
+
+        Returns:
+            Why keys and values cannot be cached, or "".
+
+        Raises:
+            UnsupportedModel: whole sequences in one batch, which need no cache, differ too.
+        """
+        small = small_config(self.model.config, trust_remote_code=self._trust_remote_code)
+        name = self.model.config.model_type
+        if small is None:
+            log.warning(
+                "no small copy of a %s model can be built, so the hf engine checks its cache with "
+                "short sequences only",
+                name,
+            )
+            return ""
+        real = self.model, self.vocab_size
+        options = {"attn_implementation": "eager", "trust_remote_code": self._trust_remote_code}
+        copied = small_model(small, **options).to(self.device)  # type: ignore[arg-type]
+        reason = unsuitable(copied, self.device)
+        if reason is not None:
+            raise UnsupportedModel(f"the hf engine does not support {name}: {reason}. {_OTHER}")
+        contexts = sorted(sequences(small), key=len)
+        expected = torch.stack(
+            [copied(ids[None].to(self.device), use_cache=False).logits[0, -1] for ids in contexts]
+        )
+        lists = [ids.tolist() for ids in contexts]
+        self.model, self.vocab_size = copied, len(expected[0])
+        try:
+            whole = self._logits_of_check(is_caching=False, contexts=lists)
+            if not _agree(whole, expected):
+                raise UnsupportedModel(
+                    f"the hf engine does not support {name}: logits of sequences in one batch "
+                    f"differ from those of the model's own pass. {_OTHER}"
+                )
+            copied.set_attn_implementation(CACHED_ATTENTION)
+            found = self._logits_of_check(is_caching=True, contexts=lists)
+            return "" if _agree(found, expected) else "its cached logits differ on a small copy"
+        finally:
+            self.model, self.vocab_size = real
+            self._drop_cache()
+
+    def _logits_of_check(self, is_caching: bool, contexts: list[list[int]] | None = None) -> Tensor:
+        """Return the logits [n, V] after n sequences, the shortest first; None: two of random
+        tokens.
 
         With the cache, the last two tokens of each are decoded and the others prefilled.
         """
-        generator = torch.Generator().manual_seed(0)
-        sequences = [
-            torch.randint(self.vocab_size, (length,), generator=generator).tolist()
-            for length in (5, 9)
-        ]
-        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)
+        if contexts is None:
+            generator = torch.Generator().manual_seed(0)
+            contexts = [
+                torch.randint(self.vocab_size, (length,), generator=generator).tolist()
+                for length in (5, 9)
+            ]
+        last = torch.tensor([len(sequence) - 1 for sequence in contexts], device=self.device)
         self._drop_cache()
-        self._allocate_rows(2, _SLOT_STEP)
-        for i, sequence in enumerate(sequences):
+        self._allocate_rows(len(contexts), _SLOT_STEP)
+        for i, sequence in enumerate(contexts):
             self._tokens[i, : len(sequence)] = torch.tensor(sequence)
         self._is_caching = is_caching
         if is_caching:
-            self._prefill([sequence[:-2] for sequence in sequences], 0)
-            rows = self._row_index[:2]
+            self._prefill([sequence[:-2] for sequence in contexts], 0)
+            rows = self._row_index
             self._next_logits(self._tokens[rows, last - 1], last - 1)
-        return self._next_logits(self._tokens[self._row_index[:2], last], last)
+        return self._next_logits(self._tokens[self._row_index, last], last)
 
     # Stop strings
 
@@ -574,9 +631,17 @@ def eos_ids(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     except OSError:  # the folder has no such file
         generation = model.generation_config
     found: set[int] = set()
-    for ids in (generation.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    for ids in (
+        generation.eos_token_id,
+        getattr(model.config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
         found |= {ids} if isinstance(ids, int) else set(ids or ())
     return found
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).abs().max() <= _CACHE_TOLERANCE * expected.std())
 
 
 def _frees_weights(options: EngineOptions) -> bool:

@@ -168,10 +168,12 @@ def _attention(
     """transformers' attention interface. The cache arrives through the model's keyword
     arguments."""
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if unsupported:
-        raise NotImplementedError(f"cached generation does not support {', '.join(unsupported)}")
     if isinstance(attention_mask, int):
         sliding_window = attention_mask
+    elif attention_mask is not None:
+        unsupported.append("a mask of the model's own")
+    if unsupported:
+        raise NotImplementedError(f"cached generation does not support {', '.join(unsupported)}")
     if rollout_cache is None:
         raise NotImplementedError("the model does not pass keyword arguments on to attention")
     out = rollout_cache.attend(module.layer_idx, query, key, value, scaling, sliding_window)  # type: ignore[arg-type]
