@@ -10,8 +10,10 @@ from packaging.version import Version
 from tests.config.conftest import no_gpu, write_prompts  # noqa: F401  (a fixture for all tests)
 from tests.models import tiny_tokenizer
 from verlite.cli.check import check
+from verlite.config.command import PPO
 from verlite.convert.engine import Conversion
 from verlite.convert.rows import Row
+from verlite.convert.text import program
 from verlite.convert.versions import Versions
 
 SAMPLES = Path(__file__).parents[1] / "samples"
@@ -35,6 +37,9 @@ class Files:
         self.folder = folder
         for name in ("train", "val"):
             write_prompts(folder / f"{name}.parquet", 2048)
+        row = {"prompt": "1+1", "completion": "2", "chosen": "2", "rejected": "3", "response": "2"}
+        row |= {"input": "1+1", "output": "2"}
+        (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 128)
         (folder / "model").mkdir()
         (folder / "model" / "model.safetensors").touch()
         tiny_tokenizer().save_pretrained(folder / "model")
@@ -63,6 +68,9 @@ class Files:
             "custom_reward_function.path": "reward.py",
             "trainer.default_local_dir": "run",
         }
+        if conversion.command is not PPO:
+            paths |= {"data.train_files": "rows.jsonl", "data.val_files": "rows.jsonl"}
+            paths["model.path"] = "model"
         changed = []
         for text in conversion.overrides:
             key = text.partition("=")[0]
@@ -86,7 +94,8 @@ class Files:
 
     def check(self, conversion: Conversion) -> None:
         """Run `verlite check` on a converted command; it exits if something is wrong."""
-        check(self.arguments(conversion))
+        name = program(conversion)
+        check([*[name] * (name != "main_ppo"), *self.arguments(conversion)])
 
 
 @pytest.fixture(scope="session")

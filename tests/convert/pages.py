@@ -11,7 +11,7 @@ from pathlib import Path
 from verlite.convert.openrlhf_flags import FLAGS
 from verlite.convert.rlinf_keys import KEYS
 from verlite.convert.rows import NOT_SET, Row
-from verlite.convert.trl_fields import COMMON, GRPO, ONLINE, PPO, RLOO
+from verlite.convert.trl_fields import COMMON, DPO, GRPO, ONLINE, PPO, RLOO, SFT, TUNING
 from verlite.convert.values import number
 
 PAGES = Path(__file__).parents[2] / "docs" / "migration"
@@ -36,6 +36,9 @@ def tables() -> dict[str, str]:
         "GRPO and RLOO": ONLINE,
         "RLOO": RLOO,
         "PPO": PPO,
+        "SFT": SFT,
+        "DPO": DPO,
+        "SFT and DPO": TUNING,
         "All, with transformers' TrainingArguments": COMMON,
     }
     return {

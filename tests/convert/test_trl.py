@@ -8,9 +8,11 @@ import yaml
 
 from tests.convert.conftest import SAMPLES, check_changes
 from verlite.config import keys
+from verlite.config.command import PPO
 from verlite.config.problems import ConfigError
-from verlite.convert import trl
+from verlite.convert import text, trl
 from verlite.convert.trl_fields import TABLES, VERSIONS
+from verlite.convert.tuning import COMMANDS, own_key
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 SCRIPT = (SAMPLES / "convert/trl_grpo.py").read_text()
@@ -55,17 +57,19 @@ def training_arguments() -> list[str]:
     return [field.name for field in dataclasses.fields(TrainingArguments)]
 
 
-@pytest.mark.parametrize("trainer", ["grpo", "rloo", "ppo"])
+@pytest.mark.parametrize("trainer", TABLES)
 def test_every_field_is_known(trainer):
-    names = [*FIELDS[trainer], *training_arguments()]
+    names = [*FIELDS.get(trainer, []), *training_arguments()]
     assert [name for name in names if trl.find(TABLES[trainer], name) is None] == []
 
 
 def test_every_target_is_a_key():
-    for table in TABLES.values():
+    for trainer, table in TABLES.items():
+        command = COMMANDS.get(trainer, PPO)
         for row in table:
             for key in row.to.split():
-                assert key in keys.keys(), (row.name, key)
+                own = own_key(key) if trainer in COMMANDS else key
+                assert not own or own in command.keys, (row.name, key)
         named = [name for row in table for name in (row.name, *row.also)]
         assert len(named) == len(set(named))
 
@@ -467,6 +471,106 @@ def test_ppo(tmp_path, files):
 )
 def test_what_would_change_training_is_refused(grpo, settings, words):
     assert words in problems(grpo, **settings)
+
+
+# SFT and DPO
+
+SFT_LINE = (
+    "trl sft --model_name_or_path m --dataset_name d.jsonl --per_device_train_batch_size 2 "
+    "--gradient_accumulation_steps 8 --num_train_epochs 1 --output_dir out --eval_strategy steps "
+    "--eval_steps 100 --warmup_ratio 0.1 --use_peft --report_to wandb"
+)
+
+
+def test_sft(files):
+    conversion = trl.convert(None, 4, words=SFT_LINE.split())
+    files.check(conversion)
+    assert conversion.launch == "torchrun --nproc_per_node 4 -m"
+    assert conversion.values == {
+        "data.train_files": "d.jsonl",
+        "data.val_files": "d.jsonl",
+        "data.train_batch_size": 64,  # 2 rows x 8 x 4 processes
+        "data.max_length": 1024,
+        "data.truncation": "right",
+        "data.micro_batch_size_per_gpu": 2,
+        "data.response_key": "completion",
+        "model.path": "m",
+        "model.lora_rank": 16,
+        "model.lora_alpha": 32,
+        "model.target_modules": "all-linear",
+        "optim.lr": 2e-5,
+        "optim.lr_scheduler_type": "linear",
+        "optim.lr_warmup_steps_ratio": 0.1,
+        "optim.min_lr_ratio": 0.0,
+        "optim.weight_decay": 0.0,
+        "fsdp_config.dtype": "bfloat16",
+        "trainer.total_epochs": 1,
+        "trainer.default_local_dir": "out",
+        "trainer.resume_mode": "disable",
+        "trainer.logger": ["console", "wandb"],
+        "trainer.test_freq": 100,
+        "trainer.save_freq": 500,
+    }
+    assert "assistant_only_loss" in conversion.comments["data.train_files"]
+
+
+def test_dpo(script, files):
+    conversion = script(
+        "m = AutoModelForCausalLM.from_pretrained('Qwen/Q')\n"
+        "a = DPOConfig('out', beta=0.2, max_length=2048, learning_rate=5e-7, max_steps=100)\n"
+        "DPOTrainer(m, args=a, train_dataset=load_dataset('x/y'), processing_class=t)",
+        1,
+    )
+    files.check(conversion)
+    expected = {
+        "beta": 0.2,
+        "model.path": "Qwen/Q",
+        "data.max_length": 2048,
+        "data.train_batch_size": 8,
+        "optim.lr": 5e-7,
+        "trainer.total_training_steps": 100,
+        "trainer.total_epochs": None,
+        "data.train_files": "train.parquet",
+    }
+    assert {key: conversion.values.get(key) for key in expected} == expected
+    assert text.command(conversion).count("python -m verlite.main_dpo ") == 1
+    assert "defaults:\n  - dpo\n  - _self_" in text.yaml_text(conversion)
+
+
+def test_data_of_the_hub_is_written_once():
+    words = "trl dpo --model_name_or_path m --dataset_name org/d --eval_strategy steps".split()
+    conversion = trl.convert(None, 1, words=words)
+    assert conversion.values["data.train_files"] == "data/d-train.parquet"
+    assert conversion.values["data.val_files"] == "data/d-test.parquet"
+    assert conversion.before[0] == (
+        "python -c 'from datasets import load_dataset; load_dataset('\"'\"'org/d'\"'\"', "
+        "split='\"'\"'train'\"'\"').to_parquet('\"'\"'data/d-train.parquet'\"'\"')'"
+    )
+
+
+def test_packed_batches_are_named():
+    conversion = trl.convert(None, 1, words=f"{SFT_LINE} --packing".split())
+    assert "TRL counts packed sequences" in conversion.comments["data.train_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "option", "words"),
+    [
+        ("sft", "--loss_type dft", "loss_type=dft: has no counterpart"),
+        ("sft", "--completion_only_loss false", "verlite trains on responses"),
+        ("sft", "--max_length null", "max_length: must be a number"),
+        ("sft", "--truncation_mode keep_end", "cuts longer rows at their end"),
+        ("sft", "--chat_template_path x", "Set model.custom_chat_template to its text"),
+        ("sft", "--learning_rte 1", "is not a setting of SFTConfig. Did you mean learning_rate?"),
+        ("dpo", "--loss_type sigmoid bco_pair", "verlite has sigmoid"),
+        ("dpo", "--label_smoothing 0.1", "verlite has the loss of the paper"),
+        ("dpo", "--beta 0", "beta=0.0: must be > 0"),
+        ("dpo", "--ref_model other", "reference is the model at the start"),
+    ],
+)
+def test_what_would_change_tuning_is_refused(trainer, option, words):
+    line = f"trl {trainer} --model_name_or_path m --dataset_name d.jsonl {option}"
+    assert words in problems(trl.convert, None, 1, words=line.split())
 
 
 # Versions

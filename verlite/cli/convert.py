@@ -77,7 +77,7 @@ def trl(
         int, typer.Option(min=1, help="Processes of the training: TRL's batch sizes are for each.")
     ] = 8,
     trainer: Annotated[
-        str | None, typer.Option(help="grpo, rloo or ppo. Default: what the file says.")
+        str | None, typer.Option(help="grpo, rloo, ppo, sft or dpo. Default: what the file says.")
     ] = None,
     output: Output = None,
     version: Version = None,
@@ -127,7 +127,9 @@ def show(convert: "Callable[[], Conversion]", output: Path | None) -> None:
         fail(f"{path} cannot be written: {error.strerror}.")
     folder, name = path.parent.resolve(), path.stem
     typer.echo(f"{path} written. Check it, then train:")
-    for program in ("verlite check", "python -m verlite.main_ppo"):
+    name_of = text.program(conversion)
+    check = "verlite check" + f" {name_of}" * (name_of != "main_ppo")
+    for program in (check, f"{conversion.launch} verlite.{name_of}"):
         typer.echo(f"  {program} --config-path {folder} --config-name {name}")
 
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verlite.config import keys, rules
+from verlite.config import rules
+from verlite.config.command import PPO, Command
 from verlite.config.load import compose
 from verlite.config.problems import ConfigError, Problem, display
 from verlite.convert.rows import NOT_SET, Row
@@ -30,6 +31,8 @@ class Conversion:
     before: shell commands to run once before the training command.
     problems: why there is no command.
     defaults: whose defaults apply to the settings that were not given.
+    command: the command of verlite that the keys are for.
+    launch: the program that starts its module.
     """
 
     source: str
@@ -40,10 +43,12 @@ class Conversion:
     before: list[str]
     problems: list[Problem]
     defaults: str = ""
+    command: Command = PPO
+    launch: str = "python -m"
 
     @property
     def overrides(self) -> list[str]:
-        """Return the arguments of verlite.main_ppo."""
+        """Return the arguments of the command."""
         return [override(key, value) for key, value in self.values.items()]
 
 
@@ -52,6 +57,8 @@ class Draft:
 
     typed: how a setting is written in messages, such as "--zero_stage".
     keep: keep keys in the command that have verlite's default.
+    command: the command of verlite.
+    own_key: its name of a key of main_ppo; "" if it has none.
     """
 
     def __init__(
@@ -60,7 +67,11 @@ class Draft:
         given: Mapping[str, Any],
         typed: Callable[[str], str] = lambda name: name,
         keep: bool = True,
+        command: Command = PPO,
+        own_key: Callable[[str], str] = lambda key: key,
     ) -> None:
+        self.command = command
+        self._own_key = own_key
         self.given = dict(given)
         self.typed = typed
         self.values: dict[str, Any] = {}
@@ -88,7 +99,7 @@ class Draft:
 
         explicit: keep the key in the command if it has verlite's default, too. None: as `keep`.
         """
-        for name in key.split():
+        for name in filter(None, map(self._own_key, key.split())):
             self.values[name] = value
             if comment:
                 self.comments[name] = comment
@@ -117,19 +128,34 @@ class Draft:
 
     def finish(self, source: str) -> Conversion:
         """Order the keys as the schema does, leave out verlite's defaults, and apply its rules."""
-        known = keys.keys()
+        known = self.command.keys
+        order = {name: place for place, name in enumerate(known)}
+
+        def place(name: str) -> tuple[int, str]:
+            key = self.command.find(name)
+            return (order[key.name] if key else len(order), name)
+
         kept = {
             name: self.values[name]
-            for name in sorted(self.values, key=_place)
+            for name in sorted(self.values, key=place)
             if name in self._explicit
             or name in self.comments
             or name not in known
             or self.values[name] != known[name].default
         }
-        problems = self.problems or broken_rules(kept)
+        problems = self.problems or broken_rules(kept, self.command)
         comments = {name: self.comments[name] for name in kept if name in self.comments}
         before = list(dict.fromkeys(self.before))
-        return Conversion(source, kept, comments, self.warnings, self.needless, before, problems)
+        return Conversion(
+            source,
+            kept,
+            comments,
+            self.warnings,
+            self.needless,
+            before,
+            problems,
+            command=self.command,
+        )
 
 
 def apply(
@@ -139,6 +165,8 @@ def apply(
     formulas: Sequence[Callable[[Draft], None]],
     typed: Callable[[str], str] = lambda name: name,
     keep_given: bool = True,
+    command: Command = PPO,
+    own_key: Callable[[str], str] = lambda key: key,
 ) -> Conversion:
     """Convert what a user has set.
 
@@ -149,6 +177,7 @@ def apply(
         formulas: functions for the "derived" rows.
         typed: how a setting is written in messages.
         keep_given: keep a given setting in the command if it has verlite's default, too.
+        command, own_key: see `Draft`.
 
     Raises:
         ConfigError: a value is of another kind than its setting.
@@ -160,7 +189,7 @@ def apply(
     ]
     if wrong:
         raise ConfigError(wrong)
-    draft = Draft(table, given, typed, keep_given)
+    draft = Draft(table, given, typed, keep_given, command, own_key)
     for row in table:
         value = draft.given.get(row.name, row.default)
         if row.act == "same" and value is not NOT_SET:
@@ -188,14 +217,18 @@ def _copy(draft: Draft, row: Row, value: Any, keep_given: bool) -> None:
     draft.set(row.to, value, row.note if is_given else "", explicit=is_given and keep_given)
 
 
-def broken_rules(values: Mapping[str, Any]) -> list[Problem]:
+def broken_rules(values: Mapping[str, Any], command: Command = PPO) -> list[Problem]:
     """Return what `verlite check` would refuse, besides files and devices of this machine."""
     try:
-        loaded = compose(None, [override(key, value) for key, value in values.items()], check=False)
+        overrides = [override(key, value) for key, value in values.items()]
+        loaded = compose(None, overrides, check=False, command=command)
     except ConfigError as error:
         return error.problems
-    found = rules.check(loaded.config, loaded.user_keys, files=False)
-    return [problem for problem in found if not problem.is_local]
+    if command is PPO:
+        found = rules.check(loaded.config, loaded.user_keys, files=False)
+    else:
+        found = list(command.rules(loaded.config, loaded.user_keys))
+    return [p for p in found if not p.is_local and (command is PPO or p.key not in command.paths)]
 
 
 def sentence(note: str) -> str:
@@ -208,13 +241,3 @@ def sentence(note: str) -> str:
 def _plain(value: Any) -> Any:
     """Return a value as a user types it: a list with spaces between its items."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Return where a key stands in the schema."""
-    known = keys.find(name)
-    return (_order()[known.name] if known else len(_order()), name)
-
-
-def _order() -> dict[str, int]:
-    return {name: place for place, name in enumerate(keys.keys())}

@@ -20,8 +20,13 @@ def command(conversion: Conversion) -> str:
     if conversion.before:
         lines += ["# Once, before the training:", *conversion.before]
     arguments = [shlex.quote(text) for text in conversion.overrides]
-    lines += [" \\\n  ".join(["python -m verlite.main_ppo", *arguments])]
+    lines += [" \\\n  ".join([f"{conversion.launch} verlite.{program(conversion)}", *arguments])]
     return "\n".join(lines) + "\n"
+
+
+def program(conversion: Conversion) -> str:
+    """Return the module of the command: main_ppo, main_sft or main_dpo."""
+    return f"main_{conversion.command.config_name.removesuffix('_trainer')}"
 
 
 def yaml_text(conversion: Conversion) -> str:
@@ -29,7 +34,7 @@ def yaml_text(conversion: Conversion) -> str:
     lines = [*_header(conversion), *_warned(conversion), *_needless(conversion)]
     if conversion.before:
         lines += ["# Once, before the training:", *(f"#   {line}" for line in conversion.before)]
-    lines += ["defaults:", "  - ppo_trainer", "  - _self_"]
+    lines += ["defaults:", f"  - {conversion.command.config_name}", "  - _self_"]
     tree: dict[str, Any] = {}
     for key, value in conversion.values.items():
         *sections, last = key.split(".")

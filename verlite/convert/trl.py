@@ -1,4 +1,4 @@
-"""Convert a script or YAML file of TRL: GRPO, RLOO and PPO.
+"""Convert a script, YAML file or command line of TRL: GRPO, RLOO, PPO, SFT and DPO.
 
 The formulas follow trl/trainer/grpo_config.py, grpo_trainer.py, rloo_trainer.py and
 trl/experimental/ppo/ppo_trainer.py of version 1.16.
@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verlite.config.command import PPO
 from verlite.config.problems import ConfigError, Problem, nearest
 from verlite.convert.data import prepare_data
 from verlite.convert.engine import Conversion, Draft, apply, sentence
 from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, ROLLOUT, Row
 from verlite.convert.trl_fields import TABLES, VERSIONS
 from verlite.convert.trl_read import Computed, Settings, Source, arguments, program, read
+from verlite.convert.tuning import COMMANDS, launch, own_key, rows_file
 
 CORRECTION = "algorithm.rollout_correction."
 REWARD_FILE = "reward.py"
@@ -46,26 +48,28 @@ def convert(
     Raises:
         ConfigError: the file cannot be read, or has an unknown field, or the version is unknown.
     """
-    command, script, typed = program(words)
+    named, script, typed = program(words)
     file = file or (script if script and script.exists() else None)
-    if file is None and (not typed or (script and not command)):
+    if file is None and (not typed or (script and not named)):
         rule = "does not exist" if script else "is missing"
         remedy = "Give a script, a YAML file, or a command line after --."
         raise ConfigError([Problem("FILE", script and str(script), rule, remedy)])
-    found = read(file, typed) if file else Source(command or "grpo", {})
+    found = read(file, typed) if file else Source(named or "grpo", {})
     source = f"the command line in {file}" if found.words and not typed else ""
     _, _, documented = program(found.words)
     settings = found.settings | arguments(typed or documented)
-    name = trainer or (found.trainer if file else command) or found.trainer
+    name = trainer or (named if named and not script else found.trainer)
     table = VERSIONS[name].table(TABLES[name], version)
     given, computed = _named(table, settings, name)
     formulas = [partial(formula, gpus=gpus) for formula in FORMULAS[name]]
     warn = partial(_warn_of_computed, computed=computed)
-    done = apply(f"TRL's {name.upper()}Trainer", table, given, [*formulas, warn])
+    title, command = f"TRL's {name.upper()}Trainer", COMMANDS.get(name, PPO)
+    renamed = own_key if name in COMMANDS else str
+    done = apply(title, table, given, [*formulas, warn], command=command, own_key=renamed)
     defaults = VERSIONS[name].describe(table, {*given, *computed}, version)
     if source:
         defaults = f"Settings are those of {source}: {' '.join(found.words)}. {defaults}"
-    return replace(done, defaults=defaults)
+    return replace(done, defaults=defaults, launch=launch(gpus if name in COMMANDS else 1))
 
 
 def find(table: Sequence[Row], field: str) -> Row | None:
@@ -122,13 +126,11 @@ def _warn_of_computed(draft: Draft, computed: dict[str, Computed]) -> None:
 
 def updates(draft: Draft, gpus: int) -> int:
     """Return how many optimizer steps TRL does per generation."""
-    if not _is_online(draft):
+    if "num_ppo_epochs" in draft.names:
         return int(draft["num_mini_batches"] * draft["num_ppo_epochs"])
+    if draft.command is not PPO:
+        return 1
     return max(1, _generated(draft, gpus) // _trained(draft, gpus)) * int(draft["num_iterations"])
-
-
-def _is_online(draft: Draft) -> bool:
-    return "num_generations" in draft.names
 
 
 def _trained(draft: Draft, gpus: int) -> int:
@@ -197,6 +199,37 @@ def ppo_batches(draft: Draft, gpus: int) -> None:
         draft.set("trainer.total_training_steps", steps, note)
         draft.values.pop("trainer.total_epochs", None)
     _prompt_length(draft)
+
+
+def tuning_batches(draft: Draft, gpus: int) -> None:
+    """SFT and DPO: rows per step, lengths, and the end of the schedule."""
+    size = _trained(draft, gpus)
+    unit = f"{draft['per_device_train_batch_size']} rows x {gpus} processes x "
+    unit += f"{draft['gradient_accumulation_steps']} (--gpus)"
+    if "packing" in draft.names and draft["packing"]:
+        unit += ". TRL counts packed sequences, verlite examples: multiply by the examples that "
+        unit += f"{draft['max_length']} tokens hold on average"
+    draft.set(ACTOR + "ppo_mini_batch_size", size, unit)
+    draft.set(ACTOR + "ppo_micro_batch_size_per_gpu", draft["per_device_train_batch_size"])
+    draft.set("data.max_length", draft["max_length"])
+    if draft["truncation_mode"] != "keep_start":
+        rule = "verlite cuts longer rows at their end"
+        draft.refuse("truncation_mode", rule, "Set truncation_mode to keep_start (0.29's default).")
+    draft.set("data.truncation", "right", "longer rows lose their end, as in TRL")
+    draft.set(f"{ACTOR}optim.min_lr_ratio {ACTOR}optim.lr_warmup_steps_ratio", 0.0, explicit=False)
+
+
+def tuning_loss(draft: Draft, gpus: int) -> None:
+    """The losses of main_sft and main_dpo."""
+    kinds = draft["loss_type"]
+    kinds = kinds if isinstance(kinds, list | tuple) else [kinds]
+    known = ("sigmoid",) if "beta" in draft.names else (None, "nll", "chunked_nll")
+    if any(kind not in known for kind in kinds):
+        remedy = f"verlite has {', '.join(filter(None, known))}."
+        draft.refuse("loss_type", "has no counterpart in verlite", remedy)
+    if "ref_model" in draft.names and draft["ref_model"] not in (None, draft["model_name_or_path"]):
+        rule = "verlite's reference is the model at the start of the run"
+        draft.refuse("ref_model", rule, "Leave it out if it is the same model.")
 
 
 def _prompt_length(draft: Draft) -> None:
@@ -448,6 +481,9 @@ def data(draft: Draft, gpus: int) -> None:
         draft.set(MODEL + "path", "MODEL", f"the script's {model}")
     else:
         draft.set(MODEL + "path", model)
+    if draft.command is not PPO:
+        tuning_data(draft)
+        return
     note = "write prompts and answers of the script's {} into it: data_preprocess/chat_json.py"
     for field, key, split in (
         ("dataset_name", "data.train_files", "dataset_train_split"),
@@ -461,6 +497,32 @@ def data(draft: Draft, gpus: int) -> None:
             file = "train.parquet" if field == "dataset_name" else "val.parquet"
             draft.set(key, file, note.format(name or "data set"))
     _rewards(draft)
+
+
+def tuning_data(draft: Draft) -> None:
+    """Files of rows for main_sft and main_dpo."""
+    name, validation = draft["dataset_name"], draft["eval_dataset"]
+    evaluates = draft["eval_strategy"] != "no"
+    has_name = isinstance(name, str) and not isinstance(name, Computed)
+    if has_name and evaluates and (validation is None or isinstance(validation, Computed)):
+        validation = name  # TRL's scripts take the other split of the data set
+    train, test = draft["dataset_train_split"], draft["dataset_test_split"]
+    for files, value, split in (("train", name, train), ("val", validation, test)):
+        if isinstance(value, str) and not isinstance(value, Computed):
+            draft.set(f"data.{files}_files", rows_file(draft, value, split))
+        elif files == "train" or (value is not None and evaluates):
+            note = f"write the rows of the script's {value or 'data set'} into it"
+            draft.set(f"data.{files}_files", f"{files}.parquet", note)
+    if "assistant_only_loss" not in draft.names:
+        return
+    note = "TRL's name of the column. Its text is trained, as in TRL"
+    draft.set("data.response_key", "completion", note)
+    if not draft["assistant_only_loss"]:
+        note = "rows of messages: TRL trains on all their tokens unless assistant_only_loss=True, "
+        note += "verlite on the assistant's turns. Rows of text alone need a prompt and a response"
+        draft.comments["data.train_files"] = "; ".join(
+            filter(None, (draft.comments.get("data.train_files"), note))
+        )
 
 
 def _rewards(draft: Draft) -> None:
@@ -479,7 +541,7 @@ def run(draft: Draft, gpus: int) -> None:
     epochs = draft["num_train_epochs"]
     if draft["max_steps"] and draft["max_steps"] > 0:
         steps = -(-int(draft["max_steps"]) // count)
-        note = f"{draft['max_steps']} updates, {count} per training step"
+        note = f"{draft['max_steps']} updates, {count} per training step" if count > 1 else ""
         draft.set("trainer.total_training_steps", steps, note)
     elif "trainer.total_training_steps" not in draft.values:
         if epochs != int(epochs):
@@ -492,7 +554,8 @@ def run(draft: Draft, gpus: int) -> None:
             draft.set("trainer.max_actor_ckpt_to_keep", draft["save_total_limit"])
     elif draft["save_strategy"] == "epoch":
         draft.warn("save_strategy", "verlite counts steps: set trainer.save_freq")
-    if draft["eval_strategy"] != "no" and draft["eval_dataset"] is not None:
+    has_rows = "data.val_files" in draft.values
+    if draft["eval_strategy"] != "no" and has_rows:
         steps = draft["eval_steps"] or 500
         _every(draft, "trainer.test_freq", steps, count, every)
         draft.set("trainer.val_before_train", draft["eval_on_start"])
@@ -528,4 +591,6 @@ FORMULAS = {
     "grpo": (batches, grpo_loss, sampling, *SHARED),
     "rloo": (batches, rloo_loss, sampling, *SHARED),
     "ppo": (ppo_batches, ppo_loss, *SHARED),
+    "sft": (tuning_batches, tuning_loss, *SHARED),
+    "dpo": (tuning_batches, tuning_loss, *SHARED),
 }

@@ -316,7 +316,77 @@ PPO: tuple[Row, ...] = (
     needless("ds3_gather_for_generation", bool, "weights are sent to engines in buckets"),
 )
 
-DEFAULTS = {"rloo": {"num_generations": 2, "beta": 0.05}, "ppo": {"learning_rate": 3e-6}}
+_ROWS = "main_sft takes rows of a prompt and a response, or of messages: docs/sft.md"
+_REFERENCE = "the reference is the model at the start: leave it out if it is the same model"
+_DPO_LOSS = "verlite has the loss of the paper: loss_type sigmoid, without additions"
+
+TUNING: tuple[Row, ...] = (
+    derived("max_length max_seq_length", "data.max_length data.truncation", 1024),
+    derived("truncation_mode", "data.truncation", "keep_start"),
+    refused("datasets", None, "write one file, and give it as dataset_name"),
+    needless("padding_free", bool, _LENGTHS),
+    needless("pad_token", str, _LENGTHS),
+    needless("pad_to_multiple_of", None, _LENGTHS),
+    needless("padding_value", int, _LENGTHS),
+    needless("data_collator", str, _LENGTHS),
+    needless("activation_offloading", bool, "see fsdp_config"),
+    needless("router_aux_loss_coef", float, "verlite has no load-balancing loss"),
+    refused("compute_loss_func", None, "verlite has one loss for each command"),
+    needless("compute_metrics", str, _LOGS),
+    needless("preprocess_logits_for_metrics", str, _LOGS),
+)
+
+SFT: tuple[Row, ...] = (
+    derived("packing", "data.train_batch_size", False, "batch sizes then count packed sequences"),
+    needless("packing_strategy", str, "verlite packs passes, not batches"),
+    needless("eval_packing", bool, "the validation loss is over tokens"),
+    refused("completion_only_loss", None, "verlite trains on responses: True, or leave it out"),
+    derived("assistant_only_loss", "", False, "verlite trains on the assistant's turns only"),
+    derived("dataset_text_field", "", str, _ROWS),
+    dropped("dataset_kwargs", None, _ROWS),
+    needless("dataset_batch_size", int, _ROWS),
+    dropped("formatting_func", None, _ROWS),
+    derived("loss_type", "", "nll", "nll or chunked_nll"),
+    dropped("eos_token", None, "the token is the tokenizer's, or the one that ends a turn"),
+    refused("chat_template_path", None, "set model.custom_chat_template to its text"),
+    needless("shuffle_dataset", bool, "data.shuffle"),
+)
+
+DPO: tuple[Row, ...] = (
+    same("beta", "beta", 0.1),
+    derived("loss_type", "", ["sigmoid"], "sigmoid"),
+    refused("loss_weights", None, _DPO_LOSS),
+    refused("label_smoothing", 0.0, _DPO_LOSS),
+    refused("f_divergence_type", "reverse_kl", _DPO_LOSS),
+    needless("f_alpha_divergence_coef", float, _DPO_LOSS),
+    needless("discopop_tau", float, _DPO_LOSS),
+    refused("use_weighting", False, _DPO_LOSS),
+    refused("ld_alpha", None, _DPO_LOSS),
+    refused("rpo_alpha", None, _DPO_LOSS),
+    refused("reference_free", False, _REFERENCE),
+    derived("ref_model", "", None, _REFERENCE),
+    refused("sync_ref_model", False, _REFERENCE),
+    needless("ref_model_*", object, _REFERENCE),
+    needless("force_use_ref_model", bool, _REFERENCE),
+    refused("model_adapter_name", None, "verlite trains one adapter"),
+    refused("ref_adapter_name", None, "the reference is the model without the adapter"),
+    needless("precompute_ref_*", object, "reference log-probs are computed once"),
+    dropped("max_prompt_length", None, "data.max_length limits prompt and response together"),
+    dropped("max_completion_length", None, "data.max_length limits prompt and response together"),
+    dropped("generate_during_eval", False, "validation computes the loss and the rewards"),
+    refused("tools", None, "write them into the prompts"),
+    needless("is_encoder_decoder", None, "verlite trains decoders"),
+    needless("label_pad_token_id", int, _LENGTHS),
+    needless("use_logits_to_keep", bool, "logits are computed for responses only"),
+    needless("use_liger_loss", None, "attention and log-probs already save memory"),
+    needless("base_model_attribute_name", str, "attention and log-probs already save memory"),
+)
+
+DEFAULTS = {
+    "rloo": {"num_generations": 2, "beta": 0.05},
+    "ppo": {"learning_rate": 3e-6},
+    "sft": {"learning_rate": 2e-5},
+}
 """Trainer -> fields whose default differs from that of the rows above."""
 
 TABLES = {
@@ -327,6 +397,8 @@ TABLES = {
         "grpo": (*GRPO, *ONLINE, *COMMON),
         "rloo": (*RLOO, *ONLINE, *COMMON),
         "ppo": (*PPO, *COMMON),
+        "sft": (*SFT, *TUNING, *COMMON),
+        "dpo": (*DPO, *TUNING, *COMMON),
     }.items()
 }
 """Trainer -> its fields. The first row that matches a name counts."""
@@ -358,9 +430,16 @@ _PPO = (
     Change("gradient_checkpointing", "0.22", False, True),
     Change("bf16", "0.19", False, True),
 )
+_SFT = (
+    Change("gradient_checkpointing", "0.22", False, True),
+    Change("bf16", "0.19", False, True),
+)
+_DPO = (Change("truncation_mode", "0.29", "keep_end", "keep_start"), *_SFT)
 VERSIONS = {
     "grpo": Versions("TRL", "0.14", "1.16", _GRPO),
     "rloo": Versions("TRL", "0.22", "1.16", _RLOO),
     "ppo": Versions("TRL", "0.12", "1.16", _PPO),
+    "sft": Versions("TRL", "0.12", "1.16", _SFT),
+    "dpo": Versions("TRL", "0.14", "1.16", _DPO),
 }
 """Trainer -> its changed defaults. Older versions have other trainers of the same name."""

@@ -16,7 +16,7 @@ import yaml
 
 from verlite.config.problems import ConfigError, Problem
 
-TRAINERS = {"GRPO": "grpo", "RLOO": "rloo", "PPO": "ppo"}
+TRAINERS = {name: name.lower() for name in ("GRPO", "RLOO", "PPO", "SFT", "DPO")}
 PPO_FIELDS = ("num_ppo_epochs", "kl_coef", "cliprange", "response_length", "total_episodes")
 CALLS = tuple(f"{name}{part}" for name in TRAINERS for part in ("Config", "Trainer"))
 
@@ -234,7 +234,12 @@ def _changed_later(tree: ast.AST, parsed: set[str]) -> Iterator[tuple[str, Compu
 
 
 def _arguments(name: str, call: ast.Call, constants: Settings) -> Iterator[tuple[str, Any]]:
-    positional = {"Config": ("output_dir",), "Trainer": ("model", "reward_funcs", "args")}
+    positional = {
+        "Config": ("output_dir",),
+        "SFTTrainer": ("model", "args", "data_collator", "train_dataset", "eval_dataset"),
+        "DPOTrainer": ("model", "ref_model", "args", "data_collator", "train_dataset"),
+        "Trainer": ("model", "reward_funcs", "args"),
+    }
     kinds = next((names for end, names in positional.items() if name.endswith(end)), ())
     for field, node in [
         *zip(kinds, call.args, strict=False),
