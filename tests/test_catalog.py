@@ -23,7 +23,7 @@ from verlite.envs import factory
 from verlite.importing import SignalExit, import_module
 from verlite.rewards import routing
 
-EVERY_ESTIMATOR_READS = {"token_level_rewards", "response_mask", "uid", "valid"}
+EVERY_ESTIMATOR_READS = {"token_level_rewards", "response_mask", "uid", "valid", "alone"}
 EVERY_LOSS_READS = {
     "log_prob",
     "old_log_prob",

@@ -126,6 +126,32 @@ def test_group_of_one_and_equal_rewards_give_exactly_zero(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", [name for name, one in ESTIMATORS.items() if one.compares])
+def test_the_only_sample_of_a_prompt_has_its_score_as_advantage(name: str) -> None:
+    """With rollout.n=1, as in verl: baseline 0, standard deviation 1. A failed row still has 0."""
+    if ESTIMATORS[name].needs_several:
+        pytest.skip("refused with one sample")
+    scores = torch.tensor([2.0, 0.0, -1.0, 5.0])
+    ones = torch.ones(4, 1)
+    inputs = group_inputs(
+        scores.tolist(),
+        ["a", "b", "c", "d"],
+        old_log_probs=-ones,
+        sum_pi_squared=ones / 2,
+        alone=True,
+        valid=torch.tensor([True, True, True, False]),
+    )
+    expected = scores * torch.tensor([1.0, 1.0, 1.0, 0.0])
+    if name == "gpg":
+        expected = expected * 3 / 2  # rows that count / rows with a reward
+    if name == "reinforce_plus_plus_baseline":
+        counted = scores[:3].double()
+        whitened = (counted - counted.mean()) / counted.std()
+        expected[:3] = whitened.float()
+    advantages, _ = compute_advantages(name, inputs)
+    torch.testing.assert_close(advantages[:, 0], expected, rtol=2e-6, atol=1e-6)
+
+
 def test_gae_hand_example() -> None:
     """Three tokens with a tool token before the third, gamma 0.5, lambda 0.5."""
     inputs = AdvantageInputs(

@@ -105,6 +105,7 @@ def material(tmp_path_factory) -> Material:
     for name, files in {
         "broken": {"config.json": "{"},
         "bare": {"config.json": "{}"},
+        "seeing": {"config.json": '{"model_type": "qwen2_5_vl", "vision_config": {}}'},
         "pointer": {
             "config.json": "{}",
             "tokenizer.json": "{}",

@@ -9,6 +9,7 @@ from verlite.config.show import notes_text
 ACTOR = "actor_rollout_ref.actor."
 REF = "actor_rollout_ref.ref."
 ROLLOUT = "actor_rollout_ref.rollout."
+VAL_TEMPERATURE = f"{ROLLOUT}val_kwargs.temperature"
 
 
 def value_of(config, name):
@@ -58,7 +59,15 @@ RENAMES = [
         f"{ACTOR}fsdp_config.dtype",
         "float32",
     ),
-    (f"{ROLLOUT}val_temperature=0.5", f"{ROLLOUT}val_kwargs.temperature", 0.5),
+    (f"{ROLLOUT}n_val=3", f"{ROLLOUT}val_kwargs.n", 3),
+    (f"{ACTOR}loss_mode=clip_cov", f"{ACTOR}policy_loss.loss_mode", "clip_cov"),
+    (f"{ACTOR}clip_cov_ub=4", f"{ACTOR}policy_loss.clip_cov_ub", 4.0),
+    (
+        "actor_rollout_ref.model.lora.target_modules=[q_proj]",
+        "actor_rollout_ref.model.target_modules",
+        ["q_proj"],
+    ),
+    ("reward.reward_kwargs.max_resp_len=900", "reward.overlong_buffer.max_resp_len", 900),
 ]
 
 
@@ -119,11 +128,49 @@ def test_one_key_that_stands_for_two(material):
     loaded = material.load(f"{ACTOR}fsdp_config.offload_policy=True")
     fsdp = loaded.config.actor_rollout_ref.actor.fsdp_config
     assert (fsdp.param_offload, fsdp.optimizer_offload) == (True, True)
-    assert f"{ACTOR}fsdp_config.offload_policy sets " in texts(loaded)[0]
+    assert f"{ACTOR}fsdp_config.offload_policy=true sets " in texts(loaded)[0]
     critic = material.load("critic.fsdp.offload_policy=True").config.critic.model.fsdp_config
     assert (critic.param_offload, critic.optimizer_offload) == (True, True)
     with pytest.raises(ConfigError, match="param_offload"):
         material.load(f"{ACTOR}fsdp_config.offload_policy=maybe")
+
+
+def test_keeping_no_earlier_checkpoint_is_keeping_one(material):
+    key = "trainer.remove_previous_ckpt_in_save"
+    loaded = material.load(f"{key}=True", "trainer.save_freq=5")
+    assert loaded.config.trainer.max_actor_ckpt_to_keep == 1
+    assert texts(loaded) == [f"{key}=true sets trainer.max_actor_ckpt_to_keep=1"]
+    assert material.load(f"{key}=False").config.trainer.max_actor_ckpt_to_keep is None
+
+
+@pytest.mark.parametrize("temperature", [f"{ROLLOUT}val_temperature", VAL_TEMPERATURE])
+def test_a_validation_temperature_samples(material, temperature):
+    """verl samples at it, whatever do_sample is."""
+    files = f"data.val_files={material.folder}/test.parquet"
+    loaded = material.load(files, f"{temperature}=0.5", f"{ROLLOUT}n_val=3")
+    sampling = loaded.config.actor_rollout_ref.rollout.val_kwargs
+    assert (sampling.temperature, sampling.do_sample, sampling.n) == (0.5, True, 3)
+    assert any(f"{temperature}=0.5 sets {ROLLOUT}val_kwargs.do_sample" in x for x in texts(loaded))
+    greedy = material.load(files, f"{temperature}=0.5", f"{ROLLOUT}val_kwargs.do_sample=False")
+    assert not greedy.config.actor_rollout_ref.rollout.val_kwargs.do_sample
+    assert any("temperature has no effect" in note for note in texts(greedy))
+    for zero in ([f"{temperature}=0"], [f"{ROLLOUT}n_val=3"]):
+        chosen = material.load(files, *zero).config.actor_rollout_ref.rollout.val_kwargs
+        assert not chosen.do_sample
+
+
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_never_in_both_spellings(material, value):
+    trainer = material.load(f"trainer.test_freq={value}", f"trainer.save_freq={value}").config
+    assert (trainer.trainer.test_freq, trainer.trainer.save_freq) == (-1, -1)
+
+
+def test_the_advice_for_a_reward_manager_keeps_the_reward(material):
+    for key in ("reward_model.reward_manager", "reward.reward_manager.name"):
+        with pytest.raises(ConfigError) as error:
+            material.load(f"{key}=mine")
+        (problem,) = error.value.problems
+        assert "Remove" not in problem.remedy and "custom_reward_function.path" in problem.remedy
 
 
 def test_items_that_are_implied_leave_the_list(material):
@@ -138,7 +185,7 @@ def test_unsupported_keys_at_verls_default_are_accepted(material, untouched):
         "transfer_queue.enable=False",
         "reward_model.enable=null",
         f"{ACTOR}router_replay.mode=disabled",
-        "data.image_key=images",
+        "data.image_patch_size=14",
     ]
     loaded = material.load(*at_default)
     (note,) = texts(loaded)
@@ -180,7 +227,7 @@ def test_files_of_verls_own_configuration(material):
 
 def test_notes_of_one_kind_are_one_line(material):
     loaded = material.load(
-        f"{ROLLOUT}val_temperature=0.5",
+        f"{ROLLOUT}n_val=1",
         "data.train_data_num=2048",
         f"{ROLLOUT}load_format=auto",
         "data.return_raw_chat=True",
@@ -218,7 +265,7 @@ def test_reasons_name_keys_that_exist():
     endings = [key for key in keys.keys()]
     reasons = [
         *aliases.IGNORED.values(),
-        *(why for _, why in aliases.FIXED.values()),
+        *(why for _, why, *_ in aliases.FIXED.values()),
         *aliases.REFUSED.values(),
         *(c.note for key in keys.keys().values() for c in key.conditions),
         *(conditions.words(c.text) for key in keys.keys().values() for c in key.conditions),
@@ -307,9 +354,10 @@ ACCEPTED = [
     "reward_manager.name=dapo",
     "reward_model.reward_manager=batch",
     "reward.reward_kwargs.overlong_buffer_cfg.log=True",
-    "reward_model.reward_kwargs.max_resp_len=512",
     "algorithm.filter_groups.max_inflight_gen_batches=2",
     "reward_model.strategy=fsdp",
+    "trainer.del_local_ckpt_after_load=True",
+    "model_engine=dp",
     "trainer.ray_wait_register_center_timeout=300",
     "trainer.max_critic_ckpt_to_keep=2",
     "trainer.rollout_data_dir=/x",

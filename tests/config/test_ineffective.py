@@ -156,7 +156,11 @@ CASES = [
     ("data.truncation=left", "data.filter_overlong_prompts=true", ""),
     ("data.val_batch_size=8", "", VAL),
     (f"{ROLLOUT}val_kwargs.n=1", "", VAL),
-    (f"{ROLLOUT}val_kwargs.temperature=1", VAL, f"{VAL} {ROLLOUT}val_kwargs.do_sample=true"),
+    (
+        f"{ROLLOUT}val_kwargs.temperature=1",
+        f"{VAL} {ROLLOUT}val_kwargs.do_sample=false",
+        f"{VAL} {ROLLOUT}val_kwargs.do_sample=true",
+    ),
     ("trainer.val_before_train=false", f"{VAL} trainer.val_only=true", VAL),
     ("trainer.total_epochs=3", "trainer.total_training_steps=5", ""),
     ("trainer.critic_warmup=3", GRPO, ""),

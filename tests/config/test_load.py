@@ -327,8 +327,14 @@ def test_config_groups_of_the_user_folder(material, tmp_path):
     )
 
 
-def test_config_path_without_name_uses_ppo_trainer(material, tmp_path):
-    assert material.load(config_dir=tmp_path).config.algorithm.adv_estimator == "gae"
+def test_config_path_of_a_folder_without_the_file_is_an_error(material, tmp_path):
+    """verlite's own file is not taken in its place."""
+    for folder in (tmp_path, tmp_path / "none"):
+        for name in (None, "ppo_trainer"):
+            (problem,) = problems(material, config_name=name, config_dir=folder)
+            assert (problem.key, problem.value) == ("--config-path", str(folder))
+    (tmp_path / "ppo_trainer.yaml").write_text("algorithm:\n  adv_estimator: remax\n")
+    assert material.load(config_dir=tmp_path).config.algorithm.adv_estimator == "remax"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,15 @@ def test_batch_sizes_and_steps(material):
     )
 
 
+def test_a_mini_batch_larger_than_the_batch_is_one_update(material):
+    """In verl the last, smaller part of a batch is a mini-batch, too."""
+    line = ["data.train_batch_size=64", "actor_rollout_ref.rollout.n=3"]
+    plan = make_plan(material.load(*line, "critic.ppo_mini_batch_size=512").config)
+    for updates in (plan.actor, plan.critic):
+        assert updates is not None
+        assert (updates.mini_prompts, updates.mini_rows, updates.per_epoch) == (64, 192, 1)
+
+
 def test_rows_need_not_divide_among_devices(material):
     plan = make_plan(
         material.load(

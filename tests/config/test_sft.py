@@ -46,12 +46,12 @@ WRONG = [
     ("optim.betas='[0.9,0.95]'", "optim.betas", "make it a text; Write optim.betas=[0.9,0.95]"),
     ("engine=megatron", "engine", "only fsdp is accepted"),
     ("engine.tensor_model_parallel_size=2", "engine.tensor_model_parallel_size", "fsdp_config has"),
-    ("trainer.save_freq=0", "trainer.save_freq", "must be >= 1 or -1"),
+    ("trainer.save_freq=-2", "trainer.save_freq", "must be >= 1 or -1"),
     ("trainer.max_runtime=soon", "trainer.max_runtime", "is not a duration such as 14400, 90m"),
     ("trainer.resume_mode=resume_path", "trainer.resume_from_path", "must be given with"),
     ("optim.min_lr=1e-6", "optim.min_lr", "min_lr_ratio"),
     ("optim.lrs=1e-6", "optim.lrs", "unknown key; Did you mean optim.lr?"),
-    ("trainer.test_freq=0", "trainer.test_freq", "must be >= 1 or -1"),
+    ("trainer.test_freq=-2", "trainer.test_freq", "must be >= 1 or -1"),
     ("trainer.seed=-1", "trainer.seed", "must be >= 0"),
     ("trainer.device=cuda", "trainer.device", "shows no GPU"),
     ("model.path=/nonexistent", "model.path", "this folder does not exist; on the hub"),
@@ -181,8 +181,8 @@ def test_the_default_configuration_has_the_defaults_of_the_schema(command):
 
 
 def test_every_new_name_exists():
-    several = [name for _, names in SFT.tables.several.values() for name in names]
-    for name in [*SFT.tables.renamed.values(), *several, *SFT.tables.null_means]:
+    sets = [name for _, names in SFT.tables.sets.values() for name in names]
+    for name in [*SFT.tables.renamed.values(), *sets, *SFT.tables.null_means]:
         assert name in SFT.leaves
     for name in [*SFT.tables.renamed, *SFT.tables.ignored]:
         assert name not in SFT.keys

@@ -92,7 +92,7 @@ def outcome(name: str, command: Command) -> Outcome:
         size = translation.lookup(tables.per_device, name)
         return Outcome("renamed", f"`{size}`: the value divided by the devices")
     if meaning == "fixed":
-        values, why = translation.lookup(tables.fixed, name)
+        values, why, *_ = translation.lookup(tables.fixed, name)
         shown = ", ".join(f"`{display(name, value)}`" for value in values)
         pair = tables.targets(name, True)
         more = f"; `true` sets {' and '.join(f'`{one}`' for one in pair)}" if pair else ""

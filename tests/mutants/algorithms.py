@@ -383,6 +383,12 @@ MUTANTS = [
         (T + "advantages.py",),
     ),
     Mutant(
+        "the only sample of a prompt is compared with itself",
+        ADVANTAGES + "rloo",
+        _inputs("alone", lambda alone: False),
+        (T + "advantages.py",),
+    ),
+    Mutant(
         "GPG has no alpha",
         ADVANTAGES + "gpg",
         calls(_without_alpha),

@@ -591,6 +591,8 @@ def test_scores_are_normalized_clipped_and_penalized_for_length():
     # The penalties of lengths 2, 3, 4, 1 are 0, half of 0.5, all of 0.5, and 0.
     assert batch.batch["scores"].tolist() == [2, 1.75, -2.5, 3]
     assert batch.batch["overlong_penalty"].tolist() == [0, -0.25, -0.5, 0]
+    reward.overlong_buffer.max_resp_len = 6  # the penalty starts after length 4
+    assert not score(run, batch).batch["overlong_penalty"].any()
 
 
 def test_rloo_token_kl_clips_after_the_baseline_and_others_before():

@@ -108,6 +108,17 @@ def test_kl_per_sequence_enters_the_baseline():
     torch.testing.assert_close(result.batch["advantages"], expected)
 
 
+def test_the_only_sample_of_a_prompt_is_not_compared():
+    """One sample a prompt by configuration, not because the others failed."""
+    config, rows = two_prompts("rloo", use_kl_in_reward=False)
+    names = object_array(["a", "b", "c", "d"])
+    advantages = estimate_advantages(config, rows, names, 0.0)[0].batch["advantages"]
+    expected = rows["scores"].unsqueeze(1) * rows["response_mask"]
+    torch.testing.assert_close(advantages, expected)
+    config.actor_rollout_ref.rollout.n = 2
+    assert not estimate_advantages(config, rows, names, 0.0)[0].batch["advantages"].any()
+
+
 def test_whitening_is_over_the_tokens_of_the_step_and_comes_last():
     plain, rows = two_prompts("rloo_token_kl")
     white, _ = two_prompts("rloo_token_kl", whiten_advantages=True)

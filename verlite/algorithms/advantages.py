@@ -9,6 +9,7 @@ Conventions that all estimators share, for B rows (samples) and R response token
   means, standard deviations and whitening.
 - Rows are grouped by uid, not by position. In a group with a single row that counts, the advantage
   is 0 in every estimator that compares the rows of a group. (verl's grpo uses the raw score there.)
+  With rollout.n=1 no row is compared, and the baseline is 0, as in verl (`alone`).
 - Standard deviations are unbiased. 1e-6 is added to a group's standard deviation, 1e-8 to the
   variance in whitening.
 - Statistics over groups are float64 on [B] numbers. Token columns are float32.
@@ -55,6 +56,8 @@ class AdvantageInputs:
     gamma, lam: discount per token, and lambda of GAE.
     norm_adv_by_std_in_grpo: divide by the standard deviation of the group (grpo, grpo_passk).
     reward_clip_range: bounds of the score part of the advantage in rloo_token_kl.
+    alone: every prompt has one sample (rollout.n=1). Its score is then its advantage: no baseline,
+        and a standard deviation of 1.
     extra: further settings and columns for estimators outside verlite.
     """
 
@@ -72,6 +75,7 @@ class AdvantageInputs:
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
     reward_clip_range: tuple[float, float] = (-10.0, 10.0)
+    alone: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -108,7 +112,7 @@ class AdvantageInputs:
     @cached_property
     def groups(self) -> "Groups":
         """Group the rows that count by uid."""
-        return Groups.by_uid(self.uid, self.mask.any(-1))
+        return Groups.by_uid(self.uid, self.mask.any(-1), self.alone)
 
 
 @dataclass
@@ -116,7 +120,7 @@ class Groups:
     """Rows grouped by prompt, with statistics over the valid rows of each group.
 
     group: [B] int64, each row's group number. valid: [B] bool, rows that count. sizes: [groups]
-    float64, valid rows of each group.
+    float64, valid rows of each group. alone: as in AdvantageInputs.
 
     Every method takes and returns one number per row, [B]. Statistics are float64.
     """
@@ -124,15 +128,16 @@ class Groups:
     group: Tensor
     valid: Tensor
     sizes: Tensor
+    alone: bool = False
 
     @classmethod
-    def by_uid(cls, uid: np.ndarray, valid: Tensor) -> "Groups":
+    def by_uid(cls, uid: np.ndarray, valid: Tensor, alone: bool = False) -> "Groups":
         """Group rows by `uid` [B]; `valid` [B] bool selects the rows that count."""
         numbers: dict[Any, int] = {}
         indices = [numbers.setdefault(name, len(numbers)) for name in uid]
         group = torch.tensor(indices, dtype=torch.int64, device=valid.device)
         sizes = torch.zeros(len(numbers), dtype=torch.float64, device=valid.device)
-        return cls(group, valid, sizes.index_add_(0, group, valid.double()))
+        return cls(group, valid, sizes.index_add_(0, group, valid.double()), alone)
 
     def size(self) -> Tensor:
         """Return the number of valid rows in each row's group."""
@@ -149,11 +154,19 @@ class Groups:
 
     def centered(self, x: Tensor) -> Tensor:
         """Return `x` minus its group mean; 0 for rows that `without_singletons` sets to 0."""
-        return self.without_singletons(x - self.mean(x))
+        return self.without_singletons(x - self.baseline(self.mean(x)))
+
+    def baseline(self, x: Tensor) -> Tensor:
+        """Return `x`; 0 if every prompt has one sample."""
+        return torch.zeros_like(x) if self.alone else x
 
     def without_singletons(self, x: Tensor) -> Tensor:
-        """Return `x`, with 0 for invalid rows and in groups with fewer than two valid rows."""
-        return x.masked_fill(~self.valid | (self.size() < 2), 0)
+        """Return `x`, with 0 for invalid rows and in groups with fewer than two valid rows.
+
+        If every prompt has one sample, only invalid rows are 0.
+        """
+        compared = self.size() >= (1 if self.alone else 2)
+        return x.masked_fill(~self.valid | ~compared, 0)
 
     def max(self, x: Tensor) -> Tensor:
         """Return the largest `x` of the valid rows in each row's group; -inf if there are none."""
@@ -164,8 +177,10 @@ class Groups:
     def std(self, x: Tensor) -> Tensor:
         """Return the unbiased standard deviation of `x` over the valid rows of each row's group.
 
-        It is 0 in groups with fewer than two valid rows.
+        It is 0 in groups with fewer than two valid rows, and 1 if every prompt has one sample.
         """
+        if self.alone:
+            return torch.ones_like(x, dtype=torch.float64)
         squares = self.sum(self.centered(x).square())
         return (squares / (self.size() - 1).clamp(min=1)).sqrt()
 
@@ -364,7 +379,7 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     length = inputs.mask.float().sum(-1).double()
     total = inputs.groups.sum(length * inputs.scores)
     baseline = total / inputs.groups.sum(length).clamp(min=1)
-    advantages = inputs.groups.without_singletons(inputs.scores - baseline)
+    advantages = inputs.groups.without_singletons(inputs.scores - inputs.groups.baseline(baseline))
     return _twice(_per_token(advantages, inputs.mask))
 
 

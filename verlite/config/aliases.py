@@ -7,7 +7,7 @@ the tables of main_sft.
 
 from typing import Any
 
-from verlite.config.translation import Tables
+from verlite.config.translation import Fixed, Tables
 
 ACTOR = "actor_rollout_ref.actor."
 MODEL = "actor_rollout_ref.model."
@@ -34,12 +34,25 @@ RENAMED: dict[str, str] = {
     f"{ACTOR}optim.warmup_style": f"{ACTOR}optim.lr_scheduler_type",
     f"{ACTOR}use_torch_compile": f"{ACTOR}fsdp_config.use_torch_compile",
     f"{ACTOR}use_remove_padding": f"{MODEL}use_remove_padding",
+    **{
+        f"{ACTOR}{name}": f"{ACTOR}policy_loss.{name}"
+        for name in (
+            "loss_mode",
+            "clip_cov_ratio",
+            "clip_cov_lb",
+            "clip_cov_ub",
+            "kl_cov_ratio",
+            "ppo_kl_coef",
+        )
+    },
     f"{ACTOR}policy_loss.tau_pos": f"{ACTOR}tau_pos",
     f"{ACTOR}policy_loss.tau_neg": f"{ACTOR}tau_neg",
     "*.fsdp_config.mixed_precision.param_dtype": "*.fsdp_config.dtype",
     "*.model.lora.rank": "*.model.lora_rank",
     "*.model.lora.alpha": "*.model.lora_alpha",
     "*.model.lora.adapter_path": "*.model.lora_adapter_path",
+    "*.model.lora.target_modules": "*.model.target_modules",
+    "*.model.lora.exclude_modules": "*.model.exclude_modules",
     f"{MODEL}lora.merge": f"{ROLLOUT}lora_sync",
     f"{REF}use_torch_compile": f"{REF}fsdp_config.use_torch_compile",
     "critic.optim.clip_grad": "critic.grad_clip",
@@ -89,16 +102,25 @@ SPELLINGS: dict[str, dict[str, str]] = {
         "geometric": "seq_mean_k1",
     },
     "custom_reward_function.name": {"null": "compute_score"},
+    "trainer.test_freq": {"0": "-1"},
+    "trainer.save_freq": {"0": "-1"},
 }
 """New name -> {another spelling of a value, in lower case: the value}."""
 
-SEVERAL: dict[str, tuple[Any, tuple[str, ...]]] = {
+SETS: dict[str, tuple[Any, dict[str, Any]]] = {
     "*.fsdp_config.offload_policy": (
         True,
-        ("*.fsdp_config.param_offload", "*.fsdp_config.optimizer_offload"),
+        {"*.fsdp_config.param_offload": True, "*.fsdp_config.optimizer_offload": True},
     ),
+    "trainer.remove_previous_ckpt_in_save": (True, {"trainer.max_actor_ckpt_to_keep": 1}),
 }
-"""Old key -> (its value, the keys that then get this value)."""
+"""Old key -> (its value, {key: the value that it then gets})."""
+
+TURNS_ON: dict[str, tuple[str, Any]] = {
+    f"{ROLLOUT}val_kwargs.temperature": (f"{ROLLOUT}val_kwargs.do_sample", True),
+}
+"""Key -> (another key, the value that it gets if the first one is more than 0 and the other one is
+not given)."""
 
 IMPLIED: dict[str, dict[str, str]] = {
     "trainer.logger": {"file": "metrics.jsonl is always written"},
@@ -117,6 +139,10 @@ PER_DEVICE: dict[str, str] = {
 _NO_REWARD_MODEL = (
     "rewards come from functions: custom_reward_function.path, or the scorer of the data source"
 )
+_KEEP_REWARD = (
+    "Give what it computes as custom_reward_function.path: without the key the reward would be "
+    "another one."
+)
 _REWARD_MANAGER = (
     "each sample is scored by itself, many at a time, as soon as it is finished; a length penalty "
     "is set by reward.overlong_buffer, and a function of lists (it names solution_strs) is called "
@@ -127,6 +153,7 @@ _ALWAYS_WRITTEN = (
     "them with trainer.rollouts_parquet=true"
 )
 _TEXT_ONLY = "this version trains on text only"
+_TEXT_ROWS = "This version trains on text only. Leave the key out if the rows have text only."
 _ONE_PATH = "verlite has one rollout path, which trains on the sampled token ids"
 _CHUNKED = "log-probs and entropy are always computed in chunks, without storing the logits"
 RAY_INIT = "ray_kwargs.ray_init."
@@ -187,7 +214,7 @@ _CHECKPOINT = (
     "trainer.export_hf writes the Hugging Face folder"
 )
 
-FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+FIXED: dict[str, Fixed] = {
     "*.strategy": (("fsdp", "fsdp2"), "training engines always use FSDP2"),
     "actor_rollout_ref.hybrid_engine": (
         (True,),
@@ -256,9 +283,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.function_tool_path": ((None,), _TOOLS),
     "reward_model.enable": ((False,), _NO_REWARD_MODEL),
     "reward.reward_model.enable": ((False,), _NO_REWARD_MODEL),
-    "reward_model.reward_manager": (("naive", "dapo", "prime", "batch"), _REWARD_MANAGER),
-    "reward_manager.name": (("naive", "dapo", "prime", "batch"), _REWARD_MANAGER),
-    "reward.reward_manager.name": (("naive", "dapo", "prime", "batch"), _REWARD_MANAGER),
+    **dict.fromkeys(
+        ("reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name"),
+        (("naive", "dapo", "prime", "batch"), _REWARD_MANAGER, _KEEP_REWARD),
+    ),
+    "model_engine": (("dp", "fsdp"), "training engines always use FSDP2"),
     "data.continuous_token.enable": ((True, False), _ONE_PATH),
     f"{ROLLOUT}logprobs_mode": (
         ("processed_logprobs",),
@@ -268,10 +297,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ROLLOUT}over_sample_rate": ((0,), "use data.gen_batch_size with algorithm.filter_groups"),
     f"{ROLLOUT}moe_load_balance_metrics_interval": ((0,), "the load of experts is not logged"),
     "algorithm.use_pf_ppo": ((False,), "PF-PPO is not supported"),
-    "trainer.del_local_ckpt_after_load": (
-        (False,),
-        "trainer.max_actor_ckpt_to_keep removes old checkpoints",
-    ),
     "trainer.profile_steps": ((None,), _TIMINGS),
     f"{RUNTIME_ENV}working_dir": (
         (None,),
@@ -281,12 +306,13 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{RAY_INIT}local_mode": ((False,), "workers are processes; trainer.device=cpu needs no GPU"),
     "trainer.remove_previous_ckpt_in_save": ((False,), "use trainer.max_actor_ckpt_to_keep=1"),
 }
-"""Key without a choice in verlite -> (accepted values, reason). Other values are errors."""
+"""Key without a choice in verlite -> (accepted values, reason). Other values are errors, whose
+remedy may be a third item; otherwise it is to remove the key."""
 
 REFUSED: dict[str, str] = {
-    "data.image_key": _TEXT_ONLY,
-    "data.video_key": _TEXT_ONLY,
-    "data.audio_key": _TEXT_ONLY,
+    "data.image_key": _TEXT_ROWS,
+    "data.video_key": _TEXT_ROWS,
+    "data.audio_key": _TEXT_ROWS,
     **{f"*.{engine}.*": _FSDP2 for engine in ("megatron", "veomni", "torchtitan", "mindspeed")},
     f"{REF}optim.*": "The reference is not trained.",
     **{f"*.optim.{name}": _ADAMW for name in OTHER_OPTIMIZERS},
@@ -351,6 +377,9 @@ REFUSED: dict[str, str] = {
 }
 """Unsupported key -> what to use instead. These keys are errors."""
 
+TYPED = ("data.image_key", "data.video_key", "data.audio_key")
+"""Keys that are errors on a command line even at verl's default: who types one has such data."""
+
 
 IGNORED: dict[str, str] = {
     "data.return_raw_chat": "prompt messages are always stored",
@@ -409,7 +438,6 @@ IGNORED: dict[str, str] = {
     "critic.data_loader_seed": "actor.data_loader_seed applies to both",
     "critic.rollout_n": "rollout.n applies everywhere",
     "reward.overlong_buffer.log": "the penalty is always logged",
-    "reward.overlong_buffer.max_resp_len": "use data.max_response_length",
     "algorithm.filter_groups.max_inflight_gen_batches": "a step generates one batch at a time",
     "reward_model.launch_reward_fn_async": "scoring always runs in parallel with generation",
     "reward_model.*": _NO_REWARD_MODEL,
@@ -421,6 +449,8 @@ IGNORED: dict[str, str] = {
     "trainer.rollout_data_dir": _ALWAYS_WRITTEN,
     "trainer.validation_data_dir": _ALWAYS_WRITTEN,
     "trainer.ray_wait_register_center_timeout": "use trainer.resource_wait_s",
+    "trainer.del_local_ckpt_after_load": "a checkpoint stays after a resume; "
+    "trainer.max_actor_ckpt_to_keep removes old ones",
     "trainer.esi_redundant_time": "use trainer.save_freq",
     "trainer.use_legacy_worker_impl": "verlite has one worker implementation",
     "trainer.use_v1": "verlite has one trainer",
@@ -460,7 +490,9 @@ TABLES = Tables(
     ignored=IGNORED,
     null_means=NULL_MEANS,
     spellings=SPELLINGS,
-    several=SEVERAL,
+    sets=SETS,
+    turns_on=TURNS_ON,
+    typed=TYPED,
     implied=IMPLIED,
 )
 """The tables of main_ppo."""

@@ -25,7 +25,9 @@ class Estimator:
     reads: tuple[str, ...] = ()
     """Fields of AdvantageInputs that it reads, besides those that every estimator may read."""
     compares: bool = True
-    """It compares the samples of one prompt, so rollout.n=1 gives zero advantages."""
+    """It compares the samples of one prompt. With rollout.n=1 the advantage is the score."""
+    needs_several: bool = False
+    """It has no advantage for a prompt with one sample."""
     by_row: bool = False
     """It needs one reward per row and gives all tokens of a row the same advantage."""
     whitens: bool = False
@@ -49,7 +51,10 @@ ESTIMATORS: dict[str, Estimator] = {
         "verlite.algorithms.advantages:grpo", reads=("norm_adv_by_std_in_grpo",), by_row=True
     ),
     "grpo_passk": Estimator(
-        "verlite.algorithms.advantages:grpo_passk", reads=("norm_adv_by_std_in_grpo",), by_row=True
+        "verlite.algorithms.advantages:grpo_passk",
+        reads=("norm_adv_by_std_in_grpo",),
+        needs_several=True,
+        by_row=True,
     ),
     "rloo": Estimator("verlite.algorithms.advantages:rloo", by_row=True),
     "rloo_token_kl": Estimator(

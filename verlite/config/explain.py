@@ -127,7 +127,7 @@ def _old_name(name: str, command: Command) -> str | None:
         return f"{text}\n\n{_leaf(new, command)}"
     meaning = tables.meaning(name)
     if meaning == "fixed":
-        values, why = lookup(tables.fixed, name)
+        values, why, *_ = lookup(tables.fixed, name)
         accepted = " or ".join(map(_written, values))
         return f"{name}: only {accepted} is accepted, without effect: {why}"
     if meaning == "refused":

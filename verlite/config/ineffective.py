@@ -66,6 +66,7 @@ def remarks(config: Config, old_names: Mapping[str, str]) -> list[str]:
     return [
         *_placement_remarks(config),
         *_rollout_remarks(config),
+        *_batch_remarks(config),
         *_loss_remarks(config),
         *_kl_remarks(config),
         *_filter_remarks(config),
@@ -103,6 +104,25 @@ def _rollout_remarks(config: Config) -> Iterator[str]:
         chosen = plan.resolve_rollout("auto")
         why = "" if chosen == "vllm" else ": vLLM is not installed"
         yield f"{ROLLOUT}name=auto chose {chosen}{why}"
+
+
+def _batch_remarks(config: Config) -> Iterator[str]:
+    prompts = config.data.train_batch_size
+    sizes = {f"{ACTOR}ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    if plan.needs_critic(config) and config.critic.ppo_mini_batch_size is not None:
+        sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    for key, size in sizes.items():
+        if size > prompts:
+            yield (
+                f"{key}={size} is more than data.train_batch_size={prompts}; both count prompts: "
+                "one update per step"
+            )
+    if config.actor_rollout_ref.rollout.n == 1 and catalog.compares(config.algorithm.adv_estimator):
+        yield (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} with {ROLLOUT}n=1: a prompt "
+            "has no other sample to compare with, so the advantage is the score itself, without a "
+            "baseline; usual: 4 to 16"
+        )
 
 
 def _loss_remarks(config: Config) -> Iterator[str]:

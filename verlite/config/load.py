@@ -125,6 +125,7 @@ def compose(
             ]
     name = (config_name or command.config_name).removesuffix(".yaml")
     if name in command.verl_files and not _is_file(name, config_dir, command):
+        _require_verls_folder(name, config_dir)
         builder.note_verls_own(config_name, config_dir)
         name, config_dir = command.config_name, None
     try:
@@ -226,6 +227,17 @@ def _is_file(name: str, config_dir: str | Path | None, command: Command) -> bool
     return (Path(config_dir).expanduser() / f"{name}.yaml").is_file()
 
 
+def _require_verls_folder(name: str, config_dir: str | Path | None) -> None:
+    """Raise ConfigError if `config_dir` exists or is absolute: it is not a folder of verl's."""
+    if config_dir is None:
+        return
+    folder = Path(config_dir).expanduser()
+    if folder.exists() or (folder.is_absolute() and folder.parts[-2:] != ("trainer", "config")):
+        rule = f"{name}.yaml was not found there" if folder.is_dir() else "is not a folder"
+        remedy = "Leave the option out for verlite's own configuration."
+        raise ConfigError([Problem("--config-path", str(config_dir), rule, remedy)])
+
+
 class _Builder:
     """Collects assignments into the schema's tree, with the notes and problems they cause."""
 
@@ -299,12 +311,13 @@ class _Builder:
         typed = assignment.key
         key = typed if self.command.find(typed) else self.tables.new_name(typed) or typed
         meaning = self.command.meaning(key)
-        names = self.tables.targets(key, assignment.value)
-        if names:
-            for name in names:
-                self._set(assignment, name)
-            self.derived[typed] = f"{typed} sets {' and '.join(names)}"
-            self.old_names[typed] = names[0]
+        targets = self.tables.targets(key, assignment.value)
+        if targets:
+            for name, value in targets.items():
+                self._set(replace(assignment, value=value), name)
+            shown = " and ".join(f"{name}={display(name, one)}" for name, one in targets.items())
+            self.derived[typed] = f"{typed}={display(typed, assignment.value)} sets {shown}"
+            self.old_names[typed] = next(iter(targets))
             return
         if meaning in ("fixed", "refused", None) and self._is_verls_default(assignment):
             self.at_verls_default.append(typed)
@@ -348,17 +361,19 @@ class _Builder:
 
     def _is_verls_default(self, assignment: Assignment) -> bool:
         key = assignment.key
+        if key in self.tables.typed and assignment.origin in TYPED:
+            return False
         return verl.is_default(key, assignment.value, self.command.verl_defaults())
 
     def _assign_fixed(self, assignment: Assignment, key: str) -> None:
         """Accept one of the legal values of a key that has no choice here."""
-        accepted, reason = translation.lookup(self.tables.fixed, key)
+        accepted, reason, *remedy = translation.lookup(self.tables.fixed, key)
         if any(_same(assignment.value, legal) for legal in accepted):
             self.ignored[assignment.key] = reason
             return
         legal = " or ".join(display(key, value) for value in accepted)
         rule = f"only {legal} is accepted here: {reason}"
-        self._problem(assignment, rule, f"Remove the key, or use {legal}.")
+        self._problem(assignment, rule, *(remedy or [f"Remove the key, or use {legal}."]))
 
     def _wins(self, assignment: Assignment, key: str) -> bool:
         """Return whether to use this value for `key`.
@@ -482,6 +497,7 @@ class _Builder:
         self._divide_per_device()
         for name in self.command.leaves:
             self._resolve(name)
+        self._turn_on()
         for name in sorted(OmegaConf.missing_keys(self.tree)):
             if name not in self.broken:
                 doc = self.command.keys[name].doc
@@ -578,6 +594,18 @@ class _Builder:
         self.old_names[old] = new
         division = f"{value} / {n_devices} devices{rounded}"
         self.derived[old] = f"{old} counts all devices; {division} gives {new}={size}"
+
+    def _turn_on(self) -> None:
+        """Set the keys that others turn on, unless they are given."""
+        for key, (other, value) in self.tables.turns_on.items():
+            given = OmegaConf.select(self.tree, key)
+            if key in self.user_keys - self.broken and other not in self.user_keys and given > 0:
+                OmegaConf.update(self.tree, other, value)
+                self.provenance[other] = self.provenance[key]
+                self.remarks.append(
+                    f"{self._as_typed(key)}={display(key, given)} sets {other}="
+                    f"{display(other, value)}, as verl does; give {other} to choose otherwise"
+                )
 
     def _actor_devices(self) -> int:
         from verlite.config import node_groups

@@ -130,7 +130,7 @@ class Plan:
     gen_prompts_key: str
     """Key that sets gen_prompts, for error messages."""
     overlong_buffer: int
-    """Tokens before the longest response over which the length penalty grows."""
+    """Tokens before the longest length over which the length penalty grows."""
     filters_groups: bool
     """Dynamic sampling: prompts whose samples all have the same metric are dropped, and a step
     generates until it has enough prompts.
@@ -377,11 +377,12 @@ def _step(config: Config, groups: int) -> dict[str, Any]:
 
 def _actor_updates(config: Config, shared: dict[str, int]) -> Updates:
     actor = config.actor_rollout_ref.actor
+    mini = min(actor.ppo_mini_batch_size, config.data.train_batch_size)
     return Updates(
-        mini_prompts=actor.ppo_mini_batch_size,
-        mini_rows=actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
+        mini_prompts=mini,
+        mini_rows=mini * config.actor_rollout_ref.rollout.n,
         epochs=actor.ppo_epochs,
-        per_epoch=config.data.train_batch_size // actor.ppo_mini_batch_size,
+        per_epoch=config.data.train_batch_size // mini,
         micro=_micro(
             actor.use_dynamic_bsz,
             actor.ppo_micro_batch_size_per_gpu,
@@ -399,6 +400,7 @@ def _critic(config: Config, shared: dict[str, int]) -> dict[str, Any]:
     actor = config.actor_rollout_ref.actor
     critic = config.critic
     mini = _first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size)
+    mini = min(mini, config.data.train_batch_size)
     size = _first(critic.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size_per_gpu)
     dynamic = uses_dynamic_batches(config, "critic")
     tokens = _first(critic.ppo_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu)

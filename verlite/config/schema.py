@@ -1135,7 +1135,7 @@ class CustomRewardConfig:
 
 @dataclass
 class OverlongBufferConfig:
-    """A penalty for responses close to data.max_response_length.
+    """A penalty for responses close to the longest length.
 
     It is equation 13 of DAPO (arXiv:2503.14476).
     """
@@ -1143,12 +1143,17 @@ class OverlongBufferConfig:
     enable: bool = key(False, "Add the length penalty to the scores of training samples.")
     len: Optional[int] = key(
         None,
-        "Tokens before data.max_response_length over which the penalty grows from 0 to its full "
-        "size. null: a fifth of data.max_response_length.",
+        "Tokens before max_resp_len over which the penalty grows from 0 to its full size. null: a "
+        "fifth of data.max_response_length.",
+        bound=">= 0",
+    )
+    max_resp_len: Optional[int] = key(
+        None,
+        "Length at which the penalty has its full size. null: data.max_response_length.",
         bound=">= 1",
     )
     penalty_factor: float = key(
-        1.0, "Size of the length penalty at data.max_response_length.", bound="> 0"
+        1.0, "Size of the length penalty at max_resp_len. 0: none.", bound=">= 0"
     )
 
 

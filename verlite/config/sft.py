@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional, cast
@@ -248,6 +248,9 @@ def _check_processes(config: TuningConfig) -> Iterator[Problem]:
 
 def _check_model_path(key: str, path: str | None) -> Iterator[Problem]:
     if not path or Path(path).is_dir():
+        wrong = models.folder_of_text(key, path) if path else None
+        if wrong:
+            yield replace(wrong, is_local=True)
         return
     remedy = "Give a folder, or a name on the hub such as Qwen/Qwen2.5-0.5B."
     if Path(path).is_file():

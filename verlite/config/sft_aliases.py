@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verlite.config import aliases
-from verlite.config.translation import Tables
+from verlite.config.translation import Fixed, Tables
 
 SECTIONS = {
     "model": ("model",),
@@ -48,6 +48,8 @@ RENAMED = {
     "model.lora.rank": "model.lora_rank",
     "model.lora.alpha": "model.lora_alpha",
     "model.lora.adapter_path": "model.lora_adapter_path",
+    "model.lora.target_modules": "model.target_modules",
+    "model.lora.exclude_modules": "model.exclude_modules",
     "data.multiturn.messages_key": "data.messages_key",
     "data.multiturn.tools_key": "data.tools_key",
     "data.chat_template": "model.custom_chat_template",
@@ -73,9 +75,9 @@ RENAMED = {
     },
 }
 
-_OFFLOADED = (True, ("fsdp_config.param_offload", "fsdp_config.optimizer_offload"))
+_OFFLOADED = (True, {"fsdp_config.param_offload": True, "fsdp_config.optimizer_offload": True})
 
-FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+FIXED: dict[str, Fixed] = {
     **_in_sections(aliases.FIXED),
     "engine": (("fsdp",), "training engines always use FSDP2"),
     "optim": (("fsdp",), "the optimizer is torch.optim.AdamW"),
@@ -132,7 +134,7 @@ TABLES = Tables(
         f"fsdp_config.{name}": aliases.SPELLINGS["*.fsdp_config.model_dtype"]
         for name in ("model_dtype", "dtype")
     },
-    several={
+    sets={
         "engine.offload_policy": _OFFLOADED,
         "model.fsdp_config.cpu_offload": _OFFLOADED,
     },

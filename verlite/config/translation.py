@@ -10,6 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+Fixed = tuple[tuple[Any, ...], str] | tuple[tuple[Any, ...], str, str]
+"""Accepted values of a key without a choice, the reason, and the remedy for other values."""
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -17,12 +20,14 @@ class Tables:
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     per_device: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    fixed: Mapping[str, Fixed] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
     null_means: Mapping[str, Any] = field(default_factory=dict)
     spellings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    several: Mapping[str, tuple[Any, tuple[str, ...]]] = field(default_factory=dict)
+    sets: Mapping[str, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    turns_on: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    typed: Collection[str] = ()
     implied: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def new_name(self, name: str) -> str | None:
@@ -34,15 +39,18 @@ class Tables:
         same_text = match[1] if match and match.groups() else ""
         return self.renamed[old].replace("*", same_text)
 
-    def targets(self, name: str, value: Any) -> list[str]:
-        """Return the keys that an old key with this value stands for, [] if it is not of that
-        kind.
+    def targets(self, name: str, value: Any) -> dict[str, Any]:
+        """Return the keys that an old key with this value sets, with their values; {} if it is not
+        of that kind.
         """
-        for old, (wanted, names) in self.several.items():
+        for old, (wanted, values) in self.sets.items():
             match = _regex(old).fullmatch(name)
             if match and value is wanted:
-                return [new.replace("*", match[1]) if match.groups() else new for new in names]
-        return []
+                return {
+                    new.replace("*", match[1]) if match.groups() else new: one
+                    for new, one in values.items()
+                }
+        return {}
 
     def spelled(self, key: str, value: Any) -> Any:
         """Return the value in verlite's spelling."""
@@ -68,7 +76,7 @@ class Tables:
 
     def all_names(self) -> Iterator[str]:
         """Yield every old name, for suggestions and `verlite explain`."""
-        for table in (self.renamed, self.several, self.per_device, self.fixed, self.refused):
+        for table in (self.renamed, self.sets, self.per_device, self.fixed, self.refused):
             yield from table
         yield from self.ignored
 

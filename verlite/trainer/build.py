@@ -89,7 +89,8 @@ def open_run(checks: Preflight) -> Iterator[Run]:
         run_file.plan(run_dir, total_steps)
         stop_if_complete(config, run_dir, state, total_steps)
 
-        groups = catalog.compares(config.algorithm.adv_estimator)
+        several = config.actor_rollout_ref.rollout.n > 1
+        groups = several and catalog.compares(config.algorithm.adv_estimator)
         display.begin(total_steps, state["step"], groups)
         for line in data_lines(
             tokenizer, train_data, val_data, config.data.apply_chat_template_kwargs

@@ -92,6 +92,7 @@ def estimate_advantages(
         lam=algorithm.lam,
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         reward_clip_range=(low, high),
+        alone=config.actor_rollout_ref.rollout.n == 1 and len(set(uid)) == len(uid),
         extra=algorithm.adv_kwargs,
     )
     advantages, returns = compute_advantages(algorithm.adv_estimator, inputs)

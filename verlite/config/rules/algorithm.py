@@ -10,11 +10,11 @@ ACTOR = "actor_rollout_ref.actor."
 
 
 def samples_per_prompt(context: Context) -> Iterator[Problem]:
-    """An estimator that compares samples has several of each prompt."""
+    """An estimator that ranks samples has several of each prompt."""
     name = context.config.algorithm.adv_estimator
     n = context.config.actor_rollout_ref.rollout.n
     entry = catalog.ESTIMATORS.get(name)
-    if entry and entry.compares and n == 1:
+    if entry and entry.needs_several and n == 1:
         yield Problem(
             "actor_rollout_ref.rollout.n",
             n,
@@ -134,12 +134,31 @@ def training_scores(context: Context) -> Iterator[Problem]:
             "must be two numbers, the lower one first",
             "Such as [-10,10].",
         )
-    lengths_ok = context.ok("reward.overlong_buffer.len", "data.max_response_length")
-    if buffer.enable and buffer.len is not None and buffer.len > longest and lengths_ok:
+    if not buffer.enable or not context.ok("data.max_response_length"):
+        return
+    full = longest if buffer.max_resp_len is None else buffer.max_resp_len
+    if full < longest and context.ok("reward.overlong_buffer.max_resp_len"):
+        yield Problem(
+            "reward.overlong_buffer.max_resp_len",
+            full,
+            f"is less than data.max_response_length={longest}: responses would be longer than the "
+            "length of the full penalty",
+            "Leave it out, or lower data.max_response_length.",
+        )
+    if buffer.len == 0:
+        yield Problem(
+            "reward.overlong_buffer.len",
+            0,
+            "must be >= 1",
+            "Usual: a fifth of the longest response.",
+        )
+    if buffer.len is not None and buffer.len > full and context.ok("reward.overlong_buffer.len"):
         yield Problem(
             "reward.overlong_buffer.len",
             buffer.len,
             f"is more than data.max_response_length={longest}: even an empty response would be "
-            "penalized",
+            "penalized"
+            if buffer.max_resp_len is None
+            else f"is more than max_resp_len={full}: even an empty response would be penalized",
             "Usual: a fifth of it.",
         )

@@ -13,7 +13,7 @@ ROLLOUT = "actor_rollout_ref.rollout."
 
 
 def mini_batches(context: Context) -> Iterator[Problem]:
-    """The mini-batches of a step are equally large."""
+    """The mini-batches of a step are equally large. One that is larger than the batch is cut."""
     config = context.config
     prompts = config.data.train_batch_size
     sizes = {f"{ACTOR}ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
@@ -22,14 +22,7 @@ def mini_batches(context: Context) -> Iterator[Problem]:
     for key, size in sizes.items():
         if not context.ok("data.train_batch_size", key):
             continue
-        if size > prompts:
-            yield Problem(
-                key,
-                size,
-                f"is more than data.train_batch_size={prompts}; both count prompts",
-                f"Use {prompts} for one update per step, or raise data.train_batch_size.",
-            )
-        elif prompts % size:
+        if size < prompts and prompts % size:
             yield Problem(
                 key,
                 size,

@@ -19,6 +19,8 @@ CRITIC = "critic.model."
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 LFS_POINTER, LFS_BYTES = b"version https://git-lfs", 1024
 """Start of the text file that a repository has in place of a large one, and the most it has."""
+TEXT_CLASSES = ("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe")
+"""Models of images and text whose text part transformers loads as a language model."""
 GIVE_MODEL = (
     "Give a folder with a Hugging Face model, or a name on the hub such as Qwen/Qwen2.5-0.5B."
 )
@@ -126,7 +128,8 @@ def is_hub_name(path: str) -> bool:
 def model_folders(context: Context) -> Iterator[Problem]:
     """Model folders are complete."""
     for key, path in _folders(context).items():
-        _, problem = _read_config(key, path)
+        described, problem = _read_config(key, path)
+        problem = problem or not_text(key, path, described)
         if problem:
             yield problem
             continue
@@ -172,6 +175,24 @@ def _read_config(key: str, path: str) -> tuple[dict[str, Any], Problem | None]:
     except ValueError as error:
         why = f"its config.json cannot be read: {error}"
         return {}, Problem(key, path, why, "Write the model again.")
+
+
+def not_text(key: str, path: str, described: dict[str, Any]) -> Problem | None:
+    """Report a model of images or sound, unless its text part is a language model of its own."""
+    kind = described.get("model_type")
+    own_class = "AutoModelForCausalLM" in (described.get("auto_map") or {})
+    if not {"vision_config", "audio_config"} & described.keys() or own_class:
+        return None
+    if kind in TEXT_CLASSES:
+        return None
+    rule = f"is a model of images or sound and text ({kind}); this version trains on text only"
+    return Problem(key, path, rule, "Give a language model, such as Qwen/Qwen2.5-0.5B.")
+
+
+def folder_of_text(key: str, path: str) -> Problem | None:
+    """Report a folder with a model of images or sound. What else is wrong is found when it is
+    loaded."""
+    return not_text(key, path, _read_config(key, path)[0])
 
 
 def _why_not_a_model(folder: Path) -> tuple[str, str]:

@@ -147,7 +147,7 @@ def shape_rewards(run: Run, batch: DataProto) -> DataProto:
     if reward.overlong_buffer.enable:
         penalty = overlong_penalty(
             t["response_length"],
-            run.config.data.max_response_length,
+            reward.overlong_buffer.max_resp_len or run.config.data.max_response_length,
             run.plan.overlong_buffer,
             reward.overlong_buffer.penalty_factor,
         )
