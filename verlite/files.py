@@ -176,7 +176,8 @@ def refused_by_disk(error: BaseException) -> bool:
 
 
 def tolerate_full_disk() -> None:
-    """Let output of this process be lost while the disk that it goes to is full.
+    """Let output of this process be lost while the disk that it goes to is full, or if its terminal
+    or the program at the other end of its pipe is closed.
 
     Otherwise print() would raise an exception in the middle of a step.
     """
@@ -191,7 +192,7 @@ class _LossyOutput(io.FileIO):
         try:
             return super().write(content)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in (*FULL, errno.EPIPE):
                 raise
             return memoryview(content).nbytes
 

@@ -6,11 +6,12 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 
 import psutil
 import pytest
 
-from tests.controller.conftest import processes_of, within
+from tests.controller.conftest import alive, processes_of, within
 from tests.other_user import as_nobody
 from verlite.controller import worker_fork
 from verlite.controller.dispatch import register
@@ -105,6 +106,24 @@ def test_workers_start_after_the_server_has_died(fresh):
     assert within(10, lambda: not psutil.pid_exists(server))
     pid, parent, importer = start()[0]
     assert parent == importer != server
+
+
+def test_a_closed_terminal_does_not_end_ray_and_workers(forked, fresh):
+    """It sends SIGHUP to all processes in the foreground; the driver then stops the run."""
+    forked.origin()
+    group = os.getpgid(0)
+    processes = {
+        one: " ".join(one.cmdline())[:80]
+        for one in processes_of(fresh.run_id)
+        if one.pid != os.getpid() and os.getpgid(one.pid) == group
+    }
+    assert any("raylet" in command for command in processes.values())
+    assert any("gcs_server" in command for command in processes.values())
+    for process in processes:
+        process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert [command for one, command in processes.items() if not alive(one.pid)] == []
+    forked.origin()
 
 
 TRY_EACH = """

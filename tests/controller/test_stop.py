@@ -64,6 +64,19 @@ CASES = {
         STOPPED,
         "stopped by SIGUSR1 in step 7. Last checkpoint: step 6.\n",
     ),
+    "a closed terminal": (
+        SAVE.replace("SIGTERM", "SIGHUP")
+        + "time.sleep(0.5); send(signal.SIGHUP); time.sleep(0.3); unsaved.clear(); print('saved')",
+        "pass",
+        0,
+        "SIGHUP deferred\nsaved\n",
+    ),
+    "a closed terminal with nothing to save": (
+        "send(signal.SIGHUP)",
+        "time.sleep(0.5); send(signal.SIGHUP); time.sleep(0.1); print('cleaned')",
+        STOPPED,
+        "cleaned\nstopped by SIGHUP in step 7. Last checkpoint: step 6.\n",
+    ),
     "Ctrl-C": ("send(signal.SIGINT)", "pass", INTERRUPTED, f"{INTERRUPT_LINE}\n"),
     "SIGTERM with an unsaved step": (
         SAVE + "time.sleep(2.5); unsaved.clear(); print('saved', stop.requested)",
@@ -192,6 +205,18 @@ def test_signal(case, programs):
     assert programs[case].returncode == code, text
     assert text.startswith(output), text
     assert time.monotonic() - start < 25, "the program's own sleep ended it"
+
+
+def test_an_ignored_hangup_stays_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_module.Stop(embedded=True) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.requested is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class Exit(Exception):

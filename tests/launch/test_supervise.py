@@ -1,12 +1,15 @@
 """`verlite supervise`: what is started again, how often, and the exit code in the end."""
 
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from dataclasses import replace
 
@@ -169,6 +172,7 @@ count = len([name for name in os.listdir(folder) if name.isdecimal()])
 open(f"{folder}/{count}", "w").write(str(os.getpid()))
 with open(f"{folder}/started", "a") as file:
     print(os.environ["VERLITE_SUPERVISE_STARTED"], file=file)
+assert os.environ["VERLITE_SUPERVISE_RESTARTS"] == str(count)
 def stop(number, frame):
     print("child got", signal.Signals(number).name, flush=True)
     sys.exit(75)
@@ -183,6 +187,12 @@ elif step == "final":
     from verlite.controller.supervisor_file import Told, tell
     tell(Told(no_restart="trainer.max_runtime=1h is over"))
     sys.exit(75)
+elif step == "saved":
+    from verlite.controller.supervisor_file import Told, tell
+    os.makedirs(f"{folder}/global_step_{count + 1}")
+    open(f"{folder}/global_step_{count + 1}/manifest.json", "w").close()
+    tell(Told(folder))
+    sys.exit(76)
 elif step == "missing":
     from verlite.controller.supervisor_file import Told, tell
     error = {"time": time.time(), "type": "ResourcesMissing", "message": "only 1 of 2 devices"}
@@ -248,7 +258,8 @@ def start(tmp_path):
 def test_restarts_of_real_commands(start):
     cases = {
         "76,kill,75,0": (0, 4, "restart 3 of 5"),
-        "76,2": (2, 2, "restart 1 of 5"),
+        "76,2": (2, 2, "restart 1 of 5 without a new checkpoint, in"),
+        "saved,saved,0": (0, 3, "restart 1 of 5 since checkpoint 2, in"),
         "76,missing,missing,0": (0, 4, "ended with exit code 2 (only 1 of 2 devices)"),
         "missing": (2, 1, ""),
         "1": (1, 1, ""),
@@ -292,3 +303,46 @@ def test_a_frozen_command_is_killed_and_one_without_supervisor_stops(start):
     orphaned.process.kill()
     assert orphaned.process.wait() == -signal.SIGKILL
     assert "child got SIGTERM" in orphaned.process.stdout.read()
+
+
+@pytest.mark.process
+def test_a_closed_terminal_stops_the_command_and_output_is_lost_without_harm(tmp_path):
+    """The shell's process group gets SIGHUP, and each further print fails."""
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", "verlite", "supervise", "--"]
+    command += [sys.executable, "-c", CLOSED, str(tmp_path / "noted")]
+    process = subprocess.Popen(
+        command,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(terminal)
+    try:
+        assert b"ready" in os.read(master, 100)
+        os.close(master)
+        assert process.wait(60) == 75
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "noted").read_text() == "SIGTERM, saved"
+
+
+CLOSED = """
+import pathlib, signal, sys, time
+from verlite.controller.stop import Stop
+from verlite.files import tolerate_full_disk
+tolerate_full_disk()
+stop = Stop()
+stop.must_save = lambda: True
+with stop:
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    print("saving", flush=True)
+    pathlib.Path(sys.argv[1]).write_text(f"{stop.requested}, saved")
+sys.exit(75)
+"""

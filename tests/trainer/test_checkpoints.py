@@ -2,10 +2,12 @@
 
 import errno
 import json
+import os
 
 import pytest
 
 from tests.trainer.runs import driver_state
+from verlite.controller import supervisor_file
 from verlite.trainer import checkpoints
 from verlite.trainer.checkpoints import CheckpointError, defect, find, newest, prune, write
 
@@ -168,3 +170,21 @@ def test_the_manifest_lists_every_file_but_itself(tmp_path):
     folder = save(tmp_path, 1).path
     manifest = json.loads((folder / "manifest.json").read_text())
     assert sorted(manifest) == ["actor/shard.bin", "state.json"]
+
+
+def test_disable_resumes_after_a_restart_by_the_supervisor_from_its_own_checkpoints(
+    tmp_path, monkeypatch
+):
+    """Those of an earlier run in the directory, here of a later step, are not its own."""
+    save(tmp_path, 30)
+    os.utime(tmp_path / "global_step_30" / "manifest.json", (1000, 1000))
+    monkeypatch.setenv(supervisor_file.STARTED, "2000")
+    monkeypatch.setenv(supervisor_file.RESTARTS, "1")
+    assert find(tmp_path, "disable", None, pytest.fail) is None
+    save(tmp_path, 3)
+    assert find(tmp_path, "auto", None, lambda text: None).step == 30
+    warnings = []
+    assert find(tmp_path, "disable", None, warnings.append).step == 3
+    assert "counts for the first start" in warnings[-1]
+    monkeypatch.setenv(supervisor_file.RESTARTS, "0")
+    assert find(tmp_path, "disable", None, pytest.fail) is None

@@ -25,8 +25,10 @@ def supervise(
     Exit codes 75 and 76, and a process that was killed, lead to a restart, after a growing pause.
     Signals are passed on to the command, and there is no restart after them. docs/failures.md
     """
+    from verlite.files import tolerate_full_disk
     from verlite.launch.supervise import supervise as run
 
+    tolerate_full_disk()  # nor a closed terminal
     try:
         code = run(
             command,

@@ -285,6 +285,19 @@ def restore_sigterm() -> None:
 
 
 @contextmanager
+def without_hangup() -> Iterator[None]:
+    """Start processes that SIGHUP does not reach, as Ray itself does for SIGINT.
+
+    A closed terminal sends it to all processes in the foreground. Only the driver decides then.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def forked_workers(modules: Sequence[str]) -> Iterator[None]:
     """Let the node that starts here fork its workers from a process with these modules.
 

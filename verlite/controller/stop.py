@@ -2,12 +2,15 @@
 
 | signal | when | what happens |
 |---|---|---|
-| SIGTERM, SIGUSR1 | no finished step has to be saved | KeyboardInterrupt in the main thread |
-| SIGTERM, SIGUSR1 | a finished step is not saved yet | only noted; the run saves, then ends |
+| SIGTERM, SIGUSR1, SIGHUP | no finished step has to be saved | KeyboardInterrupt (main thread) |
+| SIGTERM, SIGUSR1, SIGHUP | a finished step is not saved yet | noted; the run saves, then ends |
 | Ctrl-C | always | KeyboardInterrupt in the main thread |
 | a second signal | a finished step is not saved yet | the save has another `grace_s` seconds |
 | a second signal | otherwise | the process ends at once |
 | a third signal | always | the process ends at once |
+
+A closed terminal sends SIGHUP, often twice: from the kernel and from the shell. After another
+signal it is not counted. Where it is ignored (`nohup`), it stays ignored.
 
 A program that calls verlite as a library (`embedded`) is never ended: Ctrl-C raises
 KeyboardInterrupt each time, and nothing limits the time of cleaning up. Otherwise:
@@ -32,7 +35,7 @@ from typing import Any, NoReturn
 from verlite.controller.exit_codes import INTERRUPTED, STOPPED
 from verlite.terminal import clean
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 END_S = 8.0
 """How long cleaning up may take after a stop when nothing has to be saved."""
 LEAVE_S = 20.0
@@ -214,6 +217,8 @@ class Stop:
             if not self.embedded:
                 self._watch_signals()
             for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._handlers_before[number] = signal.signal(number, self._handle)
         return self
 
@@ -267,6 +272,8 @@ class Stop:
             number = next((number for number in data if number in SIGNALS), None)
             if first is None and REQUEST in data:
                 first, idle_since = signal.SIGUSR1, now
+            if number == signal.SIGHUP and first is not None:
+                number = None
             if number is not None and (first is None or now - last > REPEAT_S):
                 signals += 1
                 last = now

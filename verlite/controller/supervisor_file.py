@@ -13,6 +13,8 @@ VARIABLE = "VERLITE_SUPERVISOR"
 STARTED = "VERLITE_SUPERVISE_STARTED"
 """Environment variable with the time at which the supervisor started, in seconds since the
 epoch."""
+RESTARTS = "VERLITE_SUPERVISE_RESTARTS"
+"""Environment variable with how often the supervisor has started the command again."""
 ERROR_FILE = "error.json"
 """File in the run directory with the error that ended the last run there."""
 
@@ -44,3 +46,12 @@ def read(path: Path) -> Told:
         return Told(**read_json(path))
     except (OSError, ValueError, TypeError):
         return Told()
+
+
+def restarted_since() -> float | None:
+    """Return when the supervisor started, in seconds since the epoch, if it has started this
+    process again. None for its first start, and without a supervisor."""
+    try:
+        return float(os.environ[STARTED]) if int(os.environ[RESTARTS]) > 0 else None
+    except (KeyError, ValueError):
+        return None

@@ -84,7 +84,8 @@ class Attempt:
     @property
     def is_stop(self) -> bool:
         """Whether it was stopped on request."""
-        return self.code in (exit_codes.STOPPED, -signal.SIGTERM, -signal.SIGUSR1)
+        signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        return self.code == exit_codes.STOPPED or -self.code in signals
 
     @property
     def misses_cluster(self) -> bool:
@@ -175,6 +176,7 @@ class Supervisor:
         self._signal: signal.Signals | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._started = time.time()
+        self._restarts = 0
         self._lost = False
         """Whether an attempt lost something, and none has made progress since."""
 
@@ -184,7 +186,11 @@ class Supervisor:
         Raises:
             OSError: the command cannot be started.
         """
-        before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+        before = {
+            number: signal.signal(number, self._pass_on)
+            for number in SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup
+        }
         try:
             with private_folder() as folder:
                 return self._run(folder / "told.json")
@@ -196,7 +202,8 @@ class Supervisor:
         while True:
             told.unlink(missing_ok=True)
             attempt = self._attempt(told)
-            if self._budget.has_progress(attempt):
+            has_progress = self._budget.has_progress(attempt)
+            if has_progress:
                 self._lost = False
             self._lost = self._lost or attempt.code == exit_codes.LOST
             if self._signal is not None:
@@ -210,10 +217,12 @@ class Supervisor:
                 self._say(f"the command {attempt.ending}. No restart: {refusal}")
                 return exit_codes.FAILED
             count = f"restart {self._budget.restarts} of {self._budget.max_restarts}"
+            if has_progress and attempt.saved is not None:
+                count += f" since checkpoint {attempt.saved}"
+            elif not has_progress:
+                count += " without a new checkpoint"
             pause_s = self._budget.pause_s
-            self._say(
-                f"the command {attempt.ending}; {count} without a new checkpoint, in {pause_s:g} s"
-            )
+            self._say(f"the command {attempt.ending}; {count}, in {pause_s:g} s")
             resume_at = time.monotonic() + pause_s
             while self._signal is None and time.monotonic() < resume_at:
                 time.sleep(POLL_S)
@@ -233,9 +242,15 @@ class Supervisor:
             **os.environ,
             supervisor_file.VARIABLE: str(told),
             supervisor_file.STARTED: f"{self._started:.3f}",
+            supervisor_file.RESTARTS: str(self._restarts),
         }
+        self._restarts += 1
+        # A session of its own: a closed terminal and Ctrl-C reach this process only.
         self._process = subprocess.Popen(
-            self._command, env=environment, preexec_fn=_end_with_parent(os.getpid())
+            self._command,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent(os.getpid()),
         )
         if self._signal is not None:  # it came while the process started
             self._process.send_signal(SIGNALS[self._signal])

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verlite.controller import supervisor_file
 from verlite.files import free_text, one_line, read_json, read_text, replace_file, size_text
 
 PREFIX = "global_step_"
@@ -296,8 +297,11 @@ def last_saved(run_dir: Path) -> int | None:
     return next((n for n in steps if (run_dir / f"{PREFIX}{n}" / MANIFEST).is_file()), None)
 
 
-def complete(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest complete checkpoint, and a line about each folder that was passed over."""
+def complete(run_dir: Path, since: float | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest complete checkpoint, and a line about each folder that was passed over.
+
+    since: leaves out what was saved before, in seconds since the epoch.
+    """
     ignored = [
         f"ignored checkpoint {path}: its name is not {PREFIX}N"
         for path in run_dir.glob(f"{PREFIX}*")
@@ -305,6 +309,8 @@ def complete(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     ]
     for step in reversed(steps_on_disk(run_dir)):
         folder = run_dir / f"{PREFIX}{step}"
+        if not _is_saved_since(folder, since):
+            continue
         problem = defect(folder)
         if problem is None:
             return Checkpoint(folder, step), ignored
@@ -312,17 +318,30 @@ def complete(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, ignored
 
 
-def newest(run_dir: Path, warn: Callable[[str], None], clean: bool = True) -> Checkpoint | None:
+def _is_saved_since(folder: Path, since: float | None) -> bool:
+    """Whether a checkpoint was saved after this time, in seconds since the epoch."""
+    try:
+        return since is None or (folder / MANIFEST).stat().st_mtime >= since
+    except OSError:
+        return False
+
+
+def newest(
+    run_dir: Path, warn: Callable[[str], None], clean: bool = True, since: float | None = None
+) -> Checkpoint | None:
     """Find the newest complete checkpoint of a run directory.
 
     Others are skipped with a warning. With `clean`, unfinished temporary folders are deleted and
     the pointer file is repaired; otherwise the disk is only read.
 
+    Args:
+        since: pass over checkpoints that were saved before, in seconds since the epoch.
+
     Raises:
         ResumeRefused: there are checkpoints, but none is complete.
     """
-    found, ignored = complete(run_dir)
-    if found is None and steps_on_disk(run_dir):
+    found, ignored = complete(run_dir, since)
+    if found is None and since is None and steps_on_disk(run_dir):
         lines = [f"no checkpoint in {run_dir} is complete:", *ignored]
         raise ResumeRefused(
             "\n  ".join(lines) + "\nRestore one of them, or start from the beginning with "
@@ -363,6 +382,9 @@ def find(
 ) -> Checkpoint | None:
     """Find the checkpoint to resume from.
 
+    With `disable`, a command that `verlite supervise` has started again resumes from what it has
+    saved itself.
+
     Args:
         mode: trainer.resume_mode: disable, auto or resume_path.
         path: trainer.resume_from_path.
@@ -375,7 +397,14 @@ def find(
         ResumeRefused: path is missing or damaged, or auto finds only damaged ones.
     """
     if mode == "disable":
-        return None
+        since = supervisor_file.restarted_since()
+        found = None if since is None else newest(run_dir, warn, clean, since)
+        if found is not None:
+            warn(
+                "trainer.resume_mode=disable counts for the first start: verlite supervise has "
+                f"started this command again, which resumes from its own checkpoint {found.path}"
+            )
+        return found
     if mode == "auto":
         return newest(run_dir, warn, clean)
     folder = Path(path or "")
