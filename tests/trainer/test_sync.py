@@ -271,8 +271,11 @@ def test_restarts_are_counted_per_step_and_limited(monkeypatch):
     assert engines.restarted == [[0], [1]]
     assert book == [("rollout", "sleep"), ("actor", "engine_restarted")]
     assert run.metrics["perf/engine_restarts"] == 2
-    (line,) = run.display
-    assert line.startswith("rollout rank 1 failed in generate (killed by SIGKILL): gone. Started ")
+    *begins, end = run.display
+    for rank, line in enumerate(begins):
+        assert line.startswith(f"rollout rank {rank} failed in generate (killed by SIGKILL): gone.")
+        assert f"Starting again: {engine_of(rank).name} ({rank + 1} of " in line
+    assert len(begins) == 2 and end.startswith("Started again in ")
     restart(run, engines, monkeypatch)
     with pytest.raises(WorkerError, match="(?s)^rollout rank 0.*at most 3 are started again"):
         restart(run, engines, monkeypatch)

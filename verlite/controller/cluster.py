@@ -32,6 +32,8 @@ The driver and its children have the run's id. Ray, the workers and their childr
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's name for: 0 is a cluster of one node that uses loopback only."""
 UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+TASK_EVENTS = "RAY_task_events_report_interval_ms"
+"""Ray's name for: how often workers report their tasks to the GCS; 0 is never."""
 CLOSE_S = 6.0
 """How long workers may take to close."""
 FREE_S = 4.0
@@ -360,6 +362,8 @@ def _local_environment() -> dict[str, str]:
         "RAY_prestart_worker_first_driver": "0",
         # Ray's default of 60 is too short for imports on a machine with many workers per core.
         "RAY_worker_register_timeout_seconds": "300",
+        # Ray would keep a record of each call for its dashboard, which a local cluster lacks.
+        TASK_EVENTS: os.environ.get(TASK_EVENTS, "0"),
     }
     if "RAY_AUTH_MODE" not in os.environ:
         # Without a token of ours, Ray would write one into the home directory.

@@ -10,11 +10,9 @@ process. If it dies between generation and the step's first update, the run ther
 """
 
 import time
-from collections.abc import Sequence
 
 from verlite.controller.failures import KINDS, RankDied, StuckError, WorkerError
 from verlite.controller.worker_group import group
-from verlite.controller.worker_handle import WorkerHandle
 from verlite.trainer.run import Run
 
 
@@ -46,9 +44,11 @@ def restart_engines(run: Run, died: RankDied, may_stop: bool = False) -> None:
         if step.engine_restarts + len(dead) > limit:
             raise _first_cause(run, f"at most {limit} are started again")
         step.engine_restarts += len(dead)
+        names = ", ".join(worker.name for worker in dead)
+        _warn(run, died, names)
         try:
             engines.restart(dead)
-            _warn(run, died, dead, time.monotonic() - began)
+            run.display.info(f"Started again in {time.monotonic() - began:.1f} s: {names}")
             run.rollout.sleep()
             break
         except RankDied as again:
@@ -61,12 +61,11 @@ def restart_engines(run: Run, died: RankDied, may_stop: bool = False) -> None:
     run.metrics["perf/engine_restarts"] = float(step.engine_restarts)
 
 
-def _warn(run: Run, died: RankDied, dead: Sequence[WorkerHandle], seconds: float) -> None:
-    """Say why an engine died, and which were started again."""
+def _warn(run: Run, died: RankDied, names: str) -> None:
+    """Say why an engine died, and which are started again. That may take long on a GPU."""
     restarts, limit = run.current.engine_restarts, run.config.actor_rollout_ref.rollout.max_restarts
-    names = ", ".join(worker.name for worker in dead)
     run.display.warn(
-        f"{str(died).splitlines()[0]}. Started again in {seconds:.1f} s: {names} ({restarts} of "
+        f"{str(died).splitlines()[0]}. Starting again: {names} ({restarts} of "
         f"actor_rollout_ref.rollout.max_restarts={limit} in this step)"
     )
 
