@@ -1,6 +1,8 @@
 """A run is resumed with the settings and the data that it had."""
 
 import hashlib
+import json
+import shutil
 
 import pytest
 
@@ -38,6 +40,43 @@ def test_other_contents_of_the_training_files_are_refused(material, tmp_path):
 
     del saved[CONTENT]  # a checkpoint of an earlier version
     refuse_changed_settings(config, saved)
+
+
+def test_a_model_and_data_are_known_by_their_contents_not_by_their_place(material, tmp_path):
+    config = material.load().config
+    model = config.actor_rollout_ref.model
+    here = shutil.copytree(model.path, tmp_path / "here")
+    model.path, config.data.train_files = str(here), str(tmp_path / "here.parquet")
+    shutil.copy(material.folder / "train.parquet", config.data.train_files)
+    begin_run()
+    saved = json.loads(json.dumps(critical_settings(config)))  # as in a checkpoint
+    assert refuse_changed_settings(config, saved) == []
+
+    there = here.rename(tmp_path / "there")
+    model.path = str(there)
+    config.data.train_files = shutil.move(config.data.train_files, tmp_path / "there.parquet")
+    config.data.train_files = str(config.data.train_files)
+    begin_run()
+    lines = refuse_changed_settings(config, saved)
+    assert [line.partition(":")[0] for line in lines] == [
+        "actor_rollout_ref.model.path",
+        "data.train_files",
+    ]
+    assert all("the contents are the same" in line for line in lines)
+
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        before = (there / name).read_bytes()
+        (there / name).write_bytes(before[:-1] + b" ")
+        begin_run()
+        with pytest.raises(RunRefused, match=f"(?s)model.path.*contents of the model.*{name}"):
+            refuse_changed_settings(config, saved)
+        (there / name).write_bytes(before)
+    begin_run()
+    assert refuse_changed_settings(config, saved) == lines
+
+    model.path = "owner/name"  # not a folder: nothing to compare
+    with pytest.raises(RunRefused, match="model.path"):
+        refuse_changed_settings(config, saved)
 
 
 def test_files_are_read_at_the_start_not_at_the_first_save(material, tmp_path):

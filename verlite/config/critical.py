@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,18 @@ from verlite.hub import HubError, local_file
 AGENT_LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
 LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 CONTENT = "contents of data.train_files (SHA-256)"
+MODEL_CONTENT = "contents of the model's files (SHA-256)"
+CONTENT_OF = {
+    "actor_rollout_ref.model.path": MODEL_CONTENT,
+    "model.path": MODEL_CONTENT,
+    "data.train_files": CONTENT,
+}
+"""Keys whose paths may change if the contents under them do not."""
+MODEL_FILES = ("config.json", "token*", "special_tokens_map.json", "added_tokens.json")
+MODEL_FILES += ("vocab*", "merges.txt", "chat_template*", "additional_chat_templates/*")
+WEIGHTS = ("*.safetensors", "*.bin")
+SAMPLE_BYTES = 1 << 16
+"""Bytes that are read at eight places of a file of weights."""
 CODE = "code"
 """Folder in the run directory with the functions of a run from Python."""
 
@@ -24,6 +37,22 @@ def contents(files: Any) -> list[str]:
     A file that cannot be read has "".
     """
     return [_digest(name) for name in files_of(files)]
+
+
+def model_contents(path: str) -> dict[str, str]:
+    """Return the first digits of a SHA-256 of each file of a model folder that changes results.
+
+    Of a file of weights, its size and SAMPLE_BYTES at eight places count, the first of which has
+    the names and shapes of a safetensors file. {} for a model from the hub.
+    """
+    folder = Path(path).expanduser()
+    files = {file: False for pattern in MODEL_FILES for file in folder.glob(pattern)}
+    files |= {file: True for pattern in WEIGHTS for file in folder.glob(pattern)}
+    return {
+        file.relative_to(folder).as_posix(): _digest(str(file), samples)
+        for file, samples in sorted(files.items())
+        if file.is_file()
+    }
 
 
 def code_contents(config: Config) -> dict[str, str]:
@@ -57,9 +86,17 @@ def begin_run() -> None:
 
 
 @functools.cache
-def _digest(name: str) -> str:
+def _digest(name: str, samples: bool = False) -> str:
+    """Return the first digits of a file's SHA-256, or of its size and samples. "": unreadable."""
     try:
         with local_file(name).open("rb") as file:
+            if samples:
+                size = file.seek(0, os.SEEK_END)
+                digest = hashlib.sha256(str(size).encode())
+                for part in range(8):
+                    file.seek(max(0, size - SAMPLE_BYTES) * part // 7)
+                    digest.update(file.read(SAMPLE_BYTES))
+                return digest.hexdigest()[:12]
             return hashlib.file_digest(file, "sha256").hexdigest()[:12]
     except (OSError, HubError):
         return ""
@@ -72,6 +109,7 @@ def critical_settings(config: Config) -> dict[str, Any]:
     rollout = config.actor_rollout_ref.rollout
     return {
         "actor_rollout_ref.model.path": model.path,
+        MODEL_CONTENT: model_contents(model.path),
         **{f"actor_rollout_ref.model.{name}": getattr(model, name) for name in LORA},
         "actor_rollout_ref.rollout.n": rollout.n,
         "actor_rollout_ref.rollout.seed": rollout.seed,

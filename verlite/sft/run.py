@@ -22,7 +22,14 @@ from transformers.utils import logging as transformers_logging
 
 from verlite.algorithms.kl import FixedKLController
 from verlite.config.command import Command
-from verlite.config.critical import CONTENT, LORA, begin_run, contents
+from verlite.config.critical import (
+    CONTENT,
+    LORA,
+    MODEL_CONTENT,
+    begin_run,
+    contents,
+    model_contents,
+)
 from verlite.config.load import LoadedConfig, dump
 from verlite.config.sft import TuningConfig
 from verlite.config.show import console
@@ -191,6 +198,7 @@ def critical_settings(config: TuningConfig) -> dict[str, Any]:
     data = {name: value for name, value in vars(config.data).items() if name in CRITICAL}
     return {
         "model.path": config.model.path,
+        MODEL_CONTENT: model_contents(config.model.path),
         **{f"model.{name}": getattr(config.model, name) for name in (*TOKENS, *LORA)},
         **{f"data.{name}": value for name, value in data.items()},
         **{name: value for name, value in vars(config).items() if name == "beta"},
@@ -352,7 +360,8 @@ def find_checkpoint(
     if found is None:
         return None, {"step": 0}
     state = found.state()
-    refuse_changes(critical_settings(config), state["critical"])
+    for line in refuse_changes(critical_settings(config), state["critical"]):
+        warn(line)
     return found, state
 
 

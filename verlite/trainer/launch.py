@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from verlite.config import debug
 from verlite.config.catalog import ENGINES
-from verlite.config.critical import begin_run, code_contents, critical_settings
+from verlite.config.critical import CONTENT_OF, begin_run, code_contents, critical_settings
 from verlite.config.load import Loaded, dump
 from verlite.config.machine import visible_gpus
 from verlite.config.names import names_a_file
@@ -179,7 +179,8 @@ def resume_point(
     found = checkpoints.find(run_dir, trainer.resume_mode, trainer.resume_from_path, warn, clean)
     if found:
         state = found.state()
-        refuse_changed_settings(config, state["critical"])
+        for line in refuse_changed_settings(config, state["critical"]):
+            warn(line)
         for line in changed_code(code, state.get("code", {})):
             warn(line)
     return found
@@ -207,24 +208,46 @@ def preloads(role: str) -> list[str]:
     return [ROLES[role].worker.partition(":")[0], *ROLES[role].preload]
 
 
-def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> None:
+def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> list[str]:
     """Refuse to resume with settings that would change the numbers.
 
     Args:
         saved: the checkpoint's `critical_settings`.
 
+    Returns:
+        See `refuse_changes`.
+
     Raises:
         RunRefused: lists every setting that differs.
     """
-    refuse_changes(critical_settings(config), saved)
+    return refuse_changes(critical_settings(config), saved)
 
 
-def refuse_changes(now: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Refuse to resume with other critical settings than the saved ones. Raises RunRefused."""
-    changed = [
-        "  {}: {} in the checkpoint, {} now".format(key, *shown_difference(saved[key], now[key]))
+def refuse_changes(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """Refuse to resume with other critical settings than the saved ones.
+
+    Returns:
+        A line about each path that has changed while the contents under it are the same.
+
+    Raises:
+        RunRefused: lists every setting that differs.
+    """
+    differing = {
+        key: "{}: {} in the checkpoint, {} now".format(
+            key, *shown_difference(*_differing_entries(saved[key], now[key]))
+        )
         for key in now
         if key in saved and saved[key] != now[key]
+    }
+    moved = [
+        f"{line}; the contents are the same"
+        for key, line in differing.items()
+        if _has_same_contents(CONTENT_OF.get(key), now, saved)
+    ]
+    changed = [
+        f"  {line}"
+        for key, line in differing.items()
+        if not _has_same_contents(CONTENT_OF.get(key), now, saved)
     ]
     if changed:
         raise RunRefused(
@@ -233,6 +256,25 @@ def refuse_changes(now: dict[str, Any], saved: dict[str, Any]) -> None:
             + "\nSet them back, or start from the beginning with trainer.resume_mode=disable or "
             "another trainer.experiment_name."
         )
+    return moved
+
+
+def _differing_entries(before: Any, now: Any) -> tuple[Any, Any]:
+    """Return two values, of dicts the entries that differ."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return before, now
+    equal = [key for key in before if key in now and before[key] == now[key]]
+    first, second = (
+        {key: value for key, value in side.items() if key not in equal} for side in (before, now)
+    )
+    return first, second
+
+
+def _has_same_contents(key: str | None, now: dict[str, Any], saved: dict[str, Any]) -> bool:
+    """Whether both have the same digests under this key, and no file was unreadable."""
+    found = None if key is None else now.get(key)
+    digests = found.values() if isinstance(found, dict) else found
+    return bool(digests) and "" not in digests and found == saved.get(key)
 
 
 def changed_code(now: dict[str, str], saved: Any) -> list[str]:
