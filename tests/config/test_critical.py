@@ -45,7 +45,8 @@ def test_other_contents_of_the_training_files_are_refused(material, tmp_path):
 def test_a_model_and_data_are_known_by_their_contents_not_by_their_place(material, tmp_path):
     config = material.load().config
     model = config.actor_rollout_ref.model
-    here = shutil.copytree(model.path, tmp_path / "here")
+    here = shutil.copytree(model.path, tmp_path / "here", dirs_exist_ok=True)
+    (here / "model.safetensors").write_bytes(bytes(range(256)) * 5000)
     model.path, config.data.train_files = str(here), str(tmp_path / "here.parquet")
     shutil.copy(material.folder / "train.parquet", config.data.train_files)
     begin_run()

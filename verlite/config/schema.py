@@ -1490,7 +1490,8 @@ class TrainerConfig(RunConfig):
     )
     max_failed_saves: int = key(
         3,
-        "Stop the run after this many consecutive failed saves.",
+        "Stop the run after this many consecutive failed saves, but not within two minutes of the "
+        "first.",
         bound=">= 1",
         used_when="trainer.save_freq>0",
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from verlite.trainer.tracking import set_aside
 from verlite.trainer.validate import validate
 
 SAMPLES_SHOWN = 3
+FAILED_SAVES_S = 120.0
+"""With short steps that each save, a few failures in a row are seconds. A full disk needs minutes."""
 
 
 def start_with_validation(run: Run) -> bool:
@@ -159,7 +162,8 @@ def straggler_metrics(run: Run) -> Metrics:
 def save(run: Run) -> None:
     """Write a checkpoint and delete old ones.
 
-    A failed save costs a warning, and training goes on, until `trainer.max_failed_saves` in a row.
+    A failed save costs a warning, and training goes on, until `trainer.max_failed_saves` in a row
+    have failed and the first of them is FAILED_SAVES_S ago.
 
     Raises:
         CheckpointError: too many failed saves in a row.
@@ -171,12 +175,17 @@ def save(run: Run) -> None:
                 run.run_dir, run.step, run.state(), lambda folder: save_workers(run, folder)
             )
         except checkpoints.CheckpointError as error:
+            now = time.monotonic()
+            if not run.failed_saves:
+                run.save_failed_at = now
             run.failed_saves += 1
-            if run.failed_saves >= trainer.max_failed_saves:
+            is_early = now - run.save_failed_at < FAILED_SAVES_S
+            if run.failed_saves >= trainer.max_failed_saves and not is_early:
                 raise
             run.display.warn(
                 f"{error} Failed saves in a row: {run.failed_saves}; the run stops at "
-                f"trainer.max_failed_saves={trainer.max_failed_saves}"
+                f"trainer.max_failed_saves={trainer.max_failed_saves}, but not within "
+                f"{FAILED_SAVES_S:g} s of the first"
             )
             return
     run.failed_saves = 0
