@@ -22,7 +22,7 @@ from verlite.trainer.validate import validate
 
 SAMPLES_SHOWN = 3
 FAILED_SAVES_S = 120.0
-"""With short steps that each save, a few failures in a row are seconds. A full disk needs minutes."""
+"""With short steps that each save, a few failures in a row are seconds apart."""
 
 
 def start_with_validation(run: Run) -> bool:
