@@ -22,8 +22,10 @@ CONTENT_OF = {
     "data.train_files": CONTENT,
 }
 """Keys whose paths may change if the contents under them do not."""
-MODEL_FILES = ("config.json", "token*", "special_tokens_map.json", "added_tokens.json")
-MODEL_FILES += ("vocab*", "merges.txt", "chat_template*", "additional_chat_templates/*")
+MODEL_FILES = (
+    *("config.json", "token*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab*", "merges.txt", "chat_template*", "additional_chat_templates/*"),
+)
 WEIGHTS = ("*.safetensors", "*.bin")
 SAMPLE_BYTES = 1 << 16
 """Bytes that are read at eight places of a file of weights."""

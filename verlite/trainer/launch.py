@@ -272,8 +272,10 @@ def _differing_entries(before: Any, now: Any) -> tuple[Any, Any]:
 
 def _has_same_contents(key: str | None, now: dict[str, Any], saved: dict[str, Any]) -> bool:
     """Whether both have the same digests under this key, and no file was unreadable."""
-    found = None if key is None else now.get(key)
-    digests = found.values() if isinstance(found, dict) else found
+    if key is None:
+        return False
+    found: dict[str, str] | list[str] = now.get(key, [])
+    digests = list(found.values()) if isinstance(found, dict) else found
     return bool(digests) and "" not in digests and found == saved.get(key)
 
 
