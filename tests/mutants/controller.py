@@ -186,12 +186,6 @@ MUTANTS = [
         ("tests/controller/test_forks.py",),
     ),
     Mutant(
-        "a closed terminal ends Ray",
-        "verlite.controller.ray_internals:without_hangup",
-        returns(contextlib.nullcontext()),
-        ("tests/controller/test_forks.py",),
-    ),
-    Mutant(
         "a run in a copied directory ends the original",
         "verlite.controller.leftovers:_identity",
         returns([0, 0]),

@@ -428,18 +428,6 @@ MUTANTS = [
         ("tests/trainer/test_sync.py",),
     ),
     Mutant(
-        "a supervised run without resuming starts over after each loss",
-        "verlite.controller.supervisor_file:restarted_since",
-        returns(None),
-        ("tests/trainer/test_checkpoints.py",),
-    ),
-    Mutant(
-        "other contents of a model are taken for those of the checkpoint",
-        "verlite.trainer.launch:_has_same_contents",
-        returns(True),
-        ("tests/config/test_critical.py",),
-    ),
-    Mutant(
         "training files are hashed at the first save, when they may have changed",
         "verlite.trainer.launch:critical_settings",
         does_nothing,
