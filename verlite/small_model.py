@@ -21,6 +21,7 @@ from verlite.config.rope import position_limit
 LENGTHS = (42, 23, 33)
 """Tokens of the sequences that a copy is checked with, if it has so many positions."""
 
+_LARGEST = 100_000
 _MOST_LAYERS = 8
 _MOST_PARAMETERS = 40_000_000
 
@@ -53,7 +54,12 @@ def small_config(config: PretrainedConfig, **options: Any) -> PretrainedConfig |
 
     options: arguments of AutoModelForCausalLM.from_config.
     """
-    for divisor in _divisors(config.get_text_config()):
+    text = config.get_text_config()
+    for name in ("hidden_size", "num_hidden_layers"):
+        size = getattr(text, name, None) or 0
+        if not isinstance(size, int) or size > _LARGEST:
+            return None  # a damaged config.json: loading the model says what is wrong
+    for divisor in _divisors(text):
         small = copy.deepcopy(config)
         try:
             _shrink(small, divisor)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine import families
 from tests.engine.batches import P, engine, ragged_batch
@@ -18,6 +18,7 @@ from verlite.engine.folder import ModelError
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
+from verlite.small_model import small_config
 
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -188,6 +189,15 @@ def test_self_check_sees_what_short_sequences_do_not_show(
     monkeypatch.setattr(place, name, bug)
     with pytest.raises(ModelError, match="packed sequences differ"):
         engine(path)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"hidden_size": 10**12}, {"num_hidden_layers": 10**12}, {"hidden_size": [8]}]
+)
+def test_damaged_sizes_have_no_small_copy(damage: dict[str, Any]) -> None:
+    config = AutoConfig.for_model("qwen2")
+    vars(config).update(damage)
+    assert small_config(config) is None
 
 
 def test_self_check_without_a_small_copy_says_so(
