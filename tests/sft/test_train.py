@@ -266,7 +266,7 @@ def test_commands_that_read_a_run_directory(tiny_qwen2, sums, tmp_path):
         assert result.exit_code == 0, result.output
         return result.output
 
-    verlite("export", run_dir / "global_step_4", tmp_path / "exported")
+    verlite("export", run_dir / "global_step_4", tmp_path / "exported", "--model", tiny_qwen2)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
     for name, weight in weights(run_dir).items():
         assert torch.equal(again[name], weight), name

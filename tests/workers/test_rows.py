@@ -72,6 +72,7 @@ def with_engine(worker):
         correction=RolloutCorrection(),
     )
     worker.rank_rows = StepRows()
+    worker._objective = None  # the engine above does not call it
     worker._spec = SimpleNamespace(device_kind="cpu")
     return worker
 
