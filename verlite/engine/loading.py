@@ -275,16 +275,21 @@ def _untie(model: nn.Module, name: str) -> None:
 
 
 def _on_rank_zero(compute: Callable[[], T]) -> T:
-    """Return what `compute` returns on rank 0, or raise its ModelError, on all ranks."""
+    """Return what `compute` returns on rank 0. If it fails there, all ranks fail: rank 0 with that
+    error, the others with a ModelError that names it."""
     shared: list[Any] = [None, None]
+    failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             shared[0] = compute()
-        except ModelError as error:
-            shared[1] = str(error)
+        except Exception as error:  # the other ranks must not wait for the broadcast
+            failure = error
+            shared[1] = str(error) if isinstance(error, ModelError) else repr(error)
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(shared)
     result, message = shared
+    if failure is not None:
+        raise failure
     if message is not None:
         raise ModelError(message)
     return result
