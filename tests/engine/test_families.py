@@ -134,6 +134,7 @@ def test_sequences_whose_rotary_embedding_would_depend_on_others_are_refused(
         subject.forward(batch, MicroBatching(size=3))
 
 
+@pytest.mark.process  # about three minutes for all
 @pytest.mark.parametrize("name", families.names())
 def test_family_is_equal_or_refused(name: str, tmp_path: Path) -> None:
     """Packed, padded and generated log-probs are those of the untouched model, or the family is
