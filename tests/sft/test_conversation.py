@@ -173,7 +173,10 @@ def test_a_token_across_the_edge_of_a_turn_is_an_error(tokenizer):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     messages = [{"role": "user", "content": "12?"}, {"role": "assistant", "content": "think"}]
-    with pytest.raises(ValueError, match="message 1: a token goes over the edge of this turn"):
+    with pytest.raises(ValueError, match="message 1: .* The chat template puts white space there"):
+        tokenize(tokenizer, messages)
+    messages[1]["content"] = "think\n"
+    with pytest.raises(ValueError, match="message 1: .* Remove the white space at the beginning"):
         tokenize(tokenizer, messages)
 
 

@@ -111,9 +111,14 @@ def _by_prefixes(
                 )
             part = ids_of(text)
             if ids[: len(part)] != part:
+                content = str(message["content"])
                 raise ValueError(
-                    f"message {number}: a token goes over the edge of this turn. Remove the white "
-                    "space at the beginning and the end of its content"
+                    f"message {number}: a token goes over the edge of this turn. "
+                    + (
+                        "Remove the white space at the beginning and the end of its content"
+                        if content != content.strip()
+                        else f"The chat template puts white space there. {REMEDY}"
+                    )
                 )
             edges.append(len(part))
         first, end = edges
