@@ -146,8 +146,8 @@ class Run:
         found = []
         for folder in Path("/tmp").glob("verlite-*"):
             with suppress(OSError):  # it may be removed meanwhile
-                sessions = [entry for entry in os.listdir(folder) if entry.startswith("session_")]
-                if pids & {entry.rpartition("_")[2] for entry in sessions}:
+                names = os.listdir(folder / "r")  # Ray's part, with names such as session_..._PID
+                if pids & {entry.rpartition("_")[2] for entry in names}:
                     found.append(folder)
         return found
 
