@@ -39,6 +39,7 @@ _CAPS = (
     (r"num_nextn|num_mtp|mtp_num", 0),
     (r"experts$", 4),
 )
+_SOFT_CAP = re.compile(r"soft_?cap|logit_?cap")
 _HEADS = re.compile(r"(heads|n_head|heads_kv|n_head_kv|num_query_groups)$")
 _SIZES = re.compile(
     r"(hidden_size|d_model|n_embd|embedding_size|lru_width|embedding_dim|emb_dim|channels|d_ssm)$"
@@ -221,6 +222,8 @@ def _shrunk(name: str, value: Any, divisor: int, depth: Any, kept: list[int]) ->
         ids = value if isinstance(value, list) else [value]
         ids = [min(i, 3) if type(i) is int else i for i in ids]
         return ids if isinstance(value, list) else ids[0]
+    if type(value) is float and value > 1 and _SOFT_CAP.search(name):
+        return 1.0  # small weights have small logits, which a larger cap does not change
     if type(value) is not int or value < 1:
         return value
     for pattern, cap in _CAPS:

@@ -394,8 +394,12 @@ def cumem(results: Results, device_name: str) -> None:
         reason = "needs a GPU" if device_name == "cpu" else "no cumem_allocator*.so was carried"
         results.write("sleep and wake", {"skipped": reason})
         return
-    sys.path.insert(0, str(library.parent))
+    sys.path.append(str(library.parent))
     row("sleep and wake", 10, lambda: slept(library))
+
+
+_KEPT: list[object] = []
+"""What must live until the process ends."""
 
 
 def slept(library: Path) -> dict[str, Any]:
@@ -408,9 +412,12 @@ def slept(library: Path) -> dict[str, Any]:
     def allocated(handle: tuple[int, ...]) -> None:
         handles[handle[2]] = handle  # device, size, address, memory
 
-    cumem_allocator.init_module(allocated, handles.pop)
+    freed_callback = handles.pop
+    cumem_allocator.init_module(allocated, freed_callback)
     allocator = CUDAPluggableAllocator(str(library), "my_malloc", "my_free")
-    pool = MemPool(allocator.allocator())  # must outlive its tensors
+    pool = MemPool(allocator.allocator())
+    # The module holds no references, and the pool must outlive its tensors.
+    _KEPT.extend([allocated, freed_callback, allocator, pool])
     with use_mem_pool(pool):
         tensor = torch.arange(1 << 28, dtype=torch.int32, device="cuda")
 
@@ -430,6 +437,7 @@ def slept(library: Path) -> dict[str, Any]:
     if not torch.equal(tensor.cpu(), kept):
         raise AssertionError("the memory is not usable after waking")
     freed, again = awake - asleep, used() - asleep
+    del tensor
     if freed < 0.9 or again < 0.9:
         raise AssertionError(f"1 GiB allocated, {freed:.2f} freed asleep, {again:.2f} after waking")
     return {"freed_gib": freed, "seconds": woken - began, "sleep_seconds": middle - began}

@@ -226,6 +226,13 @@ def test_a_parsers_script_has_the_values_of_the_command_line_that_it_documents(s
     assert with_adapter.values["actor_rollout_ref.model.lora_alpha"] == 32
 
 
+def test_what_a_parsers_script_sets_afterwards_is_not_the_command_lines(script):
+    change = "training_args.learning_rate = 5e-7\ndataset ="
+    conversion = script(PARSER.format(peft="").replace("dataset =", change, 1))
+    assert f"{ACTOR}optim.lr" not in conversion.values
+    assert [w.typed for w in conversion.warnings if "learning_rate" in w.typed]
+
+
 def test_a_parsers_script_without_values_is_refused(script, tmp_path):
     text = PARSER.format(peft="").partition('"""')[2].partition('"""')[2]
     words = problems(script, text)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.engine import families
 from tests.engine.batches import P, engine, ragged_batch
 from tests.models import tiny_model
+from verlite.config.schema import ModelConfig
 from verlite.engine import attention, family, model
 from verlite.engine.folder import ModelError
 from verlite.engine.fsdp import TrainEngine
@@ -190,6 +191,26 @@ def test_self_check_sees_what_short_sequences_do_not_show(
     monkeypatch.setattr(place, name, bug)
     with pytest.raises(ModelError, match="packed sequences differ"):
         engine(path)
+
+
+def test_self_check_sees_a_lost_cap_of_attention_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' sdpa ignores the cap, and the logits of small weights are far below it."""
+    path = tiny_model(tmp_path, "gemma2", final_logit_softcapping=None)
+    padded = ModelConfig(path=path, use_remove_padding=False)
+    assert family.check(padded, "lm") is None
+    original = family.training_config
+
+    def with_sdpa(config: Any, model: Any) -> Any:
+        config = original(config, model)
+        config._attn_implementation = "sdpa"
+        return config
+
+    family._PROVEN.clear()
+    monkeypatch.setattr(family, "training_config", with_sdpa)
+    with pytest.raises(ModelError, match="differ"):
+        family.check(padded, "lm")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.errors.cases import write_folder
+from tests.models import tiny_model
 from verlite import hub
 from verlite.config import compose, make_plan
 from verlite.config.critical import critical_settings
@@ -98,6 +99,14 @@ def test_a_tokenizer_of_another_model(folder: Path) -> None:
     (error,) = tried().errors
     assert "train.parquet row 0: the prompt has token id" in error
     assert "the model has 10 tokens, ids 0 to 9" in error
+
+
+def test_a_model_that_the_engine_cannot_train(folder: Path) -> None:
+    """The run's workers would refuse it."""
+    shutil.rmtree("model")
+    tiny_model(Path("model"), "gemma2")
+    (error,) = tried().errors
+    assert error.startswith("actor_rollout_ref.model.path=") and "cannot be trained" in error
 
 
 def test_a_missing_folder_that_looks_like_a_name_on_the_hub(folder: Path) -> None:

@@ -604,7 +604,8 @@ class _Builder:
                 self.provenance[other] = self.provenance[key]
                 self.remarks.append(
                     f"{self._as_typed(key)}={display(key, given)} sets {other}="
-                    f"{display(other, value)}, as verl does; give {other} to choose otherwise"
+                    f"{display(other, value)}, as newer versions of verl do; give {other} to "
+                    "choose otherwise"
                 )
 
     def _actor_devices(self) -> int:

@@ -57,7 +57,7 @@ def convert(
     found = read(file, typed) if file else Source(named or "grpo", {})
     source = f"the command line in {file}" if found.words and not typed else ""
     _, _, documented = program(found.words)
-    settings = found.settings | arguments(typed or documented)
+    settings = found.settings | arguments(typed or documented) | found.changed
     name = trainer or (named if named and not script else found.trainer)
     table = VERSIONS[name].table(TABLES[name], version)
     given, computed = _named(table, settings, name)

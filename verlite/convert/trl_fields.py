@@ -436,7 +436,7 @@ _SFT = (
 )
 _DPO = (Change("truncation_mode", "0.29", "keep_end", "keep_start"), *_SFT)
 VERSIONS = {
-    "grpo": Versions("TRL", "0.14", "1.16", _GRPO),
+    "grpo": Versions("TRL", "0.15", "1.16", _GRPO),
     "rloo": Versions("TRL", "0.22", "1.16", _RLOO),
     "ppo": Versions("TRL", "0.12", "1.16", _PPO),
     "sft": Versions("TRL", "0.12", "1.16", _SFT),

@@ -5,6 +5,7 @@ given, or the first one that the script documents.
 """
 
 import ast
+import dataclasses
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -46,11 +47,13 @@ class Source:
     trainer: one of TRAINERS' values.
     settings: name -> value.
     words: the command line that the script documents. Empty: none.
+    changed: what the script sets after it has read its command line.
     """
 
     trainer: str
     settings: Settings
     words: Words = ()
+    changed: Settings = dataclasses.field(default_factory=dict)
 
 
 class Computed(str):
@@ -126,7 +129,6 @@ def _script(file: Path, text: str, words: Words) -> Source:
     for name, call in calls:
         prefix = "LoraConfig." if name == "LoraConfig" else ""
         settings |= {prefix + key: value for key, value in _arguments(name, call, constants)}
-    settings |= changed
     # What the script takes from the parsed arguments is what the command line says.
     settings = {
         key: value
@@ -145,7 +147,7 @@ def _script(file: Path, text: str, words: Words) -> Source:
         rule = "is computed by the script"
         remedy = "Write LoraConfig(...) with its values, or leave it out."
         raise ConfigError([Problem("peft_config", settings["peft_config"], rule, remedy)])
-    return Source(trainers.pop(), settings, words if parsed else ())
+    return Source(trainers.pop(), settings, words if parsed else (), changed)
 
 
 def _vision(tree: ast.AST) -> Iterator[str]:

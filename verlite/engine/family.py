@@ -11,7 +11,6 @@ and configuration.
 
 import dataclasses
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -27,17 +26,16 @@ from verlite.engine.micro import model_inputs
 from verlite.engine.model import HeadedModel, build, check_supported, training_config
 from verlite.small_model import sequences, small_config, small_model, unsuitable
 
-log = logging.getLogger(__name__)
-
 _TOLERANCE = 1e-3  # relative to the largest expected value or gradient
 _PROVEN: set[str] = set()
 """What `_problem` found nothing wrong with in this process."""
 
 
-def check(model: ModelConfig, kind: str) -> None:
+def check(model: ModelConfig, kind: str) -> str | None:
     """Prove on a small copy that the engine computes what transformers' model does.
 
-    Without a small copy it logs a warning: then only `HeadedModel.self_check` checks the model.
+    Returns:
+        A warning if there is no small copy: then only `HeadedModel.self_check` checks the model.
 
     Raises:
         ModelError: it does not, or the engine cannot run such a model. The message says what to
@@ -46,17 +44,14 @@ def check(model: ModelConfig, kind: str) -> None:
     config = load_config(model)
     small = small_config(config, trust_remote_code=model.trust_remote_code)
     if small is None:
-        log.warning(
-            "model.path=%s: no small copy of a %s model can be built, so its architecture is "
-            "checked with short sequences only. Compare log-probs with those of transformers on "
-            "your longest sequences",
-            model.path,
-            config.model_type,
+        return (
+            f"model.path={model.path}: no small copy of a {config.model_type} model can be built, "
+            "so its architecture is checked with short sequences only. Compare log-probs with "
+            "those of transformers on your longest sequences"
         )
-        return
     problem = _problem(model, kind, small)
     if problem is None:
-        return
+        return None
     found = f"model.path={model.path} ({config.model_type}) cannot be trained: {problem}"
     if model.use_remove_padding:
         padded = dataclasses.replace(model, use_remove_padding=False)

@@ -15,6 +15,7 @@ decoder layer at a time, and copies only its own part of each.
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -41,6 +42,8 @@ from verlite.engine.checkpoint import local_part, persistent_buffers
 from verlite.engine.export import layer_prefix
 from verlite.engine.folder import ModelError
 from verlite.engine.model import checkpoint_dtype, load_model, load_skeleton
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -75,7 +78,9 @@ def read_on_rank_zero(
     tensors: dict[str, Tensor] = {}
 
     def read() -> Any:
-        family.check(model, kind)
+        unproven = family.check(model, kind)
+        if unproven:
+            log.warning(unproven)
         loaded = load_model(model, kind, checkpoint_dtype(model.path) or dtype)
         tensors.update(loaded.named_parameters(remove_duplicate=False))
         tensors.update(persistent_buffers(loaded))

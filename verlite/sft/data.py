@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from verlite import tables
+from verlite.config.rope import position_limit
 from verlite.config.sft import RowsConfig, SFTDataConfig, TuningConfig
 from verlite.data.dataset import DataError, find_file, foreign_token
 from verlite.data.prompts import build_prompt
@@ -164,6 +165,23 @@ def check_room(config: TuningConfig, examples: list[Example], size: int, split: 
         raise DataError(
             f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} has no room for the longest "
             f"row of data.{split}_files, which has {longest} tokens. Use at least {needed}"
+        )
+
+
+def check_positions(model: Any, examples: list[Example], split: str) -> None:
+    """Raise DataError if an example is longer than the model's rotary embedding allows.
+
+    Args:
+        model: the model's configuration, as transformers loads it.
+        split: train or val.
+    """
+    limit = position_limit(model.get_text_config().to_dict())
+    longest = max((len(one.prompt) + len(one.response) for one in examples), default=0)
+    if limit and longest > limit[1]:
+        raise DataError(
+            f"data.{split}_files has a sequence of {longest} tokens. The model has "
+            f"rope_type={limit[0]}, whose embedding changes with the longest sequence of a pass "
+            f"beyond {limit[1]} tokens. Use data.max_length={limit[1]}"
         )
 
 

@@ -42,6 +42,7 @@ from verlite.files import RetryingWriter, free_text
 from verlite.sft.data import (
     Example,
     check_batch,
+    check_positions,
     check_room,
     endless_warning,
     refuse_foreign_tokens,
@@ -246,7 +247,8 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             stack.enter_context(reported_first(stop, run_dir))
         stack.callback(display.close)
         with _refused():
-            tokens = vocab_size(load_config(config.model))
+            described = load_config(config.model)
+            tokens = vocab_size(described)
             tokenizer = load_tokenizer(config.model)
         data = config.data
         with display.phase("reading examples"):
@@ -258,6 +260,8 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
         check_batch(data, rows)
         check_room(config, examples, task.size, "train")
         check_room(config, held_out, 1, "val")
+        check_positions(described, examples, "train")
+        check_positions(described, held_out, "val")
         refuse_foreign_tokens(examples, task.size, "train", tokens)
         refuse_foreign_tokens(held_out, task.size, "val", tokens)
         sampler = PromptSampler(rows, data.train_batch_size, config.trainer.seed, data.shuffle)

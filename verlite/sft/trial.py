@@ -14,6 +14,7 @@ from verlite.sft.data import (
     Example,
     check_batch,
     check_columns,
+    check_positions,
     check_room,
     endless_warning,
     refuse_foreign_tokens,
@@ -33,6 +34,7 @@ def try_out(
         columns: the columns of a file that it reads.
         size: number of examples of a row.
     """
+    from verlite.engine import family
     from verlite.engine.folder import (
         HubUnreachable,
         ModelError,
@@ -60,18 +62,25 @@ def try_out(
             for split, (files, limit, _) in splits.items()
         }
         check_batch(data, rows["train"])
+        described = None
         try:
-            tokens = vocab_size(load_config(model))
+            described = load_config(model)
+            tokens = vocab_size(described)
         except HubUnreachable as error:
             if model.tokenizer_path is None or hub.neighbors(model.path):
                 raise
             tokens = None
             trial.warnings.append(f"{error}. So token ids were not compared with its vocabulary")
+        else:
+            unproven = family.check(model, "lm")
+            trial.warnings += [unproven] if unproven else []
         tokenizer = load_tokenizer(model)
         for split, (files, _, together) in splits.items():
             if files:
                 examples = read(files, tokenizer, data, min(rows[split], ROWS))
                 check_room(config, examples, together, split)
+                if described is not None:
+                    check_positions(described, examples, split)
                 refuse_foreign_tokens(examples, size, split, tokens)
                 trial.seen.append(f"{split}: {_text(examples, data.max_length)}")
                 endless = endless_warning(examples, tokenizer, data.max_length)

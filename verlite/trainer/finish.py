@@ -179,7 +179,7 @@ def save(run: Run) -> None:
             if not run.failed_saves:
                 run.save_failed_at = now
             run.failed_saves += 1
-            is_early = now - run.save_failed_at < FAILED_SAVES_S
+            is_early = trainer.max_failed_saves > 1 and now - run.save_failed_at < FAILED_SAVES_S
             if run.failed_saves >= trainer.max_failed_saves and not is_early:
                 raise
             run.display.warn(

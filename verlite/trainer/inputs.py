@@ -47,6 +47,31 @@ def load_policy_tokenizer(
         raise RunRefused(f"actor_rollout_ref.{error}") from error
 
 
+def prove_models(config: Config, plan: Plan) -> list[str]:
+    """Compare small copies of the policy and the critic with transformers, as workers do when they
+    load them. Return warnings.
+
+    Raises:
+        RunRefused: the engine cannot train such a model.
+    """
+    from verlite.engine import family
+    from verlite.engine.folder import HubUnreachable, ModelError
+
+    models = [("actor_rollout_ref", config.actor_rollout_ref.model, "lm")]
+    if "critic" in plan.roles:
+        models.append(("critic", config.critic.model, "value"))
+    warnings = []
+    for section, model, kind in models:
+        try:
+            unproven = family.check(model, kind)
+            warnings += [f"{section}.{unproven}"] if unproven else []
+        except HubUnreachable as error:
+            warnings.append(f"{section}.{error}. So the model was not tried")
+        except ModelError as error:
+            raise RunRefused(f"{section}.{error}") from error
+    return warnings
+
+
 def read_rows(config: Config, first: int | None = None) -> tuple[RowFiles, RowFiles | None]:
     """Read the first rows (None: all) of the files of training and validation.
 

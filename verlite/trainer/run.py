@@ -112,9 +112,9 @@ class Run:
     saved_step: int = 0
     """Step of the newest checkpoint in the run directory."""
     failed_saves: int = 0
+    """Failed saves since the last one that succeeded."""
     save_failed_at: float = 0.0
     """When the first of the failed saves in a row failed, in time.monotonic()."""
-    """Failed saves since the last one that succeeded."""
     shown_failures: set[str] = field(default_factory=set)
     """Kinds of failed rewards that the console has shown."""
     can_abort: bool = False

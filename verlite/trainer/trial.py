@@ -32,6 +32,7 @@ from verlite.trainer.inputs import (
     load_environment,
     load_policy_tokenizer,
     make_sampler,
+    prove_models,
     read_rows,
 )
 from verlite.trainer.launch import (
@@ -148,6 +149,8 @@ def _try_data(
     if service:
         with noted(trial):
             check_shape(service, described, model.path)
+    with noted(trial):
+        trial.warnings += prove_models(config, plan)
     factory = load_environment(config, plan, tokenizer)
     loaded = load_datasets(config, plan, (train, val), tokenizer, described, factory)
     trial.seen += data_lines(tokenizer, *loaded, data.apply_chat_template_kwargs)

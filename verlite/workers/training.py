@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from verlite.engine.micro import MicroBatching
 
 
+LEAST_COLLECTIVE_S = 1800.0
+"""Seconds that a collective waits at least."""
+
+
 class TrainingWorker(Worker):
     """One rank of a model under FSDP2. Subclasses build the engine and define the losses.
 
@@ -39,8 +43,9 @@ class TrainingWorker(Worker):
         if self.device.type == "cuda":
             use_expandable_segments()
             torch.cuda.set_device(self.device)
-        # A collective must not end before the call that it is part of.
-        self.init_distributed(config.trainer.phase_timeout_s)
+        # A collective must not end before the call that it is part of. Loading a model may wait
+        # longer than calls may be without progress.
+        self.init_distributed(max(LEAST_COLLECTIVE_S, config.trainer.phase_timeout_s))
 
     def frozen_engine(self, role: str) -> "TrainEngine":
         """Build the policy's model without an optimizer, with the settings of "ref" or
