@@ -117,8 +117,9 @@ def test_check_reports_the_plan_and_every_problem(config):
     assert "algorithm.kl_ctrl.kl_coef has no effect" in str(found)
     assert "8 prompts x 4 = 32 samples" in str(found)
     with pytest.raises(verlite.ConfigError) as caught:
-        verlite.check(config.override({f"{ROLLOUT}n": 1, "trainer.nnodes": 0}))
-    assert {problem.key for problem in caught.value.problems} == {f"{ROLLOUT}n", "trainer.nnodes"}
+        verlite.check(config.override({f"{ROLLOUT}top_p": 2.0, "trainer.nnodes": 0}))
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys == {f"{ROLLOUT}top_p", "trainer.nnodes"}
 
 
 def test_check_with_functions_leaves_nothing_behind(config, tmp_path):

@@ -413,7 +413,7 @@ def test_separate_devices(files):
             "must be divisible by n_samples_per_prompt=8",
         ),
         ("--advantage_estimator flash_reinforce", "has no counterpart"),
-        ("--advantage_estimator rloo", "rollout.n"),
+        ("--advantage_estimator rloo", "n_samples_per_prompt must be at least 2"),
         ("--lr_scheduler polynomial", "has no counterpart"),
         ("--actor.optim muon", "--actor.optim=muon"),
         ("--no_advantage_std_norm", "divides by the standard deviation"),

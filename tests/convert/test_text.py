@@ -73,5 +73,5 @@ def test_lines_are_short_and_comments_aligned(conversion):
 def test_rules_of_verlite_are_applied():
     (problem,) = broken_rules({"data.train_files": "x", "actor_rollout_ref.model.path": "x",
                                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
-                               "algorithm.adv_estimator": "grpo"})  # fmt: skip
+                               "algorithm.adv_estimator": "grpo_passk"})  # fmt: skip
     assert problem.key == "actor_rollout_ref.rollout.n"

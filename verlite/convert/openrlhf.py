@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from verlite.config import catalog
 from verlite.config.problems import ConfigError, Problem, nearest
 from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
 from verlite.convert.engine import Conversion, Draft, apply
@@ -274,6 +275,9 @@ def estimator(draft: Draft) -> None:
         remedy = f"verlite has those of {', '.join(own)}."
         draft.refuse("advantage_estimator", "has no counterpart in verlite", remedy)
         return
+    if catalog.compares(own[name]) and draft["n_samples_per_prompt"] == 1:
+        rule = "compares the samples of one prompt, so n_samples_per_prompt must be at least 2"
+        draft.refuse("advantage_estimator", rule, "Give several, such as --n_samples_per_prompt 8.")
     comment = f"OpenRLHF's {name}"
     if own[name] == "grpo":
         draft.set("algorithm.norm_adv_by_std_in_grpo", name == "group_norm", explicit=False)
