@@ -6,6 +6,7 @@ The sandbox limits `range` to 100,000, but neither nested loops nor the size of 
 
 import ctypes
 import functools
+import itertools
 import os
 import threading
 import time
@@ -49,7 +50,12 @@ def limited(tokenizer: Any, memory: bool = True) -> Iterator[None]:
     templates = tokenizer.chat_template
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         if isinstance(template, str) and _has_power(template):
-            raise TemplateLimit("the chat template has the operator **, which is not supported")
+            raise TemplateLimit(
+                "the chat template has the operator **, which cannot be interrupted. Write it "
+                "without (model.custom_chat_template)"
+            )
+    if memory and callable(tokenizer):
+        tokenizer("")  # starts its threads, whose stacks may need more than MEMORY
     try:
         with _memory_limit() if memory else nullcontext(), _WATCH.limit(SECONDS):
             yield
@@ -67,7 +73,11 @@ def _has_power(template: str) -> bool:
     if "**" not in template:
         return False
     try:
-        return any(token[1:] == ("operator", "**") for token in Environment().lex(template))
+        tokens = [token for token in Environment().lex(template) if token[1] != "whitespace"]
+        return any(
+            after[1:] == ("operator", "**") and before[2] not in ("(", ",")  # not f(**values)
+            for before, after in itertools.pairwise(tokens)
+        )
     except TemplateSyntaxError:
         return False  # rendering says what is wrong
 

@@ -83,7 +83,8 @@ def text_of(error: BaseException) -> str:
 
 def verl_hint(error: BaseException | None) -> str:
     """Return a sentence with the remedy if verl was not found, else ""."""
-    missing = isinstance(error, ModuleNotFoundError) and error.name == "verl"
+    name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+    missing = name.partition(".")[0] == "verl" and os.environ.get(VERL_VARIABLE) != "1"
     return f". {VERL_HINT}" if missing else ""
 
 

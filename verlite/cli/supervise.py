@@ -27,8 +27,10 @@ def supervise(
     """
     from verlite.files import tolerate_full_disk
     from verlite.launch.supervise import supervise as run
+    from verlite.terminal import clean_output
 
     tolerate_full_disk()  # nor a closed terminal
+    clean_output()  # again, for the streams of the line above
     try:
         code = run(
             command,

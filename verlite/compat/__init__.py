@@ -75,8 +75,12 @@ MISSING: dict[str, str] = {
 
 def install() -> None:
     """Let `import verl` find MODULES if nothing else finds it. Repeated calls change nothing."""
-    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.append(Finder())
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
+        return
+    found = importlib.machinery.PathFinder.find_spec("verl")
+    # A folder verl without __init__.py, such as that of a clone, is not an installed package.
+    is_folder = found is not None and found.origin is None
+    sys.meta_path.insert(0 if is_folder else len(sys.meta_path), Finder())
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from verlite import tables
+from verlite.chat_template import limited
 from verlite.compat.tensors import compute_position_id_with_mask, postprocess_data
 from verlite.protocol.data import object_array
 
@@ -49,11 +50,26 @@ class Rows(list[Row]):
     def select(self, indices: Iterable[int]) -> "Rows":
         return Rows(self[int(i)] for i in indices)
 
-    def filter(self, function: Callable[[Row], bool], **_: Any) -> "Rows":
+    def filter(self, function: Callable[[Row], bool], **options: Any) -> "Rows":
+        _refuse(options)
         return Rows(row for row in self if function(row))
 
-    def map(self, function: Callable[..., Row], fn_kwargs: Row | None = None, **_: Any) -> "Rows":
+    def map(
+        self, function: Callable[..., Row], fn_kwargs: Row | None = None, **options: Any
+    ) -> "Rows":
+        _refuse(options)
         return Rows({**row, **function(row, **(fn_kwargs or {}))} for row in self)
+
+
+IGNORED = ("num_proc", "desc", "load_from_cache_file", "keep_in_memory")
+"""Arguments of datasets' methods that change no row."""
+
+
+def _refuse(options: Row) -> None:
+    """Raise ValueError for arguments of datasets' methods that these do not have."""
+    others = [name for name, value in options.items() if value and name not in IGNORED]
+    if others:
+        raise ValueError(f"verlite's rows in place of datasets' have no argument {others[0]}")
 
 
 class RLHFDataset(Dataset[Row]):
@@ -132,9 +148,13 @@ class RLHFDataset(Dataset[Row]):
         own = inspect.signature(self._build_messages).parameters
         more = {"key": self.prompt_key} if "key" in own else {}
         messages = self._build_messages(row, **more)
-        text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
-        )
+        with limited(self.tokenizer):
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self.apply_chat_template_kwargs,
+            )
         encoded = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
         row["raw_prompt"] = messages

@@ -56,13 +56,15 @@ def _is_own(host: str, server: str, names: Collection[str]) -> bool:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return False
+    if name.rstrip(".") in names:
+        return True
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
         # The public domain name system has no names without a dot: such a name of a cluster's
         # machine is not that of another site.
         is_internal = bool(name) and "." not in name and not _is_loopback(server)
-        return name == "localhost" or name in names or name in own_names() or is_internal
+        return name == "localhost" or name in own_names() or is_internal
     # An address cannot be rebound. A service on loopback has no other address than loopback.
     return address.is_loopback or not _is_loopback(server)
 

@@ -23,7 +23,7 @@ PLAIN = re.compile(r"[\w./~@%+-]+(:[\w./@%+-]+)*")
 PASSED = re.compile(
     r"PYTHONPATH|OMP_NUM_THREADS|OMP_WAIT_POLICY|GOMP_SPINCOUNT|TENSORBOARD_DIR|VERLITE_CLUSTER_DIR|NO_PROXY|HTTPS?_PROXY"
     r"|(HF|NCCL|GLOO|UCX|WANDB|TORCH|VLLM|TRANSFORMERS|TOKENIZERS)_\w+"
-    r"|VERLITE_\w+_TOKEN",
+    r"|VERLITE_\w+_TOKEN|VERLITE_VERL_COMPAT",
     re.IGNORECASE,
 )
 """Environment variables of the launcher that the hosts get."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 RUNTIMES = ("podman", "docker")
 PASSED = (
     "VERLITE_CLUSTER_DIR",
+    "VERLITE_VERL_COMPAT",
     "HOME",
     "USER",
     "PYTHONPATH",

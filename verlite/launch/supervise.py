@@ -275,6 +275,8 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._signal is not None:
+            return  # a terminal that closes may send it more than once
         self._signal = signal.Signals(number)
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(SIGNALS[self._signal])

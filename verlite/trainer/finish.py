@@ -179,7 +179,9 @@ def save(run: Run) -> None:
             if not run.failed_saves:
                 run.save_failed_at = now
             run.failed_saves += 1
-            is_early = trainer.max_failed_saves > 1 and now - run.save_failed_at < FAILED_SAVES_S
+            is_early = now - run.save_failed_at < FAILED_SAVES_S
+            if trainer.max_failed_saves == 1 or run.step == run.total_steps:
+                is_early = False  # there is no later save
             if run.failed_saves >= trainer.max_failed_saves and not is_early:
                 raise
             run.display.warn(

@@ -4,10 +4,12 @@ prompts and their order.
 torch and transformers are imported in functions, because `verlite check` uses this file too.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from verlite.chat_template import limited
 from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.config.plan import Plan
 from verlite.config.schema import Config, ModelConfig
@@ -59,7 +61,8 @@ def prove_models(config: Config, plan: Plan) -> list[str]:
 
     models = [("actor_rollout_ref", config.actor_rollout_ref.model, "lm")]
     if "critic" in plan.roles:
-        models.append(("critic", config.critic.model, "value"))
+        critic = dataclasses.replace(config.critic.model, path=plan.critic_model_path)
+        models.append(("critic", critic, "value"))
     warnings = []
     for section, model, kind in models:
         try:
@@ -213,9 +216,10 @@ def missing_header(tokenizer: Any, options: Mapping[str, Any]) -> str:
     answer = {"role": "assistant", "content": "widget"}
 
     def rendered(*messages: Mapping[str, str], prompt: bool = False) -> str:
-        text: str = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, **{**options, "add_generation_prompt": prompt}
-        )
+        with limited(tokenizer):
+            text: str = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, **{**options, "add_generation_prompt": prompt}
+            )
         return text
 
     try:
