@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from verlite.convert.openrlhf_flags import FLAGS
+from verlite.convert.openrlhf_flags import DPO_FLAGS, FLAGS, SFT_FLAGS, TUNING_FLAGS
 from verlite.convert.rlinf_keys import KEYS
 from verlite.convert.rows import NOT_SET, Row
 from verlite.convert.trl_fields import COMMON, DPO, GRPO, ONLINE, PPO, RLOO, SFT, TUNING
@@ -41,11 +41,21 @@ def tables() -> dict[str, str]:
         "SFT and DPO": TUNING,
         "All, with transformers' TrainingArguments": COMMON,
     }
-    return {
-        "openrlhf": key_map(FLAGS, "--"),
-        "rlinf": key_map(KEYS),
-        "trl": "\n\n".join(f"### {name}\n\n{key_map(rows)}" for name, rows in trl.items()),
+    openrlhf = {
+        "train_ppo_ray": FLAGS,
+        "train_sft": SFT_FLAGS,
+        "train_dpo": DPO_FLAGS,
+        "train_sft and train_dpo": TUNING_FLAGS,
     }
+    return {
+        "openrlhf": _titled(openrlhf, "--"),
+        "rlinf": key_map(KEYS),
+        "trl": _titled(trl),
+    }
+
+
+def _titled(tables: dict[str, tuple[Row, ...]], dashes: str = "") -> str:
+    return "\n\n".join(f"### {name}\n\n{key_map(rows, dashes)}" for name, rows in tables.items())
 
 
 def key_map(rows: Sequence[Row], dashes: str = "") -> str:

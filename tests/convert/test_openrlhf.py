@@ -4,13 +4,16 @@ import re
 import shlex
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.convert.conftest import SAMPLES, check_changes
 from verlite.config import keys
+from verlite.config.dpo import DPO
 from verlite.config.problems import ConfigError
-from verlite.convert import openrlhf
+from verlite.config.sft import SFT
+from verlite.convert import openrlhf, text
 from verlite.convert.data import VERBATIM
-from verlite.convert.openrlhf_flags import FLAGS, VERSIONS
+from verlite.convert.openrlhf_flags import FLAGS, TABLES, TUNING_VERSIONS, VERSIONS
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 NAMES = [
@@ -505,3 +508,193 @@ def test_a_data_set_of_the_hub_is_downloaded_first():
         "python data_preprocess/chat_json.py --dataset /d/y.parquet --input_key input "
         "--label_key 'the label' --output /d/y.chat.parquet",
     ]
+
+
+# train_sft and train_dpo
+
+SFT_LINE = (
+    "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path /m --data.dataset o/d "
+    "--data.max_len 2048 --data.input_key question --data.output_key answer --data.max_samples 500 "
+    "--train.batch_size 64 --train.micro_batch_size 2 --ckpt.output_dir ./out --ckpt.save_steps -1 "
+    "--eval.steps -1 --ds.zero_stage 3 --train.max_epochs 1 --ds.param_dtype bf16 --adam.lr 4e-6 "
+    "--ckpt.load_enable --ds.packing_samples --model.gradient_checkpointing_enable"
+)
+DPO_LINE = (
+    "torchrun --nproc_per_node 4 -m openrlhf.cli.train_dpo --pretrain /m --dataset /d/x.jsonl "
+    "--max_len 8192 --beta 0.2 --train_batch_size 128 --micro_train_batch_size 1 --bf16 "
+    "--learning_rate 5e-7 --apply_chat_template --chosen_key chosen --rejected_key rejected "
+    "--zero_stage 3 --adam_offload --flash_attn --ring_attn_size 2 --ref_offload"
+)
+PAIR = DPO_LINE.replace("--apply_chat_template", "--prompt_key question")
+
+
+@pytest.mark.parametrize("program", ["sft", "dpo"])
+def test_every_flag_of_tuning_is_known(program):
+    known = openrlhf.spellings(TABLES[f"train_{program}"])
+    lines = (SAMPLES / "convert/openrlhf_tuning_flags.txt").read_text().splitlines()[1:]
+    names = [name for name, *programs in map(str.split, lines) if program in programs]
+    assert len(names) > 100
+    assert [name for name in names if openrlhf._plain(name) not in known] == []
+
+
+@pytest.mark.parametrize(("program", "command"), [("train_sft", SFT), ("train_dpo", DPO)])
+def test_every_target_of_tuning_is_a_key_and_no_spelling_has_two_meanings(program, command):
+    table = TABLES[program]
+    assert [key for row in table for key in row.to.split() if key not in command.keys] == []
+    names = [openrlhf._plain(name) for row in table for name in {row.name, *row.also}]
+    distinct = {(openrlhf._plain(n), row.name) for row in table for n in (row.name, *row.also)}
+    assert len(distinct) == len({name for name, _ in distinct}), sorted(names)
+
+
+def test_changed_defaults_of_tuning_lead_to_those_of_the_table():
+    check_changes(TUNING_VERSIONS, TABLES["train_sft"])
+
+
+def test_sft(files):
+    conversion = convert(SFT_LINE)
+    template = '{% for m in messages %}{{ "User: " + m.content + "\\nAssistant: " }}{% endfor %}'
+    assert conversion.values == {
+        "data.train_files": "data/d-train.parquet",
+        "data.prompt_key": "question",
+        "data.response_key": "answer",
+        "data.train_batch_size": 64,
+        "data.micro_batch_size_per_gpu": 2,
+        "data.max_length": 2048,
+        "data.truncation": "right",
+        "data.train_max_samples": 500,
+        "model.path": "/m",
+        "model.enable_gradient_checkpointing": True,
+        "model.custom_chat_template": template,
+        "optim.lr": 4e-6,
+        "optim.betas": [0.9, 0.95],
+        "optim.weight_decay": 0.0,
+        "optim.lr_scheduler_type": "cosine",
+        "optim.lr_warmup_steps_ratio": 0.03,
+        "optim.min_lr_ratio": 0.1,
+        "fsdp_config.reshard_after_forward": True,
+        "fsdp_config.dtype": "bfloat16",
+        "trainer.total_epochs": 1,
+        "trainer.save_freq": -1,
+        "trainer.default_local_dir": "./ckpt/checkpoints_sft",
+        "trainer.resume_mode": "auto",
+        "trainer.project_name": "openrlhf_train_sft",
+    }
+    assert (
+        "load_dataset" in conversion.before[0]
+        and "split='train'" in shlex.split(conversion.before[0])[-1]
+    )
+    assert "./out -> ./ckpt/checkpoints_sft/huggingface" in str(conversion.comments)
+    script = text.command(conversion)
+    assert "\ntorchrun --nproc_per_node gpu -m verlite.main_sft " in script
+    plain = SFT_LINE.replace("question", "input").replace("answer", "output")
+    files.check(convert(plain))
+
+
+def test_the_template_writes_what_openrlhf_writes():
+    """By jinja as transformers configures it, against Python's str.format."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    for template in ("User: {}\nAssistant: ", "\n  {} '\"\\ü{{\n", "{}"):
+        line = SFT_LINE + f" --input_template {shlex.quote(template)}"
+        chat = environment.from_string(values(line)["model.custom_chat_template"])
+        expected = template.replace("{}", "2 < 3?", 1)
+        assert chat.render(messages=[{"role": "user", "content": "2 < 3?"}]) == expected
+
+
+def test_dpo(files):
+    conversion = convert(DPO_LINE)
+    files.check(conversion)
+    expected = {
+        "beta": 0.2,
+        "data.train_files": "/d/x.jsonl",
+        "data.max_length": 8192,
+        "data.train_batch_size": 128,
+        "data.prompt_key": None,
+        "model.custom_chat_template": None,
+        "optim.lr": 5e-7,
+        "ulysses_sequence_parallel_size": 2,
+        "fsdp_config.optimizer_offload": True,
+        "trainer.default_local_dir": "./ckpt/checkpoints_dpo",
+        "trainer.export_hf": None,
+    }
+    assert {key: conversion.values.get(key) for key in expected} == expected
+    assert [warning.typed for warning in conversion.warnings] == ["--ref_offload", "--flash_attn"]
+    assert "\ntorchrun --nproc_per_node 4 -m verlite.main_dpo " in text.command(conversion)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"{PAIR} --input_template ''", {"model.custom_chat_template": VERBATIM}),
+        (f"{PAIR} --ref_pretrain /m", {"data.prompt_key": "question"}),
+        (
+            f"{SFT_LINE.replace('--data.output_key answer', '')} --apply_chat_template --multiturn",
+            {"data.messages_key": "question", "model.custom_chat_template": None},
+        ),
+        (
+            f"{SFT_LINE} --apply_chat_template --data.tokenizer_chat_template {{{{m}}}}",
+            {"model.custom_chat_template": "{{m}}", "data.response_key": "answer"},
+        ),
+        (
+            f"{SFT_LINE} --eval_dataset o/v@b/c --eval_steps 7",
+            {"data.val_files": "data/v-b-c-train.parquet", "trainer.test_freq": 7},
+        ),
+        (f"{SFT_LINE} --lora_rank 8", {"model.lora_alpha": 16, "model.lora_rank": 8}),
+        (f"{SFT_LINE} --wandb K", None),
+    ],
+)
+def test_settings_of_tuning(line, expected):
+    if expected is None:
+        assert "is an abbreviation, or not a flag" in problems(line)
+        return
+    got = values(line)
+    assert {key: got.get(key) for key in expected} == expected
+
+
+def test_the_split_of_an_older_version():
+    line = shlex.split(f"{SFT_LINE} --eval_dataset o/v")
+    for version, split in (("0.7.3", "test"), ("0.7.4", "train"), (None, "train")):
+        got = openrlhf.convert(line, version).values
+        assert got["data.val_files"] == f"data/v-{split}.parquet"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (f"{SFT_LINE} --model.aux_loss_coef 0.001", "load-balancing loss is not supported"),
+        (f"{SFT_LINE} --pretrain_mode", "trains on responses, not on text alone"),
+        (f"{SFT_LINE} --optim muon", "use --optim adam"),
+        (f"{SFT_LINE} --data.dataset o/a,o/b --dataset_probs 0.5,0.5", "concatenates its files"),
+        (f"{SFT_LINE} --beta 1", "--beta: is not a flag of train_sft"),
+        (f"{SFT_LINE} --multiturn", "--multiturn: needs --apply_chat_template"),
+        (f"{SFT_LINE} --multiturn --apply_chat_template", "is another column of a conversation"),
+        (SFT_LINE.replace("--data.output_key answer", ""), "--output_key: is missing"),
+        (SFT_LINE.replace("--data.dataset o/d", ""), "--dataset: is missing"),
+        (SFT_LINE.replace("train_sft", "train_rm"), "train_rm: has no counterpart in verlite"),
+        (f"{DPO_LINE} --model.ipo_enable", "verlite has the loss of the paper"),
+        (f"{DPO_LINE} --label_smoothing 0.1", "verlite has the loss of the paper"),
+        (f"{DPO_LINE} --nll_loss_coef 0.2", "verlite has the loss of the paper"),
+        (f"{DPO_LINE} --ref_pretrain /other", "reference is the model at the start"),
+        (f"{DPO_LINE} --beta 0", "beta=0.0: must be > 0"),
+        (DPO_LINE.replace("--apply_chat_template", ""), "--prompt_key: is missing"),
+        (f"{DPO_LINE} --param_dtype fp16", "verlite has no such value"),
+    ],
+)
+def test_what_would_change_tuning_is_refused(line, words):
+    assert words in problems(line)
+
+
+@pytest.mark.parametrize(
+    ("start", "launch"),
+    [
+        ("openrlhf.cli.train_sft", "torchrun --nproc_per_node gpu -m"),
+        (
+            "deepspeed --num_gpus 2 --module openrlhf.cli.train_sft",
+            "torchrun --nproc_per_node 2 -m",
+        ),
+        ("python openrlhf/cli/train_sft.py", "python -m"),
+        ("torchrun --nnodes 2 openrlhf/cli/train_sft.py", "torchrun --nnodes 2 -m"),
+    ],
+)
+def test_how_tuning_is_started(start, launch):
+    line = SFT_LINE.replace("deepspeed --module openrlhf.cli.train_sft", start)
+    assert convert(line).launch == launch

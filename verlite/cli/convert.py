@@ -37,15 +37,16 @@ Version = Annotated[
 )
 def openrlhf(
     flags: Annotated[
-        list[str], typer.Argument(metavar="-- FLAGS", help="train_ppo_ray's command line.")
+        list[str], typer.Argument(metavar="-- COMMAND-LINE", help="OpenRLHF's command line.")
     ],
     output: Output = None,
     version: Version = None,
 ) -> None:
-    """Convert a command line of OpenRLHF's train_ppo_ray, with dots, underscores or hyphens.
+    """Convert a command line of OpenRLHF's train_ppo_ray, train_sft or train_dpo.
 
-    Write `--` before it. Everything up to train_ppo_ray is left out, so a whole
-    `ray job submit ...` command may follow.
+    Flags have dots, underscores or hyphens. Write `--` before the command line. Everything up to
+    the program is left out, so a whole `ray job submit ...` or `deepspeed --module ...` command
+    may follow. Flags alone are those of train_ppo_ray.
     """
     from verlite.convert import openrlhf
 

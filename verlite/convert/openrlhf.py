@@ -1,23 +1,28 @@
-"""Convert the command line of OpenRLHF's `train_ppo_ray`, in all three spellings of its flags.
+"""Convert command lines of OpenRLHF's `train_ppo_ray`, `train_sft` and `train_dpo`.
 
-The formulas follow openrlhf/trainer/ppo_utils/experience_maker.py and openrlhf/models/loss.py of
-version 0.11.
+Flags have any of three spellings. The formulas follow
+openrlhf/trainer/ppo_utils/experience_maker.py, openrlhf/models/loss.py, datasets/sft_dataset.py and
+datasets/reward_dataset.py of version 0.11.
 """
 
+import json
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from verlite.config import catalog
+from verlite.config.command import PPO
 from verlite.config.problems import ConfigError, Problem, nearest
 from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
 from verlite.convert.engine import Conversion, Draft, apply
-from verlite.convert.openrlhf_flags import FLAGS, VERSIONS
+from verlite.convert.openrlhf_flags import FLAGS, TABLES, TUNING_VERSIONS, VERSIONS
 from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row
+from verlite.convert.tuning import COMMANDS, launch, own_key, rows_file
 
-PROGRAM = "train_ppo_ray"
+PROGRAM = re.compile(r"(?:\S*openrlhf[./]cli[./])?(train_\w+?)(?:\.py)?")
 CORRECTION = "algorithm.rollout_correction."
 
 KL_NAMES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
@@ -41,31 +46,47 @@ def convert(arguments: Sequence[str], version: str | None = None) -> Conversion:
     """Convert a command line.
 
     Args:
-        arguments: the flags. Everything up to train_ppo_ray is left out, so a whole
-            `ray job submit ... -- python3 -m openrlhf.cli.train_ppo_ray ...` may be given.
+        arguments: the flags. Everything up to the program, such as train_sft, is left out, so a
+            whole `ray job submit ... -- python3 -m openrlhf.cli.train_ppo_ray ...` may be given.
+            Without a program they are flags of train_ppo_ray.
         version: OpenRLHF's version, whose defaults apply. None: the newest that is known.
 
     Raises:
-        ConfigError: a flag is unknown, abbreviated, or has a wrong number of values, or the version
-            is unknown.
+        ConfigError: the program has no counterpart, a flag is unknown, abbreviated, or has a wrong
+            number of values, or the version is unknown.
     """
-    given, typed = parse(arguments)
-    table = VERSIONS.table(FLAGS, version)
-    done = apply("OpenRLHF", table, given, FORMULAS, lambda name: typed.get(name, f"--{name}"))
-    return replace(done, defaults=VERSIONS.describe(table, given, version))
+    before, program, flags = _split(arguments)
+    given, typed = parse(flags, program)
+    command = COMMANDS.get(program.removeprefix("train_"), PPO)
+    is_ppo = command is PPO
+    versions = VERSIONS if is_ppo else TUNING_VERSIONS
+    table = versions.table(TABLES[program], version)
+    done = apply(
+        "OpenRLHF",
+        table,
+        given,
+        FORMULAS if is_ppo else TUNING_FORMULAS,
+        lambda name: typed.get(name, f"--{name}"),
+        command=command,
+        own_key=str if is_ppo else own_key,
+    )
+    started = done.launch if is_ppo else _launch(before)
+    return replace(done, defaults=versions.describe(table, given, version), launch=started)
 
 
 # The command line
 
 
-def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def parse(
+    arguments: Sequence[str], program: str = "train_ppo_ray"
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return {flag's name in the table: value} and {name: the flag as it was typed}.
 
     Raises:
         ConfigError: see `convert`.
     """
-    words = [word for word in _after_program(arguments) if word.strip() not in ("", "\\")]
-    known = spellings()
+    words = [word for word in arguments if word == "" or word.strip().strip("\\")]
+    known = spellings(TABLES[program])
     given: dict[str, Any] = {}
     typed: dict[str, str] = {}
     problems: list[Problem] = []
@@ -73,7 +94,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         word, equals, attached = words.pop(0).partition("=")
         row = known.get(_plain(word)) if word.startswith("--") else None
         if row is None:
-            problems.append(_unknown(word, known))
+            problems.append(_unknown(word, known, program))
             _take(words)
             continue
         values = [attached] if equals else _take(words)
@@ -86,14 +107,33 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     return given, typed
 
 
-def spellings() -> dict[str, Row]:
+def spellings(table: Sequence[Row] = FLAGS) -> dict[str, Row]:
     """Return every spelling of every flag, with underscores for hyphens and dots."""
-    return {_plain(name): row for row in FLAGS for name in (row.name, *row.also)}
+    return {_plain(name): row for row in table for name in (row.name, *row.also)}
 
 
-def _after_program(arguments: Sequence[str]) -> list[str]:
-    places = [i for i, word in enumerate(arguments) if PROGRAM in word]
-    return list(arguments[places[-1] + 1 :] if places else arguments)
+def _split(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Return the words before the program, the program, and its flags."""
+    words = list(arguments)
+    for place, word in enumerate(words):
+        found = PROGRAM.fullmatch(word)
+        if found and found[1] not in TABLES:
+            remedy = f"verlite has those of {', '.join(TABLES)}."
+            raise ConfigError([Problem(word, None, "has no counterpart in verlite", remedy)])
+        if found:
+            return words[:place], found[1], words[place + 1 :]
+    return [], "train_ppo_ray", words
+
+
+def _launch(before: Sequence[str]) -> str:
+    """Return how to start main_sft or main_dpo, from the words that start OpenRLHF's program."""
+    if "torchrun" in before:
+        words = list(before[before.index("torchrun") :])
+        return shlex.join(words if words[-1] == "-m" else [*words, "-m"])
+    if before and "deepspeed" not in before:
+        return launch(1)
+    gpus = re.search(r"--num_gpus[= ](\d+)", " ".join(before))
+    return launch(int(gpus[1])) if gpus else "torchrun --nproc_per_node gpu -m"
 
 
 def _plain(word: str) -> str:
@@ -107,7 +147,7 @@ def _take(words: list[str]) -> list[str]:
     return taken
 
 
-def _unknown(word: str, known: dict[str, Row]) -> Problem:
+def _unknown(word: str, known: dict[str, Row], program: str) -> Problem:
     plain = _plain(word)
     if not word.startswith("--"):
         return Problem(word, None, "is not a flag", "Flags begin with --.")
@@ -117,7 +157,7 @@ def _unknown(word: str, known: dict[str, Row]) -> Problem:
         return Problem(word, None, "is an abbreviation, or not a flag", remedy)
     near = nearest(plain, known, 1)
     remedy = f"Did you mean --{known[near[0]].name}?" if near else ""
-    return Problem(word, None, f"is not a flag of {PROGRAM}", remedy)
+    return Problem(word, None, f"is not a flag of {program}", remedy)
 
 
 def _value(row: Row, words: list[str]) -> tuple[Any, str]:
@@ -488,13 +528,7 @@ def data(draft: Draft) -> None:
         if draft[name]:
             options += [f"--{name}", draft[name]]
     draft.set("data.train_files", prepare_data(draft, draft["prompt_data"], options))
-    if draft.has("prompt_data_probs"):
-        if "," in draft["prompt_data"]:
-            rule = "mixes data sets with these probabilities; verlite concatenates its files"
-            remedy = "Leave it out, or write one file with the mixture."
-            draft.refuse("prompt_data_probs", rule, remedy)
-        else:
-            draft.warn("prompt_data_probs", "it has no effect with a single data set")
+    _probabilities(draft, "prompt_data_probs", draft["prompt_data"])
     if not draft["apply_chat_template"] and draft["input_key"] not in MESSAGE_COLUMNS:
         draft.set(MODEL + "custom_chat_template", VERBATIM, VERBATIM_NOTE)
     samples = draft["max_samples"]
@@ -510,13 +544,21 @@ def data(draft: Draft) -> None:
         draft.set(ROLLOUT + "val_kwargs.n", draft["eval_n_samples_per_prompt"])
 
 
+def _probabilities(draft: Draft, name: str, files: str) -> None:
+    if draft.has(name) and "," in files:
+        rule = "mixes data sets with these probabilities; verlite concatenates its files"
+        draft.refuse(name, rule, "Leave it out, or write one file with the mixture.")
+    elif draft.has(name):
+        draft.warn(name, "it has no effect with a single data set")
+
+
 def memory(draft: Draft) -> None:
     """Sharding, offload, precision, adapters."""
     stage = draft["zero_stage"]
     draft.set(ACTOR + "fsdp_config.reshard_after_forward", stage == 3)
     if stage < 2:
         draft.warn("zero_stage", "FSDP2 always shards gradients and optimizer state, as in stage 2")
-    if draft["deepspeed_enable_sleep"]:
+    if draft.command is PPO and draft["deepspeed_enable_sleep"]:
         draft.set(f"{ACTOR}fsdp_config.param_offload {ACTOR}fsdp_config.optimizer_offload", True)
     if draft["lora_rank"]:
         draft.set(MODEL + "lora_alpha", draft["lora_alpha"])
@@ -527,15 +569,18 @@ def memory(draft: Draft) -> None:
 def outputs(draft: Draft) -> None:
     """Checkpoints, the final weights and trackers."""
     run_directory = draft["ckpt_path"].rstrip("/")
-    if draft["actor_num_nodes"] > 1 and not run_directory.startswith(("/", "~")):
+    is_ppo = draft.command is PPO
+    if is_ppo and draft["actor_num_nodes"] > 1 and not run_directory.startswith(("/", "~")):
         note = "the run directory: make it absolute, on a folder that all nodes share"
         draft.comments["trainer.default_local_dir"] = note
     if draft.has("save_path"):
         where = f"save_path {draft['save_path']} -> {run_directory}/huggingface"
         draft.set("trainer.export_hf", True, where)
+        if not is_ppo:
+            draft.comments["trainer.default_local_dir"] = where
     if draft["save_steps"] > 0:
         draft.set("trainer.max_actor_ckpt_to_keep", draft["max_ckpt_num"])
-    if draft["save_hf_ckpt"] and draft["save_steps"] > 0:
+    if is_ppo and draft["save_hf_ckpt"] and draft["save_steps"] > 0:
         contents = ["model", "optimizer", "extra", "hf_model"]
         comment = "Hugging Face folders: global_step_N/actor/huggingface, deleted with their "
         draft.set(ACTOR + "checkpoint.save_contents", contents, comment + "checkpoint")
@@ -573,3 +618,79 @@ FORMULAS = (
     memory,
     outputs,
 )
+
+# SFT and DPO
+
+
+def tuning_schedule(draft: Draft) -> None:
+    """The learning rate moves with each optimizer step in both."""
+    _schedule(draft, "optim.", "")
+
+
+def tuning_data(draft: Draft) -> None:
+    """Files of rows, and their lengths."""
+    for name in ("pretrain", "dataset"):
+        if not draft[name]:
+            draft.refuse(name, "is missing")
+    if not draft["dataset"]:
+        return
+    draft.set("data.train_files", rows_file(draft, draft["dataset"], draft["dataset_split"]))
+    _probabilities(draft, "dataset_probs", draft["dataset"])
+    draft.set("data.max_length", draft["max_len"])
+    note = "longer rows lose their end. OpenRLHF leaves out rows whose prompt alone is too long; "
+    draft.set("data.truncation", "right", f"{note}verlite refuses them")
+    if draft["eval_dataset"]:
+        draft.set("data.val_files", rows_file(draft, draft["eval_dataset"], draft["eval_split"]))
+        note = "OpenRLHF: after each epoch. -1: once, at the end" if draft["eval_steps"] < 0 else ""
+        draft.set("trainer.test_freq", draft["eval_steps"], note)
+    (sft_columns if "input_key" in draft.names else dpo_columns)(draft)
+
+
+def sft_columns(draft: Draft) -> None:
+    """Prompt and response, or a conversation."""
+    key, response = draft["input_key"], draft["output_key"]
+    if not draft["apply_chat_template"] and (draft["multiturn"] or not response):
+        name = "multiturn" if draft["multiturn"] else "output_key"
+        rule = "needs --apply_chat_template" if draft["multiturn"] else "is missing"
+        draft.refuse(name, rule, "Without --apply_chat_template rows have a prompt and a response.")
+    elif draft["multiturn"] and response:
+        draft.refuse("output_key", "is another column of a conversation", "Write one column.")
+    elif response:
+        draft.set("data.prompt_key", key)
+        draft.set("data.response_key", response, "text, which then ends with the end token")
+    else:
+        note = "OpenRLHF trains on the last message only, unless --multiturn is given; verlite on "
+        note = "" if draft["multiturn"] else f"{note}all of the assistant's"
+        draft.set("data.messages_key", key, note)
+    tuning_template(draft)
+
+
+def dpo_columns(draft: Draft) -> None:
+    """Prompt, better and worse response."""
+    if draft["ref_pretrain"] not in (None, "", draft["pretrain"]):
+        rule = "verlite's reference is the model at the start of the run"
+        draft.refuse("ref_pretrain", rule, "Leave it out if it is the same model.")
+    if draft["prompt_key"]:
+        draft.set("data.prompt_key", draft["prompt_key"])
+    elif not draft["apply_chat_template"]:
+        remedy = "Give it, or --apply_chat_template for columns of messages."
+        draft.refuse("prompt_key", "is missing", remedy)
+    tuning_template(draft)
+
+
+def tuning_template(draft: Draft) -> None:
+    """The chat template: the tokenizer's, a given one, or one that writes input_template."""
+    if draft["apply_chat_template"]:
+        if draft["tokenizer_chat_template"]:
+            draft.set(MODEL + "custom_chat_template", draft["tokenizer_chat_template"])
+        return
+    template = draft["input_template"]
+    if template and "{}" in template:  # OpenRLHF ignores others
+        start, end = map(json.dumps, template.split("{}", 1))
+        text = f"{{% for m in messages %}}{{{{ {start} + m.content + {end} }}}}{{% endfor %}}"
+        draft.set(MODEL + "custom_chat_template", text, "writes --input_template around the prompt")
+    else:
+        draft.set(MODEL + "custom_chat_template", VERBATIM, VERBATIM_NOTE)
+
+
+TUNING_FORMULAS = (tuning_data, tuning_schedule, memory, outputs)

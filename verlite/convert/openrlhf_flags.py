@@ -1,11 +1,15 @@
-"""Every flag of OpenRLHF's train_ppo_ray, and what becomes of it.
+"""Every flag of OpenRLHF's train_ppo_ray, train_sft and train_dpo, and what becomes of it.
 
 A flag has its underscore name of versions up to 0.9 first, then its dotted name of 0.10 and later.
-Source: openrlhf/cli/train_ppo_ray.py of versions 0.5.9, 0.6.1, 0.9.5, 0.10, 0.11.0 and 0.11.2.
-Changed defaults: the tags from 0.4.6 on.
+Source: openrlhf/cli/train_ppo_ray.py of versions 0.5.9, 0.6.1, 0.9.5, 0.10, 0.11.0 and 0.11.2;
+train_sft.py and train_dpo.py of 0.4.6 to 0.11.0. Changed defaults: the tags from 0.4.6 on.
 """
 
+import re
+from dataclasses import replace
+
 from verlite.convert.rows import ACTOR, MODEL, REF, ROLLOUT, Row, derived, dropped, refused, same
+from verlite.convert.tuning import own_key
 from verlite.convert.versions import Change, Versions
 
 _DEEPSPEED = "verlite trains with FSDP2, not with DeepSpeed"
@@ -516,3 +520,119 @@ VERSIONS = Versions(
         Change("lambd", "0.5.7", 0.95, 1.0),
     ),
 )
+
+# train_sft and train_dpo
+
+_SHARED = (
+    "pretrain aux_loss_coef seed full_determinism adam_betas adam_eps l2 max_norm lr_scheduler "
+    "lr_warmup_ratio min_lr_ratio zero_stage adam_offload param_dtype bf16 flash_attn "
+    "attn_implementation experts_implementation gradient_checkpointing "
+    "gradient_checkpointing_use_reentrant packing_samples ring_attn_size ring_head_stride "
+    "ds_tensor_parallel_size zpg overlap_comm grad_accum_dtype deepcompile local_rank "
+    "use_ds_universal_ckpt use_liger_kernel lora_rank lora_alpha target_modules lora_dropout "
+    "load_in_4bit dataloader_num_workers disable_fast_tokenizer use_ms save_path save_steps "
+    "disable_ds_ckpt max_ckpt_num max_ckpt_mem load_checkpoint logging_steps use_wandb wandb_org "
+    "wandb_group wandb_run_name use_tensorboard"
+)
+_DPO_LOSS = "verlite has the loss of the paper, without additions: leave it out"
+
+
+def _tuned(row: Row) -> Row:
+    """Return a row of train_ppo_ray as train_sft and train_dpo have it."""
+    also = [re.sub(r"^actor\.(?=adam|max_norm|lr_|min_lr)", "", name) for name in row.also]
+    keys = " ".join(filter(None, map(own_key, row.to.split())))
+    return replace(row, to=keys, also=tuple(re.sub(r"^actor\.", "model.", name) for name in also))
+
+
+TUNING_FLAGS: tuple[Row, ...] = (
+    *(_tuned(row) for row in FLAGS if row.name in _SHARED.split()),
+    same("train_batch_size train.batch_size", "data.train_batch_size", 128),
+    same("micro_train_batch_size train.micro_batch_size", "data.micro_batch_size_per_gpu", 8),
+    same("max_samples data.max_samples", "data.train_max_samples", int),
+    refused("optim", "adam", "the optimizer is AdamW: use --optim adam"),
+    dropped("muon.lr", float, "Muon is off"),
+    dropped("muon.momentum", float, "Muon is off"),
+    dropped("muon.ns_steps", int, "Muon is off"),
+    dropped("muon.nesterov", True, "Muon is off"),
+    dropped("muon.no_nesterov", False, "Muon is off"),
+    dropped("disable_trace_cache", False, _DEEPSPEED),
+    dropped("torch_compile", False, "see fsdp_config.use_torch_compile"),
+    derived("dataset data.dataset", "data.train_files", str),
+    derived(
+        "dataset_probs data.dataset_probs",
+        "",
+        str,
+        "refused with several data sets: verlite concatenates its files",
+    ),
+    derived("dataset_split train_split data.dataset_split", "data.train_files", "train"),
+    derived("eval_dataset eval.dataset", "data.val_files", str),
+    derived("eval_steps eval.steps", "trainer.test_freq", -1, "-1: once per epoch in OpenRLHF"),
+    derived(
+        "apply_chat_template data.apply_chat_template",
+        "model.custom_chat_template",
+        False,
+        "without it, a template that writes input_template",
+    ),
+    derived(
+        "tokenizer_chat_template data.tokenizer_chat_template", "model.custom_chat_template", str
+    ),
+    dropped("save_hf_ckpt ckpt.save_hf", False, "`verlite export` reads every checkpoint"),
+)
+
+SFT_FLAGS: tuple[Row, ...] = (
+    same("learning_rate adam.lr", "optim.lr", 5e-06),
+    same("max_epochs train.max_epochs", "trainer.total_epochs", 2),
+    derived("max_len data.max_len", "data.max_length data.truncation", 2048),
+    derived("eval_split eval.split", "data.val_files", "train"),
+    derived("input_key data.input_key", "data.prompt_key data.messages_key", "input"),
+    derived("output_key data.output_key", "data.response_key", str),
+    derived(
+        "input_template data.input_template",
+        "model.custom_chat_template",
+        "User: {}\nAssistant: ",
+        "without apply_chat_template",
+    ),
+    derived("multiturn data.multiturn", "data.messages_key", False),
+    refused(
+        "pretrain_mode model.pretrain_mode_enable",
+        False,
+        "main_sft trains on responses, not on text alone",
+    ),
+    same("ckpt_path ckpt.path", "trainer.default_local_dir", "./ckpt/checkpoints_sft"),
+    same("wandb_project logger.wandb.project", "trainer.project_name", "openrlhf_train_sft"),
+)
+
+DPO_FLAGS: tuple[Row, ...] = (
+    same("learning_rate adam.lr", "optim.lr", 1e-05),
+    same("max_epochs train.max_epochs", "trainer.total_epochs", 1),
+    same("beta model.beta", "beta", 0.1),
+    refused("ipo model.ipo_enable", False, _DPO_LOSS),
+    refused("label_smoothing model.label_smoothing", 0.0, _DPO_LOSS),
+    refused("nll_loss_coef model.nll_loss_coef", 0.0, _DPO_LOSS),
+    derived("ref_pretrain ref.model_name_or_path", "", str, "the reference is the model itself"),
+    dropped("ref_offload ref.offload", False, "the reference's log-probs are computed once"),
+    derived("max_len data.max_len", "data.max_length data.truncation", 512),
+    derived("eval_split eval.split", "data.val_files", "test"),
+    derived("prompt_key data.prompt_key", "data.prompt_key", str),
+    same("chosen_key data.chosen_key", "data.chosen_key", "chosen"),
+    same("rejected_key data.rejected_key", "data.rejected_key", "rejected"),
+    derived(
+        "input_template data.input_template",
+        "model.custom_chat_template",
+        str,
+        "without apply_chat_template",
+    ),
+    same("ckpt_path ckpt.path", "trainer.default_local_dir", "./ckpt/checkpoints_dpo"),
+    same("wandb_project logger.wandb.project", "trainer.project_name", "openrlhf_train_dpo"),
+)
+
+TABLES: dict[str, tuple[Row, ...]] = {
+    "train_ppo_ray": FLAGS,
+    "train_sft": (*SFT_FLAGS, *TUNING_FLAGS),
+    "train_dpo": (*DPO_FLAGS, *TUNING_FLAGS),
+}
+"""Program -> its flags."""
+TUNING_VERSIONS = Versions(
+    "OpenRLHF", "0.4.6", "0.11.2", (Change("eval_split", "0.7.4", "test", "train"),)
+)
+"""Of train_sft. train_dpo's defaults are the same in all."""

@@ -19,6 +19,7 @@ OWN = {
     "data.seed": "trainer.seed",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.val_before_train": "",
+    "trainer.export_hf": "",
     "trainer.nnodes": "",
     "trainer.n_gpus_per_node": "",
 }
@@ -50,7 +51,10 @@ def rows_file(draft: Draft, name: str, split: str) -> list[str] | str:
         if path.suffix in (*SUFFIXES, ".csv") or entry.startswith(("/", "./", "../", "~")):
             files.append(entry)
             continue
-        files.append(f"data/{path.name}-{split}.parquet")
-        code = f"from datasets import load_dataset; load_dataset({entry!r}, split={split!r})"
+        repository, _, inside = entry.partition("@")  # NAME@FOLDER, as in OpenRLHF
+        title = "-".join(filter(None, (Path(repository).name, inside.replace("/", "-"), split)))
+        files.append(f"data/{title}.parquet")
+        options = f"{entry!r}, " if not inside else f"{repository!r}, data_dir={inside!r}, "
+        code = f"from datasets import load_dataset; load_dataset({options}split={split!r})"
         draft.before.append(shlex.join(["python", "-c", f"{code}.to_parquet({files[-1]!r})"]))
     return files if len(files) != 1 else files[0]
