@@ -38,7 +38,11 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{{ ([0] * 1000000000) | length }}", "128 MiB of memory"),
     ],
 )
-def test_a_template_without_end_is_an_error(template: str, reason: str) -> None:
+def test_a_template_without_end_is_an_error(
+    template: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason != "0.3 s":  # a busy machine must not come first
+        monkeypatch.setattr(chat_template, "SECONDS", 60.0)
     tokenizer = tiny_tokenizer()
     usual = tokenizer.chat_template
     expected = build_prompt(tokenizer, MESSAGES)
@@ -56,7 +60,10 @@ def test_a_template_without_end_is_an_error(template: str, reason: str) -> None:
 
 def test_stars_in_text_are_no_powers() -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "**a** {{ '**b**' }} {% macro f() %}{% endmacro %}{{ f() }}"
+    tokenizer.chat_template = (
+        "**a** {{ '**b**' }} {% macro f() %}{% endmacro %}{{ f() }}"
+        "{{ dict(messages[0], **{'content': ''})['role'] }}"
+    )
     assert build_prompt(tokenizer, MESSAGES)
 
 

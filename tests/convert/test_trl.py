@@ -587,7 +587,7 @@ def test_what_would_change_tuning_is_refused(trainer, option, words):
     ("version", "expected"),
     [
         # Read off GRPOConfig of each tag.
-        ("v0.15.0", (0.04, 0.9, 50, 256, 512, "seq-mean-token-mean", "float32", 1)),
+        ("v0.15.0", (0.04, 0.9, 50, 256, 512, "seq-mean-token-mean", "float32", 8)),
         ("0.17", (0.04, 0.9, 50, 256, 512, "token-mean", "float32", 8)),
         ("0.18.1", (0.04, 1.0, -1, 256, 512, "token-mean", "float32", 8)),
         ("0.22", (None, 1.0, -1, 256, 512, "token-mean", "bfloat16", 8)),

@@ -576,8 +576,7 @@ CASES = (
     Case(
         "Ground truths that are null",
         "",
-        ("train.parquet: 64 of 64 rows have an empty ground truth", "Remove these rows"),
-        code=0,
+        ("train.parquet row 0: reward_model.ground_truth is null", "Give the answer, drop the row"),
         program="verlite check",
         files=every_row(
             data_source="openai/gsm8k", reward_model={"style": "rule", "ground_truth": None}
