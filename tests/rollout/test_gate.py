@@ -39,6 +39,8 @@ def test_requests_of_other_sites_do_not_reach_vllm(monkeypatch: pytest.MonkeyPat
     assert status((b"host", b"evil.example"), KIND) == 403
     assert status((b"host", b"gpu4"), KIND, (b"origin", b"https://evil.example")) == 403
     assert status((b"host", b"gpu4"), (b"content-type", b"text/plain")) == 415
+    assert status((b"host", b"gpu4"), (b"content-length", b"2")) == 415
+    assert status((b"host", b"gpu4"), (b"content-length", b"0")) == 200
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     assert status((b"host", b"balancer"), KIND, (b"authorization", b"Bearer s3cret")) == 200
     assert status((b"host", b"balancer"), KIND) == 401
