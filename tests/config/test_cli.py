@@ -46,7 +46,7 @@ def test_check_accepts_a_valid_command(material):
     assert "note: renamed keys: rollout.n_agent -> rollout.n\n" in text
     sizes = "512 prompts x 8 = 4096 samples / 8 devices = 512 each"
     assert f"{sizes}; 2 updates of 2048; micro-batches of 4" in text
-    assert text.strip().endswith("The configuration is fine.")
+    assert text.strip().endswith("The configuration is fine. See the notes above.")
 
 
 def test_check_lists_all_problems(material):
@@ -72,7 +72,7 @@ def test_check_imports_modules_of_the_working_directory(material, tmp_path):
     # -P: as for an installed script, the working directory is not on sys.path at the start.
     done = run_python("-P", "-m", "verlite", "check", *line, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("The configuration is fine.")
+    assert done.stdout.strip().endswith("The configuration is fine. See the notes above.")
 
 
 def test_plan_prints_values_and_origins(material):

@@ -225,6 +225,9 @@ def test_check_and_explain(material):
         "of this run",
         "train: the first 1 examples have tokens 5 to 5 (median 5, p90 5), limit 1024, of which "
         "1 to 1 (median 1, p90 1) are trained",
+        f"note: model.path={material.folder}/model: no small copy of a qwen2 model can be built, "
+        "so its architecture is checked with short sequences only. Compare log-probs with those of "
+        "transformers on your longest sequences",
         "note: 1 of 1 examples do not end with a special token: the chat template writes none "
         "after the assistant's last turn, or has it outside of its generation marks. A model that "
         "learns them does not learn to end its answers",

@@ -256,7 +256,7 @@ def _generated(folder: Path, reference: Any, longest: int) -> str:
 
 def _reason(error: Exception, folder: Path) -> str:
     text = " ".join(str(error).replace(str(folder), "FOLDER").split())
-    return re.sub(r"(by|at least) [0-9.e+-]+[0-9]", r"\1 X", text)
+    return re.sub(r"(by|at least) [0-9]([0-9.e+-]*[0-9])?", r"\1 X", text)
 
 
 INTRO = """# Models

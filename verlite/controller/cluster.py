@@ -104,6 +104,8 @@ class Cluster:
         try:
             # Calls into Ray may hang when one of its processes is lost.
             if self.supervisor.ray_is_lost() or not ray.is_initialized():
+                # At exit Ray would make its folder again, which the guardian has removed by then.
+                atexit.unregister(ray.shutdown)
                 return
             if graceful:
                 bounded(lambda: _close_workers(self.supervisor), CLOSE_S)
