@@ -10,7 +10,7 @@ says what else a machine lacks and how to bring it. PARTS are in the order of wh
 Each runs in its own process. A part that is not finished when its own seconds or those of the
 command are over is killed; a part that does not fit into what is left is skipped, and says so.
 FOLDER/gpu.jsonl (FOLDER is $OUT, else build/) gets a line as soon as a row is measured, so that a
-run that is cut off has told what it knew. The exit code is 1 if a check failed.
+run that is cut off keeps its results. The exit code is 1 if a check failed.
 
 With --device cpu the same parts run with tiny models, which tests this script. --take stores the
 measured parts of a gpu.jsonl that was brought from another machine in results.json.
