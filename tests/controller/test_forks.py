@@ -113,7 +113,7 @@ def test_a_closed_terminal_does_not_end_ray_and_workers(forked, fresh):
     forked.origin()
     group = os.getpgid(0)
     processes = {
-        one: " ".join(one.cmdline())[:80]
+        one: " ".join(one.cmdline())
         for one in processes_of(fresh.run_id)
         if one.pid != os.getpid() and os.getpgid(one.pid) == group
     }
