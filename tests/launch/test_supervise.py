@@ -136,7 +136,8 @@ def test_an_attempt_is_read_from_the_run_directory(tmp_path):
     error = {"time": 100.0, "type": "RayLost", "message": "the raylet has ended\nand more"}
     (tmp_path / supervisor_file.ERROR_FILE).write_text(json.dumps(error))
     told = supervisor_file.Told(str(tmp_path))
-    now = read_attempt(LOST, told, started=99.0)
+    assert read_attempt(LOST, told, started=99.0, since=time.time() + 9).saved is None
+    now = read_attempt(LOST, told, started=99.0, since=1.0)
     assert (now.step, now.saved, now.error) == (2, 2, "the raylet has ended")
     assert now.error_type == "RayLost"
     assert now.ending == "ended with exit code 76 (the raylet has ended)"
@@ -244,7 +245,9 @@ def start(tmp_path):
 
     def run(plan, **options):
         folder = tmp_path / str(len(started))
-        folder.mkdir()
+        (folder / "global_step_50").mkdir(parents=True)
+        (folder / "global_step_50" / "manifest.json").touch()  # of an earlier run
+        os.utime(folder / "global_step_50" / "manifest.json", (1.0, 1.0))
         started.append(Supervised(folder, plan, **options))
         return started[-1]
 
@@ -260,6 +263,7 @@ def test_restarts_of_real_commands(start):
         "76,kill,75,0": (0, 4, "restart 3 of 5"),
         "76,2": (2, 2, "restart 1 of 5 without a new checkpoint, in"),
         "saved,saved,0": (0, 3, "restart 1 of 5 since checkpoint 2, in"),
+        "76,76,saved,0": (0, 4, "restart 1 of 5 since checkpoint 3, in"),
         "76,missing,missing,0": (0, 4, "ended with exit code 2 (only 1 of 2 devices)"),
         "missing": (2, 1, ""),
         "1": (1, 1, ""),

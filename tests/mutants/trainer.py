@@ -362,6 +362,21 @@ MUTANTS = [
         ("tests/trainer/test_finish.py",),
     ),
     Mutant(
+        "three failed saves within seconds end the run",
+        CHECKPOINTS + "FAILED_SAVES_S",
+        constant(0.0),
+        ("tests/trainer/test_finish.py::test_saves_may_fail_a_few_times_in_a_row",),
+    ),
+    Mutant(
+        "a checkpoint of an earlier run counts as this command's",
+        CHECKPOINTS + "last_saved",
+        argument("since", lambda since: 0.0),
+        (
+            "tests/trainer/test_launch.py"
+            "::test_the_line_about_a_stop_names_no_checkpoint_of_an_earlier_run",
+        ),
+    ),
+    Mutant(
         "a resumed run goes on with another reference service",
         REFERENCE + "_compare_with_record",
         does_nothing,

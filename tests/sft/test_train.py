@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from tests.trainer.test_stages import Screen
 from verlite.cli import app
 from verlite.config import dpo, load, sft
 from verlite.config.problems import ConfigError
@@ -23,8 +26,11 @@ from verlite.engine.process_group import single_process_group
 from verlite.main_sft import main
 from verlite.sft.batch import build_batch
 from verlite.sft.data import Example, read_examples
-from verlite.sft.run import critical_settings
+from verlite.sft.run import Run, critical_settings, save
 from verlite.sft.train import sft_loss, validation_loss
+from verlite.trainer import checkpoints
+from verlite.trainer.checkpoints import CheckpointError, FailedSaves
+from verlite.trainer.metrics import Stopwatch
 from verlite.trainer.time_limit import TimeLimit
 
 pytestmark = pytest.mark.process
@@ -438,6 +444,31 @@ def test_all_invalid_keys_are_reported_together(capsys):
     }
     assert main(["data.train_files=x"]) == 2
     assert "model.path" in capsys.readouterr().err
+
+
+def test_saves_may_fail_for_two_minutes(tmp_path, monkeypatch):
+    """As in RL training, a few failures in a row do not end a run whose steps are short."""
+
+    def save_engine(folder):
+        raise OSError("full")
+
+    run = Run(**dict.fromkeys(field.name for field in fields(Run)))
+    run.config, run.run_dir, run.stopwatch = sft.SFTConfig(), tmp_path, Stopwatch()
+    run.total_steps, run.failed_saves, run.display = 9, FailedSaves(), Screen()
+    run.engine = SimpleNamespace(save=save_engine)
+    monkeypatch.setattr(Run, "state", lambda run: {})
+    clock = iter([1000.0, 1001.0, 1002.0, 1119.9, 1120.0])
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with single_process_group():
+        for run.step in range(1, 5):
+            save(run)
+        assert len(run.display) == 4 and "but not within 120 s of the first" in run.display[-1]
+        with pytest.raises(CheckpointError, match="full"):
+            save(run)
+        run.failed_saves, run.step = FailedSaves(2, 1119.0), run.total_steps
+        clock = iter([1120.0])
+        with pytest.raises(CheckpointError, match="full"):  # there is no later save
+            save(run)
 
 
 def test_missing_file_exits_with_code_2(tiny_qwen2, tmp_path, capsys):

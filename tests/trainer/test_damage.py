@@ -348,7 +348,7 @@ def test_the_pointer_only_costs_a_line(
         run_dir = copy_of(sound, tmp_path / "run")
         pointer = run_dir / checkpoints.POINTER
         damage(pointer)
-        assert "global_step_6. To resume" in checkpoint_text(config), what
+        assert "global_step_6. To resume" in checkpoint_text(config, 0.0), what
         result, warnings = resume(run_dir)
         assert result == written[6] and len(warnings) <= 1, what
         if what == "a folder":

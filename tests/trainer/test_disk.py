@@ -105,7 +105,7 @@ def test_a_full_and_a_read_only_disk_cost_checkpoints_alone(
     assert (run_dir / "huggingface" / "config.json").is_file()
 
     read_only = names + AFTER_STEP + "AFTER, BEFORE = {5: protect}, {}\n"
-    read_only += "from verlite.trainer import finish\nfinish.FAILED_SAVES_S = 0\n"
+    read_only += "from verlite.trainer import checkpoints\ncheckpoints.FAILED_SAVES_S = 0\n"
     second = Launch(
         run_dir, [*options, "trainer.total_training_steps=9"], tmp_path / "second.log", read_only
     )

@@ -43,8 +43,7 @@ def fake_run(tmp_path, resumed_step=0, **fields) -> Run:
         "version": 0,
         "resumed_step": resumed_step,
         "saved_step": 0,
-        "failed_saves": 0,
-        "save_failed_at": 0.0,
+        "failed_saves": checkpoints.FailedSaves(),
         "finished_step": 0,
         "can_abort": False,
     }
@@ -253,11 +252,11 @@ def test_saves_may_fail_a_few_times_in_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "state", lambda run: {})
     run.config.trainer.max_failed_saves = 3
     clock = iter([0.0, 1000.0, 2000.0, 2001.0, 2119.9, 2120.0])
-    monkeypatch.setattr(finish, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     for run.current.number in range(1, 7):
         finish.save(run)
-    assert (run.saved_step, run.failed_saves, len(run.display)) == (3, 3, 5)
-    assert "but not within 120 s of the first" in run.display[-1]
+    assert (run.saved_step, run.failed_saves.count, len(run.display)) == (3, 3, 5)
+    assert "trainer.max_failed_saves=3, but not within 120 s of the first" in run.display[-1]
     with pytest.raises(checkpoints.CheckpointError, match="full"):
         finish.save(run)
 

@@ -11,6 +11,7 @@ from tests.trainer.test_stages import Screen
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
 from verlite.config.schema import Config, DataConfig
+from verlite.controller import supervisor_file
 from verlite.trainer import build, launch
 from verlite.trainer.build import restore, stop_if_complete
 from verlite.trainer.checkpoints import MANIFEST, Checkpoint, CheckpointError
@@ -118,6 +119,7 @@ def test_a_run_directory_is_locked_until_its_owner_ends(tmp_path):
         ("auto", True, "global_step_4. To resume, run the same command."),
         ("disable", True, "run the same command with trainer.resume_mode=auto."),
         ("auto", False, "No checkpoint was saved"),
+        ("disable", False, "No checkpoint was saved"),
     ],
 )
 def test_the_line_about_a_stop_names_the_last_checkpoint(tmp_path, mode, saved, text):
@@ -127,10 +129,32 @@ def test_the_line_about_a_stop_names_the_last_checkpoint(tmp_path, mode, saved, 
     if saved:
         (tmp_path / "global_step_4").mkdir()
         (tmp_path / "global_step_4" / MANIFEST).touch()
-    assert text in checkpoint_text(config) and "Files" not in checkpoint_text(config)
+    assert text in checkpoint_text(config, 9.0) and "Files" not in checkpoint_text(config, 9.0)
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "logs").mkdir()
-    assert checkpoint_text(config).endswith(f". Files: metrics.jsonl, logs in {tmp_path}.")
+    assert checkpoint_text(config, 9.0).endswith(f". Files: metrics.jsonl, logs in {tmp_path}.")
+
+
+@pytest.mark.parametrize("mode", ["disable", "resume_path"])
+def test_the_line_about_a_stop_names_no_checkpoint_of_an_earlier_run(tmp_path, monkeypatch, mode):
+    """A run that starts over in a used directory, without and under `verlite supervise`."""
+    config = a_config()
+    config.trainer.default_local_dir = str(tmp_path)
+    config.trainer.resume_mode = mode
+    for step, saved_at in ((4, 200.0), (50, 50.0)):
+        manifest = tmp_path / f"global_step_{step}" / MANIFEST
+        manifest.parent.mkdir()
+        manifest.touch()
+        os.utime(manifest, (saved_at, saved_at))
+    path = tmp_path / "global_step_4"
+    assert checkpoint_text(config, 300.0).startswith("No checkpoint was saved")
+    text = checkpoint_text(config, 100.0)
+    assert text.startswith(f"Last checkpoint: {path}. ")
+    assert f"trainer.resume_mode=resume_path trainer.resume_from_path={path}." in text
+    monkeypatch.setenv(supervisor_file.STARTED, "100.0")
+    assert checkpoint_text(config, 300.0) == text, "an earlier attempt of this command saved it"
+    config.trainer.resume_mode = "auto"
+    assert "global_step_50. To resume, run the same command." in checkpoint_text(config, 300.0)
 
 
 @pytest.mark.parametrize(

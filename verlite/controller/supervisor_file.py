@@ -48,10 +48,15 @@ def read(path: Path) -> Told:
         return Told()
 
 
-def restarted_since() -> float | None:
-    """Return when the supervisor started, in seconds since the epoch, if it has started this
-    process again. None for its first start, and without a supervisor."""
+def started() -> float | None:
+    """Return when the supervisor of this process started, in seconds since the epoch."""
     try:
-        return float(os.environ[STARTED]) if int(os.environ[RESTARTS]) > 0 else None
+        return float(os.environ[STARTED])
     except (KeyError, ValueError):
         return None
+
+
+def restarted_since() -> float | None:
+    """Return `started()` if the supervisor has started this process again. None for its first
+    start, and without a supervisor."""
+    return started() if os.environ.get(RESTARTS, "0") != "0" else None

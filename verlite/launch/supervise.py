@@ -60,7 +60,7 @@ class Attempt:
         error: first line of its error.json; "" if it has written none.
         error_type: class of that error.
         step: last step in metrics.jsonl; None without one.
-        saved: step of the newest checkpoint; None without one.
+        saved: step of the newest checkpoint since the supervisor started; None without one.
         no_restart: see `supervisor_file.Told`.
     """
 
@@ -255,7 +255,9 @@ class Supervisor:
         if self._signal is not None:  # it came while the process started
             self._process.send_signal(SIGNALS[self._signal])
         self._wait(self._process)
-        return read_attempt(self._process.returncode, supervisor_file.read(told), started)
+        return read_attempt(
+            self._process.returncode, supervisor_file.read(told), started, self._started
+        )
 
     def _wait(self, child: "subprocess.Popen[bytes]") -> None:
         """Wait for the end of the command. Kill it if it stays stopped by SIGSTOP."""
@@ -289,7 +291,9 @@ class Supervisor:
         return exit_codes.STOPPED if self._may_succeed(attempt) else shell_code(attempt.code)
 
 
-def read_attempt(code: int, told: supervisor_file.Told, started: float) -> Attempt:
+def read_attempt(
+    code: int, told: supervisor_file.Told, started: float, since: float = 0.0
+) -> Attempt:
     """Return how a run of the command ended, from its exit code and its run directory.
 
     Ray's native client ends the driver with 1 if it puts a value into the object store of a lost
@@ -298,6 +302,7 @@ def read_attempt(code: int, told: supervisor_file.Told, started: float) -> Attem
 
     Args:
         started: when it started, in seconds since the epoch.
+        since: checkpoints that were saved before are not the command's.
     """
     if not told.run_dir:
         return Attempt(code, no_restart=told.no_restart)
@@ -312,7 +317,7 @@ def read_attempt(code: int, told: supervisor_file.Told, started: float) -> Attem
         told.run_dir,
         error,
         max(steps, default=None),
-        checkpoints.last_saved(run_dir),
+        checkpoints.last_saved(run_dir, since),
         told.no_restart,
         error_type,
     )

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +49,12 @@ from verlite.sft.data import (
     refuse_foreign_tokens,
 )
 from verlite.trainer import checkpoints, exports, run_file
-from verlite.trainer.checkpoints import Checkpoint, CheckpointError, ResumeRefused
+from verlite.trainer.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    FailedSaves,
+    ResumeRefused,
+)
 from verlite.trainer.display import Display
 from verlite.trainer.ending import begin, reported_first
 from verlite.trainer.errors import RunRefused
@@ -60,7 +66,7 @@ from verlite.trainer.time_limit import TimeLimit, stop_for_time, time_limit
 from verlite.trainer.tracking import Tracking
 
 MAX_FAILED_SAVES = 3
-"""The run ends after so many failed saves in a row."""
+"""The run ends after so many failed saves in a row (`FailedSaves`)."""
 ROLE = "actor"
 """Folder of the model in a checkpoint, as in RL training."""
 CRITICAL = (
@@ -128,7 +134,7 @@ class Run:
     """The current step, from 1, or the last one."""
     resumed_step: int = 0
     saved_step: int = 0
-    failed_saves: int = 0
+    failed_saves: FailedSaves = field(default_factory=FailedSaves)
     last_line: float = 0.0
     """When the last line of a step was printed, in time.monotonic()."""
     stopped: bool = False
@@ -237,7 +243,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             stack.enter_context(lock_run_dir(run_dir))
             begin(stop, run_dir)
             display = Display(out, stop.log)
-            stop.checkpoint = partial(checkpoint_text, config)
+            stop.checkpoint = partial(checkpoint_text, config, time.time())
             stop.on_defer = lambda name: display.info(
                 f"{name}: the step ends, the run saves, and then it ends"
             )
@@ -456,15 +462,11 @@ def save(run: Run) -> None:
     with run.stopwatch("save_checkpoint"), run.display.phase("save_checkpoint"):
         failure = _write(run)
     if failure is not None:
-        run.failed_saves += 1
-        if run.failed_saves >= MAX_FAILED_SAVES:
-            raise failure
-        run.display.warn(
-            f"{failure} Failed saves in a row: {run.failed_saves}; the run stops at "
-            f"{MAX_FAILED_SAVES}"
-        )
+        is_last = run.step == run.total_steps
+        count = partial(run.failed_saves.add, failure, MAX_FAILED_SAVES, is_last)
+        run.display.warn(on_first_rank(count))
         return
-    run.failed_saves = 0
+    run.failed_saves = FailedSaves()
     run.saved_step = run.step
     if run.rank == 0:
         keep = run.config.trainer.max_ckpt_to_keep

@@ -18,6 +18,8 @@ import json
 import os
 import re
 import shutil
+import stat
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -43,6 +45,8 @@ STATE_TYPES = {
     "model": dict,
 }
 """Entries of state.json."""
+FAILED_SAVES_S = 120.0
+"""With short steps that each save, a few failures in a row are seconds apart."""
 
 
 class CheckpointError(Exception):
@@ -51,6 +55,38 @@ class CheckpointError(Exception):
 
 class ResumeRefused(CheckpointError):
     """The run cannot resume from what is on disk. Nothing was started."""
+
+
+@dataclass
+class FailedSaves:
+    """The failed saves since the last one that succeeded."""
+
+    count: int = 0
+    first_at: float = 0.0
+    """When the first of them failed, in time.monotonic()."""
+
+    def add(self, error: CheckpointError, limit: int, is_last: bool, key: str = "") -> str:
+        """Count a failed save. Return the warning; training goes on.
+
+        Args:
+            limit: failed saves in a row that end the run once the first is FAILED_SAVES_S ago.
+            is_last: there is no later save, so the time does not count.
+            key: the name of `limit`, with "=".
+
+        Raises:
+            CheckpointError: the error, if it ends the run.
+        """
+        now = time.monotonic()
+        if not self.count:
+            self.first_at = now
+        self.count += 1
+        is_early = now - self.first_at < FAILED_SAVES_S and limit > 1 and not is_last
+        if self.count >= limit and not is_early:
+            raise error
+        return (
+            f"{error} Failed saves in a row: {self.count}; the run stops at {key}{limit}, but not "
+            f"within {FAILED_SAVES_S:g} s of the first"
+        )
 
 
 @dataclass(frozen=True)
@@ -291,13 +327,16 @@ def steps_on_disk(run_dir: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def last_saved(run_dir: Path) -> int | None:
-    """The newest step whose folder has a manifest, without looking at its files."""
+def last_saved(run_dir: Path, since: float = 0.0) -> int | None:
+    """The newest step whose folder has a manifest, without looking at its files.
+
+    since: leaves out what was saved before, in seconds since the epoch.
+    """
     steps = reversed(steps_on_disk(run_dir))
-    return next((n for n in steps if (run_dir / f"{PREFIX}{n}" / MANIFEST).is_file()), None)
+    return next((n for n in steps if _is_saved_since(run_dir / f"{PREFIX}{n}", since)), None)
 
 
-def complete(run_dir: Path, since: float | None = None) -> tuple[Checkpoint | None, list[str]]:
+def complete(run_dir: Path, since: float = 0.0) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest complete checkpoint, and a line about each folder that was passed over.
 
     since: leaves out what was saved before, in seconds since the epoch.
@@ -309,7 +348,7 @@ def complete(run_dir: Path, since: float | None = None) -> tuple[Checkpoint | No
     ]
     for step in reversed(steps_on_disk(run_dir)):
         folder = run_dir / f"{PREFIX}{step}"
-        if not _is_saved_since(folder, since):
+        if since and not _is_saved_since(folder, since):
             continue
         problem = defect(folder)
         if problem is None:
@@ -318,16 +357,18 @@ def complete(run_dir: Path, since: float | None = None) -> tuple[Checkpoint | No
     return None, ignored
 
 
-def _is_saved_since(folder: Path, since: float | None) -> bool:
-    """Whether a checkpoint was saved after this time, in seconds since the epoch."""
+def _is_saved_since(folder: Path, since: float) -> bool:
+    """Whether a folder has a manifest that was written after this time, in seconds since the
+    epoch."""
     try:
-        return since is None or (folder / MANIFEST).stat().st_mtime >= since
+        status = (folder / MANIFEST).stat()
     except OSError:
         return False
+    return stat.S_ISREG(status.st_mode) and status.st_mtime >= since
 
 
 def newest(
-    run_dir: Path, warn: Callable[[str], None], clean: bool = True, since: float | None = None
+    run_dir: Path, warn: Callable[[str], None], clean: bool = True, since: float = 0.0
 ) -> Checkpoint | None:
     """Find the newest complete checkpoint of a run directory.
 
@@ -341,7 +382,7 @@ def newest(
         ResumeRefused: there are checkpoints, but none is complete.
     """
     found, ignored = complete(run_dir, since)
-    if found is None and since is None and steps_on_disk(run_dir):
+    if found is None and not since and steps_on_disk(run_dir):
         lines = [f"no checkpoint in {run_dir} is complete:", *ignored]
         raise ResumeRefused(
             "\n  ".join(lines) + "\nRestore one of them, or start from the beginning with "

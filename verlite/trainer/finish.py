@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from verlite.trainer.tracking import set_aside
 from verlite.trainer.validate import validate
 
 SAMPLES_SHOWN = 3
-FAILED_SAVES_S = 120.0
-"""With short steps that each save, a few failures in a row are seconds apart."""
 
 
 def start_with_validation(run: Run) -> bool:
@@ -163,7 +160,7 @@ def save(run: Run) -> None:
     """Write a checkpoint and delete old ones.
 
     A failed save costs a warning, and training goes on, until `trainer.max_failed_saves` in a row
-    have failed and the first of them is FAILED_SAVES_S ago.
+    have failed (`checkpoints.FailedSaves`).
 
     Raises:
         CheckpointError: too many failed saves in a row.
@@ -175,22 +172,11 @@ def save(run: Run) -> None:
                 run.run_dir, run.step, run.state(), lambda folder: save_workers(run, folder)
             )
         except checkpoints.CheckpointError as error:
-            now = time.monotonic()
-            if not run.failed_saves:
-                run.save_failed_at = now
-            run.failed_saves += 1
-            is_early = now - run.save_failed_at < FAILED_SAVES_S
-            if trainer.max_failed_saves == 1 or run.step == run.total_steps:
-                is_early = False  # there is no later save
-            if run.failed_saves >= trainer.max_failed_saves and not is_early:
-                raise
-            run.display.warn(
-                f"{error} Failed saves in a row: {run.failed_saves}; the run stops at "
-                f"trainer.max_failed_saves={trainer.max_failed_saves}, but not within "
-                f"{FAILED_SAVES_S:g} s of the first"
-            )
+            limit, is_last = trainer.max_failed_saves, run.step == run.total_steps
+            key = "trainer.max_failed_saves="
+            run.display.warn(run.failed_saves.add(error, limit, is_last, key))
             return
-    run.failed_saves = 0
+    run.failed_saves = checkpoints.FailedSaves()
     run.saved_step = run.step
     checkpoints.prune(run.run_dir, run.step, trainer.max_actor_ckpt_to_keep, run.display.warn)
 

@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from verlite.config.plan import Plan, make_plan, scores_remotely
 from verlite.config.rules import check
 from verlite.config.schema import Config, ModelConfig
 from verlite.config.sft import TuningConfig
+from verlite.controller import supervisor_file
 from verlite.controller.cluster import Cluster, connect
 from verlite.controller.head import find
 from verlite.controller.placement import Placement, device_kind, reserve
@@ -117,7 +119,7 @@ def preflight(loaded: Loaded, stop: Stop) -> Iterator[Preflight]:
         stop.where = display.where
         stack.enter_context(lock_run_dir(run_dir))
         begin(stop, run_dir)
-        stop.checkpoint = functools.partial(checkpoint_text, config)
+        stop.checkpoint = functools.partial(checkpoint_text, config, time.time())
         stop.grace_s = config.trainer.stop_grace_s
         with reported_first(stop, run_dir):
             stack.enter_context(environment(config.ray_kwargs.ray_init.runtime_env.env_vars))
@@ -592,15 +594,24 @@ def unwritable(run_dir: Path, error: OSError) -> str:
     )
 
 
-def checkpoint_text(config: Config | TuningConfig) -> str:
-    """Return what to print about the last checkpoint after a signal: where it is, how to resume."""
+def checkpoint_text(config: Config | TuningConfig, started: float) -> str:
+    """Return what to print about the last checkpoint after a signal: where it is, how to resume.
+
+    started: when this process started, in seconds since the epoch. A command that resumes from its
+        own checkpoints only does not name earlier ones.
+    """
     run_dir = Path(absolute(config.trainer.default_local_dir))
-    command = "the same command"
-    if config.trainer.resume_mode != "auto":
-        command += " with trainer.resume_mode=auto"
-    step = checkpoints.last_saved(run_dir)
+    is_auto = config.trainer.resume_mode == "auto"
+    since = 0.0 if is_auto else min(supervisor_file.started() or started, started)
+    step = checkpoints.last_saved(run_dir, since)
     files = [name for name in (METRICS, "rollouts", "logs") if (run_dir / name).exists()]
     kept = f" Files: {', '.join(files)} in {run_dir}." if files else ""
     if step is None:
         return f"No checkpoint was saved (trainer.save_freq sets how often).{kept}"
-    return f"Last checkpoint: {run_dir}/global_step_{step}. To resume, run {command}.{kept}"
+    folder = run_dir / f"{checkpoints.PREFIX}{step}"
+    command = "the same command"
+    if not is_auto:
+        command += " with trainer.resume_mode="
+        is_newest = step == checkpoints.last_saved(run_dir)
+        command += "auto" if is_newest else f"resume_path trainer.resume_from_path={folder}"
+    return f"Last checkpoint: {folder}. To resume, run {command}.{kept}"

@@ -22,6 +22,7 @@ from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto
 from verlite.protocol.fields import check_stage
 from verlite.services.reference_wire import ModelInfo
+from verlite.trainer.checkpoints import FailedSaves
 from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
 from verlite.trainer.errors import StepAborted
@@ -111,10 +112,7 @@ class Run:
     """The last step whose updates are done."""
     saved_step: int = 0
     """Step of the newest checkpoint in the run directory."""
-    failed_saves: int = 0
-    """Failed saves since the last one that succeeded."""
-    save_failed_at: float = 0.0
-    """When the first of the failed saves in a row failed, in time.monotonic()."""
+    failed_saves: FailedSaves = field(default_factory=FailedSaves)
     shown_failures: set[str] = field(default_factory=set)
     """Kinds of failed rewards that the console has shown."""
     can_abort: bool = False
