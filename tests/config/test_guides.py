@@ -79,7 +79,6 @@ def test_search_r1(material):
         "actor_rollout_ref.ref.log_prob_micro_batch_size have no effect: " + NO_REFERENCE,
         ON_CPU,
         NO_KL,
-        "trainer.total_epochs has no effect: used only with trainer.total_training_steps=null",
         "samples may not fit: search, up to 4 tool calls and a last turn; at most 2048 prompt + 4 "
         "x (500 turn + 500 observation) + 500 = "
         "6548 tokens, but 4596 fit (data.max_prompt_length + data.max_response_length): a sample "
@@ -98,7 +97,8 @@ def test_search_r1(material):
         loaded.config.data.shuffle,
         loaded.config.trainer.val_before_train,
     ) == (-1, True, False)
-    assert make_plan(loaded.config).total_steps == 1005
+    # 332 steps per epoch, so 15 epochs are longer; this file has 2048 rows: 4 steps per epoch.
+    assert (plan.steps(170_000), plan.total_steps) == ((332, 1005), 60)
 
 
 TRAIN_GRPO = [

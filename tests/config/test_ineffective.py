@@ -162,7 +162,6 @@ CASES = [
         f"{VAL} {ROLLOUT}val_kwargs.do_sample=true",
     ),
     ("trainer.val_before_train=false", f"{VAL} trainer.val_only=true", VAL),
-    ("trainer.total_epochs=3", "trainer.total_training_steps=5", ""),
     ("trainer.critic_warmup=3", GRPO, ""),
     ("trainer.resume_from_path=/x/global_step_3", "", None),
     ("trainer.max_actor_ckpt_to_keep=3", "", "trainer.save_freq=5"),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.config.conftest import texts
 from verlite.config import make_plan
 from verlite.config.plan import Micro, engine_settings, installed
 
@@ -289,6 +290,38 @@ def test_plan_without_row_counts(material):
         ).total_steps
         == 9
     )
+    both = material.load("trainer.total_training_steps=9", "trainer.total_epochs=1").config
+    assert make_plan(both, count_rows=False).total_steps is None
+
+
+LENGTHS = [
+    # 2048 rows in batches of 512 are 4 steps per epoch. verl's epoch loop ends after total_epochs,
+    # and inside it after total_training_steps; null is 30 epochs there as here.
+    ("", 120, ""),
+    ("trainer.total_epochs=3", 12, ""),
+    ("trainer.total_training_steps=500", 500, ""),
+    (
+        "trainer.total_epochs=3 trainer.total_training_steps=11",
+        11,
+        "trainer.total_training_steps=11 ends the run, not trainer.total_epochs=3 (12 steps)",
+    ),
+    (
+        "trainer.total_epochs=3 trainer.total_training_steps=13",
+        12,
+        "trainer.total_epochs=3 (12 steps) ends the run, not trainer.total_training_steps=13, the "
+        "length of learning-rate schedules",
+    ),
+]
+
+
+@pytest.mark.parametrize("given, steps, note", LENGTHS)
+def test_the_run_ends_with_epochs_or_steps_whichever_is_first(material, given, steps, note):
+    loaded = material.load("data.train_batch_size=512", *given.split())
+    assert not [name for name in texts(loaded) if "total_" in name]
+    plan = make_plan(loaded.config)
+    assert (plan.steps(2048), plan.total_steps) == ((4, steps), steps)
+    shown = f"{steps} steps (2048 prompts, 4 steps per epoch)"
+    assert dict(plan.lines())["length"] == (f"{shown}; {note}" if note else shown)
 
 
 NEEDS_OLD_LOG_PROBS = [

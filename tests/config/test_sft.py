@@ -161,7 +161,6 @@ def test_keys_without_effect(material):
     without = {
         "optim.lr_scheduler_type=constant": "optim.min_lr_ratio=0.2",
         "optim.lr_warmup_steps=5": "optim.lr_warmup_steps_ratio=0.1",
-        "trainer.total_training_steps=5": "trainer.total_epochs=2",
     }
     for reason, unused in without.items():
         loaded = compose(overrides=line(material, reason, unused))

@@ -78,6 +78,12 @@ MUTANTS = [
         ("tests/config/test_aliases.py",),
     ),
     Mutant(
+        "trainer.total_training_steps replaces the epochs",
+        PLAN + "run_length",
+        calls(lambda original, per_epoch, epochs, steps: steps or epochs * per_epoch),
+        (PLANS, "tests/sft/test_train.py"),
+    ),
+    Mutant(
         "mini-batches need not divide the batch",
         RULES + "batch:mini_batches",
         calls(_nothing_wrong),

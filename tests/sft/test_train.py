@@ -1,6 +1,7 @@
 """Supervised fine-tuning: loss equal to transformers, learning, two ranks equal one rank."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import fields
@@ -260,6 +261,25 @@ def test_a_run_stops_before_its_time_is_over(tiny_qwen2, sums, tmp_path, capsys,
     segments = sorted(path.name for path in (tmp_path / "configs").iterdir())
     assert segments == ["from_step_1.yaml", "from_step_3.yaml"]
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_epochs_end_a_run_before_its_steps(tiny_qwen2, sums, tmp_path, capsys):
+    """64 examples in batches of 16 are 4 steps; the schedule is that of 100, as in verl."""
+    options = [
+        "data.train_batch_size=16",
+        "data.val_files=null",
+        "trainer.total_epochs=1",
+        "trainer.total_training_steps=100",
+        "optim.lr_scheduler_type=cosine",
+        "optim.lr_warmup_steps=0",
+        "optim.min_lr_ratio=0",
+    ]
+    assert main(run_options(sums, tiny_qwen2, tmp_path, *options)) == 0
+    rates = [line["train/lr"] for line in lines(tmp_path)]
+    cosine = [3e-3 * (1 + math.cos(math.pi * step / 100)) / 2 for step in range(4)]
+    assert rates == pytest.approx(cosine, rel=1e-9)
+    ends = "trainer.total_epochs=1 (4 steps) ends the run, not trainer.total_training_steps=100"
+    assert ends in capsys.readouterr().out
 
 
 def test_commands_that_read_a_run_directory(tiny_qwen2, sums, tmp_path):

@@ -1,6 +1,7 @@
 """The configuration of `verlite.main_dpo`: that of main_sft with rows of two responses."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from verlite.config.command import Command
 from verlite.config.facts import key, section
@@ -22,6 +23,13 @@ class DPODataConfig(RowsConfig):
 
 
 @dataclass
+class DPOTrainerConfig(SFTTrainerConfig):
+    """Duration, validation and output."""
+
+    usual_epochs: ClassVar[int] = 1
+
+
+@dataclass
 class DPOConfig(TuningConfig):
     """Direct preference optimization."""
 
@@ -34,10 +42,9 @@ class DPOConfig(TuningConfig):
         lr_scheduler_type="cosine",
         min_lr_ratio=0.1,
     )
-    trainer: SFTTrainerConfig = section(
-        SFTTrainerConfig,
+    trainer: DPOTrainerConfig = section(
+        DPOTrainerConfig,
         "Duration, validation and output.",
-        total_epochs=1,
         project_name="verlite_dpo",
         experiment_name="dpo",
     )

@@ -188,9 +188,10 @@ class Plan:
     steps_per_epoch: int | None
     total_steps: int | None
     """Training steps of the whole run. None: unknown until the data are counted."""
-    total_epochs: int
+    total_epochs: int | None
+    """Passes over the data after which the run ends. None: without limit."""
     total_training_steps: int | None
-    """trainer.total_training_steps."""
+    """trainer.total_training_steps: the run ends after them, and schedules are this long."""
     validates: bool
     """The run validates at least once."""
     validates_first: bool
@@ -215,7 +216,12 @@ class Plan:
     def steps(self, train_rows: int) -> tuple[int, int]:
         """Return the training steps (per epoch, of the whole run) for a number of training rows."""
         per_epoch = train_rows // self.prompts
-        return per_epoch, _first(self.total_training_steps, per_epoch * self.total_epochs)
+        return per_epoch, run_length(per_epoch, self.total_epochs, self.total_training_steps)
+
+    def with_rows(self, train_rows: int) -> "Plan":
+        """Return the plan for a number of training rows."""
+        per_epoch, total = self.steps(train_rows)
+        return replace(self, train_rows=train_rows, steps_per_epoch=per_epoch, total_steps=total)
 
     def sentence(self) -> str:
         """Return the batch arithmetic in one line."""
@@ -291,6 +297,8 @@ class Plan:
             rows = ""
             if self.steps_per_epoch is not None:
                 rows = f" ({self.train_rows} prompts, {self.steps_per_epoch} steps per epoch)"
+                end = which_ends(self.steps_per_epoch, self.total_epochs, self.total_training_steps)
+                rows += f"; {end}" if end else ""
             lines.append(("length", f"{self.total_steps} steps{rows}"))
         if self.val_rows is not None:
             lines.append(("validation", f"{self.val_rows} prompts"))
@@ -322,10 +330,7 @@ def make_plan(config: Config, device: str | None = None, count_rows: bool = True
         **_run(config, count_rows),
         choices=_words(config),
     )
-    if plan.train_rows is None:
-        return plan
-    per_epoch, total = plan.steps(plan.train_rows)
-    return replace(plan, steps_per_epoch=per_epoch, total_steps=total)
+    return plan if plan.train_rows is None else plan.with_rows(plan.train_rows)
 
 
 def _placement(config: Config, device: str) -> dict[str, Any]:
@@ -527,12 +532,32 @@ def _run(config: Config, count_rows: bool) -> dict[str, Any]:
         "train_rows": train_rows,
         "val_rows": val_rows,
         "steps_per_epoch": None,
-        "total_steps": trainer.total_training_steps,
-        "total_epochs": trainer.total_epochs,
+        "total_steps": None if trainer.epochs() else trainer.total_training_steps,
+        "total_epochs": trainer.epochs(),
         "total_training_steps": trainer.total_training_steps,
         "validates": bool(val_files) and (early or trainer.test_freq > 0),
         "validates_first": bool(val_files) and early,
     }
+
+
+def run_length(per_epoch: int, epochs: int | None, steps: int | None) -> int:
+    """Return the training steps of a run: those of its epochs, or `steps` if they end first.
+
+    One of the two must be given.
+    """
+    limits = [epochs and epochs * per_epoch, steps]
+    return min(limit for limit in limits if limit is not None)
+
+
+def which_ends(per_epoch: int, epochs: int | None, steps: int | None) -> str:
+    """Return which of epochs and steps ends the run, in words; "" unless both are given."""
+    if epochs is None or steps is None:
+        return ""
+    passes = f"trainer.total_epochs={epochs} ({epochs * per_epoch} steps)"
+    exact = f"trainer.total_training_steps={steps}"
+    if steps <= epochs * per_epoch:
+        return f"{exact} ends the run, not {passes}"
+    return f"{passes} ends the run, not {exact}, the length of learning-rate schedules"
 
 
 def _words(config: Config) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ keys are in `verlite.config.rules`.
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, ClassVar, Optional
 
 from omegaconf import MISSING
 
@@ -1336,14 +1336,26 @@ class RunConfig:
     """Keys of the section `trainer` that all training commands have: where a run is, how long it
     may take, and where it goes on."""
 
+    usual_epochs: ClassVar[int] = 30
+    """Passes over the data if no length is given."""
+
     device: str = key(
         "auto",
         "auto: a GPU if there is one.",
         choices=("auto", "cuda", "cpu"),
         hints=DEVICE_HINTS,
     )
+    total_epochs: Optional[int] = key(
+        None,
+        "Passes over the training data. null: 30 (main_sft 4, main_dpo 1), or as many as "
+        "total_training_steps takes.",
+        bound=">= 1",
+    )
     total_training_steps: Optional[int] = key(
-        None, "Exactly this many steps instead of total_epochs.", bound=">= 1"
+        None,
+        "End after this many steps, or after total_epochs if that is given and earlier. "
+        "Learning-rate schedules are this long.",
+        bound=">= 1",
     )
     logger: list[str] = key(
         ["console"],
@@ -1383,6 +1395,11 @@ class RunConfig:
         bound="> 0",
     )
 
+    def epochs(self) -> int | None:
+        """Return the passes after which the run ends. None: without limit."""
+        given = self.total_epochs is not None or self.total_training_steps is not None
+        return self.total_epochs if given else self.usual_epochs
+
 
 @dataclass
 class TrainerConfig(RunConfig):
@@ -1391,13 +1408,6 @@ class TrainerConfig(RunConfig):
     nnodes: int = key(1, "Machines.", bound=">= 1")
     n_gpus_per_node: int = key(
         8, "Devices per machine: GPUs, or CPU slots on machines without one.", bound=">= 1"
-    )
-    total_epochs: int = key(
-        30,
-        "Passes over the training data. With algorithm.filter_groups: the same number of steps as "
-        "without filtering; more prompts are drawn.",
-        bound=">= 1",
-        used_when="trainer.total_training_steps=null",
     )
     project_name: str = key("verlite_examples", "First part of the run's name.")
     experiment_name: str = key("gsm8k", "Second part of the run's name.")

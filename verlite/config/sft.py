@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional, cast
+from typing import Any, ClassVar, Optional, cast
 
 from omegaconf import MISSING
 
@@ -107,12 +107,8 @@ class SFTDataConfig(RowsConfig):
 class SFTTrainerConfig(RunConfig):
     """Duration, validation and output."""
 
-    total_epochs: int = key(
-        4,
-        "Passes over the training data.",
-        bound=">= 1",
-        used_when="trainer.total_training_steps=null",
-    )
+    usual_epochs: ClassVar[int] = 4
+
     test_freq: int = key(
         -1,
         "Steps between validation losses. With data.val_files there is always one at the end. "

@@ -32,6 +32,7 @@ from verlite.config.critical import (
     model_contents,
 )
 from verlite.config.load import LoadedConfig, dump
+from verlite.config.plan import run_length, which_ends
 from verlite.config.sft import TuningConfig
 from verlite.config.show import console
 from verlite.controller.stop import Stop
@@ -271,8 +272,12 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
         refuse_foreign_tokens(examples, task.size, "train", tokens)
         refuse_foreign_tokens(held_out, task.size, "val", tokens)
         sampler = PromptSampler(rows, data.train_batch_size, config.trainer.seed, data.shuffle)
-        steps = config.trainer.total_training_steps
-        total = steps or config.trainer.total_epochs * sampler.steps_per_epoch
+        length = (
+            sampler.steps_per_epoch,
+            config.trainer.epochs(),
+            config.trainer.total_training_steps,
+        )
+        total = run_length(*length)
         if is_first:
             run_file.plan(run_dir, total)
         checkpoint, state = on_first_rank(partial(find_checkpoint, config, run_dir, display.warn))
@@ -285,6 +290,8 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             raise on_first_rank(partial(already_complete, run_dir, state, total))
         display.begin(total, state["step"], groups=False)
         display.info(_data_text(examples, held_out, task.size, total, data.train_batch_size))
+        if which_ends(*length):
+            display.info(which_ends(*length))
         endless = endless_warning(examples, tokenizer, data.max_length)
         if endless:
             display.warn(endless)
@@ -293,7 +300,7 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
                 config.model,
                 config.fsdp_config,
                 config.optim,
-                total_training_steps=total,
+                total_training_steps=config.trainer.total_training_steps or total,
                 grad_clip=config.grad_clip,
                 device=device if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
                 seed=config.trainer.seed,

@@ -8,7 +8,7 @@ from typing import Any
 
 from verlite import hub
 from verlite.config.critical import begin_run
-from verlite.config.plan import files_of
+from verlite.config.plan import files_of, which_ends
 from verlite.data.dataset import DataError, Lengths
 from verlite.sft.data import (
     Example,
@@ -62,6 +62,9 @@ def try_out(
             for split, (files, limit, _) in splits.items()
         }
         check_batch(data, rows["train"])
+        epochs, steps = config.trainer.epochs(), config.trainer.total_training_steps
+        end = which_ends(rows["train"] // data.train_batch_size, epochs, steps)
+        trial.seen += [end] if end else []
         described = None
         try:
             described = load_config(model)

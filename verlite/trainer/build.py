@@ -116,13 +116,18 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             if placement is None:
                 plan = plan_on(cluster, config, plan)
                 placement = reserve_devices(cluster, config, plan)
-            display.show_plan(plan)
+            display.show_plan(plan.with_rows(sampler.size))
             placement.cluster.supervisor.ranks.warn = display.warn
             if config.trainer.debug:
                 display.info(debug_text(placement.cluster.debugger))
                 stack.enter_context(show_stops(placement.cluster, display.info))
             workers = start_workers(
-                placement, config, plan, total_steps, checks.checkpoint, display
+                placement,
+                config,
+                plan,
+                plan.total_training_steps or total_steps,
+                checks.checkpoint,
+                display,
             )
 
         tracking = open_tracking(checks, state, writer, display.info)
