@@ -190,8 +190,13 @@ def test_the_script_is_played_to_its_end_or_the_samples(tmp_path):
     name = written(tmp_path, step=step)
     assert check_env(name, script=["a", "b", "c"]).lines() == []
     assert check_env(name, script=["end", "b"]).lines() == []
-    (line,) = check_env(name, script=["a", "b"]).lines()
+    assert check_env(name, script=["end", "b"]).answers == ["'end' ends the sample, reward 0.0"]
+    report = check_env(name, script=["a", "b"])
+    (line,) = report.lines()
     assert line.startswith("on your script: raises AssertionError")
+    assert report.answers == ["'a' is answered 'a', reward 0.0"]
+    report = check_env(written(tmp_path, step="return Step(12, reward=None)"), script=["a"])
+    assert report.answers == ["'a' is answered '12', reward None"]
 
 
 def test_every_row_is_tried(tmp_path):
@@ -203,6 +208,10 @@ def test_every_row_is_tried(tmp_path):
     assert line.startswith("on all turns of row 1: raises ZeroDivisionError")
     (line,) = check_env(name, rows=[{"number": 1}, {}]).lines()
     assert "on all turns of row 1: raises KeyError" in line and "--data" not in line
+
+    name = written(tmp_path, factory="def env(self, extra_info): return Turn(extra_info['size'])")
+    (line,) = check_env(name, rows=[{"number": 1, "index": 0}]).lines()
+    assert "raises KeyError: 'size' with extra_info ['number', 'index']" in line
 
 
 def test_the_command(tmp_path):
@@ -228,6 +237,7 @@ def test_the_command(tmp_path):
     code, text = run(name, "--data", str(data), "--action", "a", "--action", "b")
     assert code == 0, text
     assert re.search(r"^\d+ steps, 2 rows: [\d.]+ ms per step, at most [\d.]+ ms$", text, re.M)
+    assert "'a' is answered '1: 1', reward 0.5\n'b' is answered '2: 1', reward 0.5\n" in text
     assert f"{name} keeps the contract of an environment." in text
     code, text = run(name, "--kwargs", '{"x": 1}')
     assert code == 1 and "env.kwargs do not fit" in text

@@ -113,6 +113,8 @@ def _env_problems(
 
     rows = [answer.extra_info for answer in _rows(data, ROWS)] if data else []
     report = check_env(name, settings, script, rows)
+    for answer in report.answers:
+        print(answer)
     if report.seconds:
         mean = 1000 * sum(report.seconds) / len(report.seconds)
         tried = f"{len(report.seconds)} steps"

@@ -52,6 +52,8 @@ class EnvReport:
     """How many kinds of turns were tried."""
     rows: int = 0
     """Rows of the data that were tried. The problems are of the last one."""
+    answers: list[str] = field(default_factory=list)
+    """A line for each turn of the script, played on the first row."""
     seconds: list[float] = field(default_factory=list)
     """Time of each step."""
 
@@ -126,6 +128,9 @@ def check_env(
         return report
     report.turns = len(plays)
     seen = _session(factory, first, plays, report)
+    report.answers = [
+        _answer(turn, *step) for turn, step in zip(script, seen.get(SCRIPT, []), strict=False)
+    ]
     report.rows = len(rows[:1])
     if not report.problems:
         _check_repeats(factory, first, plays, seen, report)
@@ -215,10 +220,8 @@ def _new_env(
     try:
         return factory.env(extra_info)
     except CODE_ERRORS as error:
-        more = (
-            "" if has_data else f" with extra_info {EXTRA_INFO}: try it on your data, --data FILE"
-        )
-        report.add(f"env() raises {_text(error)}{more}")
+        more = "" if has_data else ": try it on your data, --data FILE"
+        report.add(f"env() raises {_text(error)} with extra_info {list(extra_info)}{more}")
         return None
 
 
@@ -402,6 +405,12 @@ def _check_repeats(
 
 def _visible(step: Step) -> tuple[Any, ...]:
     return (step.obs, step.before, step.after, step.done, step.valid, step.reward)
+
+
+def _answer(turn: str, *step: Any) -> str:
+    obs, before, after, done, _, reward = step  # of any type
+    answer = "ends the sample" if done else "is answered " + repr(f"{before}{obs}{after}")
+    return f"{turn!r} {answer}, reward {reward}"
 
 
 def _text(error: BaseException) -> str:
