@@ -89,9 +89,10 @@ def test_engines_that_die_change_no_number(tmp_path, base, monkeypatch):
     expected, found = (samples(one) for one in (whole, run))
     assert found.keys() == expected.keys()
     # The object store may or may not have freed the dead engine's texts when they are written.
-    lost = found["step_3.jsonl"].count("the text is lost")
+    lost = found["step_3.jsonl"].count("the response is lost")
     changed = [name for name in found if found[name] != expected[name]]
     assert (changed, lost) in (([], 0), (["step_3.jsonl"], 16))
+    assert '"prompt": ""' not in found["step_3.jsonl"]
     before, after = (
         load_file(one.run_dir / "huggingface" / "model.safetensors") for one in (whole, run)
     )

@@ -118,11 +118,12 @@ def test_details_of_tokens():
     assert records[1]["tokens"]["advantage"] == 1.25 and records[1]["tokens"]["text"] == ["b"]
 
 
-def test_all_samples_as_parquet():
-    """Every token of every row, whatever the limits of the JSON lines are."""
+def text_batch() -> DataProto:
+    """The rows of `token_batch` as they are at the end of a step."""
     texts = {
         "prompt_ids": [[1], [2]],
         "text": ["ab", "c\ud800"],
+        "messages": [[{"role": "user", "content": "2+2="}]] * 2,
         "uid": ["1-0", "1-0"],
         "index": [7, 7],
         "data_source": ["sums", "sums"],
@@ -140,8 +141,12 @@ def test_all_samples_as_parquet():
         response_length=torch.tensor([3, 1]),
         weight_version=torch.tensor([4, 4]),
     )
-    batch = batch.with_non_tensor(**{k: object_array(v) for k, v in texts.items()})
-    content = samples.as_parquet(SimpleNamespace(tokenizer=OneLetter()), batch)
+    return batch.with_non_tensor(**{k: object_array(v) for k, v in texts.items()})
+
+
+def test_all_samples_as_parquet():
+    """Every token of every row, whatever the limits of the JSON lines are."""
+    content = samples.as_parquet(SimpleNamespace(tokenizer=OneLetter()), text_batch())
     first, second = pq.read_table(io.BytesIO(content)).to_pylist()
     assert (first["prompt"], first["response"], first["score"], first["raw_score"]) == (
         "[",
@@ -180,6 +185,17 @@ def test_numbers_that_are_lost_with_their_worker_are_left_out():
     lost = {"sampled", "rollout_log_prob"}
     assert complete[0]["tokens"].keys() - records[0]["tokens"].keys() == lost
     assert records[1] == complete[1]
+
+
+def test_a_sample_of_a_dead_engine_keeps_its_prompt():
+    """The engine had prompt and response; the run has the data set's row and the score."""
+    batch = text_batch()
+    for name in ("prompt_ids", "text"):
+        batch.non_tensor_batch[name][0] = None  # as `columns.fetch` returns what is lost
+    lost, kept = samples.sample_records(SimpleNamespace(tokenizer=OneLetter()), batch)
+    assert (lost["prompt"], lost["response"], lost["score"]) == ("2+2=", "", 0.25)
+    assert lost["error"].startswith("the response is lost with a rollout engine that died")
+    assert (kept["prompt"], kept["error"]) == ("\\", "Timeout: 3 s")
 
 
 def test_a_long_response_does_not_take_the_details_of_the_others(monkeypatch):

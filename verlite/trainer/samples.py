@@ -4,7 +4,7 @@ import io
 import json
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,10 @@ _INCOMPLETE = 16
 """Tokens that may wait for the end of a character. Without a limit, a model that writes nothing but
 bytes that are not valid text would cost time quadratic in the length."""
 _DECIMALS = 5
-TEXT_LOST = "the text is lost with a rollout engine that died after it drew the sample"
+TEXT_LOST = (
+    "the response is lost with a rollout engine that died after it drew the sample; the prompt is "
+    "shown without its chat template"
+)
 
 
 def keep_samples(run: Run, batch: DataProto) -> list[dict[str, Any]]:
@@ -246,7 +249,9 @@ def _record(run: Run, batch: DataProto, columns: dict[str, Any], row: int) -> di
         "uid": columns["uid"][row],
         "index": columns["index"][row],
         "data_source": columns["data_source"][row],
-        "prompt": "" if lost else run.tokenizer.decode(columns["prompt_ids"][row]),
+        "prompt": _messages_text(columns["messages"][row])
+        if lost
+        else run.tokenizer.decode(columns["prompt_ids"][row]),
         "response": "" if lost else columns["text"][row],
         "ground_truth": columns["ground_truth"][row],
         "score": score if valid else None,
@@ -265,6 +270,11 @@ def _record(run: Run, batch: DataProto, columns: dict[str, Any], row: int) -> di
         if name in columns and columns[name][row] is not None:
             record[name] = columns[name][row]
     return record
+
+
+def _messages_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the prompt as the data set has it. The driver keeps that."""
+    return "\n".join(str(message["content"]) for message in messages)
 
 
 def as_jsonl(records: list[dict[str, Any]]) -> bytes:
