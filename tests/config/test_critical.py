@@ -15,6 +15,7 @@ from verlite.trainer.errors import RunRefused
 from verlite.trainer.launch import changed_code, check_all, refuse_changed_settings
 from verlite.trainer.segments import changed_keys, write_config
 
+ADAPTER = "adapter_config.json"
 REWARD_KEY = "custom_reward_function.path"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -77,6 +78,63 @@ def test_a_model_and_data_are_known_by_their_contents_not_by_their_place(materia
 
     model.path = "owner/name"  # not a folder: nothing to compare
     with pytest.raises(RunRefused, match="model.path"):
+        refuse_changed_settings(config, saved)
+
+
+@pytest.mark.parametrize(
+    ("key", "file"), [("tokenizer_path", "tokenizer.json"), ("lora_adapter_path", ADAPTER)]
+)
+def test_a_tokenizer_and_an_adapter_are_known_by_their_contents(material, tmp_path, key, file):
+    config = material.load().config
+    here = shutil.copytree(config.actor_rollout_ref.model.path, tmp_path / "here")
+    (here / ADAPTER).write_text('{"r": 8}')
+    setattr(config.actor_rollout_ref.model, key, str(here))
+    begin_run()
+    saved = json.loads(json.dumps(critical_settings(config)))
+    there = here.rename(tmp_path / "there")
+    setattr(config.actor_rollout_ref.model, key, str(there))
+    begin_run()
+    (line,) = refuse_changed_settings(config, saved)
+    assert line.startswith(f"actor_rollout_ref.model.{key}: ") and "are the same" in line
+    (there / file).write_text((there / file).read_text() + " ")
+    begin_run()
+    with pytest.raises(RunRefused, match=f"(?s){key}.*contents of the .*{file}") as refused:
+        refuse_changed_settings(config, saved)
+    assert "ln -s" not in str(refused.value)
+
+
+def test_a_moved_model_of_an_old_checkpoint_has_a_way_out(material, tmp_path):
+    """Checkpoints of earlier versions record no contents, so paths are compared."""
+    config = material.load().config
+    model = config.actor_rollout_ref.model
+    here = shutil.copytree(model.path, tmp_path / "here")
+    model.path = str(here)
+    saved = {key: value for key, value in critical_settings(config).items() if "(" not in key}
+    there = here.rename(tmp_path / "there")
+    model.path = str(there)
+    with pytest.raises(RunRefused, match=r"model.path: .*(?s:.*)link to the new one \(ln -s"):
+        refuse_changed_settings(config, saved)
+    here.symlink_to(there)
+    model.path = str(here)
+    begin_run()
+    assert refuse_changed_settings(config, saved) == []
+
+
+def test_the_tools_of_an_environment_are_known_by_their_contents(material, tmp_path):
+    config = material.load().config
+    here = tmp_path / "here.yaml"
+    here.write_text("tools: []")
+    config.max_turns, config.env.name = 2, "verlite.compat.tools:VerlTools"
+    config.env.kwargs = {"tool_config_path": str(here), "other": 1}
+    begin_run()
+    saved = json.loads(json.dumps(critical_settings(config)))
+    there = here.rename(tmp_path / "there.yaml")
+    config.env.kwargs = {"tool_config_path": str(there), "other": 1}
+    begin_run()
+    assert refuse_changed_settings(config, saved) == []
+    there.write_text("tools: [1]")
+    begin_run()
+    with pytest.raises(RunRefused, match=r"env.kwargs: \{'tool_config_path'"):
         refuse_changed_settings(config, saved)
 
 

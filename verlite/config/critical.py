@@ -9,16 +9,22 @@ from typing import Any
 from verlite.config.catalog import ENV_FACTORIES
 from verlite.config.names import module_path
 from verlite.config.plan import files_of, max_turns
-from verlite.config.schema import Config
+from verlite.config.schema import Config, ModelConfig
 from verlite.hub import HubError, local_file
 
 AGENT_LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
-LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 CONTENT = "contents of data.train_files (SHA-256)"
 MODEL_CONTENT = "contents of the model's files (SHA-256)"
+FOLDERS = {
+    "path": MODEL_CONTENT,
+    "tokenizer_path": "contents of the tokenizer's files (SHA-256)",
+    "lora_adapter_path": "contents of the LoRA adapter's files (SHA-256)",
+}
+"""Keys of a section `model`."""
 CONTENT_OF = {
-    "actor_rollout_ref.model.path": MODEL_CONTENT,
-    "model.path": MODEL_CONTENT,
+    **{f"actor_rollout_ref.model.{key}": name for key, name in FOLDERS.items()},
+    **{f"model.{key}": name for key, name in FOLDERS.items()},
     "data.train_files": CONTENT,
 }
 """Keys whose paths may change if the contents under them do not."""
@@ -26,9 +32,12 @@ MODEL_FILES = (
     *("config.json", "token*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab*", "merges.txt", "chat_template*", "additional_chat_templates/*"),
 )
+ADAPTER_FILES = ("adapter_config.json",)
 WEIGHTS = ("*.safetensors", "*.bin")
 SAMPLE_BYTES = 1 << 16
 """Bytes that are read at eight places of a file of weights."""
+TOOLS = "tool_config_path"
+"""Entry of `env.kwargs` of `verlite.compat.tools:VerlTools`: a file."""
 CODE = "code"
 """Folder in the run directory with the functions of a run from Python."""
 
@@ -41,14 +50,25 @@ def contents(files: Any) -> list[str]:
     return [_digest(name) for name in files_of(files)]
 
 
-def model_contents(path: str) -> dict[str, str]:
+def model_settings(model: ModelConfig, section: str) -> dict[str, Any]:
+    """Return the settings of a section `model` that change results, with the folders' contents."""
+    return {
+        **{f"{section}.{name}": getattr(model, name) for name in (*FOLDERS, *LORA)},
+        **{name: model_contents(getattr(model, key), key) for key, name in FOLDERS.items()},
+    }
+
+
+def model_contents(path: str | None, key: str = "path") -> dict[str, str]:
     """Return the first digits of a SHA-256 of each file of a model folder that changes results.
 
     Of a file of weights, its size and SAMPLE_BYTES at eight places count, the first of which has
-    the names and shapes of a safetensors file. {} for a model from the hub.
+    the names and shapes of a safetensors file. {} for a model from the hub, and without a path.
     """
+    if path is None:
+        return {}
     folder = Path(path).expanduser()
-    files = {file: False for pattern in MODEL_FILES for file in folder.glob(pattern)}
+    patterns = ADAPTER_FILES if key == "lora_adapter_path" else MODEL_FILES
+    files = {file: False for pattern in patterns for file in folder.glob(pattern)}
     files |= {file: True for pattern in WEIGHTS for file in folder.glob(pattern)}
     return {
         file.relative_to(folder).as_posix(): _digest(str(file), samples)
@@ -104,15 +124,18 @@ def _digest(name: str, samples: bool = False) -> str:
         return ""
 
 
+def _with_contents(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return `env.kwargs` with the SHA-256 of the file of tools in place of its path."""
+    tools = kwargs.get(TOOLS)
+    return {**kwargs, TOOLS: _digest(tools)} if isinstance(tools, str) else kwargs
+
+
 def critical_settings(config: Config) -> dict[str, Any]:
     """Return the settings whose change would change the results of a resumed run."""
-    model = config.actor_rollout_ref.model
     actor = config.actor_rollout_ref.actor
     rollout = config.actor_rollout_ref.rollout
     return {
-        "actor_rollout_ref.model.path": model.path,
-        MODEL_CONTENT: model_contents(model.path),
-        **{f"actor_rollout_ref.model.{name}": getattr(model, name) for name in LORA},
+        **model_settings(config.actor_rollout_ref.model, "actor_rollout_ref.model"),
         "actor_rollout_ref.rollout.n": rollout.n,
         "actor_rollout_ref.rollout.seed": rollout.seed,
         "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
@@ -127,7 +150,7 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "data.sampler.class_name": config.data.sampler.class_name,
         "max_turns": max_turns(config),
         **(
-            {"env.name": config.env.name, "env.kwargs": config.env.kwargs}
+            {"env.name": config.env.name, "env.kwargs": _with_contents(config.env.kwargs)}
             if max_turns(config)
             else {}
         ),

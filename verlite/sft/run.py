@@ -23,14 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from verlite.algorithms.kl import FixedKLController
 from verlite.config.command import Command
-from verlite.config.critical import (
-    CONTENT,
-    LORA,
-    MODEL_CONTENT,
-    begin_run,
-    contents,
-    model_contents,
-)
+from verlite.config.critical import CONTENT, begin_run, contents, model_settings
 from verlite.config.load import LoadedConfig, dump
 from verlite.config.plan import run_length, which_ends
 from verlite.config.sft import TuningConfig
@@ -76,8 +69,6 @@ CRITICAL = (
     *("prompt_dict_keys", "response_dict_keys", "apply_chat_template_kwargs", "shuffle"),
 )
 """Keys of the section data that change the results, as far as a command has them."""
-TOKENS = ("tokenizer_path", "custom_chat_template")
-"""Keys of the section model that change the tokens."""
 Loaded = LoadedConfig[TuningConfig]
 _T = TypeVar("_T")
 
@@ -205,9 +196,8 @@ def critical_settings(config: TuningConfig) -> dict[str, Any]:
     """Return the settings whose change would change the results of a resumed run."""
     data = {name: value for name, value in vars(config.data).items() if name in CRITICAL}
     return {
-        "model.path": config.model.path,
-        MODEL_CONTENT: model_contents(config.model.path),
-        **{f"model.{name}": getattr(config.model, name) for name in (*TOKENS, *LORA)},
+        **model_settings(config.model, "model"),
+        "model.custom_chat_template": config.model.custom_chat_template,
         **{f"data.{name}": value for name, value in data.items()},
         **{name: value for name, value in vars(config).items() if name == "beta"},
         CONTENT: contents(config.data.train_files),

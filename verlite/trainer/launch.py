@@ -22,7 +22,13 @@ from typing import Any, TextIO
 
 from verlite.config import debug
 from verlite.config.catalog import ENGINES
-from verlite.config.critical import CONTENT_OF, begin_run, code_contents, critical_settings
+from verlite.config.critical import (
+    CONTENT_OF,
+    TOOLS,
+    begin_run,
+    code_contents,
+    critical_settings,
+)
 from verlite.config.load import Loaded, dump
 from verlite.config.machine import visible_gpus
 from verlite.config.names import names_a_file
@@ -225,6 +231,12 @@ def refuse_changed_settings(config: Config, saved: dict[str, Any]) -> list[str]:
     return refuse_changes(critical_settings(config), saved)
 
 
+MOVED = (
+    " This checkpoint does not record the contents of each of these paths. If one has only moved, "
+    "make the old path a link to the new one (ln -s NEW OLD) and name the old path."
+)
+
+
 def refuse_changes(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
     """Refuse to resume with other critical settings than the saved ones.
 
@@ -257,6 +269,7 @@ def refuse_changes(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
             + "\n".join(changed)
             + "\nSet them back, or start from the beginning with trainer.resume_mode=disable or "
             "another trainer.experiment_name."
+            + (MOVED if any(CONTENT_OF.get(key, key) not in saved for key in differing) else "")
         )
     return moved
 
@@ -522,9 +535,9 @@ def absolutize_paths(config: Config) -> Config:
         place = getattr(section, key)
         if place and names_a_file(place):
             setattr(section, key, absolute(place))
-    tools = config.env.kwargs.get("tool_config_path")  # of verlite.compat.tools:VerlTools
+    tools = config.env.kwargs.get(TOOLS)
     if isinstance(tools, str):
-        config.env.kwargs["tool_config_path"] = absolute(tools)
+        config.env.kwargs[TOOLS] = absolute(tools)
     config.trainer.default_local_dir = absolute(config.trainer.default_local_dir)
     return config
 
