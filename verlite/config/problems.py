@@ -12,20 +12,33 @@ from typing import Any
 SECRET = re.compile(
     r"(token|secret|password|passwd|pwd|passphrase|credential|authorization|bearer|key)s?$"
     r"|(secret|private|access)_?key_?(id|path)$"
-    r"|(^|[_-])(pass|auth|pat|cookie)$",
+    r"|pass$|(^|[_-])(auth|pat|cookie)$",
     re.IGNORECASE,
 )
 """Last parts of names whose text values are masked: hf_token, serper_key, AWS_SECRET_ACCESS_KEY,
 DB_PASS. A number at the end does not count: OPENAI_API_KEY_2."""
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+"""A word of a name such as X_API_KEY_PROD or apiKeyProd."""
+SECRET_WORDS = re.compile(r"(secret|password|passwd|passphrase|apikey|pass|key|token)s?")
+"""Words that make a name secret wherever they are, as in SECRET_KEY_BASE."""
+DESCRIPTIONS = frozenset(
+    "at bias budget cache class column count dim dims encoding env fields format head heads id ids "
+    "index k len length level limit loss map mask mode name names norm order padding parallelism "
+    "path per prob probs proj rate ratio size states template type weight".split()
+)
+"""Words after which a name is not itself a secret: key_dim, num_key_value_heads, pass_at_k,
+token_ids."""
 COLUMN = re.compile(
     r"(^|_)(prompt|image|images|video|videos|audio|reward|reward_fn|teacher|student|label|text|"
     r"response|messages|question|answer|input|output|tools|data|source|group|column|sort)_keys?$"
     r"|(^|_)(pad|eos|bos|unk|stop|mask|image|special|added|max|min|num|new)_tokens?$"
-    r"|monkeys?$",
+    r"|monkeys?$"
+    r"|(by|com|sur|tres|over|under|low|high|band|all|one|two|multi|single|first|second|last|each|"
+    r"forward|backward)_?pass$",
     re.IGNORECASE,
 )
-"""Names that only look like secrets: columns of a data set and special tokens, such as
-image_key."""
+"""Names that only look like secrets: columns of a data set, special tokens and words, such as
+image_key and bypass."""
 NUMBER_SECRET = re.compile(r"(secret|password|passwd|pwd|passphrase)s?$", re.IGNORECASE)
 """Names whose numbers are masked too."""
 URL_SECRET = re.compile(
@@ -114,7 +127,11 @@ def is_secret(key: str, value: Any) -> bool:
         return bool(NUMBER_SECRET.search(name))
     if not isinstance(value, str) or COLUMN.search(name):
         return False
-    return bool(SECRET.search(name))
+    if SECRET.search(name):
+        return True
+    words = [word.lower() for word in WORD.findall(name)]
+    found = [place for place, word in enumerate(words) if SECRET_WORDS.fullmatch(word)]
+    return bool(found) and DESCRIPTIONS.isdisjoint(words[found[-1] :])
 
 
 def display(key: str, value: Any, known: bool = False) -> str:
