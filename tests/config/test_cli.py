@@ -6,14 +6,18 @@ import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import verlite as verlite_package
 from tests.sizing.conftest import config_folder
 from verlite.cli import app
+from verlite.cli.options import from_data_classes
 from verlite.config.load import main_argv
 
 pytestmark = pytest.mark.process
@@ -178,6 +182,39 @@ def test_wheel_contains_yaml_files(material, tmp_path):
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["force-include"] == {"conf": "verlite/conf"}
+
+
+@dataclass(frozen=True)
+class _Common:
+    """Options of several commands."""
+
+    port: Annotated[int, typer.Option(min=1, help="Where.")] = 1
+    name: Annotated[tuple[str, ...], typer.Option()] = ()
+    inner: str = "not an option"
+
+
+@dataclass(frozen=True)
+class _Required:
+    size: Annotated[int, typer.Option()]
+
+
+def test_options_are_those_of_a_data_class():
+    """Bounds, required and repeated options, and a command's own defaults."""
+    seen = []
+    own = typer.Typer()
+
+    @own.command()
+    @from_data_classes
+    def command(required: _Required, common: _Common = _Common(port=7, name=("x",))) -> None:  # noqa: B008
+        seen.append((required, common))
+
+    runner = CliRunner()
+    assert runner.invoke(own, ["--size", "3"]).exit_code == 0
+    assert runner.invoke(own, ["--size", "3", "--port", "9", "--name=a", "--name=b"]).exit_code == 0
+    assert seen == [(_Required(3), _Common(7, ("x",))), (_Required(3), _Common(9, ("a", "b")))]
+    for wrong in ([], ["--size", "3", "--port", "0"], ["--size", "3", "--inner", "x"]):
+        assert runner.invoke(own, wrong).exit_code == 2
+    assert len(seen) == 2
 
 
 def test_a_deleted_working_folder_is_named(tmp_path, monkeypatch, capsys):

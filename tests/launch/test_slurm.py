@@ -11,7 +11,8 @@ import pytest
 
 from tests.launch import slurm_examples
 from verlite.cli import app
-from verlite.launch.slurm import Container, Job, limit_seconds, script
+from verlite.launch.slurm import Job, filled_in, limit_seconds, script
+from verlite.launch.slurm_options import Options, Runtime
 
 MODEL = [
     "data.train_files=data.parquet",
@@ -369,7 +370,9 @@ class FakeSlurm:
             _program(folder / "bin" / name, text)
         (folder / "state").write_text("RUNNING")
         (folder / "check").write_text("0")
-        job = Job(("data.train_files=a b.parquet",), str(folder), 2, 1, False, 1, **changes)
+        options = Options(nodes=2, job_name="verlite", python="python3", **changes)
+        training = ("data.train_files=a b.parquet",)
+        job = Job(filled_in(options, 1, False), training, str(folder), 1, False)
         (folder / "job.sbatch").write_text(script(job))
         environment = {
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
@@ -481,7 +484,7 @@ def test_a_signal_reaches_the_driver_and_the_job_starts_again(slurm, number, sta
 def test_a_stop_before_the_driver_has_started_in_its_container_reaches_it(slurm, tmp_path):
     with subprocess.Popen(["/bin/sleep", "60"]) as other:
         (tmp_path / "driver.pid").write_text(f"{other.pid}\n")  # stale
-        job = slurm(container=Container("image"))
+        job = slurm(container="image")
         job.wait_for("starting")
         job.process.send_signal(signal.SIGTERM)
         job.wait_for("signals")
@@ -526,10 +529,31 @@ def test_the_end_of_ray_on_a_node_ends_the_job_with_the_node_named(slurm):
 
 
 def test_containers_get_no_secret_on_a_command_line():
-    job = Job(("a=1",), "/shared", 2, 8, True, 32, container=Container("image", "docker"))
-    text = script(job)
+    options = Options(nodes=2, job_name="a", container="image", container_runtime=Runtime.docker)
+    text = script(Job(filled_in(options, 8, True), ("a=1",), "/shared", 8, True))
     assert "--user=" in text and "--gpus=all" in text and "--privileged" not in text
     assert "WANDB_API_KEY" in text and "WANDB_API_KEY=" not in text
+
+
+WORD = 'it\'s $(reboot) `x`; "y" # \\'
+
+
+def test_every_text_is_one_word_of_the_script(tmp_path):
+    """Bash reads back what the options say."""
+    options = Options(nodes=1, job_name="a", python=WORD, container=WORD, mount=(f"/{WORD}",))
+    options = filled_in(options, 1, False)
+    text = script(Job(options, (WORD,), "/shared", 1, False, (), (("NAME", WORD),)))
+    inner = text[text.index("devices=") : text.index("# Files that the nodes share")]
+    container = text[text.index("runtime=") : text.index("container_node()")]
+    show = 'printf "%s\\0" "${train[0]}" "$python" "$NAME" "$image" "${container_options[6]}"'
+    done = subprocess.run(
+        ["bash", "-c", f"{inner}\n{container}\n{show}"],
+        capture_output=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    words = done.stdout.decode().split("\0")[:-1]
+    assert words == [WORD, WORD, WORD, WORD, f"--volume=/{WORD}:/{WORD}"]
 
 
 def _program(path: Path, text: str) -> None:

@@ -22,7 +22,6 @@ DEVICES = "verlite.launch.devices:"
 ADDRESSES = "verlite.launch.addresses:"
 WATCH = "verlite.launch.watch:"
 SLURM = "verlite.launch.slurm:"
-OPTIONS = "verlite.launch.slurm_options:"
 CLUSTER = ("tests/launch/test_cluster.py",)
 PROCESSES = ("tests/launch/test_cluster_process.py",)
 JOBS = ("tests/launch/test_slurm.py",)
@@ -189,55 +188,55 @@ MUTANTS = [
     ),
     Mutant(
         "a stop does not reach the driver",
-        SLURM + "STEPS",
-        _text('signal_step "$current" TERM', "true"),
+        SLURM + "script",
+        result(_text('signal_step "$current" TERM', "true")),
         STOPS,
     ),
     Mutant(
         "Ray ends at the TERM of a pre-emption",
-        SLURM + "STEPS",
-        _text("trap : TERM", "trap - TERM"),
+        SLURM + "script",
+        result(_text("trap : TERM", "trap - TERM")),
         PRE_EMPTED,
     ),
     Mutant(
         "a job whose script is stopped by USR1 starts again",
-        SLURM + "FINISH",
-        _text('[ "$stopped" = USR1 ] || again="stopped"', 'again="stopped"'),
+        SLURM + "script",
+        result(_text('[ "$stopped" = USR1 ] || again="stopped"', 'again="stopped"')),
         STOPS,
     ),
     Mutant(
         "a canceled job starts again",
-        SLURM + "FINISH",
-        _text("JobState=RUNNING", "JobState="),
+        SLURM + "script",
+        result(_text("JobState=RUNNING", "JobState=")),
         STOPS,
     ),
     Mutant(
         "Ray is left running at the end of a job",
-        SLURM + "FINISH",
-        _text("signal_step ray INT;", ""),
+        SLURM + "script",
+        result(_text('|| kill -USR2 "${background[@]}"', "|| true")),
         ENDS,
     ),
     Mutant(
         "a wrong configuration is found after Ray has started",
-        SLURM + "START_RAY",
-        _text('check "${train[@]}" || finish $?', 'check "${train[@]}"'),
+        SLURM + "script",
+        result(_text('check "${train[@]}" || finish $?', 'check "${train[@]}"')),
         REFUSES,
     ),
     Mutant(
         "secrets in commands are written into the script",
-        OPTIONS + "_typed_secret",
+        SLURM + "_typed_secret",
         returns(None),
         JOBS,
     ),
     Mutant(
         "secrets in keys are written into the script",
-        OPTIONS + "_secrets",
+        SLURM + "_secrets",
         returns([]),
         JOBS,
     ),
     Mutant(
         "two numbers of machines are accepted",
-        OPTIONS + "_option_problems",
+        SLURM + "_option_problems",
         returns([]),
         JOBS,
     ),

@@ -4,14 +4,15 @@ import os
 import shlex
 import shutil
 import subprocess
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from verlite.cli.common import TrainingArguments, fail
+from verlite.cli.options import from_data_classes
 from verlite.files import replace_file
+from verlite.launch.slurm_options import Options
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,86 +21,11 @@ app = typer.Typer(
 )
 
 
-class Runtime(StrEnum):
-    """Programs that run containers."""
-
-    podman = "podman"
-    docker = "docker"
-
-
 @app.command()
+@from_data_classes
 def slurm(
+    options: Options,
     arguments: TrainingArguments = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines. Default: trainer.nnodes.")
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, help="GPUs of a machine. Without GPUs: trainer.device=cpu."),
-    ] = None,
-    cpus_per_task: Annotated[
-        int | None,
-        typer.Option(min=1, help="Cores of a machine. Default: 4 per GPU, or 1 per CPU slot."),
-    ] = None,
-    mem: Annotated[str, typer.Option(help="Memory of a machine, such as 200G. 0: all.")] = "0",
-    time: Annotated[
-        str | None, typer.Option(metavar="D-HH:MM:SS", help="Time limit. Default: the partition's.")
-    ] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
-    qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="One more option, such as --sbatch=--exclusive."),
-    ] = None,
-    job_name: Annotated[
-        str | None, typer.Option(help="Default: trainer.experiment_name.", show_default=False)
-    ] = None,
-    output: Annotated[
-        str, typer.Option(metavar="FILE", help="The job's output; %j is its number.")
-    ] = "slurm-%j.out",
-    grace: Annotated[
-        int,
-        typer.Option(
-            min=10,
-            max=65535,
-            metavar="SECONDS",
-            help="Stop with a checkpoint this long before the time limit.",
-        ),
-    ] = 300,
-    requeue: Annotated[
-        bool,
-        typer.Option(help="Start again after a stop with a checkpoint, and if a node is lost."),
-    ] = True,
-    prepare: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="Run this on the first node before Ray starts, such as a data_preprocess script.",
-        ),
-    ] = None,
-    container: Annotated[
-        str | None, typer.Option(metavar="IMAGE", help="Run everything in this image.")
-    ] = None,
-    container_runtime: Annotated[
-        Runtime | None, typer.Option(help="Default: podman.", show_default=False)
-    ] = None,
-    mount: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="A folder that containers see, besides the home and the working folder.",
-        ),
-    ] = None,
-    shm_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Limit of /dev/shm in containers. Default: 128g."),
-    ] = None,
-    rocm: Annotated[bool, typer.Option("--rocm", help="The GPUs are AMD's.")] = False,
-    python: Annotated[
-        str | None,
-        typer.Option(help="Interpreter with verlite. Default: this one; python3 in a container."),
-    ] = None,
     script: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Where to write. Default: JOB_NAME.sbatch; -: stdout."),
@@ -115,32 +41,9 @@ def slurm(
     """
     from verlite.config.problems import ConfigError
     from verlite.config.show import console, notes_text
+    from verlite.launch.slurm import plan_job
     from verlite.launch.slurm import script as script_text
-    from verlite.launch.slurm_options import Options, plan_job
 
-    options = Options(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        cpus_per_task=cpus_per_task,
-        mem=mem,
-        time=time,
-        partition=partition,
-        account=account,
-        qos=qos,
-        sbatch=tuple(sbatch or ()),
-        job_name=job_name,
-        output=output,
-        grace_s=grace,
-        requeue=requeue,
-        prepare=tuple(prepare or ()),
-        container=container,
-        runtime=container_runtime.value if container_runtime else None,
-        mounts=tuple(mount or ()),
-        shm_size=shm_size,
-        rocm=rocm,
-        python=python,
-        folder=os.getcwd(),
-    )
     out = console(stderr=script == Path("-"))
     try:
         job, notes = plan_job(options, arguments or [])
@@ -157,7 +60,7 @@ def slurm(
             fail("--submit: needs a file; --script=- writes to the terminal.")
         print(text, end="")
         return
-    path = script or Path(f"{job.name}.sbatch")
+    path = script or Path(f"{job.options.job_name}.sbatch")
     _write(path, text, overwrite)
     say = typer.echo
     say(f"wrote {path}")
@@ -165,7 +68,8 @@ def slurm(
         say(f"submit it: sbatch {shlex.quote(str(path))}")
         return
     number = _submit(path)
-    log = Path(job.folder, job.output.replace("%j", number).replace("%x", job.name))
+    output = job.options.output.replace("%j", number).replace("%x", job.options.job_name or "")
+    log = Path(job.folder, output)
     say(f"submitted job {number}")
     say(f"output:     tail -F {shlex.quote(str(log))}")
     say(f"state:      squeue --jobs={number}")

@@ -2,13 +2,17 @@
 
 import os
 import signal
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from verlite.cli.common import fail
+from verlite.cli.options import from_data_classes
+from verlite.rollout.servers.command import ServerOptions
 
 if TYPE_CHECKING:
     import socket
@@ -22,60 +26,69 @@ app = typer.Typer(
 )
 
 
-Host = Annotated[
-    str,
-    typer.Option(help="Address to listen on. By default only this machine can connect."),
-]
-AllowHost = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Host name that clients may use, besides this machine's (repeat for several). With a "
-        "token any name will do.",
-    ),
-]
-TokenEnv = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="Environment variable with the token that clients have to send."
-    ),
-]
-TokenFile = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="File with that token."),
-]
+@dataclass(frozen=True)
+class Listen:
+    """Where a service listens, and who may use it."""
+
+    host: Annotated[
+        str, Option(help="Address to listen on. By default only this machine can connect.")
+    ] = "127.0.0.1"
+    port: Annotated[int, Option(min=0, max=65535, help="0: any free port.")] = 8000
+    allow_host: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="NAME",
+            help="Host name that clients may use, besides this machine's (repeat for several). "
+            "With a token any name will do.",
+        ),
+    ] = ()
+    token_env: Annotated[
+        str | None,
+        Option(
+            metavar="NAME", help="Environment variable with the token that clients have to send."
+        ),
+    ] = None
+    token_file: Annotated[str | None, Option(metavar="FILE", help="File with that token.")] = None
+
+    def reserve(self) -> tuple["socket.socket", str | None]:
+        """Return a bound socket and the token. Print the problem and exit if there is one.
+
+        A service that other machines can reach without a token gets a warning.
+        """
+        from verlite.http.address import ServiceError, bind, open_to_others
+        from verlite.http.token import TokenError, token_of_file, token_of_variable
+
+        token = None
+        try:
+            if self.token_env and self.token_file:
+                raise TokenError("--token-env and --token-file are both given; keep one")
+            if self.token_env:
+                token = token_of_variable(self.token_env, "--token-env")
+            elif self.token_file:
+                token = token_of_file(self.token_file, "--token-file")
+            bound = bind(self.host, self.port)
+        except TokenError as error:
+            fail(error)
+        except ServiceError as error:
+            fail(error, code=1)
+        if token is None and open_to_others(bound):
+            typer.echo(
+                f"warning: every machine that reaches {self.host} can use this service; "
+                "--token-env NAME or --token-file FILE asks clients for a token",
+                err=True,
+            )
+        return bound, token
+
+    def names(self) -> list[str]:
+        """Return the host names that clients may use."""
+        return [self.host, *self.allow_host]
 
 
-def reserve(
-    host: str, port: int, token_env: str | None, token_file: str | None
-) -> tuple["socket.socket", str | None]:
-    """Return a bound socket and the token. Print the problem and exit if there is one.
+@dataclass(frozen=True)
+class ListenOnPort(Listen):
+    """The same for a service that binds a given port itself."""
 
-    A service that other machines can reach without a token gets a warning.
-    """
-    from verlite.http.address import ServiceError, bind, open_to_others
-    from verlite.http.token import TokenError, token_of_file, token_of_variable
-
-    token = None
-    try:
-        if token_env and token_file:
-            raise TokenError("--token-env and --token-file are both given; keep one")
-        if token_env:
-            token = token_of_variable(token_env, "--token-env")
-        elif token_file:
-            token = token_of_file(token_file, "--token-file")
-        bound = bind(host, port)
-    except TokenError as error:
-        fail(error)
-    except ServiceError as error:
-        fail(error, code=1)
-    if token is None and open_to_others(bound):
-        typer.echo(
-            f"warning: every machine that reaches {host} can use this service; "
-            "--token-env NAME or --token-file FILE asks clients for a token",
-            err=True,
-        )
-    return bound, token
+    port: Annotated[int, Option(min=1, max=65535)] = 8000
 
 
 class Retriever(StrEnum):
@@ -93,47 +106,40 @@ class FaissIndex(StrEnum):
 
 
 @app.command()
+@from_data_classes
 def retriever(
     corpus: Annotated[
         str,
-        typer.Option(help="Passages, .jsonl or .jsonl.gz: id and contents, or id, title and text."),
+        Option(help="Passages, .jsonl or .jsonl.gz: id and contents, or id, title and text."),
     ],
     index: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Build the index here once, then load it from here."),
+        Option(metavar="DIR", help="Build the index here once, then load it from here."),
     ] = None,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Build the index again and replace the old one.")
+        bool, Option("--rebuild", help="Build the index again and replace the old one.")
     ] = False,
     retriever: Annotated[
-        Retriever, typer.Option(help="dense needs pip install 'verlite[dense]'.")
+        Retriever, Option(help="dense needs pip install 'verlite[dense]'.")
     ] = Retriever.bm25,
     topk: Annotated[
         int,
-        typer.Option(min=1, max=100, help="Passages per query, if the request has no topk."),
+        Option(min=1, max=100, help="Passages per query, if the request has no topk."),
     ] = 3,
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
-    k1: Annotated[float, typer.Option(min=0, help="bm25: weight of repeated words.")] = 0.9,
-    b: Annotated[
-        float, typer.Option(min=0, max=1, help="bm25: strength of length normalization.")
-    ] = 0.4,
+    k1: Annotated[float, Option(min=0, help="bm25: weight of repeated words.")] = 0.9,
+    b: Annotated[float, Option(min=0, max=1, help="bm25: strength of length normalization.")] = 0.4,
     model: Annotated[
-        str, typer.Option(help="dense: encoder, a sentence-transformers name or folder.")
+        str, Option(help="dense: encoder, a sentence-transformers name or folder.")
     ] = "intfloat/e5-base-v2",
     faiss_index: Annotated[
-        FaissIndex, typer.Option(help="dense: Flat is exact; HNSW64 is faster on large corpora.")
+        FaissIndex, Option(help="dense: Flat is exact; HNSW64 is faster on large corpora.")
     ] = FaissIndex.Flat,
-    query_prefix: Annotated[str, typer.Option(help="dense: text before each query.")] = "query: ",
-    passage_prefix: Annotated[
-        str, typer.Option(help="dense: text before each passage.")
-    ] = "passage: ",
-    max_batch: Annotated[int, typer.Option(min=1, help="Queries per search batch.")] = 32,
-    max_queries: Annotated[int, typer.Option(min=1, help="Queries per request.")] = 1024,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes per request.")] = 1 << 20,
-    allow_host: AllowHost = None,
-    token_env: TokenEnv = None,
-    token_file: TokenFile = None,
+    query_prefix: Annotated[str, Option(help="dense: text before each query.")] = "query: ",
+    passage_prefix: Annotated[str, Option(help="dense: text before each passage.")] = "passage: ",
+    max_batch: Annotated[int, Option(min=1, help="Queries per search batch.")] = 32,
+    max_queries: Annotated[int, Option(min=1, help="Queries per request.")] = 1024,
+    max_body: Annotated[int, Option(min=1, help="Bytes per request.")] = 1 << 20,
+    listen: Listen = Listen(),
 ) -> None:
     """Serve search over a corpus: POST /retrieve in Search-R1's wire format.
 
@@ -144,7 +150,7 @@ def retriever(
     from verlite.services.index import BM25, Index, open_index
     from verlite.services.retriever import Limits, make_app, progress
 
-    bound, token = reserve(host, port, token_env, token_file)
+    bound, token = listen.reserve()
     try:
         if rebuild and index is None:
             raise ServiceError("--rebuild has no effect without --index DIR")
@@ -163,7 +169,7 @@ def retriever(
     service = make_app(passages, finder, topk, max_batch, limits, token)
     address = url(bound, "/retrieve")
     line = f"serving {len(passages)} documents ({finder.name}) at {address}"
-    run(service, bound, line, [host, *(allow_host or [])])
+    run(service, bound, line, listen.names())
 
 
 class PromptTemplate(StrEnum):
@@ -175,33 +181,34 @@ class PromptTemplate(StrEnum):
 
 
 @app.command()
+@from_data_classes
 def reward(
     dataset: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Ground truths by prompt: .json, .jsonl or .parquet, or several with commas. "
             "Not needed if every request has labels."
         ),
     ] = None,
     input_key: Annotated[
-        str, typer.Option(help="Column of the prompt: chat messages, or text.")
+        str, Option(help="Column of the prompt: chat messages, or text.")
     ] = "prompt",
     answer_key: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Column of the ground truth; dots for nested ones.",
             show_default="answer, else reward_model.ground_truth",
         ),
     ] = None,
     prompt_template: Annotated[
-        PromptTemplate, typer.Option(help="How text prompts mark turns.")
+        PromptTemplate, Option(help="How text prompts mark turns.")
     ] = PromptTemplate.chatml,
     format_weight: Annotated[
-        float, typer.Option(min=0, help="Reward of <think>...</think><answer>...</answer>.")
+        float, Option(min=0, help="Reward of <think>...</think><answer>...</answer>.")
     ] = 0.5,
     function: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE:NAME",
             help="Your own compute_score(data_source, solution_str, ground_truth, extra_info), "
             "or OpenRLHF's reward_func(queries, prompts, labels).",
@@ -209,28 +216,22 @@ def reward(
     ] = None,
     secret_env: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="NAME",
             help="Environment variable that the function needs although its name looks like that "
             "of a secret (repeat for several).",
         ),
     ] = None,
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 5000,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Scoring processes.", show_default="one per core")
+        int | None, Option(min=1, help="Scoring processes.", show_default="one per core")
     ] = None,
-    item_timeout: Annotated[
-        float, typer.Option(min=0.01, help="Seconds to score one answer.")
-    ] = 10.0,
-    max_answers: Annotated[int, typer.Option(min=1, help="Answers per request.")] = 4096,
+    item_timeout: Annotated[float, Option(min=0.01, help="Seconds to score one answer.")] = 10.0,
+    max_answers: Annotated[int, Option(min=1, help="Answers per request.")] = 4096,
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Answers that may wait. A further request gets status 503.")
+        int, Option(min=1, help="Answers that may wait. A further request gets status 503.")
     ] = 65536,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes per request.")] = 1 << 26,
-    allow_host: AllowHost = None,
-    token_env: TokenEnv = None,
-    token_file: TokenFile = None,
+    max_body: Annotated[int, Option(min=1, help="Bytes per request.")] = 1 << 26,
+    listen: Listen = Listen(port=5000),
 ) -> None:
     """Serve rewards: POST /get_reward in OpenRLHF's wire format, for mathematics or a function.
 
@@ -242,7 +243,7 @@ def reward(
     from verlite.services.reward import Limits, make_app, scoring
     from verlite.services.truths import TEMPLATES, read_truths
 
-    bound, token = reserve(host, port, token_env, token_file)
+    bound, token = listen.reserve()
     template = TEMPLATES[prompt_template]
     try:
         files = [file for file in (dataset or "").split(",") if file]
@@ -254,94 +255,36 @@ def reward(
     service = make_app(scorer, truths, template, Limits(max_body, max_answers), token)
     known = f"{len(truths)} ground truths" if truths else "the ground truths of requests"
     line = f"scoring with {known} at {url(bound, '/get_reward')}"
-    run(service, bound, line, [host, *(allow_host or [])])
+    run(service, bound, line, listen.names())
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@from_data_classes
 def generation(
-    context: typer.Context,
-    model_path: Annotated[
-        str, typer.Option("--model-path", "--model_path", help="Folder or hub name of the model.")
-    ],
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    tensor_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel-size", "--tensor_parallel_size", min=1, help="GPUs of the server."
-        ),
-    ] = 1,
-    dtype: Annotated[
-        str,
-        typer.Option(help="Of the weights. auto, as rollout.dtype: bfloat16, on CPUs float32."),
-    ] = "auto",
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            "--max-model-len", "--max_model_len", min=1, help="Longest sequence; default: model's."
-        ),
-    ] = None,
-    max_num_seqs: Annotated[
-        int,
-        typer.Option(
-            "--max-num-seqs", "--max_num_seqs", min=1, help="Sequences generated at one time."
-        ),
-    ] = 256,
-    gpu_memory_utilization: Annotated[
-        float,
-        typer.Option(
-            "--gpu-memory-utilization", "--gpu_memory_utilization", min=0.01, max=1, help="Share."
-        ),
-    ] = 0.9,
-    enforce_eager: Annotated[
-        bool,
-        typer.Option("--enforce-eager", "--enforce_eager", help="No compilation, no CUDA graphs."),
-    ] = False,
-    kv_cache_gb: Annotated[
-        float,
-        typer.Option("--kv-cache-gb", "--kv_cache_gb", help="On CPUs: GiB of the KV cache."),
-    ] = 4.0,
-    allow_host: AllowHost = None,
-    token_env: TokenEnv = None,
-    token_file: TokenFile = None,
+    context: typer.Context, options: ServerOptions, listen: ListenOnPort = ListenOnPort()
 ) -> None:
     """Serve generation for rollout.name=server: a stock `vllm serve` with the flags it needs.
 
     Further options are those of `vllm serve`. docs/generation_service.md describes the service.
     """
-    import os
-
     from verlite.config import machine
     from verlite.config.plan import resolve_dtype
-    from verlite.rollout.servers.command import (
-        ServerOptions,
-        command,
-        environment,
-        missing_plugin,
-    )
+    from verlite.rollout.servers.command import command, environment, missing_plugin
 
     problem = missing_plugin()
     if problem:
         fail(problem, code=1)
     device = "cuda" if machine.visible_gpus() else "cpu"
-    options = ServerOptions(
-        model_path,
-        host,
-        port,
-        tensor_parallel_size,
-        resolve_dtype(dtype, device),
-        max_model_len,
-        max_num_seqs,
-        gpu_memory_utilization if device == "cuda" else None,
-        enforce_eager,
-        kv_cache_gb if device == "cpu" else None,
-        context.args,
-        allow_host or [],
+    options = replace(
+        options,
+        dtype=resolve_dtype(options.dtype, device),
+        gpu_memory_utilization=options.gpu_memory_utilization if device == "cuda" else None,
+        kv_cache_gb=options.kv_cache_gb if device == "cpu" else None,
     )
-    bound, token = reserve(host, port, token_env, token_file)
+    bound, token = listen.reserve()
     bound.close()  # vLLM opens the port itself
-    words = command(options)
-    os.execve(words[0], words, os.environ | environment(options, token))
+    words = command(options, listen.host, listen.port, context.args)
+    os.execve(words[0], words, os.environ | environment(options, listen.names(), token))
 
 
 class Dtype(StrEnum):
@@ -362,56 +305,38 @@ class Device(StrEnum):
 
 
 @app.command()
+@from_data_classes
 def reference(
     model_path: Annotated[
         str,
-        typer.Option("--model_path", "--model-path", help="Hugging Face folder, or hub name."),
+        Option(help="Hugging Face folder, or hub name."),
     ],
     tensor_parallel_size: Annotated[
         int,
-        typer.Option(
-            "--tensor_parallel_size",
-            "--tensor-parallel-size",
+        Option(
             min=1,
             help="GPUs: the weights are sharded over them (FSDP2), and each computes a part of "
             "the sequences. On CPUs: processes.",
         ),
     ] = 1,
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8001,
     dtype: Annotated[
-        Dtype, typer.Option(help="In which it computes. auto: bfloat16 on GPUs, float32 on CPUs.")
+        Dtype, Option(help="In which it computes. auto: bfloat16 on GPUs, float32 on CPUs.")
     ] = Dtype.auto,
     model_dtype: Annotated[
         Dtype,
-        typer.Option(
-            "--model_dtype", "--model-dtype", help="Of the weights in memory. auto: as --dtype."
-        ),
+        Option(help="Of the weights in memory. auto: as --dtype."),
     ] = Dtype.auto,
-    device: Annotated[Device, typer.Option(help="auto: cuda if there is a GPU.")] = Device.auto,
+    device: Annotated[Device, Option(help="auto: cuda if there is a GPU.")] = Device.auto,
     max_tokens_per_gpu: Annotated[
         int,
-        typer.Option(
-            "--max_tokens_per_gpu", "--max-tokens-per-gpu", min=1, help="Tokens of one pass."
-        ),
+        Option(min=1, help="Tokens of one pass."),
     ] = 16384,
-    max_sequences: Annotated[
-        int, typer.Option("--max_sequences", "--max-sequences", min=1, help="Per request.")
-    ] = 4096,
-    max_body: Annotated[
-        int, typer.Option("--max_body", "--max-body", min=1, help="Bytes per request.")
-    ] = 1 << 26,
+    max_sequences: Annotated[int, Option(min=1, help="Per request.")] = 4096,
+    max_body: Annotated[int, Option(min=1, help="Bytes per request.")] = 1 << 26,
     trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust_remote_code",
-            "--trust-remote-code",
-            help="Run Python code that comes with the model.",
-        ),
+        bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
-    allow_host: AllowHost = None,
-    token_env: TokenEnv = None,
-    token_file: TokenFile = None,
+    listen: Listen = Listen(port=8001),
 ) -> None:
     """Serve log-probs of given tokens: POST /log_probs, GET /model, GET /health.
 
@@ -430,7 +355,7 @@ def reference(
             f"--tensor_parallel_size {tensor_parallel_size}: this machine has {visible_gpus()} "
             "visible GPUs. Use fewer, or --device cpu."
         )
-    bound, token = reserve(host, port, token_env, token_file)
+    bound, token = listen.reserve()
     settings = Settings(
         model_path,
         tensor_parallel_size,
@@ -456,7 +381,7 @@ def reference(
     processes = "1 process" if settings.ranks == 1 else f"{settings.ranks} processes"
     line = f"serving {info.name} ({info.dtype}, {processes}) at {url(bound)}"
     try:
-        run(service, bound, line, [host, *(allow_host or [])])
+        run(service, bound, line, listen.names())
     finally:
         scorer.close()
     if service.state.desk.lost:

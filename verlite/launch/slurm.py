@@ -1,16 +1,39 @@
-"""Write the script of a Slurm job that trains on several nodes.
+"""Plan a Slurm job that trains on several nodes, and write its script.
 
-The script runs Ray in a background step, one Ray node per machine, and the driver in a step on the
-first node. Slurm's signals reach the driver, which writes a checkpoint and exits with 75; the
-script then puts the job back into the queue. It is meant to be read and changed by its user.
+The script (templates/slurm.sbatch) runs Ray in a background step, one Ray node per machine, and the
+driver in a step on the first node. Slurm's signals reach the driver, which writes a checkpoint and
+exits with 75; the script then puts the job back into the queue. It is meant to be read and changed
+by its user.
 """
 
+import os
 import re
 import shlex
+import sys
+import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-RUNTIMES = ("podman", "docker")
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from verlite import hub
+from verlite.config import aliases, keys
+from verlite.config.load import Loaded, compose, parse_argv, with_home
+from verlite.config.plan import needs_critic
+from verlite.config.problems import (
+    URL_SECRET,
+    ConfigError,
+    Note,
+    Problem,
+    display,
+    is_secret,
+)
+from verlite.config.schema import Config
+from verlite.config.sources import from_command_line
+from verlite.launch.slurm_options import Options, Runtime
+
 PASSED = (
     "VERLITE_CLUSTER_DIR",
     "VERLITE_VERL_COMPAT",
@@ -39,22 +62,47 @@ VISIBLE = {
 """The same for GPUs, by whether they are AMD's."""
 
 
-@dataclass(frozen=True)
-class Container:
-    """The container that everything of the job runs in.
-
-    Attributes:
-        image: name of the image, which every node has or can pull.
-        runtime: podman or docker.
-        mounts: folders of the machine, besides the home and the working folder. They have the
-            same path in the container.
-        shm_size: limit of /dev/shm, which holds Ray's objects and NCCL's buffers.
-    """
-
-    image: str
-    runtime: str = "podman"
-    mounts: tuple[str, ...] = ()
-    shm_size: str = "128g"
+CPUS_PER_GPU = 4
+"""Cores of a machine per GPU if --cpus-per-task is not given: for Ray, rewards and data."""
+NODES = "trainer.nnodes"
+DEVICES = "trainer.n_gpus_per_node"
+ELSEWHERE = ("trainer.device", DEVICES, "actor_rollout_ref.rollout.name")
+"""Keys whose problems on this machine (no GPU, no vLLM) the nodes of the job need not have."""
+OWN_OPTIONS = {
+    **{
+        name: f"--{name}"
+        for name in "nodes time mem partition account qos job-name cpus-per-task gpus-per-node "
+        "output requeue no-requeue".split()
+    },
+    "error": "--output, which gets the errors too",
+    "mem-per-cpu": "--mem, which is per node",
+    "mem-per-gpu": "--mem, which is per node",
+    "ntasks": "nothing: Ray starts the workers",
+    "ntasks-per-node": "nothing: Ray starts the workers",
+    "ntasks-per-gpu": "nothing: Ray starts the workers",
+    "gpus": "--gpus-per-node",
+    "gpus-per-task": "--gpus-per-node",
+    "signal": "--grace",
+    "chdir": "the working folder",
+    "open-mode": "nothing: the output is appended to",
+    "export": "export in your shell; sbatch passes its environment to the job",
+    "export-file": "export in your shell; sbatch passes its environment to the job",
+}
+"""Options of sbatch that the script sets itself or relies on, and what to use instead."""
+TYPED_SECRET = re.compile(
+    r"""(?:
+        (?:^|(?<=[\s=,;&|('"{]))-*(?P<name>\w[\w.-]*)=
+        |(?:^|(?<=\s))--(?P<flag>\w[\w-]*)\s+(?!-)
+        |(?P<header>\w[\w-]*):\s*(?:bearer|basic|token)\s+
+    )
+    (?=["']?(?P<value>[^\s,;&|)'"]+))""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""What may be a secret in a command: NAME=value, --name value and a header of HTTP."""
+SHM_SIZE = "128g"
+"""Limit of /dev/shm in containers, which holds Ray's objects and NCCL's buffers."""
+NODE_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Folders that are usually each node's own."""
 
 
 @dataclass(frozen=True)
@@ -62,46 +110,283 @@ class Job:
     """A Slurm job that runs verlite.main_ppo.
 
     Attributes:
+        options: what the user asked for, with the defaults of `filled_in`.
         arguments: arguments of main_ppo, without trainer.nnodes and trainer.n_gpus_per_node.
         folder: working folder, on a file system that all nodes share.
-        devices_per_node: GPUs, or CPU slots if `gpus` is False.
-        cpus_per_task: cores of a node.
-        mem: memory of a node; "0" is all of it.
-        time: time limit as Slurm writes it. None: the partition's; "0" or UNLIMITED: no limit.
-        options: further options of sbatch, such as --nodelist=gpu-[0-3].
-        output: the job's output file, with Slurm's patterns such as %j.
-        grace_s: seconds before the time limit at which the job is told to stop. Unused without a
-            limit.
-        requeue: put the job back into the queue after a stop and after the loss of a node.
-        prepare: shell commands that run once, on the first node, before Ray starts.
+        devices: of a node: GPUs, or CPU slots if `gpus` is False.
         downloads: models on the Hugging Face hub.
-        python: the interpreter that has verlite.
         environment: names and values that the script exports.
-        rocm: the GPUs are AMD's.
     """
 
+    options: Options
     arguments: tuple[str, ...]
     folder: str
-    nodes: int
-    devices_per_node: int
+    devices: int
     gpus: bool
-    cpus_per_task: int
-    name: str = "verlite"
-    mem: str = "0"
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    options: tuple[str, ...] = ()
-    output: str = "slurm-%j.out"
-    grace_s: int = 300
-    requeue: bool = True
-    prepare: tuple[str, ...] = ()
     downloads: tuple[str, ...] = ()
-    python: str = "python3"
     environment: tuple[tuple[str, str], ...] = ()
-    container: Container | None = None
-    rocm: bool = False
+
+
+def filled_in(options: Options, devices: int, gpus: bool) -> Options:
+    """Return the options with the defaults that follow from others.
+
+    devices: of a node: GPUs, or CPU slots if `gpus` is False.
+    """
+    return replace(
+        options,
+        cpus_per_task=options.cpus_per_task or devices * (CPUS_PER_GPU if gpus else 1),
+        container_runtime=options.container_runtime or Runtime.podman,
+        shm_size=options.shm_size or SHM_SIZE,
+        python=options.python or ("python3" if options.container else sys.executable),
+    )
+
+
+def plan_job(options: Options, arguments: list[str]) -> tuple[Job, list[Note]]:
+    """Return the job of a training command in the current folder, and notes for the user.
+
+    Args:
+        arguments: arguments of main_ppo.
+
+    Raises:
+        ConfigError: with every problem of the options and of the configuration.
+    """
+    name, path, overrides, help_wanted = parse_argv(arguments)
+    if help_wanted:
+        raise ConfigError([Problem("--help", None, "stands after --", "Give it before the --.")])
+    overrides = with_home(overrides)
+    given = compose(name, overrides, path, check=False)
+    config = given.config
+    gpus = config.trainer.device != "cpu"
+    nodes = options.nodes or config.trainer.nnodes
+    devices = options.gpus_per_node or config.trainer.n_gpus_per_node
+    problems = [*_option_problems(options, given, devices), *_secrets(overrides)]
+    kept = [text for text in overrides if _current_name(text) not in (NODES, DEVICES)]
+    if gpus and "trainer.device" not in given.user_keys:
+        kept.append("trainer.device=cuda")  # CPU slots must not replace GPUs that are missing
+    shape = [f"{NODES}={nodes}", f"{DEVICES}={devices}"]
+    try:
+        loaded = _checked(name, [*kept, *shape], path, options)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    options_of_main = [f"--config-name={name}"] if name else []
+    options_of_main += [f"--config-path={path}"] if path else []
+    job_name = re.sub(r"[^\w.-]+", "-", options.job_name or config.trainer.experiment_name)
+    own_path = os.environ.get("PYTHONPATH")
+    job = Job(
+        options=replace(filled_in(options, devices, gpus), nodes=nodes, job_name=job_name),
+        arguments=(*options_of_main, *kept),
+        folder=os.getcwd(),
+        devices=devices,
+        gpus=gpus,
+        downloads=tuple(_hub_models(config)),
+        environment=(("PYTHONPATH", own_path),) if own_path and not options.container else (),
+    )
+    return job, [*loaded.notes, *map(Note, _notes(options, loaded, nodes))]
+
+
+def _checked(
+    name: str | None, overrides: list[str], folder: str | None, options: Options
+) -> Loaded:
+    """Check the configuration. What only the nodes need is not a problem here.
+
+    Raises:
+        ConfigError: with every other problem.
+    """
+    try:
+        return compose(name, overrides, folder)
+    except ConfigError as error:
+        # Files in a container, or that --prepare writes, are checked by the job itself.
+        files_later = bool(options.container or options.prepare)
+        problems = [
+            problem
+            for problem in error.problems
+            if not problem.is_local or not (files_later or problem.key in ELSEWHERE)
+        ]
+        if problems:
+            raise ConfigError(problems) from None
+        return compose(name, overrides, folder, elsewhere=True)
+
+
+def _option_problems(options: Options, given: Loaded, devices: int) -> Iterator[Problem]:
+    """Check the options alone, and against the configuration."""
+    config = given.config
+    for option, value, key, what in (
+        ("--nodes", options.nodes, NODES, "machines"),
+        ("--gpus-per-node", options.gpus_per_node, DEVICES, "devices of a machine"),
+    ):
+        typed = config.trainer.nnodes if key == NODES else config.trainer.n_gpus_per_node
+        if value is not None and key in given.user_keys and typed != value:
+            rule = f"{key}={typed} gives another number of {what}"
+            yield Problem(option, value, rule, f"Leave {key} out; the script sets it.")
+    if config.trainer.device == "cpu":
+        if options.gpus_per_node is not None:
+            rule = "trainer.device=cpu would leave the GPUs unused"
+            remedy = f"Leave one of the two out. CPU slots of a machine: {DEVICES}."
+            yield Problem("--gpus-per-node", options.gpus_per_node, rule, remedy)
+        if options.rocm:
+            yield Problem("--rocm", None, "trainer.device=cpu uses no GPU", "Leave one out.")
+    elif options.gpus_per_node is None and DEVICES not in given.user_keys:
+        rule = "must be given: GPUs of a machine"
+        yield Problem("--gpus-per-node", None, rule, "To train on CPUs: trainer.device=cpu.")
+    if options.cpus_per_task is not None and options.cpus_per_task < devices:
+        rule = f"each of the {devices} devices of a machine needs a core"
+        yield Problem("--cpus-per-task", options.cpus_per_task, rule, f"Use at least {devices}.")
+    if config.ray_kwargs.ray_init.address is not None:
+        rule = "the job starts a Ray cluster of its own"
+        address = config.ray_kwargs.ray_init.address
+        yield Problem("ray_kwargs.ray_init.address", address, rule, "Leave it out.")
+    mode = config.trainer.resume_mode
+    if options.requeue and mode != "auto":
+        rule = "a job that starts again would lose its progress, and --requeue is on"
+        remedy = "Use trainer.resume_mode=auto, or --no-requeue."
+        yield Problem("trainer.resume_mode", mode, rule, remedy)
+    yield from _sbatch_problems(options)
+    yield from _container_problems(options)
+    yield from _typed_secrets(options)
+
+
+def _sbatch_problems(options: Options) -> Iterator[Problem]:
+    if options.time is not None:
+        limit = limit_seconds(options.time)
+        if limit is None:
+            rule = "is not a time of Slurm"
+            remedy = "Such as 1-12:00:00, 12:00:00, 90 or UNLIMITED."
+            yield Problem("--time", options.time, rule, remedy)
+        elif 0 < limit <= options.grace:
+            rule = f"--time={options.time} is not longer, so the job would stop at once"
+            yield Problem("--grace", options.grace, rule, "Raise --time, or lower --grace.")
+    if not re.fullmatch(r"\d+[KMGT]?", options.mem):
+        rule = "is not a size of Slurm"
+        yield Problem("--mem", options.mem, rule, "Such as 200G; 0 is all memory of a machine.")
+    yield from _line_problems(options)
+    folder = Path(os.getcwd(), options.output).parent
+    if "%" not in str(folder) and not folder.is_dir():
+        rule = f"the folder {folder} does not exist, and Slurm would end the job without a message"
+        yield Problem("--output", options.output, rule, "Create it.")
+    for option in options.sbatch:
+        if _typed_secret(option):
+            continue  # its own problem, which does not show it
+        name = option.lstrip("-").partition("=")[0]
+        if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
+            rule = "is not a long option of sbatch"
+            yield Problem("--sbatch", option, rule, "Such as --sbatch=--nodelist=gpu-[0-3].")
+        elif name in OWN_OPTIONS:
+            rule = "the script sets this option itself, or relies on its default"
+            yield Problem("--sbatch", option, rule, f"Use {OWN_OPTIONS[name]}.")
+
+
+def _line_problems(options: Options) -> Iterator[Problem]:
+    """Check that a text stays one word of its #SBATCH line."""
+    for name in ("partition", "account", "qos"):
+        value = getattr(options, name)
+        if value is not None and not re.fullmatch(r"[^\s#\"'\\]+", value):
+            rule = "is not a name: it is empty, or has a space, quote, backslash or #"
+            yield Problem(f"--{name}", value, rule, "Names are listed by sinfo and sacctmgr.")
+    if options.job_name is not None and re.search(r"[\r\n]", options.job_name):
+        yield Problem("--job-name", options.job_name, "has more than one line", "Use one line.")
+    for name, path in (("--output", options.output), ("the working folder", os.getcwd())):
+        if re.search(r"[\"'\\\r\n]", path):
+            rule = "has a quote, backslash or newline, which sbatch would not read as a part of it"
+            yield Problem(name, path, rule, "Use another name.")
+
+
+def _container_problems(options: Options) -> Iterator[Problem]:
+    if options.container is None:
+        for option, value in (
+            ("--container-runtime", options.container_runtime),
+            ("--mount", " ".join(options.mount) or None),
+            ("--shm-size", options.shm_size),
+        ):
+            if value is not None:
+                yield Problem(option, value, "has no effect without --container", "Name the image.")
+    for mount in options.mount:
+        if not mount.startswith("/") or ":" in mount:
+            rule = "is not an absolute path; a folder has the same path in the container"
+            yield Problem("--mount", mount, rule, "Such as --mount /data.")
+    if options.shm_size is not None and not re.fullmatch(r"\d+[kmgKMG]", options.shm_size):
+        yield Problem("--shm-size", options.shm_size, "is not a size", "Such as 128g.")
+
+
+def _current_name(override: str) -> str:
+    """Return the key of an override under its current name."""
+    key = override.partition("=")[0].lstrip("+~")
+    return aliases.renamed(key) or key
+
+
+def _secrets(overrides: list[str]) -> Iterator[Problem]:
+    """Secrets must not be in a file that others may read, or on a command line."""
+    for assignment in from_command_line(overrides, None)[0]:
+        key = assignment.key
+        shown = display(key, assignment.value, keys.is_plain(key))
+        if "***" in shown and "***" not in str(assignment.value):
+            rule = "the script would contain this secret"
+            remedy = f"Export it as a variable and write '{key}=${{oc.env:NAME}}'."
+            yield Problem(key, "***", rule, remedy)
+
+
+def _typed_secrets(options: Options) -> Iterator[Problem]:
+    """Check the commands that the script contains as they are typed."""
+    typed = [
+        *(("--prepare", command) for command in options.prepare),
+        *(("--sbatch", option) for option in options.sbatch),
+        ("--python", options.python or ""),
+    ]
+    for option, text in typed:
+        name = _typed_secret(text)
+        if not name:
+            continue
+        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # not a variable
+            remedy = "Export it as a variable in your shell"
+            remedy += ' and write "$NAME" here' if option == "--prepare" else ""
+        else:
+            remedy = f"Export {name} in your shell and leave it out here"
+        remedy += "; sbatch passes the environment to the job."
+        if options.container and name not in PASSED:
+            remedy += " For the container, add its name to passed=(...) in the script."
+        yield Problem(option, "***", f"the script would contain this secret, {name}", remedy)
+
+
+def _typed_secret(text: str) -> str | None:
+    """Return the name of the first secret in a command, or None. $NAME and $(...) are none."""
+    for found in TYPED_SECRET.finditer(text):
+        name = found["name"] or found["flag"] or found["header"]
+        value: str | int = found["value"]
+        if found["value"].startswith(("$", "`")):
+            continue
+        if re.fullmatch(r"true|false|null|none", found["value"], re.IGNORECASE):
+            continue
+        if found["value"].isdecimal():
+            value = int(found["value"])
+        if is_secret(name.replace("-", "_"), value):
+            return name
+    for found in URL_SECRET.finditer(text):
+        if not found[0].removeprefix(found[1] or found[2]).startswith("$"):
+            return "in a URL"
+    return None
+
+
+def _hub_models(config: Config) -> Iterator[str]:
+    """Yield the models that are names on the hub, not folders."""
+    paths: list[str | None] = [config.actor_rollout_ref.model.path]
+    if needs_critic(config):
+        paths.append(config.critic.model.path)
+    for path in dict.fromkeys(paths):
+        if path and "/" in path and hub.NAME.fullmatch(path) and not Path(path).exists():
+            yield path
+
+
+def _notes(options: Options, loaded: Loaded, nodes: int) -> Iterator[str]:
+    for problem in loaded.lacking:
+        yield f"on this machine {problem.brief()}. The job checks it again before Ray starts"
+    if nodes > 1:
+        for what, path in (
+            ("the working folder", os.getcwd()),
+            ("trainer.default_local_dir", loaded.config.trainer.default_local_dir),
+        ):
+            if path.startswith(tuple(f"{folder}/" for folder in NODE_FOLDERS)):
+                yield f"{what} {path} must be shared by all nodes, which /tmp and the like are not"
 
 
 def limit_seconds(limit: str) -> int | None:
@@ -122,394 +407,35 @@ def limit_seconds(limit: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+class Typed(str):
+    """A text that stands in a script as it is."""
+
+
 def script(job: Job) -> str:
-    """Return the text of the sbatch script."""
-    parts = [
-        "\n".join(_header(job)),
-        "set -uo pipefail",
-        _training(job),
-        "\n".join(_environment(job)),
-        SHARED_FILES,
-        STEPS.replace("@REQUEUE@", "yes" if job.requeue else ""),
-        _container(job, job.container) if job.container else IN_JOB,
-        RAY.replace("@WAIT@", WAIT_FOR_CONTAINER if job.container else ""),
-        FINISH,
-        _main(job),
-    ]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    """Return the text of the sbatch script.
+
+    The template's expressions become one word of the shell each, unless a filter says otherwise:
+    `line` writes a path for an #SBATCH line, where a # would start a comment; `typed` changes
+    nothing.
+    """
+    templates = Environment(
+        loader=PackageLoader("verlite.launch"),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Typed) else shlex.quote(str(value)),
+    )
+    templates.filters["typed"] = Typed
+    templates.filters["line"] = _for_sbatch
+    names = " ".join([*PASSED, *(VISIBLE[job.options.rocm] if job.gpus else ())])
+    limit = job.options.time
+    values: dict[str, Any] = {field: getattr(job, field) for field in Job.__annotations__}
+    return templates.get_template("slurm.sbatch").render(
+        values,
+        passed=textwrap.fill(names, 88, subsequent_indent="    "),
+        unlimited=limit is not None and limit_seconds(limit) == 0,
+    )
 
 
-def _header(job: Job) -> Iterator[str]:
-    nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
-    kind = "GPU" if job.gpus else "CPU slot"
-    devices = f"{job.devices_per_node} {kind}" + ("s" if job.devices_per_node > 1 else "")
-    yield "#!/bin/bash"
-    yield f"# Train with verlite on {nodes}, {devices} each. Submit this file with sbatch."
-    yield "# `verlite launch slurm` wrote it. Read it, change it, keep it."
-    yield "#"
-    yield f"#SBATCH --job-name={job.name}"
-    yield f"#SBATCH --nodes={job.nodes}"
-    yield "#SBATCH --ntasks-per-node=1"
-    if job.gpus:
-        yield f"#SBATCH --gpus-per-node={job.devices_per_node}"
-    yield f"#SBATCH --cpus-per-task={job.cpus_per_task}"
-    yield f"#SBATCH --mem={job.mem}"
-    for name in ("time", "partition", "account", "qos"):
-        value = getattr(job, name)
-        if value is not None:
-            yield f"#SBATCH --{name}={value}"
-    for option in job.options:
-        yield f"#SBATCH {option}"
-    yield "#"
-    yield "# All nodes must see this folder. The folder of the output must exist."
-    yield f"#SBATCH --chdir={_sbatch_quote(job.folder)}"
-    yield f"#SBATCH --output={_sbatch_quote(job.output)}"
-    yield "# A job that starts again continues its output file."
-    yield "#SBATCH --open-mode=append"
-    yield "#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue"
-    if job.time is not None and limit_seconds(job.time) == 0:
-        yield "# The job has no time limit, so this is unused. If it gets one, TERM reaches this"
-        yield f"# script (B:) and no step {job.grace_s} s before it."
-    else:
-        before = f"{job.grace_s} s before the time limit"
-        yield f"# {before}, TERM reaches this script (B:) and no step. One"
-        yield "# training step and a checkpoint must fit into that time."
-    yield f"#SBATCH --signal=B:TERM@{job.grace_s}"
-
-
-def _sbatch_quote(text: str) -> str:
-    """Quote a path for an #SBATCH line, where a # would start a comment."""
-    return f'"{text}"' if re.search(r"[\s#]", text) else text
-
-
-def _training(job: Job) -> str:
-    lines = [
-        *(shlex.quote(argument) for argument in job.arguments),
-        'trainer.nnodes="$SLURM_JOB_NUM_NODES"',
-        'trainer.n_gpus_per_node="$devices"',
-    ]
-    listed = "\n".join(f"    {line}" for line in lines)
-    if job.gpus:
-        count = (
-            "# GPUs of a node. Slurm may put a type before the number, as in a100:8.\n"
-            "devices=${SLURM_GPUS_PER_NODE##*:}\ngpus=$devices"
-        )
-    else:
-        count = (
-            f"# CPU slots of a node that train, of $SLURM_CPUS_PER_TASK.\n"
-            f"devices={job.devices_per_node}\ngpus=0"
-        )
-    return f"{count}\n\n# The arguments of verlite.main_ppo.\ntrain=(\n{listed}\n)"
-
-
-def _environment(job: Job) -> Iterator[str]:
-    yield f"python={shlex.quote(job.python)}"
-    if "/" in job.python:
-        yield 'PATH=$(dirname "$python"):$PATH'
-    yield "export PYTHONUNBUFFERED=1"
-    for name, value in job.environment:
-        yield f"export {name}={shlex.quote(value)}"
-    if job.rocm:
-        yield "# GPU kernels keep their scratch memory instead of allocating it in each launch."
-        yield "export HSA_NO_SCRATCH_RECLAIM=1"
-
-
-SHARED_FILES = """
-# Files that the nodes share while the job runs: the address of Ray's head, and the token without
-# which Ray refuses connections. Only you can read them.
-job_dir=$PWD/.verlite-job-$SLURM_JOB_ID
-rm -rf "$job_dir"
-mkdir -m 700 "$job_dir" || exit 1
-trap 'rm -rf "$job_dir"' EXIT
-
-# For each job, a port of its own and on each node a folder of its own.
-port=$((20000 + SLURM_JOB_ID % 10000))
-export VERLITE_CLUSTER_DIR=/tmp/verlite-job-$SLURM_JOB_ID
-"""
-
-STEPS = """
-# --- Steps and signals
-
-# yes: back into the queue after a stop, and after the loss of a node
-requeue=@REQUEUE@
-stopped=       # name of the signal that has arrived
-current=       # name of the step that runs on the first node
-background=()  # process ids of the sruns of steps on all nodes
-lost=$job_dir/lost
-
-# This script, Ray's head and the driver run on the first node. --overlap: steps share the job's
-# cores, memory and GPUs.
-on_first=(--overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"
-    --cpus-per-task="$SLURM_CPUS_PER_TASK")
-on_all=(--overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
-    --cpus-per-task="$SLURM_CPUS_PER_TASK" --label)
-
-# signal_step NAME SIGNAL. scancel reaches the program of a step; TERM to srun would kill the step.
-# Slurm 22.05 delivers the signal and then complains about the id.
-signal_step() {
-    local id
-    id=$(squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format="%i %j" |
-        awk -v name="$1" '$2 == name {print $1}')
-    [ -n "$id" ] || return 1  # the step has not started yet
-    scancel --signal="$2" "$id" 2> /dev/null
-    return 0
-}
-
-# Slurm sends TERM before the time limit. To stop with a checkpoint and stay stopped, send USR1:
-# scancel --batch --signal=USR1 JOB
-stop() {
-    stopped=$1
-    echo "SIG$1: stopping"
-}
-trap 'stop TERM' TERM
-trap 'stop USR1' USR1
-
-# run NAME COMMAND...: run a step on the first node and return its exit code. A stop reaches it as
-# one TERM. If Ray or a container ends, it has `patience` seconds to report the cause.
-patience=0
-run() {
-    local step told='' since='' killed=''
-    [ -z "$stopped" ] || return 75
-    current=$1
-    shift
-    srun --job-name="$current" "${on_first[@]}" "$@" &
-    step=$!
-    while kill -0 "$step" 2> /dev/null; do
-        sleep 1  # bash handles signals after it
-        if [ -n "$stopped" ] && [ -z "$told" ] && signal_step "$current" TERM; then
-            told=yes
-        fi
-        if [ -z "$since" ] && [ -s "$lost" ]; then
-            cat "$lost" >&2
-            since=$SECONDS
-        fi
-        if [ -n "$since" ] && [ $((SECONDS - since)) -ge "$patience" ]; then
-            killed=yes
-            kill "$step" 2> /dev/null  # srun then ends the step
-        fi
-    done
-    [ -z "$killed" ] || return 1
-    wait "$step"
-}
-
-# stay NAME COMMAND...: run a command in a step on all nodes until the end of the job sends USR2.
-# Pre-emption sends TERM to all steps. It is ignored here, because the driver needs Ray for its
-# checkpoint.
-stay() {
-    local process code ending='' name=$1
-    shift
-    trap : TERM
-    trap 'ending=yes; kill -TERM "$process"' USR2
-    "$@" &
-    process=$!
-    while kill -0 "$process" 2> /dev/null; do sleep 1; done
-    wait "$process"
-    code=$?
-    [ -n "$ending" ] || echo "$name on $SLURMD_NODENAME ended, exit code $code" >> "$lost"
-}
-"""
-
-IN_JOB = """
-in_job=()  # what comes before a command to run it where the training runs: nothing
-"""
-
-RAY = """
-# --- Ray: one node of it per machine
-
-ray_node() {@WAIT@
-    stay Ray "${in_job[@]}" "$python" -m verlite cluster start --block --rank="$SLURM_NODEID" \\
-        --shared="$job_dir" --port="$port" --num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="$gpus"
-    rm -rf "$VERLITE_CLUSTER_DIR"
-}
-"""
-
-WAIT_FOR_CONTAINER = """
-    until "${in_job[@]}" true 2> /dev/null; do sleep 1; done"""
-
-FINISH = """
-# finish CODE: end Ray, and start the job again where that continues the training.
-finish() {
-    local code=$1 again='' i
-    # 75: stopped with a checkpoint; 143: a step that ended by TERM; with a stop also 130: a driver
-    # that had nothing to save yet.
-    if [[ $code =~ ^(75|143)$ ]] || [[ $stopped$code =~ ^(TERM|USR1)130$ ]]; then
-        code=75
-        [ "$stopped" = USR1 ] || again="stopped"
-    # 76: a process or a node was lost, also one that answers again
-    elif [ "$code" = 76 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
-        again="a process or a node was lost"
-    elif [ "$code" != 0 ] && [ "$code" != 2 ] && [ -n "$requeue" ] && ! all_nodes_answer; then
-        again="a node does not answer"
-    fi
-    rm -rf "$job_dir"
-    for ((i = 0; i < 20; i++)); do
-        kill -0 "${background[@]}" 2> /dev/null || break
-        # srun passes USR2 on to its step, also after scancel JOB
-        [ $((i % 10)) -gt 0 ] || kill -USR2 "${background[@]}" 2> /dev/null
-        sleep 1
-    done
-    # A canceled job is no longer RUNNING, and must not come back.
-    if [ -n "$requeue" ] && [ -n "$again" ] &&
-        scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q "JobState=RUNNING"; then
-        echo "$again: back into the queue"
-        scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script
-    fi
-    exit "$code"
-}
-
-all_nodes_answer() {
-    timeout --kill-after=5 30 srun --job-name=probe "${on_all[@]}" true
-}
-"""
-
-
-def _container(job: Job, container: Container) -> str:
-    runtime = container.runtime
-    options = [
-        "--network=host  # Ray and NCCL use the interfaces of the machine",
-        f"--shm-size={container.shm_size}  # Ray's objects and NCCL's buffers",
-        "--pids-limit=-1  # podman's default of 2048 threads is too few for Ray",
-        '--volume="$PWD:$PWD" --workdir="$PWD"',
-        '--volume="$HOME:$HOME"',
-        *(f"--volume={shlex.quote(f'{mount}:{mount}')}" for mount in container.mounts),
-    ]
-    if runtime == "docker":
-        options.append('--user="$(id -u):$(id -g)"  # files belong to you, not to root')
-    if job.rocm:
-        keep = "keep-groups" if runtime == "podman" else "video"
-        options += [
-            "--device=/dev/kfd --device=/dev/dri",
-            f"--group-add={keep}  # of the GPUs' device files",
-            "--cap-add=SYS_PTRACE --security-opt=seccomp=unconfined  # GPUs share memory by ptrace",
-        ]
-    elif job.gpus:
-        options.append("--gpus=all" if runtime == "docker" else "--device=nvidia.com/gpu=all")
-    names = [*PASSED, *(VISIBLE[job.rocm] if job.gpus else ())]
-    return f"""
-# --- The container, one per machine. Every command of the job runs in it.
-
-runtime={runtime}
-image={shlex.quote(container.image)}
-container=verlite-$SLURM_JOB_ID
-
-# Variables that the container gets from the job, as far as they are set. Their values are on no
-# command line.
-passed=({chr(10).join(_wrapped(names))})
-container_options=(
-{chr(10).join("    " + option for option in options)}
-)
-container_options+=("${{passed[@]/#/--env=}}")
-if [ -e /dev/infiniband ]; then
-    container_options+=(--device=/dev/infiniband --ulimit=memlock=-1)
-fi
-{CONTAINER}"""
-
-
-CONTAINER = """
-container_node() {
-    "$runtime" rm --force "$container" &> /dev/null
-    # bash ends at TERM and reaps orphans, which sleep as the first process of a container does not
-    stay Container "$runtime" run --rm --name="$container" "${container_options[@]}" "$image" \\
-        bash -c "trap exit TERM; sleep infinity & wait"
-    "$runtime" rm --force "$container" &> /dev/null
-}
-
-# What comes before a command to run it where the training runs.
-in_job=("$runtime" exec "$container")
-
-# `exec` passes no signal on to the program, so this does, as soon as the program has started.
-driver() {
-    local process stopping=''
-    trap 'stopping=yes' TERM
-    "${in_job[@]}" rm -f /tmp/driver.pid || return $?
-    [ -z "$stopping" ] || return 75
-    "${in_job[@]}" sh -c 'echo $$ > /tmp/driver.pid; exec "$@"' sh "$@" &
-    process=$!
-    while kill -0 "$process" 2> /dev/null; do
-        sleep 1
-        if [ -n "$stopping" ] &&
-            "${in_job[@]}" sh -c "kill -TERM \\$(cat /tmp/driver.pid)" 2> /dev/null; then
-            stopping=''
-        fi
-    done
-    wait "$process"
-}
-"""
-
-
-def _wrapped(names: list[str]) -> Iterator[str]:
-    """Yield the names in lines of at most about 90 characters, for a bash array."""
-    line = ""
-    for name in names:
-        if len(line) + len(name) > 88:
-            yield line.rstrip()
-            line = "    "
-        line += f"{name} "
-    yield line.rstrip()
-
-
-START = """
-# --- The job
-
-starts=$((${SLURM_RESTART_COUNT:-0} + 1))
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $starts"
-"""
-
-START_CONTAINER = """
-srun --job-name=container "${on_all[@]}" bash -c "$(declare -p runtime image container lost \\
-    container_options; declare -f stay container_node); container_node" &
-background+=($!)
-run image bash -c "$(declare -p in_job)
-    until \\"\\${in_job[@]}\\" true 2> /dev/null; do sleep 1; done" || finish $?
-"""
-
-START_RAY = """
-# Model, data and settings, as they are on this node.
-run check "${in_job[@]}" "$python" -m verlite check "${train[@]}" || finish $?
-
-srun --job-name=ray "${on_all[@]}" bash -c "$(declare -p in_job python job_dir port gpus lost
-    declare -f stay ray_node); ray_node" &
-background+=($!)
-run wait "${in_job[@]}" "$python" -m verlite cluster check --shared="$job_dir" --port="$port" \\
-    --nodes="$SLURM_JOB_NUM_NODES" $((SLURM_JOB_NUM_NODES * @SLOTS@)) || finish $?
-"""
-
-TRAIN = """
-patience=120
-run driver "$python" -m verlite.main_ppo "${train[@]}"
-finish $?
-"""
-
-TRAIN_ROCM = """
-# Ray refuses ROCR_VISIBLE_DEVICES, which Slurm sets. The driver uses no GPU.
-patience=120
-run driver env --unset=ROCR_VISIBLE_DEVICES "$python" -m verlite.main_ppo "${train[@]}"
-finish $?
-"""
-
-TRAIN_IN_CONTAINER = """
-patience=120
-run driver bash -c "$(declare -p in_job; declare -f driver); driver \\"\\$@\\"" driver \\
-    "$python" -m verlite.main_ppo "${train[@]}"
-finish $?
-"""
-
-
-def _main(job: Job) -> str:
-    """Return the part of the script that runs the steps, in order."""
-    parts = [START]
-    if job.container:
-        parts.append(START_CONTAINER)
-    once = [f'run prepare "${{in_job[@]}}" bash -c {shlex.quote(one)}' for one in job.prepare]
-    once += [
-        f'run download "${{in_job[@]}}" hf download {shlex.quote(name)}' for name in job.downloads
-    ]
-    if once:
-        lines = [f"{command} || finish $?" for command in once]
-        parts.append("\n".join(["# Data and model, once, before Ray starts.", *lines]))
-    parts.append(START_RAY.replace("@SLOTS@", "gpus" if job.gpus else "SLURM_CPUS_PER_TASK"))
-    if job.container:
-        parts.append(TRAIN_IN_CONTAINER)
-    else:
-        parts.append(TRAIN_ROCM if job.rocm else TRAIN)
-    return "\n\n".join(part.strip("\n") for part in parts)
+def _for_sbatch(text: str) -> Typed:
+    return Typed(f'"{text}"' if re.search(r"[\s#]", text) else text)

@@ -1,361 +1,86 @@
-"""Turn the options of `verlite launch slurm` and a training command into a checked Slurm job."""
+"""The options of `verlite launch slurm`, each declared once: the command shows and reads them, and
+verlite/launch/slurm.py checks them and fills in their defaults."""
 
-import os
-import re
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from enum import StrEnum
+from typing import Annotated
 
-from verlite import hub
-from verlite.config import aliases, keys
-from verlite.config.load import Loaded, compose, parse_argv, with_home
-from verlite.config.plan import needs_critic
-from verlite.config.problems import (
-    URL_SECRET,
-    ConfigError,
-    Note,
-    Problem,
-    display,
-    is_secret,
-)
-from verlite.config.schema import Config
-from verlite.config.sources import from_command_line
-from verlite.launch.slurm import PASSED, RUNTIMES, Container, Job, limit_seconds
+from typer import Option
 
-CPUS_PER_GPU = 4
-"""Cores of a machine per GPU if --cpus-per-task is not given: for Ray, rewards and data."""
-NODES = "trainer.nnodes"
-DEVICES = "trainer.n_gpus_per_node"
-ELSEWHERE = ("trainer.device", DEVICES, "actor_rollout_ref.rollout.name")
-"""Keys whose problems on this machine (no GPU, no vLLM) the nodes of the job need not have."""
-OWN_OPTIONS = {
-    **{
-        name: f"--{name}"
-        for name in "nodes time mem partition account qos job-name cpus-per-task gpus-per-node "
-        "output requeue no-requeue".split()
-    },
-    "error": "--output, which gets the errors too",
-    "mem-per-cpu": "--mem, which is per node",
-    "mem-per-gpu": "--mem, which is per node",
-    "ntasks": "nothing: Ray starts the workers",
-    "ntasks-per-node": "nothing: Ray starts the workers",
-    "ntasks-per-gpu": "nothing: Ray starts the workers",
-    "gpus": "--gpus-per-node",
-    "gpus-per-task": "--gpus-per-node",
-    "signal": "--grace",
-    "chdir": "the working folder",
-    "open-mode": "nothing: the output is appended to",
-    "export": "export in your shell; sbatch passes its environment to the job",
-    "export-file": "export in your shell; sbatch passes its environment to the job",
-}
-"""Options of sbatch that the script sets itself or relies on, and what to use instead."""
-TYPED_SECRET = re.compile(
-    r"""(?:
-        (?:^|(?<=[\s=,;&|('"{]))-*(?P<name>\w[\w.-]*)=
-        |(?:^|(?<=\s))--(?P<flag>\w[\w-]*)\s+(?!-)
-        |(?P<header>\w[\w-]*):\s*(?:bearer|basic|token)\s+
-    )
-    (?=["']?(?P<value>[^\s,;&|)'"]+))""",
-    re.IGNORECASE | re.VERBOSE,
-)
-"""What may be a secret in a command: NAME=value, --name value and a header of HTTP."""
-NODE_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-"""Folders that are usually each node's own."""
+
+class Runtime(StrEnum):
+    """Programs that run containers."""
+
+    podman = "podman"
+    docker = "docker"
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `verlite launch slurm`. None: not given. See `Job` for their meaning."""
+    """What the user asked for. None: not given."""
 
-    folder: str
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    cpus_per_task: int | None = None
-    mem: str = "0"
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    sbatch: tuple[str, ...] = ()
-    job_name: str | None = None
-    output: str = "slurm-%j.out"
-    grace_s: int = 300
-    requeue: bool = True
-    prepare: tuple[str, ...] = ()
-    container: str | None = None
-    runtime: str | None = None
-    mounts: tuple[str, ...] = ()
-    shm_size: str | None = None
-    rocm: bool = False
-    python: str | None = None
-
-
-def plan_job(options: Options, arguments: list[str]) -> tuple[Job, list[Note]]:
-    """Return the job of a training command, and notes for the user.
-
-    Args:
-        arguments: arguments of main_ppo.
-
-    Raises:
-        ConfigError: with every problem of the options and of the configuration.
-    """
-    name, folder, overrides, help_wanted = parse_argv(arguments)
-    if help_wanted:
-        raise ConfigError([Problem("--help", None, "stands after --", "Give it before the --.")])
-    overrides = with_home(overrides)
-    given = compose(name, overrides, folder, check=False)
-    config = given.config
-    uses_gpus = config.trainer.device != "cpu"
-    nodes = options.nodes or config.trainer.nnodes
-    devices = options.gpus_per_node or config.trainer.n_gpus_per_node
-    problems = [*_option_problems(options, given, devices), *_secrets(overrides)]
-    kept = [text for text in overrides if _current_name(text) not in (NODES, DEVICES)]
-    if uses_gpus and "trainer.device" not in given.user_keys:
-        kept.append("trainer.device=cuda")  # CPU slots must not replace GPUs that are missing
-    shape = [f"{NODES}={nodes}", f"{DEVICES}={devices}"]
-    try:
-        loaded = _checked(name, [*kept, *shape], folder, options)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    if problems:
-        raise ConfigError(problems)
-    options_of_main = [f"--config-name={name}"] if name else []
-    options_of_main += [f"--config-path={folder}"] if folder else []
-    container = None
-    if options.container:
-        container = Container(
-            options.container,
-            options.runtime or RUNTIMES[0],
-            options.mounts,
-            options.shm_size or Container.shm_size,
-        )
-    own_path = os.environ.get("PYTHONPATH")
-    job = Job(
-        arguments=(*options_of_main, *kept),
-        folder=options.folder,
-        nodes=nodes,
-        devices_per_node=devices,
-        gpus=uses_gpus,
-        cpus_per_task=options.cpus_per_task or devices * (CPUS_PER_GPU if uses_gpus else 1),
-        name=re.sub(r"[^\w.-]+", "-", options.job_name or config.trainer.experiment_name),
-        mem=options.mem,
-        time=options.time,
-        partition=options.partition,
-        account=options.account,
-        qos=options.qos,
-        options=options.sbatch,
-        output=options.output,
-        grace_s=options.grace_s,
-        requeue=options.requeue,
-        prepare=options.prepare,
-        downloads=tuple(_hub_models(config)),
-        python=options.python or ("python3" if container else sys.executable),
-        environment=(("PYTHONPATH", own_path),) if own_path and not container else (),
-        container=container,
-        rocm=options.rocm,
+    nodes: Annotated[int | None, Option(min=1, help="Machines. Default: trainer.nnodes.")] = None
+    gpus_per_node: Annotated[
+        int | None, Option(min=1, help="GPUs of a machine. Without GPUs: trainer.device=cpu.")
+    ] = None
+    cpus_per_task: Annotated[
+        int | None, Option(min=1, help="Cores of a machine. Default: 4 per GPU, or 1 per CPU slot.")
+    ] = None
+    mem: Annotated[str, Option(help="Memory of a machine, such as 200G. 0: all.")] = "0"
+    time: Annotated[
+        str | None, Option(metavar="D-HH:MM:SS", help="Time limit. Default: the partition's.")
+    ] = None
+    partition: Annotated[str | None, Option(help="Slurm's partition.")] = None
+    account: Annotated[str | None, Option(help="Account to charge.")] = None
+    qos: Annotated[str | None, Option(help="Quality of service.")] = None
+    sbatch: Annotated[
+        tuple[str, ...],
+        Option(metavar="OPTION", help="One more option, such as --sbatch=--exclusive."),
+    ] = ()
+    job_name: Annotated[
+        str | None, Option(help="Default: trainer.experiment_name.", show_default=False)
+    ] = None
+    output: Annotated[str, Option(metavar="FILE", help="The job's output; %j is its number.")] = (
+        "slurm-%j.out"
     )
-    return job, [*loaded.notes, *map(Note, _notes(options, loaded, nodes))]
-
-
-def _checked(
-    name: str | None, overrides: list[str], folder: str | None, options: Options
-) -> Loaded:
-    """Check the configuration. What only the nodes need is not a problem here.
-
-    Raises:
-        ConfigError: with every other problem.
-    """
-    try:
-        return compose(name, overrides, folder)
-    except ConfigError as error:
-        # Files in a container, or that --prepare writes, are checked by the job itself.
-        files_later = bool(options.container or options.prepare)
-        problems = [
-            problem
-            for problem in error.problems
-            if not problem.is_local or not (files_later or problem.key in ELSEWHERE)
-        ]
-        if problems:
-            raise ConfigError(problems) from None
-        return compose(name, overrides, folder, elsewhere=True)
-
-
-def _option_problems(options: Options, given: Loaded, devices: int) -> Iterator[Problem]:
-    """Check the options alone, and against the configuration."""
-    config = given.config
-    for option, value, key, what in (
-        ("--nodes", options.nodes, NODES, "machines"),
-        ("--gpus-per-node", options.gpus_per_node, DEVICES, "devices of a machine"),
-    ):
-        typed = config.trainer.nnodes if key == NODES else config.trainer.n_gpus_per_node
-        if value is not None and key in given.user_keys and typed != value:
-            rule = f"{key}={typed} gives another number of {what}"
-            yield Problem(option, value, rule, f"Leave {key} out; the script sets it.")
-    if config.trainer.device == "cpu":
-        if options.gpus_per_node is not None:
-            rule = "trainer.device=cpu would leave the GPUs unused"
-            remedy = f"Leave one of the two out. CPU slots of a machine: {DEVICES}."
-            yield Problem("--gpus-per-node", options.gpus_per_node, rule, remedy)
-        if options.rocm:
-            yield Problem("--rocm", None, "trainer.device=cpu uses no GPU", "Leave one out.")
-    elif options.gpus_per_node is None and DEVICES not in given.user_keys:
-        rule = "must be given: GPUs of a machine"
-        yield Problem("--gpus-per-node", None, rule, "To train on CPUs: trainer.device=cpu.")
-    if options.cpus_per_task is not None and options.cpus_per_task < devices:
-        rule = f"each of the {devices} devices of a machine needs a core"
-        yield Problem("--cpus-per-task", options.cpus_per_task, rule, f"Use at least {devices}.")
-    if config.ray_kwargs.ray_init.address is not None:
-        rule = "the job starts a Ray cluster of its own"
-        address = config.ray_kwargs.ray_init.address
-        yield Problem("ray_kwargs.ray_init.address", address, rule, "Leave it out.")
-    mode = config.trainer.resume_mode
-    if options.requeue and mode != "auto":
-        rule = "a job that starts again would lose its progress, and --requeue is on"
-        remedy = "Use trainer.resume_mode=auto, or --no-requeue."
-        yield Problem("trainer.resume_mode", mode, rule, remedy)
-    yield from _sbatch_problems(options)
-    yield from _container_problems(options)
-    yield from _typed_secrets(options)
-
-
-def _sbatch_problems(options: Options) -> Iterator[Problem]:
-    if options.time is not None:
-        limit = limit_seconds(options.time)
-        if limit is None:
-            rule = "is not a time of Slurm"
-            remedy = "Such as 1-12:00:00, 12:00:00, 90 or UNLIMITED."
-            yield Problem("--time", options.time, rule, remedy)
-        elif 0 < limit <= options.grace_s:
-            rule = f"--time={options.time} is not longer, so the job would stop at once"
-            yield Problem("--grace", options.grace_s, rule, "Raise --time, or lower --grace.")
-    if not re.fullmatch(r"\d+[KMGT]?", options.mem):
-        rule = "is not a size of Slurm"
-        yield Problem("--mem", options.mem, rule, "Such as 200G; 0 is all memory of a machine.")
-    yield from _line_problems(options)
-    folder = Path(options.folder, options.output).parent
-    if "%" not in str(folder) and not folder.is_dir():
-        rule = f"the folder {folder} does not exist, and Slurm would end the job without a message"
-        yield Problem("--output", options.output, rule, "Create it.")
-    for option in options.sbatch:
-        if _typed_secret(option):
-            continue  # its own problem, which does not show it
-        name = option.lstrip("-").partition("=")[0]
-        if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
-            rule = "is not a long option of sbatch"
-            yield Problem("--sbatch", option, rule, "Such as --sbatch=--nodelist=gpu-[0-3].")
-        elif name in OWN_OPTIONS:
-            rule = "the script sets this option itself, or relies on its default"
-            yield Problem("--sbatch", option, rule, f"Use {OWN_OPTIONS[name]}.")
-
-
-def _line_problems(options: Options) -> Iterator[Problem]:
-    """Check that a text stays one word of its #SBATCH line."""
-    for name in ("partition", "account", "qos"):
-        value = getattr(options, name)
-        if value is not None and not re.fullmatch(r"[^\s#\"'\\]+", value):
-            rule = "is not a name: it is empty, or has a space, quote, backslash or #"
-            yield Problem(f"--{name}", value, rule, "Names are listed by sinfo and sacctmgr.")
-    if options.job_name is not None and re.search(r"[\r\n]", options.job_name):
-        yield Problem("--job-name", options.job_name, "has more than one line", "Use one line.")
-    for name, path in (("--output", options.output), ("the working folder", options.folder)):
-        if re.search(r"[\"'\\\r\n]", path):
-            rule = "has a quote, backslash or newline, which sbatch would not read as a part of it"
-            yield Problem(name, path, rule, "Use another name.")
-
-
-def _container_problems(options: Options) -> Iterator[Problem]:
-    if options.container is None:
-        for option, value in (
-            ("--container-runtime", options.runtime),
-            ("--mount", " ".join(options.mounts) or None),
-            ("--shm-size", options.shm_size),
-        ):
-            if value is not None:
-                yield Problem(option, value, "has no effect without --container", "Name the image.")
-    for mount in options.mounts:
-        if not mount.startswith("/") or ":" in mount:
-            rule = "is not an absolute path; a folder has the same path in the container"
-            yield Problem("--mount", mount, rule, "Such as --mount /data.")
-    if options.shm_size is not None and not re.fullmatch(r"\d+[kmgKMG]", options.shm_size):
-        yield Problem("--shm-size", options.shm_size, "is not a size", "Such as 128g.")
-
-
-def _current_name(override: str) -> str:
-    """Return the key of an override under its current name."""
-    key = override.partition("=")[0].lstrip("+~")
-    return aliases.renamed(key) or key
-
-
-def _secrets(overrides: list[str]) -> Iterator[Problem]:
-    """Secrets must not be in a file that others may read, or on a command line."""
-    for assignment in from_command_line(overrides, None)[0]:
-        key = assignment.key
-        shown = display(key, assignment.value, keys.is_plain(key))
-        if "***" in shown and "***" not in str(assignment.value):
-            rule = "the script would contain this secret"
-            remedy = f"Export it as a variable and write '{key}=${{oc.env:NAME}}'."
-            yield Problem(key, "***", rule, remedy)
-
-
-def _typed_secrets(options: Options) -> Iterator[Problem]:
-    """Check the commands that the script contains as they are typed."""
-    typed = [
-        *(("--prepare", command) for command in options.prepare),
-        *(("--sbatch", option) for option in options.sbatch),
-        ("--python", options.python or ""),
-    ]
-    for option, text in typed:
-        name = _typed_secret(text)
-        if not name:
-            continue
-        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):  # not a variable
-            remedy = "Export it as a variable in your shell"
-            remedy += ' and write "$NAME" here' if option == "--prepare" else ""
-        else:
-            remedy = f"Export {name} in your shell and leave it out here"
-        remedy += "; sbatch passes the environment to the job."
-        if options.container and name not in PASSED:
-            remedy += " For the container, add its name to passed=(...) in the script."
-        yield Problem(option, "***", f"the script would contain this secret, {name}", remedy)
-
-
-def _typed_secret(text: str) -> str | None:
-    """Return the name of the first secret in a command, or None. $NAME and $(...) are none."""
-    for found in TYPED_SECRET.finditer(text):
-        name = found["name"] or found["flag"] or found["header"]
-        value: str | int = found["value"]
-        if found["value"].startswith(("$", "`")):
-            continue
-        if re.fullmatch(r"true|false|null|none", found["value"], re.IGNORECASE):
-            continue
-        if found["value"].isdecimal():
-            value = int(found["value"])
-        if is_secret(name.replace("-", "_"), value):
-            return name
-    for found in URL_SECRET.finditer(text):
-        if not found[0].removeprefix(found[1] or found[2]).startswith("$"):
-            return "in a URL"
-    return None
-
-
-def _hub_models(config: Config) -> Iterator[str]:
-    """Yield the models that are names on the hub, not folders."""
-    paths: list[str | None] = [config.actor_rollout_ref.model.path]
-    if needs_critic(config):
-        paths.append(config.critic.model.path)
-    for path in dict.fromkeys(paths):
-        if path and "/" in path and hub.NAME.fullmatch(path) and not Path(path).exists():
-            yield path
-
-
-def _notes(options: Options, loaded: Loaded, nodes: int) -> Iterator[str]:
-    for problem in loaded.lacking:
-        yield f"on this machine {problem.brief()}. The job checks it again before Ray starts"
-    if nodes > 1:
-        for what, path in (
-            ("the working folder", options.folder),
-            ("trainer.default_local_dir", loaded.config.trainer.default_local_dir),
-        ):
-            if path.startswith(tuple(f"{folder}/" for folder in NODE_FOLDERS)):
-                yield f"{what} {path} must be shared by all nodes, which /tmp and the like are not"
+    grace: Annotated[
+        int,
+        Option(
+            min=10,
+            max=65535,
+            metavar="SECONDS",
+            help="Stop with a checkpoint this long before the time limit.",
+        ),
+    ] = 300
+    requeue: Annotated[
+        bool, Option(help="Start again after a stop with a checkpoint, and if a node is lost.")
+    ] = True
+    prepare: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="COMMAND",
+            help="Run this on the first node before Ray starts, such as a data_preprocess script.",
+        ),
+    ] = ()
+    container: Annotated[
+        str | None, Option(metavar="IMAGE", help="Run everything in this image.")
+    ] = None
+    container_runtime: Annotated[
+        Runtime | None, Option(help="Default: podman.", show_default=False)
+    ] = None
+    mount: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="FOLDER",
+            help="A folder that containers see, besides the home and the working folder.",
+        ),
+    ] = ()
+    shm_size: Annotated[
+        str | None,
+        Option(metavar="SIZE", help="Limit of /dev/shm in containers. Default: 128g."),
+    ] = None
+    rocm: Annotated[bool, Option("--rocm", help="The GPUs are AMD's.")] = False
+    python: Annotated[
+        str | None,
+        Option(help="Interpreter with verlite. Default: this one; python3 in a container."),
+    ] = None

@@ -6,6 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from typer import Option
 
 from verlite.rollout.engines.vllm_plugin import BACKEND, GROUP, NAME
 from verlite.rollout.servers.gate import HOSTS
@@ -16,32 +19,34 @@ EXTENSION = "verlite.rollout.engines.vllm_worker.WorkerExtension"
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server; names as in vLLM, None: vLLM's default.
+    """Options of a server, with the names of vLLM. None: vLLM's default."""
 
-    kv_cache_gb: on CPUs, size of the KV cache in GiB.
-    extra: further arguments of `vllm serve`, which override these.
-    hosts: host names that clients may use besides those of this machine.
+    model_path: Annotated[str, Option(help="Folder or hub name of the model.")]
+    tensor_parallel_size: Annotated[int, Option(min=1, help="GPUs of the server.")] = 1
+    dtype: Annotated[
+        str, Option(help="Of the weights. auto, as rollout.dtype: bfloat16, on CPUs float32.")
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, Option(min=1, help="Longest sequence; default: model's.")
+    ] = None
+    max_num_seqs: Annotated[int | None, Option(min=1, help="Sequences generated at one time.")] = (
+        256
+    )
+    gpu_memory_utilization: Annotated[float | None, Option(min=0.01, max=1, help="Share.")] = 0.9
+    enforce_eager: Annotated[
+        bool, Option("--enforce-eager", help="No compilation, no CUDA graphs.")
+    ] = False
+    kv_cache_gb: Annotated[float | None, Option(help="On CPUs: GiB of the KV cache.")] = 4.0
+
+
+def command(options: ServerOptions, host: str, port: int, extra: Sequence[str]) -> list[str]:
+    """Return the command line of a server.
+
+    extra: further arguments of `vllm serve`, which override the others.
     """
-
-    model: str
-    host: str
-    port: int
-    tensor_parallel_size: int
-    dtype: str
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    gpu_memory_utilization: float | None = None
-    enforce_eager: bool = False
-    kv_cache_gb: float | None = None
-    extra: Sequence[str] = ()
-    hosts: Sequence[str] = ()
-
-
-def command(options: ServerOptions) -> list[str]:
-    """Return the command line of the server."""
     flags = {
-        "host": options.host,
-        "port": options.port,
+        "host": host,
+        "port": port,
         "tensor-parallel-size": options.tensor_parallel_size,
         "dtype": options.dtype,
         "max-model-len": options.max_model_len,
@@ -59,18 +64,19 @@ def command(options: ServerOptions) -> list[str]:
     words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
     words += ["--enable-scale-out", "--disable-uvicorn-access-log"]
     words += ["--enforce-eager"] * options.enforce_eager
-    return [*_entry(options.model), *words, *options.extra]
+    return [*_entry(options.model_path), *words, *extra]
 
 
-def environment(options: ServerOptions, token: str | None) -> dict[str, str]:
+def environment(options: ServerOptions, hosts: Sequence[str], token: str | None) -> dict[str, str]:
     """Return the environment variables that the server needs in addition.
 
+    hosts: host names that clients may use besides those of this machine.
     token: clients have to send it. It is not on the command line, which other users can read.
     """
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # the endpoints for weights; `gate` hides the others
         "VLLM_NO_USAGE_STATS": "1",
-        HOSTS: " ".join([options.host, *options.hosts]),
+        HOSTS: " ".join(hosts),
         # On CPUs, vLLM would bind its threads to cores that other processes use too.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
     }
