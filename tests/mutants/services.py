@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "queries of one batch get each other's passages",
-        SERVER + "Desk._search",
+        SERVER + "_search",
         result(lambda answers: list(reversed(answers))),
         ("tests/services/test_retriever.py",),
     ),
@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         "requests of different temperatures are computed together",
-        "verlite.services.reference:Desk._take",
+        "verlite.http.desk:Desk._take",
         _take_all,
         (REFERENCE_TESTS + "::test_waiting_requests_of_one_temperature_are_computed_together",),
     ),

@@ -1,18 +1,16 @@
 """The retriever as an HTTP service with Search-R1's wire format: POST /retrieve, GET /health."""
 
-import asyncio
 import json
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 
 from verlite.config.show import console
-from verlite.http.server import GONE, LOG, application, parse_object, read_body, wrong
+from verlite.http.desk import Desk
+from verlite.http.server import LOG, application, parse_object, read_body, wrong
 from verlite.services.corpus import Corpus, Track
 from verlite.services.index import Hit, Index
 
@@ -43,16 +41,10 @@ def make_app(
     `topk` is the default number of passages. At most `max_batch` queries are searched at once.
     With a token, clients have to send it.
     """
-    desk = Desk(corpus, index, max_batch)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        working = asyncio.create_task(desk.work())
-        yield
-        working.cancel()
-        desk.thread.shutdown(cancel_futures=True)
-
-    app = application("verlite retriever", lifespan, token)
+    desk: Desk[Asked, list[str]] = Desk(
+        lambda batch: _search(corpus, index, batch), lambda asked: len(asked.queries), max_batch
+    )
+    app = application("verlite retriever", desk.open, token)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -64,7 +56,15 @@ def make_app(
             await read_body(request, limits.body, "send fewer queries at a time"), topk, limits
         )
         try:
-            texts = await desk.answer(asked, request.is_disconnected)
+            # A large request waits with a part at a time, so it does not block small ones.
+            texts = [
+                text
+                for start in range(0, len(asked.queries), max_batch)
+                for text in await desk.answer(
+                    replace(asked, queries=asked.queries[start : start + max_batch]),
+                    request.is_disconnected,
+                )
+            ]
         except HTTPException:
             raise
         except Exception as error:  # uvicorn would close the connection without an answer
@@ -129,100 +129,24 @@ def parse(body: bytes, topk: int, limits: Limits) -> Asked:
     return Asked(queries, topk if wanted is None else wanted, bool(scores))
 
 
-@dataclass
-class Share:
-    """The part of a request that is searched at once."""
-
-    asked: Asked
-    gone: Callable[[], Awaitable[bool]]
-    """Returns whether the client has disconnected."""
-    texts: asyncio.Future[list[str]] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-
-
-class Desk:
-    """A queue of requests in front of the index. One thread searches, so the event loop is free.
-
-    A request queues `max_batch` of its queries at a time, so a large one does not block small ones.
-    Waiting queries of several requests are searched together, which makes a dense encoder faster.
-    """
-
-    def __init__(self, corpus: Corpus, index: Index, max_batch: int) -> None:
-        self.corpus = corpus
-        self.index = index
-        self.max_batch = max_batch
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="search")
-        self._waiting: deque[Share] = deque()
-        self._arrival = asyncio.Event()
-
-    async def answer(self, asked: Asked, gone: Callable[[], Awaitable[bool]]) -> list[str]:
-        """Return the hits of each query as JSON, in order. Stop early if the client is `gone`."""
-        texts: list[str] = []
-        for start in range(0, len(asked.queries), self.max_batch):
-            share = Share(
-                Asked(asked.queries[start : start + self.max_batch], asked.topk, asked.scores), gone
-            )
-            self._waiting.append(share)
-            self._arrival.set()
-            texts += await share.texts
-        return texts
-
-    async def work(self) -> None:
-        """Search for waiting requests, forever."""
-        while True:
-            await self._arrival.wait()
-            shares = [share for share in self._take() if not await _dropped(share)]
-            if not shares:
-                continue
-            loop, batch = asyncio.get_running_loop(), [share.asked for share in shares]
-            try:
-                answers = await loop.run_in_executor(self.thread, self._search, batch)
-                for share, texts in zip(shares, answers, strict=True):
-                    if not share.texts.cancelled():
-                        share.texts.set_result(texts)
-            except Exception as error:
-                for share in shares:
-                    if not share.texts.done():
-                        share.texts.set_exception(error)
-
-    def _take(self) -> list[Share]:
-        shares = [self._waiting.popleft()]
-        room = self.max_batch - len(shares[0].asked.queries)
-        while self._waiting and len(self._waiting[0].asked.queries) <= room:
-            shares.append(self._waiting.popleft())
-            room -= len(shares[-1].asked.queries)
-        if not self._waiting:
-            self._arrival.clear()
-        return shares
-
-    def _search(self, batch: list[Asked]) -> list[list[str]]:
-        """Search in the thread. Hits are encoded one query at a time to free the event loop."""
-        hits = iter(
-            self.index.search(
-                [query for asked in batch for query in asked.queries],
-                max(asked.topk for asked in batch),
-            )
-        )
-        return [
-            [self._text(next(hits)[: asked.topk], asked.scores) for _ in asked.queries]
-            for asked in batch
-        ]
-
-    def _text(self, hits: list[Hit], scores: bool) -> str:
-        documents = [(self.corpus[row], score) for row, score in hits]
-        items = [
-            {"document": document, "score": score} if scores else document
-            for document, score in documents
-        ]
-        return json.dumps(items, ensure_ascii=False, allow_nan=False)
+def _search(corpus: Corpus, index: Index, batch: list[Asked]) -> list[list[str]]:
+    """Return the hits of each query as JSON. Several requests are searched together, which makes a
+    dense encoder faster."""
+    queries = [query for asked in batch for query in asked.queries]
+    hits = iter(index.search(queries, max(asked.topk for asked in batch)))
+    return [
+        [_text(corpus, next(hits)[: asked.topk], asked.scores) for _ in asked.queries]
+        for asked in batch
+    ]
 
 
-async def _dropped(share: Share) -> bool:
-    """Return whether the share is no longer needed. Its waiter gets an exception."""
-    if not share.texts.done() and await share.gone():
-        share.texts.set_exception(GONE)
-    return share.texts.done()
+def _text(corpus: Corpus, hits: list[Hit], scores: bool) -> str:
+    documents = [(corpus[row], score) for row, score in hits]
+    items = [
+        {"document": document, "score": score} if scores else document
+        for document, score in documents
+    ]
+    return json.dumps(items, ensure_ascii=False, allow_nan=False)
 
 
 @contextmanager
