@@ -63,26 +63,20 @@ class RetrieverClient:
             deadline=lambda question: question.deadline,
             succeeded=lambda question, passages, tries: self._keep(question, passages, tries),
             failed=self._fail,
+            window_s=config.batch_window_ms / 1000,
         )
         self._one_by_one: set[str] = set()
         """Addresses of servers that take one query per request."""
         self._cache: OrderedDict[str, list[str]] = OrderedDict()
         self._asked: dict[str, _Question] = {}
-        self._waiting: list[_Question] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._timer:
-            self._timer.cancel()
-        self._waiting, self._asked, self._tasks, self._timer = [], {}, set(), None
+        await self._batches.close()
+        self._asked = {}
         await self._client.__aexit__(*error)
 
     async def search(self, query: str) -> Found:
@@ -132,32 +126,15 @@ class RetrieverClient:
             except (Retry, Refused):
                 self._one_by_one.discard(server.url)
                 raise
+        finally:
+            self._batches.alone = bool(self._one_by_one)
 
     def _queue(self, query: str) -> _Question:
         """Add a query to the next request."""
-        loop = asyncio.get_running_loop()
-        question = _Question(query, loop.create_future(), 0.0)
+        question = _Question(query, asyncio.get_running_loop().create_future(), 0.0)
         self._asked[query] = question
-        self._waiting.append(question)
-        if len(self._waiting) >= self._batches.size:
-            self._send()
-        elif self._timer is None:
-            self._timer = loop.call_later(self.config.batch_window_ms / 1000, self._send)
+        self._batches.add(question)
         return question
-
-    def _send(self) -> None:
-        """Send the waiting queries."""
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
-        questions, self._waiting = self._waiting, []
-        together = 1 if self._one_by_one else self._batches.size
-        for start in range(0, len(questions), together):
-            task = asyncio.get_running_loop().create_task(
-                self._batches.answer(questions[start : start + together])
-            )
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
 
     async def _ask(
         self, server: Server, questions: Sequence[_Question], left_s: float | None = None

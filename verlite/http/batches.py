@@ -13,9 +13,10 @@ Result = TypeVar("Result")
 class Batches(Generic[Item, Result]):
     """Ask a service about items, `size` of them per request.
 
-    A request that failed is repeated in two halves, so that an item that the service rejects,
-    crashes on or is slow with does not fail the others. `size` is halved after a timeout, and
-    raised by one after each success, up to `largest`.
+    A request is sent once `size` items wait, or `window_s` after the first of them. One that failed
+    is repeated in two halves, so that an item that the service rejects, crashes on or is slow with
+    does not fail the others. `size` is halved after a timeout, and raised by one after each
+    success, up to `largest`. With `alone` each item has its own request.
     """
 
     def __init__(
@@ -26,34 +27,71 @@ class Batches(Generic[Item, Result]):
         deadline: Callable[[Item], float],
         succeeded: Callable[[Item, Result, int], None],
         failed: Callable[[Item, Exception], None],
+        window_s: float = 0.0,
     ) -> None:
         """Describe the requests.
 
         Args:
-            client: of the service; it must be open when `answer` is called.
+            client: of the service; it must be open when requests are sent.
             largest: items in one request.
             send: (server, items, seconds left) -> one result per item, in order.
             deadline: returns when an item must be answered, as a value of time.monotonic().
             succeeded: gets each item, its result, and the number of attempts that failed before.
             failed: gets each other item and the cause: Refused, Unavailable, or an error of
                 `send` or `succeeded`.
+            window_s: how long an item waits for others to share its request.
         """
         self.size = largest
+        self.alone = False
         self._client = client
         self._largest = largest
         self._send = send
         self._deadline = deadline
         self._succeeded = succeeded
         self._failed = failed
+        self._window_s = window_s
+        self._waiting: list[Item] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(self, items: Sequence[Item], tries: int = 0) -> None:
+    def add(self, item: Item) -> None:
+        """Send an item with the next request."""
+        self._waiting.append(item)
+        if len(self._waiting) >= self.size:
+            self.flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._window_s, self.flush)
+
+    def flush(self) -> None:
+        """Send the items that wait for others."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        items, self._waiting = self._waiting, []
+        size = 1 if self.alone else self.size
+        for start in range(0, len(items), size):
+            request = self._answer(items[start : start + size])
+            task = asyncio.get_running_loop().create_task(request)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Drop the items that wait, and cancel all requests."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._waiting, self._timer, self._tasks = [], None, set()
+
+    async def _answer(self, items: Sequence[Item], tries: int = 0) -> None:
         """Answer the items of one request. `tries` attempts failed before. Never raises."""
         try:
             tries = await self._together(items, tries)
             if tries:
                 half = len(items) // 2
                 await asyncio.gather(
-                    *(self.answer(part, tries) for part in (items[:half], items[half:]))
+                    *(self._answer(part, tries) for part in (items[:half], items[half:]))
                 )
         except Exception as error:  # any exception must reach those who wait for the items
             for item in items:

@@ -65,10 +65,8 @@ class RemoteScorer:
             deadline=lambda question: question.deadline,
             succeeded=_succeeded,
             failed=_failed,
+            window_s=config.batch_window_ms / 1000,
         )
-        self._waiting: list[_Question] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -114,12 +112,12 @@ class RemoteScorer:
         """Add an item to the next request. It must be answered within `limit_s`."""
         limit_s = min(limit_s, self.config.deadline_s)
         question = _Question(item, time.monotonic() + limit_s)
-        self._started().call_soon_threadsafe(self._queue, question)
+        self._started().call_soon_threadsafe(self._batches.add, question)
         return question
 
     def flush(self) -> None:
         """Send the items that wait for others."""
-        self._started().call_soon_threadsafe(self._send)
+        self._started().call_soon_threadsafe(self._batches.flush)
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -135,31 +133,8 @@ class RemoteScorer:
         return asyncio.run_coroutine_threadsafe(coroutine, self._started()).result()
 
     async def _shut(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._batches.close()
         await self._client.__aexit__()
-
-    def _queue(self, question: _Question) -> None:
-        self._waiting.append(question)
-        if len(self._waiting) >= self._batches.size:
-            self._send()
-        elif self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self.config.batch_window_ms / 1000, self._send)
-
-    def _send(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        questions, self._waiting = self._waiting, []
-        size = self._batches.size
-        for start in range(0, len(questions), size):
-            task = asyncio.get_running_loop().create_task(
-                self._batches.answer(questions[start : start + size])
-            )
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
 
     async def _ask(
         self, server: Server, questions: Sequence[_Question], left_s: float
