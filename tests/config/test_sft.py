@@ -6,11 +6,12 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from tests.config.conftest import write_prompts
+from tests.config.conftest import texts, write_prompts
 from verlite.cli import app
-from verlite.config import ConfigError, keys, translation
+from verlite.config import ConfigError, keys, translation, verl
 from verlite.config.command import PPO
 from verlite.config.sft import SFT, compose
+from verlite.config.sft_aliases import STYLES as STYLES_OF_VERL
 from verlite.config.sources import from_our_yaml
 from verlite.main_sft import main
 
@@ -117,7 +118,8 @@ def test_renamed(material, typed, new, value):
     expected = value.replace("{folder}", folder) if isinstance(value, str) else value
     assert keys.get(loaded.config, new) == expected
     old = typed.split("=")[0]
-    assert [str(note) for note in loaded.notes] == [f"{old} is now called {new}"]
+    notes = [note for note in texts(loaded) if "its defaults apply" not in note]
+    assert notes == [f"{old} is now called {new}"]
 
 
 def test_keys_that_stand_for_two(material):
@@ -142,11 +144,84 @@ def test_accepted_without_effect(material):
         "trainer.n_gpus_per_node=4",
         "data.balance_dp_token=False",
     ]
-    loaded = compose(overrides=line(material, *typed))
-    assert loaded.config == compose(overrides=line(material)).config
-    ignored = ", ".join(note.text for note in loaded.notes)
-    assert {note.kind for note in loaded.notes} == {"ignored"}
+    given = [
+        "optim.lr=1e-5",
+        "optim.betas=[0.9,0.95]",
+        "optim.lr_warmup_steps=3",
+        "optim.lr_scheduler_type=cosine",
+        "optim.min_lr_ratio=0.1",
+    ]
+    loaded = compose(overrides=line(material, *typed, *given))
+    plain = compose(overrides=line(material, *given)).config
+    plain.optim.lr_warmup_steps_ratio = 0.1  # not used
+    assert loaded.config == plain
+    ignored = ", ".join(note.text for note in loaded.notes if note.kind == "ignored")
+    (taken,) = [note.text for note in loaded.notes if note.kind != "ignored"]
+    assert taken.endswith("apply: optim.lr_warmup_steps_ratio=0.1. Give a key to choose otherwise")
     assert all(one.split("=")[0] in ignored for one in typed)
+
+
+OLD_TRAINER = (1e-5, [0.9, 0.95], 0.1, "cosine", 0.0)
+NEW_TRAINER = (1e-3, [0.9, 0.999], 0.0, "constant", 0.0)
+OURS = (1e-5, [0.9, 0.999], 0.03, "cosine", 0.1)
+STYLES = [
+    # The defaults of verl 0.5's sft_trainer.yaml and of its development version's optim/fsdp.yaml.
+    (("model.partial_pretrain=$MODEL",), OLD_TRAINER),
+    (("model.path=$MODEL", "engine=fsdp"), NEW_TRAINER),
+    (("model.path=$MODEL", "optim.clip_grad=1.0"), NEW_TRAINER),
+    (("model.path=$MODEL", "model.use_remove_padding=true"), OURS),
+    (
+        ("model.partial_pretrain=$MODEL", "engine=fsdp", "optim.lr=3e-6"),
+        (3e-6, *OLD_TRAINER[1:]),
+    ),
+    (
+        ("model.partial_pretrain=$MODEL", "optim.betas=[0.9,0.999]", "optim.min_lr_ratio=0.1"),
+        (1e-5, [0.9, 0.999], 0.1, "cosine", 0.1),
+    ),
+    (
+        ("model.path=$MODEL", "trainer.nnodes=1", "optim.lr_scheduler_type=cosine"),
+        (1e-3, [0.9, 0.999], 0.0, "cosine", 0.0),
+    ),
+]
+
+
+@pytest.mark.parametrize("given, expected", STYLES)
+def test_verls_key_names_have_verls_defaults(material, given, expected):
+    own = [one for one in line(material) if not one.startswith("model.path=")]
+    given = [one.replace("$MODEL", str(material.folder / "model")) for one in given]
+    loaded = compose(overrides=[*own, *given])
+    optim = loaded.config.optim
+    found = (optim.lr, optim.betas, optim.lr_warmup_steps_ratio, optim.lr_scheduler_type)
+    assert (*found, optim.min_lr_ratio) == expected
+    notes = [note for note in texts(loaded) if "its defaults apply" in note]
+    assert len(notes) == (expected != OURS)
+
+
+def test_the_note_on_verls_defaults_lists_those_that_differ(material):
+    (note,) = [
+        note
+        for note in texts(compose(overrides=line(material, "trainer.nnodes=1", "optim.lr=1e-4")))
+        if "apply" in note
+    ]
+    assert note == (
+        "trainer.nnodes is a name of verl's sft_trainer, so its defaults apply: "
+        "optim.lr_warmup_steps_ratio=0.0, optim.lr_scheduler_type=constant, "
+        "optim.min_lr_ratio=0.0. Give a key to choose otherwise"
+    )
+    loaded = compose("sft_trainer_engine", line(material, "optim.lr=1e-4"))
+    assert loaded.config.optim.lr_scheduler_type == "constant"
+    assert loaded.provenance["optim.lr_scheduler_type"] == "verl's sft_trainer"
+
+
+def test_defaults_of_styles_are_verls_published_ones():
+    published = verl.defaults(verl.SFT_TABLE)
+    old, new = STYLES_OF_VERL
+    for style, place in ((old, 0), (new, -1)):
+        for key, value in style.defaults.items():
+            known = published[key][place]
+            assert (float(known) if key == "optim.lr" else known) == value or (
+                key == "optim.lr_scheduler_type" and published["optim.lr_scheduler"] == [value]
+            )
 
 
 def test_which_limit_of_a_pass_has_no_effect(material):
@@ -220,6 +295,9 @@ def test_check_and_explain(material):
     assert result.exit_code == 0, result.output
     assert result.output.splitlines() == [
         "note: renamed keys: use_remove_padding -> model.use_remove_padding",
+        "note: use_remove_padding is a name of verl's fsdp_sft_trainer, so its defaults apply: "
+        "optim.betas=[0.9,0.95], optim.lr_warmup_steps_ratio=0.1, optim.min_lr_ratio=0.0. Give a "
+        "key to choose otherwise",
         "note: for one process here: fsdp_config.fsdp_size=2: must divide the 1 processes "
         "of this run",
         "train: the first 1 examples have tokens 5 to 5 (median 5, p90 5), limit 1024, of which "

@@ -84,6 +84,18 @@ MUTANTS = [
         (PLANS, "tests/sft/test_train.py"),
     ),
     Mutant(
+        "commands of verl's SFT get verlite's schedule",
+        "verlite.config.translation:Tables.style",
+        returns((None, "")),
+        ("tests/config/test_sft.py",),
+    ),
+    Mutant(
+        "a default of verl's in a file is lost if it is the only name of its key",
+        "verlite.config.load:_Builder._assign_verls_own",
+        does_nothing,
+        ("tests/config/test_verl_files.py",),
+    ),
+    Mutant(
         "mini-batches need not divide the batch",
         RULES + "batch:mini_batches",
         calls(_nothing_wrong),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verlite.config import keys, translation, verl
@@ -257,6 +257,14 @@ class _Builder:
         problem in `problems`."""
         self.at_verls_default: list[str] = []
         """Keys that verlite does not have, with the value that they have in verl anyway."""
+        self.n_verls_own = 0
+        """Number of such keys in the user's YAML files."""
+        self.verls_own: dict[str, Assignment] = {}
+        """Current name -> such an assignment; it is made if the key has no other value."""
+        self.foreign: list[str] = []
+        """Names that the user gave and the schema does not have."""
+        self.chosen: set[str] = set()
+        """Keys that the user set to any value."""
         self.per_device: dict[str, Assignment] = {}
         self.given: dict[tuple[str, str], list[Assignment]] = {}
         """(origin, current name) -> every assignment to the key there, under any of its names."""
@@ -276,14 +284,17 @@ class _Builder:
             self.problems.append(Problem(typed, None, why, remedy))
         else:
             self.remarks.append(f"{typed} names a file of verl's; verlite's own {own} is used")
+            self.foreign.append(typed)
 
     def assign(self, assignment: Assignment) -> None:
         """Set one key. If the value is a mapping, set every key below it."""
         key = assignment.key
         known = self.command.keys.get(key)
+        if assignment.value == MISSING and assignment.origin not in TYPED:
+            return
         if assignment.delete:
             self._reset(assignment)
-        elif isinstance(assignment.value, dict) and (known or not self.tables.new_name(key)):
+        elif isinstance(assignment.value, dict) and (known or not self._moves(key)):
             self._assign_mapping(assignment)
         elif known and known.section and key in self.tables.fixed:
             self._assign_fixed(assignment, key)
@@ -292,6 +303,11 @@ class _Builder:
             self._problem(assignment, "is a section of keys and takes no value", remedy)
         else:
             self._assign_leaf(assignment)
+
+    def _moves(self, key: str) -> bool:
+        """Return whether a mapping under this name is the value of a key with a newer name."""
+        new = self.tables.new_name(key)
+        return bool(new and self.command.find(new))
 
     def _assign_mapping(self, assignment: Assignment) -> None:
         key = assignment.key
@@ -309,6 +325,11 @@ class _Builder:
 
     def _assign_leaf(self, assignment: Assignment) -> None:
         typed = assignment.key
+        if assignment.by_user and not self.command.find(typed):
+            self.foreign.append(typed)
+            if assignment.origin not in TYPED and self._is_verls_default(assignment):
+                self._assign_verls_own(assignment)
+                return
         key = typed if self.command.find(typed) else self.tables.new_name(typed) or typed
         meaning = self.command.meaning(key)
         targets = self.tables.targets(key, assignment.value)
@@ -340,6 +361,19 @@ class _Builder:
         else:
             self._unknown(assignment)
 
+    def _assign_verls_own(self, assignment: Assignment) -> None:
+        """Leave out a name that is not in the schema, with verl's default, in a YAML file.
+
+        A copy of verl's files has defaults under all names that a key has in verl. So this one
+        counts only if no other name is given.
+        """
+        self.n_verls_own += 1
+        key = self.tables.new_name(assignment.key)
+        known = self.command.keys.get(key or "")
+        has_value = known and known.default is not None and "${" not in str(assignment.value)
+        if key and has_value and key in self.command.verl_defaults():
+            self.verls_own[key] = assignment
+
     def _refuse(self, assignment: Assignment, key: str) -> None:
         """Report an unsupported key. All keys with one remedy are one problem."""
         pattern = translation.matching(self.tables.refused, key)
@@ -363,6 +397,8 @@ class _Builder:
         key = assignment.key
         if key in self.tables.typed and assignment.origin in TYPED:
             return False
+        if key.endswith("._target_") and assignment.origin not in TYPED:
+            return True
         return verl.is_default(key, assignment.value, self.command.verl_defaults())
 
     def _assign_fixed(self, assignment: Assignment, key: str) -> None:
@@ -401,6 +437,11 @@ class _Builder:
             self._problem(assignment, f"expected text, got {_kind(value)}", "Quote the value.")
             return
         value = self.tables.spelled(key, self._without_implied(key, value))
+        if value is None and not _takes_null(known) and self._is_verls_default(assignment):
+            if assignment.origin in TYPED:
+                default = display(key, known.default, True)
+                self.ignored[assignment.key] = f"null is verl's default; verlite uses {default}"
+            return
         takes_list = known.type.startswith("list of") or key in self.command.paths
         if isinstance(assignment.value, str) and takes_list and _is_quoted_list(assignment.value):
             shown = re.sub(r"['\" ]", "", assignment.value)
@@ -425,12 +466,17 @@ class _Builder:
             self._problem(assignment, f"expected {expected}, got {got}", hint)
             self.broken.add(key)
             return
-        # A YAML file may repeat defaults for documentation. On the command line every value counts.
-        is_choice = assignment.origin in TYPED or value != known.default
+        # A YAML file may repeat defaults, or be verl's. On the command line every value counts.
+        is_repeated = value == known.default or self._is_verls_default(assignment)
+        is_choice = assignment.origin in TYPED or not is_repeated
         for name in {key, known.name}:
             self.provenance[name] = assignment.origin
+            if assignment.by_user:
+                self.chosen.add(name)
             if assignment.by_user and is_choice:
                 self.user_keys.add(name)
+            elif name == known.name == key:
+                self.user_keys.discard(name)
 
     def _without_implied(self, key: str, value: Any) -> Any:
         """Return a list without the items that verlite has anyway, and note them."""
@@ -495,6 +541,10 @@ class _Builder:
     def finish(self, check: bool, elsewhere: bool = False) -> Loaded:
         """Convert old micro-batch sizes, resolve the tree, and apply the rules."""
         self._divide_per_device()
+        for name, assignment in self.verls_own.items():
+            if name not in self.chosen:
+                self._set(assignment, name)
+        self._take_defaults()
         for name in self.command.leaves:
             self._resolve(name)
         self._turn_on()
@@ -552,6 +602,11 @@ class _Builder:
             if len(set(values)) > 1 and origin != PYTHON:
                 times = f"{typed} is given {len(values)} times ({origin})"
                 yield Note(f"{times}: {', '.join(values)}; the last one is used")
+        if self.n_verls_own:
+            yield Note(
+                f"{self.n_verls_own} keys of your YAML files are verl's at verl's defaults, and "
+                "verlite does not have them: they have no effect"
+            )
         ignored = dict.fromkeys(
             self.at_verls_default, "this is verl's default, and verlite has no such choice"
         )
@@ -594,6 +649,26 @@ class _Builder:
         self.old_names[old] = new
         division = f"{value} / {n_devices} devices{rounded}"
         self.derived[old] = f"{old} counts all devices; {division} gives {new}={size}"
+
+    def _take_defaults(self) -> None:
+        """Give the keys that the user did not set the defaults of the command whose names they
+        used."""
+        style, name = self.tables.style(self.foreign)
+        if style is None:
+            return
+        taken = {key: value for key, value in style.defaults.items() if key not in self.chosen}
+        for key, value in taken.items():
+            self._set(Assignment(key, value, style.project, False), key)
+        differing = [
+            f"{key}={display(key, value)}"
+            for key, value in taken.items()
+            if value != self.command.keys[key].default
+        ]
+        if differing:
+            self.remarks.append(
+                f"{name} is a name of {style.project}, so its defaults apply: "
+                f"{', '.join(differing)}. Give a key to choose otherwise"
+            )
 
     def _turn_on(self) -> None:
         """Set the keys that others turn on, unless they are given."""
@@ -648,6 +723,10 @@ class _Builder:
         defaults = OmegaConf.select(self.command.tree, parent) if parent else self.command.tree
         section = OmegaConf.select(self.tree, parent) if parent else self.tree
         section._set_item_impl(last, copy.deepcopy(defaults._get_node(last)))
+
+
+def _takes_null(known: keys.Key) -> bool:
+    return "null" in known.type or known.free or known.any_type
 
 
 def _without_effect(reasons: dict[str, str], kind: str) -> Iterator[Note]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verlite.config import aliases
-from verlite.config.translation import Fixed, Tables
+from verlite.config.translation import Fixed, Style, Tables
 
 SECTIONS = {
     "model": ("model",),
@@ -123,6 +123,43 @@ IGNORED = {
     "hydra.*": "the run directory is trainer.default_local_dir",
 }
 
+STYLES = (
+    Style(
+        "verl's fsdp_sft_trainer",
+        (
+            "model.partial_pretrain",
+            "model.fsdp_config.*",
+            "optim.lr_scheduler",
+            "optim.warmup_steps_ratio",
+            "use_remove_padding",
+            "data.micro_batch_size",
+            "data.chat_template",
+            "data.multiturn.*",
+            "trainer.checkpoint.*",
+        ),
+        {
+            "optim.lr": 1e-5,
+            "optim.betas": [0.9, 0.95],
+            "optim.lr_warmup_steps_ratio": 0.1,
+            "optim.lr_scheduler_type": "cosine",
+            "optim.min_lr_ratio": 0.0,
+        },
+    ),
+    Style(
+        "verl's sft_trainer",
+        ("*",),
+        {
+            "optim.lr": 1e-3,
+            "optim.betas": [0.9, 0.999],
+            "optim.lr_warmup_steps_ratio": 0.0,
+            "optim.lr_scheduler_type": "constant",
+            "optim.min_lr_ratio": 0.0,
+        },
+    ),
+)
+"""verl's SFT trainers: up to version 0.6, and from 0.6 on. Keys that both have, such as
+trainer.default_hdfs_dir, are taken for those of the newer one unless there is an older name."""
+
 TABLES = Tables(
     renamed=RENAMED,
     fixed=FIXED,
@@ -139,5 +176,6 @@ TABLES = Tables(
         "model.fsdp_config.cpu_offload": _OFFLOADED,
     },
     implied={"trainer.logger": aliases.IMPLIED["trainer.logger"]},
+    styles=STYLES,
 )
 """The tables of main_sft."""

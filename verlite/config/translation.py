@@ -6,12 +6,24 @@ short one.
 
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Fixed = tuple[tuple[Any, ...], str] | tuple[tuple[Any, ...], str, str]
 """Accepted values of a key without a choice, the reason, and the remedy for other values."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """A command of another project, whose defaults hold where its key names are used."""
+
+    project: str
+    """The command, in words."""
+    names: Collection[str]
+    """Names and patterns that only it has."""
+    defaults: Mapping[str, Any]
+    """{current name: its default there}."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,7 @@ class Tables:
     turns_on: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     typed: Collection[str] = ()
     implied: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    styles: Sequence[Style] = ()
 
     def new_name(self, name: str) -> str | None:
         """Return the new name of a renamed key, or None."""
@@ -51,6 +64,13 @@ class Tables:
                     for new, one in values.items()
                 }
         return {}
+
+    def style(self, names: Sequence[str]) -> tuple[Style | None, str]:
+        """Return the first style that has one of these names, with that name."""
+        found = (
+            (style, name) for style in self.styles for name in names if matching(style.names, name)
+        )
+        return next(found, (None, ""))
 
     def spelled(self, key: str, value: Any) -> Any:
         """Return the value in verlite's spelling."""

@@ -326,6 +326,8 @@ def engine_kwargs(context: Context) -> Iterator[Problem]:
     known = (*engines, "sglang")
     for name, extra in context.config.actor_rollout_ref.rollout.engine_kwargs.items():
         key = f"{ROLLOUT}engine_kwargs.{name}"
+        if extra == {}:
+            continue  # verl's files have one for each of its engines
         if name not in known:
             close = difflib.get_close_matches(name, engines, n=1, cutoff=0.5)
             hint = f"Did you mean {close[0]}? " if close else ""
