@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from tests.models import tiny_tokenizer
+from verlite.config import ConfigError
+from verlite.config.load import compose
 from verlite.config.schema import CustomClsConfig, DataConfig, SamplerConfig
 from verlite.data.dataset import DataError, PromptDataset, RowFiles
 from verlite.data.sampler import PromptSampler, own_order
@@ -43,6 +45,34 @@ class Filtered(RLHFDataset):
         row = super().__getitem__(item)
         assert collate_fn([row, row])["input_ids"].shape == (2, self.max_prompt_length)
         return row
+
+
+class Passed(RLHFDataset):
+    """Passes its arguments on without naming them, and gives the rows of the file."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.processes = self.num_workers
+
+    def __getitem__(self, item):
+        row = self.dataframe[item]
+        row["fake_ids"] = torch.ones(1, dtype=torch.int)
+        return row
+
+
+class Chosen(RLHFDataset):
+    """Reads settings of its own."""
+
+    def _read_files_and_tokenize(self):
+        super()._read_files_and_tokenize()
+        self.dataframe = self.dataframe.filter(
+            lambda row, least: row["extra_info"]["index"] >= least,
+            fn_kwargs={"least": self.config.get("least", 0)},
+            num_proc=self.num_workers,
+        )
+
+    def _build_messages(self, example):
+        return [{"role": "user", "content": self.config.hint.text + example["prompt"][0]["content"]}]
 
 
 class Plain(Dataset):
@@ -144,6 +174,28 @@ def test_a_subclass_that_filters_and_maps() -> None:
     data = dataset("Filtered")
     assert texts(data) == ["0+0=", "2+2=", "4+4="]
     assert data.row(1).ability == "sums"
+
+
+def test_a_subclass_that_passes_its_arguments_on() -> None:
+    assert texts(dataset("Passed")) == [f"{i}+{i}=" for i in range(5)]
+
+
+def test_settings_of_a_dataset_reach_its_config() -> None:
+    data = dataset("Chosen", extra={"least": 3, "hint": {"text": "?"}})
+    assert texts(data) == ["?3+3=", "?4+4="]
+
+
+def test_added_keys_are_settings_of_the_dataset() -> None:
+    own = ["data.custom_cls.path=own.py", "data.custom_cls.name=Chosen"]
+    given = ["+data.least=3", "++data.hint.text=?", "+data.hint.size=2", *own]
+    base = ["actor_rollout_ref.model.path=m", "data.train_files=rows.jsonl"]
+    loaded = compose(None, [*base, *given], check=False)
+    assert loaded.config.data.extra == {"least": 3, "hint": {"text": "?", "size": 2}}
+    remark = "data.least is a setting of your own data set or sampler: data.extra.least"
+    assert remark in map(str, loaded.notes)
+    for wrong in ([*base, "+data.least=3"], [*base, *own, "data.least=3"]):
+        with pytest.raises(ConfigError, match="data.least=3: unknown key"):
+            compose(None, wrong, check=False)
 
 
 def test_a_dataset_with_messages_only() -> None:

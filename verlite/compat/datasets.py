@@ -50,9 +50,11 @@ class Rows(list[Row]):
     def select(self, indices: Iterable[int]) -> "Rows":
         return Rows(self[int(i)] for i in indices)
 
-    def filter(self, function: Callable[[Row], bool], **options: Any) -> "Rows":
+    def filter(
+        self, function: Callable[..., bool], fn_kwargs: Row | None = None, **options: Any
+    ) -> "Rows":
         _refuse(options)
-        return Rows(row for row in self if function(row))
+        return Rows(row for row in self if function(row, **(fn_kwargs or {})))
 
     def map(
         self, function: Callable[..., Row], fn_kwargs: Row | None = None, **options: Any
@@ -108,6 +110,7 @@ class RLHFDataset(Dataset[Row]):
         self.shuffle = config.get("shuffle", False)
         self.seed = config.get("seed", None)
         self.serialize_dataset = False
+        self.num_workers = 1
         self._download()
         self._read_files_and_tokenize()
 

@@ -18,6 +18,7 @@ from verlite.config.schema import (
     CRITIC,
     GIVEN_VALIDATION,
     GPU,
+    OWN_ROWS,
     KL_TERM,
     NOT_THE_ACTOR,
     OWN_ENGINES,
@@ -203,5 +204,6 @@ PREDICATES: dict[str, Callable[[Config], bool]] = {
     "bypass mode is on": lambda config: _corrected(config).bypass_mode,
     "trainer.val_only is off or trainer.val_before_train is on": _validates_early,
     "the run has a critic, or trainer.critic_warmup is 0": _warms_up_a_critic,
+    OWN_ROWS: lambda config: bool(config.data.custom_cls.path or config.data.sampler.class_path),
 }
 """Conditions that a comparison cannot express. The text is what users read."""

@@ -148,6 +148,7 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "data.shuffle": config.data.shuffle,
         "data.custom_cls.name": config.data.custom_cls.name,
         "data.sampler.class_name": config.data.sampler.class_name,
+        **({"data.extra": config.data.extra} if config.data.extra else {}),
         "max_turns": max_turns(config),
         **(
             {"env.name": config.env.name, "env.kwargs": _with_contents(config.env.kwargs)}

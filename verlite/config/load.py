@@ -19,7 +19,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verlite.config import keys, translation, verl
+from verlite.config import keys, translation, verl, verl_code
 from verlite.config.command import PPO, Command
 from verlite.config.problems import ConfigError, Note, Problem, display, is_secret, nearest
 from verlite.config.schema import Config
@@ -139,7 +139,10 @@ def compose(
         for assignment in arguments:
             builder.assign(assignment)
         raise ConfigError([*error.problems, *builder.problems]) from None
-    for assignment in [*assignments, *arguments]:
+    given, remarks, problems = verl_code.to_own_code([*assignments, *arguments], command)
+    builder.remarks += remarks
+    builder.problems += problems
+    for assignment in given:
         builder.assign(assignment)
     return builder.finish(check, elsewhere)
 

@@ -37,6 +37,7 @@ VLLM = "the rollout engine is vllm"
 SERVER = "actor_rollout_ref.rollout.name=server"
 OWN_ENGINES = "the engines run in this cluster"
 GPU = "the run is on GPUs"
+OWN_ROWS = "data.custom_cls.path or data.sampler.class_path is given"
 AGENT = ("max_turns>0", "do_search=true")
 ROW_ESTIMATOR = "the estimator compares whole responses (grpo, grpo_passk, rloo, gpg)"
 UNWHITENED = "the estimator does not whiten its advantages"
@@ -176,6 +177,12 @@ class DataConfig:
         CustomClsConfig, "Your own data set in place of files with rows."
     )
     sampler: SamplerConfig = section(SamplerConfig, "Your own order of the training prompts.")
+    extra: dict[str, Any] = key(
+        {},
+        "Settings of your own data set or sampler: it reads them in its config, and "
+        "+data.KEY=value sets data.extra.KEY.",
+        used_when=OWN_ROWS,
+    )
     max_start_length: Optional[int] = key(
         None,
         "Agent: longest first prompt in tokens. null: max_prompt_length.",

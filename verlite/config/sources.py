@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Assignment:
     """False: from one of verlite's own files."""
     delete: bool = False
     """True for `~key`."""
+    added: bool = False
+    """True for `+key`."""
 
 
 def conf_dir() -> Path:
@@ -77,7 +79,7 @@ def from_command_line(
         else:
             assignment = _parse_override(text, problems, command)
             if assignment:
-                assignments.append(assignment)
+                assignments.append(replace(assignment, added=text.startswith("+")))
     return assignments, groups, problems
 
 

@@ -46,8 +46,12 @@ def call(path: str, name: str, **arguments: Any) -> Any:
 
 
 def verl_config(config: DataConfig) -> Any:
-    """Return the data section as verl's classes get it: keys as attributes and by `get`."""
-    return OmegaConf.create(dataclasses.asdict(config))
+    """Return the data section as verl's classes get it: keys as attributes and by `get`.
+
+    Entries of data.extra stand beside the keys.
+    """
+    given = dataclasses.asdict(config)
+    return OmegaConf.create(given["extra"] | given)
 
 
 def own_rows(
@@ -68,7 +72,7 @@ def own_rows(
     path, name = str(config.custom_cls.path), str(config.custom_cls.name)
     key = f"data.custom_cls.name={name} in {path}"
     own = find_own(path, name, "data.custom_cls")
-    parameters = inspect.signature(own).parameters
+    parameters = _parameters(own)
     is_for_verl = "tokenizer" in parameters and "split" not in parameters
     loaded = tokenizer() if is_for_verl and tokenizer is not None else None
     try:
@@ -95,6 +99,21 @@ def own_rows(
         except CODE_ERRORS as error:
             raise OwnCodeError(f"{key}: {split} row {number} failed: {text_of(error)}") from error
     return found, count
+
+
+def _parameters(own: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a class or function.
+
+    Of a class with (*args, **kwargs) they include those of the class that it passes them to.
+    """
+    parameters = dict(inspect.signature(own).parameters)
+    for base in inspect.getmro(own)[1:-1] if inspect.isclass(own) else ():
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            break
+        if "__init__" in vars(base):
+            del parameters[next(n for n, p in parameters.items() if p.kind is p.VAR_KEYWORD)]
+            parameters = dict(inspect.signature(base).parameters) | parameters
+    return parameters
 
 
 def _of_verl(row: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""Keys with which a verl command names code of the user's, as the keys that verlite has for it.
+
+`+data.KEY=value` beside a data set or sampler of the user's becomes `data.extra.KEY`. With
+VERLITE_VERL_COMPAT=1, a reward manager class and a YAML file of tools become what
+docs/migration/verl.md gives for them.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from verlite.config.command import Command
+from verlite.config.problems import Problem, display
+from verlite.config.sources import Assignment
+from verlite.importing import VERL_VARIABLE
+
+OWN_ROWS = ("data.custom_cls.path", "data.sampler.class_path")
+SECTIONS = ("reward.reward_manager", "reward_manager")
+MANAGERS = (*(f"{section}.name" for section in SECTIONS), "reward_model.reward_manager")
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn."
+TOOLS = (f"{MULTI_TURN}tool_config_path", "data.tool_config_path")
+FUNCTION = "custom_reward_function."
+KWARGS = f"{FUNCTION}reward_kwargs."
+
+
+def to_own_code(
+    given: Sequence[Assignment], command: Command
+) -> tuple[list[Assignment], list[str], list[Problem]]:
+    """Return the assignments with verlite's keys, remarks about them, and problems."""
+    names = [command.tables.new_name(one.key) or one.key for one in given]
+    values = {name: one.value for name, one in zip(names, given, strict=True)}
+    out, remarks, problems = list(given), list[str](), list[Problem]()
+    if any(values.get(name) for name in OWN_ROWS):
+        out = [_own_setting(one, command, remarks) for one in out]
+    variable = f"ray_kwargs.ray_init.runtime_env.env_vars.{VERL_VARIABLE}"
+    if "1" not in (os.environ.get(VERL_VARIABLE), str(values.get(variable))):
+        return out, remarks, problems
+    manager = _manager(values)
+    if manager:
+        out = _scored_by(out, *manager, values, remarks)
+    if any(values.get(name) for name in TOOLS):
+        out = _with_tools(out, values, remarks, problems)
+    return out, remarks, problems
+
+
+def _own_setting(one: Assignment, command: Command, remarks: list[str]) -> Assignment:
+    """Return `+data.KEY` as `data.extra.KEY` if neither verlite nor verl has the key."""
+    if not one.added or not one.key.startswith("data.") or command.meaning(one.key):
+        return one
+    new = "data.extra." + one.key.removeprefix("data.")
+    remarks.append(f"{one.key} is a setting of your own data set or sampler: {new}")
+    return replace(one, key=new)
+
+
+def _manager(values: dict[str, Any]) -> tuple[Assignment, str, str] | None:
+    """Return the key, file and class of a reward manager of the user's; None without one."""
+    for section in SECTIONS:
+        path = values.get(f"{section}.module.path")
+        if path and values.get(f"{section}.source") == "importlib":
+            name = values.get(f"{section}.name") or values.get(f"{section}.module.name")
+            return f"{section}.module.path", str(path), str(name)
+    for key in MANAGERS:
+        place, colon, name = str(values.get(key)).rpartition(":")
+        if colon:
+            return key, place, name
+    return None
+
+
+def _scored_by(
+    given: list[Assignment],
+    key: str,
+    place: str,
+    name: str,
+    values: dict[str, Any],
+    remarks: list[str],
+) -> list[Assignment]:
+    """Return the assignments with a manager class as the reward function.
+
+    The reward function of the command and its arguments become what the manager calls.
+    """
+    function = values.get(f"{FUNCTION}path")
+    scorer = f"{function}:{values.get(FUNCTION + 'name') or 'compute_score'}" if function else None
+    out = []
+    for one in given:
+        full = one.key.removeprefix("reward.")
+        if one.key in MANAGERS or one.key.startswith(tuple(f"{each}." for each in SECTIONS)):
+            continue
+        if full in (f"{FUNCTION}path", f"{FUNCTION}name"):
+            continue
+        if full.startswith(KWARGS):
+            one = replace(one, key=f"{KWARGS}score_kwargs.{full.removeprefix(KWARGS)}")
+        out.append(one)
+    origin = next(one for one in given if one.key == key)
+    new = {f"{FUNCTION}path": place, f"{FUNCTION}name": name}
+    new[f"{KWARGS}tokenizer"] = "${actor_rollout_ref.model.path}"
+    if scorer:
+        new[f"{KWARGS}compute_score"] = scorer
+    remarks.append(_sets(origin, new))
+    return out + [replace(origin, key=name, value=value) for name, value in new.items()]
+
+
+def _with_tools(
+    given: list[Assignment], values: dict[str, Any], remarks: list[str], problems: list[Problem]
+) -> list[Assignment]:
+    """Return the assignments with the environment that plays the tools of a YAML file."""
+    origin = next(one for one in given if one.key in TOOLS and one.value)
+    new = {
+        "env.name": "verlite.compat.tools:VerlTools",
+        "env.kwargs.tool_config_path": origin.value,
+    }
+    # A model with A turns makes A - 1 calls; after U answers of tools it has its last turn.
+    limits = {f"{MULTI_TURN}max_assistant_turns": 1, f"{MULTI_TURN}max_user_turns": 0}
+    calls = [values[key] - less for key, less in limits.items() if isinstance(values.get(key), int)]
+    if not values.get("max_turns"):
+        if not calls or min(calls) < 1:
+            key = next(iter(limits))
+            rule = f"must be at least 2 with {origin.key}"
+            remedy = "It is the number of the model's turns, the answer included."
+            problems.append(Problem(key, values.get(key), rule, remedy))
+        else:
+            new["max_turns"] = min(calls)
+    remarks.append(_sets(origin, new))
+    dropped = (*TOOLS, *limits, f"{MULTI_TURN}enable")
+    out = [one for one in given if one.key not in dropped]
+    return out + [replace(origin, key=name, value=value) for name, value in new.items()]
+
+
+def _sets(origin: Assignment, new: dict[str, Any]) -> str:
+    shown = " ".join(f"{key}={display(key, value)}" for key, value in new.items())
+    return f"{origin.key}={display(origin.key, origin.value)} sets {shown}"
