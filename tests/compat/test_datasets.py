@@ -72,7 +72,8 @@ class Chosen(RLHFDataset):
         )
 
     def _build_messages(self, example):
-        return [{"role": "user", "content": self.config.hint.text + example["prompt"][0]["content"]}]
+        text = self.config.hint.text + example["prompt"][0]["content"]
+        return [{"role": "user", "content": text}]
 
 
 class Plain(Dataset):

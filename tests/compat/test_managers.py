@@ -1,6 +1,7 @@
 """Reward manager classes written for verl score one response at a time."""
 
 import asyncio
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from verlite.rewards.process import FunctionError, load
 from verlite.rewards.result import BadReturn
 
 CODE = """
+import asyncio
 from collections import defaultdict
 
 import torch
@@ -18,8 +20,15 @@ import torch
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.utils.reward_score import default_compute_score
-from verl.workers.reward_manager import NaiveRewardManager, register
-from verl.workers.reward_manager.abstract import AbstractRewardManager
+import verl.experimental.reward_loop.reward_manager.naive as loop_manager
+from verl.workers.reward_manager import (
+    BatchRewardManager,
+    DAPORewardManager,
+    NaiveRewardManager,
+    PrimeRewardManager,
+    register,
+)
+from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 
 
 def exact(data_source, solution_str, ground_truth, extra_info):
@@ -67,6 +76,44 @@ class Naive(NaiveRewardManager):
     pass
 
 
+class Dapo(DAPORewardManager):
+    pass
+
+
+class Prime(PrimeRewardManager):
+    pass
+
+
+class Batch(BatchRewardManager):
+    def verify(self, data):
+        return [asyncio.run(wait(score)) for score in super().verify(data)]
+
+
+class LoopNaive(loop_manager.NaiveRewardManager):
+    pass
+
+
+class LoopDapo(loop_manager.DAPORewardManager):
+    pass
+
+
+async def wait(value):
+    return value
+
+
+def lists(data_sources, solution_strs, ground_truths, extra_infos, bonus):
+    rows = zip(data_sources, solution_strs, ground_truths, extra_infos)
+    return [float(text == truth) + bonus for _, text, truth, _ in rows]
+
+
+def by_position(source, text, truth, info):
+    return text == truth, source
+
+
+def turns(data_source, solution_str, ground_truth, extra_info, each=1):
+    return extra_info["num_turns"] * each
+
+
 class Mean(Naive):
     def __call__(self, data, return_dict=False):
         return torch.zeros(len(data))
@@ -83,11 +130,11 @@ def score(tmp_path: Path, compat: None) -> Any:
     def call(name: str, solution: str, **kwargs: Any) -> dict[str, Any]:
         kwargs["tokenizer"] = str(tmp_path / "model")
         if name != "Single":
-            kwargs["compute_score"] = f"{file}:exact"
+            kwargs["compute_score"] = f"{file}:{kwargs.pop('scorer', 'exact')}"
         function = load(f"{file}:{name}", [*NAMES, *kwargs])
-        row = dict(zip(NAMES, ("sums", solution, "42", {}), strict=True))
-        result: dict[str, Any] = asyncio.run(function(**row, **kwargs))
-        return result
+        row = dict(zip(NAMES, ("sums", solution, "42", {"num_turns": 4}), strict=True))
+        result: Any = function(**row, **kwargs)
+        return asyncio.run(result) if inspect.isawaitable(result) else result
 
     return call
 
@@ -104,6 +151,59 @@ def test_a_manager_of_single_responses(score: Any) -> None:
 
 def test_the_naive_manager(score: Any) -> None:
     assert score("Naive", "42") == {"score": 1.0, "source": "sums"}
+
+
+OVERLONG = {"enable": True, "len": 4, "penalty_factor": 2.0, "log": True}
+
+
+@pytest.mark.parametrize("name", ["Dapo", "LoopDapo"])
+def test_the_penalty_on_long_responses(score: Any, name: str) -> None:
+    given = {"max_resp_len": 5, "overlong_buffer_cfg": OVERLONG}
+    assert score(name, "42", **given)["score"] == 1 - 2 * (2 - (5 - 4)) / 4
+    assert score(name, "42111", **given)["overlong_reward"] == -2 * (5 - (5 - 4)) / 4
+    assert score(name, "4", **given) == {
+        "score": 0.0,
+        "source": "sums",
+        "overlong_reward": 0.0,
+        "overlong": False,
+    }
+    with pytest.raises(ValueError, match="len=4 must be 1 to max_resp_len=3"):
+        score(name, "42", max_resp_len=3, overlong_buffer_cfg=OVERLONG)
+
+
+def test_a_batch_manager_with_an_event_loop_of_its_own(score: Any) -> None:
+    assert score("Batch", "42", scorer="lists", bonus=0.5) == {"score": 1.5}
+
+
+def test_a_function_that_is_called_by_position(score: Any) -> None:
+    assert score("Prime", "42", scorer="by_position") == {"score": 1.0}
+    assert score("Prime", "41", scorer="by_position") == {"score": 0.0}
+
+
+def test_the_asynchronous_naive_manager(score: Any) -> None:
+    assert score("LoopNaive", "42") == {"score": 1.0, "source": "sums"}
+    assert score("LoopNaive", "", scorer="turns") == {"score": 4, "acc": 4}
+
+
+def test_arguments_of_the_function_that_a_manager_calls(score: Any) -> None:
+    assert score("Naive", "42", scorer="turns", score_kwargs={"each": 0.5}) == {"score": 2.0}
+
+
+def test_managers_that_block_are_called_one_after_another(tmp_path: Path, compat: None) -> None:
+    file = tmp_path / "managers.py"
+    file.write_text(CODE)
+    names = [*NAMES, "tokenizer"]
+    overlap = {
+        name: inspect.iscoroutinefunction(load(f"{file}:{name}", names))
+        for name in ("Longer", "Naive", "Batch", "Single", "LoopNaive")
+    }
+    assert overlap == {
+        "Longer": False,
+        "Naive": False,
+        "Batch": False,
+        "Single": True,
+        "LoopNaive": True,
+    }
 
 
 def test_rewards_of_another_shape(score: Any) -> None:

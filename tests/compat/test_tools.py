@@ -99,6 +99,20 @@ def test_a_sample_with_tools(tools: str) -> None:
     assert judge_tool.RELEASED == ["42"] * 3
 
 
+def test_the_tool_of_verls_gsm8k_example(tools: str) -> None:
+    text = YAML.replace("judge_tool.Judge", "verl.tools.gsm8k_tool.Gsm8kTool")
+    Path(tools).write_text(text)
+    kwargs = {"tools_kwargs": {"judge": {"create_kwargs": {"ground_truth": "42"}}}}
+    env = factory(tools).env(kwargs)
+
+    async def play() -> list[Any]:
+        return [await env.step(CALL % answer, last=False) for answer in ("42", "#### 42", "41")]
+
+    steps = asyncio.run(play())
+    assert [step.reward for step in steps] == [0.0, 0.0, -0.05]
+    assert steps[0].obs == "Current parsed answer='42' reward=1.0"
+
+
 def test_the_contract_of_environments_holds(tools: str) -> None:
     report = check_env(NAME, {"tool_config_path": tools}, script=[CALL % 42])
     assert report.lines() == []

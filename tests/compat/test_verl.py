@@ -3,8 +3,11 @@
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.compat.scores import DIFFERENT, EQUAL
 from verlite.config.hints import hints
@@ -97,12 +100,74 @@ def test_an_installed_verl_is_used(
     [
         ("verl.experimental.agent_loop.agent_loop", "Agent loops are not supported yet"),
         ("verl.utils.reward_score.my_fork", "docs/migration/verl.md"),
+        ("verl.tools.search_tool", "env.name=search"),
+        ("verl.utils.reward_score.prime_math.math_normalize", "prime_math.grade_answer"),
     ],
 )
 def test_a_missing_module_names_the_way_out(module: str, words: str, compat: None) -> None:
     import_module("json")
     with pytest.raises(ModuleNotFoundError, match=words):
         importlib.import_module(module)
+
+
+def test_a_missing_name_names_the_way_out(tmp_path: Path, compat: None) -> None:
+    file = tmp_path / "limited.py"
+    file.write_text(
+        "from verl.experimental.reward_loop.reward_manager import RateLimitedRewardManager"
+    )
+    with pytest.raises(OwnCodeError, match="RateLimitedRewardManager. Limit the calls in your own"):
+        import_module(str(file))
+    file.write_text("from verl.utils.py_functional import timeout_limit")
+    with pytest.raises(OwnCodeError, match="has no verl.utils.py_functional.timeout_limit. docs/"):
+        import_module(str(file))
+
+
+def test_helpers(tmp_path: Path, compat: None) -> None:
+    import_module("json")
+    functional = importlib.import_module("verl.utils.py_functional")
+    metrics = {"a/x": [1]}
+    functional.append_to_dict(metrics, {"x": [2, 3], "a/x": 4, "y": 5}, prefix="a/")
+    assert metrics == {"a/x": [1, 2, 3, 4], "a/y": [5]}
+    rows = [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
+    assert functional.list_of_dict_to_dict_of_list(rows) == {"a": [1, 3], "b": [2, 4]}
+    assert functional.list_of_dict_to_dict_of_list([]) == {}
+    assert functional.union_two_dict({"a": 1}, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
+    with pytest.raises(ValueError, match="'a' is 1 and 2"):
+        functional.union_two_dict({"a": 1}, {"a": 2})
+    files = importlib.import_module("verl.utils.hdfs_io")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x").write_text("1")
+    files.makedirs(str(tmp_path / "b"), exist_ok=True)
+    files.copy(str(tmp_path / "a"), str(tmp_path / "b" / "c"))
+    assert (tmp_path / "b" / "c" / "x").read_text() == "1"
+    with pytest.raises(ValueError, match="hdfs://n/x is not a local path"):
+        files.exists("hdfs://n/x")
+
+
+@pytest.mark.parametrize("wrap", [list, np.array, torch.tensor, lambda ids: {"input_ids": [ids]}])
+def test_token_ids_of_one_text(wrap: Any, compat: None) -> None:
+    import_module("json")
+    tokenizer = importlib.import_module("verl.utils.tokenizer")
+    assert tokenizer.normalize_token_ids(wrap([3, 4])) == [3, 4]
+    with pytest.raises(TypeError, match="not the token ids of one text"):
+        tokenizer.normalize_token_ids(wrap([[3], [4]]))
+
+
+@pytest.mark.parametrize(
+    ("text", "fixed"),
+    [
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\frac1{72}", r"\frac{1}{72}"),
+        (r"\frac{1}2", r"\frac{1}2"),
+        (r"2\frac34+\frac56", r"2\frac{3}{4}+\frac{5}{6}"),
+        (r"\frac12\frac{3}{4}", r"\frac{1}{2}\frac{3}{4}"),
+        (r"\frac1", r"\frac1"),
+    ],
+)
+def test_fractions_have_the_braces_that_verl_writes(text: str, fixed: str) -> None:
+    from verlite.compat.reward_score.math_reward import fix_fracs
+
+    assert fix_fracs(text) == fixed  # recorded by running verl's function
 
 
 def test_every_module_loads(compat: None) -> None:

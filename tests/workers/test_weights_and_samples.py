@@ -477,7 +477,10 @@ def test_a_failed_sample_or_reward_affects_its_row_only(sleep_after):
     assert columns["text"].tolist() == [decode([7, 7]), "", decode([9, 9])]
     assert [
         (item.data_source, item.solution_str, item.ground_truth, item.extra_info) for item in scored
-    ] == [("s0", decode([7, 7]), 0, {"row": 0}), ("s2", decode([9, 9]), 2, {"row": 2})]
+    ] == [
+        ("s0", decode([7, 7]), 0, {"row": 0, "num_turns": 2}),
+        ("s2", decode([9, 9]), 2, {"row": 2, "num_turns": 2}),
+    ]
     assert answers.batch["weight_version"].tolist() == [3, -1, 3] and answers.batch[
         "turns"
     ].tolist() == [1, 0, 1]
@@ -620,7 +623,10 @@ def test_each_multi_turn_sample_has_the_environment_of_its_row():
         "turns": 3,
         "turn_scores": [0.0, 0.0, 0.0],
     }
-    assert scored[0].extra_info == {"secret": "ab", "trajectory": trajectory}
+    info = scored[0].extra_info
+    assert info == {"secret": "ab", "trajectory": trajectory, "num_turns": 6}, (
+        "the prompt, 3 turns of the model and 2 answers of the tool"
+    )
     assert batch.non_tensor_batch["extra_info"][0] == {"secret": "ab"}, (
         "the column of the request is not modified"
     )

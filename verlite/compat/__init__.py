@@ -17,7 +17,8 @@ from types import ModuleType
 
 PACKAGE = "verlite.compat"
 _SCORES = f"{PACKAGE}.reward_score"
-_LOOP = "verl.experimental.reward_loop.reward_manager"
+_LOOP = "verl.experimental.reward_loop"
+_MANAGERS = f"{_LOOP}.reward_manager"
 _CODE = f"{_SCORES}.code"
 
 MODULES: dict[str, str] = {
@@ -25,22 +26,31 @@ MODULES: dict[str, str] = {
     "verl.protocol": f"{PACKAGE}.top",
     "verl.tools": f"{PACKAGE}.tools",
     "verl.tools.base_tool": f"{PACKAGE}.tools",
+    "verl.tools.gsm8k_tool": f"{PACKAGE}.tools",
     "verl.tools.sandbox_fusion_tools": f"{PACKAGE}.tools",
     "verl.tools.schemas": f"{PACKAGE}.tools",
     "verl.tools.tool_registry": f"{PACKAGE}.tools",
     "verl.utils": f"{PACKAGE}.utils",
-    _LOOP: f"{PACKAGE}.managers",
-    f"{_LOOP}.base": f"{PACKAGE}.managers",
-    f"{_LOOP}.registry": f"{PACKAGE}.managers",
+    **dict.fromkeys(
+        (
+            _LOOP,
+            _MANAGERS,
+            *(f"{_MANAGERS}.{name}" for name in ("base", "dapo", "naive", "registry")),
+        ),
+        f"{PACKAGE}.loop_managers",
+    ),
     "verl.workers.reward_manager": f"{PACKAGE}.managers",
-    "verl.workers.reward_manager.abstract": f"{PACKAGE}.managers",
-    "verl.workers.reward_manager.naive": f"{PACKAGE}.managers",
-    "verl.workers.reward_manager.registry": f"{PACKAGE}.managers",
+    **{
+        f"verl.workers.reward_manager.{name}": f"{PACKAGE}.managers"
+        for name in ("abstract", "batch", "dapo", "naive", "prime", "registry")
+    },
     "verl.experimental.dataset.sampler": f"{PACKAGE}.datasets",
     "verl.utils.dataset": f"{PACKAGE}.datasets",
     "verl.utils.dataset.rl_dataset": f"{PACKAGE}.datasets",
     "verl.utils.fs": f"{PACKAGE}.utils",
+    "verl.utils.hdfs_io": f"{PACKAGE}.utils",
     "verl.utils.import_utils": f"{PACKAGE}.utils",
+    "verl.utils.py_functional": f"{PACKAGE}.utils",
     "verl.utils.ray_utils": f"{PACKAGE}.utils",
     "verl.utils.rollout_trace": f"{PACKAGE}.utils",
     "verl.utils.tokenizer": f"{PACKAGE}.utils",
@@ -57,6 +67,7 @@ MODULES: dict[str, str] = {
     "verl.utils.reward_score.prime_code": _CODE,
     "verl.utils.reward_score.prime_code.testing_util": _CODE,
     "verl.utils.reward_score.prime_math": f"{_SCORES}.prime_math",
+    "verl.utils.reward_score.prime_math.grader": f"{_SCORES}.prime_math",
     "verl.utils.reward_score.sandbox_fusion": _CODE,
     "verl.utils.reward_score.sandbox_fusion.utils": _CODE,
     "verl.utils.reward_score.search_r1_like_qa_em": f"{_SCORES}.search_r1_like_qa_em",
@@ -66,11 +77,22 @@ MODULES: dict[str, str] = {
 MISSING: dict[str, str] = {
     "verl.experimental.agent_loop": "Agent loops are not supported yet: write an environment "
     "(docs/agents.md).",
+    f"{_MANAGERS}.limited": "Limit the calls in your own reward function.",
+    f"{_MANAGERS}.RateLimitedRewardManager": "Limit the calls in your own reward function.",
+    f"{_MANAGERS}.remote": "reward.remote.url scores in a service (docs/reward_service.md).",
+    f"{_MANAGERS}.RemoteRewardManager": "reward.remote.url scores in a service "
+    "(docs/reward_service.md).",
+    f"{_LOOP}.RewardModelManager": "Serve a reward model: reward.remote.url "
+    "(docs/reward_service.md).",
     "verl.interactions": "Interactions are not supported: write an environment (docs/agents.md).",
+    "verl.tools.mcp": "Call the server in execute() of a tool that derives from BaseTool.",
+    "verl.utils.reward_score.prime_math.math_normalize": "Compare answers with "
+    "verl.utils.reward_score.prime_math.grade_answer.",
+    "verl.tools.search_tool": "env.name=search searches a retriever (docs/agents.md).",
     "verl.trainer": "verlite has a trainer of its own.",
     "verl.single_controller": "verlite has worker groups of its own.",
 }
-"""Beginning of a module's name -> what to do without it."""
+"""Beginning of the full name of a module, class or function -> what to do without it."""
 
 
 def install() -> None:
@@ -102,10 +124,13 @@ class Finder(importlib.abc.MetaPathFinder):
         if name in MODULES or any(each.startswith(f"{name}.") for each in (*MODULES, *MISSING)):
             return importlib.machinery.ModuleSpec(name, _Loader(), is_package=True)
         remedy = next((MISSING[start] for start in MISSING if name.startswith(start)), "")
+        # `from module import NAME` looks for a module, too. Its error is shown if it has another
+        # name than that module.
+        is_name = name.rpartition(".")[0] in MODULES
         raise ModuleNotFoundError(
-            f"verlite's compatibility package for verl has no module {name}. {remedy}".strip()
+            f"verlite's compatibility package for verl has no {name}. {remedy}".strip()
             + " docs/migration/verl.md lists what it has; with verl itself installed, verl is used",
-            name=name,
+            name="verl" if is_name else name,
         )
 
 

@@ -17,6 +17,7 @@ from uuid import uuid4
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from verlite.compat.reward_score import gsm8k
 from verlite.envs.calculator import CALL
 from verlite.envs.factory import EnvFactory
 from verlite.envs.step import Env, Step
@@ -106,6 +107,39 @@ class BaseTool:
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Free what the instance holds."""
+
+
+class Gsm8kTool(BaseTool):
+    """Checks an answer to a question of GSM8K. An answer that is not right costs 0.05."""
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+    ) -> None:
+        super().__init__(config, tool_schema)
+        self._truths: dict[str, str] = {}
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        """Return (id, ToolResponse). `ground_truth` is an argument or among create_kwargs."""
+        instance, response = await super().create(instance_id)
+        given = {**(kwargs.get("create_kwargs") or {}), **kwargs}
+        self._truths[instance] = str(given.get("ground_truth"))
+        return instance, response
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        """Score `answer`, a number with or without "#### "."""
+        answer = str(parameters.get("answer", ""))
+        reward = await self.calc_reward(instance_id, answer=answer)
+        response = ToolResponse(text=f"Current parsed {answer=} {reward=}")
+        return response, 0.0 if reward > 0 else -0.05, {}
+
+    async def calc_reward(self, instance_id: str, answer: str = "", **kwargs: Any) -> float:
+        """Return 1.0 for the right answer, else 0.0."""
+        text = answer if answer.startswith("#### ") else f"#### {answer}"
+        return gsm8k.compute_score(text, self._truths[instance_id], method="flexible")
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget the answer."""
+        del self._truths[instance_id]
 
 
 class SandboxFusionTool(BaseTool):

@@ -53,7 +53,7 @@ def _own_setting(one: Assignment, command: Command, remarks: list[str]) -> Assig
     return replace(one, key=new)
 
 
-def _manager(values: dict[str, Any]) -> tuple[Assignment, str, str] | None:
+def _manager(values: dict[str, Any]) -> tuple[str, str, str] | None:
     """Return the key, file and class of a reward manager of the user's; None without one."""
     for section in SECTIONS:
         path = values.get(f"{section}.module.path")

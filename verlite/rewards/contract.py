@@ -8,7 +8,7 @@ from typing import Any
 from verlite.config.names import module_file
 from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.rewards.process import FunctionError
-from verlite.rewards.result import RewardItem, RewardResult
+from verlite.rewards.result import ONE_TURN, RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer
 
 TRUTH = "42"
@@ -77,6 +77,7 @@ def check_reward(
     )
     try:
         question = row or RewardItem("contract", "", TRUTH, {"index": 0, "split": "test"})
+        question = replace(question, extra_info=question.extra_info | ONE_TURN)
         scorer.check_signature([question.data_source])
         texts = answers(question.ground_truth)
         items = [replace(question, solution_str=text) for text in texts.values()]

@@ -19,6 +19,8 @@ MAX_CHARACTERS = 100_000
 """Longest names and texts of a result's parts, together."""
 MAX_PARTS = 200
 """Most parts of a result. The numbers among them are validation metrics."""
+ONE_TURN = {"num_turns": 2}
+"""Entries of extra_info in a run without tools: the prompt and the response count as turns."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class RewardItem:
     ground_truth: Any
     """reward_model.ground_truth of the prompt's row."""
     extra_info: dict[str, Any] = field(default_factory=dict)
-    """extra_info of the prompt's row."""
+    """extra_info of the prompt's row, and `num_turns` as in verl: the prompt, the model's turns and
+    the answers of tools."""
     prompt: str = ""
     """The prompt with special tokens. Set if `Scorer.needs_prompts`."""
     sequence: str = ""

@@ -17,7 +17,7 @@ from verlite.http.client import Unavailable
 from verlite.rewards.pool import Pool
 from verlite.rewards.process import FunctionError, load, takes_lists
 from verlite.rewards.remote import RemoteScorer, RemoteStream
-from verlite.rewards.result import RewardItem, RewardResult, failure, result_of
+from verlite.rewards.result import ONE_TURN, RewardItem, RewardResult, failure, result_of
 from verlite.rewards.routing import (
     IN_PROCESS,
     UnknownDataSource,
@@ -205,7 +205,7 @@ class Scorer:
         rows = [row for row in rows if row.ground_truth is not None]
         answers = [
             [
-                RewardItem(row.data_source, text, row.ground_truth, row.extra_info)
+                RewardItem(row.data_source, text, row.ground_truth, row.extra_info | ONE_TURN)
                 for text in _answers(row)
             ]
             for row in rows

@@ -151,7 +151,9 @@ class RolloutWorker(Worker):
         trajectory: Trajectory,
         decoded: DecodedResponse,
     ) -> RewardItem:
-        extra_info = columns["extra_info"][row]
+        # As in verl: the prompt, the model's turns, and the answers of tools.
+        num_turns = 1 + len(trajectory.segments)
+        extra_info = {**columns["extra_info"][row], "num_turns": num_turns}
         if self.plan.max_turns:
             info = {
                 "segments": decoded.transcript,

@@ -1,8 +1,11 @@
 r"""verl.utils.reward_score.math and math_reward: the last box, compared as LaTeX."""
 
+import re
+
 from verlite.rewards.math import equivalent, last_boxed, normalize
 
 _SPACING = (" ", "\n", r"\!", r"\,", r"\;", r"\left", r"\right", r"\$")
+_FRACTION = re.compile(r"\\frac([^{])(?:(?=\{)|(.))")
 
 
 def last_boxed_only_string(string: str) -> str | None:
@@ -19,11 +22,16 @@ def remove_boxed(s: str) -> str:
     return content
 
 
+def fix_fracs(string: str) -> str:
+    r"""Return the text with braces around each part of a fraction: `\frac12` is `\frac{1}{2}`."""
+    return _FRACTION.sub(lambda m: rf"\frac{{{m[1]}}}" + (f"{{{m[2]}}}" if m[2] else ""), string)
+
+
 def strip_string(string: str) -> str:
     """Return a short form of an answer, for comparisons as text. `is_equiv` does not need it."""
     for text in _SPACING:
         string = string.replace(text, "")
-    return normalize(string.replace("dfrac", "frac").replace("tfrac", "frac"))
+    return normalize(fix_fracs(string.replace("dfrac", "frac").replace("tfrac", "frac")))
 
 
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
