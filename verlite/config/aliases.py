@@ -8,6 +8,7 @@ the tables of main_sft.
 from typing import Any
 
 from verlite.config.translation import Fixed, Tables
+from verlite.importing import VERL_VARIABLE
 
 ACTOR = "actor_rollout_ref.actor."
 MODEL = "actor_rollout_ref.model."
@@ -139,9 +140,14 @@ PER_DEVICE: dict[str, str] = {
 _NO_REWARD_MODEL = (
     "rewards come from functions: custom_reward_function.path, or the scorer of the data source"
 )
+_OWN_MANAGER = (
+    f"A manager class of your own is used with {VERL_VARIABLE}=1, or as "
+    "custom_reward_function.path=FILE.py custom_reward_function.name=CLASS "
+    "custom_reward_function.reward_kwargs.tokenizer=MODEL (docs/migration, From verl)."
+)
 _KEEP_REWARD = (
     "Give what it computes as custom_reward_function.path: without the key the reward would be "
-    "another one."
+    f"another one. {_OWN_MANAGER}"
 )
 _REWARD_MANAGER = (
     "each sample is scored by itself, many at a time, as soon as it is finished; a length penalty "
@@ -170,6 +176,11 @@ _WHOLE_JOB = (
 _TOOLS = (
     "tools belong to the environment: env.name, which is VerlTools for the tools of a verl YAML "
     "file (docs/migration, From verl)"
+)
+_VERL_TOOLS = (
+    f"With {VERL_VARIABLE}=1 the key works as it is. Or write "
+    "env.name=verlite.compat.tools:VerlTools env.kwargs.tool_config_path=FILE max_turns=N, with N "
+    "tool calls."
 )
 _PACKED = "batches are packed without padding"
 _NO_NPU = "Ascend NPUs are not supported"
@@ -278,8 +289,8 @@ FIXED: dict[str, Fixed] = {
     f"{ROLLOUT}use_fire_sampling": ((False,), "use rollout.temperature, top_p and top_k"),
     "data.validation_shuffle": ((False,), "validation rows keep their order"),
     "data.datagen.*": ((None,), "prompts come from data.train_files"),
-    "data.tool_config_path": ((None,), _TOOLS),
-    f"{ROLLOUT}multi_turn.tool_config_path": ((None,), _TOOLS),
+    "data.tool_config_path": ((None,), _TOOLS, _VERL_TOOLS),
+    f"{ROLLOUT}multi_turn.tool_config_path": ((None,), _TOOLS, _VERL_TOOLS),
     "data.function_tool_path": ((None,), _TOOLS),
     "reward_model.enable": ((False,), _NO_REWARD_MODEL),
     "reward.reward_model.enable": ((False,), _NO_REWARD_MODEL),
@@ -353,8 +364,8 @@ REFUSED: dict[str, str] = {
     f"{ROLLOUT}skip_dump_dir": "Samples are always generated.",
     f"{ROLLOUT}skip.*": "Samples are always generated.",
     "skip.*": "Samples are always generated.",
-    "reward_manager.*": "Use custom_reward_function.path and name.",
-    "reward.reward_manager.*": "Use custom_reward_function.path and name.",
+    "reward_manager.*": _OWN_MANAGER,
+    "reward.reward_manager.*": _OWN_MANAGER,
     f"{RUNTIME_ENV}*": _WHOLE_JOB,
     **{
         f"{RAY_INIT}{name}": _RAY_START

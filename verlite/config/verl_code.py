@@ -5,12 +5,15 @@ VERLITE_VERL_COMPAT=1, a reward manager class and a YAML file of tools become wh
 docs/migration/verl.md gives for them.
 """
 
+import ast
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from verlite.config.command import Command
+from verlite.config.names import module_path
 from verlite.config.problems import Problem, display
 from verlite.config.sources import Assignment
 from verlite.importing import VERL_VARIABLE
@@ -60,10 +63,31 @@ def _manager(values: dict[str, Any]) -> tuple[str, str, str] | None:
         if path and values.get(f"{section}.source") == "importlib":
             name = values.get(f"{section}.name") or values.get(f"{section}.module.name")
             return f"{section}.module.path", str(path), str(name)
+    function = values.get(f"{FUNCTION}path")
     for key in MANAGERS:
         place, colon, name = str(values.get(key)).rpartition(":")
         if colon:
             return key, place, name
+        found = _registered(str(function), name) if function and values.get(key) else None
+        if found:
+            return key, str(function), found
+    return None
+
+
+def _registered(place: str, name: str) -> str | None:
+    """Return the class of a file that has the decorator register(name), as verl looks it up."""
+    file = module_path(place)
+    if file is None or not file.is_file():
+        return None
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError):
+        return None
+    for node in body:
+        for each in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+            named = each.args if isinstance(each, ast.Call) else []
+            if any(isinstance(arg, ast.Constant) and arg.value == name for arg in named):
+                return node.name  # type: ignore[attr-defined]
     return None
 
 
@@ -80,7 +104,8 @@ def _scored_by(
     The reward function of the command and its arguments become what the manager calls.
     """
     function = values.get(f"{FUNCTION}path")
-    scorer = f"{function}:{values.get(FUNCTION + 'name') or 'compute_score'}" if function else None
+    if function and str(function).endswith(".py"):
+        function = Path(str(function)).expanduser().absolute()
     out = []
     for one in given:
         full = one.key.removeprefix("reward.")
@@ -94,8 +119,9 @@ def _scored_by(
     origin = next(one for one in given if one.key == key)
     new = {f"{FUNCTION}path": place, f"{FUNCTION}name": name}
     new[f"{KWARGS}tokenizer"] = "${actor_rollout_ref.model.path}"
-    if scorer:
-        new[f"{KWARGS}compute_score"] = scorer
+    if function:
+        scorer = values.get(f"{FUNCTION}name") or "compute_score"
+        new[f"{KWARGS}compute_score"] = f"{function}:{scorer}"
     remarks.append(_sets(origin, new))
     return out + [replace(origin, key=name, value=value) for name, value in new.items()]
 
