@@ -9,6 +9,7 @@ calls, and reward_kwargs.score_kwargs are arguments of that.
 """
 
 import functools
+import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -213,6 +214,8 @@ def score_with(cls: type) -> Callable[..., Any]:
     It is asynchronous, so that its calls overlap, only if the class has `run_single`. Other classes
     block; each of their calls has the whole time limit.
     """
+    # Slow to import: done here, because the first call has a time limit.
+    importlib.import_module("transformers.models.auto.tokenization_auto")
     made: list[Any] = []
 
     def create(tokenizer: str, compute_score: str | None, kwargs: dict[str, Any]) -> Any:
