@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
+
 MAX_BYTES = 64 << 20
 """Largest small file that is read, and most that `RetryingWriter` keeps in memory."""
 
@@ -29,6 +31,14 @@ JSON_VALUES = 2_000_000
 JSON_DEPTH = 64
 """Deepest nesting of its lists and objects."""
 _JSON_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+
+YAML_CHARACTERS = 1 << 20
+"""Longest YAML from outside. A whole configuration has about 20,000 characters."""
+YAML_DEPTH = 32
+YAML_VALUES = 100_000
+YAML_DIGITS = 400
+_YAML_NUMBER = re.compile(r"[-+]?[0-9][\w:.+-]*")
 
 
 def size_text(number: float) -> str:
@@ -156,6 +166,45 @@ def parse_foreign_json(
             if level > depth:
                 raise ValueError(f"the JSON is nested deeper than {depth} levels")
     return json.loads(text)
+
+
+def check_yaml(text: str) -> None:
+    """Refuse YAML from outside that takes far more time or memory than its text, before it is
+    loaded.
+
+    Aliases count as what they stand for: aliases of aliases can be 10**30 values. A number of more
+    digits than Python prints ends whatever prints it.
+
+    Raises:
+        ValueError: it is not YAML, or exceeds a limit.
+    """
+    if len(text) > YAML_CHARACTERS:
+        raise ValueError(f"it has more than {YAML_CHARACTERS:,} characters")
+    values, anchors = [0], {}  # values of each open list or mapping
+    names: list[str | None] = []
+    try:
+        for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            if isinstance(event, yaml.CollectionStartEvent):
+                values.append(1)
+                names.append(event.anchor)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                size = values.pop()
+                values[-1] += size
+                anchors[names.pop()] = size
+            elif isinstance(event, yaml.AliasEvent):
+                values[-1] += anchors.get(event.anchor, 1)
+                if event.anchor in names:
+                    raise ValueError("it has an alias of itself")
+            elif isinstance(event, yaml.ScalarEvent):
+                values[-1] += 1
+                if len(event.value) > YAML_DIGITS and _YAML_NUMBER.fullmatch(event.value):
+                    raise ValueError(f"it has a number of more than {YAML_DIGITS} digits")
+            if len(values) > YAML_DEPTH:
+                raise ValueError(f"it is nested deeper than {YAML_DEPTH} levels")
+            if values[-1] > YAML_VALUES:
+                raise ValueError(f"it has more than {YAML_VALUES:,} values, aliases included")
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(error)) from error
 
 
 def one_line(text: object, limit: int = 300) -> str:

@@ -17,6 +17,11 @@ from verlite.convert.text import program
 from verlite.convert.versions import Versions
 
 SAMPLES = Path(__file__).parents[1] / "samples"
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
+)
+"""YAML with aliases of aliases: 10**30 values."""
 
 
 def check_changes(versions: Versions, table: Sequence[Row]) -> None:

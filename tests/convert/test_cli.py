@@ -69,4 +69,6 @@ def test_a_wrong_flag_is_named():
 def test_a_file_without_end_is_one_message(tmp_path):
     (tmp_path / "run.yaml").write_text("odd: &a [*a]\n")
     done = run("trl", tmp_path / "run.yaml")
+    assert done.exit_code == 2 and "it has an alias of itself" in done.stderr
+    done = run("trl", "--", "trl", "grpo", "--reward_weights", "[" * 5000 + "]" * 5000)
     assert done.exit_code == 2 and "nested too deeply, or without end" in done.stderr

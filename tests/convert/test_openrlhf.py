@@ -693,8 +693,20 @@ def test_what_would_change_tuning_is_refused(line, words):
         ),
         ("python openrlhf/cli/train_sft.py", "python -m"),
         ("torchrun --nnodes 2 openrlhf/cli/train_sft.py", "torchrun --nnodes 2 -m"),
+        (
+            "deepspeed --num_nodes 2 --num_gpus 4 --module openrlhf.cli.train_sft",
+            "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint FIRST_HOST:29500 "
+            "--nproc_per_node 4 -m",
+        ),
     ],
 )
 def test_how_tuning_is_started(start, launch):
     line = SFT_LINE.replace("deepspeed --module openrlhf.cli.train_sft", start)
     assert convert(line).launch == launch
+    assert ("FIRST_HOST is the address" in convert(line).defaults) == ("FIRST_HOST" in launch)
+
+
+def test_a_hostfile_that_cannot_be_read_is_named():
+    start = "deepspeed --hostfile /missing/hosts --module openrlhf.cli.train_sft"
+    line = SFT_LINE.replace("deepspeed --module openrlhf.cli.train_sft", start)
+    assert "/missing/hosts is not read" in convert(line).defaults

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.convert.conftest import SAMPLES
+from tests.convert.conftest import BOMB, SAMPLES
 from verlite.config import keys
 from verlite.config.problems import ConfigError
 from verlite.convert import rlinf
@@ -265,7 +265,8 @@ def test_files_of_the_defaults_list_are_read(convert, tmp_path):
         ("- 1", "must contain keys and values"),
         (None, "No such file"),
         (b"a: \xe9", "cannot be read: 'utf-8' codec"),
-        ("a: &a [*a]", "cannot be read: maximum recursion"),
+        ("a: &a [*a]", "cannot be read: it has an alias of itself"),
+        (BOMB, "cannot be read: it has more than 100,000 values, aliases included"),
         ("defaults:\n  - model: qwen\n", "defaults=.*is not read: write the keys"),
         ("cluster: {component_placement: [actor]}", "component_placement=actor: must be a mapping"),
         ("data: {train_data_paths: [[a]]}", "train_data_paths=.*must be a list of texts"),

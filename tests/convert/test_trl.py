@@ -6,7 +6,7 @@ import warnings
 import pytest
 import yaml
 
-from tests.convert.conftest import SAMPLES, check_changes
+from tests.convert.conftest import BOMB, SAMPLES, check_changes
 from verlite.config import keys
 from verlite.config.command import PPO
 from verlite.config.problems import ConfigError
@@ -305,6 +305,20 @@ def test_training_on_images_is_refused(script, text):
     assert problems(script, "GRPOConfig()\nGRPOTrainer('Qwen/Qwen2.5-Devl-3B', f)") == ""
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GRPOConfig('image')",
+        "GRPOConfig(output_dir='images')",
+        "'image'  # image\nGRPOConfig()",
+        "folder = 'images'\nos.path.join('x', 'image')\nGRPOConfig()",
+        "image = docker.image('x')\nGRPOConfig()",
+    ],
+)
+def test_a_path_named_image_is_no_training_on_images(script, text):
+    assert problems(script, f"{text}\nGRPOTrainer('m', f)") == ""
+
+
 # A YAML file
 
 
@@ -565,7 +579,6 @@ def test_packed_batches_are_named():
     [
         ("sft", "--loss_type dft", "loss_type=dft: has no counterpart"),
         ("sft", "--completion_only_loss false", "verlite trains on responses"),
-        ("sft", "--max_length null", "max_length: must be a number"),
         ("sft", "--truncation_mode keep_end", "cuts longer rows at their end"),
         ("sft", "--chat_template_path x", "Set model.custom_chat_template to its text"),
         ("sft", "--learning_rte 1", "is not a setting of SFTConfig. Did you mean learning_rate?"),
@@ -620,11 +633,16 @@ def test_the_defaults_of_other_versions_are_named(grpo):
     assert "beta" not in grpo(beta=0.1).defaults
 
 
-@pytest.mark.parametrize("version", ["0.13", "latest", ""])
+@pytest.mark.parametrize("version", ["0.13", "1.17", "99", "latest", ""])
 def test_an_unknown_version_is_refused(tmp_path, version):
     (tmp_path / "t.yaml").write_text("model_name_or_path: m\ndataset_name: d.json\n")
     words = problems(trl.convert, tmp_path / "t.yaml", version=version or " ")
-    assert "Give one from 0.15 on, such as 1.16" in words
+    assert "Known are 0.15 to 1.16: give the nearest one" in words
+
+
+def test_a_patch_of_the_newest_version_is_known(tmp_path):
+    (tmp_path / "t.yaml").write_text("model_name_or_path: m\ndataset_name: d.json\n")
+    assert trl.convert(tmp_path / "t.yaml", version="1.16.3").problems == []
 
 
 @pytest.mark.parametrize("trainer", VERSIONS)
@@ -636,3 +654,69 @@ def test_more_processes_than_a_node_has(script):
     conversion = script("GRPOConfig()\nGRPOTrainer('m', f)", 16)
     assert conversion.values["trainer.nnodes"] == 2
     assert "--gpus=12" in problems(script, "GRPOConfig()\nGRPOTrainer('m', f)", 12)
+
+
+ACCELERATE = "num_machines: 2\nnum_processes: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "nodes", "per_node"),
+    [
+        ("accelerate launch --num_machines 2 --num_processes=8", 2, 4),
+        ("accelerate launch --num-processes 4", 1, 4),
+        ("accelerate launch --config_file FILE", 2, 4),
+        ("accelerate launch --config_file FILE --num_processes 16", 2, 8),
+        ("torchrun --nnodes 2 --nproc-per-node 4", 2, 4),
+        ("deepspeed --num_nodes=3 --num_gpus 8", 3, 8),
+        ("deepspeed --hostfile HOSTS", 2, 8),
+        ("python", 1, 8),
+    ],
+)
+def test_processes_are_those_that_the_launcher_starts(tmp_path, start, nodes, per_node):
+    (tmp_path / "a.yaml").write_text(ACCELERATE)
+    (tmp_path / "hosts").write_text("# all\na slots=8\nb slots=8\n")
+    start = start.replace("FILE", str(tmp_path / "a.yaml")).replace(
+        "HOSTS", str(tmp_path / "hosts")
+    )
+    options = "--model_name_or_path m --dataset_name d.json"
+    grpo = trl.convert(None, words=[*start.split(), "grpo.py", *options.split()])
+    found = [grpo.values.get(f"trainer.{key}", 1) for key in ("nnodes", "n_gpus_per_node")]
+    assert (found, grpo.problems) == ([nodes, per_node], [])
+    samples = grpo.values["data.train_batch_size"] * 8
+    assert samples == nodes * per_node * 8, "TRL's batch size of 8 is per process"
+    sft = trl.convert(None, words=[*start.split(), "sft.py", *options.split()])
+    several = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint FIRST_HOST:29500 "
+    several = several if nodes > 1 else ""
+    assert sft.launch == f"torchrun {several}--nproc_per_node {per_node} -m"
+    assert (f"Start it on each of the {nodes} hosts" in sft.defaults) == (nodes > 1)
+    assert sft.values["data.train_batch_size"] == nodes * per_node * 8
+
+
+def test_sixteen_processes_of_sft_are_two_hosts(script):
+    conversion = script("SFTConfig()\nSFTTrainer('m')", 16)
+    assert "--nnodes 2 " in conversion.launch and "--nproc_per_node 8 -m" in conversion.launch
+
+
+@pytest.mark.parametrize("content", [None, "a: [", BOMB])
+def test_a_launchers_file_that_cannot_be_read_is_named(tmp_path, content):
+    if content:
+        (tmp_path / "a.yaml").write_text(content)
+    start = f"accelerate launch --config_file {tmp_path}/a.yaml grpo.py"
+    words = [*start.split(), "--model_name_or_path", "m", "--dataset_name", "d.json"]
+    assert f"{tmp_path}/a.yaml is not read" in trl.convert(None, words=words).defaults
+
+
+def test_rows_that_trl_does_not_cut_end_the_run_if_they_are_too_long(script):
+    conversion = script("SFTConfig(max_length=None)\nSFTTrainer('m')")
+    assert conversion.problems == [] and conversion.values["data.max_length"] == 8192
+    assert conversion.values.get("data.truncation", "error") == "error"
+    assert "set the length of your longest" in conversion.comments["data.max_length"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(BOMB, "100,000 values, aliases included"), ("seed: 0x" + "f" * 500, "more than 400 digits")],
+)
+def test_yaml_that_is_more_than_its_text_is_refused(tmp_path, text, why):
+    (tmp_path / "t.yaml").write_text(text)
+    assert why in problems(trl.convert, tmp_path / "t.yaml")

@@ -62,6 +62,8 @@ def test_a_hostile_checkpoint_runs_no_code(tmp_path):
     ("recorded", "message"),
     [
         ({"override_config": {"_attn_implementation": "evil/kernel"}}, "chooses code"),
+        ({"override_config": {"text_config": {"auto_map": {}}}}, "auto_map chooses code"),
+        ({"override_config": {"a": [{"attn_implementation": "x"}]}}, "chooses code"),
         ({"override_config": {"auto_map": {}}}, "chooses code"),
         ({"override_config": "x"}, "model.override_config has a wrong type"),
         ({"lora_rank": "8"}, "model.lora_rank has a wrong type"),

@@ -138,8 +138,9 @@ def test_hostile_files_do_not_stall_the_page(tmp_path):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 6, **names}) + "\n")
     for text, reason in (
-        ("\n".join(layers), "it has aliases"),
-        ("a: " + "[" * 100_000, "nested too deeply"),
+        ("\n".join(layers), "100,000 values, aliases included"),
+        ("a: " + "[" * 100_000, "nested deeper than 32 levels"),
+        ("a: 0x" + "f" * 5000, "a number of more than 400 digits"),
         ("a: b\n" * 300_000, "more than 1,048,576 characters"),
     ):
         (run_dir / "config.yaml").write_text(text)

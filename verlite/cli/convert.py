@@ -75,8 +75,13 @@ def trl(
         ),
     ],
     gpus: Annotated[
-        int, typer.Option(min=1, help="Processes of the training: TRL's batch sizes are for each.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes of the training: TRL's batch sizes are for each. Default: what the "
+            "command line of accelerate, torchrun or deepspeed says, else 8.",
+        ),
+    ] = None,
     trainer: Annotated[
         str | None, typer.Option(help="grpo, rloo, ppo, sft or dpo. Default: what the file says.")
     ] = None,

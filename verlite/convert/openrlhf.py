@@ -20,7 +20,15 @@ from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
 from verlite.convert.engine import Conversion, Draft, apply
 from verlite.convert.openrlhf_flags import FLAGS, TABLES, TUNING_VERSIONS, VERSIONS
 from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row
-from verlite.convert.tuning import COMMANDS, launch, own_key, rows_file
+from verlite.convert.tuning import (
+    COMMANDS,
+    Processes,
+    launch,
+    own_key,
+    processes,
+    rows_file,
+    start_text,
+)
 
 PROGRAM = re.compile(r"(?:\S*openrlhf[./]cli[./])?(train_\w+?)(?:\.py)?")
 CORRECTION = "algorithm.rollout_correction."
@@ -70,8 +78,12 @@ def convert(arguments: Sequence[str], version: str | None = None) -> Conversion:
         command=command,
         own_key=str if is_ppo else own_key,
     )
-    started = done.launch if is_ppo else _launch(before)
-    return replace(done, defaults=versions.describe(table, given, version), launch=started)
+    done = replace(done, defaults=versions.describe(table, given, version))
+    if is_ppo:
+        return done
+    found = processes(before)
+    more = "" if "torchrun" in before else start_text(found, found.nodes)
+    return replace(done, launch=_launch(before, found), defaults=done.defaults + more)
 
 
 # The command line
@@ -125,15 +137,14 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
     return [], "train_ppo_ray", words
 
 
-def _launch(before: Sequence[str]) -> str:
+def _launch(before: Sequence[str], found: Processes) -> str:
     """Return how to start main_sft or main_dpo, from the words that start OpenRLHF's program."""
     if "torchrun" in before:
         words = list(before[before.index("torchrun") :])
         return shlex.join(words if words[-1] == "-m" else [*words, "-m"])
     if before and "deepspeed" not in before:
         return launch(1)
-    gpus = re.search(r"--num_gpus[= ](\d+)", " ".join(before))
-    return launch(int(gpus[1])) if gpus else "torchrun --nproc_per_node gpu -m"
+    return launch(found.per_node, found.nodes)
 
 
 def _plain(word: str) -> str:

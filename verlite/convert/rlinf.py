@@ -1,5 +1,6 @@
 """Convert a YAML file of RLinf's math and reasoning examples."""
 
+import io
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
 from verlite.convert.engine import Conversion, Draft, apply
 from verlite.convert.rlinf_keys import KEYS, PRECISIONS
 from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, REF, ROLLOUT, Row
+from verlite.files import check_yaml, one_line
 
 CORRECTION = "algorithm.rollout_correction."
 MAPPINGS = ("cluster.component_placement",)
@@ -91,10 +93,11 @@ def load(file: Path) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        loaded = OmegaConf.load(file)
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        text = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        rule = f"cannot be read: {text}"
+        text = file.read_text(encoding="utf-8")
+        check_yaml(text)
+        loaded = OmegaConf.load(io.StringIO(text))
+    except (OSError, ValueError, RecursionError) as error:
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or one_line(error)}"
         raise ConfigError([Problem(str(file), None, rule)]) from error
     content = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(content, dict):

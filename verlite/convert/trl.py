@@ -18,12 +18,21 @@ from verlite.convert.engine import Conversion, Draft, apply, sentence
 from verlite.convert.rows import ACTOR, MODEL, NO_DUAL_CLIP, ROLLOUT, Row
 from verlite.convert.trl_fields import TABLES, VERSIONS
 from verlite.convert.trl_read import Computed, Settings, Source, arguments, program, read
-from verlite.convert.tuning import COMMANDS, launch, own_key, rows_file
+from verlite.convert.tuning import (
+    COMMANDS,
+    launch,
+    own_key,
+    processes,
+    rows_file,
+    start_text,
+)
 
 CORRECTION = "algorithm.rollout_correction."
 REWARD_FILE = "reward.py"
 """The name in the command of the reward function that the user has to write."""
 PER_NODE = 8
+LONGEST = 8192
+"""Tokens of a row of SFT or DPO if TRL has no limit."""
 VISION_MODEL = re.compile(
     r"(?i)(?<![a-z])(vlm?|vision|smolvlm|llava|idefics|pixtral|paligemma|internvl)(?![a-z])"
 )
@@ -31,7 +40,7 @@ VISION_MODEL = re.compile(
 
 def convert(
     file: Path | None,
-    gpus: int = PER_NODE,
+    gpus: int | None = None,
     trainer: str | None = None,
     version: str | None = None,
     words: Sequence[str] = (),
@@ -40,7 +49,8 @@ def convert(
 
     Args:
         file: the file. None: the command line names it, or `trl grpo` and the like.
-        gpus: processes of the training. TRL's batch sizes are per process.
+        gpus: processes of the training. TRL's batch sizes are per process. None: as the command
+            line of accelerate or torchrun says, else 8.
         trainer: one of VERSIONS. None: as the file or the command line says.
         version: TRL's version, whose defaults apply. None: the newest that is known.
         words: command line of `trl`, or of a script that takes its settings from there.
@@ -57,11 +67,17 @@ def convert(
     found = read(file, typed) if file else Source(named or "grpo", {})
     source = f"the command line in {file}" if found.words and not typed else ""
     _, _, documented = program(found.words)
+    line, after = (words, typed) if typed else (found.words, documented)
+    said = processes(line[: len(line) - len(after)])
+    gpus = gpus or (said.per_node or PER_NODE) * said.nodes
+    is_divided = gpus % said.nodes == 0 and gpus // said.nodes <= PER_NODE
+    nodes = said.nodes if is_divided else max(1, gpus // PER_NODE)
     settings = found.settings | arguments(typed or documented) | found.changed
     name = trainer or (named if named and not script else found.trainer)
     table = VERSIONS[name].table(TABLES[name], version)
     given, computed = _named(table, settings, name)
     formulas = [partial(formula, gpus=gpus) for formula in FORMULAS[name]]
+    formulas.append(partial(devices, gpus=gpus, nodes=nodes))
     warn = partial(_warn_of_computed, computed=computed)
     title, command = f"TRL's {name.upper()}Trainer", COMMANDS.get(name, PPO)
     renamed = own_key if name in COMMANDS else str
@@ -69,7 +85,10 @@ def convert(
     defaults = VERSIONS[name].describe(table, {*given, *computed}, version)
     if source:
         defaults = f"Settings are those of {source}: {' '.join(found.words)}. {defaults}"
-    return replace(done, defaults=defaults, launch=launch(gpus if name in COMMANDS else 1))
+    is_tuning = name in COMMANDS
+    started = launch(gpus // nodes, nodes) if is_tuning else done.launch
+    defaults += start_text(said, nodes if is_tuning else 1)
+    return replace(done, defaults=defaults, launch=started)
 
 
 def find(table: Sequence[Row], field: str) -> Row | None:
@@ -146,15 +165,14 @@ def _generated(draft: Draft, gpus: int) -> int:
     return draft["generation_batch_size"] or size
 
 
-def devices(draft: Draft, gpus: int) -> None:
+def devices(draft: Draft, gpus: int, nodes: int) -> None:
     """As many devices as TRL has processes."""
-    per_node = min(gpus, PER_NODE)
-    if gpus % per_node:
+    if gpus % nodes or gpus // nodes > PER_NODE:
         rule = f"is not a number of whole nodes of {PER_NODE}"
         draft.problems.append(Problem("--gpus", gpus, rule))
-    draft.set("trainer.nnodes", gpus // per_node, explicit=False)
+    draft.set("trainer.nnodes", nodes, explicit=False)
     note = f"TRL's batch sizes are converted for {gpus} processes (--gpus)"
-    draft.set("trainer.n_gpus_per_node", per_node, note)
+    draft.set("trainer.n_gpus_per_node", gpus // nodes, note)
 
 
 def batches(draft: Draft, gpus: int) -> None:
@@ -208,14 +226,19 @@ def tuning_batches(draft: Draft, gpus: int) -> None:
     unit += f"{draft['gradient_accumulation_steps']} (--gpus)"
     if "packing" in draft.names and draft["packing"]:
         unit += ". TRL counts packed sequences, verlite examples: multiply by the examples that "
-        unit += f"{draft['max_length']} tokens hold on average"
+        unit += f"{draft['max_length'] or LONGEST} tokens hold on average"
     draft.set(ACTOR + "ppo_mini_batch_size", size, unit)
     draft.set(ACTOR + "ppo_micro_batch_size_per_gpu", draft["per_device_train_batch_size"])
-    draft.set("data.max_length", draft["max_length"])
+    note = "TRL cuts no row: set the length of your longest; a longer one ends the run"
+    longest = draft["max_length"] or LONGEST
+    draft.set("data.max_length", longest, "" if draft["max_length"] else note)
     if draft["truncation_mode"] != "keep_start":
         rule = "verlite cuts longer rows at their end"
         draft.refuse("truncation_mode", rule, "Set truncation_mode to keep_start (0.29's default).")
-    draft.set("data.truncation", "right", "longer rows lose their end, as in TRL")
+    if draft["max_length"]:
+        draft.set("data.truncation", "right", "longer rows lose their end, as in TRL")
+    else:
+        draft.set("data.truncation", "error", explicit=False)
     draft.set(f"{ACTOR}optim.min_lr_ratio {ACTOR}optim.lr_warmup_steps_ratio", 0.0, explicit=False)
 
 
@@ -586,7 +609,7 @@ def _every(draft: Draft, key: str, value: Any, count: int, note: str) -> None:
     draft.set(key, -(-int(value) // count), note.format(value) if count > 1 else "")
 
 
-SHARED = (devices, optimizer, memory, data, run)
+SHARED = (optimizer, memory, data, run)
 FORMULAS = {
     "grpo": (batches, grpo_loss, sampling, *SHARED),
     "rloo": (batches, rloo_loss, sampling, *SHARED),

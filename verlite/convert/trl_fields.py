@@ -321,7 +321,9 @@ _REFERENCE = "the reference is the model at the start: leave it out if it is the
 _DPO_LOSS = "verlite has the loss of the paper: loss_type sigmoid, without additions"
 
 TUNING: tuple[Row, ...] = (
-    derived("max_length max_seq_length", "data.max_length data.truncation", 1024),
+    replace(
+        derived("max_length max_seq_length", "data.max_length data.truncation", 1024), null=True
+    ),
     derived("truncation_mode", "data.truncation", "keep_start"),
     refused("datasets", None, "write one file, and give it as dataset_name"),
     needless("padding_free", bool, _LENGTHS),

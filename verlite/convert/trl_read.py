@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from verlite.config.problems import ConfigError, Problem
+from verlite.files import check_yaml, one_line
 
 TRAINERS = {name: name.lower() for name in ("GRPO", "RLOO", "PPO", "SFT", "DPO")}
 PPO_FIELDS = ("num_ppo_epochs", "kl_coef", "cliprange", "response_length", "total_episodes")
@@ -25,14 +26,10 @@ CONFIGS = tuple(name for name in CALLS if name.endswith("Config"))
 PARSERS = ("TrlParser", "HfArgumentParser")
 LITERALS = ("LoraConfig", "ModelConfig", "ScriptArguments")
 """Other calls whose literal arguments are settings. Those of LoraConfig have its name in front."""
-VISION = (
-    "AutoModelForImageTextToText",
-    "AutoModelForVision2Seq",
-    "AutoProcessor",
-    "image",
-    "images",
-)
-"""Names and column names of scripts that train on images."""
+VISION = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoProcessor")
+"""Names in scripts that train on images."""
+IMAGES = ("image", "images")
+"""Names of their columns."""
 LOADED_AS = {"torch_dtype", "dtype", "device_map", "attn_implementation", "trust_remote_code"}
 """Arguments of from_pretrained that leave the weights as they are."""
 
@@ -77,9 +74,10 @@ def read(file: Path, words: Words = ()) -> Source:
 
 def _yaml(file: Path, text: str) -> Source:
     try:
+        check_yaml(text)
         content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise _unreadable(file, str(error).splitlines()[0]) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise _unreadable(file, one_line(error)) from error
     if not isinstance(content, dict):
         raise _unreadable(file, "it must contain keys and values")
     settings = {str(key): _number(value) for key, value in content.items()}
@@ -156,10 +154,24 @@ def _vision(tree: ast.AST) -> Iterator[str]:
         found = getattr(node, "id", None) or getattr(node, "attr", None)
         if isinstance(node, ast.alias):
             found = node.name
-        elif isinstance(node, ast.Constant):
-            found = node.value
         if isinstance(found, str) and found in VISION:
             yield found
+        for name in _columns(node):
+            if isinstance(name, ast.Constant) and name.value in IMAGES:
+                yield name.value
+
+
+def _columns(node: ast.AST) -> Sequence[ast.expr | None]:
+    """Return where a node has names of columns: row["image"], row.get("image"), {"image": ...} and
+    ["image"], but no paths and other texts."""
+    if isinstance(node, ast.Subscript):
+        return [node.slice]
+    if isinstance(node, ast.Dict):
+        return [*node.keys, *node.values]
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return node.elts
+    is_get = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get"
+    return node.args if is_get and isinstance(node, ast.Call) else []
 
 
 def _parsed(tree: ast.AST) -> set[str]:

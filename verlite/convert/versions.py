@@ -37,12 +37,12 @@ class Versions:
         """Return the rows with the defaults of a version. None: the newest one.
 
         Raises:
-            ConfigError: it is not a version, or older than `oldest`.
+            ConfigError: it is not a version from `oldest` to `newest`.
         """
-        chosen = _number(version or self.newest)
-        if not chosen or chosen < _number(self.oldest):
+        chosen, newest = _number(version or self.newest), _number(self.newest)
+        if not _number(self.oldest) <= chosen or chosen[: len(newest)] > newest:
             rule = f"is not a version of {self.framework} that verlite knows the defaults of"
-            remedy = f"Give one from {self.oldest} on, such as {self.newest}, or the nearest one."
+            remedy = f"Known are {self.oldest} to {self.newest}: give the nearest one."
             raise ConfigError([Problem(OPTION, version, rule, remedy)])
         old = {c.name: c.old for c in self.changes if _number(c.version) > chosen}
         return [replace(row, default=old.get(row.name, row.default)) for row in rows]

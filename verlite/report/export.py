@@ -7,7 +7,7 @@ the checkpoint.
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,7 @@ def _model(checkpoint: Checkpoint, base: Base | None) -> ModelConfig:
             if type(saved[name]) not in types:
                 raise CheckpointError(f"{file}: model.{name} has a wrong type.")
             taken[name] = saved[name]
-    for name in taken.get("override_config", {}):
+    for name in _names(taken.get("override_config", {})):
         # Such values choose code: transformers loads kernels that "_attn_implementation" names.
         if name.startswith("_") or "implementation" in name or name == "auto_map":
             raise CheckpointError(
@@ -198,6 +198,15 @@ def _model(checkpoint: Checkpoint, base: Base | None) -> ModelConfig:
         trust_remote_code=base.trust_remote_code,
         **taken,
     )
+
+
+def _names(value: Any) -> Iterator[str]:
+    """Yield the names in a value of JSON, on all levels."""
+    if isinstance(value, dict):
+        yield from map(str, value)
+    if isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _names(entry)
 
 
 def _probe(engine: TrainEngine) -> torch.Tensor:

@@ -8,16 +8,13 @@ from typing import Any
 
 import yaml
 
-from verlite.files import RetryingWriter, one_line, read_text
+from verlite.files import RetryingWriter, check_yaml, one_line, read_text
 from verlite.trainer.trackers import flat
 from verlite.trainer.tracking import set_aside
 
 CONFIG = "config.yaml"
 CONFIGS = "configs"
 """Folder with the configuration of each segment: from_step_N.yaml."""
-MAX_CHARACTERS = 1 << 20
-"""Longest configuration that is read. A whole one has about 20,000 characters."""
-MAX_DEPTH = 32
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -81,18 +78,10 @@ def settings(text: str) -> dict[str, Any]:
     """Return every value of a configuration in YAML by its dotted key.
 
     Raises:
-        ValueError: it is not a mapping in YAML, or takes more memory than its text: it is long,
-            deep, or has aliases, which repeat a value. verlite writes none.
+        ValueError: it is not a mapping in YAML, or see `check_yaml`.
     """
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"it has more than {MAX_CHARACTERS:,} characters")
+    check_yaml(text)
     try:
-        depth = 0
-        for event in yaml.parse(text, _LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
-                raise ValueError("it has aliases, or is nested too deeply: not written by verlite")
         loaded = yaml.load(text, _LOADER)
     except yaml.YAMLError as error:
         raise ValueError(one_line(error)) from error
