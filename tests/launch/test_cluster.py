@@ -19,18 +19,15 @@ from verlite.controller import ray_node
 from verlite.controller.node import this_process
 from verlite.controller.ray_internals import ClusterView, NodeView
 from verlite.launch import (
+    ClusterError,
     addresses,
     devices,
     head,
     ray_daemons,
-    shared,
     start,
-    watch,
 )
-from verlite.launch.errors import ClusterError
-from verlite.launch.head import Source
+from verlite.launch.head import Head, Source
 from verlite.launch.ray_start import main as run_ray_start
-from verlite.launch.shared import Head
 
 HEAD = Head("10.0.0.1:6379", "c1", True, "gpu-0", 1000.0)
 
@@ -87,40 +84,40 @@ def answering(monkeypatch, view, token="secret"):
 @pytest.mark.parametrize("address", ["10.0.0.1:6379", "[fd00::1]:7000"])
 def test_head_file_returns_what_was_written(tmp_path, address):
     written = dataclasses.replace(HEAD, address=address)
-    shared.write_head(tmp_path, written)
-    assert shared.read_head(tmp_path, 1) == written
-    first = (tmp_path / shared.HEAD_FILE).read_text().splitlines()[0]
+    head.write_head(tmp_path, written)
+    assert head.read_head(tmp_path, 1) == written
+    first = (tmp_path / head.HEAD_FILE).read_text().splitlines()[0]
     assert first == addresses.split(address)[0]  # other tools read the address alone
-    assert os.listdir(tmp_path) == [shared.HEAD_FILE]
+    assert os.listdir(tmp_path) == [head.HEAD_FILE]
 
 
 def test_head_file_of_another_tool_has_only_an_address(tmp_path):
-    (tmp_path / shared.HEAD_FILE).write_text("10.0.0.7\n")
-    assert shared.read_head(tmp_path, 29500) == Head("10.0.0.7:29500")
+    (tmp_path / head.HEAD_FILE).write_text("10.0.0.7\n")
+    assert head.read_head(tmp_path, 29500) == Head("10.0.0.7:29500")
 
 
 def test_head_file_with_other_text_is_refused(tmp_path):
-    (tmp_path / shared.HEAD_FILE).write_text("gpu-0 is the head\n")
+    (tmp_path / head.HEAD_FILE).write_text("gpu-0 is the head\n")
     with pytest.raises(ClusterError, match="does not begin with an IP address: 'gpu-0 is"):
-        shared.read_head(tmp_path, 6379)
+        head.read_head(tmp_path, 6379)
 
 
 def test_token_can_be_read_by_this_user_only(tmp_path):
-    token = shared.create_token(tmp_path / "new")
-    path = tmp_path / "new" / shared.TOKEN_FILE
+    token = head.create_token(tmp_path / "new")
+    path = tmp_path / "new" / head.TOKEN_FILE
     assert path.stat().st_mode & 0o777 == 0o600 and len(token) == 64
-    assert shared.read_token(path.parent) == token != shared.create_token(path.parent)
+    assert head.read_token(path.parent) == token != head.create_token(path.parent)
     path.chmod(0o640)
     with pytest.raises(ClusterError, match="has mode 640: other users can read the token"):
-        shared.read_token(path.parent)
+        head.read_token(path.parent)
 
 
 def test_stop_leaves_the_head_file_of_a_newer_cluster(tmp_path):
-    shared.create_token(tmp_path)
-    shared.write_head(tmp_path, HEAD)
-    shared.remove_head(tmp_path, "an older cluster")
+    head.create_token(tmp_path)
+    head.write_head(tmp_path, HEAD)
+    head.remove_head(tmp_path, "an older cluster")
     assert len(os.listdir(tmp_path)) == 2
-    shared.remove_head(tmp_path, "c1")
+    head.remove_head(tmp_path, "c1")
     assert os.listdir(tmp_path) == []
 
 
@@ -142,8 +139,8 @@ def test_wait_for_the_head_is_bounded_and_says_why(tmp_path):
 
 
 def test_stale_head_file_is_not_followed(tmp_path, monkeypatch):
-    shared.write_head(tmp_path, HEAD)
-    token = shared.create_token(tmp_path)
+    head.write_head(tmp_path, HEAD)
+    token = head.create_token(tmp_path)
     monkeypatch.setattr(head, "answers", lambda address: False)
     with pytest.raises(ConnectionError, match="10.0.0.1:6379, started .* where no Ray answers"):
         head.find_head(Source(tmp_path))
@@ -203,8 +200,8 @@ def test_token_exported_for_an_earlier_cluster_is_not_used(monkeypatch, tmp_path
 
 
 def test_second_head_is_refused_while_the_first_runs(tmp_path, monkeypatch):
-    shared.write_head(tmp_path, HEAD)
-    token = shared.create_token(tmp_path)
+    head.write_head(tmp_path, HEAD)
+    token = head.create_token(tmp_path)
     source = Source(tmp_path)
     answering(monkeypatch, ClusterView("c1", "", []), token)
     with pytest.raises(ClusterError, match="names a head that runs: 10.0.0.1:6379 on gpu-0"):
@@ -217,25 +214,25 @@ def test_second_head_is_refused_while_the_first_runs(tmp_path, monkeypatch):
 
 def test_second_head_at_the_same_address_is_refused(tmp_path, monkeypatch):
     """The record of this machine may be gone, and another token may be exported here."""
-    shared.write_head(tmp_path, HEAD)
-    token = shared.create_token(tmp_path)
+    head.write_head(tmp_path, HEAD)
+    token = head.create_token(tmp_path)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
     answering(monkeypatch, ClusterView("c1", "", []), token)
     with pytest.raises(ClusterError, match="names a head that runs"):
         start._refuse_second_head(Source(tmp_path), tmp_path, HEAD.address, print)
-    assert shared.read_token(tmp_path) == token
+    assert head.read_token(tmp_path) == token
 
 
 def test_empty_head_file_is_not_there_yet(tmp_path):
-    (tmp_path / shared.HEAD_FILE).write_text("")
-    assert shared.read_head(tmp_path, 6379) is None
-    (tmp_path / shared.HEAD_FILE).write_text("10.0.0.1\nport: x\n")
+    (tmp_path / head.HEAD_FILE).write_text("")
+    assert head.read_head(tmp_path, 6379) is None
+    (tmp_path / head.HEAD_FILE).write_text("10.0.0.1\nport: x\n")
     with pytest.raises(ClusterError, match="port or started is not a number"):
-        shared.read_head(tmp_path, 6379)
+        head.read_head(tmp_path, 6379)
 
 
 def test_head_file_without_a_token_is_not_replaced_while_a_ray_answers(tmp_path, monkeypatch):
-    shared.write_head(tmp_path, HEAD)
+    head.write_head(tmp_path, HEAD)
     answering(monkeypatch, ClusterView("c1", "", []))
     with pytest.raises(ClusterError, match="the token is missing, so it cannot be asked"):
         start._refuse_second_head(Source(tmp_path), tmp_path, "10.0.0.2:6379", print)
@@ -478,9 +475,9 @@ def test_check_asks_the_cluster_that_was_named_not_the_one_of_this_machine(monke
     for address, token in clusters.items():
         folders[token] = tmp_path / token
         folders[token].mkdir()
-        (folders[token] / shared.TOKEN_FILE).write_text(token)
-        (folders[token] / shared.TOKEN_FILE).chmod(0o600)
-        shared.write_head(folders[token], Head(address, token, True, "gpu", 1.0))
+        (folders[token] / head.TOKEN_FILE).write_text(token)
+        (folders[token] / head.TOKEN_FILE).chmod(0o600)
+        head.write_head(folders[token], Head(address, token, True, "gpu", 1.0))
     ray_node.save(record(cluster_id="own", shared=str(folders["own"])))
     ray_node.token_path().write_text("own")
 
@@ -499,11 +496,11 @@ def test_blocking_head_reports_nodes_that_join_and_leave_then_stops(monkeypatch)
     """It asks its own cluster, whatever the options of the start named."""
     views = [[node(0)], [node(0), node(1)], [node(0)]]
     said = []
-    monkeypatch.setattr(watch, "VIEW_EVERY_S", 0)
-    monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(watch.guardian, "start", lambda mark: said.append(mark))
-    monkeypatch.setattr(watch.guardian, "dismiss", lambda guard: said.append("dismissed"))
-    monkeypatch.setattr(watch, "stop", lambda say: said.append("stopped"))
+    monkeypatch.setattr(start, "VIEW_EVERY_S", 0)
+    monkeypatch.setattr(start.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(start.guardian, "start", lambda mark: said.append(mark))
+    monkeypatch.setattr(start.guardian, "dismiss", lambda guard: said.append("dismissed"))
+    monkeypatch.setattr(start, "stop", lambda say: said.append("stopped"))
 
     def view(source):
         assert not source.named
@@ -511,9 +508,9 @@ def test_blocking_head_reports_nodes_that_join_and_leave_then_stops(monkeypatch)
             raise KeyboardInterrupt
         return views.pop(0)
 
-    monkeypatch.setattr(watch, "view", view)
+    monkeypatch.setattr(start, "view", view)
     with pytest.raises(KeyboardInterrupt):
-        watch.watch(record(), Source(None), said.append)
+        start.watch(record(), Source(None), said.append)
     assert said == [
         f"{ray_node.MARK}=m",
         "rank 1 (10.0.0.1, 8 devices) has joined: 16 devices in all",
@@ -527,14 +524,14 @@ def test_blocking_node_ends_when_the_head_is_lost(monkeypatch):
     """One answer among the failures shows that the head is slow, not lost."""
     answers = [False] * 5 + [True] + [False] * 20
     ended = []
-    monkeypatch.setattr(watch, "VIEW_EVERY_S", 0)
-    monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(watch.guardian, "start", lambda mark: None)
-    monkeypatch.setattr(watch.guardian, "dismiss", lambda guard: None)
-    monkeypatch.setattr(watch, "stop", ended.append)
-    monkeypatch.setattr(watch, "answers", lambda address: answers.pop(0))
+    monkeypatch.setattr(start, "VIEW_EVERY_S", 0)
+    monkeypatch.setattr(start.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(start.guardian, "start", lambda mark: None)
+    monkeypatch.setattr(start.guardian, "dismiss", lambda guard: None)
+    monkeypatch.setattr(start, "stop", ended.append)
+    monkeypatch.setattr(start, "answers", lambda address: answers.pop(0))
     with pytest.raises(ClusterError, match="the head at 10.0.0.1:6379 does not answer: ending Ray"):
-        watch.watch(record(rank=1), Source(None), print)
+        start.watch(record(rank=1), Source(None), print)
     assert len(answers) == 14 and ended == [print]
 
 

@@ -18,13 +18,10 @@ from tests.models import tiny_model
 from tests.trainer.runs import write_sums
 from verlite.config.load import compose, with_home
 from verlite.config.problems import ConfigError
-from verlite.launch import host_check, session
-from verlite.launch.errors import ClusterError
+from verlite.launch import ClusterError, host_check, session
 from verlite.launch.host_check import Expected
-from verlite.launch.hostfile import Host, read_hostfile
-from verlite.launch.hosts_plan import override, passed_environment, plan_run
-from verlite.launch.hosts_run import Launcher
-from verlite.launch.nodes_file import read_nodes
+from verlite.launch.hostfile import Host, read_hostfile, read_nodes
+from verlite.launch.hosts import Launcher, override, passed_environment, plan_run
 from verlite.launch.session import Remote, Session
 
 RECIPE = Path(__file__).parents[2] / "recipes/rlaif"

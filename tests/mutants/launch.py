@@ -14,13 +14,13 @@ from tests.mutants.patches import (
     returns,
 )
 
-SHARED = "verlite.launch.shared:"
+SHARED = "verlite.launch.head:"
 HEAD = "verlite.launch.head:"
 START = "verlite.launch.start:"
 DAEMONS = "verlite.launch.ray_daemons:"
 DEVICES = "verlite.launch.devices:"
 ADDRESSES = "verlite.launch.addresses:"
-WATCH = "verlite.launch.watch:"
+WATCH = "verlite.launch.start:"
 SLURM = "verlite.launch.slurm:"
 CLUSTER = ("tests/launch/test_cluster.py",)
 PROCESSES = ("tests/launch/test_cluster_process.py",)

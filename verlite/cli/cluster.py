@@ -104,11 +104,9 @@ def start(
             "$DSTACK_NODE_RANK, SkyPilot $SKYPILOT_NODE_RANK.)"
         )
     from verlite.controller.ray_node import NodeStateError, token_environment
-    from verlite.launch import ray_daemons
-    from verlite.launch.errors import ClusterError
-    from verlite.launch.start import Options
+    from verlite.launch import ClusterError, ray_daemons
+    from verlite.launch.start import Options, watch
     from verlite.launch.start import start as start_node
-    from verlite.launch.watch import watch
 
     try:
         ray_daemons.check_options(ray_options or [])
@@ -162,8 +160,8 @@ def check(
     has run here.
     """
     from verlite.controller.ray_node import NodeStateError
+    from verlite.launch import ClusterError
     from verlite.launch.devices import check as check_devices
-    from verlite.launch.errors import ClusterError
 
     _catch_signals()
     try:
@@ -192,8 +190,8 @@ def _source(
     shared: Path | None, head: str | None, port: int, no_auth: bool, wait: float
 ) -> "Source":
     """Return where the head is, with --head resolved to an IP address."""
+    from verlite.launch import ClusterError
     from verlite.launch.addresses import resolve_head
-    from verlite.launch.errors import ClusterError
     from verlite.launch.head import Source
 
     named = shared is not None or head is not None

@@ -112,9 +112,8 @@ def hostfile(
     """
     from verlite.config.problems import ConfigError
     from verlite.config.show import console, notes_text
-    from verlite.launch.errors import ClusterError
-    from verlite.launch.hosts_plan import passed_environment, plan_run
-    from verlite.launch.hosts_run import launch, own_python
+    from verlite.launch import ClusterError
+    from verlite.launch.hosts import launch, own_python, passed_environment, plan_run
     from verlite.launch.session import Remote
 
     missing = [name for name in env or [] if name not in os.environ]

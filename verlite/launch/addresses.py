@@ -4,7 +4,7 @@ import ipaddress
 import socket
 
 from verlite.controller.node import interface_of
-from verlite.launch.errors import ClusterError
+from verlite.launch import ClusterError
 
 
 def join(host: str, port: int) -> str:

@@ -8,7 +8,7 @@ from verlite.controller import ray_internals, ray_node
 from verlite.controller.head import answers
 from verlite.controller.ray_internals import NodeView
 from verlite.controller.ray_node import RANK_LABEL, RayNode
-from verlite.launch.errors import ClusterError
+from verlite.launch import ClusterError
 from verlite.launch.head import Progress, Say, Source, credentials, find_head
 
 POLL_S = 2.0

@@ -14,7 +14,7 @@ from verlite.controller import guardian, node, ray_node
 from verlite.controller.cluster import daemon_environment
 from verlite.controller.node import Process
 from verlite.controller.ray_node import MARK, RayNode
-from verlite.launch.errors import ClusterError
+from verlite.launch import ClusterError
 
 TRIES = 5
 AGENT_PORTS = (

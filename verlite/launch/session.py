@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verlite.launch.errors import ClusterError
+from verlite.launch import ClusterError
 from verlite.launch.lease import ALIVE_S
 
 SSH_OPTIONS = (

@@ -1,4 +1,7 @@
-"""`verlite cluster start`: make this machine the head of a Ray cluster, or join one."""
+"""`verlite cluster start` and `stop`: make this machine the head of a Ray cluster, or join one.
+
+With --block stay until Ray dies on this node or a signal asks to stop.
+"""
 
 import secrets
 import socket
@@ -6,24 +9,30 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verlite.controller import ray_internals, ray_node
+from verlite.controller import guardian, ray_internals, ray_node
 from verlite.controller.head import answers
 from verlite.controller.ray_internals import ClusterView
-from verlite.controller.ray_node import RANK_LABEL, RayNode
+from verlite.controller.ray_node import MARK, RANK_LABEL, RayNode
 from verlite.files import replace_file
-from verlite.launch import addresses, ray_daemons, shared
-from verlite.launch.errors import ClusterError
+from verlite.launch import ClusterError, addresses, ray_daemons
+from verlite.launch.devices import count, view
 from verlite.launch.head import (
     DASHBOARD,
+    HEAD_FILE,
+    Head,
     Progress,
     Say,
     Source,
+    create_token,
     credentials,
     find_head,
     given_token,
     no_token,
+    read_head,
+    read_token,
+    remove_head,
+    write_head,
 )
-from verlite.launch.shared import Head
 
 
 @dataclass(frozen=True)
@@ -67,9 +76,9 @@ def stop(say: Say) -> bool:
     ray_node.remove()
     if node.rank == 0 and node.shared:
         try:
-            shared.remove_head(Path(node.shared), node.cluster_id)
+            remove_head(Path(node.shared), node.cluster_id)
         except OSError as error:
-            say(f"{node.shared}/{shared.HEAD_FILE} cannot be removed: {error.strerror}")
+            say(f"{node.shared}/{HEAD_FILE} cannot be removed: {error.strerror}")
     say(f"Stopped rank {node.rank} of the cluster at {node.address} ({count} Ray daemons).")
     return True
 
@@ -112,7 +121,7 @@ def _start_head(options: Options, say: Say) -> RayNode:
     if token is None and options.source.authenticate:
         if options.source.shared is None:
             raise ClusterError(no_token("--head"))
-        token = shared.create_token(options.source.shared)
+        token = create_token(options.source.shared)
     _save_token(token)
     ray_options = ["--head", f"--port={port}"]
     if options.dashboard_port is not None:
@@ -123,12 +132,12 @@ def _start_head(options: Options, say: Say) -> RayNode:
         node, seen = _ray_start(options, head, address, ray_options, token, say)
     except BaseException:
         if options.source.shared is not None:
-            shared.remove_head(options.source.shared)
+            remove_head(options.source.shared)
         raise
     if options.source.shared is not None:
         content = Head(head, node.cluster_id, token is not None, socket.gethostname(), time.time())
-        shared.write_head(options.source.shared, content)
-        say(f"head file: {options.source.shared / shared.HEAD_FILE}")
+        write_head(options.source.shared, content)
+        say(f"head file: {options.source.shared / HEAD_FILE}")
     if seen.dashboard:
         say(dashboard_line(seen.dashboard, options.dashboard_port or DASHBOARD))
     return node
@@ -162,12 +171,12 @@ def _refuse_second_head(source: Source, folder: Path, head: str, say: Say) -> No
     Raises:
         ClusterError: it does.
     """
-    old = shared.read_head(folder, addresses.split(head)[1])
+    old = read_head(folder, addresses.split(head)[1])
     if old is None:
         return
     if _still_runs(old, source, folder):
         raise ClusterError(
-            f"{folder / shared.HEAD_FILE} names a head that runs: {old.address} on "
+            f"{folder / HEAD_FILE} names a head that runs: {old.address} on "
             f"{old.host or 'another host'}, started {old.age()}. Run `verlite cluster stop` there, "
             "join it with another RANK, or give this cluster its own folder with --shared."
         )
@@ -175,7 +184,7 @@ def _refuse_second_head(source: Source, folder: Path, head: str, say: Say) -> No
         f"The head file names {old.address}, started {old.age()}, which no longer runs. "
         "Replacing it."
     )
-    shared.remove_head(folder)
+    remove_head(folder)
 
 
 def _still_runs(head: Head, source: Source, folder: Path) -> bool:
@@ -186,11 +195,11 @@ def _still_runs(head: Head, source: Source, folder: Path) -> bool:
     """
     if not answers(head.address):
         return False
-    own = shared.read_token(folder) if head.authenticated else None
+    own = read_token(folder) if head.authenticated else None
     token = own or (given_token(source) if head.authenticated else None)
     if head.authenticated and token is None:
         raise ClusterError(
-            f"{folder / shared.HEAD_FILE} names {head.address}, where a Ray answers, but the "
+            f"{folder / HEAD_FILE} names {head.address}, where a Ray answers, but the "
             "token is missing, so it cannot be asked which cluster it is. If the cluster of the "
             "file has ended, remove the file."
         )
@@ -275,3 +284,78 @@ def _save_token(token: str | None) -> None:
         path.unlink(missing_ok=True)
         return
     replace_file(path, token, 0o600)
+
+
+VIEW_EVERY_S = 5.0
+HEAD_FAILURES = 6
+"""Another node ends its Ray if the head has not answered this many times in a row: after 30 s if
+connections are refused, 60 s if nothing answers. Ray itself needs more than two minutes."""
+
+
+def watch(node: RayNode, source: Source, say: Say) -> None:
+    """Wait until Ray dies on this node or an exception (a signal) ends the wait; stop the node.
+
+    On the head, report nodes that join and leave. If this process is killed, a guardian ends Ray.
+
+    Raises:
+        ClusterError: with the daemon that has ended, and where its log is; or the head is lost.
+    """
+    own_cluster = replace(source, named=False)
+    guard = guardian.start(f"{MARK}={node.mark}")
+    try:
+        known: dict[str, str] | None = None
+        next_view = 0.0
+        failures = 0
+        while True:
+            dead = node.dead()
+            if dead and _is_being_stopped():
+                say("stopped by `verlite cluster stop`")
+                return
+            if dead:
+                logs = Path(node.session_dir) / "logs"
+                raise ClusterError(
+                    f"Ray has died on this node (rank {node.rank}): {', '.join(dead)} has ended. "
+                    f"Its log: {logs}/{dead[0]}.out and .err"
+                )
+            if time.monotonic() >= next_view:
+                next_view = time.monotonic() + VIEW_EVERY_S
+                if node.rank == 0:
+                    known = _report_changes(known, own_cluster, say)
+                else:
+                    failures = 0 if answers(node.address) else failures + 1
+            if failures == HEAD_FAILURES:
+                raise ClusterError(
+                    f"the head at {node.address} does not answer: ending Ray on this node (rank "
+                    f"{node.rank}). Is the head's machine up, and the network between them?"
+                )
+            time.sleep(0.5)
+    finally:
+        stop(say)
+        guardian.dismiss(guard)
+
+
+def _is_being_stopped() -> bool:
+    record = ray_node.load()
+    return record is None or record.stopping
+
+
+def _report_changes(
+    known: dict[str, str] | None, source: Source, say: Say
+) -> dict[str, str] | None:
+    """Report the nodes that have joined or left since `known`; return those of now."""
+    try:
+        devices = count(view(source))
+    except (ConnectionError, ClusterError):
+        return known
+    now = {
+        f"{rank} {address}": f"rank {rank} ({address}, {number} devices)"
+        for rank, address, number in devices.nodes
+    }
+    if known is not None:
+        for name, text in now.items():
+            if name not in known:
+                say(f"{text} has joined: {devices.total} devices in all")
+        for name, text in known.items():
+            if name not in now:
+                say(f"{text} is lost: {devices.total} devices remain")
+    return now
