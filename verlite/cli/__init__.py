@@ -1,4 +1,4 @@
-"""The `verlite` command. Each command is a file of this package.
+"""The `verlite` command. Each file of this package has the commands of one subject.
 
 Commands import their dependencies when they run, so `verlite --help` starts quickly.
 """
@@ -11,23 +11,19 @@ import typer
 
 from verlite import __version__
 from verlite.cli import (
-    bugreport,
     check,
     cluster,
     contract,
     convert,
-    curve,
     data,
     doctor,
     explain,
-    export,
     launch,
     ls,
     plan,
-    report,
+    runs,
     serve,
     show,
-    stacks,
     supervise,
 )
 from verlite.cli.common import fail
@@ -52,13 +48,13 @@ app.command(context_settings=PASS_THROUGH)(plan.plan)
 app.command()(explain.explain)
 app.command()(data.data)
 app.command()(ls.ls)
-app.command()(export.export)
-app.command()(curve.curve)
+app.command()(runs.export)
+app.command()(runs.curve)
 app.command()(show.show)
-app.command()(report.report)
-app.command()(stacks.stacks)
+app.command()(runs.report)
+app.command()(runs.stacks)
 app.command()(doctor.doctor)
-app.command()(bugreport.bugreport)
+app.command()(runs.bugreport)
 app.command()(supervise.supervise)
 app.command()(contract.contract)
 app.add_typer(serve.app, name="serve")
