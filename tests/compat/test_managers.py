@@ -93,6 +93,17 @@ class LoopNaive(loop_manager.NaiveRewardManager):
     pass
 
 
+class LoopShort(loop_manager.NaiveRewardManager):
+    def __init__(self, config, tokenizer, compute_score, bonus=0.0, **kwargs):
+        self.bonus = bonus + config.reward.reward_kwargs.bonus
+        super().__init__(config, tokenizer, compute_score, None, **kwargs)
+
+    async def run_single(self, data):
+        result = await super().run_single(data)
+        result["reward_score"] += self.bonus
+        return result
+
+
 class LoopDapo(loop_manager.DAPORewardManager):
     pass
 
@@ -183,6 +194,7 @@ def test_a_function_that_is_called_by_position(score: Any) -> None:
 def test_the_asynchronous_naive_manager(score: Any) -> None:
     assert score("LoopNaive", "42") == {"score": 1.0, "source": "sums"}
     assert score("LoopNaive", "", scorer="turns") == {"score": 4, "acc": 4}
+    assert score("LoopShort", "42", bonus=0.25)["score"] == 1.5
 
 
 def test_arguments_of_the_function_that_a_manager_calls(score: Any) -> None:

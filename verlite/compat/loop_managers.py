@@ -21,14 +21,24 @@ class NaiveRewardManager(RewardManagerBase):
 
     scorer: type[Any] = managers.NaiveRewardManager
 
-    def __init__(self, config: Any, tokenizer: Any, compute_score: Any = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        compute_score: Any = None,
+        reward_router_address: str | None = None,
+        reward_model_tokenizer: Any = None,
+    ) -> None:
         super().__init__(config, tokenizer, compute_score)
+        self.reward_router_address = reward_router_address
+        self.reward_model_tokenizer = reward_model_tokenizer
+        self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)
         given = (config.get("reward") or {}).get("reward_kwargs") or {}
         self._scorer = self.scorer(tokenizer, compute_score=self.compute_score, **given)
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         (call,) = self._scorer._calls(data)
-        if inspect.iscoroutinefunction(self.compute_score):
+        if self.is_async_reward_score:
             score = await self.compute_score(**call)
         else:
             score = await self.loop.run_in_executor(None, lambda: self.compute_score(**call))

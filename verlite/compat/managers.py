@@ -222,20 +222,21 @@ def score_with(cls: type) -> Callable[..., Any]:
         place, _, name = (compute_score or "").rpartition(":")
         scorer = find(place, name) if compute_score else default_compute_score
         score_kwargs = kwargs.pop("score_kwargs", None)
+        config = OmegaConf.create({"reward": {"reward_kwargs": kwargs}, "reward_model": {}})
+        # What verl passes to every class of the kind, and what a class gets that names it.
         given = {
             "tokenizer": hf_tokenizer(tokenizer),
             "compute_score": functools.partial(scorer, **score_kwargs) if score_kwargs else scorer,
-            "num_examine": 0,
-            "reward_fn_key": "data_source",
-            "config": OmegaConf.create({"reward": {"reward_kwargs": kwargs}, "reward_model": {}}),
-            **kwargs,
         }
+        batch = {"num_examine": 0, "reward_fn_key": "data_source", **kwargs}
+        if hasattr(cls, "run_single"):
+            given, named = {**given, "config": config}, batch
+        else:
+            given, named = {**given, **batch}, {"config": config}
         parameters = inspect.signature(cls).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            if not hasattr(cls, "run_single") and "config" not in parameters:
-                del given["config"]
-            return cls(**given)
-        return cls(**{name: value for name, value in given.items() if name in parameters})
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        chosen = {name: value for name, value in given.items() if takes_all or name in parameters}
+        return cls(**chosen, **{name: named[name] for name in named if name in parameters})
 
     def prepare(
         data_source: str,

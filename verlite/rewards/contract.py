@@ -83,7 +83,11 @@ def check_reward(
         items = [replace(question, solution_str=text) for text in texts.values()]
         first = scorer.score(items)
         again = scorer.score(copy.deepcopy(items[::-1]))[::-1]
-        bare = first if row else scorer.score([replace(item, extra_info={}) for item in items])
+        bare = (
+            first
+            if row
+            else scorer.score([replace(item, extra_info=dict(ONE_TURN)) for item in items])
+        )
     except FunctionError as error:
         return [str(error).removeprefix("custom_reward_function: ")]
     finally:
