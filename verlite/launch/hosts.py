@@ -14,20 +14,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from verlite.config import aliases
-from verlite.config.load import Loaded, compose, parse_argv, with_home
+from verlite.config.load import Loaded, compose
 from verlite.config.plan import files_of, reference_urls
 from verlite.config.problems import ConfigError, Note, Problem
 from verlite.config.schema import Config
-from verlite.launch import ClusterError
+from verlite.launch import ClusterError, training
 from verlite.launch.head import Say
 from verlite.launch.host_check import Expected, versions
 from verlite.launch.hostfile import Host, Nodes, read_hostfile, read_nodes
 from verlite.launch.session import SSH_FAILED, Heart, Remote, Session, end_all
+from verlite.launch.training import DEVICES, NODES
 
-NODES, DEVICES = "trainer.nnodes", "trainer.n_gpus_per_node"
-ELSEWHERE = ("trainer.device", DEVICES, "actor_rollout_ref.rollout.name")
-"""Keys whose problems on this machine may not exist on the hosts."""
 PLAIN = re.compile(r"[\w./~@%+-]+(:[\w./@%+-]+)*")
 """Values that Hydra's grammar takes without quotes."""
 PASSED = re.compile(
@@ -85,11 +82,8 @@ def plan_run(
     if problems:
         raise ConfigError(problems)
     hosts = _head_first(hosts, nodes, nodes_path, hostfile)
-    name, folder, overrides, help_wanted = parse_argv(arguments)
-    if help_wanted:
-        raise ConfigError([Problem("--help", None, "stands after --", "Give it before the --.")])
-    overrides = with_home(overrides)
-    typed = {_current_name(text) for text in overrides}
+    name, folder, overrides = training.parse(arguments)
+    typed = {training.current_name(text) for text in overrides}
     settings = nodes.settings(root)
     notes = [
         Note(f"{key} is set after --, so that of {nodes_path} has no effect")
@@ -103,17 +97,15 @@ def plan_run(
     settings |= {NODES: len(hosts), DEVICES: hosts[0].slots}
     if given.config.trainer.device != "cpu" and "trainer.device" not in given.user_keys:
         settings["trainer.device"] = "cuda"  # CPU slots must not replace GPUs that are missing
-    kept = [text for text in overrides if _current_name(text) not in (NODES, DEVICES)]
+    kept = training.without_shape(overrides)
     everything = [*(override(key, value) for key, value in settings.items()), *kept]
     try:
-        loaded = _checked(name, everything, folder)
+        loaded = training.checked(name, everything, folder)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
         raise ConfigError(problems)
-    options = [f"--config-name={name}"] if name else []
-    options += [f"--config-path={folder}"] if folder else []
-    run = _run(hosts, nodes, loaded, [*options, *everything], root)
+    run = _run(hosts, nodes, loaded, [*training.options(name, folder), *everything], root)
     return run, [*loaded.notes, *notes]
 
 
@@ -169,21 +161,6 @@ def _conflicts(given: Loaded, hosts: list[Host]) -> Iterator[Problem]:
         yield Problem("ray_kwargs.ray_init.address", address, rule, "Leave it out.")
 
 
-def _checked(name: str | None, overrides: list[str], folder: str | None) -> Loaded:
-    """Check the configuration. What only the hosts need is not a problem here.
-
-    Raises:
-        ConfigError: with every other problem.
-    """
-    try:
-        return compose(name, overrides, folder)
-    except ConfigError as error:
-        serious = [p for p in error.problems if not (p.is_local and p.key in ELSEWHERE)]
-        if serious:
-            raise ConfigError(serious) from None
-        return compose(name, overrides, folder, elsewhere=True)
-
-
 def _run(
     hosts: list[Host], nodes: Nodes, loaded: Loaded, arguments: list[str], root: Path
 ) -> HostsRun:
@@ -210,12 +187,6 @@ def _services(config: Config) -> Iterator[tuple[str, str, str]]:
             yield "generation", url.rstrip("/"), rollout.server_token_env or ""
     for url in reference_urls(config):
         yield "reference", url.rstrip("/"), policy.ref.token_env or ""
-
-
-def _current_name(override: str) -> str:
-    """Return the key of an override under its current name."""
-    key = override.partition("=")[0].lstrip("+~")
-    return aliases.renamed(key) or key
 
 
 RAY_STOP_S = 60.0

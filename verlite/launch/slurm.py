@@ -19,8 +19,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from verlite import hub
-from verlite.config import aliases, keys
-from verlite.config.load import Loaded, compose, parse_argv, with_home
+from verlite.config import keys
+from verlite.config.load import Loaded, compose
 from verlite.config.plan import needs_critic
 from verlite.config.problems import (
     URL_SECRET,
@@ -32,7 +32,9 @@ from verlite.config.problems import (
 )
 from verlite.config.schema import Config
 from verlite.config.sources import from_command_line
+from verlite.launch import training
 from verlite.launch.slurm_options import Options, Runtime
+from verlite.launch.training import DEVICES, NODES
 
 PASSED = (
     "VERLITE_CLUSTER_DIR",
@@ -64,10 +66,6 @@ VISIBLE = {
 
 CPUS_PER_GPU = 4
 """Cores of a machine per GPU if --cpus-per-task is not given: for Ray, rewards and data."""
-NODES = "trainer.nnodes"
-DEVICES = "trainer.n_gpus_per_node"
-ELSEWHERE = ("trainer.device", DEVICES, "actor_rollout_ref.rollout.name")
-"""Keys whose problems on this machine (no GPU, no vLLM) the nodes of the job need not have."""
 OWN_OPTIONS = {
     **{
         name: f"--{name}"
@@ -150,33 +148,30 @@ def plan_job(options: Options, arguments: list[str]) -> tuple[Job, list[Note]]:
     Raises:
         ConfigError: with every problem of the options and of the configuration.
     """
-    name, path, overrides, help_wanted = parse_argv(arguments)
-    if help_wanted:
-        raise ConfigError([Problem("--help", None, "stands after --", "Give it before the --.")])
-    overrides = with_home(overrides)
+    name, path, overrides = training.parse(arguments)
     given = compose(name, overrides, path, check=False)
     config = given.config
     gpus = config.trainer.device != "cpu"
     nodes = options.nodes or config.trainer.nnodes
     devices = options.gpus_per_node or config.trainer.n_gpus_per_node
     problems = [*_option_problems(options, given, devices), *_secrets(overrides)]
-    kept = [text for text in overrides if _current_name(text) not in (NODES, DEVICES)]
+    kept = training.without_shape(overrides)
     if gpus and "trainer.device" not in given.user_keys:
         kept.append("trainer.device=cuda")  # CPU slots must not replace GPUs that are missing
     shape = [f"{NODES}={nodes}", f"{DEVICES}={devices}"]
     try:
-        loaded = _checked(name, [*kept, *shape], path, options)
+        # Files in a container, or that --prepare writes, are checked by the job itself.
+        files_later = bool(options.container or options.prepare)
+        loaded = training.checked(name, [*kept, *shape], path, files_later)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
         raise ConfigError(problems)
-    options_of_main = [f"--config-name={name}"] if name else []
-    options_of_main += [f"--config-path={path}"] if path else []
     job_name = re.sub(r"[^\w.-]+", "-", options.job_name or config.trainer.experiment_name)
     own_path = os.environ.get("PYTHONPATH")
     job = Job(
         options=replace(filled_in(options, devices, gpus), nodes=nodes, job_name=job_name),
-        arguments=(*options_of_main, *kept),
+        arguments=(*training.options(name, path), *kept),
         folder=os.getcwd(),
         devices=devices,
         gpus=gpus,
@@ -184,29 +179,6 @@ def plan_job(options: Options, arguments: list[str]) -> tuple[Job, list[Note]]:
         environment=(("PYTHONPATH", own_path),) if own_path and not options.container else (),
     )
     return job, [*loaded.notes, *map(Note, _notes(options, loaded, nodes))]
-
-
-def _checked(
-    name: str | None, overrides: list[str], folder: str | None, options: Options
-) -> Loaded:
-    """Check the configuration. What only the nodes need is not a problem here.
-
-    Raises:
-        ConfigError: with every other problem.
-    """
-    try:
-        return compose(name, overrides, folder)
-    except ConfigError as error:
-        # Files in a container, or that --prepare writes, are checked by the job itself.
-        files_later = bool(options.container or options.prepare)
-        problems = [
-            problem
-            for problem in error.problems
-            if not problem.is_local or not (files_later or problem.key in ELSEWHERE)
-        ]
-        if problems:
-            raise ConfigError(problems) from None
-        return compose(name, overrides, folder, elsewhere=True)
 
 
 def _option_problems(options: Options, given: Loaded, devices: int) -> Iterator[Problem]:
@@ -307,12 +279,6 @@ def _container_problems(options: Options) -> Iterator[Problem]:
             yield Problem("--mount", mount, rule, "Such as --mount /data.")
     if options.shm_size is not None and not re.fullmatch(r"\d+[kmgKMG]", options.shm_size):
         yield Problem("--shm-size", options.shm_size, "is not a size", "Such as 128g.")
-
-
-def _current_name(override: str) -> str:
-    """Return the key of an override under its current name."""
-    key = override.partition("=")[0].lstrip("+~")
-    return aliases.renamed(key) or key
 
 
 def _secrets(overrides: list[str]) -> Iterator[Problem]:
