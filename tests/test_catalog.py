@@ -16,12 +16,12 @@ from verlite.algorithms.advantages import AdvantageInputs, compute_advantages, p
 from verlite.algorithms.aggregation import token_weights
 from verlite.algorithms.kl import kl_estimate
 from verlite.algorithms.losses import PolicyLossInputs, policy_loss
-from verlite.config import catalog
 from verlite.config.plan import installed
-from verlite.config.schema import Config
 from verlite.envs import factory
 from verlite.importing import SignalExit, import_module
 from verlite.rewards import routing
+from verlite.spec import catalog
+from verlite.spec.roles import EnvSpec
 
 EVERY_ESTIMATOR_READS = {"token_level_rewards", "response_mask", "uid", "valid", "alone"}
 EVERY_LOSS_READS = {
@@ -282,8 +282,6 @@ def test_a_signal_while_a_users_code_runs_is_no_error_of_it(tmp_path, monkeypatc
     def fail(**options):
         exec(file.read_text())
 
-    config = Config()
-    config.env.name = "package.module:Made"
     monkeypatch.setattr(factory, "resolve", lambda *names: fail)
     with pytest.raises(raised):
-        factory.build_env_factory(config)
+        factory.build_env_factory(EnvSpec("package.module:Made"))

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from tests.report.test_samples import SEARCHED
 from tests.trainer.runs import driver_state
 from verlite.cli import app
-from verlite.config.show import console
 from verlite.controller import stop
-from verlite.terminal import CleanStream, clean
+from verlite.terminal import CleanStream, clean, console
 from verlite.trainer import checkpoints
 from verlite.trainer.display import Display
 from verlite.trainer.errors import RunRefused, print_error

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 def leave_interrupted(stop: Stop) -> NoReturn:
     """Say that a signal has ended the command, unless that was said, and end the process."""
     if stop.code is None:
-        from verlite.config.show import console
+        from verlite.terminal import console
 
         console(stderr=True).print(stop.message(), soft_wrap=True, highlight=False)
     sys.stdout.flush()

@@ -25,10 +25,10 @@ from verlite.config import load
 from verlite.config.command import Command
 from verlite.config.problems import ConfigError
 from verlite.config.sft import SFT
-from verlite.config.show import console, notes_text
+from verlite.config.show import notes_text
 from verlite.controller.stop import Stop
 from verlite.files import tolerate_full_disk
-from verlite.terminal import clean_output
+from verlite.terminal import clean_output, console
 
 if TYPE_CHECKING:
     from verlite.sft.run import Task

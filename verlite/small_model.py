@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verlite.config.rope import position_limit
+from verlite.spec.rope import position_limit
 
 LENGTHS = (42, 23, 33)
 """Tokens of the sequences that a copy is checked with, if it has so many positions."""

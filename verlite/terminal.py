@@ -2,14 +2,18 @@
 
 Models, data sets, services and files decide much of what verlite prints. A terminal executes some
 characters: they set its title, move the cursor over earlier lines, or reorder what is read. All
-output goes through `clean`: prints by `clean_output`, and rich text by `verlite.config.show`.
+output goes through `clean`: prints by `clean_output`, and rich text by `console`.
 """
 
+import functools
 import os
 import re
 import sys
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1
@@ -69,3 +73,39 @@ def raw(stream: Any) -> Any:
     """
     stream = getattr(stream, "rich_proxied_file", stream)
     return stream.raw if isinstance(stream, CleanStream) else stream
+
+
+def console(stderr: bool = False, file: TextIO | None = None, record: bool = False) -> "Console":
+    """Return a rich Console with the terminal's width, or 160 columns in a log or a pipe.
+
+    Rich's default of 80 columns would wrap every message there. Text is cleaned
+    (`verlite.terminal`), and neither markup nor names of emojis in it count.
+
+    Args:
+        stderr: print to standard error.
+        file: print to this stream instead.
+        record: keep what is printed, for `export_text`.
+    """
+    made = functools.partial(
+        _console_class(),
+        file=file or raw(sys.stderr if stderr else sys.stdout),
+        record=record,
+        markup=False,
+        emoji=False,
+    )
+    plain = made()
+    return plain if plain.is_terminal else made(width=160)
+
+
+@functools.cache
+def _console_class() -> "type[Console]":
+    """Return the class of the consoles. rich is imported only where something is printed."""
+    from rich.console import Console
+
+    class CleanConsole(Console):
+        def render(self, renderable: Any, options: Any = None) -> Any:
+            for segment in super().render(renderable, options):
+                is_clean = segment.control or not CONTROL.search(segment.text)
+                yield segment if is_clean else segment._replace(text=clean(segment.text))
+
+    return CleanConsole

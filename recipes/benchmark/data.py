@@ -20,10 +20,11 @@ from machine import seconds
 from report import keep
 from workload import model_of
 
-from verlite.config.schema import DataConfig, ModelConfig
+from verlite.config.schema import DataConfig
 from verlite.data.dataset import PromptDataset
 from verlite.data.preprocess import make_rows, read_file, write_parquet
 from verlite.engine.folder import load_tokenizer
+from verlite.spec.roles import ModelSpec
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=TOP / "tests" / "samples" / "gsm8k")
     parser.add_argument("--rows", type=int, default=747_300)
     args = parser.parse_args()
-    tokenizer = load_tokenizer(ModelConfig(path=str(model_of("w25"))))
+    tokenizer = load_tokenizer(ModelSpec(path=str(model_of("w25"))))
     with tempfile.TemporaryDirectory() as folder:
         examples, parquet = Path(folder) / "train.jsonl", Path(folder) / "train.parquet"
         repeated(args.folder / "train.jsonl", args.rows, examples)

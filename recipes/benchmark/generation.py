@@ -35,14 +35,14 @@ def verlite(name: str, engine: str) -> dict[str, Round]:
     """Build one of verlite's engines for a workload."""
     import torch
 
-    from verlite.config.schema import ModelConfig, RolloutConfig
     from verlite.rollout.build import build_engine
+    from verlite.spec.roles import GenerationSpec, ModelSpec
 
     workload, device = WORKLOADS[name], torch.device("cpu")
     built = build_engine(
         engine,
-        ModelConfig(path=str(model_of(name))),
-        RolloutConfig(),
+        ModelSpec(path=str(model_of(name))),
+        GenerationSpec(),
         LONGEST,
         device,
         0,
@@ -75,9 +75,9 @@ def bare(name: str) -> dict[str, Round]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    from verlite.config.schema import RolloutConfig
+    from verlite.config.schema import GenerationSpec
 
-    workload, ours = WORKLOADS[name], RolloutConfig()
+    workload, ours = WORKLOADS[name], GenerationSpec()
     llm = LLM(
         str(model_of(name)),
         dtype="float32",

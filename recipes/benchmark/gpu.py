@@ -48,11 +48,11 @@ from sync import sync
 from training import loss
 from workload import BUILD, model_in
 
-from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
 from verlite.rollout.build import build_engine, engine_dtype
+from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec, OptimSpec
 
 PEAKS = {
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -216,13 +216,13 @@ def engine_of(name: str, device: torch.device, **options: bool) -> TrainEngine:
     recompute = options.get("enable_gradient_checkpointing", True)
     offload = options.get("offload", False)
     return TrainEngine(
-        ModelConfig(path=str(folder), enable_gradient_checkpointing=recompute),
-        FSDPConfig(
+        ModelSpec(path=str(folder), enable_gradient_checkpointing=recompute),
+        FSDPSpec(
             use_torch_compile=options.get("use_torch_compile", False),
             param_offload=offload,
             optimizer_offload=offload,
         ),
-        OptimConfig(lr=1e-6),
+        OptimSpec(lr=1e-6),
         total_training_steps=1000,
         device=device,
     )
@@ -338,10 +338,10 @@ def generate(
     dtype = engine_dtype("auto", trainer.device)
     prompts, samples, prompt_tokens, new_tokens = sizes
     trainer.offload()
-    rollout, began = RolloutConfig(), time.perf_counter()
+    rollout, began = GenerationSpec(), time.perf_counter()
     length = prompt_tokens + new_tokens
     built = build_engine(
-        engine, ModelConfig(path=str(BUILD / f"qwen-{name}")), rollout, length, trainer.device, 0
+        engine, ModelSpec(path=str(BUILD / f"qwen-{name}")), rollout, length, trainer.device, 0
     )
     found: dict[str, Any] = {"start_seconds": time.perf_counter() - began}
     try:

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from training import loss
 from workload import model_in
 
-from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from verlite.engine.attention import Sequences, packed_attention
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
@@ -40,6 +39,7 @@ from verlite.protocol.data import DataProto
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Trajectory, WeightSyncError
+from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec, OptimSpec
 from verlite.weights.cuda_ipc import Publisher, Stream
 from verlite.weights.fingerprint import fingerprint, tensor_fingerprint
 from verlite.weights.transport import publish
@@ -139,9 +139,9 @@ class Checks:
         """Build a trainer of the model; the same seed, and so the same weights, each time."""
         options = {"path": self.model(), "enable_gradient_checkpointing": False} | model
         return TrainEngine(
-            ModelConfig(**options),
-            FSDPConfig(dtype=dtype, **(fsdp or {})),
-            OptimConfig(lr=1e-3) if trained else None,
+            ModelSpec(**options),
+            FSDPSpec(dtype=dtype, **(fsdp or {})),
+            OptimSpec(lr=1e-3) if trained else None,
             head=head,
             total_training_steps=100,
             device=device or self.device,
@@ -547,8 +547,8 @@ def planned(check: Checks) -> None:
     batch = check.batch()
     lengths = tuple(batch.batch["attention_mask"].sum(1).tolist())
     rows = Rows(lengths, batch.batch["response_mask"].shape[1])
-    model = ModelConfig(path=check.model())
-    spec = EngineSpec(model, FSDPConfig(), OptimConfig(), "lm", 1, 1, check.device.type, "bfloat16")
+    model = ModelSpec(path=check.model())
+    spec = EngineSpec(model, FSDPSpec(), OptimSpec(), "lm", 1, 1, check.device.type, "bfloat16")
     predicted = measure(spec, Passes(rows, rows, forward_entropy=True))
     whole = MicroBatching(size=len(lengths))
 
@@ -683,9 +683,9 @@ def engine_checks(check: Checks, name: str, dtype: str) -> None:
     device_before = used_mib(check.device) if check.is_cuda else 0.0
     tensors_before = allocated_mib(check.device) if check.is_cuda else 0.0
     settings = {"dtype": dtype, "enforce_eager": not check.is_cuda, "kv_cache_gb": 0.1}
-    rollout = RolloutConfig(gpu_memory_utilization=0.4, max_num_seqs=64, **settings)
+    rollout = GenerationSpec(gpu_memory_utilization=0.4, max_num_seqs=64, **settings)
     with _warnings() as warnings:
-        built = build_engine(name, ModelConfig(path=check.model()), rollout, 128, check.device, 0)
+        built = build_engine(name, ModelSpec(path=check.model()), rollout, 128, check.device, 0)
     version = iter(range(1000))
 
     def sync() -> None:

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from report import keep
 from workload import BUILD, model_in, model_of, w128
 
-from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine.fsdp import TrainEngine
 from verlite.sizing.dry_engine import EngineSpec
 from verlite.sizing.measure import Objective, Passes, Rows, measure, rows_batch
+from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 
 
 def small_vocabulary() -> Path:
@@ -64,9 +64,9 @@ SHAPES: dict[str, tuple[Callable[[], Path], str, dict[str, Any], Rows]] = {
 
 def spec_of(shape: str, device: str) -> tuple[EngineSpec, Passes]:
     folder, head, options, rows = SHAPES[shape]
-    model = ModelConfig(path=str(folder()), **options)
+    model = ModelSpec(path=str(folder()), **options)
     dtype = "bfloat16" if device == "cuda" else "float32"
-    spec = EngineSpec(model, FSDPConfig(), OptimConfig(), head, 1, 1, device, dtype)
+    spec = EngineSpec(model, FSDPSpec(), OptimSpec(), head, 1, 1, device, dtype)
     return spec, Passes(rows, rows, forward_entropy=head == "lm")
 
 

@@ -22,24 +22,24 @@ import numpy as np
 from report import keep
 from workload import VOCABULARY, model_in
 
-from verlite.config.schema import ModelConfig, RefConfig, RefFSDPConfig
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import single_process_group
 from verlite.engine.scoring import rows_of
 from verlite.services import reference_client
+from verlite.spec.roles import FSDPSpec, ModelSpec, ServiceSpec
 
 MICRO_TOKENS = 4096
 
 
 @contextmanager
-def serving(model: str) -> Iterator[RefConfig]:
+def serving(model: str) -> Iterator[ServiceSpec]:
     """Run the service; yield the configuration of its client."""
     command = [sys.executable, "-m", "verlite", "serve", "reference", "--model_path", model]
     command += ["--port=0", "--device=cpu", f"--max_tokens_per_gpu={MICRO_TOKENS}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        yield RefConfig(url=process.stdout.readline().split()[-1])
+        yield ServiceSpec((process.stdout.readline().split()[-1],))
         process.terminate()
 
 
@@ -54,7 +54,7 @@ def main() -> None:
         shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
         shape |= {"vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 4}
         model = options.model or str(model_in(Path(folder), **shape))
-        engine = TrainEngine(ModelConfig(path=model), RefFSDPConfig(), device="cpu")
+        engine = TrainEngine(ModelSpec(path=model), FSDPSpec(), device="cpu")
         vocab_size = engine.model.model.config.get_text_config().vocab_size
         rng = np.random.default_rng(0)
         sequences = list(

@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 from report import keep
 
-from verlite.config.schema import CustomRewardConfig, RemoteRewardConfig, RewardConfig
 from verlite.rewards.result import RewardItem
 from verlite.rewards.scorer import Scorer
+from verlite.spec.roles import RewardServiceSpec, ScorerSpec
 
 ANSWERS = 1000
 CLIENTS = 64
@@ -80,9 +80,9 @@ def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    local = Scorer(CustomRewardConfig(path="verlite.rewards.tagged_math"), RewardConfig())
+    local = Scorer(ScorerSpec(path="verlite.rewards.tagged_math"))
     with served() as url, closing(local), httpx.Client(timeout=300) as client:
-        remote = Scorer(CustomRewardConfig(), RewardConfig(remote=RemoteRewardConfig(url=url)))
+        remote = Scorer(ScorerSpec(remote=RewardServiceSpec(url=(url,))))
 
         def one_request(items: list[RewardItem]) -> list[float | None]:
             answer = client.post(url, json=body(items)).raise_for_status()

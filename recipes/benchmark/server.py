@@ -40,9 +40,9 @@ def free_port() -> int:
 @contextmanager
 def serving(model: str) -> Iterator[tuple[str, int]]:
     """Start a server with the settings of the engine in the process; yield address and pid."""
-    from verlite.config.schema import RolloutConfig
+    from verlite.spec.roles import GenerationSpec
 
-    ours, port = RolloutConfig(), free_port()
+    ours, port = GenerationSpec(), free_port()
     command = [sys.executable, "-m", "verlite", "serve", "generation", "--model_path", model]
     command += [f"--port={port}", f"--max_model_len={LONGEST}"]
     command += [f"--max_num_seqs={ours.max_num_seqs}", f"--kv_cache_gb={ours.kv_cache_gb}"]
@@ -72,15 +72,13 @@ def client(model: str, url: str) -> Iterator[Any]:
     import torch
     from safetensors.torch import load_file
 
-    from verlite.config.schema import ModelConfig, RolloutConfig
+    from verlite.config.schema import GenerationSpec, ModelSpec
     from verlite.rollout.build import build_engine
     from verlite.weights.files import FolderWriter, read_folder
     from verlite.weights.fingerprint import fingerprint
 
-    rollout = RolloutConfig(name="server", servers=[url])
-    engine = build_engine(
-        "server", ModelConfig(path=model), rollout, LONGEST, torch.device("cpu"), 0
-    )
+    rollout = GenerationSpec(servers=[url])
+    engine = build_engine("server", ModelSpec(path=model), rollout, LONGEST, torch.device("cpu"), 0)
     with closing(engine), tempfile.TemporaryDirectory() as folder:
         weights = list(load_file(Path(model) / "model.safetensors").items())
         value = fingerprint(weights)

@@ -27,10 +27,10 @@ from report import keep
 from torch import Tensor
 from workload import BUILD, model_of, w128
 
-from verlite.config.schema import FSDPConfig, ModelConfig, RolloutConfig
 from verlite.engine.fsdp import TrainEngine
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
+from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.collective import Receiver, Sender
 from verlite.weights.cuda_ipc import Publisher, Stream
@@ -199,8 +199,8 @@ def measure(name: str, engine: str, transports: list[str], rounds: int) -> dict[
     Run it in a separate process, because vLLM destroys the process group when it ends.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model, rollout = ModelConfig(path=str(MODELS[name]())), RolloutConfig(enforce_eager=True)
-    trainer = TrainEngine(model, FSDPConfig(), device="cpu")
+    model, rollout = ModelSpec(path=str(MODELS[name]())), GenerationSpec(enforce_eager=True)
+    trainer = TrainEngine(model, FSDPSpec(), device="cpu")
     built = build_engine(engine, model, rollout, LONGEST, torch.device("cpu"), 0)
     copy = Copy(sum(parameter.nbytes for parameter in trainer.parameters))
     syncs: dict[str, list[dict[str, float]]] = {transport: [] for transport in transports}

@@ -21,11 +21,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from workload import WORKLOADS, model_of
 
-from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.controller.node import free_listener
 from verlite.engine.fsdp import Counts, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
+from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 
 MICRO_BATCH_TOKENS = 2048
 PROMPT = 5
@@ -153,8 +153,8 @@ def measure(name: str, rounds: int) -> dict:
 
 def engine_of(name: str) -> TrainEngine:
     """Build verlite's engine as an actor on one device does."""
-    model = ModelConfig(path=str(model_of(name)), enable_gradient_checkpointing=False)
-    return TrainEngine(model, FSDPConfig(), OptimConfig(lr=1e-5), total_training_steps=1000)
+    model = ModelSpec(path=str(model_of(name)), enable_gradient_checkpointing=False)
+    return TrainEngine(model, FSDPSpec(), OptimSpec(lr=1e-5), total_training_steps=1000)
 
 
 def main() -> None:

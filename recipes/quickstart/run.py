@@ -17,8 +17,8 @@ from pathlib import Path
 from rich.console import Console
 
 from verlite.config.load import compose
-from verlite.config.show import console
 from verlite.report.curve import draw, plot, read_curve
+from verlite.terminal import console
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "recipes/quickstart/build"

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verlite.config.show import console
 from verlite.report.curve import Curve, read_curve
+from verlite.terminal import console
 from verlite.trainer.tracking import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]

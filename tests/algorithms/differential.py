@@ -25,8 +25,8 @@ from verlite.algorithms.losses import (
     value_loss,
 )
 from verlite.algorithms.rollout_correction import correct_rollout
-from verlite.config.catalog import ESTIMATORS, LOSSES
-from verlite.config.correction import PRESETS, REJECTIONS, RolloutCorrection
+from verlite.spec.catalog import ESTIMATORS, LOSSES
+from verlite.spec.correction import PRESETS, REJECTIONS, RolloutCorrection
 
 BATCHES = 200
 SMALL = 0.01

@@ -18,7 +18,7 @@ from verlite.algorithms.advantages import (
     discounted_to_go,
     place_scores,
 )
-from verlite.config.catalog import ESTIMATORS
+from verlite.spec.catalog import ESTIMATORS
 
 NAN = math.nan
 

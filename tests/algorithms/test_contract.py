@@ -10,8 +10,8 @@ import torch
 from verlite.algorithms.advantages import AdvantageInputs
 from verlite.algorithms.contract import check_estimator, check_policy_loss
 from verlite.algorithms.losses import PolicyLossInputs
-from verlite.config.catalog import ESTIMATORS, LOSSES, load
-from verlite.config.correction import RolloutCorrection
+from verlite.spec.catalog import ESTIMATORS, LOSSES, load
+from verlite.spec.correction import RolloutCorrection
 
 WHITENING = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 POPULATION = {"gpg", *WHITENING}  # estimators that use statistics of the whole batch by design

@@ -18,7 +18,7 @@ from verlite.algorithms.losses import (
     select_clip_cov,
     select_kl_cov,
 )
-from verlite.config.catalog import LOSSES
+from verlite.spec.catalog import LOSSES
 
 NAN = math.nan
 

@@ -8,7 +8,7 @@ import torch
 from tests.algorithms.differential import COMPARISONS, CORRECTIONS, check
 from tests.algorithms.reference import Case, random_case
 from verlite.algorithms.rollout_correction import correct_rollout
-from verlite.config.correction import PRESETS, RolloutCorrection
+from verlite.spec.correction import PRESETS, RolloutCorrection
 
 
 def correct(case: Case, settings: RolloutCorrection):

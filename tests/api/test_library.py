@@ -16,6 +16,7 @@ from tests.models import tiny_model
 from tests.trainer.runs import write_sums
 from verlite.api.result import Result
 from verlite.api.run import ENV_VARS, _own_code
+from verlite.config.compile import env_spec
 from verlite.controller.failures import RayLost
 from verlite.controller.stop import Stop
 from verlite.envs.factory import EnvFactory, build_env_factory
@@ -249,7 +250,7 @@ def test_an_environment_of_a_notebook_gets_its_settings(config, tmp_path):
     settings = {"max_turns": 2, "env.kwargs": {"bonus": 0.5}}
     for env in (Game, lambda bonus: Game(bonus)):
         with _own_code(config.override(settings), None, env, tmp_path) as whole:
-            factory = build_env_factory(whole.loaded(check=False).config)
+            factory = build_env_factory(env_spec(whole.loaded(check=False).config))
         assert isinstance(factory, EnvFactory)
         assert factory.env({"secret": 7}) == (0.5, {"secret": 7})
 

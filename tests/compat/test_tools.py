@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from verlite.config.schema import Config
 from verlite.envs.contract import check_env
 from verlite.envs.factory import build_env_factory
+from verlite.spec.roles import EnvSpec
 
 TOOL = """
 from verl.tools.base_tool import BaseTool
@@ -71,9 +71,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compat: None) -> str:
 
 
 def factory(path: str) -> Any:
-    config = Config()
-    config.env.name, config.env.kwargs = NAME, {"tool_config_path": path}
-    return build_env_factory(config)
+    return build_env_factory(EnvSpec(NAME, {"tool_config_path": path}))
 
 
 def test_a_sample_with_tools(tools: str) -> None:

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from verlite.config import machine, plan
+from verlite import machine
+from verlite.config import plan
 from verlite.config.plan import make_plan
 from verlite.config.problems import ConfigError
 

@@ -12,12 +12,15 @@ from tensordict import TensorDict
 from tests.config.conftest import write_prompts
 from tests.trainer.test_batch import generated_batch
 from tests.trainer.test_stages import fake_run
-from verlite.config import ConfigError, catalog, conditions, keys, make_plan, plan
+from verlite.config import ConfigError, conditions, keys, make_plan, plan
+from verlite.config.compile import policy_loss_spec
 from verlite.config.plan import installed
-from verlite.config.problems import display, is_secret, nearest
+from verlite.config.problems import nearest
 from verlite.config.rules.context import nearest_divisors
 from verlite.config.rules.values import within
 from verlite.engine.fsdp import Counts
+from verlite.masking import display, is_secret
+from verlite.spec import catalog
 from verlite.trainer.batch import fetch_padded
 from verlite.trainer.stages import advantage
 from verlite.workers.actor import policy_objective
@@ -951,7 +954,9 @@ def test_trainer_provides_inputs_of_every_policy_loss(material, name):
         [2],
     )
     counts = Counts(tokens=6, sequences=2)
-    loss, _ = policy_objective(config, make_plan(config))(rows, {"log_probs": log_probs}, counts)
+    loss, _ = policy_objective(policy_loss_spec(config, make_plan(config)))(
+        rows, {"log_probs": log_probs}, counts
+    )
     loss.backward()
     assert loss.isfinite() and log_probs.grad.isfinite().all() and log_probs.grad.any()
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from verlite.config import translation
 from verlite.config.command import PPO, Command
-from verlite.config.problems import display
 from verlite.config.sft import SFT
+from verlite.masking import display
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl_keys.md"
 HEAD = """\

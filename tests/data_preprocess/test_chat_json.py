@@ -9,11 +9,12 @@ import pytest
 
 from tests.data_preprocess.conftest import ROOT, Run
 from tests.models import tiny_tokenizer
-from verlite.config.schema import CustomRewardConfig, DataConfig, RewardConfig
+from verlite.config.schema import DataConfig
 from verlite.convert.data import VERBATIM
 from verlite.data.dataset import PromptDataset
 from verlite.rewards.result import RewardItem
 from verlite.rewards.scorer import Scorer
+from verlite.spec.roles import ScorerSpec
 
 SAMPLE = ROOT / "tests/samples/chat/chatml.json"
 
@@ -57,7 +58,7 @@ def test_ground_truths_score_and_a_verbatim_template_adds_nothing(convert, tmp_p
     config = DataConfig(max_prompt_length=1024)
     data = PromptDataset(str(tmp_path / "out.parquet"), tokenizer, config, "val")
     assert tokenizer.decode(data.prompt_ids(3)) == "What is [1, 2] joined?"
-    scorer = Scorer(CustomRewardConfig(), RewardConfig())
+    scorer = Scorer(ScorerSpec())
     try:
         answers = ["5", "4", "42", "12", "3"]
         truths = [data.row(i).ground_truth for i in range(len(data))]

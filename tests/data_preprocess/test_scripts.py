@@ -11,10 +11,11 @@ import pytest
 
 from tests.data_preprocess.conftest import ROOT, Run
 from tests.models import tiny_tokenizer
-from verlite.config.schema import CustomRewardConfig, DataConfig, RewardConfig
+from verlite.config.schema import DataConfig
 from verlite.data.dataset import PromptDataset
 from verlite.data.preprocess import write_parquet
 from verlite.rewards.scorer import Scorer
+from verlite.spec.roles import ScorerSpec
 
 pytestmark = pytest.mark.process
 
@@ -114,7 +115,7 @@ def test_every_ground_truth_scores_and_every_prompt_is_used(
 ) -> None:
     folder = SAMPLES / ("gsm8k" if script == "gsm8k.py" else "math")
     assert run(script, "--local_dir", tmp_path, "--local_dataset_path", folder).returncode == 0
-    scorer = Scorer(CustomRewardConfig(), RewardConfig())
+    scorer = Scorer(ScorerSpec())
     try:
         for split in ("train", "test"):
             data = PromptDataset(

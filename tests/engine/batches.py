@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine.fsdp import TrainEngine
 from verlite.protocol.data import DataProto
+from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 
 P = 7
 R = 9
@@ -44,11 +44,11 @@ def ragged_batch(rows: int = len(PROMPTS), seed: int = 0, padding_id: int = 0) -
 def engine(path: str, *, train: bool = False, head: str = "lm", **settings: object) -> TrainEngine:
     """Return a CPU engine. Each setting goes to the config class or argument of that name."""
     configs = []
-    for kind in (ModelConfig, FSDPConfig, OptimConfig):
+    for kind in (ModelSpec, FSDPSpec, OptimSpec):
         mine = {
             name: settings.pop(name) for name in list(settings) if name in kind.__dataclass_fields__
         }
-        configs.append(kind(**({"path": path} if kind is ModelConfig else {}) | mine))
+        configs.append(kind(**({"path": path} if kind is ModelSpec else {}) | mine))
     model, fsdp, optim = configs
     return TrainEngine(model, fsdp, optim if train else None, head=head, device="cpu", **settings)
 

@@ -16,12 +16,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.engine.batches import engine
 from tests.models import tiny_tokenizer
-from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
 from verlite.rollout.engines.hf import HFCore
 from verlite.rollout.types import EngineOptions, Sampling
 from verlite.small_model import small_config, small_model
+from verlite.spec.roles import GenerationSpec, ModelSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _FACTORS = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
@@ -222,8 +222,8 @@ def _trained(
 def _generated(folder: Path, reference: Any, longest: int) -> str:
     """Compare the log-probs of sampled tokens with those of the untouched model."""
     options = EngineOptions(
-        ModelConfig(path=str(folder), tokenizer_path=str(folder / "tokenizer")),
-        RolloutConfig(max_num_seqs=3),
+        ModelSpec(path=str(folder), tokenizer_path=str(folder / "tokenizer")),
+        GenerationSpec(max_num_seqs=3),
         dtype=torch.float32,
         device=torch.device("cpu"),
         max_model_len=longest,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.engine.batches import engine, ragged_batch
 from verlite.algorithms.aggregation import token_weights
+from verlite.config.compile import policy_loss_spec
 from verlite.config.schema import ActorConfig, Config
 from verlite.engine import loading, ulysses
 from verlite.engine.attention import Sequences, packed_attention
@@ -71,7 +72,7 @@ def actors_loss(mode: str, loss_mode: str = "vanilla") -> Any:
         loss_mode=loss_mode,
         correction=None,
     )
-    return policy_objective(config, plan)
+    return policy_objective(policy_loss_spec(config, plan))
 
 
 def my_rows(rows: list[int]) -> list[int]:

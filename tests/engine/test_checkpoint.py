@@ -18,11 +18,11 @@ from tests.engine import programs
 from tests.engine.batches import engine, ragged_batch
 from tests.engine.ranks import Ranks
 from tests.models import tiny_model
-from verlite.config.schema import ModelConfig
 from verlite.engine.checkpoint import local_part
 from verlite.engine.folder import load_tokenizer
 from verlite.engine.fsdp import NonFiniteError
 from verlite.engine.micro import MicroBatching
+from verlite.spec.roles import ModelSpec
 
 pytestmark = pytest.mark.process
 
@@ -172,7 +172,7 @@ def test_full_disk_raises_oserror(tiny_qwen2: str, tmp_path: Path) -> None:
             subject.save(tmp_path)
         assert "File too large" in str(failure.value) and "\n" not in str(failure.value)
         with pytest.raises(OSError, match=f"cannot write {tmp_path / 'hf'}"):
-            subject.save_pretrained(tmp_path / "hf", load_tokenizer(ModelConfig(path=tiny_qwen2)))
+            subject.save_pretrained(tmp_path / "hf", load_tokenizer(ModelSpec(path=tiny_qwen2)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)

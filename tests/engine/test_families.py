@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.engine import families
 from tests.engine.batches import P, engine, ragged_batch
 from tests.models import tiny_model
-from verlite.config.schema import ModelConfig
 from verlite.engine import attention, family, model
 from verlite.engine.folder import ModelError
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
 from verlite.small_model import small_config
+from verlite.spec.roles import ModelSpec
 
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -198,7 +198,7 @@ def test_self_check_sees_a_lost_cap_of_attention_logits(
 ) -> None:
     """transformers' sdpa ignores the cap, and the logits of small weights are far below it."""
     path = tiny_model(tmp_path, "gemma2", final_logit_softcapping=None)
-    padded = ModelConfig(path=path, use_remove_padding=False)
+    padded = ModelSpec(path=path, use_remove_padding=False)
     assert family.check(padded, "lm") is None
     original = family.training_config
 

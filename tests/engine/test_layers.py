@@ -63,9 +63,9 @@ def test_activations_are_offloaded_only_on_a_gpu(
     monkeypatch.setattr(fsdp, "checkpoint_layers", look)
     with pytest.raises(Seen):
         fsdp.TrainEngine(
-            fsdp.ModelConfig(path=tiny_qwen2, enable_activation_offload=asked),
-            fsdp.FSDPConfig(),
-            fsdp.OptimConfig(),
+            fsdp.ModelSpec(path=tiny_qwen2, enable_activation_offload=asked),
+            fsdp.FSDPSpec(),
+            fsdp.OptimSpec(),
             device=device,
         )
 

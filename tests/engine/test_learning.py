@@ -6,13 +6,15 @@ import pytest
 
 from tests.engine.batches import engine as train_engine
 from tests.engine.test_sampled import answered, rollout_worker
+from tests.workers.test_objectives import value_spec
 from verlite.algorithms.advantages import AdvantageInputs, compute_advantages, place_scores
-from verlite.config.correction import RolloutCorrection
+from verlite.config.compile import policy_loss_spec
 from verlite.config.plan import Micro, Updates
 from verlite.config.schema import Config
 from verlite.data.dataset import PromptRow
 from verlite.engine.micro import MicroBatching
 from verlite.rollout.types import Sampling
+from verlite.spec.correction import RolloutCorrection
 from verlite.trainer.batch import requests, seeds
 from verlite.workers.actor import policy_objective
 from verlite.workers.critic import value_objective
@@ -82,14 +84,14 @@ def learn(path: str, estimator: str, seed: int, sign: float = 1.0, steps: int = 
                     batch.with_batch(values=values, returns=returns),
                     MICRO,
                     1.0,
-                    value_objective(Config(), Numbers()),
+                    value_objective(value_spec(Config(), Numbers())),
                 )
             old = actor.forward(batch, MICRO)["log_probs"]
             actor.update(
                 batch.with_batch(advantages=sign * advantages, old_log_probs=old),
                 MICRO,
                 1.0,
-                policy_objective(Config(), Numbers()),
+                policy_objective(policy_loss_spec(Config(), Numbers())),
             )
     finally:
         worker.engine.close()

@@ -13,10 +13,10 @@ from tests.engine import programs
 from tests.engine.batches import engine
 from tests.engine.ranks import Ranks
 from tests.models import tiny_model
-from verlite.config.schema import ModelConfig
 from verlite.engine import loading
 from verlite.engine.lora import initial_weights
 from verlite.engine.model import checkpoint_dtype, load_model
+from verlite.spec.roles import ModelSpec
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
@@ -66,7 +66,7 @@ def test_weights_and_tables_equal_from_pretrained(arch: str, dtype: str, tmp_pat
 
 def test_the_checkpoint_is_mapped_and_the_model_has_no_memory(tiny_qwen2: str) -> None:
     """What rank 0 reads are views of the file, and the model to shard is on the meta device."""
-    model, weights = loading.read_on_rank_zero(ModelConfig(path=tiny_qwen2), "lm", torch.bfloat16)
+    model, weights = loading.read_on_rank_zero(ModelSpec(path=tiny_qwen2), "lm", torch.bfloat16)
     assert all(parameter.is_meta for parameter in model.parameters())
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line.split()[0].split("-") for line in maps if line.endswith(".safetensors")]
@@ -126,7 +126,7 @@ def test_every_rank_refuses_another_model_of_one_rank(
 
 
 def test_a_seed_gives_the_adapters_that_peft_gives(tiny_qwen2: str) -> None:
-    config = ModelConfig(path=tiny_qwen2, lora_rank=4)
+    config = ModelSpec(path=tiny_qwen2, lora_rank=4)
     torch.manual_seed(3)
     adapted, weights = loading.read_on_rank_zero(config, "lm", torch.float32)
     drawn = {name: weights.tensors[name] for name in initial_weights(adapted, config)}

@@ -14,10 +14,10 @@ from tests.engine import programs
 from tests.engine.batches import engine
 from tests.engine.ranks import Ranks
 from tests.models import tiny_model
-from verlite.config.schema import ModelConfig
 from verlite.engine import model
 from verlite.engine.folder import ModelError, load_config, load_tokenizer
 from verlite.engine.fsdp import NonFiniteError
+from verlite.spec.roles import ModelSpec
 
 
 def test_path_without_a_model(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_path_without_a_model(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="model.path=.*is not a model"):
             engine(str(path))
         with pytest.raises(ValueError, match="model.path=.*has no tokenizer"):
-            load_tokenizer(ModelConfig(path=str(path)))
+            load_tokenizer(ModelSpec(path=str(path)))
 
 
 class RunsCode:
@@ -76,7 +76,7 @@ def test_hostile_model_folders_run_no_code_and_are_refused(tiny_qwen2: str, tmp_
                 (folder / file).write_bytes(content)
         if name == "pickle":
             torch.save({"w": RunsCode(mark)}, folder / "pytorch_model.bin")
-        hostile = ModelConfig(path=str(folder))
+        hostile = ModelSpec(path=str(folder))
         with pytest.raises(ModelError, match=re.escape(f"model.path={folder}")) as caught:
             load_tokenizer(hostile)
             model.load_model(hostile, "lm", torch.float32)
@@ -86,25 +86,23 @@ def test_hostile_model_folders_run_no_code_and_are_refused(tiny_qwen2: str, tmp_
     known = Path(shutil.copytree(tiny_qwen2, tmp_path / "known"))
     (known / "x.py").write_text(code)
     (known / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
-    model.load_model(ModelConfig(path=str(known)), "lm", torch.float32)
+    model.load_model(ModelSpec(path=str(known)), "lm", torch.float32)
     assert not mark.exists()
 
 
 def test_override_config(tiny_qwen2: str) -> None:
     assert (
-        load_config(
-            ModelConfig(path=tiny_qwen2, override_config={"rms_norm_eps": 1e-3})
-        ).rms_norm_eps
+        load_config(ModelSpec(path=tiny_qwen2, override_config={"rms_norm_eps": 1e-3})).rms_norm_eps
         == 1e-3
     )
     with pytest.raises(ValueError, match="override_config.rms_norm is not a value of Qwen2Config"):
-        load_config(ModelConfig(path=tiny_qwen2, override_config={"rms_norm": 1e-3}))
+        load_config(ModelSpec(path=tiny_qwen2, override_config={"rms_norm": 1e-3}))
 
 
 def test_tokenizer(tiny_qwen2: str) -> None:
-    assert load_tokenizer(ModelConfig(path=tiny_qwen2)).pad_token_id == 0
+    assert load_tokenizer(ModelSpec(path=tiny_qwen2)).pad_token_id == 0
     tokenizer = load_tokenizer(
-        ModelConfig(path=tiny_qwen2, custom_chat_template="{{ messages[0]['content'] }}!")
+        ModelSpec(path=tiny_qwen2, custom_chat_template="{{ messages[0]['content'] }}!")
     )
     assert (
         tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi!"

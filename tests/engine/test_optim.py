@@ -6,13 +6,13 @@ import pytest
 
 from tests.engine import programs
 from tests.engine.batches import engine, ragged_batch
-from verlite.config.schema import OptimConfig
 from verlite.engine.micro import MicroBatching
 from verlite.engine.optim import learning_rate
+from verlite.spec.roles import OptimSpec
 
 
 def rates(total: int = 10, **settings: object) -> list[float]:
-    return [learning_rate(OptimConfig(lr=2.0, **settings), step, total) for step in range(total)]
+    return [learning_rate(OptimSpec(lr=2.0, **settings), step, total) for step in range(total)]
 
 
 def test_constant_learning_rate() -> None:
@@ -33,7 +33,7 @@ def test_cosine_learning_rate() -> None:
         [1.0, 2.0, *[0.2 + 1.8 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)]]
     )
     assert learning_rate(
-        OptimConfig(lr=2.0, lr_scheduler_type="cosine", min_lr_ratio=0.1), 99, 10
+        OptimSpec(lr=2.0, lr_scheduler_type="cosine", min_lr_ratio=0.1), 99, 10
     ) == pytest.approx(0.2)
     assert rates(lr_scheduler_type="cosine", num_cycles=1.0)[5] == pytest.approx(0, abs=1e-12)
 
@@ -41,7 +41,7 @@ def test_cosine_learning_rate() -> None:
 def test_linear_learning_rate() -> None:
     actual = rates(lr_warmup_steps=2, lr_scheduler_type="linear")
     assert actual == pytest.approx([1.0, 2.0, *[2 - 2 * k / 8 for k in range(8)]])
-    floored = OptimConfig(lr=2.0, lr_scheduler_type="linear", min_lr_ratio=0.1)
+    floored = OptimSpec(lr=2.0, lr_scheduler_type="linear", min_lr_ratio=0.1)
     assert learning_rate(floored, 5, 10) == pytest.approx(1.1)  # half way from 2 to 0.2
     assert learning_rate(floored, 99, 10) == pytest.approx(0.2)
 
@@ -50,9 +50,9 @@ def test_schedules_that_need_total_steps_raise() -> None:
     with pytest.raises(
         ValueError, match="lr_scheduler_type=cosine needs the number of training steps"
     ):
-        learning_rate(OptimConfig(lr_scheduler_type="cosine"), 3, None)
+        learning_rate(OptimSpec(lr_scheduler_type="cosine"), 3, None)
     with pytest.raises(ValueError, match="'step' must be constant, cosine or linear"):
-        learning_rate(OptimConfig(lr_scheduler_type="step"), 3, 10)
+        learning_rate(OptimSpec(lr_scheduler_type="step"), 3, 10)
 
 
 def test_schedule_advances_per_training_step(tiny_qwen2: str) -> None:

@@ -11,12 +11,12 @@ from tests.engine.batches import engine as train_engine
 from tests.engine.ranks import Ranks
 from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, naive_log_probs
-from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.engine import lora
 from verlite.engine.fsdp import TrainEngine
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
 from verlite.rollout.types import EngineError, Sampling, WeightSyncError
+from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.probe import Gap, Probe, gap, probe_ids, probe_limit
 
 pytestmark = pytest.mark.process
@@ -28,7 +28,7 @@ Weights = dict[str, torch.Tensor]
 
 def rollout_engine(path: str, dtype: str) -> BatchedEngine:
     return build_engine(
-        "hf", ModelConfig(path=path), RolloutConfig(dtype=dtype), MAX_LENGTH, torch.device("cpu"), 0
+        "hf", ModelSpec(path=path), GenerationSpec(dtype=dtype), MAX_LENGTH, torch.device("cpu"), 0
     )
 
 

@@ -13,7 +13,7 @@ from tests.engine.batches import engine as train_engine
 from tests.engine.batches import ragged_batch
 from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, largest_gap, naive_greedy, naive_log_probs
-from verlite.config.schema import Config, ModelConfig, RolloutConfig
+from verlite.config.schema import Config
 from verlite.data.dataset import PromptRow
 from verlite.engine.micro import MicroBatching
 from verlite.envs.factory import EnvFactory
@@ -24,6 +24,7 @@ from verlite.rewards.scorer import Stream
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
 from verlite.rollout.types import Sampling
+from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.trainer.batch import requests
 from verlite.workers.rollout import RolloutWorker
 
@@ -35,8 +36,8 @@ EOS = 1
 def rollout_engine(path: str, pretrained: bool = True) -> BatchedEngine:
     return build_engine(
         "hf",
-        ModelConfig(path=path),
-        RolloutConfig(),
+        ModelSpec(path=path),
+        GenerationSpec(),
         64,
         torch.device("cpu"),
         0,

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from tests.envs.retriever import Retriever
-from verlite.config.schema import Config, EnvConfig, RetrieverConfig
 from verlite.envs.calculator import Calculator
 from verlite.envs.factory import (
     CalculatorEnvFactory,
@@ -15,6 +14,7 @@ from verlite.envs.factory import (
 )
 from verlite.envs.search import SearchEnv
 from verlite.envs.step import Step, ToolError
+from verlite.spec.roles import EnvSpec, RetrieverSpec
 
 HERE = "tests.envs.test_factory"
 
@@ -55,19 +55,15 @@ def not_a_factory():
     return 7
 
 
-def config(name, **kwargs) -> Config:
-    return Config(env=EnvConfig(name, kwargs))
-
-
 def test_built_in_factories():
-    search = build_env_factory(config("search"))
+    search = build_env_factory(EnvSpec("search"))
     assert isinstance(search, SearchEnvFactory)
     assert not search.chat
     assert search.tools == ()
     assert isinstance(search.env({}), SearchEnv)
     assert search.env({}).stop == ("</search>", "</answer>")
     assert search.env({}) is not search.env({}), "each sample has its own"
-    calculator = build_env_factory(config("calculator"))
+    calculator = build_env_factory(EnvSpec("calculator"))
     assert isinstance(calculator, CalculatorEnvFactory)
     assert calculator.chat
     assert calculator.tools[0]["function"]["name"] == "calculator"
@@ -78,8 +74,8 @@ def test_built_in_factories():
 @pytest.mark.parametrize("on_error", ["mask", "observe"])
 def test_search_settings_reach_the_samples(on_error):
     with Retriever() as server:
-        settings = RetrieverConfig(url=server.url, topk=1, on_error=on_error, deadline_s=0.4)
-        factory = build_env_factory(Config(retriever=settings))
+        settings = RetrieverSpec(url=(server.url,), topk=1, on_error=on_error, deadline_s=0.4)
+        factory = build_env_factory(EnvSpec("search", retriever=settings))
         asyncio.run(factory.check())
 
         async def search(text):
@@ -101,7 +97,7 @@ def test_search_settings_reach_the_samples(on_error):
 
 
 def test_custom_factory():
-    factory = build_env_factory(config(f"{HERE}:Guessing", lowest=3))
+    factory = build_env_factory(EnvSpec(f"{HERE}:Guessing", {"lowest": 3}))
     assert (factory.lowest, factory.highest, factory.chat) == (3, 10, False)
     env = factory.env({"secret": 7})
 
@@ -130,4 +126,4 @@ def test_custom_factory():
 )
 def test_unusable_factory_is_an_error(name, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        build_env_factory(config(name, **kwargs))
+        build_env_factory(EnvSpec(name, kwargs))

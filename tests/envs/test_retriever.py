@@ -7,9 +7,9 @@ import time
 import pytest
 
 from tests.envs.retriever import Retriever, free_port
-from verlite.config.schema import RetrieverConfig
 from verlite.envs.retriever import RetrieverClient
 from verlite.envs.step import ToolError
+from verlite.spec.roles import RetrieverSpec
 
 pytestmark = pytest.mark.process
 
@@ -25,7 +25,7 @@ def server():
 def client_of(*servers, **settings) -> RetrieverClient:
     urls = [server if isinstance(server, str) else server.url for server in servers]
     return RetrieverClient(
-        RetrieverConfig(url=urls, **{"deadline_s": 5.0, "timeout_s": 1.0, **settings})
+        RetrieverSpec(url=tuple(urls), **{"deadline_s": 5.0, "timeout_s": 1.0, **settings})
     )
 
 

@@ -145,7 +145,7 @@ MUTANTS = [
     ),
     Mutant(
         "secrets are shown",
-        "verlite.config.problems:is_secret",
+        "verlite.masking:is_secret",
         calls(lambda original, key, value: False),
         ("tests/config/test_load.py",),
     ),
@@ -181,7 +181,7 @@ MUTANTS = [
     ),
     Mutant(
         "hidden GPUs count",
-        "verlite.config.machine:visible_gpus",
+        "verlite.machine:visible_gpus",
         calls(lambda original, *args: 8),
         ("tests/config/test_machine.py",),
     ),
@@ -199,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "a preset of rollout correction has no effect",
-        "verlite.config.correction:settings",
+        "verlite.spec.correction:settings",
         argument("config", attribute("preset", lambda preset: None)),
         ("tests/config", "tests/algorithms/test_rollout_correction.py"),
     ),
@@ -229,7 +229,7 @@ MUTANTS = [
     ),
     Mutant(
         "changed secrets are reported with their values",
-        "verlite.config.problems:is_secret",
+        "verlite.masking:is_secret",
         returns(False),
         (CRITICAL,),
     ),

@@ -50,9 +50,8 @@ def _evaluated(original, expression):
     return eval(expression)
 
 
-def _ignores_kwargs(original, config):
-    plain = dataclasses.replace(config, env=dataclasses.replace(config.env, kwargs={}))
-    return original(plain)
+def _ignores_kwargs(original, spec):
+    return original(dataclasses.replace(spec, kwargs={}))
 
 
 MUTANTS = [

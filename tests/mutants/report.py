@@ -2,7 +2,7 @@
 
 from tests.mutants import Mutant
 from tests.mutants.patches import argument, calls, result, returns
-from verlite.config.schema import ModelConfig
+from verlite.spec.roles import ModelSpec
 
 RUNS = "verlite.report.runs:"
 LS = ("tests/report/test_ls.py",)
@@ -15,7 +15,7 @@ def _until_the_first(original, path, notes):
 
 
 def _as_recorded(original, checkpoint, base):
-    return ModelConfig(**checkpoint.state()["model"])
+    return ModelSpec(**checkpoint.state()["model"])
 
 
 MUTANTS = [

@@ -10,7 +10,7 @@ MEMORY = "tests/weights/test_shared_memory.py"
 COLLECTIVE = "tests/weights/test_collective.py"
 IPC = "tests/weights/test_cuda_ipc.py"
 FILES = "tests/weights/test_files.py"
-ROUTES = "tests/config/test_weight_routes.py"
+ROUTES = "tests/spec/test_weight_routes.py"
 SYNC = "tests/workers/test_weights_and_samples.py"
 
 
@@ -141,7 +141,7 @@ MUTANTS = [
     ),
     Mutant(
         "engines beside the actor are sent the weights over the network",
-        "verlite.config.weight_routes:weight_routes",
+        "verlite.spec.weight_routes:weight_routes",
         argument("chosen", lambda chosen: "collective"),
         (ROUTES,),
     ),

@@ -18,8 +18,8 @@ SAMPLES = "tests/workers/test_weights_and_samples.py"
 def _rows_changed(change):
     """Patch a function that builds a loss so that the loss sees changed rows."""
 
-    def broken(original, config, plan):
-        objective = original(config, plan)
+    def broken(original, spec):
+        objective = original(spec)
         return lambda rows, outputs, counts: objective(change(rows), outputs, counts)
 
     return calls(broken)
@@ -29,8 +29,8 @@ def _without(*names):
     return _rows_changed(lambda rows: rows.exclude(*names))
 
 
-def _counts_of_the_micro_batch(original, config, plan):
-    objective = original(config, plan)
+def _counts_of_the_micro_batch(original, spec):
+    objective = original(spec)
 
     def broken(rows, outputs, counts):
         mask = rows["response_mask"]
@@ -45,8 +45,8 @@ def _trained_on_response_mask(original, self, role, batch, updates, loss, **opti
     return original(self, role, rows, updates, loss, **options)
 
 
-def _no_kl(original, config, t, uid, kl_coefficient):
-    return original(config, t, uid, 0.0)
+def _no_kl(original, spec, t, uid, kl_coefficient):
+    return original(spec, t, uid, 0.0)
 
 
 def _base_model_once(original, self):

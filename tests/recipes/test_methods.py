@@ -8,7 +8,8 @@ import pytest
 from recipes.methods.curves import METHODS, task_settings
 from tests.models import tiny_model
 from tests.trainer.runs import write_sums
-from verlite.config import catalog, compose, correction, keys, make_plan
+from verlite.config import compose, keys, make_plan
+from verlite.spec import catalog, correction
 
 pytestmark = pytest.mark.process
 

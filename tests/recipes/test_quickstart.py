@@ -13,11 +13,12 @@ from recipes.quickstart import make, run
 from recipes.search import run as search_run
 from verlite.config import sft
 from verlite.config.load import compose
-from verlite.config.schema import DataConfig, ModelConfig
+from verlite.config.schema import DataConfig
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.engine.folder import load_tokenizer
 from verlite.rewards.exact import compute_score
 from verlite.sft.data import read_examples
+from verlite.spec.roles import ModelSpec
 
 pytestmark = pytest.mark.process
 
@@ -60,7 +61,7 @@ def test_forgetting_every_carry_is_wrong_where_a_carry_is_needed():
 
 
 def test_files_can_be_read_and_held_out_sums_are_separate(built):
-    tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
+    tokenizer = load_tokenizer(ModelSpec(path=str(built / "model")))
     config = compose("quickstart", check=False).config.data
     data = DataConfig(max_prompt_length=config.max_prompt_length)
     train, test = (
@@ -88,7 +89,7 @@ def test_files_can_be_read_and_held_out_sums_are_separate(built):
 def test_model_has_vllms_head_size_and_depends_only_on_the_seed(built, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(built / "model")
     assert model.config.hidden_size // model.config.num_attention_heads == 32
-    tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
+    tokenizer = load_tokenizer(ModelSpec(path=str(built / "model")))
     text = "".join(map(chr, range(32, 127))) + "\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text and len(tokenizer.encode(text)) == len(
         text

@@ -10,13 +10,13 @@ import pytest
 from recipes.search import make, run
 from verlite.config import make_plan, sft
 from verlite.config.load import compose
-from verlite.config.schema import ModelConfig, RetrieverConfig
 from verlite.data.dataset import PromptDataset
 from verlite.engine.folder import load_tokenizer
 from verlite.envs.retriever import RetrieverClient
 from verlite.envs.search import SearchEnv
 from verlite.rewards.routing import scorer_of
 from verlite.sft.data import read_examples
+from verlite.spec.roles import ModelSpec, RetrieverSpec
 
 pytestmark = pytest.mark.process
 
@@ -73,7 +73,7 @@ def test_demonstrations_have_the_format_of_the_environment(built):
         r'Doc 2\(Title: "\1"\) .*\.</information>\n\n'
     )
     assert all(shape.fullmatch(text) for text in observed)
-    tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
+    tokenizer = load_tokenizer(ModelSpec(path=str(built / "model")))
     assert len(
         read_examples(str(built / "warm_up.parquet"), tokenizer, sft.SFTDataConfig(max_length=64))
     ) == len(rows)
@@ -87,7 +87,7 @@ def test_demonstrations_have_the_format_of_the_environment(built):
 
 def test_search_engine_finds_facts_and_empty_corpus_finds_nothing(built, monkeypatch):
     async def ask(url, name, kind):
-        client = RetrieverClient(RetrieverConfig(url=url, topk=make.PASSAGES))
+        client = RetrieverClient(RetrieverSpec(url=(url,), topk=make.PASSAGES))
         async with client:
             return await SearchEnv(client).step(f"<search>{kind} of {name}</search>", last=False)
 
@@ -117,7 +117,7 @@ def test_commands_use_each_others_files(built, tmp_path, monkeypatch):
     assert config.retriever.topk == make.PASSAGES
     plan = make_plan(config, count_rows=False)
     assert plan.max_turns == 2 and "but" not in plan.turns, "the longest sample fits"
-    tokenizer = load_tokenizer(ModelConfig(path=str(built / "model")))
+    tokenizer = load_tokenizer(ModelSpec(path=str(built / "model")))
     data = PromptDataset(
         str(built / "train.parquet"),
         tokenizer,

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verlite.cli import app
-from verlite.config.problems import mask_text
+from verlite.masking import mask_text
 from verlite.report import bugreport, doctor
 
 USAGE = namedtuple("USAGE", "total used free")

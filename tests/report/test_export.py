@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from tests.models import tiny_model
 from tests.trainer.runs import driver_state
 from verlite.cli import app
-from verlite.config.schema import FSDPConfig, ModelConfig
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.process_group import single_process_group
+from verlite.spec.roles import FSDPSpec, ModelSpec
 from verlite.trainer import checkpoints
 
 pytestmark = pytest.mark.process
@@ -27,7 +27,7 @@ def export(*arguments, model="unused"):
 def write_checkpoint(run_dir, step, model, **recorded):
     def save(folder):
         with single_process_group():
-            TrainEngine(ModelConfig(path=model), FSDPConfig(), device="cpu").save(folder / "actor")
+            TrainEngine(ModelSpec(path=model), FSDPSpec(), device="cpu").save(folder / "actor")
 
     run_dir.mkdir(exist_ok=True)
     state = driver_state(step, model={"path": model, **recorded})

@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.rewards.keeper import OUTPUT_BYTES
 from verlite.rewards.pool import MAX_CHILDREN, Pool
 from verlite.rewards.result import MAX_CHARACTERS, RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer
+from verlite.spec.roles import ScorerSpec
 
 pytestmark = pytest.mark.process
 
@@ -101,8 +101,13 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
         patch.setenv("CANARY_API_KEY", "canary-1")
         patch.setenv("JUDGE_API_KEY", "canary-2")
         patch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-        custom = CustomRewardConfig(path=str(path), secret_env_vars=["JUDGE_API_KEY"])
-        made = Scorer(custom, RewardConfig(item_timeout_s=20.0, process_memory_gb=0.25))
+        spec = ScorerSpec(
+            path=str(path),
+            secret_env_vars=["JUDGE_API_KEY"],
+            item_timeout_s=20.0,
+            process_memory_gb=0.25,
+        )
+        made = Scorer(spec)
         yield made
         made.close()
 
@@ -142,7 +147,7 @@ def test_a_process_that_something_else_has_killed_costs_no_sample(
     """A call that kills its process only once stands for what comes from outside."""
     path = tmp_path / "reward.py"
     path.write_text(KILLED_ONCE)
-    scorer = Scorer(CustomRewardConfig(path=str(path)), RewardConfig(item_timeout_s=20.0))
+    scorer = Scorer(ScorerSpec(path=str(path), item_timeout_s=20.0))
     try:
         results = score(scorer, "1", "2", f"{tmp_path}/first", "3", f"{tmp_path}/second")
     finally:

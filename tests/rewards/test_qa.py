@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.rewards.contract import check_reward
 from verlite.rewards.qa import (
     compute_score,
@@ -23,6 +22,7 @@ from verlite.rewards.qa import (
 )
 from verlite.rewards.result import RewardItem
 from verlite.rewards.scorer import Scorer
+from verlite.spec.roles import ScorerSpec
 
 Segments = list[list[str]]
 
@@ -395,7 +395,7 @@ SOURCES = (
 
 
 def test_search_r1_sources_use_this_scorer() -> None:
-    scorer = Scorer(CustomRewardConfig(reward_kwargs=FORMAT), RewardConfig())
+    scorer = Scorer(ScorerSpec(reward_kwargs=FORMAT))
     scorer.check_signature(SOURCES)
     items = [RewardItem(source, THOUGHT + WRONG, {"target": ["Beijing"]}) for source in SOURCES]
     results = scorer.score(items)

@@ -12,12 +12,12 @@ import pytest
 
 from tests.envs.retriever import free_port
 from tests.services.test_reward import serving
-from verlite.config.schema import CustomRewardConfig, RemoteRewardConfig, RewardConfig
 from verlite.http.token import TokenError
 from verlite.rewards.process import FunctionError
 from verlite.rewards.remote import UNAVAILABLE, request_of, results_of
 from verlite.rewards.result import BadReturn, RewardItem, RewardResult, result_of
 from verlite.rewards.scorer import Scorer
+from verlite.spec.roles import RewardServiceSpec, ScorerSpec
 
 pytestmark = pytest.mark.process
 
@@ -97,8 +97,8 @@ def service() -> Iterator[Service]:
 @contextmanager
 def scorer_of(*urls: str, reward_timeout_s: float = 20.0, **settings: Any) -> Iterator[Scorer]:
     limits = {"timeout_s": 1.0, "deadline_s": 5.0, "batch_window_ms": 20.0, **settings}
-    remote = RemoteRewardConfig(url=list(urls), **limits)
-    scorer = Scorer(CustomRewardConfig(), RewardConfig(remote=remote, timeout_s=reward_timeout_s))
+    remote = RewardServiceSpec(url=list(urls), **limits)
+    scorer = Scorer(ScorerSpec(remote=remote, timeout_s=reward_timeout_s))
     try:
         yield scorer
     finally:
@@ -379,7 +379,7 @@ def test_training_client_and_service_with_a_token(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_a_service_nothing_is_checked() -> None:
-    scorer = Scorer(CustomRewardConfig(), RewardConfig())
+    scorer = Scorer(ScorerSpec())
     assert scorer.check_service() is None
     scorer.close()
 

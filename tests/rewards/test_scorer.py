@@ -16,11 +16,11 @@ import torch
 import yaml
 
 from verlite.algorithms.shaping import overlong_penalty
-from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult
 from verlite.rewards.routing import UnknownDataSource, scale_of
 from verlite.rewards.scorer import Scorer
+from verlite.spec.roles import ScorerSpec
 
 pytestmark = pytest.mark.process
 
@@ -43,10 +43,10 @@ def make(tmp_path: Path) -> Iterator[MakeScorer]:
     ) -> Scorer:
         path = tmp_path / f"reward_{len(scorers)}.py"
         path.write_text(source)
-        custom = CustomRewardConfig(
-            path=str(path) if source else None, name=name, reward_kwargs=kwargs or {}
+        spec = ScorerSpec(
+            path=str(path) if source else None, name=name, reward_kwargs=kwargs or {}, **reward
         )
-        scorers.append(Scorer(custom, RewardConfig(**reward), debug=debug))
+        scorers.append(Scorer(spec, debug=debug))
         return scorers[-1]
 
     yield build
@@ -206,7 +206,7 @@ def test_functions_run_in_the_given_folder_if_it_exists(
         (str(tmp_path / "elsewhere"), os.getcwd()),
         (None, os.getcwd()),
     ):
-        scorer = Scorer(CustomRewardConfig(path=str(path)), RewardConfig(), folder=folder)
+        scorer = Scorer(ScorerSpec(path=str(path)), folder=folder)
         assert scorer.score(items("x"))[0].parts["cwd"] == seen
         scorer.close()
 
@@ -228,7 +228,7 @@ def test_pools_on_one_machine_divide_its_cores(
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
     for share, processes in ((1, 6), (2, 3), (9, 1)):
-        scorer = Scorer(CustomRewardConfig(path=str(path)), RewardConfig(), share=share)
+        scorer = Scorer(ScorerSpec(path=str(path)), share=share)
         folder = tmp_path / str(share)
         folder.mkdir()
         truth = str(folder), processes  # each call waits until so many processes have begun one
@@ -361,7 +361,7 @@ def test_unusable_function_is_a_one_line_error_before_the_start(
 
 
 def test_missing_file_is_a_one_line_error(tmp_path: Path) -> None:
-    scorer = Scorer(CustomRewardConfig(path=str(tmp_path / "none.py")), RewardConfig())
+    scorer = Scorer(ScorerSpec(path=str(tmp_path / "none.py")))
     with pytest.raises(
         FunctionError,
         match="custom_reward_function.path=.*none.py is not a Python file that exists",
@@ -449,10 +449,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": 1, "heavy": ",".join(heavy)}
 """)
     driver = f"""
-from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.rewards.scorer import Scorer
 from verlite.rewards.result import RewardItem
-scorer = Scorer(CustomRewardConfig(path={str(reward)!r}), RewardConfig())
+from verlite.spec.roles import ScorerSpec
+scorer = Scorer(ScorerSpec(path={str(reward)!r}))
 print(scorer.score([RewardItem("s", "ok", None)])[0].parts, flush=True)
 scorer.score([RewardItem("s", "hang", {str(tmp_path / "pid")!r})])
 """

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.rollout.oracle import ask, load
-from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.envs.step import Step
 from verlite.rollout import batched
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.engines.hf import HFCore
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
+from verlite.spec.roles import GenerationSpec, ModelSpec
 
 SAMPLING = Sampling(max_tokens=30, seed=1, ignore_eos=True)
 
@@ -28,8 +28,8 @@ class FaultyCore(HFCore):
         self.aborted: list[int] = []
         super().__init__(
             EngineOptions(
-                ModelConfig(path=path),
-                RolloutConfig(max_num_seqs=8),
+                ModelSpec(path=path),
+                GenerationSpec(max_num_seqs=8),
                 dtype=torch.float32,
                 device=torch.device("cpu"),
                 max_model_len=64,

@@ -20,12 +20,12 @@ from tests.rollout.oracle import (
     naive_greedy,
     weights_of,
 )
-from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.batched import BatchedEngine
 from verlite.rollout.build import build_engine
 from verlite.rollout.engines import hf
 from verlite.rollout.engines.hf import HFCore
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
+from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.fingerprint import fingerprint
 
 LONG = Sampling(max_tokens=24, ignore_eos=True)
@@ -34,8 +34,8 @@ LONG = Sampling(max_tokens=24, ignore_eos=True)
 def start(path: str, max_model_len: int = 128, pretrained: bool = True, **rollout) -> BatchedEngine:
     return build_engine(
         "hf",
-        ModelConfig(path=path),
-        RolloutConfig(**rollout),
+        ModelSpec(path=path),
+        GenerationSpec(**rollout),
         max_model_len,
         torch.device("cpu"),
         seed=1,
@@ -46,8 +46,8 @@ def start(path: str, max_model_len: int = 128, pretrained: bool = True, **rollou
 def options(path: str, max_num_seqs: int = 4, max_model_len: int = 64) -> EngineOptions:
     """Return options of a Core with the checkpoint's weights."""
     return EngineOptions(
-        ModelConfig(path=path),
-        RolloutConfig(max_num_seqs=max_num_seqs),
+        ModelSpec(path=path),
+        GenerationSpec(max_num_seqs=max_num_seqs),
         dtype=torch.float32,
         device=torch.device("cpu"),
         max_model_len=max_model_len,
@@ -715,14 +715,14 @@ def test_weights_are_freed_in_sleep_on_a_gpu(tmp_path, monkeypatch, tied):
     [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
 )
 def test_only_gpus_free_weights(path, device, free_cache_engine, frees):
-    rollout = RolloutConfig(free_cache_engine=free_cache_engine)
-    given = dataclasses.replace(options(path), device=torch.device(device), rollout=rollout)
+    rollout = GenerationSpec(free_cache_engine=free_cache_engine)
+    given = dataclasses.replace(options(path), device=torch.device(device), generation=rollout)
     assert hf._frees_weights(given) == frees
 
 
 def test_unknown_engine_and_dtype_raise(path):
     with pytest.raises(ValueError, match="unknown rollout.name 'sglang'"):
-        build_engine("sglang", ModelConfig(path=path), RolloutConfig(), 64, torch.device("cpu"), 0)
+        build_engine("sglang", ModelSpec(path=path), GenerationSpec(), 64, torch.device("cpu"), 0)
     with pytest.raises(ValueError, match="rollout.dtype='int3'"):
         start(path, dtype="int3")
     with pytest.raises(ValueError, match="rollout.engine_kwargs.hf.fast"):
@@ -731,7 +731,5 @@ def test_unknown_engine_and_dtype_raise(path):
 
 def test_random_weights_are_drawn_on_the_device(tiny_qwen2):
     """On the CPU this takes minutes for a large model."""
-    built = hf._build_model(
-        ModelConfig(path=tiny_qwen2), torch.float32, False, torch.device("meta")
-    )
+    built = hf._build_model(ModelSpec(path=tiny_qwen2), torch.float32, False, torch.device("meta"))
     assert all(parameter.is_meta for parameter in built.parameters())

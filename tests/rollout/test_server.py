@@ -24,10 +24,10 @@ from tests.rollout.test_trajectory import Counter
 from tests.rollout.test_vllm import some_prompts
 from tests.rollout.vllm_servers import VLLMProcess
 from tests.trainer.runs import Launch, write_reward, write_sums
-from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import EngineError, Sampling, Trajectory, WeightSyncError
+from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.files import FolderWriter, read_folder
 from verlite.weights.fingerprint import fingerprint
@@ -72,15 +72,14 @@ def server(path, tmp_path_factory):
 
 
 def new_engine(path, server, **change):
-    rollout = RolloutConfig(
-        name="server",
+    rollout = GenerationSpec(
         servers=[server.url],
         server_token_env="TEST_SERVER_TOKEN",
         server_wait_s=5,
         **SETTINGS,
         **change,
     )
-    return build_engine("server", ModelConfig(path=path), rollout, 160, torch.device("cpu"), seed=1)
+    return build_engine("server", ModelSpec(path=path), rollout, 160, torch.device("cpu"), seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +137,7 @@ def test_samples_equal_those_of_the_engine_in_this_process(synced, model, path):
     answers = ask(synced, prompts, *samplings)
     turns = agents(synced, prompts)
     local = build_engine(
-        "vllm", ModelConfig(path=path), RolloutConfig(**SETTINGS), 160, torch.device("cpu"), seed=1
+        "vllm", ModelSpec(path=path), GenerationSpec(**SETTINGS), 160, torch.device("cpu"), seed=1
     )
     try:
         local.load_weights(iter(weights_of(model)), 1, fingerprint(weights_of(model)))
@@ -297,10 +296,8 @@ def test_settings_that_do_not_fit_are_refused(server, engine, path):
     with pytest.raises(ValueError, match="--max-model-len is 200, and sequences have up to 500"):
         build_engine(
             "server",
-            ModelConfig(path=path),
-            RolloutConfig(
-                name="server", servers=[server.url], server_token_env="TEST_SERVER_TOKEN"
-            ),
+            ModelSpec(path=path),
+            GenerationSpec(servers=[server.url], server_token_env="TEST_SERVER_TOKEN"),
             500,
             torch.device("cpu"),
             seed=1,

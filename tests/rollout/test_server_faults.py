@@ -1,6 +1,7 @@
 """What the engine `server` does when servers die, hang, restart or answer wrongly."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 
@@ -9,11 +10,11 @@ import torch
 
 from tests.models import tiny_model
 from tests.rollout.fake_servers import FakeServer, expected_ids
-from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.build import build_engine
 from verlite.rollout.engines.server import ServerCore
 from verlite.rollout.servers import fit, pool
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
+from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.files import FolderWriter, read_folder
 from verlite.weights.fingerprint import fingerprint
 
@@ -41,15 +42,14 @@ def new(path, servers):
     engines = []
 
     def build(*urls, wait_s=2.0, timeout_s=5.0, request_s=60.0):
-        rollout = RolloutConfig(
-            name="server",
+        rollout = GenerationSpec(
             servers=list(urls or [server.url for server in servers]),
             server_wait_s=wait_s,
             server_timeout_s=timeout_s,
             request_timeout_s=request_s,
         )
         device = torch.device("cpu")
-        engines.append(build_engine("server", ModelConfig(path=path), rollout, 160, device, seed=1))
+        engines.append(build_engine("server", ModelSpec(path=path), rollout, 160, device, seed=1))
         return engines[-1]
 
     yield build
@@ -307,8 +307,8 @@ def test_completions_score_where_the_token_endpoint_is_missing(path, servers, tm
     """The probe of the first weights comes before the first sample."""
     for server in servers:
         server.has_token_endpoint = False
-    rollout = RolloutConfig(name="server", servers=[server.url for server in servers])
-    model, device = ModelConfig(path=path), torch.device("cpu")
+    rollout = GenerationSpec(servers=tuple(server.url for server in servers))
+    model, device = ModelSpec(path=path), torch.device("cpu")
     core = ServerCore(EngineOptions(model, rollout, torch.float32, device, 160, 1, False))
     try:
         core.load(written(tmp_path)[0])
@@ -335,7 +335,7 @@ def test_a_server_that_does_not_fit_is_refused(new, servers, name, value, messag
 
 def test_the_driver_asks_the_servers_before_anything_starts(servers, monkeypatch):
     monkeypatch.setattr(fit, "AGAIN_S", 0.05)
-    rollout = RolloutConfig(servers=[server.url for server in servers], server_wait_s=60.0)
+    rollout = GenerationSpec(servers=tuple(server.url for server in servers), server_wait_s=60.0)
     needs = fit.Needs(160, 128, "float32")
     assert fit.check(rollout, needs, pytest.fail) is None
     servers[1].stop()
@@ -351,7 +351,7 @@ def test_the_driver_asks_the_servers_before_anything_starts(servers, monkeypatch
     assert servers[1].url in fit.check(rollout, needs, say)
     assert len(waits) == 1 and "server_wait_s=60" in waits[0]
     servers[0].stop()
-    rollout.server_wait_s = 0.2
+    rollout = dataclasses.replace(rollout, server_wait_s=0.2)
     with pytest.raises(fit.NoServer, match=f"{servers[0].url}.*{servers[1].url}"):
         fit.check(rollout, needs, waits.append)
     assert len(waits) == 2

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from tests.envs.retriever import Retriever
 from tests.models import tiny_model, tiny_tokenizer
 from tests.rollout.oracle import float64_model, naive_log_probs
-from verlite.config.schema import ModelConfig, RetrieverConfig, RolloutConfig
 from verlite.envs.chat import encode_chat
 from verlite.envs.factory import CalculatorEnvFactory, SearchEnvFactory
 from verlite.envs.search import INVALID
@@ -23,6 +22,7 @@ from verlite.rewards import environment
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all, run_trajectory
 from verlite.rollout.types import Completion, EngineError, Sampling, Status, Trajectory, with_seed
+from verlite.spec.roles import GenerationSpec, ModelSpec, RetrieverSpec
 
 PIECES = ["h", "e", "l", "o", "!", " "]
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("l", "o"), ("e", "l")]
@@ -93,8 +93,8 @@ def ambiguous(tmp_path_factory):
     tokenizer.save_pretrained(path)
     engine = build_engine(
         "hf",
-        ModelConfig(path=path, tokenizer_path=str(save_generic(tokenizer, tmp_path_factory))),
-        RolloutConfig(),
+        ModelSpec(path=path, tokenizer_path=str(save_generic(tokenizer, tmp_path_factory))),
+        GenerationSpec(),
         400,
         torch.device("cpu"),
         0,
@@ -514,7 +514,7 @@ def play(*turns, max_turns=3, total=2000, per_turn=60, most=100, **retriever):
     """Run a search trajectory with these model turns and a real retriever."""
     engine = Playback(*turns)
     with Retriever() as server:
-        factory = SearchEnvFactory(RetrieverConfig(url=server.url, **{"topk": 2, **retriever}))
+        factory = SearchEnvFactory(RetrieverSpec(url=(server.url,), **{"topk": 2, **retriever}))
         prompt = engine.tokenizer.encode("Question: how high?\n", add_special_tokens=False)
         request = Request(
             prompt,
@@ -629,7 +629,7 @@ def test_search_transcript_at_the_token_limit():
 
 def test_unreachable_retriever_gives_status_error():
     engine = Playback("<search>Everest</search>")
-    factory = SearchEnvFactory(RetrieverConfig(url="http://127.0.0.1:9/retrieve", deadline_s=0.3))
+    factory = SearchEnvFactory(RetrieverSpec(url=("http://127.0.0.1:9/retrieve",), deadline_s=0.3))
 
     async def one():
         async with factory:

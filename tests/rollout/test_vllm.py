@@ -20,11 +20,11 @@ from tests.rollout.oracle import (
     naive_log_probs,
     weights_of,
 )
-from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.envs.step import Step
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
+from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.fingerprint import fingerprint
 from verlite.weights.probe import Probe, probe_ids, probe_limit
 
@@ -53,13 +53,13 @@ def model(path: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(path: str):
-    rollout = RolloutConfig(
+    rollout = GenerationSpec(
         enforce_eager=True,
         kv_cache_gb=0.25,
         max_num_seqs=32,
         engine_kwargs={"vllm": {"block_size": 32}},
     )
-    engine = build_engine("vllm", ModelConfig(path=path), rollout, 160, torch.device("cpu"), seed=1)
+    engine = build_engine("vllm", ModelSpec(path=path), rollout, 160, torch.device("cpu"), seed=1)
     assert engine.version == -1
     with pytest.raises(EngineError, match="no weights yet"):
         ask(engine, [[5]], LONG)
@@ -189,7 +189,7 @@ def turns_of(engine, requests):
 def test_agents_agree_between_vllm_and_hf(synced, path):
     """Greedy float32 decoding gives the same ids turn by turn in both engines."""
     other = build_engine(
-        "hf", ModelConfig(path=path), RolloutConfig(), 160, torch.device("cpu"), 0, pretrained=True
+        "hf", ModelSpec(path=path), GenerationSpec(), 160, torch.device("cpu"), 0, pretrained=True
     )
     try:
         stops = [chr(code) for code in range(33, 127, 3)]
@@ -484,18 +484,18 @@ def test_combine_shards():
 
 def test_unknown_vllm_argument_raises(path):
     with pytest.raises(ValueError, match="rollout.engine_kwargs.vllm.swap_spice"):
-        rollout = RolloutConfig(engine_kwargs={"vllm": {"swap_spice": 8}})
-        build_engine("vllm", ModelConfig(path=path), rollout, 64, torch.device("cpu"), 0)
+        rollout = GenerationSpec(engine_kwargs={"vllm": {"swap_spice": 8}})
+        build_engine("vllm", ModelSpec(path=path), rollout, 64, torch.device("cpu"), 0)
 
 
 def test_tensor_parallel_uses_vllm_processes(path):
     """By default vLLM inside a Ray actor would wait for devices in a placement group that is
     full."""
     for devices, backend in ((1, "uni"), (2, "mp")):
-        rollout = RolloutConfig(tensor_model_parallel_size=devices)
+        rollout = GenerationSpec(tensor_model_parallel_size=devices)
         args = engine_args(
             EngineOptions(
-                ModelConfig(path=path),
+                ModelSpec(path=path),
                 rollout,
                 dtype=torch.float32,
                 device=torch.device("cpu"),

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, largest_gap, naive_log_probs, weights_of
-from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.build import build_engine
 from verlite.rollout.types import EngineError, Sampling, WeightSyncError
+from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.fingerprint import combine, fingerprint
 from verlite.weights.probe import Probe, probe_ids, probe_limit
 
@@ -38,12 +38,12 @@ LONG = Sampling(max_tokens=20, ignore_eos=True)
 PROMPTS = [list(range(4, 110))] * 4  # equal prompts longer than a block of the prefix cache
 SAMPLINGS = [dataclasses.replace(LONG, seed=i) for i in range(4)]
 RANK = 6
-ROLLOUT = RolloutConfig(
+ROLLOUT = GenerationSpec(
     enforce_eager=True,
     kv_cache_gb=0.25,
     max_num_seqs=32,
     engine_kwargs={"vllm": {"block_size": 32}},
-    lora_sync="adapter",
+    syncs_adapters=True,
 )
 
 
@@ -84,7 +84,7 @@ def adapted(base: PreTrainedModel, seed: int) -> Policy:
 
 @pytest.fixture(scope="module")
 def engine(base):
-    model = ModelConfig(path=base.name_or_path, lora_rank=RANK, lora_alpha=9)
+    model = ModelSpec(path=base.name_or_path, lora_rank=RANK, lora_alpha=9)
     engine = build_engine("vllm", model, ROLLOUT, 160, torch.device("cpu"), seed=1)
     yield engine
     engine.close()
@@ -240,7 +240,7 @@ def test_a_model_whose_embedding_and_head_vllm_wraps(tmp_path):
     """vLLM prepares Llama's embedding and output layer for adapters too."""
     sizes = dict(hidden_size=128, vocab_size=130, initializer_range=0.05)
     base = float64_model(tiny_model(tmp_path, "llama", **sizes))
-    model = ModelConfig(path=str(tmp_path), lora_rank=RANK)
+    model = ModelSpec(path=str(tmp_path), lora_rank=RANK)
     engine = build_engine("vllm", model, ROLLOUT, 160, torch.device("cpu"), seed=1)
     try:
         for seed in range(2):
@@ -274,7 +274,7 @@ def test_max_lora_rank_is_the_smallest_that_fits(rank, legal, tmp_path):
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"r": 1, "rank_pattern": {"q_proj": rank}})
     )
-    for model in (ModelConfig(lora_rank=rank), ModelConfig(lora_adapter_path=str(tmp_path))):
+    for model in (ModelSpec(lora_rank=rank), ModelSpec(lora_adapter_path=str(tmp_path))):
         assert _max_lora_rank(model) == legal
     with pytest.raises(ValueError, match="up to rank 512, and these have rank 513"):
-        _max_lora_rank(ModelConfig(lora_rank=513))
+        _max_lora_rank(ModelSpec(lora_rank=513))

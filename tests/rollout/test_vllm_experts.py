@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, largest_gap, moved
-from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.build import build_engine
 from verlite.rollout.types import Sampling, WeightSyncError
+from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.fingerprint import fingerprint
 
 pytest.importorskip("vllm", reason="vLLM is an optional dependency")
@@ -47,8 +47,8 @@ def synced(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     sizes = dict(hidden_size=128, initializer_range=0.1) | FAMILIES[request.param]
     path = tiny_model(folder / "model", request.param, **sizes)
-    rollout = RolloutConfig(enforce_eager=True, kv_cache_gb=0.25, max_num_seqs=16)
-    engine = build_engine("vllm", ModelConfig(path=path), rollout, 64, torch.device("cpu"), seed=1)
+    rollout = GenerationSpec(enforce_eager=True, kv_cache_gb=0.25, max_num_seqs=16)
+    engine = build_engine("vllm", ModelSpec(path=path), rollout, 64, torch.device("cpu"), seed=1)
     yield engine, float64_model(path), folder
     engine.close()
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from tests.http.running import running
-from verlite.config.schema import RefConfig
 from verlite.http.address import bind, url
 from verlite.http.server import Server
 from verlite.services import reference_client, reference_wire
 from verlite.services.reference import Limits, make_app
 from verlite.services.reference_client import ReferenceUnavailable, WrongReference
 from verlite.services.reference_wire import Job, ModelInfo
+from verlite.spec.roles import ServiceSpec
 
 JSON = {"Content-Type": "application/json"}
 pytestmark = pytest.mark.process
@@ -52,8 +52,8 @@ def serving(model: Any = None, port: int = 0, info: ModelInfo = INFO, **more: An
         yield address
 
 
-def config(*urls: str, **more: Any) -> RefConfig:
-    return RefConfig(url=list(urls), **({"timeout_s": 5, "deadline_s": 2} | more))
+def config(*urls: str, **more: Any) -> ServiceSpec:
+    return ServiceSpec(url=list(urls), **({"timeout_s": 5, "deadline_s": 2} | more))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from tests.trainer.test_stages import Screen
 from verlite.cli import app
 from verlite.config import dpo, load, sft
 from verlite.config.problems import ConfigError
-from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.config.sft import SFTDataConfig, compose
 from verlite.data.sampler import PromptSampler
 from verlite.engine.fsdp import TrainEngine
@@ -29,6 +28,7 @@ from verlite.sft.batch import build_batch
 from verlite.sft.data import Example, read_examples
 from verlite.sft.run import Run, critical_settings, save
 from verlite.sft.train import sft_loss, validation_loss
+from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 from verlite.trainer import checkpoints
 from verlite.trainer.checkpoints import CheckpointError, FailedSaves
 from verlite.trainer.metrics import Stopwatch
@@ -97,7 +97,7 @@ def test_loss_equals_transformers_loss_on_responses(tiny_qwen2, sums, micro):
     examples = read_examples(str(sums), tokenizer, SFTDataConfig())[::5]
     with single_process_group():
         engine = TrainEngine(
-            ModelConfig(path=tiny_qwen2), FSDPConfig(), OptimConfig(lr=1e-3), device="cpu"
+            ModelSpec(path=tiny_qwen2), FSDPSpec(), OptimSpec(lr=1e-3), device="cpu"
         )
         assert validation_loss(engine, examples, micro) == pytest.approx(expected, abs=1e-5)
         found = engine.update(build_batch(examples), micro, 1.0, sft_loss)
@@ -371,13 +371,13 @@ def test_lora_learns_and_writes_adapter_and_merged_model(tiny_qwen2, sums, tmp_p
     with single_process_group():
         merged, adapted = (
             validation_loss(
-                TrainEngine(model, FSDPConfig(), device="cpu"),
+                TrainEngine(model, FSDPSpec(), device="cpu"),
                 examples,
                 MicroBatching(max_tokens=4096),
             )
             for model in (
-                ModelConfig(path=str(adapter.parent)),
-                ModelConfig(path=tiny_qwen2, lora_adapter_path=str(adapter)),
+                ModelSpec(path=str(adapter.parent)),
+                ModelSpec(path=tiny_qwen2, lora_adapter_path=str(adapter)),
             )
         )
     assert merged == pytest.approx(adapted, abs=1e-5) and merged < losses[0]

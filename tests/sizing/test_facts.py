@@ -3,13 +3,13 @@
 import pytest
 
 from tests.sizing.conftest import config_folder
-from verlite.config.schema import ModelConfig
 from verlite.engine.folder import ModelError
 from verlite.sizing.facts import model_facts
+from verlite.spec.roles import ModelSpec
 
 
 def test_half_billion_by_hand(tmp_path):
-    facts = model_facts(ModelConfig(path=str(config_folder(tmp_path, "qwen2.5-0.5b"))))
+    facts = model_facts(ModelSpec(path=str(config_folder(tmp_path, "qwen2.5-0.5b"))))
     h, mlp, layers = 896, 4864, 24
     attention = h * h + h + 2 * (h * 128 + 128) + h * h  # q and its bias, k, v, o
     assert facts.kinds == {
@@ -33,7 +33,7 @@ def test_half_billion_by_hand(tmp_path):
 
 
 def test_seven_billion_as_published(tmp_path):
-    model = ModelConfig(path=str(config_folder(tmp_path, "qwen2.5-7b")))
+    model = ModelSpec(path=str(config_folder(tmp_path, "qwen2.5-7b")))
     facts = model_facts(model)
     assert facts.parameters == 7_615_616_512
     assert facts.parameters - facts.kinds["embedding"] - facts.kinds["output head"] == 6_525_621_760
@@ -47,8 +47,8 @@ def test_seven_billion_as_published(tmp_path):
 
 def test_lora_trains_its_adapters_and_exports_the_model(tmp_path):
     folder = str(config_folder(tmp_path, "tiny"))
-    whole = model_facts(ModelConfig(path=folder))
-    facts = model_facts(ModelConfig(path=folder, lora_rank=4))
+    whole = model_facts(ModelSpec(path=folder))
+    facts = model_facts(ModelSpec(path=folder, lora_rank=4))
     sides = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 96), (64, 96), (96, 64)]
     assert facts.trained == 8 * sum(4 * (a + b) for a, b in sides) == facts.kinds["adapters"]
     assert facts.exported == whole.exported == whole.parameters
@@ -61,7 +61,7 @@ def test_experts_count_as_often_as_a_token_visits_them(tmp_path):
         ' "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,'
         ' "tie_word_embeddings": false}'
     )
-    facts = model_facts(ModelConfig(path=str(tmp_path)))
+    facts = model_facts(ModelSpec(path=str(tmp_path)))
     attention = 2 * 32 * 32 + 2 * 32 * 16
     router = 32 * 8
     assert facts.matmul == 2 * (attention + router + 2 * 3 * 32 * 16) + 100 * 32
@@ -72,4 +72,4 @@ def test_a_folder_without_config_is_named(tmp_path):
     with pytest.raises(
         ModelError, match=f"model.path={tmp_path} is not a folder with a config.json"
     ):
-        model_facts(ModelConfig(path=str(tmp_path)))
+        model_facts(ModelSpec(path=str(tmp_path)))

@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.sizing.conftest import config_folder
 from verlite.algorithms.logprobs import token_log_probs
-from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.sizing import layers
 from verlite.sizing.dry_engine import EngineSpec
 from verlite.sizing.facts import model_facts
 from verlite.sizing.measure import Passes, Rows, measure
 from verlite.sizing.tracker import Segment, Tracker
+from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 
 ROWS = Rows((96, 96), 64, several=True)
 
@@ -22,8 +22,8 @@ ROWS = Rows((96, 96), 64, several=True)
 @pytest.fixture
 def spec(tmp_path) -> EngineSpec:
     """Return the engine of an 8-layer model on 8 GPUs."""
-    model = ModelConfig(path=str(config_folder(tmp_path / "tiny", "tiny")))
-    return EngineSpec(model, FSDPConfig(), OptimConfig(), "lm", 8, 1, "cuda", "bfloat16")
+    model = ModelSpec(path=str(config_folder(tmp_path / "tiny", "tiny")))
+    return EngineSpec(model, FSDPSpec(), OptimSpec(), "lm", 8, 1, "cuda", "bfloat16")
 
 
 def with_model(spec: EngineSpec, **changes: object) -> EngineSpec:
@@ -134,7 +134,7 @@ def test_layers_that_differ_are_all_run(tmp_path):
         ' "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,'
         ' "intermediate_size": 48, "decoder_sparse_step": 2, "tie_word_embeddings": false}'
     )
-    model = ModelConfig(path=str(tmp_path))
-    spec = EngineSpec(model, FSDPConfig(), None, "lm", 2, 1, "cuda", "bfloat16")
+    model = ModelSpec(path=str(tmp_path))
+    spec = EngineSpec(model, FSDPSpec(), None, "lm", 2, 1, "cuda", "bfloat16")
     memory = measure(spec, Passes(None, None))
     assert memory.parameters == pytest.approx(model_facts(model).parameters * 4 / 2, rel=0.001)

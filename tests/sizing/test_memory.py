@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from verlite.config.compile import model_spec
 from verlite.sizing import memory as sizing
 from verlite.sizing.advice import Run, advise, largest_micro_batch, make_fit
 from verlite.sizing.cache import Measurer, folder, key_of
@@ -41,7 +42,7 @@ def run(planned):
 
     def make(gib: int, *overrides: str) -> Run:
         config, plan = planned("tiny", *overrides)
-        facts = model_facts(config.actor_rollout_ref.model)
+        facts = model_facts(model_spec(config.actor_rollout_ref.model))
         devices = Devices("test", plan.devices_per_node, gib * GIB, "cuda")
         found = run_memory(config, plan, devices, facts, measured)
         return Run(config, plan, devices, facts, measured, found)

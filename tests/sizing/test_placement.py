@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from verlite.config.compile import model_spec
 from verlite.sizing.devices import DevicesError, choose_devices, parse_devices
 from verlite.sizing.facts import model_facts
 from verlite.sizing.placement import node_roles, placement_table
@@ -51,7 +52,7 @@ def test_a_sync_brings_one_copy_to_each_node(planned):
         "cluster.component_placement={actor: 0-7, rollout: all}",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
     )
-    moved = sync_bytes(plan, model_facts(config.actor_rollout_ref.model))
+    moved = sync_bytes(plan, model_facts(model_spec(config.actor_rollout_ref.model)))
     assert moved.whole == 2 * 7_615_616_512 and moved.per_device == moved.whole // 4
     assert [(use.transport, use.readers, use.nodes) for use in moved.uses] == [
         ("shared_memory", "2 engines", [0]),
@@ -66,7 +67,7 @@ def test_each_inference_rank_loads_its_shard(planned):
         "trainer.nnodes=2",
         "cluster.component_placement={actor: 0-7, rollout: 8-11, inference: 12-15}",
     )
-    moved = sync_bytes(plan, model_facts(config.actor_rollout_ref.model))
+    moved = sync_bytes(plan, model_facts(model_spec(config.actor_rollout_ref.model)))
     assert [(use.readers, use.nodes, use.per_device) for use in moved.uses] == [
         ("4 engines", [1], moved.whole),
         ("4 inference ranks", [1], moved.whole // 4),
@@ -83,7 +84,7 @@ def test_adapters_that_are_sent_alone_are_a_line_of_their_own(planned):
     lines = {}
     for kind in ("merged", "adapter"):
         config, plan = planned("tiny", *overrides[:2], overrides[2] + kind)
-        facts = model_facts(config.actor_rollout_ref.model)
+        facts = model_facts(model_spec(config.actor_rollout_ref.model))
         lines[kind] = dict(sync_bytes(plan, facts).lines())
     assert lines["adapter"].keys() - lines["merged"].keys() == {"later syncs"}
     assert str(facts.trained) in lines["adapter"]["later syncs"].replace(",", "")
@@ -91,7 +92,7 @@ def test_adapters_that_are_sent_alone_are_a_line_of_their_own(planned):
 
 def test_within_a_gpu_nothing_stays_in_the_host(planned):
     config, plan = planned("tiny", "actor_rollout_ref.rollout.weight_transport=cuda_ipc")
-    moved = sync_bytes(plan, model_facts(config.actor_rollout_ref.model))
+    moved = sync_bytes(plan, model_facts(model_spec(config.actor_rollout_ref.model)))
     assert [use.transport for use in moved.uses] == ["cuda_ipc"] and moved.host_bytes(0) == 0
 
 

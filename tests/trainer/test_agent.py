@@ -16,15 +16,16 @@ from tensordict import TensorDict
 from tests.models import tiny_tokenizer
 from tests.trainer.test_batch import generated_batch, make_requests, rollout_output
 from tests.trainer.test_stages import dense, fake_run, validation_run
-from tests.workers.test_objectives import ObjectivePlan, config
+from tests.workers.test_objectives import ObjectivePlan, config, value_spec
 from verlite.algorithms.kl import FixedKLController
-from verlite.config.catalog import ESTIMATORS
+from verlite.config.compile import policy_loss_spec
 from verlite.engine.fsdp import Counts
 from verlite.envs.step import ToolError
 from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.remote import UNAVAILABLE
 from verlite.rewards.result import RewardResult
+from verlite.spec.catalog import ESTIMATORS
 from verlite.trainer import outage
 from verlite.trainer.agent import agent_metrics
 from verlite.trainer.errors import RewardFailures, RolloutFailures
@@ -626,8 +627,8 @@ def test_observations_do_not_change_losses_entropy_and_kl():
         settings = config(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2")
         numbers = []
         for objective in (
-            policy_objective(settings, ObjectivePlan()),
-            value_objective(settings, ObjectivePlan()),
+            policy_objective(policy_loss_spec(settings, ObjectivePlan())),
+            value_objective(value_spec(settings, ObjectivePlan())),
         ):
             loss, metrics = objective(rows, outputs, counts)
             loss.backward()

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from recipes.search import make
 from tests.envs.retriever import Retriever, free_port
 from tests.trainer.runs import RAY_STARTED, Launch, quiet
-from verlite.config.schema import ModelConfig
 from verlite.engine.folder import load_tokenizer
+from verlite.spec.roles import ModelSpec
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -53,7 +53,7 @@ def teach(folder, steps=40, rows=16):
 
     torch.manual_seed(0)
     path = str(folder / "model")
-    tokenizer = load_tokenizer(ModelConfig(path=path))
+    tokenizer = load_tokenizer(ModelSpec(path=path))
     model = AutoModelForCausalLM.from_pretrained(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     examples = pq.read_table(folder / "warm_up.parquet").to_pylist()[: steps * rows]

@@ -38,6 +38,7 @@ def fake_run(tmp_path, resumed_step=0, **fields) -> Run:
             log=lambda step, metrics: None, samples=lambda step, kind, records: None
         ),
         "writer": RetryingWriter(pytest.fail),
+        "advantage": None,
         "workers": {},
         "current": StepState(number=resumed_step),
         "version": 0,

@@ -10,6 +10,7 @@ from tests.trainer.test_finish import fake_run
 from tests.trainer.test_stages import Screen
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
 from verlite.config.critical import critical_settings
+from verlite.config.plan import engine_settings
 from verlite.config.schema import Config, DataConfig
 from verlite.controller import supervisor_file
 from verlite.trainer import build, launch
@@ -252,6 +253,12 @@ def test_a_role_that_offloads_is_built_before_the_next_one_starts(
     events = []
     monkeypatch.setattr(build, "spawn", lambda cls, placement, role, *args: events.append(role))
     monkeypatch.setattr(build, "ready", lambda *groups: events.append("." * len(groups)))
+
+    def spec_of(role, config, plan, total_steps):
+        fsdp = engine_settings(config, role, kind) if role != "rollout" else None
+        return SimpleNamespace(engine=SimpleNamespace(fsdp=fsdp))
+
+    monkeypatch.setattr(build, "role_spec", spec_of)
     plan = SimpleNamespace(roles=("actor", "critic", "rollout"))
     build.start_workers(SimpleNamespace(kind=kind), config, plan, 1, None, Screen())
     assert " ".join(events) == expected

@@ -211,10 +211,10 @@ def test_service_ends_when_its_model_does(tiny_qwen2):
         children = psutil.Process(process.pid).children(recursive=True)
         (model,) = [one for one in children if "spawn_main" in " ".join(one.cmdline())]
         model.kill()
-        from verlite.config.schema import RefConfig
         from verlite.services import reference_client
+        from verlite.spec.roles import ServiceSpec
 
-        given = RefConfig(url=url, timeout_s=5, deadline_s=1)
+        given = ServiceSpec((url,), timeout_s=5, deadline_s=1)
         with pytest.raises(reference_client.ReferenceUnavailable):
             ids = np.array([5, 6, 7], np.int32)
             reference_client.log_probs(given, [ids], [2], 1.0, "m")

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from tests.trainer.test_batch import generated_batch, make_requests, rollout_output
 from verlite.algorithms.gap import gap_rows
 from verlite.algorithms.kl import FixedKLController
-from verlite.config.correction import RolloutCorrection
+from verlite.config.compile import advantage_spec
 from verlite.config.schema import Config, DataConfig, ModelConfig
 from verlite.controller.dispatch import join_rows, split_rows
 from verlite.data.dataset import PromptRow
@@ -19,6 +19,7 @@ from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.ragged import ragged
 from verlite.rewards.result import RewardResult
 from verlite.rollout.types import Sampling
+from verlite.spec.correction import RolloutCorrection
 from verlite.trainer.batch import fetch_padded, to_ranks
 from verlite.trainer.errors import LogProbGap, RewardFailures, RolloutFailures, TooFewGroups
 from verlite.trainer.metrics import Stopwatch
@@ -53,15 +54,41 @@ class Screen(list):
 def local_actor(config, plan) -> ActorWorker:
     """Return an actor without engine and Ray. It estimates advantages in this process."""
     actor = ActorWorker.__new__(ActorWorker)
-    actor.config = config
-    actor.plan = plan
+    actor.spec = LocalSpec(config, plan)
     actor.all_rows = StepRows()
     return actor
+
+
+class LocalSpec:
+    """What the actor reads of its spec, from the configuration as it is then."""
+
+    def __init__(self, config, plan) -> None:
+        self.config, self.plan = config, plan
+
+    @property
+    def advantage(self):
+        return advantage_spec(self.config)
+
+    @property
+    def correction(self):
+        return self.plan.correction
+
+    @property
+    def loss(self):
+        return SimpleNamespace(loss_mode=self.plan.loss_mode)
+
+    @property
+    def token_selection(self):
+        return vars(self.config.actor_rollout_ref.actor.policy_loss)
 
 
 class FakeRun(SimpleNamespace):
     log_prob_role = Run.log_prob_role
     log_prob_worker = Run.log_prob_worker
+
+    @property
+    def advantage(self):
+        return advantage_spec(self.config)
 
 
 def fake_run(**fields) -> FakeRun:

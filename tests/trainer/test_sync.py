@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.trainer.test_stages import fake_run
-from verlite.config.weight_routes import weight_routes
 from verlite.controller.failures import Cause, RankDied, StuckError, WorkerError, worker_error
 from verlite.controller.node import Diagnosis
+from verlite.spec.weight_routes import weight_routes
 from verlite.trainer import recovery
 from verlite.trainer.errors import StepAborted, exit_code
 from verlite.trainer.run import StepState

@@ -7,9 +7,10 @@ import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.advantages import AdvantageInputs, compute_advantages
-from verlite.config import catalog
+from verlite.config.compile import advantage_spec
 from verlite.config.schema import Config
 from verlite.protocol.data import object_array
+from verlite.spec import catalog
 from verlite.workers.actor import ActorWorker
 from verlite.workers.advantage import REWARD_KL, by_row, estimate_advantages
 
@@ -32,7 +33,7 @@ def test_kl_penalty_is_subtracted_from_the_reward_of_each_token():
         batch_size=[2],
     )
     result, metrics = estimate_advantages(
-        config, rows, object_array(["a", "b"]), kl_coefficient=0.5
+        advantage_spec(config), rows, object_array(["a", "b"]), kl_coefficient=0.5
     )
     # KL of each sampled token, old minus reference: row 0 has 1 and 0.5, row 1 has 0 and -1.
     # The score is on the last sampled token. Each token costs half of its own and all later KL.
@@ -83,7 +84,7 @@ KL_TO_GO = [[-3.0, -1.0, 0.0], [-4.0, 0.0, -4.0], [2.0, 0.0, 0.0], [-1.0, 0.0, 0
 )
 def test_kl_per_token_comes_after_the_baseline(estimator, score_parts):
     config, rows = two_prompts(estimator, kl_in_reward_mode="token", norm_adv_by_std_in_grpo=False)
-    result, _ = estimate_advantages(config, rows, UIDS, kl_coefficient=2.0)
+    result, _ = estimate_advantages(advantage_spec(config), rows, UIDS, kl_coefficient=2.0)
     expected = torch.tensor(score_parts).unsqueeze(1) + torch.tensor(KL_TO_GO)
     expected = expected * rows["response_mask"]
     torch.testing.assert_close(result.batch["advantages"], expected)
@@ -95,14 +96,14 @@ def test_kl_per_token_comes_after_the_baseline(estimator, score_parts):
 def test_rloo_with_kl_per_token_is_rloo_token_kl_without_its_clip():
     config, rows = two_prompts("rloo", kl_in_reward_mode="token")
     theirs, _ = two_prompts("rloo_token_kl")
-    ours = estimate_advantages(config, rows, UIDS, 2.0)[0].batch
-    other = estimate_advantages(theirs, rows, UIDS, 2.0)[0].batch
+    ours = estimate_advantages(advantage_spec(config), rows, UIDS, 2.0)[0].batch
+    other = estimate_advantages(advantage_spec(theirs), rows, UIDS, 2.0)[0].batch
     torch.testing.assert_close(ours["advantages"], other["advantages"])
 
 
 def test_kl_per_sequence_enters_the_baseline():
     config, rows = two_prompts("rloo")
-    result, _ = estimate_advantages(config, rows, UIDS, kl_coefficient=2.0)
+    result, _ = estimate_advantages(advantage_spec(config), rows, UIDS, kl_coefficient=2.0)
     # Rewards with KL: 0 and -3; 2 and 1.
     expected = torch.tensor([[3.0], [-3.0], [1.0], [-1.0]]) * rows["response_mask"]
     torch.testing.assert_close(result.batch["advantages"], expected)
@@ -112,18 +113,24 @@ def test_the_only_sample_of_a_prompt_is_not_compared():
     """One sample a prompt by configuration, not because the others failed."""
     config, rows = two_prompts("rloo", use_kl_in_reward=False)
     names = object_array(["a", "b", "c", "d"])
-    advantages = estimate_advantages(config, rows, names, 0.0)[0].batch["advantages"]
+    advantages = estimate_advantages(advantage_spec(config), rows, names, 0.0)[0].batch[
+        "advantages"
+    ]
     expected = rows["scores"].unsqueeze(1) * rows["response_mask"]
     torch.testing.assert_close(advantages, expected)
     config.actor_rollout_ref.rollout.n = 2
-    assert not estimate_advantages(config, rows, names, 0.0)[0].batch["advantages"].any()
+    assert (
+        not estimate_advantages(advantage_spec(config), rows, names, 0.0)[0]
+        .batch["advantages"]
+        .any()
+    )
 
 
 def test_whitening_is_over_the_tokens_of_the_step_and_comes_last():
     plain, rows = two_prompts("rloo_token_kl")
     white, _ = two_prompts("rloo_token_kl", whiten_advantages=True)
-    before = estimate_advantages(plain, rows, UIDS, 2.0)[0].batch
-    after = estimate_advantages(white, rows, UIDS, 2.0)[0].batch
+    before = estimate_advantages(advantage_spec(plain), rows, UIDS, 2.0)[0].batch
+    after = estimate_advantages(advantage_spec(white), rows, UIDS, 2.0)[0].batch
     mask = rows["response_mask"].bool()
     tokens = before["advantages"][mask].double()
     expected = (tokens - tokens.mean()) / tokens.std()
@@ -135,9 +142,9 @@ def test_whitening_is_over_the_tokens_of_the_step_and_comes_last():
 def test_whitening_needs_the_tokens_of_each_row():
     config = Config()
     config.algorithm.adv_estimator = "grpo"
-    assert by_row(config)
+    assert by_row(advantage_spec(config))
     config.algorithm.whiten_advantages = True
-    assert not by_row(config)
+    assert not by_row(advantage_spec(config))
 
 
 @pytest.mark.parametrize("name", sorted(catalog.ESTIMATORS))
@@ -168,6 +175,6 @@ def test_the_catalog_knows_which_estimators_whiten(name):
 def test_an_actor_that_cannot_import_the_users_function_does_not_start(key, own):
     config = Config()
     loss, config.algorithm.adv_estimator = own
-    plan = SimpleNamespace(loss_mode=loss, correction=None)
+    spec = SimpleNamespace(loss=SimpleNamespace(loss_mode=loss), advantage=advantage_spec(config))
     with pytest.raises(ValueError, match=f"{key}.*only_on_the_driver"):
-        ActorWorker(config, plan, 1)
+        ActorWorker(spec)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.engine.batches import R, ragged_batch
 from verlite.config import make_plan
+from verlite.config.compile import role_spec
 from verlite.config.schema import Config, DataConfig, ModelConfig
 from verlite.engine.checkpoint import local_part
 from verlite.protocol.data import DataProto
@@ -40,12 +41,13 @@ class Rows:
         """Forget nothing."""
 
 
-def worker(kind, config, plan):
+def worker(role, config, plan):
     """Build a role's worker as the only rank, without Ray."""
+    kind = {"actor": ActorWorker, "inference": InferenceWorker, "ref": ReferenceWorker}[role]
     made = kind.__new__(kind)
     made.rank, made.world_size = 0, 1
     made._spec = SimpleNamespace(device_kind="cpu", address="127.0.0.1")
-    made.__init__(config, plan, 1)
+    made.__init__(role_spec(role, config, plan, 1))
     made.rank_rows = Rows()
     return made
 
@@ -62,9 +64,9 @@ def test_inference_computes_what_the_actor_would(lora_rank, tiny_qwen2):
     config.trainer.n_gpus_per_node = 3
     config.cluster.component_placement = {"rollout": "0", "inference": "1", "actor": "2"}
     plan = make_plan(config, "cpu", count_rows=False)
-    actor, inference = worker(ActorWorker, config, plan), worker(InferenceWorker, config, plan)
+    actor, inference = worker("actor", config, plan), worker("inference", config, plan)
     batch = DataProto.from_dict({}, {}, {"version": 1, "step": 1})
-    reference = inference if lora_rank else worker(ReferenceWorker, config, plan)
+    reference = inference if lora_rank else worker("ref", config, plan)
     call = reference.reference_log_probs if lora_rank else reference.log_probs
     before = call(batch).non_tensor_batch["ref_log_prob"]
     with torch.no_grad():

@@ -1,16 +1,19 @@
 """Losses of actor and critic equal float64 loops over tokens, with and without micro-batches."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.gap import gap_metrics
-from verlite.config.correction import RolloutCorrection
-from verlite.config.plan import Micro, Updates
+from verlite.config.compile import policy_loss_spec
 from verlite.config.schema import ActorConfig, Config
 from verlite.engine.fsdp import Counts
+from verlite.spec.correction import RolloutCorrection
+from verlite.spec.roles import Micro, Updates
 from verlite.workers.actor import policy_objective
 from verlite.workers.critic import value_objective
 
@@ -63,6 +66,15 @@ def config(**actor) -> Config:
     return result
 
 
+def value_spec(config: Config, plan: Any) -> Any:
+    """Return what the critic's loss reads of its spec."""
+    return SimpleNamespace(
+        updates=plan.critic,
+        loss_scale=plan.loss_scale,
+        cliprange_value=config.critic.cliprange_value,
+    )
+
+
 def tokens_of(rows):
     """Return (row, position) of each token of the mask."""
     return [(i, j) for i in range(B) for j in range(R) if rows["response_mask"][i, j]]
@@ -88,8 +100,10 @@ def test_policy_loss_equals_loops_over_tokens(rows, parts):
     tokens = tokens_of(rows)
     counts = Counts(tokens=len(tokens), sequences=5)
     objective = policy_objective(
-        config(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"),
-        ObjectivePlan(),
+        policy_loss_spec(
+            config(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"),
+            ObjectivePlan(),
+        )
     )
     pg = kl = entropy = clipped = 0.0
     for i, j in tokens:
@@ -126,13 +140,15 @@ def test_the_importance_weighted_kl_is_that_of_trl(rows):
     mask = rows["response_mask"].bool()
     log_probs.data[~mask] = float("nan")
     objective = policy_objective(
-        config(
-            use_kl_loss=True,
-            kl_loss_coef=0.1,
-            kl_loss_type="low_var_kl+",
-            kl_loss_importance_weighted=True,
-        ),
-        ObjectivePlan(),
+        policy_loss_spec(
+            config(
+                use_kl_loss=True,
+                kl_loss_coef=0.1,
+                kl_loss_type="low_var_kl+",
+                kl_loss_importance_weighted=True,
+            ),
+            ObjectivePlan(),
+        )
     )
     n = int(mask.sum())
     loss, metrics = objective(rows, outputs, Counts(tokens=n, sequences=5))
@@ -154,7 +170,7 @@ def test_sequence_means_divide_by_rows_with_tokens(rows, parts, mode):
     """Five of six rows have tokens. Without old log-probs the token loss is -A."""
     rows, outputs = rows
     tokens = tokens_of(rows)
-    objective = policy_objective(config(loss_agg_mode=mode), ObjectivePlan())
+    objective = policy_objective(policy_loss_spec(config(loss_agg_mode=mode), ObjectivePlan()))
     total, _ = in_parts(
         objective, rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5), parts
     )
@@ -170,7 +186,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
     rows, outputs = rows
     tokens = tokens_of(rows)
     outputs["log_probs"].requires_grad_(True)
-    loss, metrics = policy_objective(config(), ObjectivePlan())(
+    loss, metrics = policy_objective(policy_loss_spec(config(), ObjectivePlan()))(
         rows.exclude("old_log_probs"), outputs, Counts(len(tokens), 5)
     )
     assert float(loss.detach()) == pytest.approx(
@@ -191,9 +207,8 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gap_is_measured(rows):
 def test_critic_loss_equals_loops_over_tokens(rows, parts):
     rows, outputs = rows
     tokens = tokens_of(rows)
-    total, metrics = in_parts(
-        value_objective(config(), ObjectivePlan()), rows, outputs, Counts(len(tokens), 5), parts
-    )
+    objective = value_objective(value_spec(config(), ObjectivePlan()))
+    total, metrics = in_parts(objective, rows, outputs, Counts(len(tokens), 5), parts)
     expected = 0.0
     for i, j in tokens:
         v, old, g = (
@@ -219,7 +234,7 @@ def test_importance_weights_and_selected_tokens_reach_the_loss(rows):
     plan = ObjectivePlan()
     plan.loss_mode = "clip_cov"
     total, _ = in_parts(
-        policy_objective(config(), plan),
+        policy_objective(policy_loss_spec(config(), plan)),
         rows,
         outputs,
         Counts(len(tokens), 5),
@@ -246,7 +261,7 @@ def test_loss_uses_its_settings(rows):
     losses = []
     for tau in (1.0, 4.0):
         plan.loss_mode = "sapo"
-        objective = policy_objective(config(tau_pos=tau, tau_neg=tau), plan)
+        objective = policy_objective(policy_loss_spec(config(tau_pos=tau, tau_neg=tau), plan))
         losses.append(float(objective(rows, outputs, Counts(len(tokens_of(rows)), 5))[0]))
         expected = 0.0
         for i, j in tokens_of(rows):

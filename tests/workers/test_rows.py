@@ -9,10 +9,8 @@ import torch
 
 from tests.protocol.test_ragged import ROWS, thin
 from tests.trainer.test_stages import local_actor
-from verlite.config.correction import RolloutCorrection
-from verlite.config.plan import Micro, Updates
-from verlite.config.schema import Config, DataConfig
 from verlite.protocol.data import DataProto
+from verlite.spec.roles import Micro, Updates
 from verlite.workers import rows as rows_module
 from verlite.workers.critic import CriticWorker
 from verlite.workers.rows import StepRows
@@ -59,17 +57,18 @@ def with_engine(worker):
         forward=lambda *_, **__: {"log_probs": zeros, "entropy": zeros, "values": zeros},
         update=lambda *_, **__: {"loss": 1.0},
     )
-    worker.config = Config(data=DataConfig(train_files="x"))
     micro = Micro(1, None)
     updates = Updates(2, 2, 1, 1, micro, False, "token-mean")
-    worker.plan = SimpleNamespace(
-        log_prob_micro=micro,
-        value_micro=micro,
-        needs_sum_pi_squared=False,
-        actor=updates,
-        critic=updates,
-        loss_mode="vanilla",
-        correction=RolloutCorrection(),
+    worker.spec = SimpleNamespace(
+        run_dir="run",
+        temperature=1.0,
+        log_probs=SimpleNamespace(micro=micro, needs_sum_pi_squared=False),
+        micro=micro,
+        updates=updates,
+        loss=SimpleNamespace(entropy_coeff=0.0, use_kl_loss=False),
+        calculate_entropy=False,
+        loss_scale=1.0,
+        cliprange_value=0.5,
     )
     worker.rank_rows = StepRows()
     worker._objective = None  # the engine above does not call it

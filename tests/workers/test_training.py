@@ -10,9 +10,8 @@ import torch
 
 from tests.protocol.test_ragged import ROWS, thin
 from verlite.algorithms.gap import gap_metrics, gap_totals
-from verlite.config.plan import Micro, Updates
-from verlite.config.schema import Config, DataConfig
 from verlite.protocol.data import DataProto
+from verlite.spec.roles import Micro, Updates
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
 from verlite.workers.reference import ReferenceWorker
@@ -22,7 +21,7 @@ from verlite.workers.training import TrainingWorker, _has_nvml, use_expandable_s
 
 def worker(engine) -> TrainingWorker:
     made = TrainingWorker.__new__(TrainingWorker)
-    made.config = Config(data=DataConfig(train_files="x"))
+    made.spec = SimpleNamespace(run_dir="run", temperature=1.0, saves_hf=False)
     made.engine = engine
     made.rank_rows = StepRows()
     made._spec = SimpleNamespace(device_kind="cpu")
@@ -79,7 +78,7 @@ def test_each_epoch_has_its_mini_batches_and_the_schedule_steps_once():
         }
     ).with_meta(step=1)
     subject = worker(engine)
-    subject.config.actor_rollout_ref.rollout.temperature = 0.7
+    subject.spec.temperature = 0.7
     subject.update_in_mini_batches(
         "actor",
         batch.with_meta(updates=2),
@@ -126,11 +125,9 @@ def test_log_prob_passes_use_the_sampling_temperature(kind, method, expected):
         forward=forward,
         without_adapters=without_adapters,
     )
-    subject.config, micro = Config(data=DataConfig(train_files="x")), Micro(1, None)
-    subject.config.actor_rollout_ref.rollout.temperature = 0.7
-    subject.plan = SimpleNamespace(
-        log_prob_micro=micro, ref_micro=micro, value_micro=micro, needs_sum_pi_squared=False
-    )
+    micro = Micro(1, None)
+    passes = SimpleNamespace(micro=micro, reference_micro=micro, needs_sum_pi_squared=False)
+    subject.spec = SimpleNamespace(log_probs=passes, micro=micro, temperature=0.7)
     subject.rank_rows = StepRows()
     getattr(subject, method)(thin(ROWS).with_meta(step=1))
     assert seen == [expected]
@@ -160,7 +157,7 @@ def test_a_hugging_face_folder_beside_the_shards_is_written_if_asked_for(monkeyp
     actor.__dict__.update(worker(engine).__dict__)
     assert actor.save("here") is None
     assert written == [("shards", "here")]
-    actor.config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
+    actor.spec.saves_hf, actor.spec.engine = True, SimpleNamespace(model="model")
     assert actor.save("here") is None
     assert written[1:] == [("shards", "here"), ("tokenizer", "here/huggingface")]
 
@@ -177,8 +174,8 @@ def test_log_probs_stay_ragged_and_sums_go_to_the_driver():
     subject.engine = SimpleNamespace(
         onload=lambda **_: None, offload=lambda: None, forward=lambda *args, **_: out
     )
-    subject.config = Config(data=DataConfig(train_files="x"))
-    subject.plan = SimpleNamespace(log_prob_micro=Micro(1, None), needs_sum_pi_squared=True)
+    passes = SimpleNamespace(micro=Micro(1, None), needs_sum_pi_squared=True)
+    subject.spec = SimpleNamespace(log_probs=passes, temperature=1.0)
     subject.rank_rows = StepRows()
     out = subject.log_probs(thin(ROWS).with_meta(step=1))
     assert [row.tolist() for row in out.non_tensor_batch["old_log_probs"]] == [
@@ -247,9 +244,10 @@ def test_a_training_role_selects_its_gpu_and_expandable_segments(
     monkeypatch.setattr(
         TrainingWorker, "init_distributed", lambda self, timeout_s: events.append(timeout_s)
     )
-    config = Config(data=DataConfig(train_files="x"))
-    config.trainer.phase_timeout_s = 7200.0
-    TrainingWorker(config, None, 1)
+    monkeypatch.setattr(
+        TrainingWorker, "_build_engine", lambda self: SimpleNamespace(offload=lambda: None)
+    )
+    TrainingWorker(SimpleNamespace(phase_timeout_s=7200.0))
     setting = "" if own else "expandable_segments:True"
     assert events == [(torch.device("cuda", 0), setting), 7200.0]
     assert os.environ.get("PYTORCH_ALLOC_CONF") == (

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from tests.models import tiny_tokenizer
-from verlite.config.schema import Config, DataConfig, ModelConfig
-from verlite.config.weight_routes import weight_routes
 from verlite.envs.factory import EnvFactory
 from verlite.envs.step import Step, ToolError, encode_text
 from verlite.protocol.data import DataProto, object_array
 from verlite.rewards.result import RewardResult
 from verlite.rewards.scorer import Stream
 from verlite.rollout.types import Completion, Sampling, WeightSyncError
+from verlite.spec.roles import GenerationSpec, ModelSpec, PublishSpec, ScorerSpec
+from verlite.spec.weight_routes import weight_routes
 from verlite.weights.collective import Sender
 from verlite.weights.errors import TransportError
 from verlite.weights.fingerprint import fingerprint
@@ -79,12 +79,23 @@ def plan(actor, rollout, transport="auto", inference=()):
 
 
 def config(folder="unused", lora_rank=0):
-    policy = SimpleNamespace(
-        rollout=SimpleNamespace(sync_bucket_mb=1), model=ModelConfig(path="x", lora_rank=lora_rank)
-    )
-    return SimpleNamespace(
-        actor_rollout_ref=policy,
-        trainer=SimpleNamespace(default_local_dir=str(folder)),
+    """Return what the specs of all roles have here."""
+    model = ModelSpec(path="x", lora_rank=lora_rank)
+    return SimpleNamespace(run_dir=str(folder), engine=SimpleNamespace(model=model))
+
+
+def publishing(routes):
+    """Return what the actor knows of weight syncs."""
+    return PublishSpec(
+        routes=routes.weights,
+        train_dtype=routes.train_dtype,
+        rollout_dtype=routes.rollout_dtype,
+        sync_dtype=routes.sync_dtype,
+        sync_bucket_mb=1,
+        syncs_adapters=routes.syncs_adapters,
+        has_inference="inference" in routes.roles,
+        nodes=tuple(device // routes.devices_per_node for device in routes.placement["actor"]),
+        max_model_len=routes.max_model_len,
     )
 
 
@@ -93,7 +104,8 @@ def actors(routes, settings):
     ranks = []
     for rank in range(len(routes.placement["actor"])):
         actor = Actor.__new__(Actor)
-        actor.rank, actor.plan, actor.config = rank, routes, settings
+        actor.rank = rank
+        actor.spec = SimpleNamespace(**vars(settings), publish=publishing(routes))
         actor._sync = SyncedParts(routes.syncs_adapters)
         actor._memory_files = actor._publisher = actor._sender = None
         if rank == 0 and routes.weights.receivers:
@@ -125,7 +137,7 @@ def engine_workers(routes, settings):
     ranks = []
     for rank in range(len(routes.placement["rollout"])):
         rollout = Rollout.__new__(Rollout)
-        rollout.rank, rollout.plan, rollout.config = rank, routes, settings
+        rollout.rank, rollout.spec = rank, SimpleNamespace(routes=routes.weights)
         rollout._reader = reader(routes, settings, "rollout", rank)
         rollout.calls = calls = []
 
@@ -140,7 +152,7 @@ def engine_workers(routes, settings):
 
 
 def reader(routes, settings, role, rank):
-    folder = Path(settings.trainer.default_local_dir, "weights")
+    folder = Path(settings.run_dir, "weights")
     return WeightReader(routes.weights, routes.weights.reader(role, rank), folder, CPU)
 
 
@@ -149,7 +161,8 @@ def inference_workers(routes, settings):
     ranks = []
     for rank in range(len(routes.placement["inference"])):
         inference = Inference.__new__(Inference)
-        inference.rank, inference.plan, inference.config = rank, routes, settings
+        inference.rank = rank
+        inference.spec = SimpleNamespace(**vars(settings), max_model_len=8)
         inference.version, inference._not_ready = None, "no weight sync has reached it"
         inference.rank_rows, inference._dtype = StepRows(), torch.bfloat16
         inference._reader = reader(routes, settings, "inference", rank)
@@ -159,7 +172,7 @@ def inference_workers(routes, settings):
             loaded.clear()
             loaded.update((name, tensor.clone()) for name, tensor in named)
 
-        def own(dtype, loaded=loaded, has_adapters=settings.actor_rollout_ref.model.lora_rank):
+        def own(dtype, loaded=loaded, has_adapters=settings.engine.model.lora_rank):
             return fingerprint([*(WEIGHTS if has_adapters else []), *loaded.items()], dtype)
 
         inference.engine = SimpleNamespace(
@@ -367,13 +380,25 @@ def test_engines_sleep_until_the_first_sync(tmp_path, monkeypatch):
         load_weights=lambda named, version, found: calls.append(version),
     )
     monkeypatch.setattr(rollouts, "build_engine", lambda *args: engine)
-    settings = Config(data=DataConfig(train_files="x"))
-    routes = plan([0], [0])
-    vars(routes).update(max_turns=0, rollout_name="hf", max_model_len=8, engines=1)
+    routes, settings = plan([0], [0]), config()
+    spec = SimpleNamespace(
+        model=settings.engine.model,
+        engine="hf",
+        generation=GenerationSpec(),
+        seed=0,
+        max_model_len=8,
+        routes=routes.weights,
+        run_dir=settings.run_dir,
+        engines=1,
+        scorer=ScorerSpec(),
+        env=None,
+        debug=False,
+        folder=None,
+    )
     rollout = Rollout.__new__(Rollout)
     rollout._spec = SimpleNamespace(devices_on_node=1, devices=1, device_kind="cpu")
     rollout.rank = 0
-    rollout.__init__(settings, routes)
+    rollout.__init__(spec)
     (actor,) = actors(routes, settings)
     offer = actor.offer_weights(1, None)
     rollout.load_weights(offer, [actor.publish_weights(offer)])
@@ -436,15 +461,9 @@ def requests(prompts, **columns):
 @pytest.mark.parametrize("sleep_after", [True, False])
 def test_a_failed_sample_or_reward_affects_its_row_only(sleep_after):
     rollout = Rollout.__new__(Rollout)
-    rollout.engine, rollout.env_factory, rollout.plan = (
-        Engine(),
-        EnvFactory(),
-        SimpleNamespace(max_turns=0),
-    )
-    rollout.config, rollout.scorer = (
-        Config(data=DataConfig(train_files="x")),
-        Scores(RewardResult(0.5, parts={"acc": 1.0}), FAILED),
-    )
+    rollout.engine, rollout.env_factory = Engine(), EnvFactory()
+    rollout.spec = SimpleNamespace(max_turns=0)
+    rollout.scorer = Scores(RewardResult(0.5, parts={"acc": 1.0}), FAILED)
     answers = rollout.generate(requests([[7], [0], [9]]), sleep_after)
     columns = answers.non_tensor_batch
     assert [ids.tolist() for ids in columns["response_ids"]] == [[7, 7], [], [9, 9]]
@@ -492,7 +511,7 @@ def test_a_failed_sample_or_reward_affects_its_row_only(sleep_after):
 def test_prompt_and_sequence_with_special_tokens_if_they_are_needed(needed):
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.env_factory = Engine(), EnvFactory()
-    rollout.plan, rollout.config = SimpleNamespace(max_turns=0), Config(data=DataConfig("x"))
+    rollout.spec = SimpleNamespace(max_turns=0)
     rollout.scorer = Scores()
     rollout.scorer.needs_prompts = needed
     end = rollout.engine.tokenizer.eos_token_id
@@ -512,12 +531,8 @@ class SlowScores(Scores):
 
 def test_reward_seconds_is_the_wait_for_the_last_rewards():
     rollout = Rollout.__new__(Rollout)
-    rollout.engine, rollout.env_factory, rollout.plan = (
-        Engine(),
-        EnvFactory(),
-        SimpleNamespace(max_turns=0),
-    )
-    rollout.config, rollout.scorer = Config(data=DataConfig(train_files="x")), SlowScores()
+    rollout.engine, rollout.env_factory = Engine(), EnvFactory()
+    rollout.spec, rollout.scorer = SimpleNamespace(max_turns=0), SlowScores()
     waited = rollout.generate(requests([[7]]), False).batch["reward_seconds"].tolist()
     assert len(waited) == 1 and 0.2 < waited[0] < 10
 
@@ -561,11 +576,8 @@ def test_each_multi_turn_sample_has_the_environment_of_its_row():
     """Sequences have at most 20 tokens, 3 of them the prompt. Observations have at most 4."""
     rollout = Rollout.__new__(Rollout)
     rollout.engine, rollout.env_factory = Engine(), Echoes()
-    rollout.plan = SimpleNamespace(max_turns=2, longest_sequence=20)
-    rollout.config, rollout.scorer = (
-        Config(data=DataConfig(train_files="x", max_obs_length=4)),
-        Scores(),
-    )
+    rollout.spec = SimpleNamespace(max_turns=2, longest_sequence=20, max_obs_length=4)
+    rollout.scorer = Scores()
     rollout.encode = encode_text(rollout.engine.tokenizer)
     secrets = ["ab", "odd", "longer", "none"]
     batch = requests(
@@ -630,7 +642,7 @@ def test_each_multi_turn_sample_has_the_environment_of_its_row():
     assert batch.non_tensor_batch["extra_info"][0] == {"secret": "ab"}, (
         "the column of the request is not modified"
     )
-    rollout.plan.longest_sequence = 12  # 9 response tokens fit; the last turn may have 1
+    rollout.spec.longest_sequence = 12  # 9 response tokens fit; the last turn may have 1
     rollout.engine.samplings.clear()
     rollout.generate(batch[:1], False)
     assert [sampling.max_tokens for sampling in rollout.engine.samplings] == [5, 5, 1]

@@ -18,7 +18,7 @@ In formulas: R_i is a row's score, the sum of its token rewards. mean and std ar
 its group. G_t is the reward-to-go from token t.
 
 To add an estimator, write the function and add one entry to ESTIMATORS in
-verlite/config/catalog.py.
+verlite/spec/catalog.py.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from verlite.algorithms.masked import masked_whiten
-from verlite.config.catalog import ESTIMATORS, measured, resolve
+from verlite.spec.catalog import ESTIMATORS, measured, resolve
 
 STD_EPS = 1e-6
 

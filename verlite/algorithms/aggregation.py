@@ -8,7 +8,7 @@ depend on how rows are split.
 import torch
 from torch import Tensor
 
-from verlite.config.catalog import AGGREGATION_MODES
+from verlite.spec.catalog import AGGREGATION_MODES
 
 
 def token_weights(

@@ -15,7 +15,7 @@ from torch import Tensor
 from verlite.algorithms.advantages import AdvantageInputs, Estimator
 from verlite.algorithms.aggregation import token_weights
 from verlite.algorithms.losses import PolicyLoss, PolicyLossInputs, policy_loss
-from verlite.config.correction import RolloutCorrection
+from verlite.spec.correction import RolloutCorrection
 
 ROWS = 6
 WIDTH = 5

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from verlite.algorithms.masked import masked_mean
-from verlite.config.catalog import KL_BASE_KINDS, KL_KINDS
+from verlite.spec.catalog import KL_BASE_KINDS, KL_KINDS
 
 LOG_PROB_FLOOR = -1e4
 """Replaces log 0: its exp is 0 and its square is finite."""

@@ -7,7 +7,7 @@ A policy loss is a function (PolicyLossInputs) -> (loss, metrics). `loss` is a s
 the sum of token losses times inputs.weights, see PolicyLossInputs.total. `metrics` maps names to
 detached scalars. Their sums over the micro-batches of a step are means over its trainable tokens,
 see PolicyLossInputs.token_mean. To add a loss, write the function and add one entry to
-POLICY_LOSSES in verlite/config/catalog.py.
+POLICY_LOSSES in verlite/spec/catalog.py.
 
 In formulas: ratio = exp(log_prob - old_log_prob), A = advantage, sg = stop-gradient.
 
@@ -32,8 +32,8 @@ from verlite.algorithms.rollout_correction import (
     log_ratios,
     rejection_mask,
 )
-from verlite.config.catalog import LOSSES, resolve
-from verlite.config.correction import RolloutCorrection
+from verlite.spec.catalog import LOSSES, resolve
+from verlite.spec.correction import RolloutCorrection
 
 
 @dataclass(kw_only=True)

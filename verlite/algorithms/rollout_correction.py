@@ -4,7 +4,7 @@ The rollout engine and the trainer compute slightly different log-probs for the 
 
 w = pi_train / pi_rollout for each sampled token. Importance weights multiply the token losses.
 Rejection removes tokens or whole rows from the loss. Config keys, metric names and presets are
-verl's; the settings class is in verlite/config/correction.py. Log-ratios are clamped to [-20, 20]
+verl's; the settings class is in verlite/spec/correction.py. Log-ratios are clamped to [-20, 20]
 before they are exponentiated.
 
 References: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verlite.algorithms.kl import LOG_PROB_FLOOR, MAX_LOG_RATIO
 from verlite.algorithms.masked import masked_mean, masked_sum
-from verlite.config.correction import RolloutCorrection
+from verlite.spec.correction import RolloutCorrection
 
 MIN_MEAN_WEIGHT = 1e-8
 """Batch normalization divides by the mean weight only if the mean is above this."""

@@ -19,7 +19,8 @@ from verlite.api.result import Result
 from verlite.config.load import Loaded
 from verlite.config.plan import Plan, make_plan
 from verlite.config.problems import Note
-from verlite.config.show import console, notes_text
+from verlite.config.show import notes_text
+from verlite.terminal import console
 
 if TYPE_CHECKING:
     from verlite.controller.stop import Stop

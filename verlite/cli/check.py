@@ -45,7 +45,8 @@ def _named(arguments: list[str]) -> tuple[str, list[str]]:
 
 def _check_rl(arguments: list[str]) -> None:
     from verlite.config.plan import make_plan
-    from verlite.config.show import console, notes_text
+    from verlite.config.show import notes_text
+    from verlite.terminal import console
     from verlite.trainer.trial import try_out
 
     loaded = load_config(arguments, "verlite check")
@@ -67,9 +68,10 @@ def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
     note."""
     from verlite.config import dpo, sft
     from verlite.config.load import main_argv
-    from verlite.config.show import console, notes_text
+    from verlite.config.show import notes_text
     from verlite.sft import data, preferences
     from verlite.sft.trial import try_out
+    from verlite.terminal import console
     from verlite.trainer.trial import Trial
 
     command = dpo.DPO if name in DPO else sft.SFT
@@ -98,7 +100,7 @@ def _check_tuning(name: str, arguments: list[str], pasted: bool) -> None:
 
 def _report(trial: "Trial") -> None:
     """Print what was found by trying, and exit if a run would be refused."""
-    from verlite.config.show import console
+    from verlite.terminal import console
 
     for line in (*trial.seen, *(f"note: {text}" for text in (*trial.warnings, *trial.missing))):
         console().print(line, soft_wrap=True, highlight=False)
@@ -108,7 +110,7 @@ def _report(trial: "Trial") -> None:
 
 def _say_logins(loggers: list[str], variables: dict[str, str]) -> None:
     from verlite.config import logins
-    from verlite.config.show import console
+    from verlite.terminal import console
 
     for note in logins.notes(loggers, variables):
         console().print(f"note: {note}", soft_wrap=True, highlight=False)

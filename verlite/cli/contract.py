@@ -96,7 +96,7 @@ def _problems(
         return check_reward(name, settings, _first_row(data) if data else None)
 
     from verlite.algorithms.contract import check_estimator, check_policy_loss
-    from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
+    from verlite.spec.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 
     if kind is Kind.estimator:
         estimator = resolve(name, ESTIMATORS, "advantage estimator")

@@ -141,7 +141,7 @@ def show(convert: "Callable[[], Conversion]", output: Path | None) -> None:
 
 def refuse(error: Exception) -> NoReturn:
     """Print all problems to stderr and exit with code 2."""
-    from verlite.config.show import console
+    from verlite.terminal import console
 
     console(stderr=True).print(error.text(), soft_wrap=True, end="")  # type: ignore[attr-defined]
     raise typer.Exit(2)

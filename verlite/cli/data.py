@@ -48,11 +48,11 @@ def data(
     """
     import json
 
-    from verlite.config import catalog
     from verlite.data.dataset import DataError, find_file
     from verlite.data.own import Columns, read_rows, statistics
     from verlite.data.own import hold_out as split
     from verlite.data.preprocess import print_written, write_parquet
+    from verlite.spec import catalog
 
     if template is not None and "{}" not in template:
         fail(f"--template={template!r} must contain {{}} for the prompt's text.")

@@ -40,9 +40,10 @@ def slurm(
     --config-name grpo data.train_files=...
     """
     from verlite.config.problems import ConfigError
-    from verlite.config.show import console, notes_text
+    from verlite.config.show import notes_text
     from verlite.launch.slurm import plan_job
     from verlite.launch.slurm import script as script_text
+    from verlite.terminal import console
 
     out = console(stderr=script == Path("-"))
     try:
@@ -111,10 +112,11 @@ def hostfile(
     --config-name grpo data.train_files=...
     """
     from verlite.config.problems import ConfigError
-    from verlite.config.show import console, notes_text
+    from verlite.config.show import notes_text
     from verlite.launch import ClusterError
     from verlite.launch.hosts import launch, own_python, passed_environment, plan_run
     from verlite.launch.session import Remote
+    from verlite.terminal import console
 
     missing = [name for name in env or [] if name not in os.environ]
     if missing:

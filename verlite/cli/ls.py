@@ -42,8 +42,8 @@ def ls(
     from rich.table import Table
     from rich.text import Text
 
-    from verlite.config.show import console
     from verlite.report.runs import find_runs
+    from verlite.terminal import console
 
     try:
         found = find_runs(Path(folder), depth)

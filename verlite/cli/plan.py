@@ -51,8 +51,9 @@ def plan(
 def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> None:
     from verlite.config.plan import make_plan
     from verlite.config.problems import Note
-    from verlite.config.show import console, notes_text
+    from verlite.config.show import notes_text
     from verlite.sizing.devices import DevicesError, choose_devices
+    from verlite.terminal import console
 
     made = make_plan(loaded.config)
     try:
@@ -92,11 +93,11 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
 def _show_memory(
     config: "Config", made: "Plan", devices: "Devices", policy: "ModelFacts", cache: bool
 ) -> None:
-    from verlite.config.show import console
     from verlite.sizing import memory_table
     from verlite.sizing.advice import Run, advise
     from verlite.sizing.cache import Measurer
     from verlite.sizing.memory import run_memory
+    from verlite.terminal import console
 
     terminal = console()
     measurer = Measurer(cache)

@@ -267,7 +267,7 @@ def generation(
 
     Further options are those of `vllm serve`. docs/generation_service.md describes the service.
     """
-    from verlite.config import machine
+    from verlite import machine
     from verlite.config.plan import resolve_dtype
     from verlite.rollout.servers.command import command, environment, missing_plugin
 
@@ -342,10 +342,10 @@ def reference(
 
     Training uses it with actor_rollout_ref.ref.url. docs/reference_service.md
     """
-    from verlite.config.machine import visible_gpus
     from verlite.engine.scoring import Scorer, ScoringError, Settings, default_device
     from verlite.http.address import url
     from verlite.http.server import run
+    from verlite.machine import visible_gpus
     from verlite.services.reference import Limits, make_app
     from verlite.services.reference_wire import ModelInfo
 

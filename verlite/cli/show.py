@@ -24,9 +24,9 @@ def show(
     whole: Annotated[bool, typer.Option("--whole", help="Do not shorten long prompts.")] = False,
 ) -> None:
     """Print a step's samples: turns, tool calls and results, rewards, and the trained text."""
-    from verlite.config.show import console
     from verlite.files import one_line
     from verlite.report.samples import legend, lowest_scores, read_samples, render
+    from verlite.terminal import console
 
     try:
         path, samples, unreadable = read_samples(Path(run_dir), step, validation)

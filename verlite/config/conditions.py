@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from verlite.config import catalog, correction, plan
+from verlite.config import plan
 from verlite.config.keys import get
 from verlite.config.schema import (
     CRITIC,
@@ -28,6 +28,7 @@ from verlite.config.schema import (
     VLLM,
     Config,
 )
+from verlite.spec import catalog, correction
 
 ESTIMATOR = "algorithm.adv_estimator"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verlite.config.catalog import ENV_FACTORIES
-from verlite.config.names import module_path
 from verlite.config.plan import files_of, max_turns
 from verlite.config.schema import Config, ModelConfig
 from verlite.hub import HubError, local_file
+from verlite.importing import module_path
+from verlite.spec.catalog import ENV_FACTORIES
 
 AGENT_LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
 LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")

@@ -13,10 +13,10 @@ from typing import Any
 
 from verlite import tables
 from verlite.config import ineffective, keys, plan
-from verlite.config.problems import display
 from verlite.config.schema import Config
 from verlite.hub import HubError, local_file
 from verlite.importing import VERL_VARIABLE
+from verlite.masking import display
 
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."

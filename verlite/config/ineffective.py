@@ -6,8 +6,9 @@ When a key is used is declared on its schema field. Only keys that the user set 
 
 from collections.abc import Collection, Iterator, Mapping
 
-from verlite.config import catalog, conditions, keys, placement, plan
+from verlite.config import conditions, keys, placement, plan
 from verlite.config.schema import Config
+from verlite.spec import catalog
 
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."

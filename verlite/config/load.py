@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verlite.config import keys, translation, verl, verl_code
 from verlite.config.command import PPO, Command
-from verlite.config.problems import ConfigError, Note, Problem, display, is_secret, nearest
+from verlite.config.problems import ConfigError, Note, Problem, nearest
 from verlite.config.schema import Config
 from verlite.config.sources import (
     PYTHON,
@@ -32,6 +32,7 @@ from verlite.config.sources import (
     from_yaml,
     our_names,
 )
+from verlite.masking import display, is_secret
 
 OmegaConf.register_new_resolver("not", operator.not_, replace=True)  # for conf/*.yaml
 
@@ -164,7 +165,7 @@ def main_argv(
             raise SystemExit(0)
         return compose(config_name, overrides, config_dir, elsewhere=elsewhere, command=command)
     except ConfigError as error:
-        from verlite.config.show import console
+        from verlite.terminal import console
 
         console(stderr=True).print(error.text(), soft_wrap=True, end="")
         raise SystemExit(2) from None

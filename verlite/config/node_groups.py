@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verlite.config.placement import ALL_NODES, read_numbers
-from verlite.config.problems import is_secret
+from verlite.masking import is_secret
 
 GROUP_KEYS = ("label", "node_ranks", "env_configs", "hardware", "ignore_hardware")
 ENV_KEYS = ("node_ranks", "env_vars", "python_interpreter_path")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verlite.config.problems import display
+from verlite.masking import display
 
 ROLES = ("actor", "rollout", "inference", "ref", "critic")
 """Every role that can have devices. Rewards run in host processes and need none."""

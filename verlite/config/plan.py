@@ -11,55 +11,19 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verlite import tables
-from verlite.config import catalog, correction, machine, node_groups
-from verlite.config.correction import RolloutCorrection
+from verlite import machine, tables
+from verlite.config import node_groups
 from verlite.config.drawing import draw
 from verlite.config.placement import Shape, parse, ranges, role_names
-from verlite.config.problems import display
 from verlite.config.schema import Config, FSDPConfig, ModelConfig, RewardConfig, RolloutConfig
-from verlite.config.weight_routes import WeightRoutes, weight_routes
 from verlite.hub import HubError, local_file
+from verlite.masking import display
+from verlite.spec import catalog, correction
+from verlite.spec.correction import RolloutCorrection
+from verlite.spec.roles import Micro, Updates
+from verlite.spec.weight_routes import WeightRoutes, weight_routes
 
 ROLLOUT = "actor_rollout_ref.rollout."
-
-
-@dataclass(frozen=True)
-class Micro:
-    """How one pass splits the rows of a device: by count (`size` rows), or by tokens (`max_tokens`)
-    where that is not None.
-    """
-
-    size: int | None
-    max_tokens: int | None
-
-    def __str__(self) -> str:
-        return f"up to {self.max_tokens} tokens" if self.max_tokens is not None else f"{self.size}"
-
-
-@dataclass(frozen=True)
-class Updates:
-    """Optimizer steps of one model in one training step."""
-
-    mini_prompts: int
-    """Prompts per optimizer step, over all devices."""
-    mini_rows: int
-    """Samples per optimizer step, over all devices."""
-    epochs: int
-    """Passes over the step's samples."""
-    per_epoch: int
-    """Optimizer steps in one pass."""
-    micro: Micro
-    """Micro-batches of the update."""
-    shuffle: bool
-    """Shuffle rows between the mini-batches of each pass."""
-    loss_agg_mode: str
-    """How token losses become one number."""
-
-    @property
-    def per_step(self) -> int:
-        """Optimizer steps in one training step."""
-        return self.epochs * self.per_epoch
 
 
 @dataclass(frozen=True)

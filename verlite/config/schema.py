@@ -13,10 +13,10 @@ from typing import Annotated, Any, ClassVar, Optional
 
 from omegaconf import MISSING
 
-from verlite.config import catalog
-from verlite.config.correction import PRESETS
 from verlite.config.facts import key, section
-from verlite.config.weight_routes import TRANSPORTS
+from verlite.spec import catalog
+from verlite.spec.correction import PRESETS
+from verlite.spec.weight_routes import TRANSPORTS
 
 Files = Annotated[Any, "a file or a list of files"]
 Modules = Annotated[Any, "a list of module names, or a regular expression"]

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Optional, cast
 
 from omegaconf import MISSING
 
-from verlite import hub
-from verlite.config import conditions, load, machine, sft_aliases, verl
+from verlite import hub, machine
+from verlite.config import conditions, load, sft_aliases, verl
 from verlite.config.command import Command
 from verlite.config.facts import key, section
 from verlite.config.keys import Key

@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 import verlite
 from verlite.config import keys
 from verlite.config.command import PPO, Command
-from verlite.config.problems import ConfigError, Problem, display, is_secret
+from verlite.config.problems import ConfigError, Problem
+from verlite.masking import display, is_secret
 
 COMMAND_LINE = "command line"
 PYTHON = "Python"

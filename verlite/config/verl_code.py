@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config.command import Command
-from verlite.config.names import module_path
-from verlite.config.problems import Problem, display
+from verlite.config.problems import Problem
 from verlite.config.sources import Assignment
-from verlite.importing import VERL_VARIABLE
+from verlite.importing import VERL_VARIABLE, module_path
+from verlite.masking import display
 
 OWN_ROWS = ("data.custom_cls.path", "data.sampler.class_path")
 SECTIONS = ("reward.reward_manager", "reward_manager")

@@ -19,7 +19,7 @@ class Countdown:
         """Update the line."""
         now = time.monotonic()
         if sys.stderr.isatty():
-            from verlite.config.show import console
+            from verlite.terminal import console
 
             if self._status is None:
                 self._status = console(stderr=True).status(text)

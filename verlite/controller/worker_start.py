@@ -6,12 +6,12 @@ Imports nothing heavy, so that processes can start before the driver imports tor
 import os
 from typing import Any
 
-from verlite.config.problems import is_secret
 from verlite.controller.cluster import RUN_MARK
 from verlite.controller.placement import Device, Placement
 from verlite.controller.records import WorkerSpec
 from verlite.controller.worker_actor import WorkerActor
 from verlite.controller.worker_handle import WorkerHandle
+from verlite.masking import is_secret
 
 
 def prestart(placement: Placement, role: str, *modules: str) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 from verlite.config import rules
 from verlite.config.command import PPO, Command
 from verlite.config.load import compose
-from verlite.config.problems import ConfigError, Problem, display
+from verlite.config.problems import ConfigError, Problem
 from verlite.convert.rows import NOT_SET, Row
 from verlite.convert.values import override
+from verlite.masking import display
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from verlite.config import catalog
 from verlite.config.command import PPO
 from verlite.config.problems import ConfigError, Problem, nearest
 from verlite.convert.data import VERBATIM, VERBATIM_NOTE, prepare_data
@@ -29,6 +28,7 @@ from verlite.convert.tuning import (
     rows_file,
     start_text,
 )
+from verlite.spec import catalog
 
 PROGRAM = re.compile(r"(?:\S*openrlhf[./]cli[./])?(train_\w+?)(?:\.py)?")
 CORRECTION = "algorithm.rollout_correction."

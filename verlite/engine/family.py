@@ -18,20 +18,20 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verlite.config.schema import ModelConfig
 from verlite.engine.attention import PACKED_ATTENTION
 from verlite.engine.folder import ModelError, load_config
 from verlite.engine.layers import checkpoint_layers
 from verlite.engine.micro import model_inputs
 from verlite.engine.model import HeadedModel, build, check_supported, training_config
 from verlite.small_model import sequences, small_config, small_model, unsuitable
+from verlite.spec.roles import ModelSpec
 
 _TOLERANCE = 1e-3  # relative to the largest expected value or gradient
 _PROVEN: set[str] = set()
 """What `_problem` found nothing wrong with in this process."""
 
 
-def check(model: ModelConfig, kind: str) -> str | None:
+def check(model: ModelSpec, kind: str) -> str | None:
     """Prove on a small copy that the engine computes what transformers' model does.
 
     Returns:
@@ -65,7 +65,7 @@ def check(model: ModelConfig, kind: str) -> str | None:
     raise ModelError(found)
 
 
-def _problem(model: ModelConfig, kind: str, small: PretrainedConfig) -> str | None:
+def _problem(model: ModelSpec, kind: str, small: PretrainedConfig) -> str | None:
     """Return what is wrong with the small copy; None if it is equal to the reference."""
     settings = (model.use_remove_padding, model.enable_gradient_checkpointing, kind)
     key = f"{settings} {type(small).__name__} {small.to_json_string(use_diff=False)}"
@@ -78,7 +78,7 @@ def _problem(model: ModelConfig, kind: str, small: PretrainedConfig) -> str | No
     return problem
 
 
-def _compare(model: ModelConfig, kind: str, small: PretrainedConfig) -> str | None:
+def _compare(model: ModelSpec, kind: str, small: PretrainedConfig) -> str | None:
     rows = _rows(sequences(small))
     try:
         reference = small_model(
@@ -108,7 +108,7 @@ def _compare(model: ModelConfig, kind: str, small: PretrainedConfig) -> str | No
 
 
 def _subject(
-    model: ModelConfig, kind: str, small: PretrainedConfig, reference: PreTrainedModel
+    model: ModelSpec, kind: str, small: PretrainedConfig, reference: PreTrainedModel
 ) -> HeadedModel:
     """Return the small copy as the engine trains it, with the reference's weights."""
     config = training_config(small, model)

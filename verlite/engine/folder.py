@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from verlite import hub
-from verlite.config.schema import ModelConfig
+from verlite.spec.roles import ModelSpec
 
 
 class ModelError(ValueError):
@@ -45,7 +45,7 @@ def reading(what: str) -> Iterator[None]:
         raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer.
 
     Applies custom_chat_template if it is set. The EOS token serves as the pad token if the
@@ -71,7 +71,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_config(model: ModelConfig) -> PretrainedConfig:
+def load_config(model: ModelSpec) -> PretrainedConfig:
     """Load the model's config.json and apply override_config.
 
     Raises:
@@ -110,7 +110,7 @@ def experts_of(config: PretrainedConfig) -> tuple[int, int]:
     return experts, first("num_experts_per_tok", "moe_topk") or 1
 
 
-def _from_folder_or_hub(kind: Any, key: str, path: str, model: ModelConfig) -> Any:
+def _from_folder_or_hub(kind: Any, key: str, path: str, model: ModelSpec) -> Any:
     """Return `kind.from_pretrained` of a folder, or of a name on the hub.
 
     Raises:

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verlite import progress
-from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine import checkpoint, export, loading, lora, sharding, ulysses
 from verlite.engine.errors import NonFiniteError
 from verlite.engine.export import Part
@@ -36,6 +35,7 @@ from verlite.engine.offload import HostMemory, has_own_memory
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
 from verlite.files import refused_by_disk
 from verlite.protocol.data import DataProto
+from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 from verlite.weights.fingerprint import combine, fingerprint
 from verlite.weights.probe import Probe, probe_ids, probe_length, probe_rows
 
@@ -87,9 +87,9 @@ class TrainEngine:
 
     def __init__(
         self,
-        model: ModelConfig,
-        fsdp: FSDPConfig,
-        optim: OptimConfig | None = None,
+        model: ModelSpec,
+        fsdp: FSDPSpec,
+        optim: OptimSpec | None = None,
         *,
         head: str = "lm",
         total_training_steps: int | None = None,

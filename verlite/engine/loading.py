@@ -36,12 +36,12 @@ from transformers.core_model_loading import (
 )
 
 from verlite import progress
-from verlite.config.schema import ModelConfig
 from verlite.engine import family, lora
 from verlite.engine.checkpoint import local_part, persistent_buffers
 from verlite.engine.export import layer_prefix
 from verlite.engine.folder import ModelError
 from verlite.engine.model import checkpoint_dtype, load_model, load_skeleton
+from verlite.spec.roles import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Weights:
 
 
 def read_on_rank_zero(
-    model: ModelConfig, kind: str, dtype: torch.dtype
+    model: ModelSpec, kind: str, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, Weights]:
     """Read the checkpoint on rank 0 and build the model on the meta device on every rank. All ranks
     must call it.

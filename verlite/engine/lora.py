@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from transformers import PreTrainedModel
 
-from verlite.config.plan import uses_lora
-from verlite.config.schema import ModelConfig
 from verlite.engine.folder import ModelError
 from verlite.engine.model import VALUE_HEADS
+from verlite.spec.roles import ModelSpec
 
 FOLDER = "lora_adapter"
 """Subfolder of an exported Hugging Face folder with the adapter in peft's own format."""
@@ -49,7 +48,7 @@ _UNSUPPORTED = (
 )
 
 
-def add(model: PreTrainedModel, config: ModelConfig) -> None:
+def add(model: PreTrainedModel, config: ModelSpec) -> None:
     """Add float32 adapters on the meta device to the layers that `config` names. Does nothing
     without LoRA.
 
@@ -63,7 +62,7 @@ def add(model: PreTrainedModel, config: ModelConfig) -> None:
         ModelError: target_modules names unknown layers, layers that are not linear, or the output
             head; or the adapter has more than A and B.
     """
-    if not uses_lora(config):
+    if not config.trains_adapters:
         return
     from peft import LoraConfig, inject_adapter_in_model  # takes a second to import
 
@@ -93,7 +92,7 @@ def add(model: PreTrainedModel, config: ModelConfig) -> None:
             parameter.data = parameter.data.float()
 
 
-def initial_weights(model: PreTrainedModel, config: ModelConfig) -> dict[str, Tensor]:
+def initial_weights(model: PreTrainedModel, config: ModelSpec) -> dict[str, Tensor]:
     """Return the values of A and B by their names in the adapted model, float32 on the CPU: those
     of lora_adapter_path if it is set, otherwise a random A and B = 0.
 
@@ -114,7 +113,7 @@ def initial_weights(model: PreTrainedModel, config: ModelConfig) -> dict[str, Te
     return values
 
 
-def _check_layers(model: PreTrainedModel, config: ModelConfig) -> None:
+def _check_layers(model: PreTrainedModel, config: ModelSpec) -> None:
     """Raise ModelError if an adapted layer is the output head or is not linear."""
     from peft.tuners.lora import Linear, LoraLayer
 

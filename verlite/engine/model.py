@@ -27,11 +27,11 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from verlite.algorithms.logprobs import sum_pi_squared, token_log_probs
-from verlite.config.rope import beyond_limit, position_limit
-from verlite.config.schema import ModelConfig
 from verlite.engine.attention import PACKED_ATTENTION
 from verlite.engine.folder import ModelError, load_config, reading
 from verlite.engine.micro import ModelInputs, model_inputs
+from verlite.spec.roles import ModelSpec
+from verlite.spec.rope import beyond_limit, position_limit
 
 # Layers whose output for a token depends only on tokens visible to attention. Other layers (linear
 # attention, state spaces, chunked attention) carry state across the sequences of a packed row.
@@ -52,9 +52,7 @@ _FLOAT32_TOLERANCE = 1e-3  # of the self-check, relative to the largest expected
 _HALF_PRECISION_TOLERANCE = 0.1
 
 
-def load_model(
-    model: ModelConfig, kind: str, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
+def load_model(model: ModelSpec, kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load the pretrained model on the CPU, configured for training (see `training_config`).
 
     Args:
@@ -107,7 +105,7 @@ def _initialize_value_head(model: PreTrainedModel, missing: set[str]) -> set[str
 
 
 def load_skeleton(
-    model: ModelConfig, kind: str, dtype: torch.dtype = torch.float32
+    model: ModelSpec, kind: str, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """Build the model that `load_model` loads without its weights: parameters and persistent
     buffers are on the meta device. Derived tables, such as rotary frequencies, have their values.
@@ -253,7 +251,7 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ModelError(f"{name} has a bias on its output embedding, which is not supported")
 
 
-def training_config(config: PretrainedConfig, model: ModelConfig) -> PretrainedConfig:
+def training_config(config: PretrainedConfig, model: ModelSpec) -> PretrainedConfig:
     """Return a copy of `config` for training: packed or masked attention, no cache, no dropout.
 
     Without noise, log-probs in training mode equal those of generation. With it, the first PPO

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verlite.config.schema import OptimConfig
+from verlite.spec.roles import OptimSpec
 
 
-def learning_rate(config: OptimConfig, step: int, total_steps: int | None) -> float:
+def learning_rate(config: OptimSpec, step: int, total_steps: int | None) -> float:
     """Return the learning rate of training step `step`, counted from 0.
 
     During a warm-up of w steps: lr (step + 1) / w, so that the first step already learns (verl
@@ -39,7 +39,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int | None) -> fl
     return config.lr * max(floor, floor + (1 - floor) * (1 + cosine) / 2)
 
 
-def warmup_steps(config: OptimConfig, total_steps: int | None) -> int:
+def warmup_steps(config: OptimSpec, total_steps: int | None) -> int:
     """Return the number of warm-up steps.
 
     This is lr_warmup_steps, or if that is negative, lr_warmup_steps_ratio of all steps.
@@ -60,7 +60,7 @@ def _require_total(total_steps: int | None, key: str) -> int:
     return total_steps
 
 
-def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+def build_adamw(parameters: Iterable[nn.Parameter], config: OptimSpec) -> torch.optim.AdamW:
     """Build AdamW with its state allocated at once.
 
     Memory use is then final from the start, and a checkpoint can be loaded into the state. The

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from verlite.config.machine import visible_gpus
-from verlite.config.schema import ModelConfig, RefFSDPConfig
+from verlite.machine import visible_gpus
+from verlite.spec.roles import FSDPSpec, ModelSpec
 
 SHAPE = (
     "model_type",
@@ -199,8 +199,8 @@ def _serve(rank: int, settings: Settings, end: Connection) -> None:
     from verlite.engine.fsdp import TrainEngine
     from verlite.engine.micro import MicroBatching
 
-    model = ModelConfig(path=settings.path, trust_remote_code=settings.trust_remote_code)
-    fsdp = RefFSDPConfig(dtype=settings.dtype, model_dtype=settings.model_dtype)
+    model = ModelSpec(path=settings.path, trust_remote_code=settings.trust_remote_code)
+    fsdp = FSDPSpec(dtype=settings.dtype, model_dtype=settings.model_dtype)
     device = f"cuda:{rank}" if settings.device == "cuda" else "cpu"
     engine = TrainEngine(model, fsdp, head="lm", device=device)
     end.send(_facts(engine, settings))

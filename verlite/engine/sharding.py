@@ -11,9 +11,9 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from verlite.config.schema import FSDPConfig
 from verlite.engine.layers import compile_layer
 from verlite.engine.model import HeadedModel, value_head
+from verlite.spec.roles import FSDPSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,7 +45,7 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     )
 
 
-def compute_dtype(config: FSDPConfig, device: torch.device, is_trained: bool) -> torch.dtype:
+def compute_dtype(config: FSDPSpec, device: torch.device, is_trained: bool) -> torch.dtype:
     """Return the dtype of forward and backward passes. "auto" means bfloat16 on a GPU and float32
     on a CPU.
 
@@ -66,7 +66,7 @@ def compute_dtype(config: FSDPConfig, device: torch.device, is_trained: bool) ->
 def shard(
     headed: HeadedModel,
     mesh: DeviceMesh,
-    config: FSDPConfig,
+    config: FSDPSpec,
     dtype: torch.dtype,
 ) -> None:
     """Shard the model in place, one decoder layer at a time. It takes no memory while the model is

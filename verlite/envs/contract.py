@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verlite.config.schema import Config
 from verlite.envs.factory import EnvFactory, build_env_factory, check_env_factory
 from verlite.envs.step import Env, Step, ToolError
 from verlite.importing import CODE_ERRORS
+from verlite.spec.roles import EnvSpec
 
 TURNS = {
     "plain words": "The answer is 42.",
@@ -110,11 +110,9 @@ def check_env(
         name = f"{file.stem}:{attribute}"
     elif name.endswith(".py"):
         raise ValueError(f"environment {name!r}: write FILE.py:Factory or package.module:Factory")
-    config = Config()
-    config.env.name, config.env.kwargs = name, kwargs or {}
     report = EnvReport()
     try:
-        factory = build_env_factory(config)
+        factory = build_env_factory(EnvSpec(name, kwargs or {}))
         warning = check_env_factory(factory)
         if warning is not None:
             report.add(f"check(): {warning}")

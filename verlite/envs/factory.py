@@ -5,13 +5,13 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from verlite.config.catalog import ENV_FACTORIES, resolve
-from verlite.config.schema import Config, RetrieverConfig
 from verlite.envs.calculator import Calculator
 from verlite.envs.chat import encode_chat
 from verlite.envs.search import INFORMATION, SearchEnv
 from verlite.envs.step import EncodeObservation, Env, ToolError, encode_text
 from verlite.importing import CODE_ERRORS, SignalExit
+from verlite.spec.catalog import ENV_FACTORIES, resolve
+from verlite.spec.roles import EnvSpec, RetrieverSpec
 
 if TYPE_CHECKING:  # preflight checks must not import heavy libraries
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ class SearchEnvFactory(EnvFactory):
 
     around = INFORMATION
 
-    def __init__(self, retriever: RetrieverConfig) -> None:
+    def __init__(self, retriever: RetrieverSpec) -> None:
         # Imported here because it needs an HTTP client, which other environments do not.
         from verlite.envs.retriever import RetrieverClient
 
@@ -92,22 +92,22 @@ class CalculatorEnvFactory(EnvFactory):
         return Calculator()
 
 
-def build_env_factory(config: Config) -> EnvFactory:
+def build_env_factory(spec: EnvSpec) -> EnvFactory:
     """Create the environment factory that `env.name` names.
 
     Raises:
         ValueError: it cannot be found or created, or is not an EnvFactory.
     """
-    name = config.env.name
+    name = spec.name
     if name == "search":
-        return SearchEnvFactory(config.retriever)
+        return SearchEnvFactory(spec.retriever)
     create = resolve(name, ENV_FACTORIES, "env.name")
     try:
-        inspect.signature(create).bind(**config.env.kwargs)
+        inspect.signature(create).bind(**spec.kwargs)
     except TypeError as error:
         raise ValueError(f"env.kwargs do not fit env.name={name}: {error}") from error
     try:
-        factory = create(**config.env.kwargs)
+        factory = create(**spec.kwargs)
     except SignalExit:
         raise
     except CODE_ERRORS as error:

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from verlite.config.plan import files_of
-from verlite.config.schema import RetrieverConfig
 from verlite.envs.search import Found
 from verlite.envs.step import ToolError
 from verlite.http.batches import Batches
 from verlite.http.client import Client, Refused, Retry, Server, Service, Unavailable
+from verlite.spec.roles import RetrieverSpec
 
 _MAX_QUERY = 2000
 """Characters of a query. Servers have limits, and a model may repeat words without end."""
@@ -42,28 +41,28 @@ class RetrieverClient:
     The cache survives the event loop.
     """
 
-    def __init__(self, config: RetrieverConfig) -> None:
+    def __init__(self, spec: RetrieverSpec) -> None:
         """Configure the client. Raises TokenError if retriever.token_env is not set."""
-        self.config = config
+        self.spec = spec
         self._client = Client(
             Service(
                 "retriever",
                 "retriever",
-                files_of(config.url),
-                timeout_s=config.timeout_s,
-                deadline_s=config.deadline_s,
-                max_in_flight=config.max_in_flight,
-                token_env=config.token_env,
+                list(spec.url),
+                timeout_s=spec.timeout_s,
+                deadline_s=spec.deadline_s,
+                max_in_flight=spec.max_in_flight,
+                token_env=spec.token_env,
             )
         )
         self._batches = Batches(
             self._client,
-            config.batch_size,
+            spec.batch_size,
             self._ask,
             deadline=lambda question: question.deadline,
             succeeded=lambda question, passages, tries: self._keep(question, passages, tries),
             failed=self._fail,
-            window_s=config.batch_window_ms / 1000,
+            window_s=spec.batch_window_ms / 1000,
         )
         self._one_by_one: set[str] = set()
         """Addresses of servers that take one query per request."""
@@ -95,7 +94,7 @@ class RetrieverClient:
         if question is None:
             question = self._queue(query)
         # A sample that joins a pending query gets the full time too.
-        question.deadline = began + self.config.deadline_s
+        question.deadline = began + self.spec.deadline_s
         passages, retries = await asyncio.shield(question.answer)
         return Found(passages, time.monotonic() - began, 0 if cached else retries, cached)
 
@@ -154,8 +153,8 @@ class RetrieverClient:
     ) -> list[list[str]]:
         return await self._client.attempt(
             server.url,
-            {**asked, "topk": self.config.topk, "return_scores": True},
-            lambda answer: _passages(answer, count, self.config.topk),
+            {**asked, "topk": self.spec.topk, "return_scores": True},
+            lambda answer: _passages(answer, count, self.spec.topk),
             limit_s=left_s,
             what=f"{count} quer{'y' if count == 1 else 'ies'}",
         )
@@ -163,7 +162,7 @@ class RetrieverClient:
     def _keep(self, question: _Question, passages: list[str], retries: int) -> None:
         self._asked.pop(question.query, None)
         self._cache[question.query] = passages
-        while len(self._cache) > self.config.cache_size:
+        while len(self._cache) > self.spec.cache_size:
             self._cache.popitem(last=False)
         if not question.answer.done():
             question.answer.set_result((passages, retries))

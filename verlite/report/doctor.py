@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from verlite.config.machine import old_vllm, torch_build, visible_gpus
 from verlite.files import size_text
+from verlite.machine import old_vllm, torch_build, visible_gpus
 from verlite.threads import waiting
 
 SHOWN = ("torch", "ray", "transformers", "peft", "tensordict", "pyarrow", "hydra-core", "wandb")

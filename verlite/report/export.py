@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from verlite.config.schema import FSDPConfig, ModelConfig
 from verlite.engine.folder import load_tokenizer
 from verlite.engine.fsdp import NonFiniteError, TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import single_process_group
 from verlite.files import free_text, one_line
 from verlite.protocol.data import DataProto
+from verlite.spec.roles import FSDPSpec, ModelSpec
 from verlite.trainer.checkpoints import (
     PREFIX,
     Checkpoint,
@@ -144,7 +144,7 @@ def export_checkpoint(
     model = _model(checkpoint, base)
     with single_process_group():
         try:
-            engine = TrainEngine(model, FSDPConfig(), device="cpu")
+            engine = TrainEngine(model, FSDPSpec(), device="cpu")
             engine.load(folder / "actor", checkpoint.files("actor"))
         except (ValueError, NonFiniteError) as error:
             raise CheckpointError(f"{folder} cannot be exported: {error}.") from error
@@ -157,11 +157,11 @@ def export_checkpoint(
         merged = replace(
             model, path=str(target), tokenizer_path=None, lora_rank=0, lora_adapter_path=None
         )
-        exported = TrainEngine(merged, FSDPConfig(), device="cpu")
+        exported = TrainEngine(merged, FSDPSpec(), device="cpu")
         return float((_probe(engine) - _probe(exported)).abs().max())
 
 
-def _model(checkpoint: Checkpoint, base: Base | None) -> ModelConfig:
+def _model(checkpoint: Checkpoint, base: Base | None) -> ModelSpec:
     """Return the caller's model with the settings of _FROM_CHECKPOINT. Raises CheckpointError."""
     file = checkpoint.path / "state.json"
     saved = checkpoint.state()["model"]
@@ -191,7 +191,7 @@ def _model(checkpoint: Checkpoint, base: Base | None) -> ModelConfig:
                 f"{file}: model.override_config.{one_line(name, 80)} chooses code, so it is not "
                 "taken from a checkpoint. Remove it there."
             )
-    return ModelConfig(
+    return ModelSpec(
         path=base.path,
         tokenizer_path=base.tokenizer_path,
         lora_adapter_path=base.lora_adapter_path,

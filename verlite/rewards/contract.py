@@ -5,11 +5,11 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from verlite.config.names import module_file
-from verlite.config.schema import CustomRewardConfig, RewardConfig
+from verlite.importing import module_file
 from verlite.rewards.process import FunctionError
 from verlite.rewards.result import ONE_TURN, RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer
+from verlite.spec.roles import ScorerSpec
 
 TRUTH = "42"
 WRONG = ("41", "40")
@@ -72,8 +72,13 @@ def check_reward(
     if not place.endswith(".py") and module_file(place) is None:
         raise ValueError(f"module {place} was not found on the Python path")
     scorer = Scorer(
-        CustomRewardConfig(place, name, kwargs or {}, secret_env_vars=list(os.environ)),
-        RewardConfig(item_timeout_s=TIME_LIMIT_S),
+        ScorerSpec(
+            place,
+            name,
+            kwargs or {},
+            secret_env_vars=list(os.environ),
+            item_timeout_s=TIME_LIMIT_S,
+        )
     )
     try:
         question = row or RewardItem("contract", "", TRUTH, {"index": 0, "split": "test"})

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.breakpoints import REFUSE
-from verlite.config.problems import is_secret
+from verlite.masking import is_secret
 from verlite.rewards.keeper import descendants
 from verlite.rewards.process import Call, FunctionError
 from verlite.rewards.result import MAX_PARTS, RewardResult

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from verlite.config.plan import files_of
-from verlite.config.schema import RemoteRewardConfig
 from verlite.http.batches import Batches
 from verlite.http.client import Client, Refused, Server, Service, Unavailable
 from verlite.rewards.result import MAX_CHARACTERS, MAX_PARTS, RewardItem, RewardResult
+from verlite.spec.roles import RewardServiceSpec
 
 UNAVAILABLE = "ServiceUnavailable"
 """Error of a reward that no server answered in time."""
@@ -44,28 +43,28 @@ class _Question:
 class RemoteScorer:
     """The client of a reward service. Its event loop runs in a thread."""
 
-    def __init__(self, config: RemoteRewardConfig) -> None:
+    def __init__(self, spec: RewardServiceSpec) -> None:
         """Configure the client; nothing is connected yet. Raises TokenError."""
-        self.config = config
+        self.spec = spec
         self._client = Client(
             Service(
                 "reward service",
                 "reward.remote",
-                [_with_path(url) for url in files_of(config.url)],
-                timeout_s=config.timeout_s,
-                deadline_s=config.deadline_s,
-                max_in_flight=config.max_in_flight,
-                token_env=config.token_env,
+                [_with_path(url) for url in spec.url],
+                timeout_s=spec.timeout_s,
+                deadline_s=spec.deadline_s,
+                max_in_flight=spec.max_in_flight,
+                token_env=spec.token_env,
             )
         )
         self._batches = Batches(
             self._client,
-            config.batch_size,
+            spec.batch_size,
             self._ask,
             deadline=lambda question: question.deadline,
             succeeded=_succeeded,
             failed=_failed,
-            window_s=config.batch_window_ms / 1000,
+            window_s=spec.batch_window_ms / 1000,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -110,7 +109,7 @@ class RemoteScorer:
 
     def ask(self, item: RewardItem, limit_s: float) -> _Question:
         """Add an item to the next request. It must be answered within `limit_s`."""
-        limit_s = min(limit_s, self.config.deadline_s)
+        limit_s = min(limit_s, self.spec.deadline_s)
         question = _Question(item, time.monotonic() + limit_s)
         self._started().call_soon_threadsafe(self._batches.add, question)
         return question

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from verlite.config.catalog import SCORE_SCALES, SCORERS, scorer_for
 from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardResult
+from verlite.spec.catalog import SCORE_SCALES, SCORERS, scorer_for
 
 IN_PROCESS = {
     "verlite.rewards.gsm8k:compute_score",

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from verlite.config.names import names_a_file
-from verlite.config.plan import scores_remotely
-from verlite.config.schema import CustomRewardConfig, RewardConfig
 from verlite.http.client import Unavailable
+from verlite.importing import names_a_file
 from verlite.rewards.pool import Pool
 from verlite.rewards.process import FunctionError, load, takes_lists
 from verlite.rewards.remote import RemoteScorer, RemoteStream
@@ -27,6 +25,7 @@ from verlite.rewards.routing import (
     scorer_of,
     unknown,
 )
+from verlite.spec.roles import ScorerSpec
 
 BUILT_IN_LIMIT_S = 10.0
 """Time limit of one call of a built-in scorer. They need milliseconds; slower calls never end."""
@@ -76,8 +75,7 @@ class Scorer:
 
     def __init__(
         self,
-        custom: CustomRewardConfig,
-        reward: RewardConfig,
+        spec: ScorerSpec,
         share: int = 1,
         folder: str | None = None,
         debug: bool = False,
@@ -85,8 +83,7 @@ class Scorer:
         """Configure the scorer; nothing is loaded yet.
 
         Args:
-            custom: the user's own function, if any, and the extra arguments.
-            reward: time limits and scales.
+            spec: who scores, and within which limits.
             share: number of scorers on this machine that divide its cores.
             folder: working directory of the reward processes, if it exists.
             debug: run all functions in this process, without time limits, so that its debugger can
@@ -96,12 +93,12 @@ class Scorer:
             FunctionError: reward.score_scale has an unknown value.
             TokenError: the variable of reward.remote.token_env is not set.
         """
-        self._remote = RemoteScorer(reward.remote) if scores_remotely(reward) else None
-        self._custom = f"{_place(custom.path)}:{custom.name}" if custom.path else None
-        self._kwargs = dict(custom.reward_kwargs)
-        self._secret_env_vars = custom.secret_env_vars
-        self._reward = reward
-        self._scales = check_scales(reward.score_scale)
+        self._remote = RemoteScorer(spec.remote) if spec.remote else None
+        self._custom = f"{_place(spec.path)}:{spec.name}" if spec.path else None
+        self._kwargs = dict(spec.reward_kwargs)
+        self._secret_env_vars = spec.secret_env_vars
+        self._spec = spec
+        self._scales = check_scales(spec.score_scale)
         self._share = share
         self._folder = folder if folder and Path(folder).is_dir() else None
         self._debug = debug
@@ -144,7 +141,7 @@ class Scorer:
                 if self._debug or target in IN_PROCESS:
                     self._function(target)
                 else:
-                    self._pool(target).start(self._reward.timeout_s)
+                    self._pool(target).start(self._spec.timeout_s)
             except FunctionError as error:
                 raise FunctionError(f"custom_reward_function: {error}") from error
 
@@ -162,7 +159,7 @@ class Scorer:
         """
         if not items:
             return []
-        limit_s = self._reward.timeout_s if limit_s is None else limit_s
+        limit_s = self._spec.timeout_s if limit_s is None else limit_s
         if self._remote:
             with self._remote.stream(limit_s) as stream:
                 for number, item in enumerate(items):
@@ -238,8 +235,8 @@ class Scorer:
     def stream(self) -> "Stream | RemoteStream":
         """Return a stream that scores samples while others are still generated."""
         if self._remote:
-            return self._remote.stream(self._reward.timeout_s)
-        return Stream(self, self._reward.timeout_s)
+            return self._remote.stream(self._spec.timeout_s)
+        return Stream(self, self._spec.timeout_s)
 
     def close(self) -> None:
         """End all processes and connections."""
@@ -281,7 +278,7 @@ class Scorer:
             return takes_lists(self._function(target))
         pool = self._pool(target)
         if pool.takes_lists is None:
-            pool.start(self._reward.timeout_s)
+            pool.start(self._spec.timeout_s)
         return bool(pool.takes_lists)
 
     def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> RewardResult:
@@ -295,7 +292,7 @@ class Scorer:
 
     def _pool(self, target: str) -> Pool:
         if target not in self._pools:
-            limit_s = self._reward.item_timeout_s
+            limit_s = self._spec.item_timeout_s
             if target != self._custom:
                 limit_s = min(limit_s, BUILT_IN_LIMIT_S)
             self._pools[target] = Pool(
@@ -304,7 +301,7 @@ class Scorer:
                 limit_s,
                 share=self._share,
                 folder=self._folder,
-                memory_gb=self._reward.process_memory_gb,
+                memory_gb=self._spec.process_memory_gb,
                 secret_env_vars=self._secret_env_vars,
             )
         return self._pools[target]

@@ -1,13 +1,13 @@
-"""Build a generation engine from the configuration."""
+"""Build a generation engine."""
 
 from collections.abc import Callable
 
 import torch
 
-from verlite.config.catalog import ENGINES, resolve
-from verlite.config.schema import ModelConfig, RolloutConfig
 from verlite.rollout.batched import BatchedEngine, Core
 from verlite.rollout.types import EngineOptions
+from verlite.spec.catalog import ENGINES, resolve
+from verlite.spec.roles import GenerationSpec, ModelSpec
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -26,8 +26,8 @@ def engine_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def build_engine(
     name: str,
-    model: ModelConfig,
-    rollout: RolloutConfig,
+    model: ModelSpec,
+    generation: GenerationSpec,
     max_model_len: int,
     device: torch.device,
     seed: int,
@@ -39,7 +39,7 @@ def build_engine(
     Args:
         name: rollout.name: an entry of the catalog, or the user's own "package.module:name".
         model: the model to generate with.
-        rollout: the engine's settings.
+        generation: the engine's settings.
         max_model_len: maximum number of prompt and response tokens of one sequence.
         device: where the engine computes.
         seed: seed of requests that have none of their own.
@@ -53,8 +53,8 @@ def build_engine(
     make_core: Callable[[EngineOptions], Core] = resolve(name, ENGINES, "rollout.name")
     options = EngineOptions(
         model=model,
-        rollout=rollout,
-        dtype=engine_dtype(rollout.dtype, device),
+        generation=generation,
+        dtype=engine_dtype(generation.dtype, device),
         device=device,
         max_model_len=max_model_len,
         seed=seed,
@@ -63,5 +63,5 @@ def build_engine(
     return BatchedEngine(
         lambda: make_core(options),
         has_weights=pretrained,
-        request_timeout_s=rollout.request_timeout_s,
+        request_timeout_s=generation.request_timeout_s,
     )

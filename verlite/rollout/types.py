@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verlite.config.schema import ModelConfig, RolloutConfig
+from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.probe import Gap, Probe
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # the increment of SplitMix64
@@ -40,8 +40,8 @@ class WeightSyncError(EngineError):
 class EngineOptions:
     """Constructor argument of every engine's `Core` (see batched.py)."""
 
-    model: ModelConfig
-    rollout: RolloutConfig
+    model: ModelSpec
+    generation: GenerationSpec
     dtype: torch.dtype
     """Dtype of the engine's weights."""
     device: torch.device

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from verlite.config.plan import files_of
-from verlite.config.schema import RefConfig
 from verlite.http.client import Client, Refused, Retry, Server, Service, Unavailable
 from verlite.services.reference_wire import Job, ModelInfo, read_answer, read_info, request
+from verlite.spec.roles import ServiceSpec
 
 KEY = "actor_rollout_ref.ref"
 REQUEST_TOKENS = 1 << 16
@@ -26,20 +25,20 @@ class WrongReference(RuntimeError):
     """The service has another model than the run. The message has the remedy."""
 
 
-def service(config: RefConfig) -> Service:
+def service(spec: ServiceSpec) -> Service:
     """Return how the service is called."""
     return Service(
         "reference service",
         KEY,
-        [str(url).rstrip("/") for url in files_of(config.url)],
-        timeout_s=config.timeout_s,
-        deadline_s=config.deadline_s,
+        [url.rstrip("/") for url in spec.url],
+        timeout_s=spec.timeout_s,
+        deadline_s=spec.deadline_s,
         max_in_flight=IN_FLIGHT,
-        token_env=config.token_env,
+        token_env=spec.token_env,
     )
 
 
-def check(config: RefConfig) -> tuple[ModelInfo, str | None]:
+def check(spec: ServiceSpec) -> tuple[ModelInfo, str | None]:
     """Ask every server for its model. Return the model, and a warning about silent servers.
 
     Raises:
@@ -49,7 +48,7 @@ def check(config: RefConfig) -> tuple[ModelInfo, str | None]:
     infos: dict[str, ModelInfo] = {}
 
     async def ask() -> str | None:
-        client = Client(service(config))
+        client = Client(service(spec))
 
         async def probe(server: Server) -> None:
             address = f"{server.url}/model"
@@ -73,7 +72,7 @@ def check(config: RefConfig) -> tuple[ModelInfo, str | None]:
 
 
 def log_probs(
-    config: RefConfig,
+    spec: ServiceSpec,
     sequences: Sequence[np.ndarray],
     scored: Sequence[int],
     temperature: float,
@@ -94,7 +93,7 @@ def log_probs(
     jobs = list(_jobs(sequences, scored, temperature))
 
     async def ask() -> list[list[np.ndarray]]:
-        async with Client(service(config)) as client:
+        async with Client(service(spec)) as client:
             # A request's deadline begins when a server is free for it.
             room = asyncio.Semaphore(IN_FLIGHT * len(client.servers))
             async with asyncio.TaskGroup() as group:

@@ -8,11 +8,11 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 
-from verlite.config.show import console
 from verlite.http.desk import Desk
 from verlite.http.server import LOG, application, parse_object, read_body, wrong
 from verlite.services.corpus import Corpus, Track
 from verlite.services.index import Hit, Index
+from verlite.terminal import console
 
 MAX_TOPK = 100
 

@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 
 from verlite import tables
-from verlite.config.rope import position_limit
 from verlite.config.sft import RowsConfig, SFTDataConfig, TuningConfig
 from verlite.data.dataset import DataError, find_file, foreign_token
 from verlite.data.prompts import build_prompt
 from verlite.sft import conversation
+from verlite.spec.rope import position_limit
 
 MESSAGES = "messages"
 """Column of conversations that is found without data.messages_key."""

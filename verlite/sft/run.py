@@ -23,11 +23,11 @@ from transformers.utils import logging as transformers_logging
 
 from verlite.algorithms.kl import FixedKLController
 from verlite.config.command import Command
+from verlite.config.compile import fsdp_spec, model_spec, optim_spec
 from verlite.config.critical import CONTENT, begin_run, contents, model_settings
 from verlite.config.load import LoadedConfig, dump
 from verlite.config.plan import run_length, which_ends
 from verlite.config.sft import TuningConfig
-from verlite.config.show import console
 from verlite.controller.stop import Stop
 from verlite.data.sampler import PromptSampler
 from verlite.engine.folder import ModelError, load_config, load_tokenizer, vocab_size
@@ -42,6 +42,7 @@ from verlite.sft.data import (
     endless_warning,
     refuse_foreign_tokens,
 )
+from verlite.terminal import console
 from verlite.trainer import checkpoints, exports, run_file
 from verlite.trainer.checkpoints import (
     Checkpoint,
@@ -244,9 +245,10 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             stack.enter_context(reported_first(stop, run_dir))
         stack.callback(display.close)
         with _refused():
-            described = load_config(config.model)
+            model = model_spec(config.model)
+            described = load_config(model)
             tokens = vocab_size(described)
-            tokenizer = load_tokenizer(config.model)
+            tokenizer = load_tokenizer(model)
         data = config.data
         with display.phase("reading examples"):
             examples = task.read(data.train_files, tokenizer, data, data.train_max_samples)
@@ -287,9 +289,9 @@ def open_run(loaded: Loaded, task: Task, stop: Stop) -> Iterator[Run]:
             display.warn(endless)
         with display.phase("loading the model"), _refused():
             engine = TrainEngine(
-                config.model,
-                config.fsdp_config,
-                config.optim,
+                model,
+                fsdp_spec(config.fsdp_config),
+                optim_spec(config.optim),
                 total_training_steps=config.trainer.total_training_steps or total,
                 grad_clip=config.grad_clip,
                 device=device if device == "cpu" else f"cuda:{torch.cuda.current_device()}",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite import hub
+from verlite.config.compile import model_spec
 from verlite.config.critical import begin_run
 from verlite.config.plan import files_of, which_ends
 from verlite.data.dataset import DataError, Lengths
@@ -51,7 +52,7 @@ def try_out(
     with noted(trial):
         begin_run()
         find_checkpoint(config, run_dir, trial.warnings.append, clean=False)
-    data, model = config.data, config.model
+    data, model = config.data, model_spec(config.model)
     splits = {
         "train": (files_of(data.train_files), data.train_max_samples, size),
         "val": (files_of(data.val_files), data.val_max_samples, 1),

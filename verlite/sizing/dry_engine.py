@@ -22,12 +22,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from verlite.algorithms import logprobs
-from verlite.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from verlite.engine import attention, layers, loading, lora
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import ModelInputs
 from verlite.engine.model import HeadedModel, load_skeleton
 from verlite.sizing.tracker import Tracker
+from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class EngineSpec:
     dtype: compute dtype, not auto.
     """
 
-    model: ModelConfig
-    fsdp: FSDPConfig
-    optim: OptimConfig | None
+    model: ModelSpec
+    fsdp: FSDPSpec
+    optim: OptimSpec | None
     head: str
     ranks: int
     sequence_parallel: int

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from verlite.config.rules.models import is_hub_name
-from verlite.config.schema import ModelConfig
 from verlite.engine import lora
 from verlite.engine.checkpoint import persistent_buffers
 from verlite.engine.folder import ModelError, experts_of, load_config
 from verlite.engine.model import load_skeleton
+from verlite.spec.roles import ModelSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -82,7 +82,7 @@ class ModelFacts:
         return self.kv_width * DTYPE_BYTES[dtype]
 
 
-def model_facts(model: ModelConfig, head: str = "lm") -> ModelFacts:
+def model_facts(model: ModelSpec, head: str = "lm") -> ModelFacts:
     """Count a model, "lm" or with a "value" head. Reads config.json only.
 
     Raises:

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from verlite.config.schema import ModelConfig
 from verlite.engine.folder import load_config
 from verlite.sizing.tracker import Segment
+from verlite.spec.roles import ModelSpec
 
 SHORT, LONG = 3, 4
 """Layers of the two runs."""
 
 
-def with_layers(model: ModelConfig, layers: int) -> dict[str, object]:
+def with_layers(model: ModelSpec, layers: int) -> dict[str, object]:
     """Return the override_config that gives a model this number of layers."""
     config = load_config(model)
     before = config.num_hidden_layers

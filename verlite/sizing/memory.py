@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from verlite.config.plan import Plan
-from verlite.config.schema import Config, FSDPConfig
+from verlite.config.schema import Config
 from verlite.sizing.devices import Devices
 from verlite.sizing.dry_engine import EngineSpec
 from verlite.sizing.facts import DTYPE_BYTES, ModelFacts
 from verlite.sizing.measure import Passes, RoleMemory
 from verlite.sizing.roles import Role, training_roles
 from verlite.sizing.sync import sync_bytes
+from verlite.spec.roles import FSDPSpec
 from verlite.workers.roles import ROLES
 
 GIB = 2**30
@@ -134,7 +135,7 @@ def forward(role: Role, memory: RoleMemory) -> int:
     return memory.forward - (memory.optimizer if _offload(role).optimizer_offload else 0)
 
 
-def _offload(role: Role) -> FSDPConfig:
+def _offload(role: Role) -> FSDPSpec:
     """Return the role's settings. On CPUs offload moves nothing."""
     fsdp = role.spec.fsdp
     if role.spec.kind == "cpu":

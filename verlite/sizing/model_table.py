@@ -1,10 +1,11 @@
 """The models of a run in words: parameters, multiplications of a step, KV cache."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verlite.config.compile import model_spec
 from verlite.config.plan import Plan
-from verlite.config.schema import Config, ModelConfig
+from verlite.config.schema import Config
 from verlite.sizing.facts import ModelFacts, model_facts
 from verlite.sizing.words import amount, facts_table, flops, size
 
@@ -20,22 +21,16 @@ class RunModels:
     critic: ModelFacts | None
 
 
-def role_model(config: Config, plan: Plan, role: str) -> ModelConfig:
-    """Return the model of a role with a training engine."""
-    if role != "critic":
-        return config.actor_rollout_ref.model
-    values = {field.name: getattr(config.critic.model, field.name) for field in fields(ModelConfig)}
-    return ModelConfig(**values | {"path": plan.critic_model_path})
-
-
 def run_models(config: Config, plan: Plan) -> RunModels:
     """Count the models of a run.
 
     Raises:
         ModelError: a model has no usable config.json.
     """
-    critic = model_facts(role_model(config, plan, "critic"), "value") if plan.critic else None
-    return RunModels(model_facts(config.actor_rollout_ref.model), critic)
+    policy, critic = config.actor_rollout_ref.model, None
+    if plan.critic:
+        critic = model_facts(model_spec(config.critic.model, path=plan.critic_model_path), "value")
+    return RunModels(model_facts(model_spec(policy)), critic)
 
 
 def model_table(config: Config, plan: Plan, models: RunModels) -> "Table":

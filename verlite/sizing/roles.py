@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verlite.config.plan import Micro, Plan, engine_settings, resolve_dtype
+from verlite.config.compile import engine_spec as compiled_engine
+from verlite.config.plan import Micro, Plan, resolve_dtype
 from verlite.config.schema import Config
 from verlite.sizing.dry_engine import EngineSpec
 from verlite.sizing.measure import Passes, Rows
-from verlite.sizing.model_table import role_model
 
 TRAINING_ROLES = ("actor", "inference", "ref", "critic")
 
@@ -43,20 +43,16 @@ def training_roles(config: Config, plan: Plan) -> list[Role]:
 
 def engine_spec(config: Config, plan: Plan, role: str) -> EngineSpec:
     """Return the engine of a role, as its worker builds it."""
-    fsdp = engine_settings(config, role, plan.device)
-    optim = {
-        "actor": config.actor_rollout_ref.actor.optim,
-        "critic": config.critic.optim,
-    }.get(role)
+    engine = compiled_engine(config, plan, role)
     return EngineSpec(
-        model=role_model(config, plan, role),
-        fsdp=fsdp,
-        optim=optim,
+        model=engine.model,
+        fsdp=engine.fsdp,
+        optim=engine.optim,
         head="value" if role == "critic" else "lm",
         ranks=len(plan.placement[role]),
-        sequence_parallel=plan.sequence_parallel[role],
+        sequence_parallel=engine.sequence_parallel,
         kind=plan.device,
-        dtype=resolve_dtype(fsdp.dtype, plan.device),
+        dtype=resolve_dtype(engine.fsdp.dtype, plan.device),
     )
 
 

@@ -4,7 +4,6 @@
 export after the last step and chooses the exit code.
 """
 
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -16,14 +15,16 @@ from typing import Any
 import yaml
 
 from verlite.algorithms.kl import AdaptiveKLController, FixedKLController
-from verlite.config import catalog
+from verlite.config.compile import advantage_spec, role_spec
 from verlite.config.debug import DEBUGGERS, LIFTED
-from verlite.config.plan import Plan, engine_settings
+from verlite.config.plan import Plan
 from verlite.config.schema import AlgorithmConfig, Config
 from verlite.controller.breakpoints import show_stops
 from verlite.controller.placement import Placement
 from verlite.controller.worker_group import ready, spawn
 from verlite.files import RetryingWriter, free_text
+from verlite.spec import catalog
+from verlite.spec.roles import TrainingRole
 from verlite.trainer import exports, run_file
 from verlite.trainer.checkpoints import STATE, Checkpoint, CheckpointError, ResumeRefused
 from verlite.trainer.detectors import WARNINGS, Detectors, ignored
@@ -141,6 +142,7 @@ def open_run(checks: Preflight) -> Iterator[Run]:
             val_data=val_data,
             sampler=sampler,
             total_steps=total_steps,
+            advantage=advantage_spec(config),
             workers=workers,
             kl=kl_controller(config.algorithm),
             writer=writer,
@@ -265,10 +267,11 @@ def start_workers(
         for role, entry in ROLES.items():
             if role not in plan.roles or role == "rollout":
                 continue
-            training[role] = spawn(entry.worker_class(), placement, role, config, plan, total_steps)
+            spec = role_spec(role, config, plan, total_steps)
+            training[role] = spawn(entry.worker_class(), placement, role, spec)
             # A role that offloads leaves the GPUs before the next one loads its model: together
             # they may not fit.
-            if placement.kind == "cuda" and offloads(config, role):
+            if placement.kind == "cuda" and offloads(spec):
                 ready(training[role])
         if checkpoint or placement.kind == "cuda":
             ready(*training.values())
@@ -281,15 +284,15 @@ def start_workers(
     # most once the other roles have loaded and offloaded their models.
     with display.phase("starting rollout engines"):
         rollout_class = ROLES["rollout"].worker_class()
-        rollout = spawn(rollout_class, placement, "rollout", config, plan, os.getcwd())
+        spec = role_spec("rollout", config, plan, total_steps)
+        rollout = spawn(rollout_class, placement, "rollout", spec)
         ready(*training.values(), rollout)
     return {**training, "rollout": rollout}
 
 
-def offloads(config: Config, role: str) -> bool:
+def offloads(spec: TrainingRole) -> bool:
     """Return True if a training role moves parameters or optimizer to host memory when idle."""
-    fsdp = engine_settings(config, role, "cuda")
-    return fsdp.param_offload or fsdp.optimizer_offload
+    return spec.engine.fsdp.param_offload or spec.engine.fsdp.optimizer_offload
 
 
 def kl_controller(algorithm: AlgorithmConfig) -> FixedKLController | AdaptiveKLController:

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.text import Text
 
 from verlite.config.plan import Plan
-from verlite.config.show import console
+from verlite.terminal import console
 
 _COLUMNS = [
     ("critic/score/mean", "score", ".3f"),

@@ -19,13 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from verlite.config.problems import mask_urls
-from verlite.config.show import console
 from verlite.controller import exit_codes, supervisor_file
 from verlite.controller.cluster import lost_ray
 from verlite.controller.stop import END_S, SIGNALS, Stop, within, write_error
 from verlite.files import append, replace_file
-from verlite.terminal import clean
+from verlite.masking import mask_urls
+from verlite.terminal import clean, console
 from verlite.trainer import run_file
 from verlite.trainer.errors import (
     REFUSED,

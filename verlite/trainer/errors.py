@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.text import Text
 from rich.traceback import Traceback
 
-from verlite.config.problems import mask_urls
 from verlite.controller import exit_codes
 from verlite.controller.failures import NodeLost, RayLost, StuckError, WorkerError
 from verlite.controller.head import NoCluster
@@ -17,6 +16,7 @@ from verlite.controller.placement import ResourcesMissing
 from verlite.data.dataset import DataError
 from verlite.engine.errors import NonFiniteError
 from verlite.files import FULL
+from verlite.masking import mask_urls
 from verlite.rewards.process import FunctionError
 from verlite.rewards.routing import UnknownDataSource
 from verlite.trainer.checkpoints import CheckpointError, ResumeRefused

@@ -4,13 +4,12 @@ prompts and their order.
 torch and transformers are imported in functions, because `verlite check` uses this file too.
 """
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verlite.chat_template import limited
-from verlite.config.catalog import ESTIMATORS, POLICY_LOSSES, resolve
+from verlite.config.compile import env_spec, model_spec
 from verlite.config.plan import Plan
 from verlite.config.schema import Config, ModelConfig
 from verlite.data.dataset import PromptDataset, RowFiles, overlap_note, refuse_foreign_tokens
@@ -18,6 +17,7 @@ from verlite.data.sampler import PromptSampler, own_order
 from verlite.envs.chat import TemplateError
 from verlite.envs.factory import EnvFactory, build_env_factory, encoder
 from verlite.envs.step import Step
+from verlite.spec.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 from verlite.trainer.errors import RunRefused
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ def load_policy_tokenizer(
     from verlite.engine.folder import HubUnreachable, ModelError, load_config, load_tokenizer
 
     try:
-        described = load_config(model)
-        return load_tokenizer(model), described
+        spec = model_spec(model)
+        described = load_config(spec)
+        return load_tokenizer(spec), described
     except HubUnreachable as error:
         raise HubMissing(f"actor_rollout_ref.{error}") from error
     except ModelError as error:
@@ -59,9 +60,9 @@ def prove_models(config: Config, plan: Plan) -> list[str]:
     from verlite.engine import family
     from verlite.engine.folder import HubUnreachable, ModelError
 
-    models = [("actor_rollout_ref", config.actor_rollout_ref.model, "lm")]
+    models = [("actor_rollout_ref", model_spec(config.actor_rollout_ref.model), "lm")]
     if "critic" in plan.roles:
-        critic = dataclasses.replace(config.critic.model, path=plan.critic_model_path)
+        critic = model_spec(config.critic.model, path=plan.critic_model_path)
         models.append(("critic", critic, "value"))
     warnings = []
     for section, model, kind in models:
@@ -116,7 +117,7 @@ def load_environment(
         return None
     limit = config.data.max_obs_length
     try:
-        factory = build_env_factory(config)
+        factory = build_env_factory(env_spec(config))
         encode = encoder(factory, tokenizer, config.data.apply_chat_template_kwargs)
         before, after = factory.around
         encode(Step("gizmo " * limit, before, after), [], limit)

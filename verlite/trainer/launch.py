@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from verlite.config import debug
-from verlite.config.catalog import ENGINES
+from verlite.config.compile import env_spec, generation_spec, scorer_spec
 from verlite.config.critical import (
     CONTENT_OF,
     TOOLS,
@@ -30,8 +30,6 @@ from verlite.config.critical import (
     critical_settings,
 )
 from verlite.config.load import Loaded, dump
-from verlite.config.machine import visible_gpus
-from verlite.config.names import names_a_file
 from verlite.config.plan import Plan, make_plan, scores_remotely
 from verlite.config.rules import check
 from verlite.config.schema import Config, ModelConfig
@@ -49,12 +47,15 @@ from verlite.envs.factory import build_env_factory, check_env_factory
 from verlite.envs.step import ToolError
 from verlite.files import free_text, read_json
 from verlite.http.token import TokenError
+from verlite.importing import names_a_file
+from verlite.machine import visible_gpus
 from verlite.rewards import environment as environment_reward
 from verlite.rewards.process import FunctionError
 from verlite.rewards.scorer import Scorer
 from verlite.rollout.servers import fit
 from verlite.rollout.servers.fit import Needs, NoServer
 from verlite.services.reference_wire import ModelInfo
+from verlite.spec.catalog import ENGINES
 from verlite.trainer import checkpoints
 from verlite.trainer.disk import disk_warning
 from verlite.trainer.display import Display
@@ -330,7 +331,7 @@ def validate_reward_fn(
     if val:
         sources = sources + val.data_sources()
     try:
-        scorer = Scorer(config.custom_reward_function, config.reward)
+        scorer = Scorer(scorer_spec(config.custom_reward_function, config.reward))
     except TokenError as error:
         raise RunRefused(str(error)) from error
     with closing(scorer):
@@ -375,7 +376,7 @@ def check_tools(config: Config, plan: Plan, warn: Callable[[str], None]) -> None
     if not plan.max_turns:
         return
     try:
-        warning = check_env_factory(build_env_factory(config))
+        warning = check_env_factory(build_env_factory(env_spec(config)))
     except ToolError as error:
         raise ServiceMissing(str(error)) from error
     except ValueError as error:
@@ -402,7 +403,8 @@ def check_servers(
     dtype = None if config.trainer.device == "auto" else plan.rollout_dtype
     needs = Needs(plan.max_model_len, vocab_size(config.actor_rollout_ref.model), dtype)
     try:
-        warning = fit.check(config.actor_rollout_ref.rollout, needs, say)
+        policy = config.actor_rollout_ref
+        warning = fit.check(generation_spec(policy.rollout, policy.model), needs, say)
     except NoServer as error:
         raise ServiceMissing(str(error)) from error
     except ValueError as error:

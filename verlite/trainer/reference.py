@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verlite.config.compile import service_spec
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.files import replace_file
@@ -20,6 +21,7 @@ from verlite.services.reference_client import (
     log_probs,
 )
 from verlite.services.reference_wire import ModelInfo
+from verlite.spec.roles import ServiceSpec
 from verlite.trainer.errors import RunRefused, ServiceMissing
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def find_service(config: Config, plan: Plan, warn: Callable[[str], None]) -> Mod
     if not plan.reference_urls:
         return None
     try:
-        info, warning = check(config.actor_rollout_ref.ref)
+        info, warning = check(service_spec(ServiceSpec, config.actor_rollout_ref.ref))
     except ReferenceUnavailable as error:
         raise ServiceMissing(str(error)) from error
     except WrongReference as error:
@@ -133,8 +135,8 @@ def _compare_probe(config: Config, info: ModelInfo, probe: "Probe") -> None:
 
     ids = np.array(probe.ids, dtype=np.int32)
     try:
-        ref = config.actor_rollout_ref.ref
-        found = log_probs(ref, [ids], [len(ids) - 1], 1.0, info.model)[0]
+        service = service_spec(ServiceSpec, config.actor_rollout_ref.ref)
+        found = log_probs(service, [ids], [len(ids) - 1], 1.0, info.model)[0]
     except (ReferenceUnavailable, WrongReference) as error:
         raise RunRefused(str(error)) from error
     limit = probe_limit(GAP_LIMIT, info.dtype)

@@ -22,6 +22,7 @@ from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto
 from verlite.protocol.fields import check_stage
 from verlite.services.reference_wire import ModelInfo
+from verlite.spec.roles import AdvantageSpec
 from verlite.trainer.checkpoints import FailedSaves
 from verlite.trainer.detectors import Detectors
 from verlite.trainer.display import Display
@@ -78,6 +79,8 @@ class Run:
     sampler: PromptSampler
     total_steps: int
 
+    advantage: AdvantageSpec
+    """From scores to advantages."""
     workers: dict[str, Any]
     """Worker group of each role of `plan.roles`."""
     kl: FixedKLController | AdaptiveKLController

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from verlite.config.catalog import TRACKERS, resolve
 from verlite.files import (
     LINES_MAX_BYTES,
     RetryingWriter,
@@ -30,6 +29,7 @@ from verlite.files import (
     read_text,
     replace_file,
 )
+from verlite.spec.catalog import TRACKERS, resolve
 
 Metrics = dict[str, float]
 METRICS = "metrics.jsonl"

@@ -10,7 +10,7 @@ iterable of (name, tensor). Readers are the rollout engines and the ranks of the
 | collective | `collective.Sender` | `collective.Receiver`, whose files are `buckets.BucketFiles` |
 | files | `files.FolderWriter` | `files.read_folder` |
 
-`config.weight_routes` chooses the transport of each reader.
+`spec.weight_routes` chooses the transport of each reader.
 """
 
 import logging

@@ -21,12 +21,12 @@ from verlite.algorithms.advantages import (
 from verlite.algorithms.kl import apply_kl_penalty
 from verlite.algorithms.masked import masked_whiten
 from verlite.algorithms.rollout_correction import correct_rollout
-from verlite.config import catalog
-from verlite.config.correction import RolloutCorrection
-from verlite.config.schema import Config
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics, summarize
 from verlite.protocol.ragged import ragged
+from verlite.spec import catalog
+from verlite.spec.correction import RolloutCorrection
+from verlite.spec.roles import AdvantageSpec
 
 REWARD_KL = "actor/reward_kl_penalty"
 
@@ -47,7 +47,7 @@ def apply_rollout_correction(t: TensorDict, settings: RolloutCorrection) -> Data
 
 
 def estimate_advantages(
-    config: Config, t: TensorDict, uid: np.ndarray, kl_coefficient: float
+    spec: AdvantageSpec, t: TensorDict, uid: np.ndarray, kl_coefficient: float
 ) -> tuple[DataProto, Metrics]:
     """Estimate advantages from scores.
 
@@ -55,28 +55,26 @@ def estimate_advantages(
         t: Rows with scores, response_mask, loss_mask and what the estimator reads. If R = 1, each
             row is a scalar and `loss_mask` holds the row's trained-token count.
         uid: [B] object array; rows with the same uid are a group.
-        kl_coefficient: Coefficient of the KL penalty in the reward, if the configuration has one.
+        kl_coefficient: Coefficient of the KL penalty in the reward, if there is one.
 
     Returns:
         rewards [B], advantages and returns [B, R], 0 outside response_mask; and metrics over the
         tokens of loss_mask.
     """
-    algorithm = config.algorithm
     metrics: Metrics = {}
     scores = place_scores(t["scores"], t["response_mask"])
     rewards = scores
-    if algorithm.use_kl_in_reward:
+    if spec.use_kl_in_reward:
         rewards, kl = apply_kl_penalty(
             scores,
             t["old_log_probs"],
             t["ref_log_prob"],
             t["response_mask"],
             kl_coefficient,
-            algorithm.kl_penalty,
+            spec.kl_penalty,
         )
         metrics |= {REWARD_KL: kl, "actor/reward_kl_penalty_coeff": kl_coefficient}
-    token_kl = algorithm.kl_in_reward_mode == "token" and catalog.is_by_row(algorithm.adv_estimator)
-    low, high = config.reward.clip_range or (-10.0, 10.0)
+    token_kl = spec.kl_in_reward_mode == "token" and catalog.is_by_row(spec.adv_estimator)
     inputs = AdvantageInputs(
         token_level_rewards=scores if token_kl else rewards,
         response_mask=t["response_mask"],
@@ -88,28 +86,27 @@ def estimate_advantages(
         old_log_probs=t.get("old_log_probs"),
         sum_pi_squared=t.get("sum_pi_squared"),
         rollout_is_weights=t.get("rollout_is_weights"),
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        reward_clip_range=(low, high),
-        alone=config.actor_rollout_ref.rollout.n == 1 and len(set(uid)) == len(uid),
-        extra=algorithm.adv_kwargs,
+        gamma=spec.gamma,
+        lam=spec.lam,
+        norm_adv_by_std_in_grpo=spec.norm_adv_by_std_in_grpo,
+        reward_clip_range=spec.reward_clip_range,
+        alone=spec.single_samples and len(set(uid)) == len(uid),
+        extra=dict(spec.adv_kwargs),
     )
-    advantages, returns = compute_advantages(algorithm.adv_estimator, inputs)
+    advantages, returns = compute_advantages(spec.adv_estimator, inputs)
     if token_kl:
         advantages = returns = advantages + to_go(rewards - scores, inputs.mask)
-    if algorithm.whiten_advantages:
+    if spec.whiten_advantages:
         advantages = masked_whiten(advantages, inputs.mask)
     metrics |= token_metrics(advantages, returns, t["loss_mask"], t.get("values"))
     result = {"rewards": rewards.sum(1), "advantages": advantages, "returns": returns}
     return DataProto.from_dict(result), metrics
 
 
-def by_row(config: Config) -> bool:
+def by_row(spec: AdvantageSpec) -> bool:
     """Return whether advantages follow from one number per row, without the rows' tokens."""
-    algorithm = config.algorithm
-    needs_tokens = algorithm.use_kl_in_reward or algorithm.whiten_advantages
-    return catalog.is_by_row(algorithm.adv_estimator) and not needs_tokens
+    needs_tokens = spec.use_kl_in_reward or spec.whiten_advantages
+    return catalog.is_by_row(spec.adv_estimator) and not needs_tokens
 
 
 def token_selector_path(loss_mode: str) -> str | None:

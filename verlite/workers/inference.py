@@ -4,11 +4,10 @@ from pathlib import Path
 
 import torch
 
-from verlite.config.plan import Plan, uses_lora
-from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.protocol.data import DataProto
 from verlite.rollout.types import WeightSyncError
+from verlite.spec.roles import InferenceSpec
 from verlite.weights.probe import gap
 from verlite.weights.transport import Export, Offer
 from verlite.workers.log_probs import LogProbWorker
@@ -21,16 +20,16 @@ class InferenceWorker(LogProbWorker):
     version: of its weights. None before the first sync.
     """
 
-    def __init__(self, config: Config, plan: Plan, total_steps: int) -> None:
-        super().__init__(config, plan, total_steps)
-        self.engine = self.frozen_engine("inference")
-        self.engine.offload()
+    spec: InferenceSpec
+
+    def __init__(self, spec: InferenceSpec) -> None:
+        super().__init__(spec)
         self.version: int | None = None
         self._not_ready: str | None = "no weight sync has reached it"
-        self._dtype: torch.dtype = getattr(torch, plan.train_dtype)
-        folder = Path(config.trainer.default_local_dir, "weights")
-        number = plan.weights.reader("inference", self.rank)
-        self._reader = WeightReader(plan.weights, number, folder, self.device)
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        folder = Path(spec.run_dir, "weights")
+        number = spec.routes.reader("inference", self.rank)
+        self._reader = WeightReader(spec.routes, number, folder, self.device)
 
     def check_version(self, batch: DataProto) -> None:
         """Raise WeightSyncError if the weights are not of the version in meta_info."""
@@ -68,7 +67,7 @@ class InferenceWorker(LogProbWorker):
         self._not_ready = f"the sync to version {offer.version} did not complete; sync again"
         self.rank_rows.clear()  # of the step before
         self.engine.onload()
-        adapters = uses_lora(self.config.actor_rollout_ref.model)
+        adapters = self.spec.engine.model.trains_adapters
         self.engine.load_weights(self._reader.published(offer, exports, trained=adapters))
         found = self.engine.own_fingerprint(self._dtype)
         if found != offer.own_fingerprint:
@@ -77,7 +76,7 @@ class InferenceWorker(LogProbWorker):
                 f"fingerprint {found:08x}; the actor's is {offer.own_fingerprint:08x}"
             )
         if offer.probe is not None:
-            own = self.engine.probe(offer.probe.limit, self.plan.max_model_len)
+            own = self.engine.probe(offer.probe.limit, self.spec.max_model_len)
             difference = gap(offer.probe, own.log_probs)
             if not difference.is_within(offer.probe.limit):
                 raise WeightSyncError(

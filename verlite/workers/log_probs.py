@@ -8,11 +8,14 @@ from verlite.controller.dispatch import register
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import ragged
 from verlite.services import reference_client
+from verlite.spec.roles import ActorSpec, InferenceSpec
 from verlite.workers.training import TrainingWorker, micro_batching
 
 
 class LogProbWorker(TrainingWorker):
     """One rank of the policy. Its engine has the weights that sampled the step's responses."""
+
+    spec: ActorSpec | InferenceSpec
 
     def check_version(self, batch: DataProto) -> None:
         """Raise an error if the engine has other weights than the batch needs. The actor's are
@@ -23,18 +26,19 @@ class LogProbWorker(TrainingWorker):
         """Compute log-probs of the responses under the current policy.
 
         Returns:
-            Ragged old_log_probs, entropys and, if the plan needs it, sum_pi_squared; entropy_sums
-            [b], and gap_sums [b, G] between these log-probs and those of the rollout engine.
+            Ragged old_log_probs, entropys and, if the estimator needs it, sum_pi_squared;
+            entropy_sums [b], and gap_sums [b, G] between these log-probs and those of the rollout
+            engine.
         """
         self.check_version(batch)
         rows = self.rank_rows.padded(batch)
         self.engine.onload()
         out = self.engine.forward(
             rows,
-            micro_batching(self.plan.log_prob_micro),
-            self.config.actor_rollout_ref.rollout.temperature,
+            micro_batching(self.spec.log_probs.micro),
+            self.spec.temperature,
             with_entropy=True,
-            with_sum_pi_squared=self.plan.needs_sum_pi_squared,
+            with_sum_pi_squared=self.spec.log_probs.needs_sum_pi_squared,
         )
         self.engine.offload()
         t = rows.batch
@@ -46,7 +50,7 @@ class LogProbWorker(TrainingWorker):
             "old_log_probs": ragged(out["log_probs"], t["response_length"]),
             "entropys": ragged(out["entropy"], t["response_length"]),
         }
-        if self.plan.needs_sum_pi_squared:
+        if self.spec.log_probs.needs_sum_pi_squared:
             columns["sum_pi_squared"] = ragged(out["sum_pi_squared"], t["response_length"])
         return DataProto.from_dict(sums, columns)
 
@@ -54,10 +58,11 @@ class LogProbWorker(TrainingWorker):
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         """Return ragged ref_log_prob of the responses under the policy without its adapters."""
         rows = self.rank_rows.padded(batch)
-        temperature = self.config.actor_rollout_ref.rollout.temperature
+        micro = self.spec.log_probs.reference_micro
+        assert micro is not None
         self.engine.onload()
         with self.engine.without_adapters():
-            out = self.engine.forward(rows, micro_batching(self.plan.ref_micro), temperature)
+            out = self.engine.forward(rows, micro_batching(micro), self.spec.temperature)
         self.engine.offload()
         log_probs = ragged(out["log_probs"], rows.batch["response_length"])
         return DataProto.from_dict({}, {"ref_log_prob": log_probs})
@@ -71,6 +76,8 @@ class LogProbWorker(TrainingWorker):
         Raises:
             ReferenceUnavailable, WrongReference: see services/reference_client.py.
         """
+        service = self.spec.log_probs.reference
+        assert service is not None
         rows = self.rank_rows.padded(batch)
         t = rows.batch
         # As in the engine, rows without a counted token are not computed.
@@ -80,10 +87,10 @@ class LogProbWorker(TrainingWorker):
         lengths = t["response_length"].flatten().tolist()
         with progress.waiting_for("the reference service"):
             found = reference_client.log_probs(
-                self.config.actor_rollout_ref.ref,
+                service,
                 sequences,
                 [lengths[i] for i in counted],
-                self.config.actor_rollout_ref.rollout.temperature,
+                self.spec.temperature,
                 batch.meta_info["reference"],
             )
         log_probs = torch.zeros(t["response_mask"].shape)

@@ -1,28 +1,23 @@
 """The frozen reference policy: log-probs only."""
 
-from verlite.config.plan import Plan
-from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import ragged
+from verlite.spec.roles import ReferenceSpec
 from verlite.workers.training import TrainingWorker, micro_batching
 
 
 class ReferenceWorker(TrainingWorker):
     """One rank of the reference. It has no optimizer, so its weights cannot change."""
 
-    def __init__(self, config: Config, plan: Plan, total_steps: int) -> None:
-        super().__init__(config, plan, total_steps)
-        self.engine = self.frozen_engine("ref")
-        self.engine.offload()
+    spec: ReferenceSpec
 
     @register("split", keep_remote=("ref_log_prob",), fetch=False)
     def log_probs(self, batch: DataProto) -> DataProto:
         """Return ragged ref_log_prob of the responses."""
         rows = self.rank_rows.padded(batch)
-        temperature = self.config.actor_rollout_ref.rollout.temperature
         self.engine.onload()
-        out = self.engine.forward(rows, micro_batching(self.plan.ref_micro), temperature)
+        out = self.engine.forward(rows, micro_batching(self.spec.micro), self.spec.temperature)
         self.engine.offload()
         self.rank_rows.clear()  # this is the role's only call in a step
         log_probs = ragged(out["log_probs"], rows.batch["response_length"])

@@ -1,7 +1,8 @@
 """The roles of a run: which worker class each one uses.
 
-To add a role, write its worker class, add one line to ROLES, and set in `verlite/config/plan.py`
-which runs have it. `run.workers` then has its worker group.
+To add a role, write its worker class and its spec (`verlite/spec/roles.py`), add a line to ROLES
+and one to `role_spec` in `verlite/config/compile.py`, and set in `verlite/config/plan.py` which
+runs have it. `run.workers` then has its worker group.
 
 Nothing heavy is imported here, because the launcher reads this table before torch is loaded.
 """

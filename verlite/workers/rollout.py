@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from verlite.config.plan import Plan
-from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
 from verlite.engine.folder import load_tokenizer
@@ -26,6 +24,7 @@ from verlite.rewards.scorer import Scorer
 from verlite.rollout.build import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Status, Trajectory
+from verlite.spec.roles import RolloutSpec
 from verlite.weights.cuda_ipc import Stream as WeightStream
 from verlite.weights.transport import Export, Offer
 from verlite.workers.weight_reader import WeightReader
@@ -43,43 +42,28 @@ class DecodedResponse:
 
 
 class RolloutWorker(Worker):
-    """One generation engine, the environments its samples act in, and the scorer.
+    """One generation engine, the environments its samples act in, and the scorer."""
 
-    folder: working directory of the user's reward functions.
-    """
-
-    def __init__(self, config: Config, plan: Plan, folder: str | None = None) -> None:
-        policy = config.actor_rollout_ref
-        self.config = config
-        self.plan = plan
+    def __init__(self, spec: RolloutSpec) -> None:
+        self.spec = spec
         self.env_factory = EnvFactory()
-        if plan.max_turns:
-            self.env_factory = build_env_factory(config)
-            tokenizer = load_tokenizer(policy.model)
-            template = config.data.apply_chat_template_kwargs
-            self.encode = encoder(self.env_factory, tokenizer, template)
+        if spec.env is not None:
+            self.env_factory = build_env_factory(spec.env)
+            tokenizer = load_tokenizer(spec.model)
+            self.encode = encoder(self.env_factory, tokenizer, spec.template_kwargs)
             # The driver checked its own access to the tools; this machine's may differ.
             check_env_factory(self.env_factory)
         engines_on_node = max(1, self._spec.devices_on_node // self._spec.devices)
-        engines_on_node = min(engines_on_node, plan.engines)
+        engines_on_node = min(engines_on_node, spec.engines)
         self.scorer = Scorer(
-            config.custom_reward_function,
-            config.reward,
-            share=engines_on_node,
-            folder=folder,
-            debug=config.trainer.debug,
+            spec.scorer, share=engines_on_node, folder=spec.folder, debug=spec.debug
         )
-        folder_of_weights = Path(config.trainer.default_local_dir, "weights")
-        self._reader = WeightReader(plan.weights, self.rank, folder_of_weights, self.device)
+        folder_of_weights = Path(spec.run_dir, "weights")
+        self._reader = WeightReader(spec.routes, self.rank, folder_of_weights, self.device)
         self.scorer.check_signature()  # again: the file may differ on this machine
         self.scorer.check_service()
         self.engine = build_engine(
-            plan.rollout_name,
-            policy.model,
-            policy.rollout,
-            plan.max_model_len,
-            self.device,
-            policy.rollout.seed,
+            spec.engine, spec.model, spec.generation, spec.max_model_len, self.device, spec.seed
         )
         # The first sync wakes the engine as all later ones do; until then its memory is the
         # trainer's, and an engine that does not survive sleep fails the check of the first step.
@@ -124,7 +108,7 @@ class RolloutWorker(Worker):
             began = time.monotonic()
             results = rewards.results()
             waited_s = time.monotonic() - began
-        multi_turn = self.plan.max_turns > 0
+        multi_turn = self.spec.max_turns > 0
         return as_columns(trajectories, decoded, results, waited_s, multi_turn)
 
     def _decode(self, trajectory: Trajectory) -> DecodedResponse:
@@ -135,7 +119,7 @@ class RolloutWorker(Worker):
 
         tokens = zip(trajectory.response_ids, trajectory.response_mask, strict=True)
         sampled = text([token for token, mask in tokens if mask])
-        if not self.plan.max_turns:
+        if not self.spec.max_turns:
             return DecodedResponse(sampled)
         ids = iter(trajectory.response_ids)
         transcript: list[tuple[str, str]] = [
@@ -154,7 +138,7 @@ class RolloutWorker(Worker):
         # As in verl: the prompt, the model's turns, and the answers of tools.
         num_turns = 1 + len(trajectory.segments)
         extra_info = {**columns["extra_info"][row], "num_turns": num_turns}
-        if self.plan.max_turns:
+        if self.spec.max_turns:
             info = {
                 "segments": decoded.transcript,
                 "status": str(trajectory.status),
@@ -176,15 +160,15 @@ class RolloutWorker(Worker):
     def _request(
         self, prompt_ids: list[int], sampling: Sampling, extra_info: dict[str, Any]
     ) -> Request:
-        if not self.plan.max_turns:
+        if not self.spec.max_turns:
             return Request(prompt_ids, sampling)
         return Request(
             prompt_ids,
             sampling,
             self._env(extra_info),
-            max_turns=self.plan.max_turns,
-            max_response_tokens=self.plan.longest_sequence - len(prompt_ids),
-            max_observation_tokens=self.config.data.max_obs_length,
+            max_turns=self.spec.max_turns,
+            max_response_tokens=self.spec.longest_sequence - len(prompt_ids),
+            max_observation_tokens=self.spec.max_obs_length,
             encode_observation=self.encode,
         )
 
@@ -192,8 +176,9 @@ class RolloutWorker(Worker):
         try:
             return self.env_factory.env(extra_info)
         except Exception as error:  # a user's factory may raise anything
+            name = self.spec.env.name if self.spec.env else ""
             raise ValueError(
-                f"env.name={self.config.env.name} cannot build an environment for a row with "
+                f"env.name={name} cannot build an environment for a row with "
                 f"extra_info {extra_info!r:.200}: {type(error).__name__}: {error}"
             ) from error
 
@@ -239,7 +224,7 @@ class RolloutWorker(Worker):
         Returns:
             The node's copy, if this engine received it.
         """
-        routes = self.plan.weights
+        routes = self.spec.routes
         if self._reader.transport == "cuda_ipc":
             ranks = [routes.publishers[device] for device in routes.devices[self.rank]]
             addresses = tuple(offers[rank].stream or "" for rank in ranks)

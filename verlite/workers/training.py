@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verlite import progress
-from verlite.config.plan import Micro, Plan, Updates, engine_settings
-from verlite.config.schema import Config
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
+from verlite.spec.roles import Micro, TrainingRole, Updates
 from verlite.workers.rows import StepRows
 
 if TYPE_CHECKING:
@@ -28,38 +27,42 @@ LEAST_COLLECTIVE_S = 1800.0
 
 
 class TrainingWorker(Worker):
-    """One rank of a model under FSDP2. Subclasses build the engine and define the losses.
+    """One rank of a model under FSDP2. Subclasses define the losses.
 
-    rank_rows: this rank's rows of the current training step.
+    spec: what the role needs to know. rank_rows: this rank's rows of the current training step.
     """
 
-    engine: "TrainEngine"
+    head = "lm"
+    """What the model computes: "lm" for log-probs, "value" for values."""
 
-    def __init__(self, config: Config, plan: Plan, total_steps: int) -> None:
-        self.config = config
-        self.plan = plan
-        self.total_steps = total_steps
+    def __init__(self, spec: TrainingRole) -> None:
+        self.spec = spec
         self.rank_rows = StepRows()
         if self.device.type == "cuda":
             use_expandable_segments()
             torch.cuda.set_device(self.device)
         # A collective must not end before the call that it is part of. Loading a model may wait
         # longer than calls may be without progress.
-        self.init_distributed(max(LEAST_COLLECTIVE_S, config.trainer.phase_timeout_s))
+        self.init_distributed(max(LEAST_COLLECTIVE_S, spec.phase_timeout_s))
+        self.engine = self._build_engine()
+        self.engine.offload()
 
-    def frozen_engine(self, role: str) -> "TrainEngine":
-        """Build the policy's model without an optimizer, with the settings of "ref" or
-        "inference"."""
+    def _build_engine(self) -> "TrainEngine":
         # Imported here: these libraries take seconds, and the driver only names the classes.
         from verlite.engine.fsdp import TrainEngine
 
+        engine = self.spec.engine
         return TrainEngine(
-            self.config.actor_rollout_ref.model,
-            engine_settings(self.config, role, self.plan.device),
-            head="lm",
+            engine.model,
+            engine.fsdp,
+            engine.optim,
+            head=self.head,
+            total_training_steps=self.spec.total_steps,
+            grad_clip=engine.grad_clip,
+            max_nonfinite_updates=engine.max_nonfinite_updates,
             device=self.device,
-            seed=self.config.data.seed,
-            sequence_parallel=self.plan.sequence_parallel[role],
+            seed=engine.seed,
+            sequence_parallel=engine.sequence_parallel,
         )
 
     @register("all")
@@ -99,8 +102,7 @@ class TrainingWorker(Worker):
         rows = batch.with_batch(response_mask=batch.batch["loss_mask"])
         column = "critic_mini_batch_index" if role == "critic" else "mini_batch_index"
         mini_batch_index = rows.batch[column]
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        dump_dir = Path(self.config.trainer.default_local_dir, "nonfinite")
+        dump_dir = Path(self.spec.run_dir, "nonfinite")
         steps = []
         self.engine.onload(optimizer=True)
         for epoch in range(updates.epochs):
@@ -111,7 +113,7 @@ class TrainingWorker(Worker):
                 step = self.engine.update(
                     rows.select_idxs(mini_batch_index[:, epoch] == update),
                     micro_batching(updates.micro),
-                    temperature,
+                    self.spec.temperature,
                     loss,
                     dump_dir=dump_dir / f"step_{rows.meta_info['step']}_{role}_{epoch}_{update}",
                     **options,
@@ -182,9 +184,8 @@ def mean_metrics(steps: list[Metrics]) -> Metrics:
     return means
 
 
-def micro_batching(micro: Micro | None) -> "MicroBatching":
-    """Convert the plan's micro-batches to the engine's. A role that runs has them in its plan."""
-    assert micro is not None
+def micro_batching(micro: Micro) -> "MicroBatching":
+    """Convert the spec's micro-batches to the engine's."""
     from verlite.engine.micro import MicroBatching
 
     if micro.max_tokens is not None:

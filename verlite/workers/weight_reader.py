@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from verlite.config.weight_routes import WeightRoutes
+from verlite.spec.weight_routes import WeightRoutes
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.collective import Receiver
 from verlite.weights.files import read_folder

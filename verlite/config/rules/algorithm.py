@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from verlite.config import catalog
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
+from verlite.spec import catalog
 
 ACTOR = "actor_rollout_ref.actor."
 

@@ -4,11 +4,12 @@ import ast
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from verlite.config import keys, names
+from verlite.config import keys
 from verlite.config.plan import scores_remotely
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
 from verlite.config.schema import Config
+from verlite.importing import module_file, module_path
 
 PATH = "custom_reward_function.path"
 NAME = "custom_reward_function.name"
@@ -58,7 +59,7 @@ def _file_with(
     path_key: str, path: str, name_key: str, name: str
 ) -> Generator[Problem, None, list[ast.stmt] | None]:
     """Check that a file defines a name, and return its statements; None: it cannot be read."""
-    file = names.module_path(path)
+    file = module_path(path)
     if file is None or not file.is_file():
         why = "does not exist"
         if Path(path).exists():
@@ -91,7 +92,7 @@ def _own_name(key: str, value: str) -> Iterator[Problem]:
     module, colon, name = value.partition(":")
     if not colon:
         return
-    file = names.module_file(module)
+    file = module_file(module)
     if file is None:
         yield Problem(
             key,

@@ -4,11 +4,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from verlite.config import catalog, plan
-from verlite.config.correction import PRESETS, RolloutCorrection, settings
+from verlite.config import plan
 from verlite.config.keys import get
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
+from verlite.spec import catalog
+from verlite.spec.correction import PRESETS, RolloutCorrection, settings
 
 SECTION = "algorithm.rollout_correction."
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verlite import tables
-from verlite.config import catalog, plan
+from verlite.config import plan
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
 from verlite.config.schema import Config, DataConfig
 from verlite.hub import SCHEME, HubError, local_file
+from verlite.spec import catalog
 
 if TYPE_CHECKING:
     import pyarrow

@@ -5,12 +5,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from verlite.config import catalog, machine, node_groups, plan
+from verlite import machine
+from verlite.config import node_groups, plan
 from verlite.config.keys import get
 from verlite.config.placement import parse, ranges, role_names
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context, nearest_legal
-from verlite.config.weight_routes import why_impossible
+from verlite.spec import catalog
+from verlite.spec.weight_routes import why_impossible
 
 ROLLOUT = "actor_rollout_ref.rollout."
 PLACEMENT = "cluster.component_placement"

@@ -9,10 +9,10 @@ from typing import Any
 from verlite import hub
 from verlite.config import plan
 from verlite.config.problems import Problem
-from verlite.config.rope import position_limit
 from verlite.config.rules.context import Context, nearest_legal
 from verlite.config.rules.devices import shared_sequences
 from verlite.config.schema import ModelConfig
+from verlite.spec.rope import position_limit
 
 POLICY = "actor_rollout_ref.model."
 CRITIC = "critic.model."

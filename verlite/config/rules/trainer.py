@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from verlite.config import debug, plan
-from verlite.config.catalog import TRACKERS
 from verlite.config.durations import duration_s
 from verlite.config.keys import get
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
+from verlite.spec.catalog import TRACKERS
 
 ADDRESS = "ray_kwargs.ray_init.address"
 ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"

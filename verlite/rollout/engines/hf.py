@@ -29,13 +29,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from verlite.config.rope import beyond_limit, position_limit
-from verlite.config.schema import ModelConfig
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines.kv_cache import CACHED_ATTENTION, KVCache
 from verlite.rollout.sampling import mix64, sample, uniform
 from verlite.rollout.types import EngineOptions, Sampling
 from verlite.small_model import sequences, small_config, small_model, unsuitable
+from verlite.spec.roles import ModelSpec
+from verlite.spec.rope import beyond_limit, position_limit
 from verlite.weights.fingerprint import combine, tensor_fingerprint
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class HFCore:
     """
 
     def __init__(self, options: EngineOptions):
-        extra = options.rollout.engine_kwargs.get("hf")
+        extra = options.generation.engine_kwargs.get("hf")
         if extra:
             raise ValueError(
                 f"rollout.engine_kwargs.hf.{min(extra)} is not supported: "
@@ -94,9 +94,9 @@ class HFCore:
             raise ValueError(beyond_limit(*limit, options.max_model_len))
         self.dtype = options.dtype
         self.device = options.device
-        self.max_num_seqs = options.rollout.max_num_seqs
+        self.max_num_seqs = options.generation.max_num_seqs
         self.max_model_len = options.max_model_len
-        self._utilization = options.rollout.gpu_memory_utilization
+        self._utilization = options.generation.gpu_memory_utilization
         self._eos = torch.tensor(
             sorted(eos_ids(model.path, self.model, self.tokenizer)),
             dtype=torch.int64,
@@ -646,7 +646,7 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 
 def _frees_weights(options: EngineOptions) -> bool:
     """Return whether sleep frees the weights. On a CPU a sync overwrites them in place."""
-    return options.device.type != "cpu" and options.rollout.free_cache_engine
+    return options.device.type != "cpu" and options.generation.free_cache_engine
 
 
 def _cache_limit(device: torch.device, utilization: float) -> int:
@@ -664,7 +664,7 @@ def _rounded_up(slots: int) -> int:
 
 
 def _build_model(
-    model: ModelConfig, dtype: torch.dtype, pretrained: bool, device: torch.device
+    model: ModelSpec, dtype: torch.dtype, pretrained: bool, device: torch.device
 ) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     for key, value in model.override_config.items():

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from verlite.config.schema import ModelConfig
 from verlite.http.client import Client
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.servers.fit import Needs, check_fit, service
@@ -18,6 +17,7 @@ from verlite.rollout.servers.pool import Ask, Pool
 from verlite.rollout.servers.sending import Delivery, Network, SharedFiles
 from verlite.rollout.servers.vllm_server import Reply, VLLMServer
 from verlite.rollout.types import EngineOptions, Sampling
+from verlite.spec.roles import ModelSpec
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.probe import Probe, gap
 
@@ -31,7 +31,7 @@ class ServerCore:
     """Generation by one or several servers; see `batched.Core`."""
 
     def __init__(self, options: EngineOptions) -> None:
-        rollout, model = options.rollout, options.model
+        rollout, model = options.generation, options.model
         if options.pretrained:
             raise ValueError("rollout.name=server: servers get their weights from the trainer")
         self.tokenizer = AutoTokenizer.from_pretrained(
@@ -162,7 +162,7 @@ class ServerCore:
         return self._loop.run_until_complete(call)
 
 
-def eos_ids(model: ModelConfig, config: Any, tokenizer: Any) -> list[int]:
+def eos_ids(model: ModelSpec, config: Any, tokenizer: Any) -> list[int]:
     """Return every id that ends a sequence, by generation_config.json, the model's config or the
     tokenizer."""
     try:

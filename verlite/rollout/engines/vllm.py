@@ -29,12 +29,11 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from verlite.config.machine import old_vllm
-from verlite.config.plan import syncs_adapters
-from verlite.config.schema import ModelConfig
+from verlite.machine import old_vllm
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines import vllm_worker
 from verlite.rollout.types import EngineOptions, Sampling
+from verlite.spec.roles import ModelSpec
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.cuda_ipc import Stream
 from verlite.weights.shared_memory import MemoryFiles
@@ -59,12 +58,12 @@ class VLLMCore:
         self.tokenizer = self.engine.get_tokenizer()
         self.max_model_len = options.max_model_len
         self.vocab_size = self.engine.model_config.get_vocab_size()
-        self._shards = options.rollout.tensor_model_parallel_size
+        self._shards = options.generation.tensor_model_parallel_size
         if self._shards > 1 and options.device.type == "cpu":
             self.engine.collective_rpc("verlite_unlink_shared_memory")
-        self._bucket_bytes = options.rollout.sync_bucket_mb << 20
+        self._bucket_bytes = options.generation.sync_bucket_mb << 20
         self._frees_memory = args.enable_sleep_mode
-        self._syncs_adapters = syncs_adapters(options.model, options.rollout)
+        self._syncs_adapters = options.generation.syncs_adapters
         self._adapter: LoRARequest | None = None
         self._adapter_ids = itertools.count(1)
         # Even in eager mode vLLM compiles one sampling helper, which takes as long as the rest of
@@ -191,7 +190,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         ValueError: vLLM does not know a key of rollout.engine_kwargs.vllm.
     """
     model = options.model
-    rollout = options.rollout
+    rollout = options.generation
     shards = rollout.tensor_model_parallel_size
     args: dict[str, Any] = {
         "model": model.path,
@@ -217,7 +216,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "worker_extension_cls": f"{vllm_worker.__name__}.{vllm_worker.WorkerExtension.__name__}",
         "disable_log_stats": True,
     }
-    if syncs_adapters(model, rollout):
+    if rollout.syncs_adapters:
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(model)}
     if options.device.type == "cpu":
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
@@ -231,7 +230,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     return EngineArgs(**(args | extra))
 
 
-def _max_lora_rank(model: ModelConfig) -> int:
+def _max_lora_rank(model: ModelSpec) -> int:
     """Return the smallest rank of vLLM's kernels that the policy's adapters fit into.
 
     Raises:

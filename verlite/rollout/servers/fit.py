@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verlite.config.plan import files_of
-from verlite.config.schema import RolloutConfig
 from verlite.http.client import Client, Refused, Retry, Service
 from verlite.rollout.engines.vllm_plugin import BACKEND
 from verlite.rollout.servers.vllm_server import Settings, Unfit, VLLMServer
+from verlite.spec.roles import GenerationSpec
 
 AGAIN_S = 2.0
 """Seconds between two questions while no server answers."""
@@ -61,12 +60,12 @@ def check_fit(found: Settings, needs: Needs) -> None:
         raise Unfit("; ".join(wrong))
 
 
-def service(rollout: RolloutConfig) -> Service:
+def service(rollout: GenerationSpec) -> Service:
     """Return how the servers are called."""
     return Service(
         "generation server",
         "actor_rollout_ref.rollout",
-        files_of(rollout.servers),
+        list(rollout.servers),
         timeout_s=rollout.request_timeout_s,
         deadline_s=rollout.request_timeout_s,
         token_env=rollout.server_token_env,
@@ -74,7 +73,7 @@ def service(rollout: RolloutConfig) -> Service:
     )
 
 
-def check(rollout: RolloutConfig, needs: Needs, say: Callable[[str], None]) -> str | None:
+def check(rollout: GenerationSpec, needs: Needs, say: Callable[[str], None]) -> str | None:
     """Ask every server for its settings. Waits rollout.server_wait_s for the first answer.
 
     Args:
@@ -90,7 +89,7 @@ def check(rollout: RolloutConfig, needs: Needs, say: Callable[[str], None]) -> s
     return asyncio.run(_check(rollout, needs, say))
 
 
-async def _check(rollout: RolloutConfig, needs: Needs, say: Callable[[str], None]) -> str | None:
+async def _check(rollout: GenerationSpec, needs: Needs, say: Callable[[str], None]) -> str | None:
     began, has_said = time.monotonic(), False
     async with Client(service(rollout)) as client:
         servers = [

@@ -4,6 +4,7 @@ import torch
 from tensordict import TensorDict
 
 from verlite.algorithms.gap import gap_metrics, gap_totals
+from verlite.config.compile import model_spec
 from verlite.engine.folder import experts_of, load_config
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import clear_rows
@@ -98,7 +99,8 @@ def gap_limit(run: Run) -> float:
         return policy.rollout.log_prob_gap_limit
     if run.plan.train_dtype == run.plan.rollout_dtype == "float32":
         return GAP_LIMIT
-    return GAP_LIMIT_OF_EXPERTS if experts_of(load_config(policy.model))[0] else GAP_LIMIT
+    experts, _ = experts_of(load_config(model_spec(policy.model)))
+    return GAP_LIMIT_OF_EXPERTS if experts else GAP_LIMIT
 
 
 def _diagnose_gap(t: TensorDict) -> str:
@@ -183,7 +185,7 @@ def advantages(run: Run, batch: DataProto) -> DataProto:
     Outcome estimators need one number per row. They run here, and advantages and returns are
     [B, 1]. Other estimators need all tokens of the step and run on one rank of the actor.
     """
-    if by_row(run.config):
+    if by_row(run.advantage):
         batch, metrics = advantages_by_row(run, batch)
     else:
         rows = to_one_rank(run, batch, *_ESTIMATOR_FIELDS)
@@ -206,6 +208,6 @@ def advantages_by_row(run: Run, batch: DataProto) -> tuple[DataProto, dict[str, 
     t["response_mask"] = (t["sampled_tokens"] > 0).long()[:, None]
     t["loss_mask"] = t["trained_tokens"][:, None]
     result, metrics = estimate_advantages(
-        run.config, t, batch.non_tensor_batch["uid"], run.kl.value
+        run.advantage, t, batch.non_tensor_batch["uid"], run.kl.value
     )
     return batch.with_batch(**result.batch), metrics

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verlite.config.weight_routes import weight_routes, why_impossible
+from verlite.spec.weight_routes import weight_routes, why_impossible
 
 
 def routes(actor, rollout, per_engine=1, per_node=2, chosen="auto", inference=()):

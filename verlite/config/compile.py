@@ -1,0 +1,272 @@
+"""Compile a configuration and its plan into what each role needs (`verlite.spec.roles`)."""
+
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from verlite.config.plan import (
+    Plan,
+    engine_settings,
+    files_of,
+    reference_urls,
+    scores_remotely,
+    syncs_adapters,
+)
+from verlite.config.schema import (
+    AlgorithmConfig,
+    Config,
+    CustomRewardConfig,
+    FSDPConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from verlite.spec.roles import (
+    ActorSpec,
+    AdvantageSpec,
+    CriticSpec,
+    EngineSpec,
+    EnvSpec,
+    FSDPSpec,
+    GenerationSpec,
+    InferenceSpec,
+    LogProbSpec,
+    ModelSpec,
+    OptimSpec,
+    PolicyLossSpec,
+    PublishSpec,
+    ReferenceSpec,
+    RetrieverSpec,
+    RewardServiceSpec,
+    RolloutSpec,
+    ScorerSpec,
+    ServiceSpec,
+)
+
+T = TypeVar("T")
+
+
+def role_spec(role: str, config: Config, plan: Plan, total_steps: int) -> Any:
+    """Return what a role of the run needs.
+
+    total_steps: training steps of the whole run.
+    """
+    make = {
+        "actor": actor_spec,
+        "inference": inference_spec,
+        "ref": reference_spec,
+        "critic": critic_spec,
+        "rollout": lambda config, plan, _: rollout_spec(config, plan),
+    }
+    compiled: Callable[..., Any] = make[role]
+    return compiled(config, plan, total_steps)
+
+
+def actor_spec(config: Config, plan: Plan, total_steps: int) -> ActorSpec:
+    actor = config.actor_rollout_ref.actor
+    return ActorSpec(
+        **_training(config, plan, total_steps, "actor"),
+        log_probs=_log_probs(config, plan),
+        updates=plan.actor,
+        loss=policy_loss_spec(config, plan),
+        calculate_entropy=actor.calculate_entropy,
+        token_selection=vars(actor.policy_loss),
+        advantage=advantage_spec(config),
+        correction=plan.correction,
+        publish=PublishSpec(
+            routes=plan.weights,
+            train_dtype=plan.train_dtype,
+            rollout_dtype=plan.rollout_dtype,
+            sync_dtype=plan.sync_dtype,
+            sync_bucket_mb=config.actor_rollout_ref.rollout.sync_bucket_mb,
+            syncs_adapters=plan.syncs_adapters,
+            has_inference="inference" in plan.roles,
+            nodes=tuple(device // plan.devices_per_node for device in plan.placement["actor"]),
+            max_model_len=plan.max_model_len,
+        ),
+        saves_hf="hf_model" in actor.checkpoint.save_contents,
+    )
+
+
+def inference_spec(config: Config, plan: Plan, total_steps: int) -> InferenceSpec:
+    return InferenceSpec(
+        **_training(config, plan, total_steps, "inference"),
+        log_probs=_log_probs(config, plan),
+        routes=plan.weights,
+        dtype=plan.train_dtype,
+        max_model_len=plan.max_model_len,
+    )
+
+
+def reference_spec(config: Config, plan: Plan, total_steps: int) -> ReferenceSpec:
+    assert plan.ref_micro is not None
+    return ReferenceSpec(**_training(config, plan, total_steps, "ref"), micro=plan.ref_micro)
+
+
+def critic_spec(config: Config, plan: Plan, total_steps: int) -> CriticSpec:
+    assert plan.critic is not None and plan.value_micro is not None
+    return CriticSpec(
+        **_training(config, plan, total_steps, "critic"),
+        micro=plan.value_micro,
+        updates=plan.critic,
+        loss_scale=plan.loss_scale,
+        cliprange_value=config.critic.cliprange_value,
+    )
+
+
+def rollout_spec(config: Config, plan: Plan) -> RolloutSpec:
+    policy = config.actor_rollout_ref
+    return RolloutSpec(
+        model=model_spec(policy.model),
+        engine=plan.rollout_name,
+        generation=generation_spec(policy.rollout, policy.model),
+        seed=policy.rollout.seed,
+        max_model_len=plan.max_model_len,
+        routes=plan.weights,
+        run_dir=config.trainer.default_local_dir,
+        engines=plan.engines,
+        scorer=scorer_spec(config.custom_reward_function, config.reward),
+        env=env_spec(config) if plan.max_turns else None,
+        template_kwargs=config.data.apply_chat_template_kwargs,
+        max_turns=plan.max_turns,
+        max_obs_length=config.data.max_obs_length,
+        longest_sequence=plan.longest_sequence,
+        debug=config.trainer.debug,
+        folder=os.getcwd(),
+    )
+
+
+def policy_loss_spec(config: Config, plan: Plan) -> PolicyLossSpec:
+    actor = config.actor_rollout_ref.actor
+    return _take(
+        PolicyLossSpec,
+        actor,
+        loss_mode=plan.loss_mode,
+        loss_scale=plan.loss_scale,
+        clip_low=plan.clip_low,
+        clip_high=plan.clip_high,
+        clip_c=actor.clip_ratio_c,
+        extra={
+            "tau_pos": actor.tau_pos,
+            "tau_neg": actor.tau_neg,
+            "ppo_kl_coef": actor.policy_loss.ppo_kl_coef,
+            "rollout_correction": plan.correction,
+            **actor.policy_loss.kwargs,
+        },
+    )
+
+
+def advantage_spec(config: Config) -> AdvantageSpec:
+    algorithm: AlgorithmConfig = config.algorithm
+    low, high = config.reward.clip_range or (-10.0, 10.0)
+    return _take(
+        AdvantageSpec,
+        algorithm,
+        reward_clip_range=(low, high),
+        single_samples=config.actor_rollout_ref.rollout.n == 1,
+    )
+
+
+def model_spec(model: ModelConfig, **values: Any) -> ModelSpec:
+    """Return a section `model`; `values` take the place of its own."""
+    return _take(ModelSpec, model, **values)
+
+
+def optim_spec(optim: OptimConfig) -> OptimSpec:
+    return _take(OptimSpec, optim)
+
+
+def fsdp_spec(fsdp: FSDPConfig) -> FSDPSpec:
+    return _take(FSDPSpec, fsdp)
+
+
+def generation_spec(rollout: RolloutConfig, model: ModelConfig) -> GenerationSpec:
+    return _take(
+        GenerationSpec,
+        rollout,
+        servers=tuple(files_of(rollout.servers)),
+        syncs_adapters=syncs_adapters(model, rollout),
+    )
+
+
+def scorer_spec(custom: CustomRewardConfig, reward: RewardConfig) -> ScorerSpec:
+    return ScorerSpec(
+        path=custom.path,
+        name=custom.name,
+        reward_kwargs=custom.reward_kwargs,
+        secret_env_vars=custom.secret_env_vars,
+        remote=service_spec(RewardServiceSpec, reward.remote) if scores_remotely(reward) else None,
+        score_scale=reward.score_scale,
+        timeout_s=reward.timeout_s,
+        item_timeout_s=reward.item_timeout_s,
+        process_memory_gb=reward.process_memory_gb,
+    )
+
+
+def env_spec(config: Config) -> EnvSpec:
+    return EnvSpec(
+        config.env.name, config.env.kwargs, service_spec(RetrieverSpec, config.retriever)
+    )
+
+
+def reference_service_spec(config: Config) -> ServiceSpec | None:
+    """Return the service that computes reference log-probs; None if the run does."""
+    if not reference_urls(config):
+        return None
+    return service_spec(ServiceSpec, config.actor_rollout_ref.ref)
+
+
+def service_spec(made: type[T], section: Any) -> T:
+    """Return a service's spec from its section."""
+    return _take(made, section, url=tuple(files_of(section.url)))
+
+
+def engine_spec(config: Config, plan: Plan, role: str) -> EngineSpec:
+    """Return the training engine of a role."""
+    policy = config.actor_rollout_ref
+    actor = policy.actor
+    model = model_spec(policy.model)
+    optim = None
+    if role == "actor":
+        optim = optim_spec(actor.optim)
+    elif role == "critic":
+        model = model_spec(config.critic.model, path=plan.critic_model_path)
+        optim = optim_spec(config.critic.optim)
+    limits = config.critic if role == "critic" else actor
+    return EngineSpec(
+        model=model,
+        fsdp=fsdp_spec(engine_settings(config, role, plan.device)),
+        optim=optim,
+        grad_clip=limits.grad_clip,
+        max_nonfinite_updates=limits.max_nonfinite_updates,
+        seed=config.data.seed,
+        sequence_parallel=plan.sequence_parallel[role],
+    )
+
+
+def _training(config: Config, plan: Plan, total_steps: int, role: str) -> dict[str, Any]:
+    """Return the fields of TrainingRole."""
+    return {
+        "engine": engine_spec(config, plan, role),
+        "run_dir": config.trainer.default_local_dir,
+        "phase_timeout_s": config.trainer.phase_timeout_s,
+        "total_steps": total_steps,
+        "temperature": config.actor_rollout_ref.rollout.temperature,
+    }
+
+
+def _log_probs(config: Config, plan: Plan) -> LogProbSpec:
+    return LogProbSpec(
+        micro=plan.log_prob_micro,
+        needs_sum_pi_squared=plan.needs_sum_pi_squared,
+        reference_micro=plan.ref_micro,
+        reference=reference_service_spec(config),
+    )
+
+
+def _take(made: type[T], section: Any, **values: Any) -> T:
+    """Return a spec with the values of a section by their names, except those that are given."""
+    names = [field.name for field in fields(made) if field.name not in values]  # type: ignore[arg-type]
+    return made(**{name: getattr(section, name) for name in names}, **values)
