@@ -12,6 +12,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.trainer.forks import Forked
+
 # Metrics that differ between equal runs: clocks and memory.
 NOISY = (
     "time",
@@ -81,6 +83,7 @@ class Launch:
         before: str = "",
         program: Sequence[str] = ("-m", "verlite.main_ppo"),
         environment: Mapping[str, str] | None = None,
+        forked: bool = False,
     ):
         """Start the process.
 
@@ -90,20 +93,23 @@ class Launch:
             before: Python code that the driver runs first, to inject a fault.
             program: what Python runs instead of verlite.main_ppo, without `before`.
             environment: further variables.
+            forked: start the process as a fork, which saves its imports; see `forks`.
         """
         self.run_dir, self.log = run_dir, log
         code = f"{before}\nfrom verlite.main_ppo import main\ncode = main()"
         code += "\nfrom verlite.trainer.ending import leave\nleave(code)"
         program = ["-c", code] if before else program
-        command = [sys.executable, *program, f"trainer.default_local_dir={run_dir}", *overrides]
+        arguments = [*program, f"trainer.default_local_dir={run_dir}", *overrides]
         own = {MARK: str(run_dir), "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, **own, **(environment or {})}
+        self.process: subprocess.Popen[bytes] | Forked
         with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **own, **(environment or {})},
-            )
+            if forked:
+                self.process = Forked(arguments, out, env)
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, *arguments], stdout=out, stderr=subprocess.STDOUT, env=env
+                )
 
     def wait(self, seconds: float = 240) -> int:
         try:

@@ -104,7 +104,8 @@ def launch(tmp_path, name, demo, url, *overrides, before=""):
         "trainer.save_freq=-1",
         "trainer.export_hf=false",
     ]
-    return Launch(tmp_path / name, [*base, *overrides], tmp_path / f"{name}.log", before)
+    log = tmp_path / f"{name}.log"
+    return Launch(tmp_path / name, [*base, *overrides], log, before, forked=True)
 
 
 def steps_of(run):

@@ -84,9 +84,8 @@ def test_a_full_and_a_read_only_disk_cost_checkpoints_alone(
     names = f"DISK, RUN = {str(disk)!r}, {str(run_dir)!r}\n"
 
     full = names + AFTER_STEP + "AFTER, BEFORE = {1: fill}, {3: free}\n"
-    first = Launch(
-        run_dir, [*options, "trainer.total_training_steps=4"], tmp_path / "first.log", full
-    )
+    short = [*options, "trainer.total_training_steps=4"]
+    first = Launch(run_dir, short, tmp_path / "first.log", full, forked=True)
     assert first.wait() == 0, first.text()
     text = first.text()
     assert [line["step"] for line in first.metrics()] == [1, 2, 3, 4]
@@ -106,9 +105,8 @@ def test_a_full_and_a_read_only_disk_cost_checkpoints_alone(
 
     read_only = names + AFTER_STEP + "AFTER, BEFORE = {5: protect}, {}\n"
     read_only += "from verlite.trainer import checkpoints\ncheckpoints.FAILED_SAVES_S = 0\n"
-    second = Launch(
-        run_dir, [*options, "trainer.total_training_steps=9"], tmp_path / "second.log", read_only
-    )
+    long = [*options, "trainer.total_training_steps=9"]
+    second = Launch(run_dir, long, tmp_path / "second.log", read_only, forked=True)
     assert second.wait() == 1, second.text()
     text = second.text()
     assert text.count("kept in memory and written once it is possible") == 1, text

@@ -46,7 +46,7 @@ def base(tmp_path_factory, tiny_qwen2):
 
 
 def launch(tmp_path, name, options, before=""):
-    return Launch(tmp_path / name, options, tmp_path / f"{name}.log", before)
+    return Launch(tmp_path / name, options, tmp_path / f"{name}.log", before, forked=True)
 
 
 def numbers(run):
