@@ -137,6 +137,14 @@ def test_one_key_that_stands_for_two(material):
 
 def test_keeping_no_earlier_checkpoint_is_keeping_one(material):
     key = "trainer.remove_previous_ckpt_in_save"
+    kept = "trainer.max_actor_ckpt_to_keep"
+    saves = "trainer.save_freq=5"
+    for pair in ((f"{key}=true", f"{kept}=3"), (f"{kept}=3", f"{key}=true")):
+        loaded = material.load(saves, *pair)
+        assert loaded.config.trainer.max_actor_ckpt_to_keep == 1
+        assert f"{key}=true sets {kept}=1 in place of 3" in texts(loaded)
+    last_counts = material.load(saves, f"{key}=true", f"{kept}=3", f"{key}=false")
+    assert last_counts.config.trainer.max_actor_ckpt_to_keep == 3
     loaded = material.load(f"{key}=True", "trainer.save_freq=5")
     assert loaded.config.trainer.max_actor_ckpt_to_keep == 1
     assert texts(loaded) == [f"{key}=true sets trainer.max_actor_ckpt_to_keep=1"]

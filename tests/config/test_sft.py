@@ -31,7 +31,8 @@ WRONG = [
     (
         "fsdp_config.dtype=float16",
         "fsdp_config.dtype",
-        "is not a legal name; Legal: auto, float32, bfloat16.",
+        "is not a legal name; Legal: auto, float32, bfloat16. Gradients in float16 need a loss "
+        "scaler, which verlite does not have; bfloat16 needs none.",
     ),
     ("fsdp_config.fsdp_size=2", "fsdp_config.fsdp_size", "must divide the 1 processes"),
     (
@@ -48,6 +49,9 @@ WRONG = [
     ("engine=megatron", "engine", "only fsdp is accepted"),
     ("engine.tensor_model_parallel_size=2", "engine.tensor_model_parallel_size", "fsdp_config has"),
     ("trainer.save_freq=-2", "trainer.save_freq", "must be >= 1 or -1"),
+    ("trainer.save_freq=each_epoch", "trainer.save_freq", "Did you mean after_each_epoch?"),
+    ("trainer.save_freq=2.5", "trainer.save_freq", "expected whole number or text, got a number"),
+    ("trainer.test_freq=after_each_epoch", "trainer.test_freq", "needs validation data"),
     ("trainer.max_runtime=soon", "trainer.max_runtime", "is not a duration such as 14400, 90m"),
     ("trainer.resume_mode=resume_path", "trainer.resume_from_path", "must be given with"),
     ("optim.min_lr=1e-6", "optim.min_lr", "min_lr_ratio"),

@@ -264,21 +264,24 @@ def test_a_run_stops_before_its_time_is_over(tiny_qwen2, sums, tmp_path, capsys,
 
 
 def test_epochs_end_a_run_before_its_steps(tiny_qwen2, sums, tmp_path, capsys):
-    """64 examples in batches of 16 are 4 steps; the schedule is that of 100, as in verl."""
+    """64 examples in batches of 16 are 4 steps an epoch; the schedule has 100, as in verl."""
     options = [
         "data.train_batch_size=16",
         "data.val_files=null",
-        "trainer.total_epochs=1",
+        "trainer.total_epochs=2",
         "trainer.total_training_steps=100",
         "optim.lr_scheduler_type=cosine",
         "optim.lr_warmup_steps=0",
         "optim.min_lr_ratio=0",
+        "trainer.save_freq=after_each_epoch",
     ]
     assert main(run_options(sums, tiny_qwen2, tmp_path, *options)) == 0
     rates = [line["train/lr"] for line in lines(tmp_path)]
-    cosine = [3e-3 * (1 + math.cos(math.pi * step / 100)) / 2 for step in range(4)]
+    cosine = [3e-3 * (1 + math.cos(math.pi * step / 100)) / 2 for step in range(8)]
     assert rates == pytest.approx(cosine, rel=1e-9)
-    ends = "trainer.total_epochs=1 (4 steps) ends the run, not trainer.total_training_steps=100"
+    saved = sorted(path.name for path in tmp_path.glob("global_step_*"))
+    assert saved == ["global_step_4", "global_step_8"]
+    ends = "trainer.total_epochs=2 (8 steps) ends the run, not trainer.total_training_steps=100"
     assert ends in capsys.readouterr().out
 
 

@@ -92,7 +92,7 @@ NULL_MEANS: dict[str, Any] = {
 }
 """New name -> the value that null under an old name means."""
 
-SPELLINGS: dict[str, dict[str, str]] = {
+SPELLINGS: dict[str, dict[str, Any]] = {
     f"{ROLLOUT}lora_sync": {"true": "merged", "false": "adapter"},
     "*.fsdp_config.model_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
     "*.fsdp_config.dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
@@ -103,8 +103,8 @@ SPELLINGS: dict[str, dict[str, str]] = {
         "geometric": "seq_mean_k1",
     },
     "custom_reward_function.name": {"null": "compute_score"},
-    "trainer.test_freq": {"0": "-1"},
-    "trainer.save_freq": {"0": "-1"},
+    "trainer.test_freq": {"0": -1},
+    "trainer.save_freq": {"0": -1},
 }
 """New name -> {another spelling of a value, in lower case: the value}."""
 

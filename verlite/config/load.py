@@ -270,6 +270,8 @@ class _Builder:
         self.chosen: set[str] = set()
         """Keys that the user set to any value."""
         self.per_device: dict[str, Assignment] = {}
+        self.setting: dict[str, tuple[Assignment, dict[str, Any]]] = {}
+        """Old key that sets others -> its assignment, and the values of the others."""
         self.given: dict[tuple[str, str], list[Assignment]] = {}
         """(origin, current name) -> every assignment to the key there, under any of its names."""
         self.broken: set[str] = set()
@@ -337,12 +339,9 @@ class _Builder:
         key = typed if self.command.find(typed) else self.tables.new_name(typed) or typed
         meaning = self.command.meaning(key)
         targets = self.tables.targets(key, assignment.value)
+        self.setting.pop(key, None)
         if targets:
-            for name, value in targets.items():
-                self._set(replace(assignment, value=value), name)
-            shown = " and ".join(f"{name}={display(name, one)}" for name, one in targets.items())
-            self.derived[typed] = f"{typed}={display(typed, assignment.value)} sets {shown}"
-            self.old_names[typed] = next(iter(targets))
+            self.setting[key] = (assignment, targets)
             return
         if meaning in ("fixed", "refused", None) and self._is_verls_default(assignment):
             self.at_verls_default.append(typed)
@@ -545,6 +544,7 @@ class _Builder:
     def finish(self, check: bool, elsewhere: bool = False) -> Loaded:
         """Convert old micro-batch sizes, resolve the tree, and apply the rules."""
         self._divide_per_device()
+        self._set_others()
         for name, assignment in self.verls_own.items():
             if name not in self.chosen:
                 self._set(assignment, name)
@@ -653,6 +653,20 @@ class _Builder:
         self.old_names[old] = new
         division = f"{value} / {n_devices} devices{rounded}"
         self.derived[old] = f"{old} counts all devices; {division} gives {new}={size}"
+
+    def _set_others(self) -> None:
+        """Set the keys that old keys set. They count more than any value of these, as in verl."""
+        for assignment, values in self.setting.values():
+            typed, shown = assignment.key, []
+            for name, value in values.items():
+                given = OmegaConf.select(self.tree, name)
+                differs = name in self.user_keys and given != value
+                instead = f" in place of {display(name, given)}" if differs else ""
+                shown.append(f"{name}={display(name, value)}{instead}")
+                self._set(replace(assignment, value=value), name)
+            sets = f"{typed}={display(typed, assignment.value)} sets {' and '.join(shown)}"
+            self.derived[typed] = sets
+            self.old_names[typed] = next(iter(values))
 
     def _take_defaults(self) -> None:
         """Give the keys that the user did not set the defaults of the command whose names they

@@ -328,6 +328,10 @@ class FSDPConfig:
         "Compute dtype of both passes: auto (bfloat16 on GPU, float32 on CPU), bfloat16 or "
         "float32. Gradient reduction is float32.",
         choices=("auto", "float32", "bfloat16"),
+        hints={
+            "float16": "Gradients in float16 need a loss scaler, which verlite does not have; "
+            "bfloat16 needs none."
+        },
     )
     fsdp_size: int = key(-1, "Devices of one sharding group. -1: all.", bound=">= 1 or -1")
     use_torch_compile: bool = key(

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Optional, cast
+from typing import Any, ClassVar, Optional, Union, cast
 
 from omegaconf import MISSING
 
@@ -18,6 +18,9 @@ from verlite.config.load import LoadedConfig
 from verlite.config.problems import Problem
 from verlite.config.rules import data, devices, models, trainer, values
 from verlite.config.schema import Files, FSDPConfig, ModelConfig, OptimConfig, RunConfig
+
+EACH_EPOCH = "after_each_epoch"
+"""verl's name for as many steps as an epoch has."""
 
 
 @dataclass
@@ -109,18 +112,20 @@ class SFTTrainerConfig(RunConfig):
 
     usual_epochs: ClassVar[int] = 4
 
-    test_freq: int = key(
+    test_freq: Union[int, str] = key(
         -1,
-        "Steps between validation losses. With data.val_files there is always one at the end. "
-        "-1: only that one.",
+        "Steps between validation losses, or after_each_epoch. With data.val_files there is always "
+        "one at the end. -1: only that one.",
         bound=">= 1 or -1",
+        choices=(EACH_EPOCH,),
         remedy="Use -1 for a single one at the end.",
     )
-    save_freq: int = key(
+    save_freq: Union[int, str] = key(
         -1,
-        "Save a checkpoint every this many steps and at the end. -1: only when a signal stops the "
-        "run.",
+        "Save a checkpoint every this many steps, or after_each_epoch, and at the end. -1: only "
+        "when a signal stops the run.",
         bound=">= 1 or -1",
+        choices=(EACH_EPOCH,),
         remedy="Use -1 for never.",
     )
     max_ckpt_to_keep: Optional[int] = key(
@@ -211,7 +216,8 @@ def check(config: TuningConfig, known: dict[str, Key]) -> Iterator[Problem]:
         rule = "needs data.micro_batch_size_per_gpu"
         yield Problem("data.use_dynamic_bsz", False, rule, "Set it, or use_dynamic_bsz=true.")
     test_freq = config.trainer.test_freq
-    if test_freq > 0 and config.data.val_files is None:
+    is_due = test_freq > 0 if isinstance(test_freq, int) else test_freq == EACH_EPOCH
+    if is_due and config.data.val_files is None:
         remedy = "Set data.val_files, or trainer.test_freq=-1."
         yield Problem("trainer.test_freq", test_freq, "needs validation data", remedy)
     yield from _check_model_path("model.path", config.model.path)

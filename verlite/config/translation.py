@@ -36,7 +36,7 @@ class Tables:
     refused: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
     null_means: Mapping[str, Any] = field(default_factory=dict)
-    spellings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    spellings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     sets: Mapping[str, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)
     turns_on: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     typed: Collection[str] = ()

@@ -172,8 +172,10 @@ class Run:
         self.stopped = bool(flag)
         return self.stopped
 
-    def due(self, frequency: int) -> bool:
+    def due(self, frequency: int | str) -> bool:
         """Whether something that happens every `frequency` steps and after the last is due now."""
+        if isinstance(frequency, str):  # EACH_EPOCH
+            frequency = self.sampler.steps_per_epoch
         return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
 
     def state(self) -> dict[str, Any]:

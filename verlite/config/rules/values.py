@@ -25,7 +25,8 @@ def names(config: Any, table: dict[str, keys.Key] | None = None) -> Iterator[Pro
     for key in (table or keys.keys()).values():
         if key.facts.choices:
             for item in _items(keys.get(config, key.name)):
-                if not _is_legal(key, item):
+                # A number may stand in place of a name; its bound is checked below.
+                if isinstance(item, str) and not _is_legal(key, item):
                     yield _unknown_name(key, item)
 
 
@@ -35,7 +36,7 @@ def numbers(config: Any, table: dict[str, keys.Key] | None = None) -> Iterator[P
         if key.facts.bound:
             value = keys.get(config, key.name)
             for item in _items(value):
-                if not within(item, key.facts.bound):
+                if not isinstance(item, str) and not within(item, key.facts.bound):
                     yield Problem(key.name, value, f"must be {key.facts.bound}", key.facts.remedy)
 
 
