@@ -20,6 +20,7 @@ PACKAGES = (
     "data",
     "rewards",
     "envs",
+    "compat",
     "services",
     "engine",
     "rollout",
