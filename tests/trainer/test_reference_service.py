@@ -171,7 +171,7 @@ def test_run_with_a_service_has_the_numbers_of_a_local_reference(tmp_path, tiny_
     ]
 
     def launch(name, *more):
-        return Launch(tmp_path / name, [*base, *more], tmp_path / f"{name}.log")
+        return Launch(tmp_path / name, [*base, *more], tmp_path / f"{name}.log", forked=True)
 
     local = launch("local")
     assert local.wait() == 0, local.text()

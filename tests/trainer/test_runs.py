@@ -52,7 +52,8 @@ def base(tmp_path_factory, tiny_qwen2):
 
 
 def launch(tmp_path, name, base, *overrides, before=""):
-    return Launch(tmp_path / name, [*base, *overrides], tmp_path / f"{name}.log", before)
+    log = tmp_path / f"{name}.log"
+    return Launch(tmp_path / name, [*base, *overrides], log, before, forked=True)
 
 
 def when_logging(step, action):
