@@ -10,9 +10,9 @@ import huggingface_hub.constants
 import pytest
 
 from verlite import hub
-from verlite.config.schema import DataConfig
 from verlite.data.dataset import DataError, RowFiles
 from verlite.hub import HubError, local_file
+from verlite.spec.data import DataSpec
 
 ROW = {
     "data_source": "openai/gsm8k",
@@ -84,7 +84,7 @@ def forget() -> None:
 
 
 def test_a_file_is_downloaded_once(place: str) -> None:
-    files = RowFiles(SUMS, DataConfig(), "train")
+    files = RowFiles(SUMS, DataSpec(), "train")
     assert files.in_files == 1 and files.name(0, 0) == f"{SUMS} row 0"
     assert local_file(SUMS).read_text() == FILES["sums.jsonl"]
     assert sum(line.startswith("GET /datasets") for line in Hub.asked) == 1
@@ -107,7 +107,7 @@ def test_the_cache_is_enough_without_a_network(place: str, monkeypatch: pytest.M
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert local_file(SUMS) == path
     with pytest.raises(DataError) as caught:
-        RowFiles("hf://datasets/me/other/a.jsonl", DataConfig(), "train")
+        RowFiles("hf://datasets/me/other/a.jsonl", DataSpec(), "train")
     assert str(caught.value) == (
         f"hf://datasets/me/other/a.jsonl is not in the cache, and the hub at {place} cannot be "
         "reached (HF_HUB_OFFLINE is set). Download it where the hub can be reached (hf download "

@@ -20,10 +20,10 @@ from machine import seconds
 from report import keep
 from workload import model_of
 
-from verlite.config.schema import DataConfig
 from verlite.data.dataset import PromptDataset
 from verlite.data.preprocess import make_rows, read_file, write_parquet
 from verlite.engine.folder import load_tokenizer
+from verlite.spec.data import DataSpec
 from verlite.spec.roles import ModelSpec
 
 TOP = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def main() -> None:
         preprocessing = seconds(lambda: preprocess(examples, parquet))
         loading = seconds(
             lambda: PromptDataset(
-                str(parquet), tokenizer, DataConfig(max_prompt_length=4096), "train"
+                str(parquet), tokenizer, DataSpec(max_prompt_length=4096), "train"
             )
         )
         size = examples.stat().st_size

@@ -8,6 +8,7 @@ import pytest
 
 from tests.models import tiny_tokenizer
 from verlite.config import ConfigError
+from verlite.config.compile import data_spec
 from verlite.config.load import compose
 from verlite.config.schema import CustomClsConfig, DataConfig, SamplerConfig
 from verlite.data.dataset import DataError, PromptDataset, RowFiles
@@ -141,7 +142,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compat: None) -> Pat
 
 
 def dataset(name: str | None, sampler: str | None = None, **more: Any) -> PromptDataset:
-    config = settings(name, sampler, **more)
+    config = data_spec(settings(name, sampler, **more))
     files = RowFiles("rows.jsonl", config, "train", None, templated)
     return PromptDataset(files, templated(), config, "train")
 
@@ -212,7 +213,7 @@ def test_fields_of_a_row() -> None:
     from verlite.compat.datasets import RLHFDataset
     from verlite.data.custom import verl_config
 
-    config = verl_config(settings(None))
+    config = verl_config(data_spec(settings(None)))
     row = RLHFDataset(["rows.jsonl"], templated(), config, max_samples=2)[1]
     ids = templated().encode("1+1=")
     assert row["raw_prompt_ids"] == ids
@@ -225,7 +226,7 @@ def test_fields_of_a_row() -> None:
 def test_a_sampler_gives_the_same_order_after_a_resume() -> None:
     def drawn() -> PromptSampler:
         data = dataset(None, "Shuffled")
-        order = own_order(settings(None, "Shuffled", seed=7), data)
+        order = own_order(data_spec(settings(None, "Shuffled", seed=7)), data)
         assert order is not None
         return PromptSampler(len(order(0)), 5, order=order)
 
@@ -243,4 +244,4 @@ def test_a_sampler_gives_the_same_order_after_a_resume() -> None:
 def test_a_curriculum_sampler_is_refused() -> None:
     data = dataset(None, "Curriculum")
     with pytest.raises(DataError, match=r"update.*order\(epoch\)"):
-        own_order(settings(None, "Curriculum"), data)
+        own_order(data_spec(settings(None, "Curriculum")), data)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.models import tiny_tokenizer
+from verlite.config.compile import data_spec
 from verlite.config.schema import CustomClsConfig, DataConfig, SamplerConfig
 from verlite.data.dataset import DataError, PromptDataset, RowFiles
 from verlite.data.sampler import PromptSampler, own_order
@@ -34,13 +35,13 @@ def settings(order: str | None = "EasyFirst", rows: str = "Lines", **more: Any) 
 
 
 def dataset(config: DataConfig, first: int | None = None) -> PromptDataset:
-    files = RowFiles("sums.txt", config, "train", first)
-    return PromptDataset(files, tiny_tokenizer(), config, "train")
+    files = RowFiles("sums.txt", data_spec(config), "train", first)
+    return PromptDataset(files, tiny_tokenizer(), data_spec(config), "train")
 
 
 def sampler(config: DataConfig, batch: int = 2) -> PromptSampler:
     data = dataset(config)
-    order = own_order(config, data)
+    order = own_order(data_spec(config), data)
     assert order is not None
     return PromptSampler(len(order(0)), batch, config.seed, config.shuffle, order=order)
 

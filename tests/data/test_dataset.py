@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.models import tiny_tokenizer
-from verlite.config.schema import DataConfig
 from verlite.data.dataset import (
     DataError,
     Lengths,
@@ -20,6 +19,7 @@ from verlite.data.dataset import (
     share,
 )
 from verlite.data.prompts import build_prompt
+from verlite.spec.data import DataSpec
 
 
 def row(text: Any = "2+2?", index: int = 0, **others: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def load(files: Any, split: str = "train", **config: Any) -> PromptDataset:
-    return PromptDataset(files, tiny_tokenizer(), DataConfig(**config), split)
+    return PromptDataset(files, tiny_tokenizer(), DataSpec(**config), split)
 
 
 def test_rows_are_read_as_written(tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_first_rows_of_each_file(tmp_path: Path, suffix: str) -> None:
         else:
             path.write_text("".join(json.dumps(one) + "\n" for one in rows))
         paths.append(str(path))
-    files = RowFiles(paths, DataConfig(), "train", first=3)
+    files = RowFiles(paths, DataSpec(), "train", first=3)
     assert files.in_files == 11
-    data = PromptDataset(files, tiny_tokenizer(), DataConfig(), "train")
+    data = PromptDataset(files, tiny_tokenizer(), DataSpec(), "train")
     texts = [data.row(i).messages[0]["content"] for i in range(len(data))]
     assert texts == ["a", "aa", "aaa", "b", "bb"]
     assert "; tried on the first 5 of 11 rows; prompt tokens 1 to 3" in str(data.report())
@@ -291,7 +291,7 @@ def test_damaged_parquet_is_an_error_that_names_the_file(tmp_path: Path) -> None
     for position in range(0, len(sound), 3):
         path.write_bytes(sound[:position] + bytes([sound[position] ^ 0x80]) + sound[position + 1 :])
         try:
-            RowFiles(str(path), DataConfig(), "train")
+            RowFiles(str(path), DataSpec(), "train")
         except DataError as error:
             refusals.add(str(error))
     assert len(refusals) > 20 and any("UTF8" in text for text in refusals)
@@ -316,7 +316,7 @@ def test_a_hostile_template_is_an_error_that_names_the_row(tmp_path: Path, templ
     tokenizer.chat_template = template.replace("MARK", str(mark))
     path = write(tmp_path / "a.parquet", row())
     with pytest.raises(DataError, match="a.parquet row 0: the chat template failed: "):
-        PromptDataset(path, tokenizer, DataConfig(), "train")
+        PromptDataset(path, tokenizer, DataSpec(), "train")
     assert not mark.exists()
 
 
@@ -330,4 +330,4 @@ def test_template_error_names_the_row(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match="a.parquet row 1: the chat template failed: TemplateError: no system role"
     ):
-        PromptDataset(path, tokenizer, DataConfig(), "train")
+        PromptDataset(path, tokenizer, DataSpec(), "train")

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from tests.models import tiny_tokenizer
 from verlite.cli import app
-from verlite.config.schema import DataConfig
 from verlite.data.dataset import PromptDataset
+from verlite.spec.data import DataSpec
 
 CSV = 'question,solution,level\n"1+1, or?",2,easy\n2+2?, 4 ,easy\n"3+3?",6,hard\n1+1?,2,hard\n'
 
@@ -40,7 +40,7 @@ def test_a_csv_file_becomes_a_data_set(tmp_path):
         "extra_info": {"split": "train", "index": 0, "level": "easy"},
     }
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["2", "4", "6", "2"]
-    data = PromptDataset(str(output), tiny_tokenizer(), DataConfig(), "train")
+    data = PromptDataset(str(output), tiny_tokenizer(), DataSpec(), "train")
     assert len(data) == 4 and data.row(1).extra_info["level"] == "easy"
     assert "out.parquet: 4 rows" in result.output
     assert "answers: 3 different, the most common '2' in 2 rows" in result.output
@@ -54,7 +54,7 @@ def test_the_same_rows_train_from_jsonl_without_a_conversion(tmp_path):
     (tmp_path / "rows.json").write_text(f"[{','.join(lines)}]")
     tokenizer = tiny_tokenizer()
     first, *others = [
-        PromptDataset(str(tmp_path / name), tokenizer, DataConfig(), "train")
+        PromptDataset(str(tmp_path / name), tokenizer, DataSpec(), "train")
         for name in ("out.parquet", "rows.jsonl", "rows.json")
     ]
     for other in others:

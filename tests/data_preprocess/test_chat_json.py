@@ -9,11 +9,11 @@ import pytest
 
 from tests.data_preprocess.conftest import ROOT, Run
 from tests.models import tiny_tokenizer
-from verlite.config.schema import DataConfig
 from verlite.convert.data import VERBATIM
 from verlite.data.dataset import PromptDataset
 from verlite.rewards.result import RewardItem
 from verlite.rewards.scorer import Scorer
+from verlite.spec.data import DataSpec
 from verlite.spec.roles import ScorerSpec
 
 SAMPLE = ROOT / "tests/samples/chat/chatml.json"
@@ -55,7 +55,7 @@ def test_ground_truths_score_and_a_verbatim_template_adds_nothing(convert, tmp_p
     convert(SAMPLE.read_text(), "--data_source", "math")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = VERBATIM
-    config = DataConfig(max_prompt_length=1024)
+    config = DataSpec(max_prompt_length=1024)
     data = PromptDataset(str(tmp_path / "out.parquet"), tokenizer, config, "val")
     assert tokenizer.decode(data.prompt_ids(3)) == "What is [1, 2] joined?"
     scorer = Scorer(ScorerSpec())

@@ -13,10 +13,10 @@ import pytest
 
 from tests.data_preprocess.conftest import ROOT, Run
 from tests.models import tiny_tokenizer
-from verlite.config.schema import DataConfig
 from verlite.data import qa
 from verlite.data.dataset import DataError, PromptDataset
 from verlite.rewards.scorer import Scorer
+from verlite.spec.data import DataSpec
 from verlite.spec.roles import ScorerSpec
 
 pytestmark = pytest.mark.process
@@ -353,7 +353,7 @@ def test_missing_hub_is_explained(tmp_path: Path) -> None:
 
 def check_scores(file: Path, count: int) -> None:
     """Check that every prompt is used, and that the scorer of its source accepts its answer."""
-    data = PromptDataset(str(file), tiny_tokenizer(), DataConfig(max_prompt_length=4096), "val")
+    data = PromptDataset(str(file), tiny_tokenizer(), DataSpec(max_prompt_length=4096), "val")
     check = Scorer(ScorerSpec()).self_check([data.row(i) for i in range(len(data))])
     assert check.checked == data.report().kept == count and check.warning() is None
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.data_preprocess.conftest import ROOT, Run
 from tests.models import tiny_tokenizer
-from verlite.config.schema import DataConfig
 from verlite.data.dataset import PromptDataset
 from verlite.data.preprocess import write_parquet
 from verlite.rewards.scorer import Scorer
+from verlite.spec.data import DataSpec
 from verlite.spec.roles import ScorerSpec
 
 pytestmark = pytest.mark.process
@@ -121,7 +121,7 @@ def test_every_ground_truth_scores_and_every_prompt_is_used(
             data = PromptDataset(
                 str(tmp_path / f"{split}.parquet"),
                 tiny_tokenizer(),
-                DataConfig(max_prompt_length=1024),
+                DataSpec(max_prompt_length=1024),
                 "val",
             )
             check = scorer.self_check([data.row(i) for i in range(len(data))])

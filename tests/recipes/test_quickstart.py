@@ -13,11 +13,11 @@ from recipes.quickstart import make, run
 from recipes.search import run as search_run
 from verlite.config import sft
 from verlite.config.load import compose
-from verlite.config.schema import DataConfig
 from verlite.data.dataset import PromptDataset, overlap_note
 from verlite.engine.folder import load_tokenizer
 from verlite.rewards.exact import compute_score
 from verlite.sft.data import read_examples
+from verlite.spec.data import DataSpec
 from verlite.spec.roles import ModelSpec
 
 pytestmark = pytest.mark.process
@@ -63,7 +63,7 @@ def test_forgetting_every_carry_is_wrong_where_a_carry_is_needed():
 def test_files_can_be_read_and_held_out_sums_are_separate(built):
     tokenizer = load_tokenizer(ModelSpec(path=str(built / "model")))
     config = compose("quickstart", check=False).config.data
-    data = DataConfig(max_prompt_length=config.max_prompt_length)
+    data = DataSpec(max_prompt_length=config.max_prompt_length)
     train, test = (
         PromptDataset(str(built / f"{split}.parquet"), tokenizer, data, "train")
         for split in ("train", "test")

@@ -131,7 +131,7 @@ def _first_row(file: str) -> "RewardItem":
 
 
 def _rows(file: str, count: int) -> "list[Answer]":
-    from verlite.config.schema import DataConfig
     from verlite.data.dataset import RowFiles
+    from verlite.spec.data import DataSpec
 
-    return RowFiles(file, DataConfig(), "train").answers(count)
+    return RowFiles(file, DataSpec(), "train").answers(count)

@@ -17,12 +17,14 @@ from verlite.config.schema import (
     AlgorithmConfig,
     Config,
     CustomRewardConfig,
+    DataConfig,
     FSDPConfig,
     ModelConfig,
     OptimConfig,
     RewardConfig,
     RolloutConfig,
 )
+from verlite.spec.data import DataSpec, OwnClass
 from verlite.spec.roles import (
     ActorSpec,
     AdvantageSpec,
@@ -205,6 +207,16 @@ def scorer_spec(custom: CustomRewardConfig, reward: RewardConfig) -> ScorerSpec:
     )
 
 
+def data_spec(data: DataConfig) -> DataSpec:
+    return _take(
+        DataSpec,
+        data,
+        custom_cls=OwnClass(data.custom_cls.path, data.custom_cls.name),
+        sampler=OwnClass(data.sampler.class_path, data.sampler.class_name),
+        section=data,
+    )
+
+
 def env_spec(config: Config) -> EnvSpec:
     return EnvSpec(
         config.env.name, config.env.kwargs, service_spec(RetrieverSpec, config.retriever)
@@ -266,7 +278,7 @@ def _log_probs(config: Config, plan: Plan) -> LogProbSpec:
     )
 
 
-def _take(made: type[T], section: Any, **values: Any) -> T:
+def _take(_made: type[T], _section: Any, **values: Any) -> T:
     """Return a spec with the values of a section by their names, except those that are given."""
-    names = [field.name for field in fields(made) if field.name not in values]  # type: ignore[arg-type]
-    return made(**{name: getattr(section, name) for name in names}, **values)
+    names = [field.name for field in fields(_made) if field.name not in values]  # type: ignore[arg-type]
+    return _made(**{name: getattr(_section, name) for name in names}, **values)

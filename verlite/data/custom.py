@@ -21,9 +21,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verlite.config.schema import DataConfig
 from verlite.data.prompts import build_prompt
 from verlite.importing import CODE_ERRORS, OwnCodeError, find, text_of
+from verlite.spec.data import DataSpec
 
 COMPARED_ROWS = 16
 """Rows of a data set for verl whose own token ids are compared with those of their messages."""
@@ -45,17 +45,17 @@ def call(path: str, name: str, **arguments: Any) -> Any:
     return own(**arguments)
 
 
-def verl_config(config: DataConfig) -> Any:
+def verl_config(spec: DataSpec) -> Any:
     """Return the data section as verl's classes get it: keys as attributes and by `get`.
 
     Entries of data.extra stand beside the keys.
     """
-    given = dataclasses.asdict(config)
+    given = dataclasses.asdict(spec.section)
     return OmegaConf.create(given["extra"] | given)
 
 
 def own_rows(
-    config: DataConfig,
+    spec: DataSpec,
     files: Sequence[str],
     split: str,
     first: int | None,
@@ -69,7 +69,7 @@ def own_rows(
     Raises:
         OwnCodeError: it cannot be created or read.
     """
-    path, name = str(config.custom_cls.path), str(config.custom_cls.name)
+    path, name = str(spec.custom_cls.path), str(spec.custom_cls.name)
     key = f"data.custom_cls.name={name} in {path}"
     own = find_own(path, name, "data.custom_cls")
     parameters = _parameters(own)
@@ -77,13 +77,13 @@ def own_rows(
     loaded = tokenizer() if is_for_verl and tokenizer is not None else None
     try:
         if loaded is not None:
-            given = {"data_files": list(files), "tokenizer": loaded, "config": verl_config(config)}
+            given = {"data_files": list(files), "tokenizer": loaded, "config": verl_config(spec)}
             given |= {"processor": None, "max_samples": -1}
             anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
             given = {k: v for k, v in given.items() if anything or k in parameters}
             rows = call(path, name, **given)
         else:
-            rows = call(path, name, data_files=list(files), config=config, split=split)
+            rows = call(path, name, data_files=list(files), config=spec.section, split=split)
         count = len(rows)
     except OwnCodeError as error:
         raise OwnCodeError(f"data.custom_cls: {error}") from error
@@ -94,7 +94,7 @@ def own_rows(
         try:
             row = rows[number]
             if loaded is not None and isinstance(row, Mapping):
-                row = _of_verl(row, config, loaded if number < COMPARED_ROWS else None)
+                row = _of_verl(row, spec, loaded if number < COMPARED_ROWS else None)
             found.append(row)
         except CODE_ERRORS as error:
             raise OwnCodeError(f"{key}: {split} row {number} failed: {text_of(error)}") from error
@@ -116,7 +116,7 @@ def _parameters(own: Any) -> Mapping[str, inspect.Parameter]:
     return parameters
 
 
-def _of_verl(row: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> dict[str, Any]:
+def _of_verl(row: Mapping[str, Any], spec: DataSpec, tokenizer: Any) -> dict[str, Any]:
     """Return a row of a data set for verl, with the messages of `raw_prompt` as its prompt.
 
     Raises:
@@ -127,14 +127,14 @@ def _of_verl(row: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> dict
         return dict(row)
     ids = row.get("raw_prompt_ids")
     if ids is not None and tokenizer is not None:
-        built = build_prompt(tokenizer, messages, template_kwargs=config.apply_chat_template_kwargs)
-        fits = len(built) <= config.max_prompt_length  # it was not truncated
+        built = build_prompt(tokenizer, messages, template_kwargs=spec.apply_chat_template_kwargs)
+        fits = len(built) <= spec.max_prompt_length  # it was not truncated
         if fits and [int(token) for token in ids] != built:
             raise ValueError(
                 f"its raw_prompt_ids ({len(ids)} tokens) are not the token ids of its messages "
                 f"({len(built)} tokens). verlite trains on the messages: put the whole prompt there"
             )
-    return {**row, config.prompt_key: [dict(message) for message in messages]}
+    return {**row, spec.prompt_key: [dict(message) for message in messages]}
 
 
 def find_own(path: str, name: str, key: str) -> Any:

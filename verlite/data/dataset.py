@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from verlite import tables
-from verlite.config.schema import DataConfig
 from verlite.data.custom import own_rows
 from verlite.data.prompts import PromptTooLong, build_prompt, build_prompts, truncate
 from verlite.hub import HubError, local_file
 from verlite.importing import OwnCodeError
+from verlite.spec.data import DataSpec
 
 Message = dict[str, str]
 OPTIONAL_COLUMNS = ("ability", "extra_info")
@@ -125,7 +125,7 @@ class RowFiles:
     def __init__(
         self,
         files: str | Sequence[str],
-        config: DataConfig,
+        spec: DataSpec,
         split: str,
         first: int | None = None,
         tokenizer: Callable[[], Any] | None = None,
@@ -138,19 +138,19 @@ class RowFiles:
         """The files, or the user's data set."""
         if not self.names:
             raise DataError(f"data.{split}_files is empty: name at least one file")
-        self.source_key = config.reward_fn_key
-        columns = [config.prompt_key, self.source_key, "reward_model"]
-        if config.custom_cls.path is not None:
+        self.source_key = spec.reward_fn_key
+        columns = [spec.prompt_key, self.source_key, "reward_model"]
+        if spec.custom_cls.path is not None:
             files = [str(find_file(name)) for name in self.names]
-            read = [_own(config, files, split, columns, first, tokenizer)]
-            self.names = [f"{config.custom_cls.name} ({', '.join(self.names)})"]
+            read = [_own(spec, files, split, columns, first, tokenizer)]
+            self.names = [f"{spec.custom_cls.name} ({', '.join(self.names)})"]
         else:
             read = [_read(name, columns, first) for name in self.names]
         self.tables = [table for table, _ in read]
         self.in_files = sum(count for _, count in read)
         """Rows in the files, read or not."""
         checks = {
-            config.prompt_key: _messages_problem,
+            spec.prompt_key: _messages_problem,
             self.source_key: _source_problem,
             "reward_model": _reward_model_problem,
         }
@@ -224,7 +224,7 @@ class PromptDataset:
         self,
         files: str | Sequence[str] | RowFiles,
         tokenizer: Any,
-        config: DataConfig,
+        spec: DataSpec,
         split: str,
         longest: tuple[str, int] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -234,28 +234,28 @@ class PromptDataset:
         Args:
             files: parquet, .jsonl or .json files, or rows that were read before.
             tokenizer: builds the prompts.
-            config: the data section of the configuration.
+            spec: how rows become prompts.
             split: train or val.
             longest: the key that limits prompts and its value. None: data.max_prompt_length.
             tools: JSON schemas of tools for the chat template.
         """
-        self._files = files if isinstance(files, RowFiles) else RowFiles(files, config, split)
-        self._key = config.prompt_key
+        self._files = files if isinstance(files, RowFiles) else RowFiles(files, spec, split)
+        self._key = spec.prompt_key
         self._tables = self._files.tables
         self._name = self._files.name
         every_row = [
             (file, row) for file, table in enumerate(self._tables) for row in range(table.num_rows)
         ]
-        rows = _choose(every_row, config, split)
+        rows = _choose(every_row, spec, split)
         template_kwargs = {
             **({"tools": list(tools)} if tools else {}),
-            **config.apply_chat_template_kwargs,
+            **spec.apply_chat_template_kwargs,
         }
         prompts = self._tokenize(tokenizer, template_kwargs, rows)
-        key, limit = longest or ("data.max_prompt_length", config.max_prompt_length)
+        key, limit = longest or ("data.max_prompt_length", spec.max_prompt_length)
         lengths = np.array([len(prompt) for prompt in prompts])
         too_long = lengths > limit
-        if config.filter_overlong_prompts:
+        if spec.filter_overlong_prompts:
             kept = np.flatnonzero(~too_long)
             rows = [rows[i] for i in kept]
             prompts = [prompts[i] for i in kept]
@@ -265,9 +265,9 @@ class PromptDataset:
                     f"tokens, the shortest {lengths.min()}, so data.filter_overlong_prompts leaves "
                     f"none. Raise {key}"
                 )
-        elif config.truncation != "error":
+        elif spec.truncation != "error":
             prompts = [
-                np.asarray(truncate(prompt.tolist(), limit, config.truncation), dtype=np.int32)
+                np.asarray(truncate(prompt.tolist(), limit, spec.truncation), dtype=np.int32)
                 for prompt in prompts
             ]
         elif too_long.any():
@@ -289,7 +289,7 @@ class PromptDataset:
             rows=len(every_row),
             kept=len(rows),
             dropped=len(lengths) - len(rows),
-            truncated=0 if config.filter_overlong_prompts else int(too_long.sum()),
+            truncated=0 if spec.filter_overlong_prompts else int(too_long.sum()),
             lengths=Lengths.of(lengths),
             limit=limit,
             in_files=self._files.in_files if len(every_row) < self._files.in_files else 0,
@@ -448,7 +448,7 @@ def find_file(name: str) -> Path:
 
 
 def _own(
-    config: DataConfig,
+    spec: DataSpec,
     files: list[str],
     split: str,
     required: list[str],
@@ -456,9 +456,9 @@ def _own(
     tokenizer: Callable[[], Any] | None,
 ) -> tuple[pa.Table, int]:
     """Return the first rows of the user's data set (None: all), and how many it has."""
-    name = f"data.custom_cls.name={config.custom_cls.name}"
+    name = f"data.custom_cls.name={spec.custom_cls.name}"
     try:
-        rows, count = own_rows(config, files, split, first, tokenizer)
+        rows, count = own_rows(spec, files, split, first, tokenizer)
     except OwnCodeError as error:
         raise DataError(str(error)) from error
     if not rows:
@@ -482,20 +482,20 @@ def _own(
         raise DataError(f"{name}: {split} {error}") from error
 
 
-def _choose(rows: list[tuple[int, int]], config: DataConfig, split: str) -> list[tuple[int, int]]:
+def _choose(rows: list[tuple[int, int]], spec: DataSpec, split: str) -> list[tuple[int, int]]:
     """Return the rows that data.{split}_max_samples selects.
 
     With data.shuffle, training rows are a random choice. Otherwise they are the first rows.
     """
-    limit = config.train_max_samples if split == "train" else config.val_max_samples
+    limit = spec.train_max_samples if split == "train" else spec.val_max_samples
     if limit == 0:
         raise DataError(f"data.{split}_max_samples=0 leaves no prompt; -1 takes all")
     if limit < 0 or limit >= len(rows):
         return rows
-    if split != "train" or not config.shuffle:
+    if split != "train" or not spec.shuffle:
         return rows[:limit]
     # The order of the files is kept, because the sampler decides the order of use.
-    chosen = np.random.default_rng(config.seed).choice(len(rows), limit, replace=False)
+    chosen = np.random.default_rng(spec.seed).choice(len(rows), limit, replace=False)
     return [rows[i] for i in np.sort(chosen)]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from verlite.config.schema import DataConfig
 from verlite.data.custom import EpochsOfVerl, RowsOfVerl, call, verl_config
 from verlite.data.dataset import DataError, PromptDataset
 from verlite.importing import CODE_ERRORS, OwnCodeError, find, text_of
+from verlite.spec.data import DataSpec
 
 
 class PromptSampler:
@@ -143,13 +143,13 @@ class PromptSampler:
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.size)
 
 
-def own_order(config: DataConfig, rows: PromptDataset) -> Callable[[int], np.ndarray] | None:
+def own_order(spec: DataSpec, rows: PromptDataset) -> Callable[[int], np.ndarray] | None:
     """Create the user's sampler, and return the order of each epoch. None: there is no sampler.
 
     Raises:
         DataError: it cannot be created; later, its order is not a list of row numbers.
     """
-    path, name = config.sampler.class_path, config.sampler.class_name
+    path, name = spec.sampler.path, spec.sampler.name
     if path is None or name is None:
         return None
     key = f"data.sampler.class_name={name} in {path}"
@@ -161,10 +161,10 @@ def own_order(config: DataConfig, rows: PromptDataset) -> Callable[[int], np.nda
                     f"{key} changes after each step (update), so a resumed run could not repeat "
                     "its order. Give it a method order(epoch) instead (docs/data.md)"
                 )
-            given = {"data_source": RowsOfVerl(rows), "data_config": verl_config(config)}
+            given = {"data_source": RowsOfVerl(rows), "data_config": verl_config(spec)}
             sampler: Any = EpochsOfVerl(functools.partial(call, path, name, **given))
         else:
-            sampler = call(path, name, data_source=rows, data_config=config)
+            sampler = call(path, name, data_source=rows, data_config=spec.section)
     except DataError:
         raise
     except OwnCodeError as error:

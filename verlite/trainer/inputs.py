@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verlite.chat_template import limited
-from verlite.config.compile import env_spec, model_spec
+from verlite.config.compile import data_spec, env_spec, model_spec
 from verlite.config.plan import Plan
 from verlite.config.schema import Config, ModelConfig
 from verlite.data.dataset import PromptDataset, RowFiles, overlap_note, refuse_foreign_tokens
@@ -83,10 +83,10 @@ def read_rows(config: Config, first: int | None = None) -> tuple[RowFiles, RowFi
         DataError: they cannot be used. RunRefused: a data set written for verl needs the tokenizer,
         which cannot be loaded.
     """
-    data = config.data
+    data, spec = config.data, data_spec(config.data)
     tokenizer = functools.cache(lambda: load_policy_tokenizer(config.actor_rollout_ref.model)[0])
-    train = RowFiles(data.train_files, data, "train", first, tokenizer)
-    val = RowFiles(data.val_files, data, "val", first, tokenizer) if data.val_files else None
+    train = RowFiles(data.train_files, spec, "train", first, tokenizer)
+    val = RowFiles(data.val_files, spec, "val", first, tokenizer) if data.val_files else None
     return train, val
 
 
@@ -149,7 +149,7 @@ def load_datasets(
     tokens = vocab_size(described)
 
     def load(files: RowFiles, split: str) -> PromptDataset:
-        data = PromptDataset(files, tokenizer, config.data, split, limit, tools)
+        data = PromptDataset(files, tokenizer, data_spec(config.data), split, limit, tools)
         if tokens is not None:
             refuse_foreign_tokens(data, tokens)
         return data
@@ -166,7 +166,7 @@ def make_sampler(config: Config, plan: Plan, train: PromptDataset) -> PromptSamp
     Raises:
         DataError: data.sampler cannot be used, or there is not one full batch.
     """
-    order = own_order(config.data, train)
+    order = own_order(data_spec(config.data), train)
     size = len(train) if order is None else len(order(0))
     batch = plan.gen_prompts
     if train.report().in_files:
