@@ -30,6 +30,16 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.3 s"),
         ("{{ 9 ** 9 ** 9 ** 9 }}", r"the operator \*\*"),
+        (DOUBLING.replace("GROWN", "ns.x * ns.x"), r"the product x \* ns"),
+        ("{{ x * 1 * x }}", "the product 1 \\* x"),
+        ("{{ x * (x) }}", "the product x"),
+        ("{{ x * ''|default(x) }}", "the product x"),
+        ("{{ 1.5 | round(99999999, 'ceil') }}", "the filter round"),
+        ("{{ 1.5 | round(precision=1 + x) }}", "the filter round"),
+        ("{{ [1.5] | map('round', 9 * 999999, 'ceil') }}", "the filter map"),
+        ("{{ [1.5] | map('ro' 'und', 999999) }}", "the filter map"),
+        ("{{ [1.5] | map(messages[0].role) }}", "the filter map"),
+        ("{% filter round(99999999, 'ceil') %}1.5{% endfilter %}", "the filter round"),
         (DOUBLING.replace("GROWN", "ns.x ~ ns.x"), "128 MiB of memory"),
         (DOUBLING.replace("GROWN", "ns.x * 9"), "128 MiB of memory"),
         (DOUBLING.replace("GROWN", "[ns.x, ns.x] | join"), "128 MiB of memory"),
@@ -56,6 +66,23 @@ def test_a_template_without_end_is_an_error(
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     tokenizer.chat_template = usual
     assert build_prompts(tokenizer, [MESSAGES, MESSAGES]) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ '  ' * messages|length }} a * b",
+        "{{ messages|length * 2 }}",
+        "{# x * x #}{% for message in messages %}{{ loop.index0 * 3 * 4 }}{% endfor %}",
+        "{{ 1.26 | round(1) }} {{ 1.2 | round }} {{ 1.2 | round(method='ceil') }}",
+        "{{ 1.2 | round(2, 'floor') }} {{ 1.2 | round(precision=1, method='ceil') }}",
+        "{{ messages | map(attribute='role') | list }} {{ ['a'] | map('upper') | list }}",
+    ],
+)
+def test_usual_arithmetic_is_not_refused(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    assert build_prompt(tokenizer, MESSAGES)
 
 
 def test_stars_in_text_are_no_powers() -> None:

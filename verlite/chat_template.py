@@ -6,8 +6,8 @@ The sandbox limits `range` to 100,000, but neither nested loops nor the size of 
 
 import ctypes
 import functools
-import itertools
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +26,15 @@ MEMORY = 1 << 30
 _CHECK_S = 0.25
 """Seconds between two looks at the clock."""
 
+_PRODUCT = re.compile(r"(?<!\S)(?=(\S+) (\S+) (\*\*?) (\S+) (\S+))")
+_LITERAL = re.compile(r"'\w*'|\d\S*")
+_UNBOUNDED = re.compile(
+    r"(?:\||filter) (?:"
+    r"(round) \( (?!(?:(?:precision = )?\d{1,2} )?(?:, )?(?:(?:method = )?'\w*' )?\))"
+    r"|(?=map)(\w+) \( (?!attribute = |'(?!round')\w+' [,)]))"
+)
+"""Calls of `round`, and of `map` with it or with a computed name, in the form of `_word`."""
+
 
 class TemplateLimit(ValueError):
     """A chat template takes more time or memory than any conversation needs."""
@@ -40,19 +49,20 @@ def limited(tokenizer: Any, memory: bool = True) -> Iterator[None]:
     """Limit the block, which applies a tokenizer's chat template to one conversation.
 
     Args:
-        tokenizer: Its template must not have powers: 9**9**9 cannot be interrupted.
+        tokenizer: Its template must not have arithmetic that grows without limit in one step.
         memory: Limit the growth of the process (Linux). Not beside threads that use a GPU, which
             reserve addresses.
 
     Raises:
-        TemplateLimit: the template takes more than SECONDS or MEMORY, or has a power.
+        TemplateLimit: the template takes more than SECONDS or MEMORY, or see `_uninterruptible`.
     """
     templates = tokenizer.chat_template
     for template in templates.values() if isinstance(templates, dict) else [templates]:
-        if isinstance(template, str) and _has_power(template):
+        found = _uninterruptible(template) if isinstance(template, str) else ""
+        if found:
             raise TemplateLimit(
-                "the chat template has the operator **, which cannot be interrupted. Write it "
-                "without (model.custom_chat_template)"
+                f"the chat template has {found}, which cannot be interrupted. Write it without "
+                "(model.custom_chat_template)"
             )
     if memory and callable(tokenizer):
         tokenizer("")  # starts its threads, whose stacks may need more than MEMORY
@@ -67,19 +77,38 @@ def limited(tokenizer: Any, memory: bool = True) -> Iterator[None]:
 
 
 @functools.lru_cache
-def _has_power(template: str) -> bool:
+def _uninterruptible(template: str) -> str:
+    """Return which arithmetic of a template may take hours in one step of Python; "" without.
+
+    That is a power, a product without a number or text in the template, which may double its digits
+    each time, and `round` to more than 99 digits, which `map` may call, too.
+    """
     from jinja2 import Environment, TemplateSyntaxError
 
-    if "**" not in template:
-        return False
+    if not re.search(r"\*|\bround\b|\bmap\b", template):
+        return ""
     try:
-        tokens = [token for token in Environment().lex(template) if token[1] != "whitespace"]
-        return any(
-            after[1:] == ("operator", "**") and before[2] not in ("(", ",")  # not f(**values)
-            for before, after in itertools.pairwise(tokens)
-        )
+        tokens = [token[1:] for token in Environment().lex(template)]
     except TemplateSyntaxError:
-        return False  # rendering says what is wrong
+        return ""  # rendering says what is wrong
+    code = "; ; " + " ".join(_word(*token) for token in tokens if token[0] != "whitespace") + " ;"
+    for first, before, stars, after, last in _PRODUCT.findall(code):
+        if before in ("(", ","):  # f(*values, **values)
+            continue
+        if stars == "**":
+            return "the operator **"
+        is_after = _LITERAL.fullmatch(after) and last not in ("|", ".", "[", "(")
+        is_before = _LITERAL.fullmatch(before) and first not in ("*", "/", "//", "%")
+        if not (is_after or is_before):
+            return f"the product {before} * {after}"
+    found = _UNBOUNDED.search(code)
+    return f"the filter {found[1] or found[2]} with a value that may be large" if found else ""
+
+
+def _word(kind: str, text: str) -> str:
+    if kind == "string":
+        return "'" + re.sub(r"\W", "", text) + "'"
+    return text if kind in ("name", "operator", "integer", "float") else ";"
 
 
 @contextmanager

@@ -252,6 +252,22 @@ def test_the_launchers_home_is_that_of_the_run(project, monkeypatch):
     assert f"trainer.rollout_data_dir={project[0]}/dumps" in run.arguments
 
 
+def test_the_home_in_a_yaml_file_is_the_launchers(project, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(project[0]))
+    text = "defaults: [ppo_trainer, _self_]\ndata: {val_files: [~/train.parquet]}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    own = [f"--config-path={tmp_path}", "--config-name=mine"]
+    run, _ = plan(project, *own)
+    own_of_job, overrides = run.arguments[:2], run.arguments[2:]
+    assert own_of_job == ["--config-name=mine", f"--config-path={tmp_path}"]
+    monkeypatch.setenv("HOME", "/elsewhere")  # that of a host
+    config = compose("mine", overrides, str(tmp_path), check=False).config
+    assert config.data.val_files == [f"{project[0]}/train.parquet"]
+    monkeypatch.setenv("HOME", str(project[0]))
+    run, _ = plan(project, *own, "data.val_files=null")
+    assert [word for word in run.arguments if "val_files" in word] == ["data.val_files=null"]
+
+
 def test_settings_after_the_dashes_replace_those_of_nodes_yaml(project):
     run, notes = plan(project, "trainer.experiment_name=mine", "trainer.nnodes=2")
     assert compose(None, run.arguments).config.trainer.experiment_name == "mine"

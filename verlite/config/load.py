@@ -11,7 +11,7 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -76,6 +76,8 @@ class LoadedConfig(Generic[C]):
     """Current names of the keys that the user set, on the command line or in their own YAML."""
     lacking: tuple[Problem, ...] = ()
     """With compose(elsewhere=True): what this machine lacks for the run."""
+    from_home: Mapping[str, Any] = field(default_factory=dict)
+    """Paths that begin with ~ in a YAML file, with this user's home in its place."""
 
 
 Loaded = LoadedConfig[Config]
@@ -252,6 +254,7 @@ class _Builder:
         self.problems: list[Problem] = []
         self.provenance: dict[str, str] = dict.fromkeys(command.leaves, DEFAULT)
         self.user_keys: set[str] = set()
+        self.from_home: dict[str, Any] = {}
         self.old_names: dict[str, str] = {}
         self.derived: dict[str, str] = {}
         self.ignored: dict[str, str] = {}
@@ -455,7 +458,10 @@ class _Builder:
         if key in self.command.paths:
             if self._has_shell_variable(assignment):
                 return
+            written = value
             value = [_expand(item) for item in value] if isinstance(value, list) else _expand(value)
+            if value != written and assignment.origin not in TYPED:
+                self.from_home[key] = value
         try:
             if known.free and OmegaConf.select(self.tree, known.name) is None:
                 OmegaConf.update(self.tree, known.name, {}, merge=False)
@@ -585,6 +591,7 @@ class _Builder:
             self.provenance,
             frozenset(self.user_keys),
             tuple(lacking),
+            {k: v for k, v in self.from_home.items() if OmegaConf.select(self.tree, k) == v},
         )
 
     def _notes(self, without_effect: dict[str, str]) -> Iterator[Note]:

@@ -97,7 +97,7 @@ def plan_run(
     settings |= {NODES: len(hosts), DEVICES: hosts[0].slots}
     if given.config.trainer.device != "cpu" and "trainer.device" not in given.user_keys:
         settings["trainer.device"] = "cuda"  # CPU slots must not replace GPUs that are missing
-    kept = training.without_shape(overrides)
+    kept = training.without_shape([*home_paths(given), *overrides])
     everything = [*(override(key, value) for key, value in settings.items()), *kept]
     try:
         loaded = training.checked(name, everything, folder)
@@ -107,6 +107,12 @@ def plan_run(
         raise ConfigError(problems)
     run = _run(hosts, nodes, loaded, [*training.options(name, folder), *everything], root)
     return run, [*loaded.notes, *notes]
+
+
+def home_paths(given: Loaded) -> list[str]:
+    """Return overrides for the paths in the user's YAML that begin with ~. It is this user's home,
+    as on the command line (`with_home`), also where the run starts."""
+    return [override(key, value) for key, value in given.from_home.items()]
 
 
 def override(key: str, value: Any) -> str:

@@ -26,6 +26,7 @@ from verlite.config.problems import ConfigError, Note, Problem
 from verlite.config.schema import Config
 from verlite.config.sources import from_command_line
 from verlite.launch import training
+from verlite.launch.hosts import home_paths
 from verlite.launch.slurm_options import Options, Runtime
 from verlite.launch.training import DEVICES, NODES
 from verlite.masking import URL_SECRET, display, is_secret
@@ -149,7 +150,7 @@ def plan_job(options: Options, arguments: list[str]) -> tuple[Job, list[Note]]:
     nodes = options.nodes or config.trainer.nnodes
     devices = options.gpus_per_node or config.trainer.n_gpus_per_node
     problems = [*_option_problems(options, given, devices), *_secrets(overrides)]
-    kept = training.without_shape(overrides)
+    kept = training.without_shape([*home_paths(given), *overrides])
     if gpus and "trainer.device" not in given.user_keys:
         kept.append("trainer.device=cuda")  # CPU slots must not replace GPUs that are missing
     shape = [f"{NODES}={nodes}", f"{DEVICES}={devices}"]
