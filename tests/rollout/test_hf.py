@@ -716,7 +716,7 @@ def test_weights_are_freed_in_sleep_on_a_gpu(tmp_path, monkeypatch, tied):
 )
 def test_only_gpus_free_weights(path, device, free_cache_engine, frees):
     rollout = GenerationSpec(free_cache_engine=free_cache_engine)
-    given = dataclasses.replace(options(path), device=torch.device(device), generation=rollout)
+    given = dataclasses.replace(options(path), device=torch.device(device), rollout=rollout)
     assert hf._frees_weights(given) == frees
 
 

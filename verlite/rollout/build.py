@@ -27,7 +27,7 @@ def engine_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def build_engine(
     name: str,
     model: ModelSpec,
-    generation: GenerationSpec,
+    rollout: GenerationSpec,
     max_model_len: int,
     device: torch.device,
     seed: int,
@@ -39,7 +39,7 @@ def build_engine(
     Args:
         name: rollout.name: an entry of the catalog, or the user's own "package.module:name".
         model: the model to generate with.
-        generation: the engine's settings.
+        rollout: the engine's settings.
         max_model_len: maximum number of prompt and response tokens of one sequence.
         device: where the engine computes.
         seed: seed of requests that have none of their own.
@@ -53,8 +53,8 @@ def build_engine(
     make_core: Callable[[EngineOptions], Core] = resolve(name, ENGINES, "rollout.name")
     options = EngineOptions(
         model=model,
-        generation=generation,
-        dtype=engine_dtype(generation.dtype, device),
+        rollout=rollout,
+        dtype=engine_dtype(rollout.dtype, device),
         device=device,
         max_model_len=max_model_len,
         seed=seed,
@@ -63,5 +63,5 @@ def build_engine(
     return BatchedEngine(
         lambda: make_core(options),
         has_weights=pretrained,
-        request_timeout_s=generation.request_timeout_s,
+        request_timeout_s=rollout.request_timeout_s,
     )

@@ -41,7 +41,7 @@ class EngineOptions:
     """Constructor argument of every engine's `Core` (see batched.py)."""
 
     model: ModelSpec
-    generation: GenerationSpec
+    rollout: GenerationSpec
     dtype: torch.dtype
     """Dtype of the engine's weights."""
     device: torch.device

@@ -76,7 +76,7 @@ class HFCore:
     """
 
     def __init__(self, options: EngineOptions):
-        extra = options.generation.engine_kwargs.get("hf")
+        extra = options.rollout.engine_kwargs.get("hf")
         if extra:
             raise ValueError(
                 f"rollout.engine_kwargs.hf.{min(extra)} is not supported: "
@@ -94,9 +94,9 @@ class HFCore:
             raise ValueError(beyond_limit(*limit, options.max_model_len))
         self.dtype = options.dtype
         self.device = options.device
-        self.max_num_seqs = options.generation.max_num_seqs
+        self.max_num_seqs = options.rollout.max_num_seqs
         self.max_model_len = options.max_model_len
-        self._utilization = options.generation.gpu_memory_utilization
+        self._utilization = options.rollout.gpu_memory_utilization
         self._eos = torch.tensor(
             sorted(eos_ids(model.path, self.model, self.tokenizer)),
             dtype=torch.int64,
@@ -646,7 +646,7 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 
 def _frees_weights(options: EngineOptions) -> bool:
     """Return whether sleep frees the weights. On a CPU a sync overwrites them in place."""
-    return options.device.type != "cpu" and options.generation.free_cache_engine
+    return options.device.type != "cpu" and options.rollout.free_cache_engine
 
 
 def _cache_limit(device: torch.device, utilization: float) -> int:

@@ -31,7 +31,7 @@ class ServerCore:
     """Generation by one or several servers; see `batched.Core`."""
 
     def __init__(self, options: EngineOptions) -> None:
-        rollout, model = options.generation, options.model
+        rollout, model = options.rollout, options.model
         if options.pretrained:
             raise ValueError("rollout.name=server: servers get their weights from the trainer")
         self.tokenizer = AutoTokenizer.from_pretrained(

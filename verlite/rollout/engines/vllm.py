@@ -58,12 +58,12 @@ class VLLMCore:
         self.tokenizer = self.engine.get_tokenizer()
         self.max_model_len = options.max_model_len
         self.vocab_size = self.engine.model_config.get_vocab_size()
-        self._shards = options.generation.tensor_model_parallel_size
+        self._shards = options.rollout.tensor_model_parallel_size
         if self._shards > 1 and options.device.type == "cpu":
             self.engine.collective_rpc("verlite_unlink_shared_memory")
-        self._bucket_bytes = options.generation.sync_bucket_mb << 20
+        self._bucket_bytes = options.rollout.sync_bucket_mb << 20
         self._frees_memory = args.enable_sleep_mode
-        self._syncs_adapters = options.generation.syncs_adapters
+        self._syncs_adapters = options.rollout.syncs_adapters
         self._adapter: LoRARequest | None = None
         self._adapter_ids = itertools.count(1)
         # Even in eager mode vLLM compiles one sampling helper, which takes as long as the rest of
@@ -190,7 +190,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         ValueError: vLLM does not know a key of rollout.engine_kwargs.vllm.
     """
     model = options.model
-    rollout = options.generation
+    rollout = options.rollout
     shards = rollout.tensor_model_parallel_size
     args: dict[str, Any] = {
         "model": model.path,
