@@ -181,8 +181,9 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def programs():
-    """All cases, running at the same time."""
+    """All cases, running at the same time. Under nohup they would inherit an ignored SIGHUP."""
     started = {}
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for case, (body, cleanup, _, _) in CASES.items():
         code = PROGRAM.format(body=body, cleanup=cleanup)
         started[case] = subprocess.Popen(
@@ -191,6 +192,7 @@ def programs():
             stderr=subprocess.STDOUT,
             text=True,
         )
+    signal.signal(signal.SIGHUP, before)
     yield started
     for process in started.values():
         process.kill()
