@@ -22,11 +22,11 @@ import numpy as np
 from report import keep
 from workload import VOCABULARY, model_in
 
+from verlite.engine import reference_client
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.engine.process_group import single_process_group
 from verlite.engine.scoring import rows_of
-from verlite.services import reference_client
 from verlite.spec.roles import FSDPSpec, ModelSpec, ServiceSpec
 
 MICRO_TOKENS = 4096

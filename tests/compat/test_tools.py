@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verlite.envs.contract import check_env
+from verlite.contracts.envs import check_env
 from verlite.envs.factory import build_env_factory
 from verlite.spec.roles import EnvSpec
 

@@ -12,8 +12,8 @@ import torch
 from tests.compat.scores import DIFFERENT, EQUAL
 from verlite.config.hints import hints
 from verlite.config.schema import Config
+from verlite.contracts.rewards import check_reward
 from verlite.importing import VERL_VARIABLE, OwnCodeError, find, import_module
-from verlite.rewards.contract import check_reward
 from verlite.rewards.process import load
 from verlite.rewards.result import failure
 

@@ -11,8 +11,8 @@ CHAT = "verlite.envs.chat:"
 STEP = "verlite.envs.step:"
 FACTORY = "verlite.envs.factory:"
 RETRIEVER = "verlite.envs.retriever:"
-CONTRACT = "verlite.envs.contract:"
-PROMISES = "tests/envs/test_contract.py"
+CONTRACT = "verlite.contracts.envs:"
+PROMISES = "tests/contracts/test_envs.py"
 CLIENT = "tests/envs/test_retriever.py"
 
 

@@ -229,8 +229,8 @@ MUTANTS = [
     ),
     Mutant(
         "a reward is tried on made-up rows in place of those of --data",
-        "verlite.rewards.contract:check_reward",
+        "verlite.contracts.rewards:check_reward",
         argument("row", lambda row: None),
-        ("tests/rewards/test_contract.py::test_a_row_of_the_data_is_tried",),
+        ("tests/contracts/test_rewards.py::test_a_row_of_the_data_is_tried",),
     ),
 ]

@@ -11,7 +11,7 @@ SERVER = "verlite.services.retriever:"
 REWARD = "verlite.services.reward:"
 TRUTHS = "verlite.services.truths:"
 REWARD_TESTS = ("tests/services/test_reward.py",)
-CLIENT = "verlite.services.reference_client:"
+CLIENT = "verlite.engine.reference_client:"
 REFERENCE_TESTS = "tests/services/test_reference.py"
 
 
@@ -122,7 +122,7 @@ MUTANTS = [
     ),
     Mutant(
         "values above 0 are taken for log-probs",
-        "verlite.services.reference_wire:MOST_ABOVE_ZERO",
+        "verlite.engine.reference_wire:MOST_ABOVE_ZERO",
         constant(1e9),
         (REFERENCE_TESTS + "::test_wrong_answer_is_not_used",),
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verlite.rewards.contract import check_reward
+from verlite.contracts.rewards import check_reward
 from verlite.rewards.qa import (
     compute_score,
     contain_gold,

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from tests.http.running import running
+from verlite.engine import reference_client, reference_wire
+from verlite.engine.reference_client import ReferenceUnavailable, WrongReference
+from verlite.engine.reference_wire import Job, ModelInfo
 from verlite.http.address import bind, url
 from verlite.http.server import Server
-from verlite.services import reference_client, reference_wire
 from verlite.services.reference import Limits, make_app
-from verlite.services.reference_client import ReferenceUnavailable, WrongReference
-from verlite.services.reference_wire import Job, ModelInfo
 from verlite.spec.roles import ServiceSpec
 
 JSON = {"Content-Type": "application/json"}

@@ -13,7 +13,7 @@ import pytest
 from tests.models import tiny_model
 from tests.trainer.runs import Launch, quiet, write_reward, write_sums
 from verlite.config.schema import Config, DataConfig
-from verlite.services.reference_wire import ModelInfo
+from verlite.engine.reference_wire import ModelInfo
 from verlite.trainer import reference
 from verlite.trainer.errors import RunRefused
 from verlite.weights.probe import Probe
@@ -211,7 +211,7 @@ def test_service_ends_when_its_model_does(tiny_qwen2):
         children = psutil.Process(process.pid).children(recursive=True)
         (model,) = [one for one in children if "spawn_main" in " ".join(one.cmdline())]
         model.kill()
-        from verlite.services import reference_client
+        from verlite.engine import reference_client
         from verlite.spec.roles import ServiceSpec
 
         given = ServiceSpec((url,), timeout_s=5, deadline_s=1)

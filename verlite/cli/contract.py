@@ -91,11 +91,11 @@ def _problems(
     kind: Kind, name: str, settings: dict[str, Any], whitens: bool, data: str | None
 ) -> list[str]:
     if kind is Kind.reward:
-        from verlite.rewards.contract import check_reward
+        from verlite.contracts.rewards import check_reward
 
         return check_reward(name, settings, _first_row(data) if data else None)
 
-    from verlite.algorithms.contract import check_estimator, check_policy_loss
+    from verlite.contracts.algorithms import check_estimator, check_policy_loss
     from verlite.spec.catalog import ESTIMATORS, POLICY_LOSSES, resolve
 
     if kind is Kind.estimator:
@@ -109,7 +109,7 @@ def _env_problems(
     name: str, settings: dict[str, Any], script: list[str], data: str | None
 ) -> list[str]:
     """Return the problems of an environment, and print the time of its steps."""
-    from verlite.envs.contract import check_env
+    from verlite.contracts.envs import check_env
 
     rows = [answer.extra_info for answer in _rows(data, ROWS)] if data else []
     report = check_env(name, settings, script, rows)

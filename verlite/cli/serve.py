@@ -342,12 +342,12 @@ def reference(
 
     Training uses it with actor_rollout_ref.ref.url. docs/reference_service.md
     """
+    from verlite.engine.reference_wire import ModelInfo
     from verlite.engine.scoring import Scorer, ScoringError, Settings, default_device
     from verlite.http.address import url
     from verlite.http.server import run
     from verlite.machine import visible_gpus
     from verlite.services.reference import Limits, make_app
-    from verlite.services.reference_wire import ModelInfo
 
     kind = default_device() if device == Device.auto else device.value
     if kind == "cuda" and tensor_parallel_size > visible_gpus():

@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request, Response
 
+from verlite.engine.reference_wire import Job, ModelInfo, answer, read_request
 from verlite.http.desk import Desk, Lost
 from verlite.http.server import application, parse_object, read_body, wrong
-from verlite.services.reference_wire import Job, ModelInfo, answer, read_request
 
 EXAMPLE = '{"ids": BASE64, "lengths": [5], "scored": [2], "temperature": 1.0}'
 

@@ -43,6 +43,7 @@ from verlite.controller.stop import Stop
 from verlite.controller.worker_actor import import_ahead
 from verlite.controller.worker_start import prestart
 from verlite.data.dataset import DataError, RowFiles
+from verlite.engine.reference_wire import ModelInfo
 from verlite.envs.factory import build_env_factory, check_env_factory
 from verlite.envs.step import ToolError
 from verlite.files import free_text, read_json
@@ -54,7 +55,6 @@ from verlite.rewards.process import FunctionError
 from verlite.rewards.scorer import Scorer
 from verlite.rollout.servers import fit
 from verlite.rollout.servers.fit import Needs, NoServer
-from verlite.services.reference_wire import ModelInfo
 from verlite.spec.catalog import ENGINES
 from verlite.trainer import checkpoints
 from verlite.trainer.disk import disk_warning

@@ -13,14 +13,14 @@ import numpy as np
 from verlite.config.compile import service_spec
 from verlite.config.plan import Plan
 from verlite.config.schema import Config
-from verlite.files import replace_file
-from verlite.services.reference_client import (
+from verlite.engine.reference_client import (
     ReferenceUnavailable,
     WrongReference,
     check,
     log_probs,
 )
-from verlite.services.reference_wire import ModelInfo
+from verlite.engine.reference_wire import ModelInfo
+from verlite.files import replace_file
 from verlite.spec.roles import ServiceSpec
 from verlite.trainer.errors import RunRefused, ServiceMissing
 

@@ -17,11 +17,11 @@ from verlite.controller.stop import Stop
 from verlite.controller.worker_group import group
 from verlite.data.dataset import PromptDataset
 from verlite.data.sampler import PromptSampler
+from verlite.engine.reference_wire import ModelInfo
 from verlite.envs.factory import EnvFactory
 from verlite.files import RetryingWriter
 from verlite.protocol.data import DataProto
 from verlite.protocol.fields import check_stage
-from verlite.services.reference_wire import ModelInfo
 from verlite.spec.roles import AdvantageSpec
 from verlite.trainer.checkpoints import FailedSaves
 from verlite.trainer.detectors import Detectors

@@ -18,9 +18,9 @@ from verlite.config.plan import Plan
 from verlite.config.schema import Config
 from verlite.data.dataset import DataError
 from verlite.data.sampler import PromptSampler
+from verlite.engine.reference_wire import ModelInfo
 from verlite.rewards.process import FunctionError
 from verlite.rewards.routing import UnknownDataSource
-from verlite.services.reference_wire import ModelInfo
 from verlite.trainer.checkpoints import STATE, Checkpoint, CheckpointError, ResumeRefused
 from verlite.trainer.disk import disk_warning
 from verlite.trainer.errors import RunRefused, ServiceMissing

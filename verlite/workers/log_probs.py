@@ -5,9 +5,9 @@ import torch
 from verlite import progress
 from verlite.algorithms.gap import gap_rows
 from verlite.controller.dispatch import register
+from verlite.engine import reference_client
 from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import ragged
-from verlite.services import reference_client
 from verlite.spec.roles import ActorSpec, InferenceSpec
 from verlite.workers.training import TrainingWorker, micro_batching
 
@@ -74,7 +74,7 @@ class LogProbWorker(TrainingWorker):
         batch: meta_info has `reference`, the ModelInfo.model that the answers must have.
 
         Raises:
-            ReferenceUnavailable, WrongReference: see services/reference_client.py.
+            ReferenceUnavailable, WrongReference: see engine/reference_client.py.
         """
         service = self.spec.log_probs.reference
         assert service is not None

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from verlite.engine.reference_wire import Job, ModelInfo, read_answer, read_info, request
 from verlite.http.client import Client, Refused, Retry, Server, Service, Unavailable
-from verlite.services.reference_wire import Job, ModelInfo, read_answer, read_info, request
 from verlite.spec.roles import ServiceSpec
 
 KEY = "actor_rollout_ref.ref"

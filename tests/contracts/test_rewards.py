@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verlite.cli import app
-from verlite.rewards.contract import check_reward
+from verlite.contracts.rewards import check_reward
 
 pytestmark = pytest.mark.process
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from verlite.algorithms.advantages import AdvantageInputs
-from verlite.algorithms.contract import check_estimator, check_policy_loss
 from verlite.algorithms.losses import PolicyLossInputs
+from verlite.contracts.algorithms import check_estimator, check_policy_loss
 from verlite.spec.catalog import ESTIMATORS, LOSSES, load
 from verlite.spec.correction import RolloutCorrection
 

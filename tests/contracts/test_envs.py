@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from verlite.cli import app
-from verlite.envs import contract
-from verlite.envs.contract import check_env
+from verlite.contracts import envs as contract
+from verlite.contracts.envs import check_env
 
 NUMBERS = count()
 ENV = """
