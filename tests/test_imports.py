@@ -4,6 +4,7 @@ Imports inside functions and under TYPE_CHECKING count, too.
 """
 
 import ast
+import importlib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -92,3 +93,20 @@ def test_private_modules_of_ray_are_used_in_one_file():
         if any(imported.startswith(private) for imported in imported_names(name, path.read_text()))
     ]
     assert users == [RAY_INTERNALS]
+
+
+def test_scripts_import_only_what_exists():
+    """Also inside functions, which no test of the script may call."""
+    checked = 0
+    for path in [*ROOT.parent.glob("recipes/**/*.py"), *ROOT.parent.glob("data_preprocess/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
+                "verlite"
+            ):
+                continue
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                is_module = f"{node.module}.{alias.name}" in MODULES
+                assert is_module or hasattr(module, alias.name), f"{path}: {alias.name}"
+                checked += 1
+    assert checked > 50

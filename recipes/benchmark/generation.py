@@ -75,7 +75,7 @@ def bare(name: str) -> dict[str, Round]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    from verlite.config.schema import GenerationSpec
+    from verlite.spec.roles import GenerationSpec
 
     workload, ours = WORKLOADS[name], GenerationSpec()
     llm = LLM(

@@ -6,7 +6,14 @@ import shutil
 
 import pytest
 
-from verlite.config.critical import CONTENT, begin_run, code_contents, critical_settings
+from verlite.config.critical import (
+    CONTENT,
+    TOOLS_CONTENT,
+    begin_run,
+    code_contents,
+    critical_settings,
+    model_contents,
+)
 from verlite.config.load import dump
 from verlite.controller.stop import Stop
 from verlite.files import RetryingWriter
@@ -128,13 +135,22 @@ def test_the_tools_of_an_environment_are_known_by_their_contents(material, tmp_p
     config.env.kwargs = {"tool_config_path": str(here), "other": 1}
     begin_run()
     saved = json.loads(json.dumps(critical_settings(config)))
+    older = {key: value for key, value in saved.items() if key != TOOLS_CONTENT}
+    assert refuse_changed_settings(config, older) == []
     there = here.rename(tmp_path / "there.yaml")
     config.env.kwargs = {"tool_config_path": str(there), "other": 1}
     begin_run()
-    assert refuse_changed_settings(config, saved) == []
+    (moved,) = refuse_changed_settings(config, saved)
+    assert moved.startswith("env.kwargs: ") and moved.endswith("the contents are the same")
+    with pytest.raises(RunRefused, match="does not record the contents"):
+        refuse_changed_settings(config, older)
+    config.env.kwargs["other"] = 2
+    with pytest.raises(RunRefused, match="env.kwargs: "):
+        refuse_changed_settings(config, saved)
+    config.env.kwargs["other"] = 1
     there.write_text("tools: [1]")
     begin_run()
-    with pytest.raises(RunRefused, match=r"env.kwargs: \{'tool_config_path'"):
+    with pytest.raises(RunRefused, match="env.kwargs with the contents of the file of tools"):
         refuse_changed_settings(config, saved)
 
 
@@ -201,3 +217,22 @@ def test_a_changed_secret_is_not_reported(material, tmp_path):
     )
     write_config(tmp_path, old, 0, RetryingWriter(pytest.fail))
     assert changed_keys(tmp_path, new) == ["data.seed: 1 before, 2 now"]
+
+
+@pytest.mark.parametrize(("before", "now"), [({}, {"k": 1}), ({"k": 1}, {}), ({"k": 1}, {"k": 2})])
+def test_settings_of_a_data_set_must_stay(material, before, now):
+    config = material.load().config
+    config.data.extra = before
+    saved = json.loads(json.dumps(critical_settings(config)))
+    assert refuse_changed_settings(config, saved) == []
+    config.data.extra = now
+    with pytest.raises(RunRefused, match="data.extra: "):
+        refuse_changed_settings(config, saved)
+
+
+def test_weights_beside_a_tokenizer_do_not_matter(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    begin_run()
+    assert set(model_contents(str(tmp_path), "tokenizer_path")) == {"tokenizer.json"}
+    assert set(model_contents(str(tmp_path))) == {"tokenizer.json", "model.safetensors"}

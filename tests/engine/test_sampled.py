@@ -13,7 +13,6 @@ from tests.engine.batches import engine as train_engine
 from tests.engine.batches import ragged_batch
 from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, largest_gap, naive_greedy, naive_log_probs
-from verlite.config.schema import Config
 from verlite.data.dataset import PromptRow
 from verlite.engine.micro import MicroBatching
 from verlite.envs.factory import EnvFactory
@@ -48,10 +47,9 @@ def rollout_engine(path: str, pretrained: bool = True) -> BatchedEngine:
 def rollout_worker(path: str, pretrained: bool = True) -> RolloutWorker:
     """A worker without Ray, whose rewards are all 0."""
     worker = RolloutWorker.__new__(RolloutWorker)
-    worker.plan = SimpleNamespace(max_turns=0)
+    worker.spec = SimpleNamespace(max_turns=0)
     worker.env_factory = EnvFactory()
     worker.engine = rollout_engine(path, pretrained)
-    worker.config = SimpleNamespace(reward=Config().reward)
     zeros = SimpleNamespace(score=lambda items, limit_s: [RewardResult(0.0)] * len(items))
     worker.scorer = SimpleNamespace(needs_prompts=False, stream=lambda: Stream(zeros, timeout_s=60))
     return worker

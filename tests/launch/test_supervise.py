@@ -310,6 +310,12 @@ def test_a_frozen_command_is_killed_and_one_without_supervisor_stops(start):
 
 
 @pytest.mark.process
+def in_terminal():
+    """Make standard input the controlling terminal. Under nohup SIGHUP would be ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def test_a_closed_terminal_stops_the_command_and_output_is_lost_without_harm(tmp_path):
     """The shell's process group gets SIGHUP, and each further print fails."""
     master, terminal = pty.openpty()
@@ -321,7 +327,7 @@ def test_a_closed_terminal_stops_the_command_and_output_is_lost_without_harm(tmp
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=in_terminal,
     )
     os.close(terminal)
     try:

@@ -274,7 +274,7 @@ def test_max_lora_rank_is_the_smallest_that_fits(rank, legal, tmp_path):
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"r": 1, "rank_pattern": {"q_proj": rank}})
     )
-    for model in (ModelSpec(lora_rank=rank), ModelSpec(lora_adapter_path=str(tmp_path))):
+    for model in (ModelSpec("x", lora_rank=rank), ModelSpec("x", lora_adapter_path=str(tmp_path))):
         assert _max_lora_rank(model) == legal
     with pytest.raises(ValueError, match="up to rank 512, and these have rank 513"):
-        _max_lora_rank(ModelSpec(lora_rank=513))
+        _max_lora_rank(ModelSpec("x", lora_rank=513))

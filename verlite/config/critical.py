@@ -16,6 +16,7 @@ AGENT_LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length",
 LORA = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 CONTENT = "contents of data.train_files (SHA-256)"
 MODEL_CONTENT = "contents of the model's files (SHA-256)"
+TOOLS_CONTENT = "env.kwargs with the contents of the file of tools (SHA-256)"
 FOLDERS = {
     "path": MODEL_CONTENT,
     "tokenizer_path": "contents of the tokenizer's files (SHA-256)",
@@ -26,18 +27,25 @@ CONTENT_OF = {
     **{f"actor_rollout_ref.model.{key}": name for key, name in FOLDERS.items()},
     **{f"model.{key}": name for key, name in FOLDERS.items()},
     "data.train_files": CONTENT,
+    "env.kwargs": TOOLS_CONTENT,
 }
 """Keys whose paths may change if the contents under them do not."""
-MODEL_FILES = (
-    *("config.json", "token*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab*", "merges.txt", "chat_template*", "additional_chat_templates/*"),
+TOKENIZER_FILES = (
+    *("token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("chat_template*", "additional_chat_templates/*"),
 )
-ADAPTER_FILES = ("adapter_config.json",)
 WEIGHTS = ("*.safetensors", "*.bin")
+FILES = {
+    "path": (("config.json", *TOKENIZER_FILES), WEIGHTS),
+    "tokenizer_path": (TOKENIZER_FILES, ()),
+    "lora_adapter_path": (("adapter_config.json",), WEIGHTS),
+}
+"""Files that change results by the key of their folder: those read whole, and those of weights."""
 SAMPLE_BYTES = 1 << 16
 """Bytes that are read at eight places of a file of weights."""
 TOOLS = "tool_config_path"
-"""Entry of `env.kwargs` of `verlite.compat.tools:VerlTools`: a file."""
+"""Entry of `env.kwargs` of the environment VERL_TOOLS: a file."""
+VERL_TOOLS = "verlite.compat.tools:VerlTools"
 CODE = "code"
 """Folder in the run directory with the functions of a run from Python."""
 
@@ -67,9 +75,9 @@ def model_contents(path: str | None, key: str = "path") -> dict[str, str]:
     if path is None:
         return {}
     folder = Path(path).expanduser()
-    patterns = ADAPTER_FILES if key == "lora_adapter_path" else MODEL_FILES
-    files = {file: False for pattern in patterns for file in folder.glob(pattern)}
-    files |= {file: True for pattern in WEIGHTS for file in folder.glob(pattern)}
+    whole, weights = FILES[key]
+    files = {file: False for pattern in whole for file in folder.glob(pattern)}
+    files |= {file: True for pattern in weights for file in folder.glob(pattern)}
     return {
         file.relative_to(folder).as_posix(): _digest(str(file), samples)
         for file, samples in sorted(files.items())
@@ -124,10 +132,20 @@ def _digest(name: str, samples: bool = False) -> str:
         return ""
 
 
-def _with_contents(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return `env.kwargs` with the SHA-256 of the file of tools in place of its path."""
-    tools = kwargs.get(TOOLS)
-    return {**kwargs, TOOLS: _digest(tools)} if isinstance(tools, str) else kwargs
+def _environment(config: Config) -> dict[str, Any]:
+    """Return the settings of a multi-turn run's environment."""
+    settings = {
+        "env.name": config.env.name,
+        "env.kwargs": config.env.kwargs,
+        **{f"data.{name}": getattr(config.data, name) for name in AGENT_LENGTHS},
+    }
+    if config.env.name == "search":
+        settings["retriever.topk"] = config.retriever.topk
+    tools = config.env.kwargs.get(TOOLS)
+    if config.env.name == VERL_TOOLS and isinstance(tools, str):
+        others = {name: repr(value) for name, value in config.env.kwargs.items()}
+        settings[TOOLS_CONTENT] = others | {TOOLS: _digest(tools)}
+    return settings
 
 
 def critical_settings(config: Config) -> dict[str, Any]:
@@ -148,21 +166,7 @@ def critical_settings(config: Config) -> dict[str, Any]:
         "data.shuffle": config.data.shuffle,
         "data.custom_cls.name": config.data.custom_cls.name,
         "data.sampler.class_name": config.data.sampler.class_name,
-        **({"data.extra": config.data.extra} if config.data.extra else {}),
+        "data.extra": config.data.extra,
         "max_turns": max_turns(config),
-        **(
-            {"env.name": config.env.name, "env.kwargs": _with_contents(config.env.kwargs)}
-            if max_turns(config)
-            else {}
-        ),
-        **(
-            {f"data.{name}": getattr(config.data, name) for name in AGENT_LENGTHS}
-            if max_turns(config)
-            else {}
-        ),
-        **(
-            {"retriever.topk": config.retriever.topk}
-            if max_turns(config) and config.env.name == "search"
-            else {}
-        ),
+        **(_environment(config) if max_turns(config) else {}),
     }

@@ -171,7 +171,7 @@ def _kl_remarks(config: Config) -> Iterator[str]:
 def _filter_remarks(config: Config) -> Iterator[str]:
     if not config.algorithm.filter_groups.enable:
         return
-    if config.trainer.total_training_steps is None:
+    if config.trainer.epochs() is not None:
         yield (
             "trainer.total_epochs counts data.train_batch_size prompts per step, but "
             "algorithm.filter_groups draws more: set trainer.total_training_steps for an exact "

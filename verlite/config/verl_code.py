@@ -77,11 +77,11 @@ def _manager(values: dict[str, Any]) -> tuple[str, str, str] | None:
 def _registered(place: str, name: str) -> str | None:
     """Return the class of a file that has the decorator register(name), as verl looks it up."""
     file = module_path(place)
-    if file is None or not file.is_file():
+    if file is None:
         return None
     try:
-        body = ast.parse(file.read_text(encoding="utf-8")).body
-    except (SyntaxError, ValueError):
+        body = ast.parse(file.expanduser().read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError, RuntimeError):  # its rule says what is wrong with it
         return None
     for node in body:
         for each in node.decorator_list if isinstance(node, ast.ClassDef) else ():

@@ -112,7 +112,10 @@ def _parameters(own: Any) -> Mapping[str, inspect.Parameter]:
             break
         if "__init__" in vars(base):
             del parameters[next(n for n, p in parameters.items() if p.kind is p.VAR_KEYWORD)]
-            parameters = dict(inspect.signature(base).parameters) | parameters
+            try:
+                parameters = dict(inspect.signature(base).parameters) | parameters
+            except ValueError:  # a class in C, such as dict
+                break
     return parameters
 
 

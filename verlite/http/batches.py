@@ -77,12 +77,13 @@ class Batches(Generic[Item, Result]):
 
     async def close(self) -> None:
         """Drop the items that wait, and cancel all requests."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._waiting, self._timer = [], None
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._waiting, self._timer, self._tasks = [], None, set()
+        self._tasks = set()
 
     async def _answer(self, items: Sequence[Item], tries: int = 0) -> None:
         """Answer the items of one request. `tries` attempts failed before. Never raises."""

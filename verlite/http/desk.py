@@ -131,6 +131,7 @@ class Desk(Generic[Job, Answer]):
 
 async def _dropped(waiting: _Waiting[Any, Any]) -> bool:
     """Return whether the job is no longer needed. Its waiter gets an exception."""
-    if not waiting.answer.done() and await waiting.gone():
+    is_gone = not waiting.answer.done() and await waiting.gone()
+    if is_gone and not waiting.answer.done():  # it may have been cancelled meanwhile
         waiting.answer.set_exception(GONE)
     return waiting.answer.done()

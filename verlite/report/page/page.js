@@ -61,7 +61,7 @@ function showOverview(section, runs) {
     ["steps", (run) => (run.steps.length ? `${run.steps[0]} to ${last(run.steps)}` : "none yet")],
     ["time", (run) => (run.started ? period(run.started, run.ended) : null)],
     ["planned steps", (run) => run.total_steps ?? run.config["trainer.total_training_steps"] ?? null],
-    ["planned epochs", (run) => (run.config["trainer.total_training_steps"] ? null : run.config["trainer.total_epochs"] ?? null)],
+    ["planned epochs", (run) => run.config["trainer.total_epochs"] ?? null],
     ["resumed at step", (run) => resumes(run)],
     ["model", (run) => run.config["actor_rollout_ref.model.path"] ?? run.config["model.path"] ?? null],
     ["estimator", (run) => run.config["algorithm.adv_estimator"] ?? null],
