@@ -45,8 +45,9 @@ site: setup-test
 check: lint site
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not process"
 
+# Of the tests that start processes, up to three that fail get a second try, alone, and are named (tests/again.py).
 test: lint site
-	$(BIN)/python -m pytest $(IN_PARALLEL)
+	$(BIN)/python -m pytest $(IN_PARALLEL) || $(BIN)/python -m tests.again $$?
 
 # Disturb real runs with a random fault every 20 s, and compare their results with undisturbed runs.
 # WORKLOADS: such as "hosts" or "sums vllm"; empty: the two usual ones.
