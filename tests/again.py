@@ -1,13 +1,14 @@
-"""Run the failed tests that start processes once more, alone, after `pytest` ended with the given status.
+"""Run failed tests that start processes once more, alone, after `pytest` ended with a status.
 
     python -m tests.again STATUS
 
-A test that starts Ray, vLLM or a whole run also depends on the machine: on its load, its disk, its other processes. It may
-fail once there without a fault in the code. So `make test` gives such a test a second try, in one new process and without
-another test beside it, and names it: a test that is named here must be made independent of the machine, or removed.
+A test that starts Ray, vLLM or a whole run also depends on the machine: on its load, its disk, its
+other processes. It may fail once there without a fault in the code. So `make test` gives such a
+test a second try, in one new process and without another test beside it, and names it: a test that
+is named here must be made independent of the machine, or removed.
 
-Everything else keeps the status: an error other than failed tests, a failed test that starts no process, more than a few
-failed tests, or a test that fails again.
+Everything else keeps the status: an error other than failed tests, a failed test that starts no
+process, more than three failed tests, or a test that fails again.
 """
 
 import json
