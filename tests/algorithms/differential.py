@@ -108,9 +108,15 @@ def inputs_of(case: Case, **settings: Any) -> AdvantageInputs:
         old_log_probs=case.old,
         token_level_scores=case.scores,
         sum_pi_squared=case.pi_squared,
+        gdpo_rewards=case.parts.double().masked_fill(
+            ~(case.valid & case.mask.any(-1)).unsqueeze(-1), math.nan
+        ),
         rollout_is_weights=case.is_weights if settings.pop("weighted", False) else None,
         **settings,
     )
+
+
+GDPO_WEIGHTS = (1.0, -0.25, 3.0)
 
 
 def expected_advantages(
@@ -129,6 +135,8 @@ def expected_advantages(
             advantages = reference.rloo(case)
         case "rloo_token_kl":
             advantages = reference.rloo_token_kl(case, -0.5, 0.8)
+        case "gdpo":
+            advantages = reference.gdpo(case, GDPO_WEIGHTS if by_std else (1.0,) * 3)
         case "grpo_passk":
             advantages = reference.grpo_passk(case, by_std)
         case "opo":
@@ -153,6 +161,7 @@ def advantage_pairs(name: str, seed: int) -> Iterator[Pair]:
         lam=lam,
         norm_adv_by_std_in_grpo=by_std,
         weighted=by_std,
+        gdpo_reward_weights=GDPO_WEIGHTS if by_std else None,
         reward_clip_range=(-0.5, 0.8),
     )
     actual, expected = (

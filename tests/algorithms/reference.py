@@ -37,6 +37,8 @@ class Case:
     scores: Tensor
     pi_squared: Tensor
     is_weights: Tensor
+    parts: Tensor
+    """[B, 3], without NaN."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -132,7 +134,14 @@ def random_case(seed: int) -> Case:
         scores,
         pi_squared,
         field().abs(),
+        random_parts(rows, generator),
     )
+
+
+def random_parts(rows: int, generator: torch.Generator) -> Tensor:
+    """Return three parts of a reward, [B, 3]: 0 or 1, a large one, and one that rarely differs."""
+    drawn = torch.rand(rows, 3, generator=generator)
+    return torch.stack([drawn[:, 0].round(), 1000 * drawn[:, 1], (drawn[:, 2] > 0.9) * 0.1], 1)
 
 
 def zeros(case: Case) -> np.ndarray:
@@ -208,6 +217,19 @@ def grpo(case: Case, by_std: bool) -> np.ndarray:
             (case.score(i) - group_mean(case, i)) / (group_std(case, i) + 1e-6 if by_std else 1.0)
         ),
     )
+
+
+def gdpo(case: Case, weights: tuple[float, ...]) -> np.ndarray:
+    def one(i: int) -> float:
+        members, total = case.group(i), 0.0
+        for k, weight in enumerate(weights):
+            parts = {j: float(case.parts[j, k]) for j in members}
+            mean = sum(parts.values()) / len(members)
+            squares = sum((part - mean) ** 2 for part in parts.values())
+            total += weight * (parts[i] - mean) / (math.sqrt(squares / (len(members) - 1)) + 1e-6)
+        return total
+
+    return whiten(fill_rows(case, one), case)
 
 
 def rloo(case: Case) -> np.ndarray:

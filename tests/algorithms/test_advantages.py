@@ -33,7 +33,7 @@ def group_inputs(rewards: list[float], uid: list[str], **settings) -> AdvantageI
         token_level_rewards=torch.tensor(rewards).unsqueeze(1),
         response_mask=torch.ones(len(rewards), 1, dtype=torch.int64),
         uid=np.array(uid, dtype=object),
-        **settings,
+        **{"gdpo_rewards": torch.tensor(rewards).unsqueeze(1), **settings},
     )
 
 
@@ -68,7 +68,7 @@ def test_padding_columns_do_not_matter(name: str) -> None:
     wider = Case(
         **{
             k: torch.cat([x, x.new_full((rows, 5), 0 if k == "mask" else NAN)], 1)
-            if torch.is_tensor(x) and x.dim() == 2
+            if torch.is_tensor(x) and x.dim() == 2 and k != "parts"
             else x
             for k, x in fields_of(case).items()
         }
@@ -144,7 +144,7 @@ def test_the_only_sample_of_a_prompt_has_its_score_as_advantage(name: str) -> No
     expected = scores * torch.tensor([1.0, 1.0, 1.0, 0.0])
     if name == "gpg":
         expected = expected * 3 / 2  # rows that count / rows with a reward
-    if name == "reinforce_plus_plus_baseline":
+    if name in ("reinforce_plus_plus_baseline", "gdpo"):
         counted = scores[:3].double()
         whitened = (counted - counted.mean()) / counted.std()
         expected[:3] = whitened.float()
@@ -188,6 +188,59 @@ def test_grpo_and_rloo_hand_example() -> None:
         compute_advantages("grpo", inputs)[0].squeeze(1),
         torch.tensor([2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]),
     )
+
+
+def test_gdpo_hand_example() -> None:
+    """Two prompts of two samples with two parts. Both groups have the sums 1, 1 and 0, 11."""
+    inputs = group_inputs(
+        [1.0, 1.0, 0.0, 11.0],
+        ["a", "a", "b", "b"],
+        gdpo_rewards=torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 10.0]]),
+        gdpo_reward_weights=(3.0, 1.0),
+    )
+    # A part that differs between two samples becomes -1 / sqrt(2) and 1 / sqrt(2), 10 as well as 1.
+    # Weighted sums, times sqrt(2): 3 - 1 = 2, -2, -4, 4. Their variance is (4 + 4 + 16 + 16) / 3.
+    expected = torch.tensor([2.0, -2.0, -4.0, 4.0]) / (40 / 3) ** 0.5
+    advantages, returns = compute_advantages("gdpo", inputs)
+    torch.testing.assert_close(advantages.squeeze(1), expected, rtol=2e-6, atol=0)
+    assert torch.equal(advantages, returns)
+    inputs = dataclasses.replace(inputs, gdpo_reward_weights=None)
+    # The parts of prompt a cancel: 0, 0, -2, 2.
+    expected = torch.tensor([0.0, 0.0, -2.0, 2.0]) / (8 / 3) ** 0.5
+    torch.testing.assert_close(
+        compute_advantages("gdpo", inputs)[0].squeeze(1), expected, rtol=2e-6, atol=1e-7
+    )
+
+
+def test_gdpo_whitens_over_tokens_and_ignores_the_scale_of_a_part() -> None:
+    parts = torch.tensor([[1.0, 3.0], [0.0, 5.0], [0.5, 3.0]])
+    inputs = AdvantageInputs(
+        token_level_rewards=torch.zeros(3, 3),
+        response_mask=torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1]]),
+        uid=np.array(["a"] * 3, dtype=object),
+        gdpo_rewards=parts,
+    )
+    # Normalized parts: 1, -1, 0 and -d, 2d, -d with d = 1 / sqrt(3).
+    d = 3**-0.5
+    tokens = torch.tensor([1 - d] * 3 + [2 * d - 1] + [-d] * 2)
+    expected = (tokens - tokens.mean()) / tokens.std()
+    advantages, _ = compute_advantages("gdpo", inputs)
+    # The 1e-6 beside a standard deviation of 0.5 changes quotients by 2e-6, and whitening adds up.
+    torch.testing.assert_close(advantages[inputs.mask], expected, rtol=0, atol=1e-5)
+    assert (advantages[~inputs.mask] == 0).all()
+    scaled = dataclasses.replace(inputs, gdpo_rewards=parts * torch.tensor([1e4, 1e30]) + 7)
+    torch.testing.assert_close(compute_advantages("gdpo", scaled)[0], advantages, rtol=0, atol=1e-5)
+
+
+def test_gdpo_names_the_row_and_part_that_is_not_finite() -> None:
+    parts = torch.tensor([[1.0, 0.0], [0.0, NAN], [0.0, 1.0]])
+    inputs = group_inputs([0.0] * 3, ["a", "b", "b"], gdpo_rewards=parts)
+    with pytest.raises(
+        ValueError, match=r"reward part 1 that is not finite.*row 1 \(uid b\) with nan"
+    ):
+        compute_advantages("gdpo", inputs)
+    with pytest.raises(ValueError, match="adv_estimator=gdpo needs the input gdpo_rewards"):
+        compute_advantages("gdpo", dataclasses.replace(inputs, gdpo_rewards=None))
 
 
 def test_rloo_token_kl_hand_example() -> None:

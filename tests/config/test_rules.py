@@ -919,7 +919,10 @@ def test_unusual_settings_are_legal(material, settings):
 
 @pytest.mark.parametrize("name", catalog.ESTIMATORS)
 def test_trainer_provides_inputs_of_every_estimator(material, name):
-    loaded = material.load(f"algorithm.adv_estimator={name}", f"{ROLLOUT}n=2")
+    parts = "custom_reward_function.path={folder}/reward.py custom_reward_function.name=score"
+    more = ["algorithm.gdpo_reward_keys=[a,b]", *parts.split()] if name == "gdpo" else []
+    more = [one.format(folder=material.folder) for one in more]
+    loaded = material.load(f"algorithm.adv_estimator={name}", f"{ROLLOUT}n=2", *more)
     plan = make_plan(loaded.config)
     batch = generated_batch(
         [[5]] * 4, ["a", "a", "b", "b"], [([6, 7, 8], [1] * 3, [-0.5] * 3, "done")] * 4
@@ -934,6 +937,8 @@ def test_trainer_provides_inputs_of_every_estimator(material, name):
     )
     if plan.needs_greedy_baseline:
         batch = batch.with_batch(reward_baselines=torch.rand(4))
+    if name == "gdpo":
+        batch = batch.with_batch(gdpo_rewards=torch.rand(4, 2).double())
     run = fake_run(config=loaded.config, plan=plan)
     batch = advantage.advantages(run, advantage.loss_mask(run, batch))
     result = fetch_padded(batch, "loss_mask", "advantages")["advantages"]

@@ -13,8 +13,10 @@ from verlite.contracts.algorithms import check_estimator, check_policy_loss
 from verlite.spec.catalog import ESTIMATORS, LOSSES, load
 from verlite.spec.correction import RolloutCorrection
 
-WHITENING = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-POPULATION = {"gpg", *WHITENING}  # estimators that use statistics of the whole batch by design
+POPULATION = {
+    "gpg",
+    *(name for name, entry in ESTIMATORS.items() if entry.whitens),
+}  # estimators that use statistics of the whole batch by design
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

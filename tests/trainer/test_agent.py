@@ -490,7 +490,7 @@ def batch_with_estimator_inputs(rows, uids, failed=(), seed=0, observed=True):
     return score(run, batch).with_non_tensor(**ragged)
 
 
-WHITEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+WHITEN = [name for name, entry in ESTIMATORS.items() if entry.whitens]
 
 
 def assert_same(got, want, estimator, kl):

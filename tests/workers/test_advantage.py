@@ -159,6 +159,7 @@ def test_the_catalog_knows_which_estimators_whiten(name):
         reward_baselines=torch.randn(6),
         old_log_probs=-torch.rand(6, 4),
         sum_pi_squared=torch.rand(6, 4),
+        gdpo_rewards=torch.randn(6, 2),
     )
     advantages = compute_advantages(name, inputs)[0]
     is_white = advantages.mean().abs() < 1e-5 and abs(advantages.std() - 1) < 1e-5

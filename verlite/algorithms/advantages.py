@@ -53,6 +53,8 @@ class AdvantageInputs:
         of squared probabilities at its position, for optimal_token_baseline.
     rollout_is_weights: [B, R], importance weights of rollout correction, for
         optimal_token_baseline.
+    gdpo_rewards: [B, K], the K parts of each row's reward that gdpo normalizes separately.
+    gdpo_reward_weights: weights of the K parts. None: 1 each.
     gamma, lam: discount per token, and lambda of GAE.
     norm_adv_by_std_in_grpo: divide by the standard deviation of the group (grpo, grpo_passk).
     reward_clip_range: bounds of the score part of the advantage in rloo_token_kl.
@@ -71,6 +73,8 @@ class AdvantageInputs:
     old_log_probs: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     rollout_is_weights: Tensor | None = None
+    gdpo_rewards: Tensor | None = None
+    gdpo_reward_weights: tuple[float, ...] | None = None
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
@@ -99,15 +103,32 @@ class AdvantageInputs:
             ValueError: a sum is not finite.
         """
         scores = self.rewards.sum(-1).double()
-        broken = (~scores.isfinite()).nonzero().flatten().tolist()
+        self._require_finite(scores, "reward")
+        return scores
+
+    @cached_property
+    def parts(self) -> list[Tensor]:
+        """Return each part of `gdpo_rewards`, [B] float64, 0 in rows that do not count.
+
+        Raises:
+            ValueError: a part of a row that counts is not finite.
+        """
+        assert self.gdpo_rewards is not None
+        parts = self.gdpo_rewards.double().masked_fill(~self.groups.valid.unsqueeze(-1), 0)
+        for number, part in enumerate(parts.unbind(1)):
+            self._require_finite(part, f"reward part {number}")
+        return list(parts.unbind(1))
+
+    def _require_finite(self, values: Tensor, what: str) -> None:
+        """Raise ValueError if an entry of `values` [B] is not finite."""
+        broken = (~values.isfinite()).nonzero().flatten().tolist()
         if broken:
             first = broken[0]
             raise ValueError(
-                f"{len(broken)} of {len(scores)} rows have a reward that is not finite, first row "
-                f"{first} (uid {self.uid[first]}) with {scores[first]}. Mark a row whose reward "
+                f"{len(broken)} of {len(values)} rows have a {what} that is not finite, first row "
+                f"{first} (uid {self.uid[first]}) with {values[first]}. Mark a row whose reward "
                 "failed with valid=False."
             )
-        return scores
 
     @cached_property
     def groups(self) -> "Groups":
@@ -315,6 +336,21 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     if inputs.norm_adv_by_std_in_grpo:
         advantages = advantages / (inputs.groups.std(inputs.scores) + STD_EPS)
     return _twice(_per_token(advantages, inputs.mask))
+
+
+def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """GDPO: whiten(sum_k w_k (r_k - mean_k) / (std_k + 1e-6)) (arXiv:2601.05242, section 3.1).
+
+    r_k is the k-th part of a row's reward, and mean_k and std_k are over the rows of its group. The
+    weighted sum is whitened over all sampled tokens. Token rewards are not read. Returns equal the
+    advantages.
+    """
+    groups = inputs.groups
+    weights = inputs.gdpo_reward_weights or (1.0,) * len(inputs.parts)
+    normalized = [groups.centered(part) / (groups.std(part) + STD_EPS) for part in inputs.parts]
+    total = sum(weight * part for weight, part in zip(weights, normalized, strict=True))
+    assert isinstance(total, Tensor)
+    return _twice(masked_whiten(_per_token(total, inputs.mask), inputs.mask))
 
 
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

@@ -296,7 +296,7 @@ FIXED: dict[str, Fixed] = {
     "reward.reward_model.enable": ((False,), _NO_REWARD_MODEL),
     **dict.fromkeys(
         ("reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name"),
-        (("naive", "dapo", "prime", "batch"), _REWARD_MANAGER, _KEEP_REWARD),
+        (("naive", "dapo", "prime", "batch", "gdpo"), _REWARD_MANAGER, _KEEP_REWARD),
     ),
     "model_engine": (("dp", "fsdp"), "training engines always use FSDP2"),
     "data.continuous_token.enable": ((True, False), _ONE_PATH),

@@ -166,6 +166,7 @@ def advantage_spec(config: Config) -> AdvantageSpec:
     return _take(
         AdvantageSpec,
         algorithm,
+        gdpo_reward_weights=tuple(algorithm.gdpo_reward_weights or ()) or None,
         reward_clip_range=(low, high),
         single_samples=config.actor_rollout_ref.rollout.n == 1,
     )

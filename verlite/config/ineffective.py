@@ -118,11 +118,12 @@ def _batch_remarks(config: Config) -> Iterator[str]:
                 f"{key}={size} is more than data.train_batch_size={prompts}; both count prompts: "
                 "one update per step"
             )
-    if config.actor_rollout_ref.rollout.n == 1 and catalog.compares(config.algorithm.adv_estimator):
+    estimator = config.algorithm.adv_estimator
+    if config.actor_rollout_ref.rollout.n == 1 and catalog.compares(estimator):
+        score = "the sum of its reward parts" if estimator == "gdpo" else "the score itself"
         yield (
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} with {ROLLOUT}n=1: a prompt "
-            "has no other sample to compare with, so the advantage is the score itself, without a "
-            "baseline; usual: 4 to 16"
+            f"algorithm.adv_estimator={estimator} with {ROLLOUT}n=1: a prompt has no other sample "
+            f"to compare with, so the advantage is {score}, without a baseline; usual: 4 to 16"
         )
 
 

@@ -41,6 +41,7 @@ OWN_ROWS = "data.custom_cls.path or data.sampler.class_path is given"
 AGENT = ("max_turns>0", "do_search=true")
 ROW_ESTIMATOR = "the estimator compares whole responses (grpo, grpo_passk, rloo, gpg)"
 UNWHITENED = "the estimator does not whiten its advantages"
+GDPO = "algorithm.adv_estimator=gdpo"
 OWN_LORA = "lora_adapter_path determines it"
 DEVICE_HINTS = {
     "npu": "Ascend NPUs are not supported.",
@@ -1056,6 +1057,19 @@ class AlgorithmConfig:
         True,
         "grpo: divide by the standard deviation of the group. False: Dr.GRPO.",
         used_when="estimator reads norm_adv_by_std_in_grpo",
+    )
+    gdpo_reward_keys: Optional[list[str]] = key(
+        None,
+        "gdpo: names of the reward parts that it normalizes separately, such as "
+        "[accuracy_reward,format_reward]: numbers that the reward function returns beside the "
+        "score, or score itself.",
+        used_when=GDPO,
+    )
+    gdpo_reward_weights: Optional[list[float]] = key(
+        None,
+        "gdpo: weight of each part of gdpo_reward_keys, in their order. null: 1 each.",
+        bound="finite",
+        used_when=GDPO,
     )
     use_kl_in_reward: bool = key(
         False,

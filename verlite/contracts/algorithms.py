@@ -308,6 +308,7 @@ def _advantage_inputs(
         reward_baselines=torch.linspace(-1, 1, ROWS),
         token_level_scores=(_noise(1) * 0.1).masked_fill(hidden, torch.nan),
         old_log_probs=-_noise(3).abs().masked_fill(hidden, torch.nan),
+        gdpo_rewards=torch.stack([torch.arange(ROWS) % 4 * 0.5, torch.linspace(-1, 1, ROWS)], 1),
         sum_pi_squared=torch.full((ROWS, WIDTH), 0.3).masked_fill(hidden, torch.nan),
         gamma=0.99,
         lam=0.95,

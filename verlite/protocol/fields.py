@@ -110,6 +110,9 @@ FIELDS: dict[str, Field] = {
     "scores": Field(
         "B", _FLOAT, "score", "raw_scores normalized, clipped and penalized for length"
     ),
+    "gdpo_rewards": Field(
+        "B K", _DOUBLE, "score", "the reward's parts in algorithm.gdpo_reward_keys (gdpo)"
+    ),
     "reward_baselines": Field(
         "B", _FLOAT, "score", "score of the greedy response to the same prompt (remax)"
     ),

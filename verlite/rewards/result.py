@@ -155,7 +155,7 @@ def _score(value: Any, where: str) -> float:
         raise wrong
     try:
         score = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise wrong from error
     if not math.isfinite(score):
         raise wrong
@@ -167,5 +167,7 @@ def _part(value: Any) -> float | str:
         return value
     try:
         return float(value)
+    except OverflowError:  # an integer above 1e308
+        return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError):
         return str(value)

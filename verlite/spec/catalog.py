@@ -34,8 +34,14 @@ class Estimator:
     """Its advantages have mean 0 and standard deviation 1 over the tokens of the step."""
 
 
-COSTLY_INPUTS = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared")
-"""Inputs that cost a forward pass or an extra sample.
+MEASURED_INPUTS = (
+    "values",
+    "reward_baselines",
+    "old_log_probs",
+    "sum_pi_squared",
+    "gdpo_rewards",
+)
+"""Inputs that cost a forward pass or an extra sample, or that keys of the estimator choose.
 
 They are produced only for estimators that read them.
 """
@@ -49,6 +55,11 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "grpo": Estimator(
         "verlite.algorithms.advantages:grpo", reads=("norm_adv_by_std_in_grpo",), by_row=True
+    ),
+    "gdpo": Estimator(
+        "verlite.algorithms.advantages:gdpo",
+        reads=("gdpo_rewards", "gdpo_reward_weights"),
+        whitens=True,
     ),
     "grpo_passk": Estimator(
         "verlite.algorithms.advantages:grpo_passk",
@@ -261,10 +272,10 @@ def scorer_for(data_source: str) -> str | None:
 
 
 def measured(estimator: str) -> tuple[str, ...]:
-    """Return the costly inputs that a built-in estimator needs; none for a user's own."""
+    """Return the MEASURED_INPUTS that a built-in estimator needs; none for a user's own."""
     if estimator not in ESTIMATORS:
         return ()
-    return tuple(field for field in ESTIMATORS[estimator].reads if field in COSTLY_INPUTS)
+    return tuple(field for field in ESTIMATORS[estimator].reads if field in MEASURED_INPUTS)
 
 
 def is_by_row(estimator: str) -> bool:

@@ -197,6 +197,8 @@ class AdvantageSpec:
     kl_penalty: str
     whiten_advantages: bool
     adv_kwargs: Mapping[str, Any]
+    gdpo_reward_weights: tuple[float, ...] | None
+    """Weights of the batch field gdpo_rewards. None: 1 each."""
     reward_clip_range: tuple[float, float]
     single_samples: bool
     """A prompt has one sample."""

@@ -7,6 +7,7 @@ people usually do about it. A warning is due once the detector has seen it in
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,10 +165,15 @@ def no_signal(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> 
     limit = limits.no_signal
     if limit is None:
         return None
-    low, high = now.get(f"{SCORE}/min"), now.get(f"{SCORE}/max")
-    if low is not None and low == high:
+    # gdpo compares the parts of the reward, which may differ although the scores are equal.
+    parts = [key.removesuffix("/min") for key in now if re.fullmatch(r"gdpo/.+/min", key)]
+    compared = parts or [SCORE]
+    values = {key: now.get(f"{key}/min") for key in compared}
+    if all(low is not None and low == now.get(f"{key}/max") for key, low in values.items()):
+        shown = ", ".join(f"{key.removeprefix('gdpo/')} {low:g}" for key, low in values.items())
+        what = f"reward parts {shown}" if parts else f"score {values[SCORE]:g}"
         return (
-            f"all samples of a step have the score {low:g}. Read some of them: is the answer in "
+            f"all samples of a step have the {what}. Read some of them: is the answer in "
             "the format that the reward function expects, and does the chat template fit the "
             "model? If the task is too easy, choose other prompts. If it is too hard, start with "
             "easier prompts, supervised training, or a reward with partial credit"
@@ -177,7 +183,8 @@ def no_signal(now: Metrics, before: Sequence[Metrics], limits: DetectConfig) -> 
     alone = groups == 1 and now.get(f"{ADVANTAGE}/min") != now.get(f"{ADVANTAGE}/max")
     if groups is not None and groups >= limit and not alone:
         return (
-            f"the samples of {groups:.0%} of the prompts all have the same score, so only "
+            f"the samples of {groups:.0%} of the prompts all have the same "
+            f"{'reward parts' if parts else 'score'}, so only "
             f"{1 - groups:.0%} of the prompts train the policy. Raise "
             "actor_rollout_ref.rollout.n, set algorithm.filter_groups.enable=true, or choose "
             "prompts of another difficulty"

@@ -134,7 +134,9 @@ def due(run: Run, frequency: int) -> bool:
 
 def add_metrics(run: Run, batch: DataProto) -> None:
     """Add the metrics of the batch, of the tools and of speed. The step's time ends here."""
-    run.metrics.update(batch_metrics(batch, run.plan.longest_prompt, run.plan.longest_response))
+    plan = run.plan
+    parts = run.config.algorithm.gdpo_reward_keys or ()
+    run.metrics.update(batch_metrics(batch, plan.longest_prompt, plan.longest_response, parts))
     run.metrics.update(agent_metrics(batch))
     run.metrics["training/global_step"] = run.step
     run.metrics["training/epoch"] = run.sampler.epoch

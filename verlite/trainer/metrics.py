@@ -3,7 +3,7 @@
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,10 +11,18 @@ from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics, quantiles, summarize
 
 
-def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> Metrics:
+def batch_metrics(
+    batch: DataProto,
+    max_prompt_length: int,
+    max_response_length: int,
+    gdpo_reward_keys: Sequence[str] = (),
+) -> Metrics:
     """Summarize scores, rewards and lengths of a step's samples.
 
     Rows that are not valid are left out, except from lengths and error rates.
+
+    Args:
+        gdpo_reward_keys: names of the columns of gdpo_rewards, if the batch has it.
     """
     t = batch.batch
     valid = t["valid"]
@@ -39,18 +47,26 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     }
     if "overlong_penalty" in t.keys():
         metrics |= summarize("reward/overlong_penalty", t["overlong_penalty"][valid])
+    if "gdpo_rewards" in t.keys():
+        for name, part in zip(gdpo_reward_keys, t["gdpo_rewards"][valid].unbind(1), strict=True):
+            metrics |= summarize(f"gdpo/{name}", part)
+            if len(part):
+                metrics[f"gdpo/{name}/std"] = part.std(correction=0).item()
     return metrics | group_metrics(batch)
 
 
 def group_metrics(batch: DataProto) -> Metrics:
-    """Return the share of prompts whose samples have equal scores: group advantages are 0 there."""
+    """Return the share of prompts whose samples have equal scores: group advantages are 0 there.
+
+    With gdpo, the share of prompts whose samples have equal reward parts.
+    """
+    t = batch.batch
     uids = batch.non_tensor_batch["uid"]
-    scores = batch.batch["scores"].tolist()
-    valid = batch.batch["valid"].tolist()
-    groups: dict[str, set[float]] = defaultdict(set)
-    for uid, score, ok in zip(uids, scores, valid, strict=True):
+    compared = t.get("gdpo_rewards", t["scores"].unsqueeze(1)).tolist()
+    groups: dict[str, set[tuple[float, ...]]] = defaultdict(set)
+    for uid, numbers, ok in zip(uids, compared, t["valid"].tolist(), strict=True):
         if ok:
-            groups[uid].add(score)
+            groups[uid].add(tuple(numbers))
     if not groups:
         return {}
     equal = sum(len(group) == 1 for group in groups.values())

@@ -86,6 +86,8 @@ def estimate_advantages(
         old_log_probs=t.get("old_log_probs"),
         sum_pi_squared=t.get("sum_pi_squared"),
         rollout_is_weights=t.get("rollout_is_weights"),
+        gdpo_rewards=t.get("gdpo_rewards"),
+        gdpo_reward_weights=spec.gdpo_reward_weights,
         gamma=spec.gamma,
         lam=spec.lam,
         norm_adv_by_std_in_grpo=spec.norm_adv_by_std_in_grpo,

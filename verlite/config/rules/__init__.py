@@ -30,6 +30,7 @@ RULES = (
     models.settings,
     batch.micro_batches,
     algorithm.samples_per_prompt,
+    algorithm.gdpo,
     algorithm.critic,
     algorithm.clip_range,
     algorithm.clip_cov_bounds,

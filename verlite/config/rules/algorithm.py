@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 
+from verlite.config import plan
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
 from verlite.spec import catalog
 
 ACTOR = "actor_rollout_ref.actor."
+GDPO_KEYS = "algorithm.gdpo_reward_keys"
+GDPO_WEIGHTS = "algorithm.gdpo_reward_weights"
 
 
 def samples_per_prompt(context: Context) -> Iterator[Problem]:
@@ -21,6 +24,80 @@ def samples_per_prompt(context: Context) -> Iterator[Problem]:
             f"algorithm.adv_estimator={name} compares the samples of one prompt, so it needs at "
             "least 2",
             "Use 4 to 16.",
+        )
+
+
+def gdpo(context: Context) -> Iterator[Problem]:
+    """gdpo has parts to compare, and no setting changes the score, which it does not read."""
+    config = context.config
+    algorithm, reward = config.algorithm, config.reward
+    if algorithm.adv_estimator != "gdpo":
+        return
+    keys, weights = algorithm.gdpo_reward_keys or [], algorithm.gdpo_reward_weights
+    repeated = sorted({name for name in keys if keys.count(name) > 1})
+    own = config.custom_reward_function.path is not None or plan.scores_remotely(reward)
+    if not keys:
+        yield Problem(
+            GDPO_KEYS,
+            keys,
+            "does not name the reward parts that algorithm.adv_estimator=gdpo compares",
+            "Such as [accuracy_reward,format_reward]: numbers that the reward function returns.",
+        )
+    elif repeated:
+        yield Problem(
+            GDPO_KEYS, keys, f"names {', '.join(repeated)} more than once", "Name each part once."
+        )
+    elif not own and not set(keys) <= {"score", "acc"} and not plan.max_turns(config):
+        yield Problem(
+            GDPO_KEYS,
+            keys,
+            "the built-in reward functions return only a score",
+            "Give your own function with custom_reward_function.path.",
+        )
+    if keys and weights is not None and len(weights) != len(keys):
+        yield Problem(
+            GDPO_WEIGHTS,
+            weights,
+            f"has {len(weights)} weight{'s' * (len(weights) != 1)} for {len(keys)} "
+            f"part{'s' * (len(keys) != 1)} in {GDPO_KEYS}",
+            "Give one weight for each part, or leave it out: 1 each.",
+        )
+    elif weights and 0 in weights:
+        yield Problem(
+            GDPO_WEIGHTS,
+            weights,
+            "a part with the weight 0 has no influence",
+            f"Leave it out of {GDPO_KEYS}.",
+        )
+    if algorithm.use_kl_in_reward:
+        yield Problem(
+            "algorithm.use_kl_in_reward",
+            True,
+            "algorithm.adv_estimator=gdpo compares the parts of the reward, which have no KL",
+            f"Use {ACTOR}use_kl_loss=true.",
+        )
+    shaping = {
+        "reward.mean": (reward.mean, reward.mean != 0),
+        "reward.std": (reward.std, reward.std != 1),
+        "reward.clip_range": (reward.clip_range, reward.clip_range is not None),
+        "reward.overlong_buffer.enable": (True, reward.overlong_buffer.enable),
+    }
+    for key, (value, changes) in shaping.items():
+        if changes:
+            yield Problem(
+                key,
+                value,
+                "changes the score, and algorithm.adv_estimator=gdpo compares the parts of the "
+                "reward",
+                "Leave it out; let the reward function return such a part.",
+            )
+    metric = algorithm.filter_groups.metric
+    if algorithm.filter_groups.enable and keys and (metric or "score") not in keys:
+        yield Problem(
+            "algorithm.filter_groups.metric",
+            metric,
+            f"algorithm.adv_estimator=gdpo compares only {', '.join(keys)}",
+            "Use one of these.",
         )
 
 

@@ -1,12 +1,16 @@
 """The rollout phase: choose prompts, sample responses, score them, filter groups."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from verlite.algorithms.masked import masked_mean
 from verlite.algorithms.shaping import overlong_penalty, rows_with_signal, shape_scores
 from verlite.protocol.data import DataProto, object_array
 from verlite.protocol.ragged import clear_rows
+from verlite.rewards.result import BadReturn
 from verlite.rollout.types import Sampling, Status
+from verlite.spec import catalog
 from verlite.trainer import batch as batches
 from verlite.trainer.errors import RewardFailures, RolloutFailures, TooFewGroups
 from verlite.trainer.failed_rewards import describe, failed_rows, warn_of_new_kinds
@@ -112,6 +116,8 @@ def score(run: Run, batch: DataProto) -> DataProto:
         RewardFailures: More than `reward.max_error_rate` of the rewards failed.
     """
     run.stopwatch.seconds["reward"] += batch.batch["reward_seconds"].max().item()
+    if "gdpo_rewards" in catalog.measured(run.config.algorithm.adv_estimator):
+        batch = with_gdpo_rewards(batch, run.config.algorithm.gdpo_reward_keys or [])
     limit = run.config.reward.max_error_rate
     failed = failed_rows(batch)
     rate = len(failed) / max(1, int((batch.non_tensor_batch["status"] != Status.ERROR).sum()))
@@ -156,11 +162,58 @@ def shape_rewards(run: Run, batch: DataProto) -> DataProto:
     return batch.with_batch(scores=scores.masked_fill(t["sampled_tokens"] == 0, 0))
 
 
+def with_gdpo_rewards(batch: DataProto, names: Sequence[str]) -> DataProto:
+    """Add `gdpo_rewards`: the parts `names` of each row's reward.
+
+    A valid row that lacks one of these numbers, or has one that is not finite in float32, has a
+    failed reward.
+    """
+    t = batch.batch
+    rows = [[0.0] * len(names) for _ in range(len(batch))]
+    failures = {}
+    for row in t["valid"].nonzero().flatten().tolist():
+        parts = batch.non_tensor_batch["reward_parts"][row]
+        score = t["raw_scores"][row].item()
+        for column, name in enumerate(names):
+            value = reward_number(name, parts, score)
+            if value is not None and abs(value) <= torch.finfo(torch.float32).max:
+                rows[row][column] = value
+                continue
+            wrong = f"is {value}" if value is not None else "is missing or not a number"
+            failures[row] = (
+                f"the reward part {name} of algorithm.gdpo_reward_keys {wrong}; the reward "
+                f"function returned the numbers {', '.join(reward_numbers(parts))}"
+            )
+            break
+    batch = batch.with_batch(gdpo_rewards=torch.tensor(rows, dtype=torch.float64))
+    errors = {row: f"reward: {BadReturn.__name__}" for row in failures}
+    tracebacks = list(batch.non_tensor_batch["reward_traceback"])
+    for row, text in failures.items():
+        tracebacks[row] = text
+    return exclude(batch, errors).with_non_tensor(reward_traceback=object_array(tracebacks))
+
+
+def reward_number(name: str, parts: Mapping[str, float | str], score: float) -> float | None:
+    """Return the number `name` of a reward, None if it has none: a part, or `score` itself.
+
+    `acc` is the score if the reward has no such part: built-in scorers on the scale zero_one do not
+    return `acc`, because their score is the accuracy.
+    """
+    if name == "score":
+        return score
+    value = parts.get(name, score if name == "acc" else None)
+    return value if isinstance(value, int | float) else None
+
+
+def reward_numbers(parts: Mapping[str, float | str]) -> list[str]:
+    """Return the names of a reward's numbers, "score" first."""
+    return ["score", *sorted(name for name, part in parts.items() if isinstance(part, int | float))]
+
+
 def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
     """Add `reward_baselines`: the score of the greedy response to the same prompt.
 
-    Rows whose greedy response failed become invalid: they are excluded from the loss and from all
-    statistics.
+    Rows whose greedy response failed are excluded.
     """
     t = batch.batch
     greedy_scores = zip(
@@ -172,17 +225,28 @@ def with_baselines(batch: DataProto, greedy: DataProto) -> DataProto:
     baselines = {uid: score for uid, score, valid in greedy_scores if valid}
     uids = batch.non_tensor_batch["uid"]
     without_baseline = torch.tensor([uid not in baselines for uid in uids])
-    errors = list(batch.non_tensor_batch["error"])
-    for row in (t["valid"] & without_baseline).nonzero().flatten().tolist():
-        errors[row] = "the greedy response to this prompt failed, so the row has no baseline"
+    error = "the greedy response to this prompt failed, so the row has no baseline"
+    failed = (t["valid"] & without_baseline).nonzero().flatten().tolist()
+    return exclude(batch, dict.fromkeys(failed, error)).with_batch(
+        reward_baselines=torch.tensor([baselines.get(uid, 0.0) for uid in uids])
+    )
+
+
+def exclude(batch: DataProto, errors: Mapping[int, str]) -> DataProto:
+    """Make rows invalid: they are excluded from the loss and from all statistics.
+
+    Args:
+        errors: row -> why.
+    """
+    t = batch.batch
+    failed = torch.zeros_like(t["valid"])
+    failed[list(errors)] = True
+    texts = [errors.get(row, text) for row, text in enumerate(batch.non_tensor_batch["error"])]
     mask = batch.non_tensor_batch["response_mask"]
     return batch.with_batch(
-        valid=t["valid"] & ~without_baseline,
-        sampled_tokens=t["sampled_tokens"].masked_fill(without_baseline, 0),
-        reward_baselines=torch.tensor([baselines.get(uid, 0.0) for uid in uids]),
+        valid=t["valid"] & ~failed, sampled_tokens=t["sampled_tokens"].masked_fill(failed, 0)
     ).with_non_tensor(
-        error=object_array(errors),
-        response_mask=clear_rows(mask, t["response_length"], without_baseline),
+        error=object_array(texts), response_mask=clear_rows(mask, t["response_length"], failed)
     )
 
 
@@ -256,14 +320,9 @@ def sleep(run: Run) -> None:
 def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
     """Return the number [B] that must differ between the samples of a prompt.
 
-    For `acc`, a row whose reward has no such part uses its raw score: built-in scorers on the scale
-    zero_one do not return `acc`, because their score is the accuracy.
-
     Raises:
         TooFewGroups: A valid row does not have the number.
     """
-    if name == "score":
-        return batch.batch["raw_scores"]
     if name == "seq_reward":
         return batch.batch["scores"]
     rows = zip(
@@ -273,14 +332,12 @@ def _filter_metric(batch: DataProto, name: str) -> torch.Tensor:
         strict=True,
     )
     values = []
-    for part, raw_score, valid in rows:
-        default = raw_score if name == "acc" else None
-        value = part.get(name, default)
-        if valid and not isinstance(value, (int, float)):
-            numbers = sorted(key for key, value in part.items() if isinstance(value, (int, float)))
+    for parts, raw_score, valid in rows:
+        value = reward_number(name, parts, raw_score)
+        if valid and value is None:
             raise TooFewGroups(
                 f"algorithm.filter_groups.metric={name}: the reward function did not return this "
-                f"number for each sample. It returned: {', '.join(['score', *numbers])}."
+                f"number for each sample. It returned: {', '.join(reward_numbers(parts))}."
             )
         values.append(value if valid else 0.0)
     return torch.tensor(values, dtype=torch.float64)
