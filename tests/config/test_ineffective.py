@@ -98,6 +98,17 @@ CASES = [
     ),
     (f"{ACTOR}policy_loss.ppo_kl_coef=0.2", "", f"{ACTOR}policy_loss.loss_mode=kl_cov"),
     (f"{ACTOR}policy_loss.kwargs.a=1", "", f"{ACTOR}policy_loss.loss_mode=mine:f"),
+    ("algorithm.gdpo_reward_keys=[a]", GRPO, f"algorithm.adv_estimator=gdpo {ROLLOUT}n=4"),
+    (
+        "algorithm.gdpo_reward_weights=[2]",
+        "algorithm.adv_estimator=mine:f",
+        f"algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a] {ROLLOUT}n=4",
+    ),
+    (
+        "algorithm.norm_adv_by_std_in_grpo=false",
+        f"algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a] {ROLLOUT}n=4",
+        None,
+    ),
     ("algorithm.adv_kwargs.a=1", "", "algorithm.adv_estimator=mine:f"),
     (
         "algorithm.filter_groups.metric=acc",

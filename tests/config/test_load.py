@@ -97,7 +97,7 @@ def test_unknown_key_that_is_near_to_none(material, typed):
         ("data.train_batch_size={a:1}", "expected whole number, got a mapping"),
         ("data.shuffle=maybe", "expected true/false, got text"),
         (ACTOR + "optim.lr=fast", "expected number, got text"),
-        (ACTOR + "optim.betas=[a,b]", "expected list of numbers, got a list"),
+        (ACTOR + "optim.betas=[0.9,b]", "expected list of numbers, got a list with b"),
         (ACTOR + "ppo_micro_batch_size_per_gpu=None", "expected whole number or null, got text"),
         (ACTOR + "optim=3", "is a section of keys and takes no value"),
         ("cluster.component_placement=0-3", "expected mapping or null, got text"),

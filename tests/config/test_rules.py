@@ -32,6 +32,10 @@ CORRECTION = "algorithm.rollout_correction."
 FILTER = "algorithm.filter_groups"
 DYNAMIC = f"{ACTOR}use_dynamic_bsz=true"
 KL = f"{ACTOR}use_kl_loss=true"
+GDPO = "algorithm.adv_estimator=gdpo"
+GDPO_KEYS = "algorithm.gdpo_reward_keys"
+GDPO_WEIGHTS = "algorithm.gdpo_reward_weights"
+GDPO_PARTS = f"{GDPO} {GDPO_KEYS}=[a,b]"
 SP = f"{ACTOR}ulysses_sequence_parallel_size"
 
 WRONG = [
@@ -133,6 +137,44 @@ WRONG = [
         "so 0 stays 0; use_kl_in_reward=false",
     ),
     ("reward.std=0", "reward.std", "must be > 0"),
+    (GDPO, GDPO_KEYS, "does not name the reward parts that algorithm.adv_estimator=gdpo compares"),
+    (f"{GDPO} {GDPO_KEYS}=[]", GDPO_KEYS, "does not name the reward parts"),
+    (f"{GDPO} {GDPO_KEYS}=[a,b,a]", GDPO_KEYS, "names a more than once"),
+    (
+        f"{GDPO_PARTS} {GDPO_WEIGHTS}=[1]",
+        GDPO_WEIGHTS,
+        f"has 1 weight for 2 parts in {GDPO_KEYS}; 1 each",
+    ),
+    (
+        f"{GDPO} {GDPO_KEYS}=[a] {GDPO_WEIGHTS}=[1,2]",
+        GDPO_WEIGHTS,
+        f"has 2 weights for 1 part in {GDPO_KEYS}",
+    ),
+    (f"{GDPO_PARTS} {GDPO_WEIGHTS}=[1,0]", GDPO_WEIGHTS, "the weight 0 has no influence"),
+    (f"{GDPO_PARTS} {GDPO_WEIGHTS}=[1,nan]", GDPO_WEIGHTS, "must be finite"),
+    (
+        f"{GDPO_PARTS} algorithm.use_kl_in_reward=true",
+        "algorithm.use_kl_in_reward",
+        "which have no KL; use_kl_loss=true",
+    ),
+    (f"{GDPO_PARTS} reward.mean=1", "reward.mean", "compares the parts of the reward"),
+    (f"{GDPO_PARTS} reward.std=2", "reward.std", "compares the parts of the reward"),
+    (f"{GDPO_PARTS} reward.clip_range=[0,1]", "reward.clip_range", "compares the parts"),
+    (
+        f"{GDPO_PARTS} reward.overlong_buffer.enable=true",
+        "reward.overlong_buffer.enable",
+        "changes the score; let the reward function return such a part",
+    ),
+    (
+        f"{GDPO_PARTS} {FILTER}.enable=true {ROLLOUT}n=2",
+        f"{FILTER}.metric",
+        "algorithm.adv_estimator=gdpo compares only a, b; Use one of these",
+    ),
+    (
+        f"{GDPO_PARTS} {FILTER}.enable=true {FILTER}.metric=seq_reward {ROLLOUT}n=2",
+        f"{FILTER}.metric",
+        "compares only a, b",
+    ),
     (
         "reward.score_scale.math_dapo=percent",
         "reward.score_scale.math_dapo",
@@ -919,9 +961,7 @@ def test_unusual_settings_are_legal(material, settings):
 
 @pytest.mark.parametrize("name", catalog.ESTIMATORS)
 def test_trainer_provides_inputs_of_every_estimator(material, name):
-    parts = "custom_reward_function.path={folder}/reward.py custom_reward_function.name=score"
-    more = ["algorithm.gdpo_reward_keys=[a,b]", *parts.split()] if name == "gdpo" else []
-    more = [one.format(folder=material.folder) for one in more]
+    more = ["algorithm.gdpo_reward_keys=[a,b]"] if name == "gdpo" else []
     loaded = material.load(f"algorithm.adv_estimator={name}", f"{ROLLOUT}n=2", *more)
     plan = make_plan(loaded.config)
     batch = generated_batch(

@@ -487,7 +487,8 @@ def batch_with_estimator_inputs(rows, uids, failed=(), seed=0, observed=True):
     }
     run = fake_run()
     run.config.reward.max_error_rate = 1.0
-    return score(run, batch).with_non_tensor(**ragged)
+    parts = torch.tensor([[score, len(mask)] for mask, score in rows], dtype=torch.float64)
+    return score(run, batch).with_non_tensor(**ragged).with_batch(gdpo_rewards=parts[keep])
 
 
 WHITEN = [name for name, entry in ESTIMATORS.items() if entry.whitens]

@@ -103,6 +103,20 @@ def test_planted_trouble_is_said_once_after_patience(name, change):
     assert run(steps, enable=False) == [] and run(steps, **{name: None}, **others) == []
 
 
+def test_gdpo_has_a_signal_while_any_part_differs():
+    """Parts may differ although all samples have the same score, and the other way around."""
+    equal = {"critic/score/max": 0.0, "gdpo/correct/min": 1.0, "gdpo/correct/max": 1.0}
+    differs = {"gdpo/format/min": 0.0, "gdpo/format/max": 1.0}
+    assert run(healthy(20, **equal, **differs)) == []
+    assert run(healthy(20, **equal)) == [(5, "no_signal")]
+    same = {**equal, "critic/score/max": 1.0, "gdpo/a/b/min": 0.5, "gdpo/a/b/max": 0.5}
+    (found,) = Detectors(DetectConfig(patience=1)).check(1, {**HEALTHY, **same})
+    assert "have the reward parts correct 1, a/b 0.5." in found.text
+    few = {**equal, **differs, "rollout/zero_variance_groups": 0.97}
+    (found,) = Detectors(DetectConfig(patience=1)).check(1, {**HEALTHY, **few})
+    assert "the prompts all have the same reward parts, so only 3%" in found.text
+
+
 def test_a_warning_comes_again_after_the_trouble_was_gone():
     bad = healthy(6, **{"response_length/clip_ratio": 0.9})
     assert run(bad + healthy(5) + bad) == [(5, "cut_share"), (16, "cut_share")]

@@ -78,6 +78,32 @@ def test_batch_metrics_equal_hand_computed_values():
     )
 
 
+def test_gdpo_has_metrics_of_each_part_and_groups_differ_by_any_part():
+    given = {
+        "scores": torch.tensor([1.0, 1, 1, 1]),
+        "gdpo_rewards": torch.tensor([[1.0, 0], [1, 4], [2, 2], [2, 2]]).double(),
+        "valid": torch.tensor([True, True, True, True]),
+    }
+    metrics = batch_metrics(scored_batch(**given), 2, 3, ["correct", "format"])
+    assert metrics["rollout/zero_variance_groups"] == 0.5  # of prompt a, `format` differs
+    assert {key: value for key, value in metrics.items() if key.startswith("gdpo/")} == {
+        "gdpo/correct/mean": 1.5,
+        "gdpo/correct/max": 2,
+        "gdpo/correct/min": 1,
+        "gdpo/correct/std": 0.5,
+        "gdpo/format/mean": 2,
+        "gdpo/format/max": 4,
+        "gdpo/format/min": 0,
+        "gdpo/format/std": 2**0.5,
+    }
+    given["valid"] = torch.tensor([True, False, False, True])
+    metrics = batch_metrics(scored_batch(**given), 2, 3, ["correct", "format"])
+    assert metrics["gdpo/format/max"] == 2 and metrics["rollout/zero_variance_groups"] == 1
+    given["valid"] = torch.zeros(4, dtype=torch.bool)
+    metrics = batch_metrics(scored_batch(**given), 2, 3, ["correct", "format"])
+    assert not any(key.startswith("gdpo/") for key in metrics)
+
+
 @pytest.mark.parametrize(
     ("count", "expected"), [(1, [1, 1, 1]), (10, [1, 5, 9]), (11, [2, 6, 10]), (100, [10, 50, 90])]
 )

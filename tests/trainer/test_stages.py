@@ -1,6 +1,7 @@
 """Stages of the training step, with fake workers."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -633,6 +634,72 @@ def test_rloo_token_kl_clips_after_the_baseline_and_others_before():
         result = dense(advantages(run, loss_mask(run, batch)), "advantages")["advantages"]
         if estimator == "rloo_token_kl":  # 9 - 0 and 0 - 9, clipped to 1 and -1
             assert result.tolist() == [[1, 1], [-1, -1]]
+
+
+def gdpo_run(keys=("correct", "format"), weights=None, **fields) -> FakeRun:
+    run = fake_run(**fields)
+    algorithm = run.config.algorithm
+    algorithm.adv_estimator = "gdpo"
+    algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights = list(keys), weights
+    return run
+
+
+def parts(**numbers) -> RewardResult:
+    return RewardResult(0.5, parts=numbers)
+
+
+def test_gdpo_trains_on_the_named_parts_of_the_reward():
+    """The scores are equal, so an estimator of scores would have no signal."""
+    results = [
+        parts(correct=1.0, format=0.0, length=9.0),
+        parts(correct=0.0, format=0.0, length=1.0),
+        parts(correct=0.0, format=3.0, length=5.0),
+        parts(correct=0.0, format=1.0, length=5.0),
+    ]
+    run = gdpo_run(weights=[2.0, 1.0])
+    batch = score(run, rewarded_batch(["done"] * 4, results))
+    assert batch.batch["gdpo_rewards"].tolist() == [[1, 0], [0, 0], [0, 3], [0, 1]]
+    batch = batch.with_non_tensor(uid=object_array(["a", "a", "b", "b"]))
+    result = dense(advantages(run, loss_mask(run, batch)), "advantages")["advantages"]
+    # 2, -2, 1, -1 times 1 / sqrt(2), whitened over two tokens each.
+    expected = torch.tensor([[2.0], [-2.0], [1.0], [-1.0]]) * (7 / 20) ** 0.5
+    torch.testing.assert_close(result, expected.expand(4, 2), rtol=1e-5, atol=0)
+
+
+def test_gdpo_knows_the_score_as_a_part_and_as_acc():
+    results = [RewardResult(0.25, parts={"acc": 1.0}), RewardResult(0.75)]
+    batch = score(gdpo_run(("acc", "score")), rewarded_batch(["done"] * 2, results))
+    assert batch.batch["gdpo_rewards"].tolist() == [[1, 0.25], [0.75, 0.75]]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"correct": 1.0}, "format of algorithm.gdpo_reward_keys is missing or not a number"),
+        ({"correct": 1.0, "format": "1.0"}, "format .* is missing or not a number"),
+        ({"correct": float("nan"), "format": 1.0}, "correct .* is nan"),
+        ({"correct": 1.0, "format": float("-inf")}, "format .* is -inf"),
+        ({"correct": 1.0, "format": 1e39}, r"format .* is 1e\+39"),
+    ],
+)
+def test_a_sample_without_a_number_that_gdpo_compares_has_a_failed_reward(given, words):
+    good = parts(correct=1.0, format=2.0)
+    run = gdpo_run()
+    run.config.reward.max_error_rate = 0.4
+    batch = score(
+        run, rewarded_batch(["done", "done", "error", "done"], [good, parts(**given), good])
+    )
+    assert batch.batch["valid"].tolist() == [True, False, False, True]
+    assert batch.batch["sampled_tokens"].tolist() == [2, 0, 0, 2]
+    assert batch.batch["gdpo_rewards"].isfinite().all()
+    assert batch.meta_info["reward_error_rate"] == pytest.approx(1 / 3)
+    assert batch.non_tensor_batch["error"][1] == "reward: BadReturn"
+    (shown,) = run.display
+    assert re.search(words, shown) and "prompt [5, 6]" in shown
+    assert "returned the numbers score, correct" in shown
+    run.config.reward.max_error_rate = 0.3
+    with pytest.raises(RewardFailures, match=words):
+        score(run, rewarded_batch(["done", "done", "error", "done"], [good, parts(**given), good]))
 
 
 class Engines:

@@ -470,6 +470,9 @@ class _Builder:
             hint = _type_remedy(assignment.value, known.type)
             expected = known.type if not known.free or key == known.name else "text"
             got = _kind(assignment.value)
+            if isinstance(assignment.value, list) and known.type.startswith("list of numbers"):
+                wrong = [item for item in assignment.value if not isinstance(item, int | float)]
+                got += "".join(f" with {display(key, item)}" for item in wrong[:1])
             if isinstance(value, list) and not isinstance(assignment.value, list):
                 hint = "Write a list as [a,b], without quotes inside."
             self._problem(assignment, f"expected {expected}, got {got}", hint)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from verlite.config import plan
 from verlite.config.problems import Problem
 from verlite.config.rules.context import Context
 from verlite.spec import catalog
@@ -35,24 +34,16 @@ def gdpo(context: Context) -> Iterator[Problem]:
         return
     keys, weights = algorithm.gdpo_reward_keys or [], algorithm.gdpo_reward_weights
     repeated = sorted({name for name in keys if keys.count(name) > 1})
-    own = config.custom_reward_function.path is not None or plan.scores_remotely(reward)
     if not keys:
         yield Problem(
             GDPO_KEYS,
-            keys,
+            algorithm.gdpo_reward_keys,
             "does not name the reward parts that algorithm.adv_estimator=gdpo compares",
             "Such as [accuracy_reward,format_reward]: numbers that the reward function returns.",
         )
     elif repeated:
         yield Problem(
             GDPO_KEYS, keys, f"names {', '.join(repeated)} more than once", "Name each part once."
-        )
-    elif not own and not set(keys) <= {"score", "acc"} and not plan.max_turns(config):
-        yield Problem(
-            GDPO_KEYS,
-            keys,
-            "the built-in reward functions return only a score",
-            "Give your own function with custom_reward_function.path.",
         )
     if keys and weights is not None and len(weights) != len(keys):
         yield Problem(
