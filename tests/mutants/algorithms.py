@@ -113,6 +113,13 @@ def _mean_with_itself(original, inputs):
     return advantages * factor, returns * factor
 
 
+def _parts_added_first(original, inputs):
+    parts = inputs.gdpo_rewards
+    weights = parts.new_tensor(inputs.gdpo_reward_weights or [1.0] * parts.shape[1])
+    total = (parts * weights).sum(1, keepdim=True)
+    return original(dataclasses.replace(inputs, gdpo_rewards=total, gdpo_reward_weights=None))
+
+
 def _baseline_added(original, inputs):
     advantages, returns = original(inputs)
     return 2 * returns - advantages, returns
@@ -374,6 +381,18 @@ MUTANTS = [
         "ReMax adds the baseline",
         ADVANTAGES + "remax",
         calls(_baseline_added),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "GDPO adds the parts of the reward before it normalizes them",
+        ADVANTAGES + "gdpo",
+        calls(_parts_added_first),
+        (T + "advantages.py",),
+    ),
+    Mutant(
+        "GDPO ignores the weights of the parts",
+        ADVANTAGES + "gdpo",
+        _inputs("gdpo_reward_weights", lambda weights: None),
         (T + "advantages.py",),
     ),
     Mutant(

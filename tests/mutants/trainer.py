@@ -282,6 +282,20 @@ MUTANTS = [
         result(lambda metrics: {name: 1 - value for name, value in metrics.items()}),
         ("tests/trainer/test_metrics.py",),
     ),
+    Mutant(
+        "with gdpo, groups with a signal are those whose scores differ",
+        METRICS + "group_metrics",
+        argument(
+            "batch", lambda batch: batch.select([k for k in batch.batch.keys() if k[:4] != "gdpo"])
+        ),
+        ("tests/trainer/test_metrics.py",),
+    ),
+    Mutant(
+        "a missing part of the reward counts as 0",
+        "verlite.trainer.stages.rollout:reward_number",
+        result(lambda number: 0.0 if number is None else number),
+        ("tests/trainer/test_stages.py",),
+    ),
     # checkpoints and resume
     Mutant(
         "a damaged checkpoint is loaded",
