@@ -1,5 +1,6 @@
 """Scoring: user functions in separate processes, routing, scales, checks before the start."""
 
+import math
 import os
 import signal
 import subprocess
@@ -67,6 +68,7 @@ import asyncio, os, sys, time
     if solution_str == "none": return None
     if solution_str == "nan": return float("nan")
     if solution_str == "inf": return {{"score": float("inf")}}
+    if solution_str == "huge": return 10**400
     if solution_str == "text": return "1.0"
     if solution_str == "list": return [1.0]
     if solution_str == "no score": return {{"acc": 1.0}}
@@ -76,7 +78,7 @@ import asyncio, os, sys, time
     if solution_str == "loop":
         while True: pass
     if solution_str == "dict":
-        return {{"score": 0.5, "acc": True, "n": 3, "pred": "x", "none": None}}
+        return {{"score": 0.5, "acc": True, "n": 3, "pred": "x", "none": None, "huge": -(10**400)}}
     print("noise on stdout")
     return len(solution_str)
 """
@@ -85,6 +87,7 @@ BAD = {
     "none": "BadReturn",
     "nan": "BadReturn",
     "inf": "BadReturn",
+    "huge": "BadReturn",
     "text": "BadReturn",
     "list": "BadReturn",
     "no score": "BadReturn",
@@ -110,7 +113,9 @@ def test_failed_calls_are_results_and_the_others_are_scored(
             assert result.traceback
         else:
             assert result == RewardResult(float(len(solution))), solution
-    assert results[-1] == RewardResult(0.5, {"acc": 1.0, "n": 3.0, "pred": "x", "none": "None"})
+    assert results[-1] == RewardResult(
+        0.5, {"acc": 1.0, "n": 3.0, "pred": "x", "none": "None", "huge": -math.inf}
+    )
     tracebacks = {
         solution: result.traceback for solution, result in zip(solutions, results, strict=False)
     }
