@@ -8,9 +8,9 @@ __init__.pyi has their types.
 
 from typing import Any
 
-from verlite.threads import spin_briefly
+from verlite.threads import settle
 
-spin_briefly()  # before torch is loaded, in every process that imports a part of verlite
+settle()  # before torch is loaded, in every process that imports a part of verlite
 
 __version__ = "0.1.0"
 # ruff: noqa: F822  (the names are defined by __getattr__)

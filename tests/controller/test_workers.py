@@ -14,7 +14,6 @@ import torch
 
 from tests.controller.conftest import alive, pids, processes_of, within
 from tests.controller.workers import Echo, Light
-from verlite.controller import node
 from verlite.controller.columns import Ref, fetch
 from verlite.controller.failures import RankDied, StuckError, WorkerError
 from verlite.controller.placement import ResourcesMissing, reserve
@@ -23,6 +22,7 @@ from verlite.controller.worker_group import group, ready, spawn
 from verlite.controller.worker_handle import process_infos
 from verlite.controller.worker_start import prestart
 from verlite.protocol.data import DataProto, object_array
+from verlite.threads import cores
 
 pytestmark = pytest.mark.process
 PRELOAD = ["tests.controller.workers", "verlite.controller.columns"]
@@ -162,7 +162,7 @@ def test_ranks_of_a_role_form_a_process_group_on_loopback(echo, cluster):
 
 
 def test_cores_are_shared_by_the_devices(echo):
-    assert echo.threads() == [max(1, node.cores() // 2)] * 2
+    assert echo.threads() == [max(1, cores() // 2)] * 2
 
 
 def test_wrong_calls_are_refused(echo):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.models import tiny_model
+from verlite import threads
 from verlite.engine.scoring import Scorer, ScoringError, Settings, _parts
 
 pytestmark = pytest.mark.process
@@ -37,10 +39,19 @@ def naive(path, ids, last, temperature):
 
 @pytest.fixture(scope="module")
 def scorer(model):
-    """Two processes that share the weights; passes of at most 64 tokens."""
-    made = Scorer(Settings(model, ranks=2, batch_tokens=64))
+    """Two processes that share the weights and 4 threads; passes of at most 64 tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(threads.COUNT, "4")
+        patch.setenv(threads.OURS, "4")
+        made = Scorer(Settings(model, ranks=2, batch_tokens=64))
     yield made
     made.close()
+
+
+def test_ranks_divide_the_threads(scorer):
+    for process in scorer._processes:
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        assert b"OMP_NUM_THREADS=2" in environment
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verlite.rewards import pool as pools
 from verlite.rewards.keeper import OUTPUT_BYTES
 from verlite.rewards.pool import MAX_CHILDREN, Pool
 from verlite.rewards.result import MAX_CHARACTERS, RewardItem, RewardResult
@@ -100,7 +101,7 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CANARY_API_KEY", "canary-1")
         patch.setenv("JUDGE_API_KEY", "canary-2")
-        patch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+        patch.setattr(pools, "cores", lambda: 2)
         spec = ScorerSpec(
             path=str(path),
             secret_env_vars=["JUDGE_API_KEY"],

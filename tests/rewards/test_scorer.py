@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from verlite.algorithms.shaping import overlong_penalty
+from verlite.rewards import pool
 from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult
 from verlite.rewards.routing import UnknownDataSource, scale_of
@@ -231,7 +232,7 @@ def test_pools_on_one_machine_divide_its_cores(
         "    time.sleep(0.005)\n"
         "    return {'score': 1, 'pid': os.getpid()}\n"
     )
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr(pool, "cores", lambda: 6)
     for share, processes in ((1, 6), (2, 3), (9, 1)):
         scorer = Scorer(ScorerSpec(path=str(path)), share=share)
         folder = tmp_path / str(share)

@@ -20,8 +20,10 @@ from tests.rollout.oracle import (
     naive_log_probs,
     weights_of,
 )
+from verlite import threads
 from verlite.envs.step import Step
 from verlite.rollout.build import build_engine
+from verlite.rollout.servers.command import ServerOptions, environment
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec
@@ -505,3 +507,31 @@ def test_tensor_parallel_uses_vllm_processes(path):
             )
         )
         assert (args.tensor_parallel_size, args.distributed_executor_backend) == (devices, backend)
+
+
+def test_tensor_parallel_processes_divide_the_threads(path, monkeypatch):
+    """This process has 6 threads and waits for the others."""
+    monkeypatch.setenv(threads.COUNT, "6")
+    monkeypatch.setenv(threads.OURS, "6")
+    seen = []
+
+    def start(args):
+        seen.append(threads.mine())
+        raise InterruptedError
+
+    monkeypatch.setattr("verlite.rollout.engines.vllm.LLMEngine.from_engine_args", start)
+    for devices in (1, 2, 3):
+        rollout = GenerationSpec(tensor_model_parallel_size=devices)
+        with pytest.raises(InterruptedError):
+            build_engine("vllm", ModelSpec(path=path), rollout, 64, torch.device("cpu"), 0)
+        assert threads.mine() == 6
+    assert seen == [6, 3, 2]
+
+
+def test_processes_of_a_server_divide_the_threads(monkeypatch):
+    """On CPUs. On GPUs vLLM chooses."""
+    monkeypatch.setenv(threads.COUNT, "6")
+    monkeypatch.setenv(threads.OURS, "6")
+    for gib, devices, expected in ((4.0, 1, "6"), (4.0, 3, "2"), (None, 3, None)):
+        options = ServerOptions("model", tensor_parallel_size=devices, kv_cache_gb=gib)
+        assert environment(options, [], None).get(threads.COUNT) == expected

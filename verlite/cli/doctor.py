@@ -15,11 +15,10 @@ def doctor(
 
     Exit code 1: a run would not start here.
     """
-    from verlite.report.doctor import examine, healthy
+    from verlite.report.doctor import examine, healthy, table
 
     findings = examine(Path(folder))
-    for finding in findings:
-        print(finding)
+    print(table(findings))
     if not healthy(findings):
         print("A run would not start or would fail here: see the lines that begin with problem.")
         raise typer.Exit(1)

@@ -22,6 +22,7 @@ from verlite.controller.heartbeat import Receiver
 from verlite.controller.rank_watch import HEARTBEAT_TIMEOUT_S, RankWatch
 from verlite.controller.ray_internals import set_environment
 from verlite.controller.supervise import Supervisor
+from verlite.threads import cores
 
 RUN_MARK = "VERLITE_RUN"
 """Environment variable that marks the processes of a run.
@@ -251,7 +252,7 @@ def connect(
 
         if target is None:
             _start_local(
-                num_cpus or max(node.cores(), slots),
+                num_cpus or max(cores(), slots),
                 temp_dir,
                 preload,
                 lambda: _kill_ray(mark, private_dir),

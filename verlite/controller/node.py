@@ -38,19 +38,6 @@ SIGTERM_LINE = "--- received SIGTERM"
 """A worker that receives SIGTERM writes this into its log."""
 
 
-def cores() -> int:
-    """Return how many cores this process may use: its affinity, limited by the CPU quota."""
-    try:
-        usable = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS has no affinity
-        usable = os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(usable, -(-int(quota) // int(period))))
-    except (OSError, ValueError):  # no cgroup v2, or no quota ("max")
-        return usable
-
-
 def oom_kills() -> int:
     """Return how many processes the kernel has killed for lack of memory, 0 if unknown.
 

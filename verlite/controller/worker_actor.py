@@ -22,6 +22,7 @@ from verlite.controller.heartbeat import Sender
 from verlite.controller.records import Failed, ProcessInfo, WorkerSpec
 from verlite.files import tolerate_full_disk
 from verlite.importing import SignalExit
+from verlite.threads import cores, share, use
 
 if TYPE_CHECKING:
     from verlite.controller.worker import Worker
@@ -47,8 +48,8 @@ class WorkerActor:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _raise_sigterm)
         # Ray sets OMP_NUM_THREADS=1. The value must be right before torch is imported.
-        threads = spec.threads or max(1, node.cores() // spec.devices_on_node) * spec.devices
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+        part = share(cores(), spec.devices_on_node, spec.devices)
+        use(spec.threads or part, by_user=bool(spec.threads))
         interface = node.interface_of(spec.address)
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -84,8 +85,6 @@ class WorkerActor:
         progress.begin("construction")
         try:
             cls = pickle.loads(worker_class)
-            if "torch" in sys.modules:  # OpenMP may have been loaded before the variable was set
-                sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             arguments, keywords = _split_arguments(names, values)
             worker = cls.__new__(cls)
             worker.assign(self.spec, rendezvous, self.listener)

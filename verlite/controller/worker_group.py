@@ -1,6 +1,5 @@
 """Start the workers of a role, and call them as if they were one object of their class."""
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar, cast
@@ -12,6 +11,7 @@ from verlite.controller.supervise import Future
 from verlite.controller.worker_handle import WorkerHandle
 from verlite.controller.worker_start import restart_process, start_processes
 from verlite.protocol.data import DataProto
+from verlite.threads import cores
 
 P = ParamSpec("P")
 W = TypeVar("W")
@@ -178,8 +178,7 @@ class WorkerGroup:
         large = [i for i, size in enumerate(sizes) if size > INLINE_BYTES]
         for size in sizes:
             self.cluster.sent_bytes += size if size > INLINE_BYTES else copies * size
-        threads = max(1, min(len(large), os.cpu_count() or 1))
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(max(1, min(len(large), cores()))) as pool:
             refs = pool.map(ray.put, [values[i] for i in large])
             stored = dict(zip(large, refs, strict=True))
         return [stored.get(i, value) for i, value in enumerate(values)]

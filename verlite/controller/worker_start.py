@@ -3,7 +3,6 @@
 Imports nothing heavy, so that processes can start before the driver imports torch.
 """
 
-import os
 from typing import Any
 
 from verlite.controller.cluster import RUN_MARK
@@ -12,6 +11,7 @@ from verlite.controller.records import WorkerSpec
 from verlite.controller.worker_actor import WorkerActor
 from verlite.controller.worker_handle import WorkerHandle
 from verlite.masking import is_secret
+from verlite.threads import users
 
 
 def prestart(placement: Placement, role: str, *modules: str) -> None:
@@ -135,7 +135,7 @@ def _specs(
                 devices_on_node=device.devices_on_node,
                 address="127.0.0.1" if one_node else device.address,
                 log=str(logs / f"{role}_{rank}.log"),
-                threads=int(os.environ.get("OMP_NUM_THREADS") or 0),
+                threads=users(),
                 gpu_ids=gpu_ids,
                 mark=mark,
                 head=placement.cluster.address,

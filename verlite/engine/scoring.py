@@ -19,6 +19,7 @@ import numpy as np
 
 from verlite.machine import visible_gpus
 from verlite.spec.roles import FSDPSpec, ModelSpec
+from verlite.threads import dividing
 
 SHAPE = (
     "model_type",
@@ -89,7 +90,8 @@ class Scorer:
             own, theirs = context.Pipe()
             arguments = (rank, settings, theirs, str(Path(self._store.name, "store")))
             process = context.Process(target=_work, args=arguments, daemon=True)
-            process.start()
+            with dividing(settings.ranks):
+                process.start()
             theirs.close()
             self._ends.append(own)
             self._processes.append(process)

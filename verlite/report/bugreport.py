@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verlite.files import LINES_MAX_BYTES
 from verlite.masking import mask_text
-from verlite.report.doctor import examine
+from verlite.report.doctor import examine, table
 from verlite.terminal import clean
 
 LINES = {"metrics.jsonl": 50, "warnings.jsonl": 50}
@@ -48,7 +48,7 @@ def write(run_dir: Path, target: Path) -> list[tuple[str, int]]:
 
 
 def _files(run_dir: Path) -> Iterator[tuple[str, str]]:
-    yield "doctor.txt", "\n".join(map(str, examine(run_dir))) + "\n"
+    yield "doctor.txt", table(examine(run_dir)) + "\n"
     yield "files.txt", _listing(run_dir)
     for name in WHOLE:
         yield from _tail(run_dir / name, name, LINES_MAX_BYTES)

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from verlite.files import size_text
 from verlite.machine import old_vllm, torch_build, visible_gpus
-from verlite.threads import waiting
+from verlite.threads import described, waiting
 
 SHOWN = ("torch", "ray", "transformers", "peft", "tensordict", "pyarrow", "hydra-core", "wandb")
 """Packages whose versions are shown. The others are shown only if something is wrong with them."""
@@ -37,9 +37,16 @@ class Finding:
     remedy: str = ""
     """What mends it, a command if there is one."""
 
-    def __str__(self) -> str:
-        line = f"{self.level:<8}{self.name:<14}{self.text}"
-        return f"{line}\n{'':<22}{self.remedy}" if self.remedy else line
+
+def table(findings: list[Finding]) -> str:
+    """Return the findings as lines with aligned columns."""
+    width = 2 + max((len(finding.name) for finding in findings), default=0)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<9}{finding.name:<{width}}{finding.text}")
+        if finding.remedy:
+            lines.append(f"{'':<{9 + width}}{finding.remedy}")
+    return "\n".join(lines)
 
 
 def examine(folder: Path = Path(".")) -> list[Finding]:
@@ -129,8 +136,9 @@ def _vllm() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     gpus = visible_gpus()
     build = torch_build()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("CPU cores", str(cores))
+    cores, threads = described(workers=max(2, gpus))
+    yield Finding("CPU cores", cores)
+    yield Finding("threads", threads)
     yield Finding("waiting threads", waiting())
     if gpus and build == "cpu":
         yield Finding(

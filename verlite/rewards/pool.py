@@ -24,6 +24,8 @@ from verlite.masking import is_secret
 from verlite.rewards.keeper import descendants
 from verlite.rewards.process import Call, FunctionError
 from verlite.rewards.result import MAX_PARTS, RewardResult
+from verlite.threads import COUNT, cores
+from verlite.threads import share as divide
 
 MAX_PROCESSES = 8
 MAX_CONCURRENT_CALLS = 128
@@ -81,7 +83,7 @@ class Pool:
         self.folder = folder
         self.takes_lists: bool | None = None
         """Whether the function is OpenRLHF's. None: not loaded yet."""
-        self.size = processes or min(max(1, _cores() // share), MAX_PROCESSES)
+        self.size = processes or min(divide(cores(), share), MAX_PROCESSES)
         if memory_gb is None:
             memory_gb = max(MIN_MEMORY_GB, _memory_gb() / 2 / share / self.size)
         self._memory_bytes = int(memory_gb * (1 << 30))
@@ -269,7 +271,7 @@ class Pool:
                 stdout=subprocess.PIPE,
                 cwd=self.folder,
                 # Several processes share the cores. None has a terminal for pdb.
-                env=self._environment() | {"OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": REFUSE},
+                env=self._environment() | {COUNT: "1", "PYTHONBREAKPOINT": REFUSE},
                 start_new_session=True,  # Ctrl-C is for the trainer; the group is killed as one
             )
         )
@@ -488,9 +490,3 @@ def _memory_gb() -> float:
     with suppress(OSError, ValueError):  # no limit is the word max
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return memory / (1 << 30)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

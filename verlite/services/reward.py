@@ -1,6 +1,5 @@
 """Rewards as an HTTP service with OpenRLHF's wire format: POST /get_reward, GET /health."""
 
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult
 from verlite.services.scoring import Busy, Scoring
 from verlite.services.truths import Template, Truths, first_question, question, response
+from verlite.threads import cores
 
 MATH = "verlite.rewards.tagged_math:compute_score"
 EXAMPLE = '{"query": ["..."], "prompts": ["..."], "labels": ["..."]}'
@@ -62,7 +62,7 @@ def scoring(
     if not place:
         place, name = name, "compute_score"
     target = f"{Path(place).expanduser().absolute() if place.endswith('.py') else place}:{name}"
-    processes = processes or len(os.sched_getaffinity(0))
+    processes = processes or cores()
     scorer = Scoring(target, item_timeout_s, processes, max_waiting, constants, secret_env_vars)
     try:
         scorer.start()

@@ -34,6 +34,7 @@ from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.engines import vllm_worker
 from verlite.rollout.types import EngineOptions, Sampling
 from verlite.spec.roles import ModelSpec
+from verlite.threads import dividing
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.cuda_ipc import Stream
 from verlite.weights.shared_memory import MemoryFiles
@@ -54,11 +55,12 @@ class VLLMCore:
             # them.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         args = engine_args(options)
-        self.engine = LLMEngine.from_engine_args(args)
+        self._shards = options.rollout.tensor_model_parallel_size
+        with dividing(self._shards):  # a worker of one shard is this process
+            self.engine = LLMEngine.from_engine_args(args)
         self.tokenizer = self.engine.get_tokenizer()
         self.max_model_len = options.max_model_len
         self.vocab_size = self.engine.model_config.get_vocab_size()
-        self._shards = options.rollout.tensor_model_parallel_size
         if self._shards > 1 and options.device.type == "cpu":
             self.engine.collective_rpc("verlite_unlink_shared_memory")
         self._bucket_bytes = options.rollout.sync_bucket_mb << 20

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from typer import Option
 
+from verlite import threads
 from verlite.rollout.engines.vllm_plugin import BACKEND, GROUP, NAME
 from verlite.rollout.servers.gate import HOSTS
 
@@ -80,6 +81,8 @@ def environment(options: ServerOptions, hosts: Sequence[str], token: str | None)
         # On CPUs, vLLM would bind its threads to cores that other processes use too.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
     }
+    if options.kv_cache_gb is not None:
+        variables |= threads.divided(options.tensor_parallel_size)
     if options.kv_cache_gb is not None and options.tensor_parallel_size == 1:
         # On CPUs, vLLM otherwise puts the only worker in a process of its own, because it wants to
         # bind that worker's threads. On two cores the two processes wait for each other.
