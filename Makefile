@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 IN_PARALLEL := -n 2 --dist loadgroup
+# Without bytecode beside the packages each of the hundreds of processes would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-test quickstart check test lint site soak mutants evidence benchmark core-test lock clean
 

@@ -4,8 +4,13 @@ import signal
 
 import pytest
 
-import verlite  # noqa: F401  (before torch: it sets how OpenMP threads wait)
-from tests.models import tiny_model
+from verlite import threads
+
+# Tensors are tiny, and several test processes share the cores. Workers of runs that tests start
+# have what they have in any run.
+threads.use(1)  # before torch is loaded
+
+from tests.models import tiny_model  # noqa: E402
 
 
 @pytest.fixture(scope="session")

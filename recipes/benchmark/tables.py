@@ -381,11 +381,18 @@ def _neighbors(found: dict[str, Any]) -> str:
             f"{row['spins']:,}",
             f"{row['seconds']:.2f} s",
             f"{row['slower']:.1f}",
+            f"{row['others']:.2f}" if "others" in row else "not counted",
         )
         for row in sorted(found["rows"], key=lambda row: (row["neighbors"], -row["spins"]))
     ]
     return table(
-        ("busy neighbors", "rounds that a thread spins", "step", "against alone"),
+        (
+            "busy neighbors",
+            "rounds that a thread spins",
+            "step",
+            "against alone",
+            "cores that other processes used",
+        ),
         rows,
     )
 

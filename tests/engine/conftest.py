@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.engine.ranks import Ranks
@@ -12,7 +11,6 @@ from tests.models import tiny_model
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    torch.set_num_threads(1)
     rendezvous = tmp_path_factory.mktemp("one_rank") / "rendezvous"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
     yield

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(autouse=True)
 def one_rank(tmp_path):
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
