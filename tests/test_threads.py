@@ -84,7 +84,7 @@ def test_without_proc_there_is_no_quota(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "affinity, cpu_max, expected",
-    [(8, "max", 8), (8, "150000", 2), (8, "200000", 2), (8, "10000", 1), (2, "900000", 2)],
+    [(8, "max", 8), (8, "120000", 2), (8, "200000", 2), (8, "10000", 1), (2, "900000", 2)],
 )
 def test_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, affinity: int, cpu_max: str, expected: int
