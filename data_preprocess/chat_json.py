@@ -15,9 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verlite.data.chat import Message, messages
 from verlite.data.dataset import DataError
-from verlite.data.preprocess import make_rows, print_written, read_file, write_parquet
+from verlite.data.preprocess import (
+    Message,
+    make_rows,
+    messages,
+    print_written,
+    read_file,
+    write_parquet,
+)
 from verlite.rewards.math import last_boxed
 
 LABEL = "answer"

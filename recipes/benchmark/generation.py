@@ -35,7 +35,7 @@ def verlite(name: str, engine: str) -> dict[str, Round]:
     """Build one of verlite's engines for a workload."""
     import torch
 
-    from verlite.rollout.build import build_engine
+    from verlite.rollout.batched import build_engine
     from verlite.spec.roles import GenerationSpec, ModelSpec
 
     workload, device = WORKLOADS[name], torch.device("cpu")

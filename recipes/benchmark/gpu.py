@@ -51,7 +51,7 @@ from workload import BUILD, model_in
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
-from verlite.rollout.build import build_engine, engine_dtype
+from verlite.rollout.batched import build_engine, engine_dtype
 from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec, OptimSpec
 
 PEAKS = {

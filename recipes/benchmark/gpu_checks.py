@@ -36,11 +36,11 @@ from verlite.engine.attention import Sequences, packed_attention
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import MicroBatching
 from verlite.protocol.data import DataProto
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Trajectory, WeightSyncError
 from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec, OptimSpec
-from verlite.weights.cuda_ipc import Publisher, Stream
+from verlite.weights.cuda_ipc import BucketStream, Publisher
 from verlite.weights.fingerprint import fingerprint, tensor_fingerprint
 from verlite.weights.transport import publish
 
@@ -541,14 +541,14 @@ def left_after_offload(check: Checks, engine: TrainEngine) -> float:
 
 def planned(check: Checks) -> None:
     """The peak memory of passes, against what `verlite plan` predicts."""
-    from verlite.sizing.dry_engine import EngineSpec
-    from verlite.sizing.measure import Passes, Rows, measure
+    from verlite.sizing.dry_engine import DryEngineSpec
+    from verlite.sizing.measure import Passes, PassRows, measure
 
     batch = check.batch()
     lengths = tuple(batch.batch["attention_mask"].sum(1).tolist())
-    rows = Rows(lengths, batch.batch["response_mask"].shape[1])
+    rows = PassRows(lengths, batch.batch["response_mask"].shape[1])
     model = ModelSpec(path=check.model())
-    spec = EngineSpec(model, FSDPSpec(), OptimSpec(), "lm", 1, 1, check.device.type, "bfloat16")
+    spec = DryEngineSpec(model, FSDPSpec(), OptimSpec(), "lm", 1, 1, check.device.type, "bfloat16")
     predicted = measure(spec, Passes(rows, rows, forward_entropy=True))
     whole = MicroBatching(size=len(lengths))
 
@@ -959,7 +959,7 @@ def serve_ipc(sent: Any, answers: Any) -> None:
     address with the fingerprints of what is published there."""
     while (message := sent.get()) is not None:
         if isinstance(message, dict):
-            stream = Stream((message["address"],), timeout_s=90)
+            stream = BucketStream((message["address"],), timeout_s=90)
             answers.put({name: tensor_fingerprint(tensor) for name, tensor in stream})
             continue
         if isinstance(message, tuple):

@@ -24,8 +24,8 @@ from report import keep
 from workload import BUILD, model_in, model_of, w128
 
 from verlite.engine.fsdp import TrainEngine
-from verlite.sizing.dry_engine import EngineSpec
-from verlite.sizing.measure import Objective, Passes, Rows, measure, rows_batch
+from verlite.sizing.dry_engine import DryEngineSpec
+from verlite.sizing.measure import Objective, Passes, PassRows, measure, rows_batch
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 
 
@@ -47,26 +47,26 @@ def large_vocabulary() -> Path:
     )
 
 
-SHAPES: dict[str, tuple[Callable[[], Path], str, dict[str, Any], Rows]] = {
-    "w25": (small_vocabulary, "lm", {}, Rows((512,) * 8, 256, True)),
+SHAPES: dict[str, tuple[Callable[[], Path], str, dict[str, Any], PassRows]] = {
+    "w25": (small_vocabulary, "lm", {}, PassRows((512,) * 8, 256, True)),
     "w25, all activations kept": (
         small_vocabulary,
         "lm",
         {"enable_gradient_checkpointing": False},
-        Rows((512,) * 8, 256, True),
+        PassRows((512,) * 8, 256, True),
     ),
-    "w128": (w128, "lm", {}, Rows((768,) * 4, 512, True)),
-    "vocabulary of 60,000": (large_vocabulary, "lm", {}, Rows((512,) * 4, 256, True)),
-    "w128, critic": (w128, "value", {}, Rows((768,) * 4, 512, True)),
-    "w25, LoRA of rank 16": (small_vocabulary, "lm", {"lora_rank": 16}, Rows((512,) * 8, 256)),
+    "w128": (w128, "lm", {}, PassRows((768,) * 4, 512, True)),
+    "vocabulary of 60,000": (large_vocabulary, "lm", {}, PassRows((512,) * 4, 256, True)),
+    "w128, critic": (w128, "value", {}, PassRows((768,) * 4, 512, True)),
+    "w25, LoRA of rank 16": (small_vocabulary, "lm", {"lora_rank": 16}, PassRows((512,) * 8, 256)),
 }
 
 
-def spec_of(shape: str, device: str) -> tuple[EngineSpec, Passes]:
+def spec_of(shape: str, device: str) -> tuple[DryEngineSpec, Passes]:
     folder, head, options, rows = SHAPES[shape]
     model = ModelSpec(path=str(folder()), **options)
     dtype = "bfloat16" if device == "cuda" else "float32"
-    spec = EngineSpec(model, FSDPSpec(), OptimSpec(), head, 1, 1, device, dtype)
+    spec = DryEngineSpec(model, FSDPSpec(), OptimSpec(), head, 1, 1, device, dtype)
     return spec, Passes(rows, rows, forward_entropy=head == "lm")
 
 

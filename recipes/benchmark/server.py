@@ -72,7 +72,7 @@ def client(model: str, url: str) -> Iterator[Any]:
     import torch
     from safetensors.torch import load_file
 
-    from verlite.rollout.build import build_engine
+    from verlite.rollout.batched import build_engine
     from verlite.spec.roles import GenerationSpec, ModelSpec
     from verlite.weights.files import FolderWriter, read_folder
     from verlite.weights.fingerprint import fingerprint

@@ -28,12 +28,11 @@ from torch import Tensor
 from workload import BUILD, model_of, w128
 
 from verlite.engine.fsdp import TrainEngine
-from verlite.rollout.batched import BatchedEngine
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import BatchedEngine, build_engine
 from verlite.spec.roles import FSDPSpec, GenerationSpec, ModelSpec
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.collective import Receiver, Sender
-from verlite.weights.cuda_ipc import Publisher, Stream
+from verlite.weights.cuda_ipc import BucketStream, Publisher
 from verlite.weights.files import FolderWriter, read_folder
 from verlite.weights.fingerprint import tensor_fingerprint
 from verlite.weights.probe import probe_limit
@@ -131,7 +130,7 @@ class CudaIpc(SharedMemory):
         self.published = self.pool.submit(publish, weights, [self.publisher], bucket_bytes)
 
     def named(self) -> Named:
-        return Stream((self.publisher.address,))
+        return BucketStream((self.publisher.address,))
 
     def release(self) -> None:
         self.bytes = self.published.result()

@@ -18,7 +18,7 @@ from tests.chaos.run import Run, differences
 from tests.chaos.workloads import SECOND_NODE, WORKLOADS, Workload
 from verlite.controller import placement
 from verlite.launch import supervise
-from verlite.launch.supervise import Attempt, Budget, Supervisor
+from verlite.launch.supervise import Attempt, Budget, CommandSupervisor
 
 STEPS = 3
 
@@ -144,7 +144,9 @@ def test_what_supervise_prints_about_attempts_is_understood(tmp_path, monkeypatc
         Attempt(0, "run"),
     ]
     lines = []
-    supervisor = Supervisor([], Budget(50, 10), lambda text: lines.append(f"supervise: {text}"))
+    supervisor = CommandSupervisor(
+        [], Budget(50, 10), lambda text: lines.append(f"supervise: {text}")
+    )
     monkeypatch.setattr(supervisor, "_attempt", lambda told: left.pop(0))
     assert supervisor._run(tmp_path / "told.json") == 0 and len(lines) == 4
 

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from tests.engine import programs
 from tests.engine.batches import engine, ragged_batch
-from verlite.engine import fsdp, layers
+from verlite.engine import fsdp, sharding
 from verlite.engine.micro import MicroBatching
 
 pytestmark = pytest.mark.process
@@ -23,18 +23,18 @@ def test_activation_offload_gives_the_same_gradient(
     """Only the layers' inputs are offloaded. The test forces the copies on a CPU."""
     packed: list[torch.Size] = []
 
-    class Watched(layers.save_on_cpu):
+    class Watched(sharding.save_on_cpu):
         def __init__(self, **options: Any):
             super().__init__(**options)
             pack = self.pack_hook
             self.pack_hook = lambda tensor: packed.append(tensor.shape) or pack(tensor)
 
     (plain,) = programs.gradients(tiny_qwen2, [CASE], enable_gradient_checkpointing=True)
-    monkeypatch.setattr(layers, "save_on_cpu", Watched)
+    monkeypatch.setattr(sharding, "save_on_cpu", Watched)
     monkeypatch.setattr(
         fsdp,
         "checkpoint_layers",
-        lambda model, offload: layers.checkpoint_layers(model, offload=True),
+        lambda model, offload: sharding.checkpoint_layers(model, offload=True),
     )
     (offloaded,) = programs.gradients(tiny_qwen2, [CASE], enable_gradient_checkpointing=True)
     assert offloaded[0] == plain[0]

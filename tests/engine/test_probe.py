@@ -13,8 +13,7 @@ from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, naive_log_probs
 from verlite.engine import lora
 from verlite.engine.fsdp import TrainEngine
-from verlite.rollout.batched import BatchedEngine
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import BatchedEngine, build_engine
 from verlite.rollout.types import EngineError, Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.probe import Gap, Probe, gap, probe_ids, probe_limit

@@ -20,8 +20,7 @@ from verlite.protocol.data import DataProto
 from verlite.protocol.ragged import padded
 from verlite.rewards.result import RewardResult
 from verlite.rewards.scorer import Stream
-from verlite.rollout.batched import BatchedEngine
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import BatchedEngine, build_engine
 from verlite.rollout.types import Sampling
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.trainer.batch import requests

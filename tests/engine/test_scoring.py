@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import tiny_model
 from verlite import threads
-from verlite.engine.scoring import Scorer, ScoringError, Settings, _parts
+from verlite.engine.scoring import ScoringError, ScoringSettings, TokenScorer, _parts
 
 pytestmark = pytest.mark.process
 
@@ -43,7 +43,7 @@ def scorer(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(threads.COUNT, "4")
         patch.setenv(threads.OURS, "4")
-        made = Scorer(Settings(model, ranks=2, batch_tokens=64))
+        made = TokenScorer(ScoringSettings(model, ranks=2, batch_tokens=64))
     yield made
     made.close()
 
@@ -74,7 +74,7 @@ def test_facts_identify_the_weights(scorer, model, tmp_path):
     assert scorer.facts["vocab_size"] == 128 and scorer.facts["shape"]["num_hidden_layers"] == 2
     assert list(scorer.facts["fingerprints"]) == ["float32", "bfloat16", "float16"]
     assert scorer.identity.startswith("float32 float32:")
-    other = Scorer(Settings(tiny_model(tmp_path, seed=1), model_dtype="bfloat16"))
+    other = TokenScorer(ScoringSettings(tiny_model(tmp_path, seed=1), model_dtype="bfloat16"))
     try:
         assert list(other.facts["fingerprints"]) == ["bfloat16"]
         different = other.facts["fingerprints"]["bfloat16"]
@@ -84,7 +84,7 @@ def test_facts_identify_the_weights(scorer, model, tmp_path):
 
 
 def test_process_that_dies_is_noticed(model):
-    one = Scorer(Settings(model))
+    one = TokenScorer(ScoringSettings(model))
     pid = one._processes[0].pid
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ScoringError, match="process 0 of the model .* has ended"):
@@ -95,6 +95,6 @@ def test_process_that_dies_is_noticed(model):
 def test_model_that_cannot_be_loaded_is_an_error(tmp_path, capfd):
     begin = time.monotonic()
     with pytest.raises(ScoringError, match="its error is above"):
-        Scorer(Settings(str(tmp_path / "nowhere")))
+        TokenScorer(ScoringSettings(str(tmp_path / "nowhere")))
     assert time.monotonic() - begin < 60
     assert "nowhere" in capfd.readouterr().err

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from verlite.engine import checkpoint, export
-from verlite.engine.tensor_file import TensorFile
+from verlite.engine.checkpoint import TensorFile
 
 MIB = 1 << 20
 

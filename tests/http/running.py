@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from fastapi import FastAPI
 
-from verlite.http.address import bind, url
-from verlite.http.server import Server
+from verlite.http.server import Server, bind, url
 
 
 @contextmanager

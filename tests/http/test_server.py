@@ -13,9 +13,15 @@ from fastapi import Request
 
 from tests.http.running import running
 from verlite.http import server as module
-from verlite.http.address import bind, open_to_others, url
-from verlite.http.origin import refusal
-from verlite.http.server import application, parse_object, read_body
+from verlite.http.server import (
+    application,
+    bind,
+    open_to_others,
+    parse_object,
+    read_body,
+    refusal,
+    url,
+)
 from verlite.http.token import TokenError, token_of_file, token_of_variable
 
 pytestmark = pytest.mark.process

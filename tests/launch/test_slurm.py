@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch import slurm_examples
 from verlite.cli import app
-from verlite.launch.slurm import Job, filled_in, limit_seconds, script
+from verlite.launch.slurm import SlurmJob, filled_in, limit_seconds, script
 from verlite.launch.slurm_options import Options, Runtime
 
 MODEL = [
@@ -372,7 +372,7 @@ class FakeSlurm:
         (folder / "check").write_text("0")
         options = Options(nodes=2, job_name="verlite", python="python3", **changes)
         training = ("data.train_files=a b.parquet",)
-        job = Job(filled_in(options, 1, False), training, str(folder), 1, False)
+        job = SlurmJob(filled_in(options, 1, False), training, str(folder), 1, False)
         (folder / "job.sbatch").write_text(script(job))
         environment = {
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
@@ -530,7 +530,7 @@ def test_the_end_of_ray_on_a_node_ends_the_job_with_the_node_named(slurm):
 
 def test_containers_get_no_secret_on_a_command_line():
     options = Options(nodes=2, job_name="a", container="image", container_runtime=Runtime.docker)
-    text = script(Job(filled_in(options, 8, True), ("a=1",), "/shared", 8, True))
+    text = script(SlurmJob(filled_in(options, 8, True), ("a=1",), "/shared", 8, True))
     assert "--user=" in text and "--gpus=all" in text and "--privileged" not in text
     assert "WANDB_API_KEY" in text and "WANDB_API_KEY=" not in text
 
@@ -542,7 +542,7 @@ def test_every_text_is_one_word_of_the_script(tmp_path):
     """Bash reads back what the options say."""
     options = Options(nodes=1, job_name="a", python=WORD, container=WORD, mount=(f"/{WORD}",))
     options = filled_in(options, 1, False)
-    text = script(Job(options, (WORD,), "/shared", 1, False, (), (("NAME", WORD),)))
+    text = script(SlurmJob(options, (WORD,), "/shared", 1, False, (), (("NAME", WORD),)))
     inner = text[text.index("devices=") : text.index("# Files that the nodes share")]
     container = text[text.index("runtime=") : text.index("container_node()")]
     show = 'printf "%s\\0" "${train[0]}" "$python" "$NAME" "$image" "${container_options[6]}"'

@@ -111,7 +111,7 @@ MISSING = Attempt(2, "run", "away", 5, 4, error_type="ResourcesMissing")
 def test_a_lost_node_is_awaited_until_the_run_makes_progress(attempts, code, monkeypatch, tmp_path):
     monkeypatch.setattr(supervise, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(supervise, "AFTER_STOP_S", 0.0)
-    supervisor = supervise.Supervisor([], Budget(9, 5), lambda text: None)
+    supervisor = supervise.CommandSupervisor([], Budget(9, 5), lambda text: None)
     left = list(attempts)
     monkeypatch.setattr(supervisor, "_attempt", lambda told: left.pop(0))
     assert supervisor._run(tmp_path / "told.json") == code

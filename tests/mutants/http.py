@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     Mutant(
         "web pages of other sites can use services on loopback",
-        "verlite.http.origin:refusal",
+        "verlite.http.server:refusal",
         does_nothing,
         (*SERVER_TESTS, "tests/rollout/test_gate.py"),
     ),

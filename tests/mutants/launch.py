@@ -152,7 +152,7 @@ MUTANTS = [
     ),
     Mutant(
         "check wants exactly as many devices",
-        DEVICES + "Devices.total",
+        DEVICES + "ClusterDevices.total",
         result(lambda total: min(total, 16)),
         CLUSTER,
     ),
@@ -260,19 +260,19 @@ MUTANTS = [
     ),
     Mutant(
         "signals do not reach the command",
-        SUPERVISE + "Supervisor._pass_on",
+        SUPERVISE + "CommandSupervisor._pass_on",
         does_nothing,
         SUPERVISED,
     ),
     Mutant(
         "the command is started again after a signal to the supervisor",
-        SUPERVISE + "Supervisor._pass_on",
+        SUPERVISE + "CommandSupervisor._pass_on",
         calls(_passes_on_only),
         SUPERVISED,
     ),
     Mutant(
         "a lost node that stays away ends the restarts",
-        SUPERVISE + "Supervisor._may_succeed",
+        SUPERVISE + "CommandSupervisor._may_succeed",
         calls(lambda original, self, attempt: attempt.may_succeed),
         SUPERVISED,
     ),

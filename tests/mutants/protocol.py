@@ -51,7 +51,7 @@ def _last_rows(original, data, size_divisor):
 MUTANTS = [
     Mutant(
         "concat keeps the metrics of the first part",
-        "verlite.protocol.joining:joined_meta",
+        "verlite.protocol.data:joined_meta",
         calls(lambda original, parts: original(parts) | dict(parts[0])),
         (BATCH,),
     ),
@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "union overwrites columns that differ",
-        "verlite.protocol.joining:equal",
+        "verlite.protocol.data:equal",
         calls(lambda original, a, b: True),
         (BATCH,),
     ),

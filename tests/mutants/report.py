@@ -6,7 +6,7 @@ from verlite.spec.roles import ModelSpec
 
 RUNS = "verlite.report.runs:"
 LS = ("tests/report/test_ls.py",)
-COLLECT = "verlite.report.page.collect:"
+COLLECT = "verlite.report.page:"
 PAGE = ("tests/report/test_page.py",)
 
 

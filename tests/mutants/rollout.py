@@ -300,7 +300,7 @@ MUTANTS = [
     ),
     Mutant(
         "the requests of a server that died are lost",
-        POOL + "Pool._stop_requests",
+        POOL + "ServerPool._stop_requests",
         result(lambda asks: []),
         (FAULTS + "::test_the_others_take_the_samples_of_a_server_that_dies",),
     ),
@@ -318,7 +318,7 @@ MUTANTS = [
     ),
     Mutant(
         "nobody asks whether servers are well",
-        POOL + "Pool._beat",
+        POOL + "ServerPool._beat",
         calls(_always_well),
         (FAULTS + "::test_the_others_take_the_samples_of_a_server_that_hangs",),
     ),
@@ -330,7 +330,7 @@ MUTANTS = [
     ),
     Mutant(
         "servers are watched and repaired while a sync loads weights into them",
-        POOL + "Pool._stop_watching",
+        POOL + "ServerPool._stop_watching",
         _awaits_nothing,
         (FAULTS + "::test_a_sync_after_cancelled_requests_has_each_server_to_itself",),
     ),

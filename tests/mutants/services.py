@@ -6,7 +6,7 @@ from tests.mutants import Mutant
 from tests.mutants.patches import argument, calls, constant, result
 
 INDEX = "verlite.services.index:"
-CORPUS = "verlite.services.corpus:"
+CORPUS = "verlite.services.index:"
 SERVER = "verlite.services.retriever:"
 REWARD = "verlite.services.reward:"
 TRUTHS = "verlite.services.truths:"

@@ -19,7 +19,7 @@ def _counts_moments_when_offloaded(original, role, memory):
 MUTANTS = [
     Mutant(
         "peaks are those of four layers",
-        "verlite.sizing.layers:peak",
+        "verlite.sizing.measure:peak",
         calls(_middle_is_flat),
         (MEASURE,),
     ),
@@ -43,7 +43,7 @@ MUTANTS = [
     ),
     Mutant(
         "a kept measurement is found whatever the micro-batch",
-        "verlite.sizing.cache:key_of",
+        "verlite.sizing.measure:key_of",
         returns("same"),
         (MEMORY,),
     ),

@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "the compiled hash differs from torch's",
-        "verlite.weights.native:kernel",
+        "verlite.weights.fingerprint:kernel",
         result(lambda kernel: lambda address, count: kernel(address, count - 1)),
         (FINGERPRINT,),
     ),
@@ -123,7 +123,7 @@ MUTANTS = [
     ),
     Mutant(
         "every process of an engine reads from the first device",
-        "verlite.weights.cuda_ipc:Stream",
+        "verlite.weights.cuda_ipc:BucketStream",
         argument("rank", lambda rank: 0),
         (IPC,),
     ),

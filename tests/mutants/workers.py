@@ -7,7 +7,7 @@ ACTOR = "verlite.workers.actor:"
 CRITIC = "verlite.workers.critic:"
 ADVANTAGE = "verlite.workers.advantage:"
 ROLLOUT = "verlite.workers.rollout:"
-ROWS = "verlite.workers.rows:StepRows."
+ROWS = "verlite.workers.training:StepRows."
 TRAINING = "verlite.workers.training:"
 OBJECTIVES = "tests/workers/test_objectives.py"
 STAGES = "tests/trainer/test_stages.py"
@@ -81,13 +81,13 @@ MUTANTS = [
     ),
     Mutant(
         "the base model is not sent again after a failed sync",
-        "verlite.workers.adapters:SyncedParts.start",
+        "verlite.workers.actor:SyncedParts.start",
         calls(_base_model_once),
         (SAMPLES,),
     ),
     Mutant(
         "a new engine gets the adapters alone",
-        "verlite.workers.adapters:SyncedParts.forget",
+        "verlite.workers.actor:SyncedParts.forget",
         does_nothing,
         (SAMPLES,),
     ),

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from verlite.cli import app
 from verlite.files import RetryingWriter
-from verlite.report.page.collect import MAX_STEPS, collect, drop_tokens, thin, thin_steps
-from verlite.report.page.write import page, write_page
+from verlite.report.page import MAX_STEPS, collect, drop_tokens, page, thin, thin_steps, write_page
 from verlite.trainer import run_file
 from verlite.trainer.segments import write_config
 

@@ -20,8 +20,7 @@ from tests.rollout.oracle import (
     naive_greedy,
     weights_of,
 )
-from verlite.rollout.batched import BatchedEngine
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import BatchedEngine, build_engine
 from verlite.rollout.engines import hf
 from verlite.rollout.engines.hf import HFCore
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from verlite.rollout.servers.sending import Network
+from verlite.weights import TransportError
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.collective import Receiver, Rendezvous
-from verlite.weights.errors import TransportError
 
 
 def test_a_file_that_cannot_be_read_is_told_to_the_server(tmp_path):

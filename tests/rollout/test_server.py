@@ -24,7 +24,7 @@ from tests.rollout.test_trajectory import Counter
 from tests.rollout.test_vllm import some_prompts
 from tests.rollout.vllm_servers import VLLMProcess
 from tests.trainer.runs import Launch, write_reward, write_sums
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import EngineError, Sampling, Trajectory, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec

@@ -10,7 +10,7 @@ import torch
 
 from tests.models import tiny_model
 from tests.rollout.fake_servers import FakeServer, expected_ids
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import build_engine
 from verlite.rollout.engines.server import ServerCore
 from verlite.rollout.servers import fit, pool
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError

@@ -19,7 +19,7 @@ from verlite.envs.factory import CalculatorEnvFactory, SearchEnvFactory
 from verlite.envs.search import INVALID
 from verlite.envs.step import Step, ToolError, encode_text
 from verlite.rewards import environment
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import build_engine
 from verlite.rollout.trajectory import Request, run_all, run_trajectory
 from verlite.rollout.types import Completion, EngineError, Sampling, Status, Trajectory, with_seed
 from verlite.spec.roles import GenerationSpec, ModelSpec, RetrieverSpec

@@ -22,7 +22,7 @@ from tests.rollout.oracle import (
 )
 from verlite import threads
 from verlite.envs.step import Step
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import build_engine
 from verlite.rollout.servers.command import ServerOptions, environment
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import EngineError, EngineOptions, Sampling, WeightSyncError

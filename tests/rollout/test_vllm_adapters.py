@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, largest_gap, naive_log_probs, weights_of
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import build_engine
 from verlite.rollout.types import EngineError, Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.fingerprint import combine, fingerprint

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.models import tiny_model
 from tests.rollout.oracle import ask, float64_model, largest_gap, moved
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import build_engine
 from verlite.rollout.types import Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec
 from verlite.weights.fingerprint import fingerprint

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.services.passages import write
-from verlite.http.address import ServiceError
-from verlite.services.corpus import Corpus, read_corpus
+from verlite.http.server import ServiceError
+from verlite.services.index import Corpus, read_corpus
 
 
 def read(path: Path) -> Corpus:

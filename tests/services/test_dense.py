@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.services.passages import WORDS, passages, write
-from verlite.http.address import ServiceError
+from verlite.http.server import ServiceError
 from verlite.services.dense import Dense
 from verlite.services.index import open_index
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from tests.services.passages import ROWS, WORDS, naive_bm25, passages, write
-from verlite.http.address import ServiceError
-from verlite.services.corpus import Corpus
-from verlite.services.index import BM25, best, open_index, tokens
+from verlite.http.server import ServiceError
+from verlite.services.index import BM25, Corpus, best, open_index, tokens
 
 QUERIES = [
     "amber",

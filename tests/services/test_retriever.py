@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 
 from tests.services.passages import ROWS, WORDS, naive_bm25, passages, write
 from verlite.cli import app as command
-from verlite.http.address import ServiceError, bind, url
-from verlite.http.server import Server
+from verlite.http.server import Server, ServiceError, bind, url
 from verlite.services.index import BM25, Hit, Index, open_index
-from verlite.services.retriever import Limits, make_app
+from verlite.services.retriever import RetrieverLimits, make_app
 
 pytestmark = pytest.mark.process
 
@@ -330,7 +329,7 @@ def test_largest_allowed_requests(base: str) -> None:
 
 
 def test_too_large_body_returns_413(path: Path) -> None:
-    with serving(path, limits=Limits(body=1000)) as base:
+    with serving(path, limits=RetrieverLimits(body=1000)) as base:
         fits = json.dumps({"query": "amber"}).ljust(1000)
         assert CLIENT.post(f"{base}/retrieve", content=fits).status_code == 200
         for content in (fits + " ", (fits.encode() for _ in range(10)), "x" * 100_000):

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from tests.http.running import running
 from verlite.cli import app as command
-from verlite.http.address import ServiceError
-from verlite.services.reward import Limits, make_app, scoring
+from verlite.http.server import ServiceError
+from verlite.services.reward import RewardLimits, make_app, scoring
 from verlite.services.truths import TEMPLATES, first_question, question, read_truths, response
 
 pytestmark = pytest.mark.process
@@ -66,7 +66,7 @@ def dataset(path: Path, **answers: str) -> Path:
 @contextmanager
 def serving(
     path: Path | None,
-    limits: Limits | None = None,
+    limits: RewardLimits | None = None,
     function: str | None = None,
     token: str | None = None,
     **settings: Any,
@@ -74,7 +74,7 @@ def serving(
     options = {"item_timeout_s": 2.0, "processes": 2, "max_waiting": 10_000, **settings}
     scorer = scoring(function, 0.5, **options)
     truths = read_truths([str(path)], "message", None, CHATML) if path else None
-    with running(make_app(scorer, truths, CHATML, limits or Limits(), token)) as address:
+    with running(make_app(scorer, truths, CHATML, limits or RewardLimits(), token)) as address:
         yield address
 
 
@@ -234,7 +234,7 @@ def test_health_routes(base: str) -> None:
 
 def test_body_and_queue_are_limited() -> None:
     with (
-        serving(None, Limits(body=2000), max_waiting=20, item_timeout_s=1.0) as base,
+        serving(None, RewardLimits(body=2000), max_waiting=20, item_timeout_s=1.0) as base,
         ThreadPoolExecutor(1) as clients,
     ):
         assert ask(base, {"query": ["x" * 2000]}, 413)["detail"].startswith("the body has more")
@@ -403,7 +403,7 @@ def test_a_process_that_cannot_start_fails_its_answers_only(
 
     asked = {"query": ["\\boxed{2}"], "labels": ["2"]}
     with monkeypatch.context() as patch:
-        patch.setattr("verlite.services.scoring.Pool.run", no_process)
+        patch.setattr("verlite.services.reward.Pool.run", no_process)
         answer = ask(base, asked)
         assert answer["rewards"] == [None] and "OSError" in answer["errors"][0]
     assert ask(base, asked)["rewards"] == [1.0]

@@ -9,28 +9,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.sizing.conftest import config_folder
 from verlite.algorithms.logprobs import token_log_probs
-from verlite.sizing import layers
-from verlite.sizing.dry_engine import EngineSpec
+from verlite.sizing.dry_engine import BytesTracker, DryEngineSpec, Segment
 from verlite.sizing.facts import model_facts
-from verlite.sizing.measure import Passes, Rows, measure
-from verlite.sizing.tracker import Segment, Tracker
+from verlite.sizing.measure import LONG, SHORT, Passes, PassRows, measure, peak
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
 
-ROWS = Rows((96, 96), 64, several=True)
+ROWS = PassRows((96, 96), 64, several=True)
 
 
 @pytest.fixture
-def spec(tmp_path) -> EngineSpec:
+def spec(tmp_path) -> DryEngineSpec:
     """Return the engine of an 8-layer model on 8 GPUs."""
     model = ModelSpec(path=str(config_folder(tmp_path / "tiny", "tiny")))
-    return EngineSpec(model, FSDPSpec(), OptimSpec(), "lm", 8, 1, "cuda", "bfloat16")
+    return DryEngineSpec(model, FSDPSpec(), OptimSpec(), "lm", 8, 1, "cuda", "bfloat16")
 
 
-def with_model(spec: EngineSpec, **changes: object) -> EngineSpec:
+def with_model(spec: DryEngineSpec, **changes: object) -> DryEngineSpec:
     return replace(spec, model=replace(spec.model, **changes))
 
 
-def with_fsdp(spec: EngineSpec, **changes: object) -> EngineSpec:
+def with_fsdp(spec: DryEngineSpec, **changes: object) -> DryEngineSpec:
     return replace(spec, fsdp=replace(spec.fsdp, **changes))
 
 
@@ -95,7 +93,7 @@ def test_logits_exist_one_chunk_at_a_time(chunk):
     """A chunk's logits, and as much again: the chunk before, and inside logsumexp."""
     tokens, hidden, vocabulary = 512, 8, 1000
     mode = FakeTensorMode()
-    tracker = Tracker(mode)
+    tracker = BytesTracker(mode)
     with tracker, mode, torch.no_grad():
         states = torch.empty(tokens, hidden)
         weight = torch.empty(vocabulary, hidden)
@@ -120,10 +118,10 @@ def test_a_peak_between_the_ends_is_found():
             found.append(Segment(("forward", number), peak, 0))
         return [*found, Segment(("head",), 30 * count, 0)]
 
-    short, long = run(layers.SHORT), run(layers.LONG)
+    short, long = run(SHORT), run(LONG)
     for count in (4, 5, 40, 400):
         expected = max(segment.peak for segment in run(count))
-        assert layers.peak(short, long, count) == expected
+        assert peak(short, long, count) == expected
 
 
 def test_layers_that_differ_are_all_run(tmp_path):
@@ -135,6 +133,6 @@ def test_layers_that_differ_are_all_run(tmp_path):
         ' "intermediate_size": 48, "decoder_sparse_step": 2, "tie_word_embeddings": false}'
     )
     model = ModelSpec(path=str(tmp_path))
-    spec = EngineSpec(model, FSDPSpec(), None, "lm", 2, 1, "cuda", "bfloat16")
+    spec = DryEngineSpec(model, FSDPSpec(), None, "lm", 2, 1, "cuda", "bfloat16")
     memory = measure(spec, Passes(None, None))
     assert memory.parameters == pytest.approx(model_facts(model).parameters * 4 / 2, rel=0.001)

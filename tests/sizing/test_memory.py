@@ -6,13 +6,11 @@ import pytest
 
 from verlite.config.compile import model_spec
 from verlite.sizing import memory as sizing
-from verlite.sizing.advice import Run, advise, largest_micro_batch, make_fit
-from verlite.sizing.cache import Measurer, folder, key_of
+from verlite.sizing.advice import SizedRun, advise, largest_micro_batch, make_fit
 from verlite.sizing.devices import Devices
 from verlite.sizing.facts import model_facts
-from verlite.sizing.measure import RoleMemory
-from verlite.sizing.memory import FRAGMENTS, PROCESS, run_memory
-from verlite.sizing.roles import training_roles
+from verlite.sizing.measure import Measurer, RoleMemory, folder, key_of
+from verlite.sizing.memory import FRAGMENTS, PROCESS, run_memory, training_roles
 from verlite.sizing.sync import sync_bytes
 
 GIB = 2**30
@@ -40,17 +38,17 @@ def measured(spec, passes) -> RoleMemory:
 def run(planned):
     """Return a function that plans a run on devices of a size, without running engines."""
 
-    def make(gib: int, *overrides: str) -> Run:
+    def make(gib: int, *overrides: str) -> SizedRun:
         config, plan = planned("tiny", *overrides)
         facts = model_facts(model_spec(config.actor_rollout_ref.model))
         devices = Devices("test", plan.devices_per_node, gib * GIB, "cuda")
         found = run_memory(config, plan, devices, facts, measured)
-        return Run(config, plan, devices, facts, measured, found)
+        return SizedRun(config, plan, devices, facts, measured, found)
 
     return make
 
 
-def held(run: Run) -> dict[str, dict[str, float]]:
+def held(run: SizedRun) -> dict[str, dict[str, float]]:
     """Return the GiB of each role in each phase of the first devices."""
     return {
         phase.name: {role: round(size / GIB, 2) for role, size in phase.held.items()}

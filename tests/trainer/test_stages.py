@@ -40,7 +40,7 @@ from verlite.trainer.stages.rollout import (
 from verlite.trainer.stages.update import update_actor
 from verlite.trainer.validate import validate
 from verlite.workers.actor import ActorWorker
-from verlite.workers.rows import StepRows
+from verlite.workers.training import StepRows
 
 
 class Screen(list):

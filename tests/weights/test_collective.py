@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from tests.weights.test_buckets import NAMED, assert_equal
-from verlite.weights import collective
+from verlite.weights import TransportError, collective
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.collective import Receiver, Sender
-from verlite.weights.errors import TransportError
 from verlite.weights.transport import publish
 
 CPU = torch.device("cpu")

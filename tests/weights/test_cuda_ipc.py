@@ -12,9 +12,8 @@ import torch
 
 from tests.other_user import as_nobody
 from tests.weights.test_buckets import NAMED, assert_equal
-from verlite.weights import cuda_ipc
-from verlite.weights.cuda_ipc import Publisher, Stream, without_expandable
-from verlite.weights.errors import TransportError
+from verlite.weights import TransportError, cuda_ipc
+from verlite.weights.cuda_ipc import BucketStream, Publisher, without_expandable
 from verlite.weights.transport import publish
 
 CPU = torch.device("cpu")
@@ -56,7 +55,7 @@ def test_the_engine_gets_every_bucket_and_may_keep_its_tensors(publisher, bucket
     """Two buffers are reused for all buckets, and they are freed afterwards."""
     for _ in range(2):
         publishing = Publishing(publisher, NAMED, bucket_bytes)
-        assert_equal(list(Stream((publisher.address,), timeout_s=10)))
+        assert_equal(list(BucketStream((publisher.address,), timeout_s=10)))
         publishing.join(10)
         assert publishing.error is None
     assert open_buffers() == 0
@@ -66,7 +65,7 @@ def test_buckets_may_grow(publisher):
     """A larger bucket needs a new buffer, whose handle may be that of the old one."""
     named = [(f"w{i}", torch.randn(100 * (i + 1))) for i in range(12)]
     publishing = Publishing(publisher, named, 1)
-    assert_equal(list(Stream((publisher.address,), timeout_s=10)), named)
+    assert_equal(list(BucketStream((publisher.address,), timeout_s=10)), named)
     publishing.join(10)
     assert publishing.error is None
 
@@ -90,13 +89,13 @@ def test_buffers_are_freed_after_the_engine_has_closed_them(publisher, monkeypat
         lambda: (open_at_free.append(sum(ref() is not None for ref in mapped)), free()),
     )
     publishing = Publishing(publisher, NAMED, 2000)
-    assert_equal(list(Stream((publisher.address,), timeout_s=10)))
+    assert_equal(list(BucketStream((publisher.address,), timeout_s=10)))
     publishing.join(10)
     assert len(mapped) > 1 and open_at_free == [0]
 
 
 def test_each_device_of_an_engine_has_its_own_publisher(publisher):
-    stream = Stream(("/nowhere", publisher.address), rank=1, timeout_s=10)
+    stream = BucketStream(("/nowhere", publisher.address), rank=1, timeout_s=10)
     publishing = Publishing(publisher, NAMED, 2000)
     assert_equal(list(stream))
     publishing.join(10)
@@ -109,17 +108,17 @@ def test_a_trainer_that_fails_fails_the_engine(publisher):
 
     publishing = Publishing(publisher, broken(), 1)
     with pytest.raises(TransportError, match="could not send all weights: ZeroDivisionError"):
-        list(Stream((publisher.address,), timeout_s=10))
+        list(BucketStream((publisher.address,), timeout_s=10))
     publishing.join(10)
     assert isinstance(publishing.error, ZeroDivisionError)
     publishing = Publishing(publisher, NAMED, 2000)
-    assert_equal(Stream((publisher.address,), timeout_s=10))
+    assert_equal(BucketStream((publisher.address,), timeout_s=10))
     publishing.join(10)
 
 
 def test_an_engine_that_stops_reading_fails_the_trainer(publisher):
     publishing = Publishing(publisher, NAMED, 1)
-    reading = iter(Stream((publisher.address,), timeout_s=10))
+    reading = iter(BucketStream((publisher.address,), timeout_s=10))
     list(islice(reading, 2))
     reading.close()
     publishing.join(10)
@@ -143,7 +142,7 @@ def test_allocator_settings_of_torch_2_11_are_read_from_a_snapshot(monkeypatch):
 
 def test_the_engine_has_closed_its_mappings_when_the_trainer_is_done(publisher):
     """Memory of a GPU is not freed before that."""
-    stream = iter(Stream((publisher.address,), timeout_s=10))
+    stream = iter(BucketStream((publisher.address,), timeout_s=10))
     before = Path("/proc/self/maps").read_text().count("memfd:verlite-weights")
     publishing = Publishing(publisher, NAMED, 1)
     mapped = []
@@ -168,7 +167,7 @@ with socket.socket(socket.AF_UNIX) as peer:
     )
     assert curious.stdout.readline() == "connected\n"
     publishing = Publishing(publisher, NAMED, 2000)
-    assert_equal(list(Stream((publisher.address,), timeout_s=10)))
+    assert_equal(list(BucketStream((publisher.address,), timeout_s=10)))
     publishing.join(10)
     assert publishing.error is None
     assert curious.communicate(timeout=10)[0] == "b''\n"
@@ -187,5 +186,5 @@ listener.accept()[0].recv(1)
     )
     assert impostor.stdout.readline() == "ready\n"
     with pytest.raises(TransportError, match="belongs to another user"):
-        list(Stream((f"\0{address}",), timeout_s=10))
+        list(BucketStream((f"\0{address}",), timeout_s=10))
     impostor.communicate(timeout=10)

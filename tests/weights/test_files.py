@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.weights.test_buckets import NAMED, assert_equal
-from verlite.weights.errors import TransportError
+from verlite.weights import TransportError
 from verlite.weights.files import MANIFEST, FolderWriter, read_folder, read_manifest
 from verlite.weights.transport import publish
 

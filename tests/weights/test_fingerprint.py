@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from verlite.weights import native
 from verlite.weights.fingerprint import (
     MODULUS,
+    _compiled,
     combine,
     fingerprint,
     fingerprints,
+    kernel,
     tensor_fingerprint,
 )
 
@@ -48,7 +49,7 @@ def test_fingerprint_equals_its_formula_in_python_integers(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_compiled_loop_equals_torch(dtype, monkeypatch):
     """For every bit pattern of 16 bits, an odd length and an address between two vectors."""
-    if native.kernel(dtype) is None:
+    if kernel(dtype) is None:
         pytest.skip("no C compiler")
     torch.manual_seed(6)
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
@@ -57,7 +58,7 @@ def test_compiled_loop_equals_torch(dtype, monkeypatch):
     for tensor in (master.to(dtype), master.to(dtype)[3:], master):
         compiled = tensor_fingerprint(tensor, dtype)
         with monkeypatch.context() as patch:
-            patch.setattr(native, "kernel", lambda dtype: None)
+            patch.setattr("verlite.weights.fingerprint.kernel", lambda dtype: None)
             assert tensor_fingerprint(tensor, dtype) == compiled
     assert tensor_fingerprint(master.to(dtype)) == compiled
 
@@ -68,12 +69,12 @@ def test_without_a_working_compiler_torch_computes_the_fingerprint(compiler, mon
     tensor = torch.randn(2, 40_000)
     expected = combine(*(tensor_fingerprint(row) for row in tensor))
     monkeypatch.setenv("CC", compiler)
-    native._compiled.cache_clear()
+    _compiled.cache_clear()
     try:
         assert tensor_fingerprint(tensor) == expected
-        assert native._compiled() == {}
+        assert _compiled() == {}
     finally:
-        native._compiled.cache_clear()
+        _compiled.cache_clear()
 
 
 def test_fingerprint_ignores_order_fusion_sharding_layout_and_zero_padding():

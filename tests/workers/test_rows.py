@@ -11,9 +11,9 @@ from tests.protocol.test_ragged import ROWS, thin
 from tests.trainer.test_stages import local_actor
 from verlite.protocol.data import DataProto
 from verlite.spec.roles import Micro, Updates
-from verlite.workers import rows as rows_module
+from verlite.workers import training
 from verlite.workers.critic import CriticWorker
-from verlite.workers.rows import StepRows
+from verlite.workers.training import StepRows
 
 LENGTHS = (3, 1)
 
@@ -38,13 +38,13 @@ def a_step(step: int, *columns: str) -> DataProto:
 def padded_columns(monkeypatch) -> Counter:
     """Return how often each column was padded."""
     counts: Counter = Counter()
-    pad_columns = rows_module.pad_columns
+    pad_columns = training.pad_columns
 
     def counting(batch):
         counts.update(batch.non_tensor_batch.keys())
         return pad_columns(batch)
 
-    monkeypatch.setattr(rows_module, "pad_columns", counting)
+    monkeypatch.setattr(training, "pad_columns", counting)
     return counts
 
 

@@ -15,8 +15,7 @@ from verlite.spec.roles import Micro, Updates
 from verlite.workers.actor import ActorWorker
 from verlite.workers.critic import CriticWorker
 from verlite.workers.reference import ReferenceWorker
-from verlite.workers.rows import StepRows
-from verlite.workers.training import TrainingWorker, _has_nvml, use_expandable_segments
+from verlite.workers.training import StepRows, TrainingWorker, _has_nvml, use_expandable_segments
 
 
 def worker(engine) -> TrainingWorker:

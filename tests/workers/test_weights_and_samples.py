@@ -20,17 +20,16 @@ from verlite.rewards.scorer import Stream
 from verlite.rollout.types import Completion, Sampling, WeightSyncError
 from verlite.spec.roles import GenerationSpec, ModelSpec, PublishSpec, ScorerSpec
 from verlite.spec.weight_routes import weight_routes
+from verlite.weights import TransportError
 from verlite.weights.collective import Sender
-from verlite.weights.errors import TransportError
 from verlite.weights.fingerprint import fingerprint
 from verlite.weights.probe import Probe
 from verlite.weights.transport import Export
 from verlite.workers import rollout as rollouts
-from verlite.workers.actor import ActorWorker
-from verlite.workers.adapters import SyncedParts
+from verlite.workers.actor import ActorWorker, SyncedParts
 from verlite.workers.inference import InferenceWorker
 from verlite.workers.rollout import RolloutWorker
-from verlite.workers.rows import StepRows
+from verlite.workers.training import StepRows
 from verlite.workers.weight_reader import WeightReader
 
 WEIGHTS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2))]

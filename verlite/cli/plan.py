@@ -70,9 +70,8 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
         terminal.print(notes_text(notes), soft_wrap=True)
     # What follows builds models, which takes seconds to import.
     from verlite.engine.folder import ModelError
-    from verlite.sizing.model_table import model_table, run_models
-    from verlite.sizing.placement import placement_table
     from verlite.sizing.sync import sync_bytes
+    from verlite.sizing.tables import model_table, placement_table, run_models
     from verlite.sizing.words import facts_table
 
     terminal.print(placement_table(made))
@@ -93,9 +92,9 @@ def _show(loaded: "Loaded", devices: str | None, memory: bool, cache: bool) -> N
 def _show_memory(
     config: "Config", made: "Plan", devices: "Devices", policy: "ModelFacts", cache: bool
 ) -> None:
-    from verlite.sizing import memory_table
-    from verlite.sizing.advice import Run, advise
-    from verlite.sizing.cache import Measurer
+    from verlite.sizing import tables
+    from verlite.sizing.advice import SizedRun, advise
+    from verlite.sizing.measure import Measurer
     from verlite.sizing.memory import run_memory
     from verlite.terminal import console
 
@@ -105,16 +104,16 @@ def _show_memory(
     try:
         with console(stderr=True).status("running the training engines on tensors without values"):
             found = run_memory(config, made, devices, policy, measurer)
-            advice = advise(Run(config, made, devices, policy, measurer, found))
+            advice = advise(SizedRun(config, made, devices, policy, measurer, found))
     except Exception as error:  # a model's own code may need values, and raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         terminal.print(f"Memory cannot be shown: {reason}", soft_wrap=True, highlight=False)
         return
-    terminal.print(memory_table.engines_table(made, found))
+    terminal.print(tables.engines_table(made, found))
     for group in found.groups:
-        terminal.print(memory_table.group_table(group, devices))
-    terminal.print(memory_table.host_table(found))
-    terminal.print(memory_table.margin_sentence(made), soft_wrap=True, highlight=False)
+        terminal.print(tables.group_table(group, devices))
+    terminal.print(tables.host_table(found))
+    terminal.print(tables.margin_sentence(made), soft_wrap=True, highlight=False)
     terminal.print("\n".join(advice), soft_wrap=True, highlight=False)
     seconds = time.monotonic() - began
     terminal.print(f"{measurer.sentence()}; {seconds:.0f} s", soft_wrap=True, highlight=False)

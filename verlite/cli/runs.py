@@ -99,7 +99,7 @@ def report(
     import time
 
     from verlite.files import size_text
-    from verlite.report.page.write import write_page
+    from verlite.report.page import write_page
     from verlite.report.stacks import is_locked
 
     folders = [Path(name) for name in run_dirs]

@@ -55,7 +55,7 @@ class Listen:
 
         A service that other machines can reach without a token gets a warning.
         """
-        from verlite.http.address import ServiceError, bind, open_to_others
+        from verlite.http.server import ServiceError, bind, open_to_others
         from verlite.http.token import TokenError, token_of_file, token_of_variable
 
         token = None
@@ -145,10 +145,9 @@ def retriever(
 
     docs/retriever.md describes the format.
     """
-    from verlite.http.address import ServiceError, url
-    from verlite.http.server import run
+    from verlite.http.server import ServiceError, run, url
     from verlite.services.index import BM25, Index, open_index
-    from verlite.services.retriever import Limits, make_app, progress
+    from verlite.services.retriever import RetrieverLimits, make_app, progress
 
     bound, token = listen.reserve()
     try:
@@ -165,7 +164,7 @@ def retriever(
             passages = open_index(Path(corpus), finder, folder, rebuild, track)
     except (ServiceError, OSError) as error:
         fail(error)
-    limits = Limits(body=max_body, queries=max_queries)
+    limits = RetrieverLimits(body=max_body, queries=max_queries)
     service = make_app(passages, finder, topk, max_batch, limits, token)
     address = url(bound, "/retrieve")
     line = f"serving {len(passages)} documents ({finder.name}) at {address}"
@@ -237,10 +236,9 @@ def reward(
 
     docs/reward_service.md describes the format.
     """
-    from verlite.http.address import ServiceError, url
-    from verlite.http.server import run
+    from verlite.http.server import ServiceError, run, url
     from verlite.rewards.process import FunctionError
-    from verlite.services.reward import Limits, make_app, scoring
+    from verlite.services.reward import RewardLimits, make_app, scoring
     from verlite.services.truths import TEMPLATES, read_truths
 
     bound, token = listen.reserve()
@@ -252,7 +250,7 @@ def reward(
         scorer = scoring(function, format_weight, *limits, secret_env or [])
     except (ServiceError, FunctionError) as error:
         fail(error)
-    service = make_app(scorer, truths, template, Limits(max_body, max_answers), token)
+    service = make_app(scorer, truths, template, RewardLimits(max_body, max_answers), token)
     known = f"{len(truths)} ground truths" if truths else "the ground truths of requests"
     line = f"scoring with {known} at {url(bound, '/get_reward')}"
     run(service, bound, line, listen.names())
@@ -343,11 +341,10 @@ def reference(
     Training uses it with actor_rollout_ref.ref.url. docs/reference_service.md
     """
     from verlite.engine.reference_wire import ModelInfo
-    from verlite.engine.scoring import Scorer, ScoringError, Settings, default_device
-    from verlite.http.address import url
-    from verlite.http.server import run
+    from verlite.engine.scoring import ScoringError, ScoringSettings, TokenScorer, default_device
+    from verlite.http.server import run, url
     from verlite.machine import visible_gpus
-    from verlite.services.reference import Limits, make_app
+    from verlite.services.reference import ReferenceLimits, make_app
 
     kind = default_device() if device == Device.auto else device.value
     if kind == "cuda" and tensor_parallel_size > visible_gpus():
@@ -356,7 +353,7 @@ def reference(
             "visible GPUs. Use fewer, or --device cpu."
         )
     bound, token = listen.reserve()
-    settings = Settings(
+    settings = ScoringSettings(
         model_path,
         tensor_parallel_size,
         kind,
@@ -366,13 +363,13 @@ def reference(
         trust_remote_code,
     )
     try:
-        scorer = Scorer(settings)
+        scorer = TokenScorer(settings)
     except ScoringError as error:
         fail(error, code=1)
     info = ModelInfo(
         model=scorer.identity, name=Path(model_path).name, ranks=settings.ranks, **scorer.facts
     )
-    limits = Limits(body=max_body, sequences=max_sequences)
+    limits = ReferenceLimits(body=max_body, sequences=max_sequences)
 
     def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)

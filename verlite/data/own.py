@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verlite.data.chat import messages
 from verlite.data.dataset import DataError
-from verlite.data.preprocess import make_rows, read_file
+from verlite.data.preprocess import make_rows, messages, read_file
 from verlite.tables import TEXT_SUFFIXES
 
 Row = dict[str, Any]

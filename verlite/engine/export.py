@@ -16,8 +16,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from verlite import progress
 from verlite.engine import lora
-from verlite.engine.checkpoint import local_part, persistent_buffers
-from verlite.engine.tensor_file import TensorFile
+from verlite.engine.checkpoint import TensorFile, local_part, persistent_buffers
 from verlite.files import replace_file
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verlite.engine.attention import PACKED_ATTENTION
 from verlite.engine.folder import ModelError, load_config
-from verlite.engine.layers import checkpoint_layers
 from verlite.engine.micro import model_inputs
 from verlite.engine.model import HeadedModel, build, check_supported, training_config
+from verlite.engine.sharding import checkpoint_layers
 from verlite.small_model import sequences, small_config, small_model, unsuitable
 from verlite.spec.roles import ModelSpec
 

@@ -24,15 +24,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verlite import progress
-from verlite.engine import checkpoint, export, loading, lora, sharding, ulysses
-from verlite.engine.errors import NonFiniteError
+from verlite.engine import NonFiniteError, checkpoint, export, loading, lora, sharding, ulysses
 from verlite.engine.export import Part
 from verlite.engine.folder import experts_of, load_config
-from verlite.engine.layers import checkpoint_layers
 from verlite.engine.micro import MicroBatching, ModelInputs, dummy_inputs, model_inputs
 from verlite.engine.model import HeadedModel
 from verlite.engine.offload import HostMemory, has_own_memory
 from verlite.engine.optim import build_adamw, clip_gradients, learning_rate
+from verlite.engine.sharding import checkpoint_layers
 from verlite.files import refused_by_disk
 from verlite.protocol.data import DataProto
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec

@@ -38,7 +38,7 @@ class ScoringError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScoringSettings:
     """How to load a model and compute with it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Settings:
     batch_tokens: int = 16384
     trust_remote_code: bool = False
 
-    def resolved(self) -> "Settings":
+    def resolved(self) -> "ScoringSettings":
         """Return the settings without auto."""
         dtype = self.dtype
         if dtype == "auto":
@@ -68,13 +68,13 @@ class Settings:
         return replace(self, dtype=dtype, model_dtype=held)
 
 
-class Scorer:
+class TokenScorer:
     """The caller's side of the processes.
 
     facts: what rank 0 tells of the model: vocab_size, max_length, dtype, fingerprints, shape.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ScoringSettings) -> None:
         """Start the processes and load the model.
 
         Raises:
@@ -171,7 +171,7 @@ def _parts(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return parts
 
 
-def _work(rank: int, settings: Settings, end: Connection, store: str) -> None:
+def _work(rank: int, settings: ScoringSettings, end: Connection, store: str) -> None:
     """Compute what the caller sends, until it closes its end."""
     import signal
 
@@ -197,7 +197,7 @@ def _work(rank: int, settings: Settings, end: Connection, store: str) -> None:
     os._exit(0)  # other ranks may wait in a collective that this one does not enter any more
 
 
-def _serve(rank: int, settings: Settings, end: Connection) -> None:
+def _serve(rank: int, settings: ScoringSettings, end: Connection) -> None:
     from verlite.engine.fsdp import TrainEngine
     from verlite.engine.micro import MicroBatching
 
@@ -214,7 +214,7 @@ def _serve(rank: int, settings: Settings, end: Connection) -> None:
         end.send([row[:last].copy() for row, last in zip(found, scored, strict=True)])
 
 
-def _facts(engine: Any, settings: Settings) -> dict[str, Any]:
+def _facts(engine: Any, settings: ScoringSettings) -> dict[str, Any]:
     import torch
 
     config = engine.model.model.config

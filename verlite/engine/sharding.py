@@ -1,19 +1,69 @@
-"""Sharding a model over all ranks with FSDP2."""
+"""Sharding a model over all ranks with FSDP2, and the execution options of its layers: gradient
+checkpointing, activation offload, torch.compile.
+"""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
-from verlite.engine.layers import compile_layer
+from verlite.engine.folder import ModelError
 from verlite.engine.model import HeadedModel, value_head
 from verlite.spec.roles import FSDPSpec
+
+# Execution options of a model's layers in training: gradient checkpointing, activation offload,
+# torch.compile.
+
+
+def checkpoint_layers(model: PreTrainedModel, offload: bool) -> None:
+    """Recompute each layer in the backward pass.
+
+    Args:
+        model: the model to change.
+        offload: keep each layer's inputs, the only activations that are stored, in host memory.
+
+    Raises:
+        ModelError: transformers cannot do this for the model.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"model.enable_gradient_checkpointing=True: {model.config.model_type} does not support "
+            "it in transformers. Set it to False"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not offload:
+        return
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = _checkpoint_offloaded  # type: ignore[assignment]
+
+
+def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
+    # What the layer itself saves goes through the checkpoint's own hooks, so only its inputs are
+    # offloaded.
+    with save_on_cpu(pin_memory=True):
+        return checkpoint(layer, *inputs, use_reentrant=False)
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """Compile a layer for rows of any length.
+
+    Must run before FSDP wraps the layer: hooks and checkpoints stay outside, so one compiled layer
+    serves all.
+    """
+    layer.forward = torch.compile(layer.forward, dynamic=True)
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -1,17 +1,22 @@
-"""What the services of `verlite serve` have in common: the application, limits, and running it.
+"""What the services of `verlite serve` have in common: address, application, limits, which requests
+are refused, and running it.
 
 A service is `application(...)` with its routes, which read a request with `read_json`, and
-`run(app, bound, line)` with a socket from `verlite.http.address.bind`.
+`run(app, bound, line)` with a socket from `verlite.http.server.bind`.
 """
 
 import asyncio
+import errno
+import functools
 import hmac
+import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
@@ -21,7 +26,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from verlite.files import parse_foreign_json
-from verlite.http import origin
 
 STOP_S = 30
 """Seconds for requests in progress after the server was asked to stop."""
@@ -47,7 +51,7 @@ def application(
 
     With a token every request, health checks too, needs the header "Authorization: Bearer TOKEN";
     others get status 401 before their body is read. Requests that a web page of another site caused
-    get 403 or 415 (`verlite.http.origin`). An exception in a route is answered by status 500 with
+    get 403 or 415 (`verlite.http.server`). An exception in a route is answered by status 500 with
     one sentence, and its traceback goes to standard error only.
     """
     app = FastAPI(title=title, lifespan=lifespan, openapi_url=None)
@@ -68,15 +72,15 @@ class _Guard:
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
         if self._wanted is not None and not hmac.compare_digest(given, self._wanted):
-            refusal = JSONResponse(
+            unauthorized = JSONResponse(
                 {"detail": "this service needs the header Authorization: Bearer TOKEN"},
                 401,
                 {"WWW-Authenticate": "Bearer"},
             )
-            await refusal(scope, receive, send)
+            await unauthorized(scope, receive, send)
             return
         names = getattr(scope["app"].state, "hosts", ())
-        refused = origin.refusal(scope, names, self._wanted is not None)
+        refused = refusal(scope, names, self._wanted is not None)
         if refused:
             await JSONResponse({"detail": refused[1]}, refused[0])(scope, receive, send)
             return
@@ -221,3 +225,144 @@ def run(app: FastAPI, bound: socket.socket, line: str, hosts: Iterable[str] = ()
         signal.signal(number, lambda *_: None)
     with suppress(KeyboardInterrupt):
         Server(app, line).run(sockets=[bound])
+
+
+# The address: bind it early, and print it
+
+
+class ServiceError(ValueError):
+    """A service cannot start: a file, model, option or address cannot be used.
+
+    The message has the remedy.
+    """
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket, so that an address in use is found before a long start.
+
+    Port 0 is any free port.
+
+    Raises:
+        ServiceError: the address is invalid or in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError, OverflowError) as error:
+        raise ServiceError(
+            f"--host {host} --port {port}: is not a valid address: {error}"
+        ) from None
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ServiceError(
+                f"--port {port}: is in use on {host}; choose another, or 0 for any free one"
+            ) from None
+        raise ServiceError(
+            f"--host {host} --port {port}: cannot be listened on: {error.strerror}"
+        ) from None
+    return bound
+
+
+def url(bound: socket.socket, path: str = "") -> str:
+    """Return the URL of a path of the service, such as /retrieve."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}{path}"
+
+
+def open_to_others(bound: socket.socket) -> bool:
+    """Return whether other machines can connect."""
+    host = bound.getsockname()[0]
+    return not (host.startswith("127.") or host == "::1")
+
+
+# Which requests a service answers, by their headers: none that a web page of another site caused.
+#
+# A page that a user of the machine visits can send requests to services on loopback. With DNS
+# rebinding its own host name becomes 127.0.0.1, and it reads the answers too.
+
+BODY_METHODS = ("POST", "PUT", "PATCH")
+
+
+def refusal(
+    scope: Mapping[str, Any], names: Collection[str], has_token: bool
+) -> tuple[int, str] | None:
+    """Return status and reason if a request must not be answered, else None.
+
+    Args:
+        scope: of the request, in ASGI.
+        names: further host names that clients may use, in lower case.
+        has_token: the service asks for a token. A page of another site does not have it, so host
+            and origin do not count.
+    """
+    headers = scope["headers"]
+    # A request without a body needs no type, as vLLM's POST /pause.
+    marks = (b"content-length", b"transfer-encoding", b"content-type")
+    has_body = any(name in marks and value.strip() != b"0" for name, value in headers)
+    if scope["method"] in BODY_METHODS and has_body:
+        kinds = [value for name, value in headers if name == b"content-type"]
+        if [kind.partition(b";")[0].strip().lower() for kind in kinds] != [b"application/json"]:
+            return 415, "this service needs the header Content-Type: application/json"
+    if has_token:
+        return None
+    hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
+    server = (scope.get("server") or ("",))[0]
+    for host in hosts:
+        if not _is_own(host, server, names):
+            return 403, (
+                f"the header Host: {host[:100]!a} is not a name of this service. Use an IP address "
+                "or the machine's host name, or start the service with --allow-host NAME or with "
+                "a token"
+            )
+    origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
+    if any(_host_of(origin) not in hosts for origin in origins):
+        return 403, "a web page of another site caused this request"
+    return None
+
+
+def _is_own(host: str, server: str, names: Collection[str]) -> bool:
+    """Return whether a Host header names this service.
+
+    server: the address that the client has connected to.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if name.rstrip(".") in names:
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        # The public domain name system has no names without a dot: such a name of a cluster's
+        # machine is not that of another site.
+        is_internal = bool(name) and "." not in name and not _is_loopback(server)
+        return name == "localhost" or name in own_names() or is_internal
+    # An address cannot be rebound. A service on loopback has no other address than loopback.
+    return address.is_loopback or not _is_loopback(server)
+
+
+def _is_loopback(server: str) -> bool:
+    try:
+        return ipaddress.ip_address(server).is_loopback
+    except ValueError:  # such as a Unix socket
+        return False
+
+
+def _host_of(origin: str) -> str:
+    """Return host and port of an Origin header; "" for null and what is not a URL."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
+
+
+@functools.cache
+def own_names() -> frozenset[str]:
+    """Return this machine's host name, with and without its domain, in lower case."""
+    return frozenset(name.lower() for name in (socket.gethostname(), socket.getfqdn()) if name)

@@ -15,7 +15,7 @@ POLL_S = 2.0
 
 
 @dataclass(frozen=True)
-class Devices:
+class ClusterDevices:
     """The devices of a cluster: its GPUs, or its CPU slots if no node has a GPU.
 
     Attributes:
@@ -31,7 +31,7 @@ class Devices:
         return sum(devices for _, _, devices in self.nodes)
 
 
-def count(nodes: Sequence[NodeView]) -> Devices:
+def count(nodes: Sequence[NodeView]) -> ClusterDevices:
     """Return the devices of these nodes."""
     kind = "GPU" if any(node.resources.get("GPU", 0) for node in nodes) else "CPU"
     rows = []
@@ -39,7 +39,7 @@ def count(nodes: Sequence[NodeView]) -> Devices:
         label = node.labels.get(RANK_LABEL, "")
         rank = int(label) if label.isdigit() else -1
         rows.append((rank, node.address, int(node.resources.get(kind, 0))))
-    return Devices(kind, sorted(rows))
+    return ClusterDevices(kind, sorted(rows))
 
 
 def check(needed: int, source: Source, expected_nodes: int | None, say: Say) -> bool:
@@ -54,7 +54,7 @@ def check(needed: int, source: Source, expected_nodes: int | None, say: Say) -> 
     """
     deadline = time.monotonic() + source.wait_s
     progress = Progress(say)
-    devices: Devices | None = None
+    devices: ClusterDevices | None = None
     while True:
         before = devices
         try:
@@ -114,7 +114,7 @@ def _is_named(node: RayNode, source: Source) -> bool:
     return str(source.shared) == node.shared
 
 
-def report(devices: Devices, needed: int, expected_nodes: int | None) -> str:
+def report(devices: ClusterDevices, needed: int, expected_nodes: int | None) -> str:
     """Return a line per node that has joined, and the ranks that have not."""
     unit = "GPUs" if devices.kind == "GPU" else "CPU slots"
     lines = [
@@ -140,6 +140,6 @@ def report(devices: Devices, needed: int, expected_nodes: int | None) -> str:
     return "\n".join(lines)
 
 
-def _available(devices: Devices, needed: int) -> str:
+def _available(devices: ClusterDevices, needed: int) -> str:
     note = "" if devices.kind == "GPU" else " [CPU slots: no node has a GPU]"
     return f"Available GPUs: {devices.total} (Required: {needed}){note}"

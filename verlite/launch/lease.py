@@ -31,7 +31,7 @@ SILENCE_S = 120.0
 GRACE_S = 20.0
 
 
-class Client:
+class LeaseClient:
     """The lines that the client writes to this process's input.
 
     lost: why the client is taken for gone; "" as long as it is there.
@@ -65,7 +65,7 @@ def main() -> int:
     """Run the command of the first line; return its exit code."""
     for number in (signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    client = Client()
+    client = LeaseClient()
     received: list[str] = []
     while not received and not client.lost:
         received = client.lines(0.5)
@@ -107,7 +107,7 @@ def _start(job: dict[str, Any], mark: str) -> "subprocess.Popen[bytes] | None":
         return None
 
 
-def _attend(process: "subprocess.Popen[bytes]", client: Client, commands: list[str]) -> int:
+def _attend(process: "subprocess.Popen[bytes]", client: LeaseClient, commands: list[str]) -> int:
     """Pass on signals until the process has ended; return its exit code."""
     kill_at: float | None = None
     while process.poll() is None:

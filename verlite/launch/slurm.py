@@ -99,7 +99,7 @@ NODE_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A Slurm job that runs verlite.main_ppo.
 
     Attributes:
@@ -134,7 +134,7 @@ def filled_in(options: Options, devices: int, gpus: bool) -> Options:
     )
 
 
-def plan_job(options: Options, arguments: list[str]) -> tuple[Job, list[Note]]:
+def plan_job(options: Options, arguments: list[str]) -> tuple[SlurmJob, list[Note]]:
     """Return the job of a training command in the current folder, and notes for the user.
 
     Args:
@@ -164,7 +164,7 @@ def plan_job(options: Options, arguments: list[str]) -> tuple[Job, list[Note]]:
         raise ConfigError(problems)
     job_name = re.sub(r"[^\w.-]+", "-", options.job_name or config.trainer.experiment_name)
     own_path = os.environ.get("PYTHONPATH")
-    job = Job(
+    job = SlurmJob(
         options=replace(filled_in(options, devices, gpus), nodes=nodes, job_name=job_name),
         arguments=(*training.options(name, path), *kept),
         folder=os.getcwd(),
@@ -372,7 +372,7 @@ class Typed(str):
     """A text that stands in a script as it is."""
 
 
-def script(job: Job) -> str:
+def script(job: SlurmJob) -> str:
     """Return the text of the sbatch script.
 
     The template's expressions become one word of the shell each, unless a filter says otherwise:
@@ -390,7 +390,7 @@ def script(job: Job) -> str:
     templates.filters["line"] = _for_sbatch
     names = " ".join([*PASSED, *(VISIBLE[job.options.rocm] if job.gpus else ())])
     limit = job.options.time
-    values: dict[str, Any] = {field: getattr(job, field) for field in Job.__annotations__}
+    values: dict[str, Any] = {field: getattr(job, field) for field in SlurmJob.__annotations__}
     return templates.get_template("slurm.sbatch").render(
         values,
         passed=textwrap.fill(names, 88, subsequent_indent="    "),

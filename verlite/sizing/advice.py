@@ -20,14 +20,14 @@ from verlite.sizing.memory import (
     Memory,
     Phase,
     engine_share,
+    largest,
     measured_role,
     over,
     run_memory,
+    training_roles,
 )
-from verlite.sizing.roles import largest, training_roles
-from verlite.sizing.words import amount, size
+from verlite.sizing.words import GIB, amount, size
 
-GIB = 2**30
 ENGINE_BUFFERS = 2 * GIB
 """Assumed for vLLM's activations and CUDA graphs, on each device."""
 TRIED = 4
@@ -55,7 +55,7 @@ UTILIZATION = f"{POLICY}rollout.gpu_memory_utilization"
 
 
 @dataclass(frozen=True)
-class Run:
+class SizedRun:
     """A run whose memory is known.
 
     measure: measures engines, with a cache.
@@ -68,7 +68,7 @@ class Run:
     measure: Measure
     memory: Memory
 
-    def changed(self, key: str, value: object) -> "Run":
+    def changed(self, key: str, value: object) -> "SizedRun":
         """Return the run with another value of one key."""
         config = copy.deepcopy(self.config)
         path = key.split(".")
@@ -89,7 +89,7 @@ class Run:
         return sum(bytes_over for _, _, bytes_over in self.over())
 
 
-def advise(run: Run) -> list[str]:
+def advise(run: SizedRun) -> list[str]:
     """Return sentences: does it fit, what would make it fit, how large micro-batches may be."""
     if run.devices.bytes is None:
         return ["Name the devices, as in --devices 8xH100-80GB, to see whether this fits."]
@@ -124,7 +124,7 @@ def advise(run: Run) -> list[str]:
     return sentences
 
 
-def _tightest(run: Run, group: DeviceGroup) -> str:
+def _tightest(run: SizedRun, group: DeviceGroup) -> str:
     assert run.devices.bytes is not None
     phase = group.tightest
     free = size(run.devices.bytes - phase.total)
@@ -134,7 +134,7 @@ def _tightest(run: Run, group: DeviceGroup) -> str:
     )
 
 
-def _kv_cache(run: Run) -> Iterator[str]:
+def _kv_cache(run: SizedRun) -> Iterator[str]:
     """Say how many samples an engine holds, of the share of the device that vLLM takes."""
     if run.plan.rollout_name != "vllm":
         return
@@ -158,7 +158,7 @@ def _kv_cache(run: Run) -> Iterator[str]:
     )
 
 
-def _on_cpu(run: Run) -> Iterator[str]:
+def _on_cpu(run: SizedRun) -> Iterator[str]:
     """Devices are slots of one machine, so all of a node's peaks add up."""
     assert run.devices.bytes is not None
     needed = 0
@@ -178,7 +178,7 @@ def _on_cpu(run: Run) -> Iterator[str]:
 # What fits
 
 
-def _larger(run: Run) -> Iterator[str]:
+def _larger(run: SizedRun) -> Iterator[str]:
     """Say how large the micro-batches of updates may be."""
     for role in SIZES:
         if role not in run.memory.roles:
@@ -194,7 +194,7 @@ def _larger(run: Run) -> Iterator[str]:
         yield f"{key} may be up to {most} {unit}{why}; it is {now}."
 
 
-def _unneeded(run: Run) -> Iterator[str]:
+def _unneeded(run: SizedRun) -> Iterator[str]:
     """Say which offload and checkpointing could be left out."""
     for key in _switches(run, wanted=True):
         if not run.changed(key, False).over():
@@ -213,7 +213,7 @@ def _unneeded(run: Run) -> Iterator[str]:
             yield f"{key}=false would fit too, and saves about a quarter of the update's FLOPs."
 
 
-def largest_micro_batch(run: Run, role: str) -> tuple[str, int, int | None, str, int]:
+def largest_micro_batch(run: SizedRun, role: str) -> tuple[str, int, int | None, str, int]:
     """Return key, present value, largest value that fits, its unit, and the largest sensible one
     of a role's update. The largest that fits is None if not even one sample does."""
     assert run.devices.bytes is not None
@@ -282,7 +282,7 @@ def _most_that_fits(
 # What would fit
 
 
-def make_fit(run: Run) -> tuple[Run, list[str]]:
+def make_fit(run: SizedRun) -> tuple[SizedRun, list[str]]:
     """Return the run with changes that make it fit, or come as close as possible, and the changes
     as they are typed. Cheap changes come first: a smaller micro-batch costs some speed,
     checkpointing a third more computation, offload a copy in each step.
@@ -308,7 +308,7 @@ def make_fit(run: Run) -> tuple[Run, list[str]]:
     return _without_unneeded(run, changes)
 
 
-def _without_unneeded(run: Run, changes: dict[str, object]) -> tuple[Run, list[str]]:
+def _without_unneeded(run: SizedRun, changes: dict[str, object]) -> tuple[SizedRun, list[str]]:
     """Take back switches that later changes made unneeded."""
     for key, value in list(changes.items()):
         if value is True:
@@ -319,26 +319,26 @@ def _without_unneeded(run: Run, changes: dict[str, object]) -> tuple[Run, list[s
     return run, [f"{key}={_typed(value)}" for key, value in changes.items()]
 
 
-def _checkpointing(run: Run) -> Iterator[tuple[str, object]]:
+def _checkpointing(run: SizedRun) -> Iterator[tuple[str, object]]:
     for role, section in MODELS.items():
         key = f"{section}.enable_gradient_checkpointing"
         if role in run.memory.roles and not get(run.config, key):
             yield key, True
 
 
-def _offload(run: Run) -> Iterator[tuple[str, object]]:
+def _offload(run: SizedRun) -> Iterator[tuple[str, object]]:
     for key in _switches(run, wanted=False):
         yield key, True
 
 
-def _sharding(run: Run) -> Iterator[tuple[str, object]]:
+def _sharding(run: SizedRun) -> Iterator[tuple[str, object]]:
     for role, section in FSDP.items():
         key = f"{section}.fsdp_size"
         if role in run.memory.roles and get(run.config, key) != -1:
             yield key, -1
 
 
-def _smaller_micro_batches(run: Run) -> Iterator[tuple[str, object]]:
+def _smaller_micro_batches(run: SizedRun) -> Iterator[tuple[str, object]]:
     too_large = {phase.name for _, phase, _ in run.over()}
     for role, (size_key, tokens_key) in SIZES.items():
         updates = run.plan.actor if role == "actor" else run.plan.critic
@@ -356,7 +356,7 @@ def _smaller_micro_batches(run: Run) -> Iterator[tuple[str, object]]:
                 yield size_key, now
 
 
-def _slightly_lower_utilization(run: Run) -> Iterator[tuple[str, object]]:
+def _slightly_lower_utilization(run: SizedRun) -> Iterator[tuple[str, object]]:
     """A share for vLLM that leaves the others room and keeps most of the KV cache."""
     share = run.config.actor_rollout_ref.rollout.gpu_memory_utilization
     for key, lower in _lower_utilization(run):
@@ -364,7 +364,7 @@ def _slightly_lower_utilization(run: Run) -> Iterator[tuple[str, object]]:
             yield key, lower
 
 
-def _lower_utilization(run: Run) -> Iterator[tuple[str, object]]:
+def _lower_utilization(run: SizedRun) -> Iterator[tuple[str, object]]:
     """The largest share for vLLM that leaves the others room, if it holds more than weights."""
     assert run.devices.bytes is not None
     excess = [found for _, phase, found in run.over() if phase.name == "generation"]
@@ -376,7 +376,7 @@ def _lower_utilization(run: Run) -> Iterator[tuple[str, object]]:
             yield UTILIZATION, lower
 
 
-def _switches(run: Run, wanted: bool) -> list[str]:
+def _switches(run: SizedRun, wanted: bool) -> list[str]:
     """Return the switches of offload that are on, or off, of the roles that exist."""
     keys = []
     for role, section in FSDP.items():

@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass
 
 from verlite.config.plan import Plan
-from verlite.sizing.words import count
-
-GIB = 2**30
+from verlite.sizing.words import GIB, count
 
 KNOWN = {
     "V100-16GB": 15.7,

@@ -5,6 +5,7 @@ no values, so what depends on values is replaced: counts over ranks, the gradien
 of the weights.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,22 +17,144 @@ import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from verlite.algorithms import logprobs
-from verlite.engine import attention, layers, loading, lora
+from verlite.engine import attention, loading, lora, sharding
 from verlite.engine.fsdp import TrainEngine
 from verlite.engine.micro import ModelInputs
 from verlite.engine.model import HeadedModel, load_skeleton
-from verlite.sizing.tracker import Tracker
 from verlite.spec.roles import FSDPSpec, ModelSpec, OptimSpec
+
+# Live bytes of fake tensors, in segments of a run
+
+Place = tuple[str | int, ...]
+"""Where in a run a segment is. Its last element is a layer's number where it belongs to one."""
 
 
 @dataclass(frozen=True)
-class EngineSpec:
+class Segment:
+    """A part of a run between two marks.
+
+    place: where it is.
+    peak: most live bytes within it.
+    live: live bytes at its end.
+    """
+
+    place: Place
+    peak: int
+    live: int
+
+
+def _temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that an operator allocates and frees inside its kernel."""
+    if func is torch.ops.aten.logsumexp.default:
+        return int(args[0].nbytes)  # exp(x - max)
+    return 0
+
+
+class BytesTracker(TorchDispatchMode):
+    """Counts the storage of every fake tensor of `mode` that an operator returns, until it is
+    freed."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+        self.live = 0
+        self.peak = 0
+        self.segments: list[Segment] = []
+        self._sizes: dict[int, int] = {}
+        self._is_paused = False
+
+    def mark(self, *place: str | int) -> None:
+        """End a segment here; `place` names it."""
+        self.segments.append(Segment(place, self.peak, self.live))
+        self.peak = self.live
+
+    def take_segments(self) -> list[Segment]:
+        """Return the segments since the last call."""
+        taken, self.segments = self.segments, []
+        return taken
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing within the context."""
+        before, self._is_paused = self._is_paused, True
+        yield
+        self._is_paused = before
+
+    def note(self, value: object) -> None:
+        """Count a tensor's storage."""
+        if isinstance(value, DTensor):
+            value = value._local_tensor
+        if not isinstance(value, FakeTensor) or value.fake_device.type == "meta":
+            return
+        if value.fake_mode is not self.mode:
+            return  # DTensor's own, with which it infers shapes of whole tensors
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            self._set(key, storage.nbytes())
+            weakref.finalize(storage, self._free, key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count the new size of a storage."""
+        if storage._cdata in self._sizes:
+            self._set(storage._cdata, storage.nbytes())
+
+    def _set(self, key: int, size: int) -> None:
+        self.live += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.live)
+
+    def _free(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor first splits it into operators on local tensors
+        result = func(*args, **(kwargs or {}))
+        if self._is_paused:
+            return result
+        for value in tree_iter(result):
+            if isinstance(value, Tensor):
+                self.note(value)
+        self.peak = max(self.peak, self.live + _temporary_bytes(func, args))
+        return result
+
+
+@contextmanager
+def resizes_noted(tracker: BytesTracker) -> Iterator[None]:
+    """Tell the tracker when FSDP frees or reallocates a storage. No operator runs then."""
+    resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def noted(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        tracker.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = noted  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class DryEngineSpec:
     """What determines the memory of one role's engine.
 
     model, fsdp, optim: as for TrainEngine.
@@ -90,7 +213,7 @@ def _fits(query: Tensor, value: Tensor) -> bool:
 class DryEngine(TrainEngine):
     """TrainEngine of which every tensor is fake; `tracker` counts them."""
 
-    def __init__(self, spec: EngineSpec, tracker: Tracker, mode: FakeTensorMode):
+    def __init__(self, spec: DryEngineSpec, tracker: BytesTracker, mode: FakeTensorMode):
         self.tracker = tracker
         self.fake = mode
         self._in_backward = False
@@ -131,7 +254,7 @@ class DryEngine(TrainEngine):
     def _build_model(self, head: str) -> HeadedModel:
         headed = super()._build_model(head)
         if self._offloads and self.optim_config is not None:
-            layers.checkpoint_layers(headed.model, offload=True)
+            sharding.checkpoint_layers(headed.model, offload=True)
         self._mark_layers(headed.model)
         return headed
 
@@ -227,7 +350,7 @@ class DryEngine(TrainEngine):
 
     def _backward(self, *arguments: Any) -> dict[str, Tensor]:
         self.offloaded = 0
-        with mock.patch.object(layers, "save_on_cpu", self._offload):
+        with mock.patch.object(sharding, "save_on_cpu", self._offload):
             result = super()._backward(*arguments)
         self.tracker.mark("backward", 0)
         return result

@@ -1,20 +1,110 @@
-"""Memory of each device and node in each phase of a step, all roles together."""
+"""Memory of each device and node in each phase of a step, all roles together.
 
-from collections.abc import Callable
+First comes what each role runs at most: its engine, and the largest micro-batch of each pass.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from verlite.config.plan import Plan
+from verlite.config.compile import engine_spec as compiled_engine
+from verlite.config.plan import Micro, Plan, resolve_dtype
 from verlite.config.schema import Config
 from verlite.sizing.devices import Devices
-from verlite.sizing.dry_engine import EngineSpec
+from verlite.sizing.dry_engine import DryEngineSpec
 from verlite.sizing.facts import DTYPE_BYTES, ModelFacts
-from verlite.sizing.measure import Passes, RoleMemory
-from verlite.sizing.roles import Role, training_roles
+from verlite.sizing.measure import Passes, PassRows, RoleMemory
 from verlite.sizing.sync import sync_bytes
+from verlite.sizing.words import GIB
 from verlite.spec.roles import FSDPSpec
 from verlite.workers.roles import ROLES
 
-GIB = 2**30
+TRAINING_ROLES = ("actor", "inference", "ref", "critic")
+
+
+@dataclass(frozen=True)
+class SizedRole:
+    """One training role.
+
+    name: one of TRAINING_ROLES.
+    spec: its engine.
+    passes: what it runs.
+    """
+
+    name: str
+    spec: DryEngineSpec
+    passes: Passes
+
+
+def training_roles(config: Config, plan: Plan) -> list[SizedRole]:
+    """Return the roles of a run that have a training engine."""
+    return [
+        SizedRole(name, engine_spec(config, plan, name), role_passes(config, plan, name))
+        for name in TRAINING_ROLES
+        if name in plan.roles
+    ]
+
+
+def engine_spec(config: Config, plan: Plan, role: str) -> DryEngineSpec:
+    """Return the engine of a role, as its worker builds it."""
+    engine = compiled_engine(config, plan, role)
+    return DryEngineSpec(
+        model=engine.model,
+        fsdp=engine.fsdp,
+        optim=engine.optim,
+        head="value" if role == "critic" else "lm",
+        ranks=len(plan.placement[role]),
+        sequence_parallel=engine.sequence_parallel,
+        kind=plan.device,
+        dtype=resolve_dtype(engine.fsdp.dtype, plan.device),
+    )
+
+
+def role_passes(config: Config, plan: Plan, role: str) -> Passes:
+    """Return what a role runs, if every sample has the longest length."""
+    groups = len(plan.placement[role]) // plan.sequence_parallel[role]
+    step_rows = -(-plan.batch_size // groups)
+    if role == "ref":
+        return Passes(largest(plan, plan.ref_micro, step_rows), None)
+    if role == "critic":
+        assert plan.critic is not None
+        update_rows = -(-plan.critic.mini_rows // groups)
+        return Passes(
+            largest(plan, plan.value_micro, step_rows),
+            largest(plan, plan.critic.micro, update_rows),
+        )
+    log_probs = largest(plan, plan.log_prob_micro, step_rows)
+    if role == "inference":
+        return Passes(
+            log_probs, None, forward_entropy=True, sum_pi_squared=plan.needs_sum_pi_squared
+        )
+    actor = config.actor_rollout_ref.actor
+    entropy = "loss" if actor.entropy_coeff else ""
+    if actor.calculate_entropy or not plan.needs_old_log_probs:
+        entropy = entropy or "metric"
+    return Passes(
+        # The start-up check runs this pass in the first step even if no other step does.
+        None if "inference" in plan.roles else log_probs,
+        largest(plan, plan.actor.micro, -(-plan.actor.mini_rows // groups)),
+        forward_entropy=True,
+        sum_pi_squared=plan.needs_sum_pi_squared,
+        update_entropy=entropy,
+    )
+
+
+def largest(plan: Plan, micro: Micro | None, rows: int) -> PassRows:
+    """Return the largest micro-batch of a pass over `rows` samples of the longest length."""
+    assert micro is not None
+    longest = plan.longest_sequence
+    if micro.max_tokens is None:
+        assert micro.size is not None
+        lengths: Sequence[int] = (longest,) * min(micro.size, rows)
+        several = rows > micro.size
+    else:
+        whole, rest = divmod(min(micro.max_tokens, rows * longest), longest)
+        lengths = (longest,) * whole + ((rest,) if rest > 1 else ())
+        several = rows * longest > micro.max_tokens
+    return PassRows(tuple(lengths), plan.longest_response, several)
+
 
 PROCESS = int(0.9 * GIB)
 """Assumed for each training process on a GPU: CUDA context 0.5, NCCL and cuBLAS buffers 0.4 GiB."""
@@ -26,7 +116,7 @@ HOST_PROCESS = {"cuda": int(3 * GIB), "cpu": int(1.5 * GIB)}
 """Assumed memory of a process with its libraries. On CPUs 0.5 GiB at the start and 0.3 to 1.0 GiB
 of pages that are not returned were measured (docs/benchmarks.md)."""
 
-Measure = Callable[[EngineSpec, Passes], RoleMemory]
+Measure = Callable[[DryEngineSpec, Passes], RoleMemory]
 
 _NAMES = {
     "actor": ("old log-probs", "actor update"),
@@ -117,25 +207,25 @@ def run_memory(
     return Memory(measured, groups, _host(config, plan, policy, roles, measured))
 
 
-def measured_role(role: Role, measure: Measure) -> RoleMemory:
+def measured_role(role: SizedRole, measure: Measure) -> RoleMemory:
     """Measure a role. Offload moves whole parts, so it is not part of what is measured."""
     fsdp = replace(role.spec.fsdp, param_offload=False, optimizer_offload=False)
     return measure(replace(role.spec, fsdp=fsdp), role.passes)
 
 
-def idle(role: Role, memory: RoleMemory) -> int:
+def idle(role: SizedRole, memory: RoleMemory) -> int:
     """Return what a role holds on its device outside its passes."""
     fsdp = _offload(role)
     parameters = 0 if fsdp.param_offload else memory.parameters
     return parameters + (0 if fsdp.optimizer_offload else memory.optimizer)
 
 
-def forward(role: Role, memory: RoleMemory) -> int:
+def forward(role: SizedRole, memory: RoleMemory) -> int:
     """Return a role's peak while it computes log-probs or values."""
     return memory.forward - (memory.optimizer if _offload(role).optimizer_offload else 0)
 
 
-def _offload(role: Role) -> FSDPSpec:
+def _offload(role: SizedRole) -> FSDPSpec:
     """Return the role's settings. On CPUs offload moves nothing."""
     fsdp = role.spec.fsdp
     if role.spec.kind == "cpu":
@@ -169,7 +259,7 @@ def _phases(
     plan: Plan,
     devices: Devices,
     policy: ModelFacts,
-    roles: dict[str, Role],
+    roles: dict[str, SizedRole],
     measured: dict[str, RoleMemory],
     here: tuple[str, ...],
 ) -> list[Phase]:
@@ -230,7 +320,7 @@ def _phases(
 
 
 def _building(
-    roles: dict[str, Role], measured: dict[str, RoleMemory], transit: int
+    roles: dict[str, SizedRole], measured: dict[str, RoleMemory], transit: int
 ) -> dict[str, int]:
     """Return what each role holds at the fullest moment of the start.
 
@@ -258,7 +348,7 @@ def _host(
     config: Config,
     plan: Plan,
     policy: ModelFacts,
-    roles: dict[str, Role],
+    roles: dict[str, SizedRole],
     measured: dict[str, RoleMemory],
 ) -> list[HostPhase]:
     """Return the phases of the node whose checkpoint needs most."""
@@ -270,7 +360,7 @@ def _node(
     config: Config,
     plan: Plan,
     policy: ModelFacts,
-    roles: dict[str, Role],
+    roles: dict[str, SizedRole],
     measured: dict[str, RoleMemory],
     node: int,
 ) -> list[HostPhase]:

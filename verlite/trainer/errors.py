@@ -14,7 +14,7 @@ from verlite.controller.failures import NodeLost, RayLost, StuckError, WorkerErr
 from verlite.controller.head import NoCluster
 from verlite.controller.placement import ResourcesMissing
 from verlite.data.dataset import DataError
-from verlite.engine.errors import NonFiniteError
+from verlite.engine import NonFiniteError
 from verlite.files import FULL
 from verlite.masking import mask_urls
 from verlite.rewards.process import FunctionError

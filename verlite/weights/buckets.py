@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from verlite import progress
-from verlite.weights.errors import TransportError
+from verlite.weights import TransportError
 
 Bucket = list[tuple[str, Tensor]]
 """(Hugging Face name, whole tensor) of a few weights."""

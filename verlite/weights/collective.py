@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verlite.weights import GOODBYE_S, JOIN_S, TIMEOUT_S, TransportError
 from verlite.weights.buckets import Bucket, fill, header_of
-from verlite.weights.errors import GOODBYE_S, JOIN_S, TIMEOUT_S, TransportError
 from verlite.weights.shared_memory import STAGING_BYTES, MemoryFiles, Staging
 
 _REMEDY = (

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from verlite import progress
+from verlite.weights import GOODBYE_S, JOIN_S, TIMEOUT_S, TransportError
 from verlite.weights.buckets import TRAINED, Bucket, fill, header_of, views
-from verlite.weights.errors import GOODBYE_S, JOIN_S, TIMEOUT_S, TransportError
 
 _ACKNOWLEDGED = b"done"
 _numbers = itertools.count()
@@ -210,7 +210,7 @@ class Publisher:
 
 
 @dataclass(frozen=True)
-class Stream:
+class BucketStream:
     """Weights that a trainer publishes while an engine iterates over them.
 
     addresses: of the publisher of each of the engine's devices, in rank order.

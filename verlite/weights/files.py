@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from verlite.files import replace_file
+from verlite.weights import TransportError
 from verlite.weights.buckets import Bucket, BucketFiles, flat_bytes, header_of
-from verlite.weights.errors import TransportError
 
 MANIFEST = "manifest.json"
 KEPT_VERSIONS = 2

@@ -6,7 +6,7 @@ iterable of (name, tensor). Readers are the rollout engines and the ranks of the
 | transport | trainer | reader |
 |---|---|---|
 | shared_memory | `shared_memory.MemoryFiles` | `buckets.BucketFiles` |
-| cuda_ipc | `cuda_ipc.Publisher` | `cuda_ipc.Stream` |
+| cuda_ipc | `cuda_ipc.Publisher` | `cuda_ipc.BucketStream` |
 | collective | `collective.Sender` | `collective.Receiver`, whose files are `buckets.BucketFiles` |
 | files | `files.FolderWriter` | `files.read_folder` |
 

@@ -1,7 +1,7 @@
 """The policy in training: log-probs, advantages, updates, and the weights that others read."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,20 +23,74 @@ from verlite.weights.buckets import TRAINED
 from verlite.weights.collective import Sender
 from verlite.weights.cuda_ipc import Publisher
 from verlite.weights.files import FolderWriter
+from verlite.weights.fingerprint import combine
 from verlite.weights.probe import Probe
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import Export, Offer, Sink, cleanup_after_failure, publish
-from verlite.workers.adapters import SyncedParts
 from verlite.workers.advantage import (
     apply_rollout_correction,
     estimate_advantages,
     select_loss_tokens,
 )
 from verlite.workers.log_probs import LogProbWorker
-from verlite.workers.rows import StepRows
+from verlite.workers.training import StepRows
 
 if TYPE_CHECKING:
+    from verlite.engine.export import Part
     from verlite.engine.fsdp import Counts, LossFn
+
+
+# Which parts of a policy with LoRA the next weight sync carries
+
+
+class SyncedParts:
+    """What a weight sync carries.
+
+    With rollout.lora_sync=merged it is always the merged weights. With adapter the first sync
+    carries the base model and the adapters, and later ones the adapters alone. After a sync that
+    did not succeed the base model is sent again, because an engine may have loaded only a part of
+    it.
+
+    Args:
+        separate: rollout.lora_sync=adapter.
+
+    Attributes:
+        parts: of the sync under way, in the order in which they are sent.
+    """
+
+    def __init__(self, separate: bool) -> None:
+        self.parts: tuple[Part, ...] = ("merged",)
+        self._separate = separate
+        self._engines_have_base = False
+        self._base_fingerprint: int | None = None
+
+    def start(self) -> None:
+        """Choose the parts of the next sync."""
+        if self._separate:
+            self.parts = ("adapters",) if self._engines_have_base else ("adapters", "base")
+        self._engines_have_base = False
+
+    def forget(self) -> None:
+        """Take note that an engine was started anew, without the base model."""
+        self._engines_have_base = False
+
+    def succeeded(self) -> None:
+        """Take note that all engines have the version."""
+        self._engines_have_base = True
+
+    def fingerprint(self, measure: "Callable[[Part], int]") -> int:
+        """Return the fingerprint of all weights that the engines will have.
+
+        The base model is frozen, so it is measured once.
+
+        Args:
+            measure: returns the fingerprint of a part.
+        """
+        if not self._separate:
+            return measure("merged")
+        if self._base_fingerprint is None:
+            self._base_fingerprint = measure("base")
+        return combine(self._base_fingerprint, measure("adapters"))
 
 
 class ActorWorker(LogProbWorker):

@@ -21,11 +21,11 @@ from verlite.protocol.metrics import Metrics
 from verlite.rewards.process import FunctionError
 from verlite.rewards.result import RewardItem, RewardResult
 from verlite.rewards.scorer import Scorer
-from verlite.rollout.build import build_engine
+from verlite.rollout.batched import build_engine
 from verlite.rollout.trajectory import Request, run_all
 from verlite.rollout.types import Sampling, Status, Trajectory
 from verlite.spec.roles import RolloutSpec
-from verlite.weights.cuda_ipc import Stream as WeightStream
+from verlite.weights.cuda_ipc import BucketStream
 from verlite.weights.transport import Export, Offer
 from verlite.workers.weight_reader import WeightReader
 
@@ -228,7 +228,7 @@ class RolloutWorker(Worker):
         if self._reader.transport == "cuda_ipc":
             ranks = [routes.publishers[device] for device in routes.devices[self.rank]]
             addresses = tuple(offers[rank].stream or "" for rank in ranks)
-            self._load(WeightStream(addresses), offers[0])
+            self._load(BucketStream(addresses), offers[0])
         return self._reader.receive(offers)
 
     @register("all")

@@ -8,18 +8,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from verlite import progress
+from verlite.controller.columns import fetch
 from verlite.controller.dispatch import register
 from verlite.controller.worker import Worker
 from verlite.protocol.data import DataProto
 from verlite.protocol.metrics import Metrics
+from verlite.protocol.ragged import is_token_column, pad_columns, padded
 from verlite.spec.roles import Micro, TrainingRole, Updates
-from verlite.workers.rows import StepRows
 
 if TYPE_CHECKING:
     from verlite.engine.fsdp import LossFn, TrainEngine
     from verlite.engine.micro import MicroBatching
+
+
+# Padded rows of a training step, fetched and padded once per worker
+
+
+class StepRows:
+    """Rows of the current training step.
+
+    All calls of a step get the same rows, each with the columns that it needs. A column is fetched
+    and padded by the first call that needs it, and kept for later calls of the same step.
+    """
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._columns: dict[str, Tensor] = {}
+
+    def padded(self, batch: DataProto) -> DataProto:
+        """Return `batch` padded (see `protocol.ragged.padded`); meta_info needs `step`."""
+        if batch.meta_info["step"] != self._step:
+            self.clear()
+            self._step = batch.meta_info["step"]
+        names = [name for name in batch.non_tensor_batch if is_token_column(name)]
+        missing = [name for name in names if name not in self._columns]
+        if missing:
+            new = fetch(batch.select(non_tensor_batch_keys=missing))
+            self._columns |= pad_columns(new)
+        return padded(batch, {name: self._columns[name] for name in names})
+
+    def clear(self) -> None:
+        """Free the columns."""
+        self._step = -1
+        self._columns = {}
 
 
 LEAST_COLLECTIVE_S = 1800.0

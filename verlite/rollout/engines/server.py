@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from verlite.http.client import Client
 from verlite.rollout.batched import FinishedRequest
 from verlite.rollout.servers.fit import Needs, check_fit, service
-from verlite.rollout.servers.pool import Ask, Pool
+from verlite.rollout.servers.pool import Ask, ServerPool
 from verlite.rollout.servers.sending import Delivery, Network, SharedFiles
 from verlite.rollout.servers.vllm_server import Reply, VLLMServer
 from verlite.rollout.types import EngineOptions, Sampling
@@ -53,7 +53,7 @@ class ServerCore:
             VLLMServer(self._client, server, rollout.server_timeout_s, rollout.request_timeout_s)
             for server in self._client.servers
         ]
-        self._pool = Pool(
+        self._pool = ServerPool(
             servers,
             lambda found: check_fit(found, needs),
             rollout.server_wait_s,

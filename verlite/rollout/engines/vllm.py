@@ -36,7 +36,7 @@ from verlite.rollout.types import EngineOptions, Sampling
 from verlite.spec.roles import ModelSpec
 from verlite.threads import dividing
 from verlite.weights.buckets import BucketFiles
-from verlite.weights.cuda_ipc import Stream
+from verlite.weights.cuda_ipc import BucketStream
 from verlite.weights.shared_memory import MemoryFiles
 from verlite.weights.transport import publish
 
@@ -134,7 +134,7 @@ class VLLMCore:
         it can be sent there; otherwise over a copy in shared memory."""
         self._adapter = None
         adapter = self._next_adapter() if self._syncs_adapters else None
-        if self._shards == 1 or isinstance(named, BucketFiles | Stream):
+        if self._shards == 1 or isinstance(named, BucketFiles | BucketStream):
             self._load(named, adapter)
         else:
             files = MemoryFiles()

@@ -18,9 +18,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from verlite.rollout.engines.vllm_worker import load_base
+from verlite.weights import TransportError
 from verlite.weights.buckets import BucketFiles
 from verlite.weights.collective import Receiver, Rendezvous
-from verlite.weights.errors import TransportError
 
 
 @dataclass

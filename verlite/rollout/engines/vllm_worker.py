@@ -34,7 +34,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from verlite.weights.cuda_ipc import Stream
+from verlite.weights.cuda_ipc import BucketStream
 from verlite.weights.fingerprint import combine, tensor_fingerprint
 
 _IDENTITY_ROWS = 256  # rows of the identity per product; bounds memory
@@ -67,7 +67,7 @@ class WorkerExtension:
             named: the weights. With `adapter` also those of the adapters, or only these.
             adapter: number of the adapter that they become; None without adapters.
         """
-        if isinstance(named, Stream):
+        if isinstance(named, BucketStream):
             named = replace(named, rank=self.rank)
         if adapter is None:
             self._load_base(named)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verlite.http.client import Client, Refused, Retry, Service
 from verlite.rollout.engines.vllm_plugin import BACKEND
-from verlite.rollout.servers.vllm_server import Settings, Unfit, VLLMServer
+from verlite.rollout.servers.vllm_server import ServerSettings, Unfit, VLLMServer
 from verlite.spec.roles import GenerationSpec
 
 AGAIN_S = 2.0
@@ -35,7 +35,7 @@ class Needs:
     dtype: str | None
 
 
-def check_fit(found: Settings, needs: Needs) -> None:
+def check_fit(found: ServerSettings, needs: Needs) -> None:
     """Raise Unfit if a server's settings do not fit the run."""
     wrong = []
     if found.max_model_len < needs.max_model_len:

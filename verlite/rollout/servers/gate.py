@@ -4,7 +4,7 @@ Training needs VLLM_SERVER_DEV_MODE=1, which also opens endpoints that run any m
 workers, show the configuration with its secrets, or reset the weights. vLLM's own --api-key does
 not cover them. This middleware lets through what ENDPOINTS lists, asks for the token of
 VLLM_API_KEY on every request but GET /health, and refuses requests that a web page of another site
-caused (`verlite.http.origin`).
+caused (`verlite.http.server`).
 """
 
 import hmac
@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from verlite.http import origin
+from verlite.http import server
 
 HOSTS = "VERLITE_SERVICE_HOSTS"
 """Environment variable with host names that clients may use, separated by spaces."""
@@ -92,7 +92,7 @@ class Gate:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._wanted):
                 return 401, "this server needs the header Authorization: Bearer TOKEN"
-        foreign = origin.refusal(scope, self._hosts, self._wanted is not None)
+        foreign = server.refusal(scope, self._hosts, self._wanted is not None)
         if foreign:
             return foreign
         if path not in ENDPOINTS.get(method, ()):

@@ -20,7 +20,7 @@ from typing import Any
 from verlite.http.client import Broken, Down, Refused, Retry, Slow
 from verlite.rollout.servers.fit import NoServer
 from verlite.rollout.servers.sending import Delivery
-from verlite.rollout.servers.vllm_server import Reply, Settings, Unfit, VLLMServer
+from verlite.rollout.servers.vllm_server import Reply, ServerSettings, Unfit, VLLMServer
 
 BEAT_S = 2.0
 """Seconds between two questions whether a server is well."""
@@ -82,7 +82,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Weights:
+class ServedWeights:
     """What the members have to have.
 
     delivery: how they get them.
@@ -93,7 +93,7 @@ class Weights:
     name: str
 
 
-class Pool:
+class ServerPool:
     """The servers of a run. All methods run in one event loop.
 
     Args:
@@ -106,7 +106,7 @@ class Pool:
     def __init__(
         self,
         servers: Iterable[VLLMServer],
-        check: Callable[[Settings], None],
+        check: Callable[[ServerSettings], None],
         wait_s: float,
         request_s: float,
     ) -> None:
@@ -119,7 +119,7 @@ class Pool:
         self._waiting: deque[Ask] = deque()
         self._watchers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._weights: Weights | None = None
+        self._weights: ServedWeights | None = None
         self._fingerprint: int | None = None
         self._prefix = f"verlite-{secrets.token_hex(8)}"
         self._loads = 0
@@ -150,7 +150,7 @@ class Pool:
         """
         await self._stop_watching()  # a watcher would load the weights into the same server
         self._loads += 1
-        self._weights = Weights(delivery, f"{self._prefix}-{self._loads}")
+        self._weights = ServedWeights(delivery, f"{self._prefix}-{self._loads}")
         self._fingerprint = None
         weights = self._weights
 

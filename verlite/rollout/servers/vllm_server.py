@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verlite.http.client import Broken, Client, Down, Refused, Retry, Server, Slow
-from verlite.weights.errors import TransportError
+from verlite.weights import TransportError
 
 if TYPE_CHECKING:
     from verlite.rollout.servers.sending import Delivery
@@ -44,7 +44,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """What a server was started with."""
 
     max_model_len: int
@@ -90,15 +90,15 @@ class VLLMServer:
                 f"VLLM_SERVER_DEV_MODE=1. {_REMEDY}"
             ) from error
 
-    async def settings(self) -> Settings:
+    async def settings(self) -> ServerSettings:
         """Return the server's settings.
 
         Raises:
             Unfit: the server has no worker extension of verlite, or that of another version.
         """
 
-        def read(answer: Any) -> Settings:
-            return Settings(**answer["results"][0])
+        def read(answer: Any) -> ServerSettings:
+            return ServerSettings(**answer["results"][0])
 
         try:
             return await self._workers("verlite_settings", read=read)
